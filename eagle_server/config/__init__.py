@@ -1,0 +1,36 @@
+"""Configuration: frozen sections, resolved once from flags, a YAML file, the environment and defaults, in that order.
+
+Every option is declared once, as a field in `sections.py`. Its flag, YAML key, environment variable and help follow
+from that: `SpeculativeSection.num_steps` is `--speculative-num-steps`, `speculative-num-steps:` and
+`EAGLE_SERVER_SPECULATIVE_NUM_STEPS`. No other module reads the environment.
+"""
+
+from eagle_server.config.sections import (
+    DEMO_DRAFT,
+    DEMO_TARGET,
+    CacheSection,
+    Config,
+    ConfigError,
+    ModelSection,
+    SchedulerSection,
+    ServerSection,
+    SpeculativeParams,
+    SpeculativeSection,
+    resolve_speculative,
+)
+from eagle_server.config.sources import parse_args
+
+__all__ = [
+    "DEMO_DRAFT",
+    "DEMO_TARGET",
+    "CacheSection",
+    "Config",
+    "ConfigError",
+    "ModelSection",
+    "SchedulerSection",
+    "ServerSection",
+    "SpeculativeParams",
+    "SpeculativeSection",
+    "parse_args",
+    "resolve_speculative",
+]

@@ -1,0 +1,306 @@
+"""What can be configured, and the rules between options. Descriptions are the text of --help."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    model_validator,
+)
+
+logger = logging.getLogger(__name__)
+
+_DEMO = Path(__file__).parents[1] / "assets" / "demo"
+DEMO_TARGET = _DEMO / "target"
+DEMO_DRAFT = _DEMO / "eagle3"
+
+
+class ConfigError(ValueError):
+    """A wrong option; the message is one line that names it, what was found and what is allowed."""
+
+
+def _model_location(value: str) -> str:
+    path = Path(value).expanduser()
+    if path.is_dir():
+        return str(path)
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", value) and not path.exists():
+        return value
+    raise ValueError("no such directory, and not a Hugging Face id (owner/name)")
+
+
+def _file_location(value: str) -> str:
+    path = Path(value).expanduser()
+    if path.is_file():
+        return str(path)
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*/\S+", value) and not path.exists():
+        return value
+    raise ValueError("no such file, and not a file on Hugging Face (owner/name/file)")
+
+
+def _json_object(value: object) -> object:
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ValueError('should be a JSON object, like {"rope_theta": 10000}')
+    return parsed
+
+
+def _single_device(value: int) -> int:
+    if value != 1:
+        raise ValueError("should be 1: tensor parallelism is not available yet")
+    return value
+
+
+def _available_backend(value: object) -> object:
+    if value == "flashinfer":
+        raise ValueError("not available yet; should be 'auto' or 'cpu'")
+    return value
+
+
+Count = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
+ModelLocation = Annotated[Text, AfterValidator(_model_location)]
+
+
+class Section(BaseModel):
+    """A group of options. The docstring is its heading in --help, `prefix` stands before its option names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    prefix: ClassVar[str] = ""
+
+
+class ModelSection(Section):
+    """What is served."""
+
+    model_path: ModelLocation | None = Field(
+        default=None,
+        description="the target: a Hugging Face id or a local directory; without it, the embedded demo is served",
+    )
+    tokenizer_path: ModelLocation | None = Field(
+        default=None, description="where the tokenizer is, if not beside the target's weights"
+    )
+    served_model_name: Text | None = Field(
+        default=None, description="the name clients ask for; without it, the id or the directory's name"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="what weights and KV are held in; auto: what the checkpoint says"
+    )
+    context_length: Count | None = Field(
+        default=None, description="most tokens of a request, prompt and output together; without it, the model's own"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: CUDA where there is a GPU, else the CPU"
+    )
+    attention_backend: Annotated[Literal["auto", "cpu"], BeforeValidator(_available_backend)] = Field(
+        default="auto", description="auto: the one made for the device; flashinfer will follow"
+    )
+    tp_size: Annotated[int, AfterValidator(_single_device)] = Field(
+        default=1, description="devices that share the target; only 1 so far"
+    )
+
+
+class SpeculativeSection(Section):
+    """How tokens are drafted. The output is the same, whatever stands here."""
+
+    prefix: ClassVar[str] = "speculative-"
+
+    algorithm: Literal["NONE", "EAGLE", "EAGLE3"] | None = Field(
+        default=None, description="NONE decodes plainly; without it, detected from the draft's files"
+    )
+    draft_model_path: ModelLocation | None = Field(
+        default=None, description="the draft head: a Hugging Face id or a local directory; the demo brings its own"
+    )
+    num_steps: Count | None = Field(
+        default=None, description="depth of the draft tree; given with topk, or both are chosen by architecture"
+    )
+    eagle_topk: Count | None = Field(
+        default=None, description="children that each drafted node may have; 1 drafts a chain"
+    )
+    num_draft_tokens: Count | None = Field(
+        default=None,
+        description="nodes that the target verifies at once, the root included; without it, steps * topk + 1; "
+        "always steps + 1 where topk is 1",
+    )
+    token_map: Annotated[str, AfterValidator(_file_location)] | None = Field(
+        default=None, description="FR-Spec: a file of frequent token ids; the draft proposes no others"
+    )
+    draft_config_override: Annotated[dict[str, Any], BeforeValidator(_json_object)] | None = Field(
+        default=None, description="a JSON object whose values replace those of the draft's config.json"
+    )
+
+    @model_validator(mode="after")
+    def _parameters_agree(self) -> Self:
+        self.given_parameters()
+        return self
+
+    def given_parameters(self) -> SpeculativeParams | None:
+        """The tree parameters completed and checked, None if none is given.
+
+        Raises:
+            ConfigError: only some of the parameters are given, or they contradict each other.
+        """
+        steps, topk = self.num_steps, self.eagle_topk
+        if steps is not None and topk is not None:
+            return _tree_parameters(steps, topk, self.num_draft_tokens)
+        flags = {"num-steps": steps, "eagle-topk": topk, "num-draft-tokens": self.num_draft_tokens}
+        given = " and ".join(f"--speculative-{name}" for name, value in flags.items() if value is not None)
+        missing = " and ".join(f"--speculative-{name}" for name in ("num-steps", "eagle-topk") if flags[name] is None)
+        if given:
+            raise ConfigError(f"{given} needs {missing} as well; give none of them for automatic values")
+        return None
+
+
+class CacheSection(Section):
+    """The KV cache."""
+
+    page_size: Count = Field(default=1, description="tokens per KV page")
+    max_total_tokens: Count | None = Field(
+        default=None, description="KV slots that requests share; without it, as many as memory and requests call for"
+    )
+    disable_radix_cache: bool = Field(
+        default=False, description="do not keep KV for later requests with the same prefix"
+    )
+
+
+class SchedulerSection(Section):
+    """How requests share the engine."""
+
+    max_running_requests: Count = Field(default=48, description="most requests decoding at once; others wait")
+    chunked_prefill_size: Count = Field(
+        default=512, description="most prompt tokens per cycle; longer prompts go in chunks"
+    )
+
+
+class ServerSection(Section):
+    """The HTTP server."""
+
+    host: Text = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0: all")
+    port: Annotated[int, Field(ge=1, le=65535)] = Field(default=30000, description="port to listen on")
+    api_key: Annotated[SecretStr, Field(min_length=1)] | None = Field(
+        default=None, description="bearer token that clients must send; set it in the environment: ps shows flags"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least severity that is logged"
+    )
+
+
+class Config(BaseModel):
+    """Everything the server was told. None means that the value follows from the checkpoint or the machine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: ModelSection = Field(default_factory=ModelSection)
+    speculative: SpeculativeSection = Field(default_factory=SpeculativeSection)
+    cache: CacheSection = Field(default_factory=CacheSection)
+    scheduler: SchedulerSection = Field(default_factory=SchedulerSection)
+    server: ServerSection = Field(default_factory=ServerSection)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether a draft head is loaded."""
+        has_draft = self.model.model_path is None or self.speculative.draft_model_path is not None
+        return has_draft and self.speculative.algorithm != "NONE"
+
+    @property
+    def target_path(self) -> str:
+        """Hugging Face id or directory of the target."""
+        return self.model.model_path or str(DEMO_TARGET)
+
+    @property
+    def draft_path(self) -> str | None:
+        """Hugging Face id or directory of the draft head, None without speculation."""
+        return (self.speculative.draft_model_path or str(DEMO_DRAFT)) if self.speculates else None
+
+    @property
+    def served_model_name(self) -> str:
+        """The model's name in the API; never a path of this machine."""
+        path = self.model.model_path
+        if self.model.served_model_name or path is None:
+            return self.model.served_model_name or "demo"
+        return Path(path).resolve().name if Path(path).is_dir() else path
+
+    def public_dict(self) -> dict[str, Any]:
+        """JSON-ready values for logs and /v1/server_info, resolved as far as that needs no loading; never the key."""
+        values = self.model_dump(mode="json")
+        values["model"].update(model_path=self.target_path, served_model_name=self.served_model_name)
+        given = self.speculative.given_parameters()
+        values["speculative"].update(asdict(given) if given else {}, draft_model_path=self.draft_path)
+        values["server"]["api_key"] = None if self.server.api_key is None else "(set)"
+        return values
+
+    @model_validator(mode="after")
+    def _options_agree(self) -> Self:
+        target, draft = self.model.model_path, self.speculative.draft_model_path
+        if draft is not None and target is None:
+            raise ConfigError(
+                "--speculative-draft-model-path needs --model-path: without it the demo is served with its own draft"
+            )
+        if draft is not None and target is not None and Path(draft).resolve() == Path(target).resolve():
+            raise ConfigError(f"--speculative-draft-model-path {draft}: should differ from --model-path")
+        if not self.speculates:
+            self._refuse_speculative_options()
+        return self
+
+    def _refuse_speculative_options(self) -> None:
+        values = self.speculative.model_dump(exclude={"algorithm"}, exclude_none=True)
+        flags = [f"--speculative-{field.replace('_', '-')}" for field in values]
+        algorithm = self.speculative.algorithm
+        if algorithm == "NONE" and flags:
+            raise ConfigError(f"{flags[0]} has no effect with --speculative-algorithm NONE: drop one of them")
+        if algorithm != "NONE" and (algorithm or flags):
+            needy = f"--speculative-algorithm {algorithm}" if algorithm else flags[0]
+            raise ConfigError(f"{needy} needs --speculative-draft-model-path: the target brings no draft head")
+
+
+@dataclass(frozen=True)
+class SpeculativeParams:
+    """The shape of draft trees: depth, children per node, and nodes verified at once (root included)."""
+
+    num_steps: int
+    eagle_topk: int
+    num_draft_tokens: int
+
+
+# SGLang's choice: a tree of 8, but a short chain for targets whose own MTP layer drafts.
+_AUTO = {"DeepseekV2ForCausalLM": SpeculativeParams(3, 1, 4), "DeepseekV3ForCausalLM": SpeculativeParams(3, 1, 4)}
+_AUTO_OTHERWISE = SpeculativeParams(5, 4, 8)  # Llama, Grok and all others
+
+
+def resolve_speculative(section: SpeculativeSection, architecture: str) -> SpeculativeParams:
+    """The trees' shape: as given, or by the target's architecture (`architectures[0]`) where nothing is given."""
+    params = section.given_parameters() or _AUTO.get(architecture, _AUTO_OTHERWISE)
+    if section.num_draft_tokens not in (None, params.num_draft_tokens):
+        logger.warning(
+            "--speculative-num-draft-tokens %d is adjusted to %d: with topk 1 the draft is a chain of %d and its root",
+            section.num_draft_tokens,
+            params.num_draft_tokens,
+            params.num_steps,
+        )
+    return params
+
+
+def _tree_parameters(steps: int, topk: int, draft_tokens: int | None) -> SpeculativeParams:
+    if topk == 1:
+        return SpeculativeParams(steps, 1, steps + 1)
+    # The first level has topk candidates; each of topk frontier nodes of every further level adds topk children.
+    pool = topk + (steps - 1) * topk * topk
+    nodes = steps * topk + 1 if draft_tokens is None else draft_tokens
+    if not 1 < nodes <= pool + 1:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens {nodes}: should be from 2 to {pool + 1}: {steps} steps with topk {topk} "
+            f"give {topk} + {steps - 1} * {topk} * {topk} = {pool} candidates, and the root"
+        )
+    return SpeculativeParams(steps, topk, nodes)

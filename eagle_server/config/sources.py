@@ -1,0 +1,201 @@
+"""Where options come from: flags, a YAML file, the environment. One wrong value is one line and exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin
+
+import yaml
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from eagle_server.config.sections import Config, ConfigError, Section
+
+ENV_PREFIX = "EAGLE_SERVER_"
+
+_DESCRIPTION = """\
+Serve a language model over HTTP, accelerated by speculative decoding. Without options: the embedded demo.
+
+Any option --some-name may also be a line `some-name: value` in the YAML file of --config, or EAGLE_SERVER_SOME_NAME in
+the environment. Flags win over the file, the file over the environment, the environment over the defaults."""
+
+_EXAMPLES = """\
+examples:
+  python -m eagle_server
+      the demo on http://127.0.0.1:30000
+  python -m eagle_server --speculative-num-steps 3 --topk 4
+      the same with draft trees of depth 3, 4 children per node and 3 * 4 + 1 nodes
+  python -m eagle_server --model-path meta-llama/Llama-3.1-8B-Instruct \\
+      --speculative-draft-model-path yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
+      a published pair: the head's format is detected, the trees are chosen by architecture
+  python -m eagle_server --speculative-algorithm NONE
+      the demo without speculation
+  python -m eagle_server --config configs/llama-3.1-8b-eagle3.yaml --port 8000 --dry-run
+      what a preset and a flag come to"""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: its flag (`name` without the dashes), where its value goes, and its declaration."""
+
+    name: str
+    section: str
+    field: str
+    declaration: FieldInfo
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.name.upper().replace("-", "_")
+
+    @property
+    def metavar(self) -> str:
+        for part in (self.declaration.annotation, *get_args(self.declaration.annotation)):
+            if get_origin(part) is Literal:
+                return "{" + ",".join(get_args(part)) + "}"
+        return self.name.rpartition("-")[2].upper()
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value, and the words that name in an error where it stands."""
+
+    place: str
+    value: Any
+
+
+def _options() -> dict[str, Option]:
+    options = {}
+    for section, info in Config.model_fields.items():
+        cls = info.annotation
+        assert isinstance(cls, type) and issubclass(cls, Section)
+        for field, declaration in cls.model_fields.items():
+            name = cls.prefix + field.replace("_", "-")
+            options[name] = Option(name, section, field, declaration)
+    return options
+
+
+OPTIONS = _options()
+_ALIASES = {"speculative-eagle-topk": ["--topk"]}
+
+
+def parse_args(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Config:
+    """The configuration from all sources.
+
+    Raises:
+        SystemExit: status 0 after --help or --dry-run; status 2 after one line on stderr if anything is wrong.
+    """
+    parser = _parser()
+    parsed, unknown = parser.parse_known_args(argv)
+    flags = {key.replace("_", "-"): value for key, value in vars(parsed).items() if value is not None}
+    dry_run = flags.pop("dry-run")
+    file = flags.pop("config", environ.get(f"{ENV_PREFIX}CONFIG"))
+    try:
+        if unknown:
+            raise _unknown("flag", unknown[0].partition("=")[0], [f"--{name}" for name in OPTIONS])
+        given = _from_environment(environ)
+        given |= {} if file is None else _from_yaml(Path(file))
+        given |= {name: Given(f"--{name}", value) for name, value in flags.items()}
+        config = _validate(given)
+    except ConfigError as error:
+        parser.error(str(error))
+    if dry_run:
+        sys.stdout.write(json.dumps(config.public_dict(), indent=2) + "\n")
+        parser.exit()
+    return config
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line and exit status 2, without the usage that argparse would add."""
+        self.exit(2, f"eagle_server: error: {' '.join(message.splitlines())}\n")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="python -m eagle_server",
+        usage="%(prog)s [options]",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="a YAML file of options; configs/ has presets")
+    parser.add_argument("--dry-run", action="store_true", help="print the configuration as JSON and exit")
+    groups = {
+        section: parser.add_argument_group(f"{section} options", info.annotation.__doc__ if info.annotation else None)
+        for section, info in Config.model_fields.items()
+    }
+    for option in OPTIONS.values():
+        default = option.declaration.default
+        shown = f" [default: {default}]" if default else ""
+        keywords: dict[str, Any] = {"help": f"{option.declaration.description}{shown}".replace("%", "%%")}
+        if option.declaration.annotation is bool:
+            keywords |= {"action": "store_const", "const": "true"}
+        else:
+            keywords |= {"metavar": option.metavar}
+        groups[option.section].add_argument(f"--{option.name}", *_ALIASES.get(option.name, ()), **keywords)
+    return parser
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
+    names = {option.variable: name for name, option in OPTIONS.items()}
+    given = {}
+    for variable, value in environ.items():
+        if not variable.startswith(ENV_PREFIX) or variable == f"{ENV_PREFIX}CONFIG":
+            continue
+        if variable not in names:
+            raise _unknown("environment variable", variable, names)
+        given[names[variable]] = Given(variable, value)
+    return given
+
+
+def _from_yaml(path: Path) -> dict[str, Given]:
+    try:
+        content = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: should hold lines like 'page-size: 16'")
+    given: dict[str, Given] = {}
+    for key, value in content.items():
+        name = str(key).replace("_", "-")
+        if name not in OPTIONS:
+            raise _unknown(f"key in {path}:", str(key), OPTIONS)
+        if name in given:
+            raise ConfigError(f"{path}: {name} stands there twice")
+        # As text, so that `page-size: true` is refused as any other wrong number is, not taken for 1.
+        given[name] = Given(f"{path}: {key}", str(value).lower() if isinstance(value, bool) else value)
+    return given
+
+
+def _unknown(kind: str, name: str, known: Collection[str]) -> ConfigError:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else "--help lists what there is"
+    return ConfigError(f"unknown {kind} {name}; {hint}")
+
+
+def _validate(given: Mapping[str, Given]) -> Config:
+    values: dict[str, dict[str, Any]] = {}
+    for name, entry in given.items():
+        option = OPTIONS[name]
+        values.setdefault(option.section, {})[option.field] = entry.value
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    message = re.sub(r"^(Value error, |(Input|String|Value) (?=should))", "", first["msg"])
+    for name, entry in given.items():
+        if first["loc"][:2] == (OPTIONS[name].section, OPTIONS[name].field):
+            shown = "" if name == "api-key" else f" {entry.value!r}"
+            raise ConfigError(f"{entry.place}{shown}: {message}")
+    raise ConfigError(message)  # a rule between options, which names them itself

@@ -1,0 +1,31 @@
+"""Set-up shared by all tests. Warnings are errors: `filterwarnings` in pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+
+
+def pytest_configure() -> None:
+    # Before torch and huggingface_hub are imported, here and in the server processes that tests start.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["MPLBACKEND"] = "Agg"
+    # The tests' tensors are tiny: more threads cost more than they bring.
+    os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
+    # The same examples in every run: a failure of CI is one that everybody can see.
+    hypothesis.settings.register_profile("eagle_server", deadline=None, derandomize=True)
+    hypothesis.settings.load_profile("eagle_server")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not for_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in for_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
