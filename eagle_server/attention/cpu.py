@@ -1,0 +1,166 @@
+"""The CPU backend: gather each request's KV by slot, then dense attention over padded groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle_server.attention.interface import AttentionBatch, LayerSpec, TreeMask
+from eagle_server.cache.pool import KVPool
+
+SHORT_QUERY = 32  # requests with at most this many rows share one padded group; longer ones are computed alone
+
+
+@dataclass
+class _Group:
+    """Requests computed together, padded to Q rows and L columns.
+
+    `rows` [g, Q] indexes the forward's rows (None: they are all of them, in order); padded entries repeat row 0 and
+    are dropped by `kept` [g, Q]. `slots` is flat [g * L].
+    """
+
+    size: int
+    q_len: int
+    kv_len: int
+    rows: Tensor | None
+    kept: Tensor | None
+    slots: Tensor
+    positions: Tensor  # int64 [g, Q], of each query, counted in KV columns or tree depth
+    columns: Tensor  # int64 [g, L], position of each column; beyond the request's KV: a large number
+    allowed: Tensor | None  # bool [g, Q, L] before windows; None: every query sees every column
+    biases: dict[tuple[int, torch.dtype, int], Tensor | None] = field(default_factory=dict)
+
+    def bias(self, window: int, heads_per_kv: int, dtype: torch.dtype) -> Tensor | None:
+        """Additive mask [g, 1, heads_per_kv * Q, L], made once per forward and window; None where nothing is hidden."""
+        key = (window, dtype, heads_per_kv)
+        if key not in self.biases:
+            allowed = self.allowed
+            if window:
+                near = self.columns[:, None, :] > self.positions[:, :, None] - window
+                allowed = near if allowed is None else allowed & near
+            self.biases[key] = None if allowed is None else _additive(allowed, dtype, heads_per_kv)
+        return self.biases[key]
+
+
+class CpuAttention:
+    """`AttentionBackend` over one KV pool in CPU memory."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+
+    def plan(self, batch: AttentionBatch) -> PlannedCpu:
+        return PlannedCpu(self.pool, batch.out_slots, tuple(_groups(batch)))
+
+
+@dataclass(frozen=True)
+class PlannedCpu:
+    """One planned forward; see `Planned`."""
+
+    pool: KVPool
+    out_slots: Tensor
+    groups: tuple[_Group, ...]
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
+        """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads, head_dim]."""
+        self.pool.write(layer.index, self.out_slots, k, v)
+        if len(self.groups) == 1 and self.groups[0].rows is None:
+            return self._attend(q, self.groups[0], layer)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for group in self.groups:
+            assert group.rows is not None and group.kept is not None
+            attended = self._attend(q.index_select(0, group.rows.view(-1)), group, layer)
+            out[group.rows[group.kept]] = attended.view(group.size, group.q_len, *q.shape[1:])[group.kept]
+        return out
+
+    def _attend(self, q: Tensor, group: _Group, layer: LayerSpec) -> Tensor:
+        """Query heads that share a KV head become rows of one product, so nothing is expanded."""
+        heads, dim = q.shape[1:]
+        kv_heads = self.pool.data.shape[3]
+        shared = heads // kv_heads
+        keys, values = (
+            pool[layer.index].index_select(0, group.slots).view(group.size, group.kv_len, kv_heads, dim).transpose(1, 2)
+            for pool in (self.pool.keys, self.pool.values)
+        )
+        queries = q.view(group.size, group.q_len, kv_heads, shared, dim).permute(0, 2, 3, 1, 4)
+        queries = queries.reshape(group.size, kv_heads, shared * group.q_len, dim)
+        bias = group.bias(layer.window, shared, q.dtype)
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=layer.scale)
+        out = out.view(group.size, kv_heads, shared, group.q_len, dim).permute(0, 3, 1, 2, 4)
+        return out.reshape(group.size * group.q_len, heads, dim)
+
+
+def _groups(batch: AttentionBatch) -> Iterator[_Group]:
+    lens = batch.q_lens_host
+    if isinstance(batch.mask, TreeMask):
+        yield _tree_group(batch, batch.mask)
+        return
+    short = [i for i, n in enumerate(lens) if n <= SHORT_QUERY]
+    if short:
+        yield _causal_group(batch, short)
+    for i, n in enumerate(lens):
+        if n > SHORT_QUERY:
+            yield _causal_group(batch, [i])
+
+
+def _padded_slots(batch: AttentionBatch, members: list[int]) -> tuple[Tensor, Tensor, bool]:
+    """(slots [g, L], padded with slot 0; lengths [g, 1]; whether all lengths are equal)."""
+    lens = [batch.kv_lens_host[i] for i in members]
+    if len(members) == len(batch.kv_lens_host) == 1:
+        slots = batch.kv_indices[None]
+    else:
+        pieces = batch.kv_indices.split(list(batch.kv_lens_host))
+        slots = torch.nn.utils.rnn.pad_sequence([pieces[i] for i in members], batch_first=True)
+    return slots, torch.tensor(lens)[:, None], min(lens) == max(lens)
+
+
+def _causal_group(batch: AttentionBatch, members: list[int]) -> _Group:
+    """Query j of n over m columns sees columns up to m - n + j."""
+    slots, kv_lens, _ = _padded_slots(batch, members)
+    q_lens = [batch.q_lens_host[i] for i in members]
+    longest, width = max(q_lens), slots.shape[1]
+    counts = torch.tensor(q_lens)[:, None]
+    steps = torch.arange(longest)[None]
+    columns = torch.arange(width)[None].expand(len(members), -1)
+    positions = kv_lens - counts + steps
+    whole = len(members) == len(batch.q_lens_host) and min(q_lens) == longest
+    rows = kept = None
+    if not whole:
+        kept = steps < counts
+        starts = [0]
+        for n in batch.q_lens_host:
+            starts.append(starts[-1] + n)
+        rows = (torch.tensor([starts[i] for i in members])[:, None] + steps) * kept
+    allowed = None if longest == 1 and len(members) == 1 else columns[:, None, :] <= positions[:, :, None]
+    return _Group(len(members), longest, width, rows, kept, slots.reshape(-1), positions, columns, allowed)
+
+
+def _tree_group(batch: AttentionBatch, mask: TreeMask) -> _Group:
+    """Every query sees the prefix, and of the window behind it what the mask allows."""
+    size, rows, window = mask.window.shape
+    slots, kv_lens, equal = _padded_slots(batch, list(range(size)))
+    prefix = kv_lens - window  # [g, 1]
+    columns = torch.arange(slots.shape[1])[None].expand(size, -1)
+    if equal:
+        everything = mask.window.new_ones(size, rows, slots.shape[1] - window)
+        allowed = torch.cat([everything, mask.window], dim=2)
+        depths = mask.column_depths + prefix
+        where = torch.cat([columns[:, : slots.shape[1] - window], depths], dim=1)
+    else:
+        offset = columns - prefix  # [g, L]
+        inside = (offset >= 0) & (offset < window)
+        clamped = offset.clamp(0, window - 1)
+        in_window = mask.window.gather(2, clamped[:, None].expand(-1, rows, -1)) & inside[:, None]
+        allowed = in_window | (offset < 0)[:, None]
+        where = torch.where(inside, mask.column_depths.gather(1, clamped) + prefix, columns)
+    positions = mask.row_depths + prefix
+    return _Group(size, rows, slots.shape[1], None, None, slots.reshape(-1), positions, where, allowed)
+
+
+def _additive(allowed: Tensor, dtype: torch.dtype, heads_per_kv: int) -> Tensor:
+    """0 where allowed, -inf elsewhere: [g, Q, L] -> [g, 1, heads_per_kv * Q, L]."""
+    bias = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, float("-inf"))
+    return bias.repeat(1, heads_per_kv, 1)[:, None]

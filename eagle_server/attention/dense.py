@@ -1,0 +1,29 @@
+"""Dense causal attention over equal-length sequences without a KV pool: what training runs, and tests compare with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle_server.attention.interface import LayerSpec
+
+
+@dataclass(frozen=True)
+class DenseCausal:
+    """Rows are `batch` sequences of one length, concatenated. `bias` [length, length] replaces plain causality."""
+
+    batch: int
+    bias: Tensor | None = None
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
+        """q [batch * length, heads, head_dim], k and v with kv_heads -> the shape of q."""
+        q4, k4, v4 = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (q, k, v))
+        bias = self.bias
+        if layer.window and bias is None:
+            raise ValueError("a sliding-window layer needs an explicit bias here")
+        out = F.scaled_dot_product_attention(
+            q4, k4, v4, attn_mask=bias, is_causal=bias is None, scale=layer.scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).reshape(q.shape)

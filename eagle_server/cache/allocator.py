@@ -1,0 +1,58 @@
+"""Pages of KV slots: who is free, and the invariant that every page is free or used exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+PADDING_PAGE = 0  # never handed out: padded rows and columns read and write here
+
+
+class OutOfPages(Exception):
+    """Fewer pages are free than were asked for."""
+
+
+class PageAllocator:
+    """Hands out pages 1..num_pages; a page is `page_size` consecutive slots in every KV pool."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages, self.page_size = num_pages, page_size
+        self._free = list(range(num_pages, 0, -1))
+        self._is_free = np.ones(num_pages + 1, dtype=bool)
+        self._is_free[PADDING_PAGE] = False
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages.
+
+        Raises:
+            OutOfPages: nothing was allocated.
+        """
+        if count > len(self._free):
+            raise OutOfPages(f"{count} pages wanted, {len(self._free)} free")
+        if count == 0:
+            return []
+        pages = self._free[-count:][::-1]
+        del self._free[-count:]
+        self._is_free[pages] = False
+        return pages
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Give pages back. Freeing a free page, or one that never existed, is a bug and raises."""
+        for page in pages:
+            if not 0 < page <= self.num_pages or self._is_free[page]:
+                raise ValueError(f"page {page} is not in use")
+            self._is_free[page] = True
+            self._free.append(page)
+
+    def check(self, used: Iterable[int]) -> None:
+        """Assert that `used`, listed by their owners, and the free pages are all pages, each once."""
+        everything = sorted([*used, *self._free])
+        if everything != list(range(1, self.num_pages + 1)):
+            raise AssertionError(
+                f"page leak: {len(self._free)} free and {len(everything) - len(self._free)} used of {self.num_pages}"
+            )

@@ -1,0 +1,77 @@
+"""Which residual streams of the target feed an EAGLE-3 head, as boundaries: "the stream after b layers".
+
+Two numberings exist for one JSON key. Boundary b is the input of layer b; output id o is the output of layer o;
+b = o + 1. They are reconciled here, once, and logged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eagle_server.models.config import CheckpointError
+
+_KEY = "eagle_aux_hidden_state_layer_ids"
+_SMALLEST_DEFAULT = 7  # layers; below it the default ids are not strictly increasing
+
+log = logging.getLogger(__name__)
+
+
+def aux_boundaries(config: Mapping[str, Any], layers: int, source: str) -> tuple[int, ...]:
+    """The boundaries that a flattened draft config names, for a target of `layers` layers.
+
+    A key `aux_boundaries` (from an override) is final. A top-level key holds boundaries (speculators, vLLM). A key
+    nested in `eagle_config` (SpecForge, SGLang) holds output ids, unless the list itself says otherwise.
+
+    Raises:
+        CheckpointError: ids that are not strictly increasing boundaries of this target, or none on a small target.
+    """
+    nested = (config.get("eagle_config") or {}).get(_KEY)
+    if config.get("aux_boundaries"):
+        found = config["aux_boundaries"]
+    elif config.get(_KEY):
+        found = config[_KEY]
+    elif nested:
+        found = _from_nested(_integers(nested, source), layers)
+    elif layers < _SMALLEST_DEFAULT:
+        raise CheckpointError(
+            f"{source}: {_KEY}: a target of {layers} layers has no default aux layers, so the ids must be given "
+            f"(the defaults need {_SMALLEST_DEFAULT} layers)"
+        )
+    else:
+        found = _default(layers)
+    boundaries = _integers(found, source)
+    _check(boundaries, layers, source)
+    log.info("%s: the draft reads the target's residual stream after layers %s", source, boundaries)
+    return boundaries
+
+
+def _default(layers: int) -> tuple[int, ...]:
+    return (2, layers // 2, layers - 3)
+
+
+def _from_nested(ids: tuple[int, ...], layers: int) -> tuple[int, ...]:
+    if ids == _default(layers) or max(ids) == layers:
+        return ids
+    shifted = tuple(o + 1 for o in ids)
+    if shifted != _default(layers):
+        log.warning(
+            "eagle_config.%s %s is read as layer outputs, which are boundaries %s; override aux_boundaries if not",
+            *(_KEY, ids, shifted),
+        )
+    return shifted
+
+
+def _integers(ids: object, source: str) -> tuple[int, ...]:
+    if not isinstance(ids, Sequence) or not ids or not all(type(o) is int for o in ids):
+        raise CheckpointError(f"{source}: {_KEY}: a list of integers is expected, found {ids!r}")
+    return tuple(ids)
+
+
+def _check(boundaries: tuple[int, ...], layers: int, source: str) -> None:
+    increasing = all(a < b for a, b in zip(boundaries, boundaries[1:], strict=False))
+    if not increasing or boundaries[0] < 0 or boundaries[-1] > layers:
+        raise CheckpointError(
+            f"{source}: {_KEY}: strictly increasing boundaries in 0..{layers} are expected, found {list(boundaries)}"
+        )

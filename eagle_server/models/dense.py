@@ -1,0 +1,69 @@
+"""The dense target family: Llama 2/3, Mistral, Qwen2, Qwen3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eagle_server.attention.interface import Planned
+from eagle_server.models.config import ModelConfig
+from eagle_server.models.layers import DecoderLayer, Linear, RMSNorm, Views
+from eagle_server.models.rope import RotaryEmbedding
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one target forward leaves behind.
+
+    hidden: [rows, hidden] after the final norm; the input of the logits and the feature of EAGLE-1/2 heads.
+    aux: [rows, n * hidden], the residual stream at the captured boundaries, low to high; None if none are captured.
+    """
+
+    hidden: Tensor
+    aux: Tensor | None
+
+
+class DenseModel(nn.Module):
+    """A dense decoder over paged KV. Boundary b of `aux_boundaries` is the residual stream after b layers."""
+
+    def __init__(self, config: ModelConfig, context: int, aux_boundaries: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.config = config
+        self.aux_boundaries = tuple(aux_boundaries)
+        self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.rope = RotaryEmbedding(config.rope, config.head_dim, context)
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(config.hidden_size, [("lm_head", config.vocab_size)])
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Planned) -> TargetOutput:
+        """tokens, positions [rows] -> hidden states of every row."""
+        x = F.embedding(tokens, self.embed)
+        rope = self.rope(positions, x.dtype)
+        captured: list[Tensor] = []
+        for boundary, layer in enumerate(self.layers):
+            if boundary in self.aux_boundaries:
+                captured.append(x)
+            x = layer(x, rope, attention)
+        if len(self.layers) in self.aux_boundaries:
+            captured.append(x)
+        return TargetOutput(self.norm(x), torch.cat(captured, dim=-1) if captured else None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab] in float32."""
+        return self.lm_head(hidden).float()  # type: ignore[no-any-return]
+
+    def weight_views(self) -> Views:
+        """Every checkpoint name with its place in this model."""
+        yield "model.embed_tokens.weight", self.embed
+        for index, layer in enumerate(self.layers):
+            yield from layer.weight_views(f"model.layers.{index}.")  # type: ignore[operator]
+        yield "model.norm.weight", self.norm.weight
+        if not self.config.tie_word_embeddings:
+            yield from self.lm_head.weight_views("")

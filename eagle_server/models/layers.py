@@ -1,0 +1,149 @@
+"""The layers that targets and draft heads share. One class serves in inference and trains under autograd.
+
+Fused parameters hold what checkpoints store apart; `weight_views` maps every checkpoint name to its place, and is the
+one list that loading, strictness and export all read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eagle_server.attention.interface import LayerSpec, Planned
+from eagle_server.models.config import ModelConfig
+from eagle_server.models.rope import rotate
+from eagle_server.ops.linear import PackedWeight, pack_weight, packed_linear, unpack_weight
+
+Views = Iterator[tuple[str, Tensor]]
+
+
+class Linear(nn.Module):
+    """y = x W^T + b. `parts` names the checkpoint tensors stacked along the rows, with their row counts."""
+
+    def __init__(self, in_features: int, parts: Sequence[tuple[str, int]], *, bias: bool = False) -> None:
+        super().__init__()
+        rows = sum(count for _, count in parts)
+        self.parts = tuple(parts)
+        self.weight = nn.Parameter(torch.empty(rows, in_features))
+        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
+        self._packed: PackedWeight | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._packed is not None:
+            return packed_linear(x, self._packed, self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+    def pack(self) -> None:
+        """Lay the weight out for this machine's fastest kernel; call once, after loading.
+
+        A large plain weight is given up then: `dense_weight` restores it.
+        """
+        self._packed = pack_weight(self.weight.detach())
+        if self._packed.plain is None:
+            self.weight = nn.Parameter(self.weight.new_empty(0, self.weight.shape[1]), requires_grad=False)
+
+    def dense_weight(self) -> Tensor:
+        """The weight [out, in] in the plain layout, packed or not."""
+        return self.weight if self._packed is None else unpack_weight(self._packed)
+
+    def weight_views(self, prefix: str) -> Views:
+        start, weight = 0, self.dense_weight()
+        for name, rows in self.parts:
+            yield f"{prefix}{name}.weight", weight[start : start + rows]
+            if self.bias is not None:
+                yield f"{prefix}{name}.bias", self.bias[start : start + rows]
+            start += rows
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, with float32 arithmetic inside."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention; `in_features` is twice the hidden size in the first layer of an EAGLE-3 head."""
+
+    def __init__(self, config: ModelConfig, layer: int, in_features: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        kv_rows = self.kv_heads * self.head_dim
+        parts = [("q_proj", self.heads * self.head_dim), ("k_proj", kv_rows), ("v_proj", kv_rows)]
+        self.qkv = Linear(in_features, parts, bias=config.qkv_bias)
+        self.o = Linear(self.heads * self.head_dim, [("o_proj", config.hidden_size)], bias=config.o_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        window = config.windows[layer] if config.windows else 0
+        self.spec = LayerSpec(layer, self.head_dim**-0.5, window)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attention: Planned) -> Tensor:
+        rows = x.shape[0]
+        qkv = self.qkv(x).view(rows, self.heads + 2 * self.kv_heads, self.head_dim)
+        queries_keys, v = qkv.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = queries_keys.split_with_sizes([self.heads, self.kv_heads], dim=1)
+            queries_keys = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
+        q, k = rotate(queries_keys, *rope).split_with_sizes([self.heads, self.kv_heads], dim=1)
+        return self.o(attention.run(q, k, v, self.spec).reshape(rows, -1))  # type: ignore[no-any-return]
+
+    def weight_views(self, prefix: str) -> Views:
+        yield from self.qkv.weight_views(prefix)
+        yield from self.o.weight_views(prefix)
+        if self.q_norm is not None and self.k_norm is not None:
+            yield f"{prefix}q_norm.weight", self.q_norm.weight
+            yield f"{prefix}k_norm.weight", self.k_norm.weight
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width = config.intermediate_size
+        self.gate_up = Linear(config.hidden_size, [("gate_proj", width), ("up_proj", width)], bias=config.mlp_bias)
+        self.down = Linear(width, [("down_proj", config.hidden_size)], bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+    def weight_views(self, prefix: str) -> Views:
+        yield from self.gate_up.weight_views(prefix)
+        yield from self.down.weight_views(prefix)
+
+
+class DecoderLayer(nn.Module):
+    """A Llama layer: x + attention(norm(x)), then + mlp(norm(.))."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(config, layer, config.hidden_size)
+        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attention: Planned) -> Tensor:
+        x = x + self.attention(self.input_norm(x), rope, attention)
+        return x + self.mlp(self.post_norm(x))  # type: ignore[no-any-return]
+
+    def weight_views(self, prefix: str) -> Views:
+        yield f"{prefix}input_layernorm.weight", self.input_norm.weight
+        yield f"{prefix}post_attention_layernorm.weight", self.post_norm.weight
+        yield from self.attention.weight_views(f"{prefix}self_attn.")
+        yield from self.mlp.weight_views(f"{prefix}mlp.")
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Pack every Linear below `model`; once, after its weights are loaded and cast."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.pack()

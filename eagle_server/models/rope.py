@@ -1,0 +1,100 @@
+"""Rotary position embeddings: one cos/sin table per model, sized for the context that is served.
+
+The frequencies follow transformers' `modeling_rope_utils`. `dynamic` is evaluated once, for the served context length:
+a base that grew with each sequence would invalidate the keys already in the KV pool and those shared by prefix.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from eagle_server.models.config import RopeConfig
+
+
+class RotaryEmbedding(nn.Module):
+    """cos/sin of shape [context, head_dim], in float32; the sine's first half is negated, so a rotation is a roll."""
+
+    def __init__(self, config: RopeConfig, head_dim: int, context: int) -> None:
+        super().__init__()
+        frequencies, scale = inverse_frequencies(config, head_dim, context)
+        angles = torch.outer(torch.arange(context, dtype=torch.float32), frequencies)  # [context, head_dim / 2]
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+        self.cos: Tensor
+        self.sin: Tensor
+        self.register_buffer("cos", torch.cat([cos, cos], dim=-1), persistent=False)
+        self.register_buffer("sin", torch.cat([-sin, sin], dim=-1), persistent=False)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Rows of the table for `positions` [T], as cos, sin of shape [T, 1, head_dim]."""
+        return self.cos[positions].unsqueeze(1).to(dtype), self.sin[positions].unsqueeze(1).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [T, heads, head_dim] by cos, sin [T, 1, head_dim] (half-split convention of Llama)."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def inverse_frequencies(config: RopeConfig, dim: int, context: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [dim / 2] in float32, and the factor on cos and sin."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    plain = 1.0 / at_context(config, dim, context).theta ** exponents
+    if config.kind == "linear":
+        return plain / config.factor, 1.0
+    if config.kind == "llama3":
+        return _llama3(config, plain), 1.0
+    if config.kind == "yarn":
+        return _yarn(config, plain, dim), _yarn_scale(config)
+    return plain, 1.0
+
+
+def at_context(config: RopeConfig, dim: int, context: int) -> RopeConfig:
+    """`config` for a served context: `dynamic` becomes `default` with its base for that length, others stay."""
+    if config.kind != "dynamic":
+        return config
+    ratio = config.factor * context / config.original_max_position - (config.factor - 1)
+    stretch = ratio ** (dim / (dim - 2)) if context > config.original_max_position else 1.0
+    return replace(config, kind="default", theta=config.theta * stretch)
+
+
+def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
+    """Keep short wavelengths, stretch long ones by `factor`, blend between (Llama 3.1)."""
+    wavelength = 2 * math.pi / plain
+    low = config.original_max_position / config.low_freq_factor
+    high = config.original_max_position / config.high_freq_factor
+    blend = (config.original_max_position / wavelength - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
+    mixed = (1 - blend) * plain / config.factor + blend * plain
+    stretched = torch.where(wavelength > low, plain / config.factor, mixed)
+    return torch.where(wavelength < high, plain, stretched)
+
+
+def _yarn(config: RopeConfig, plain: Tensor, dim: int) -> Tensor:
+    """Interpolate the dimensions that turn slowly, keep those that turn fast (YaRN, arXiv 2309.00071, eq. 18-21)."""
+
+    def dimension(rotations: float) -> float:
+        length = config.original_max_position / (rotations * 2 * math.pi)
+        return dim * math.log(length) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    span = (high - low) or 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    return plain / config.factor * ramp + plain * (1 - ramp)
+
+
+def _yarn_scale(config: RopeConfig) -> float:
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
+
+    if config.attention_factor is not None:
+        return float(config.attention_factor)
+    if config.mscale and config.mscale_all_dim:
+        return mscale(config.mscale) / mscale(config.mscale_all_dim)
+    return mscale(1.0)

@@ -1,0 +1,216 @@
+"""Checkpoint directories: found locally or on the Hugging Face Hub, their tensors listed first and read one by one."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from eagle_server.models.config import CheckpointError
+
+_NAMED = 8  # how many keys an error message lists
+_LOCAL_MARKS = ("/", ".", "~", "\\")
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja"]
+_HUB_SKIPPED = ["*/*", "consolidated*"]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that is still on disk: its key in `file` and its shape; `read` brings it into memory."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+Weights = dict[str, StoredTensor]
+
+
+def resolve_checkpoint(name: str | Path) -> Path:
+    """The local directory of `name`: a directory, or a Hub id `owner/model`, whose files are downloaded or cached.
+
+    Raises:
+        CheckpointError: there is no such directory, and the Hub has no such model or cannot be reached.
+    """
+    local, text = Path(name).expanduser(), str(name)
+    if local.is_dir():
+        return local
+    if local.exists():
+        raise CheckpointError(f"{name}: a checkpoint directory is expected, this is a file")
+    if isinstance(name, Path) or text.startswith(_LOCAL_MARKS) or text.count("/") > 1:
+        raise CheckpointError(f"{name}: no such directory")
+    return _download(text)
+
+
+def resolve_file(name: str) -> Path:
+    """A local file, or a file on the Hub as `owner/model/file`, which is downloaded or cached.
+
+    Raises:
+        CheckpointError: there is neither.
+    """
+    local = Path(name).expanduser()
+    if local.is_file():
+        return local
+    owner, _, rest = name.partition("/")
+    model, _, file = rest.partition("/")
+    if name.startswith(_LOCAL_MARKS) or not file:
+        raise CheckpointError(f"{name}: no such file")
+    from huggingface_hub import hf_hub_download
+
+    with _hub_errors(name):
+        return Path(hf_hub_download(f"{owner}/{model}", file))
+
+
+def open_weights(directory: Path) -> Weights:
+    """Every tensor of a checkpoint directory by name; nothing but headers is read for safetensors.
+
+    Raises:
+        CheckpointError: no weight files, a damaged or missing file, or a pickle that needs arbitrary code.
+    """
+    for name, reader in (("model.safetensors", _safetensors), ("pytorch_model.bin", _pickled)):
+        index = directory / f"{name}.index.json"
+        if (directory / name).is_file():
+            return reader(directory / name)
+        if index.is_file():
+            return _sharded(index, reader)
+    for pattern, reader in (("*.safetensors", _safetensors), ("*.bin", _pickled), ("*.pt", _pickled)):
+        files = sorted(directory.glob(pattern))
+        if len(files) == 1:
+            return reader(files[0])
+        if files:
+            found = ", ".join(file.name for file in files)
+            raise CheckpointError(f"{directory}: several weight files and no index to choose by: {found}")
+    raise CheckpointError(f"{directory}: no model.safetensors, pytorch_model.bin or their index.json here")
+
+
+def copy_weights(views: Mapping[str, Tensor], stored: Weights, *, source: Path, progress: bool) -> None:
+    """Fill every view with the stored tensor of its name, cast to the view's dtype.
+
+    Raises:
+        CheckpointError: a missing or unexpected tensor, a wrong shape, or numbers of another kind.
+    """
+    check_names(views, stored, source)
+    for name, view in tqdm(views.items(), desc=f"load {source.name}", unit="tensor", disable=not progress):
+        with torch.no_grad():
+            view.copy_(read_as(stored[name], tuple(view.shape), floating=view.is_floating_point()))
+
+
+def check_names(expected: Iterable[str], stored: Weights, source: Path) -> None:
+    """Refuse a checkpoint whose keys are not exactly `expected`."""
+    wanted = set(expected)
+    missing, unexpected = sorted(wanted - set(stored)), sorted(set(stored) - wanted)
+    if missing:
+        raise CheckpointError(f"{source}: missing tensors: {_some(missing)}; found {len(stored)} tensors")
+    if unexpected:
+        keys = [stored[name].key for name in unexpected]
+        raise CheckpointError(f"{stored[unexpected[0]].file}: unexpected tensors: {_some(keys)}")
+
+
+def read_as(stored: StoredTensor, shape: tuple[int, ...], *, floating: bool) -> Tensor:
+    """The tensor, if it has this shape and kind of number."""
+    if stored.shape != shape:
+        raise CheckpointError(f"{stored.file}: {stored.key}: expected shape {list(shape)}, found {list(stored.shape)}")
+    tensor = stored.read()
+    if tensor.is_floating_point() != floating or (floating and tensor.element_size() == 1):
+        kind = "16- or 32-bit floating point" if floating else "integers"
+        raise CheckpointError(f"{stored.file}: {stored.key}: expected {kind}, found {tensor.dtype}")
+    return tensor
+
+
+def refuse_quantized(raw: Mapping[str, Any], source: str) -> None:
+    """Only unquantized weights are served for now."""
+    quantization = raw.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
+        raise CheckpointError(f"{source}: quantization_config: quantized weights ({method}) are not supported yet")
+
+
+def _safetensors(path: Path) -> Weights:
+    try:
+        handle: Any = safe_open(path, framework="pt")
+        keys: list[str] = list(handle.keys())
+        shapes = [tuple(handle.get_slice(key).get_shape()) for key in keys]
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
+    return {
+        key: StoredTensor(path, key, shape, partial(handle.get_tensor, key))
+        for key, shape in zip(keys, shapes, strict=True)
+    }
+
+
+def _pickled(path: Path) -> Weights:
+    state = load_pickle(path)
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise CheckpointError(f"{path}: a flat dictionary of tensors is expected, found {type(state).__name__}")
+    return {
+        key: StoredTensor(path, key, tuple(tensor.shape), partial(state.__getitem__, key))
+        for key, tensor in state.items()
+    }
+
+
+def load_pickle(path: Path) -> Any:
+    """A file saved by torch, of plain data only; code in it is refused, never run."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        message = f"{path}: needs to run code to be read, which is refused; convert it to safetensors"
+        raise CheckpointError(message) from None
+    except (OSError, RuntimeError, EOFError) as error:
+        raise CheckpointError(f"{path}: not readable by torch.load ({error})") from None
+
+
+def _sharded(index: Path, reader: Callable[[Path], Weights]) -> Weights:
+    try:
+        placed: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError):
+        raise CheckpointError(f"{index}: a JSON object with a weight_map is expected") from None
+    stored: Weights = {}
+    for shard in sorted(set(placed.values())):
+        if not (index.parent / shard).is_file():
+            raise CheckpointError(f"{index}: names {shard}, which is not there; an incomplete download?")
+        stored.update(reader(index.parent / shard))
+    absent = sorted(set(placed) - set(stored))
+    if absent:
+        raise CheckpointError(f"{index}: names tensors that no shard holds: {_some(absent)}")
+    return stored
+
+
+def _download(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    with _hub_errors(repository):
+        directory = Path(snapshot_download(repository, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SKIPPED))
+        if not any(directory.glob("*.safetensors")):
+            snapshot_download(
+                repository, allow_patterns=["*.bin", "*.bin.index.json", "*.pt"], ignore_patterns=_HUB_SKIPPED
+            )
+    return directory
+
+
+@contextmanager
+def _hub_errors(name: str) -> Iterator[None]:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        yield
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{name}: not a local directory or file, and not available from the Hugging Face Hub ({reason})"
+        ) from None
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

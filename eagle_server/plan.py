@@ -1,0 +1,90 @@
+"""What scheduler and worker say to each other each cycle: a plan down, a result back. Host values only.
+
+Terms: `row` is a request's row in req_to_token; `seq_len` its committed length L, so its target KV holds positions
+0..L-1; `verified_id` is the token at position L, known and emitted but in no KV yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from eagle_server.request import TokenLogprob
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What drawing one request's tokens needs. `key` seeds its counter-based random numbers.
+
+    `forbidden` tokens (end of sequence, stop ids) have probability zero at positions below `allowed_from`.
+    """
+
+    key: int
+    temperature: float
+    top_k: int
+    top_p: float
+    forbidden: tuple[int, ...] = ()
+    allowed_from: int = 0
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of prompt to prefill: `tokens` at positions start, start + 1, ...
+
+    `next_token` is the prompt token after the chunk; None on the last chunk, whose last row draws it.
+    """
+
+    row: int
+    start: int
+    tokens: tuple[int, ...]
+    next_token: int | None
+    sampling: Sampling
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A running request's turn: draft, verify, accept."""
+
+    row: int
+    seq_len: int
+    verified_id: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class CyclePlan:
+    """One cycle. Rows in `released` ended since the last plan; the worker forgets what it kept for them."""
+
+    chunks: tuple[Chunk, ...] = ()
+    decodes: tuple[Decode, ...] = ()
+    released: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> list[int]:
+        """Every row that takes part, decodes first."""
+        return [*(d.row for d in self.decodes), *(c.row for c in self.chunks)]
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What one request got: for a decode the accepted tokens and the bonus, for a last chunk the drawn token.
+
+    `drafted` counts the proposed nodes; accepted drafts are len(tokens) - 1 of a decode. `failed` is a reason to end
+    the request (its logits were not finite).
+    """
+
+    tokens: tuple[int, ...] = ()
+    drafted: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    failed: str | None = None
+
+
+@dataclass(frozen=True)
+class CycleResult:
+    """One entry per chunk and per decode of the plan, in its order."""
+
+    chunks: tuple[Emitted, ...] = ()
+    decodes: tuple[Emitted, ...] = ()
+    stage_seconds: dict[str, float] = field(default_factory=dict)

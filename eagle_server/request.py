@@ -1,0 +1,139 @@
+"""What crosses process borders: requests towards the engine, token deltas back. Encoded with msgspec."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended; STOP and LENGTH are OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is drawn. Every value is concrete: the API fills in defaults, and draws a seed if need be.
+
+    temperature 0 is greedy. top_k 0 and top_p 1 are off. The order is temperature, top-k, top-p on what remains.
+    `logprobs` asks for that many alternatives beside each emitted token's own log-probability (None: no logprobs);
+    they are those of the raw model distribution, before temperature and truncation.
+    """
+
+    max_tokens: int
+    seed: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
+    """One sequence to generate. `choice` numbers the n choices of one API request and keys their random numbers."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    choice: int = 0
+    prompt_logprobs: bool = False
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """The client went away, or a stop string was found: end this request and free its KV."""
+
+    request_id: str
+
+
+class SpecStats(msgspec.Struct, kw_only=True):
+    """Counters of one request's speculative cycles; everything published is derived from them.
+
+    histogram[a] counts cycles that accepted exactly a drafted tokens (bonus not included), so it has spec_steps + 1
+    buckets, and sum(histogram) is the number of cycles. `drafted` counts proposed tree nodes without the root.
+    """
+
+    histogram: list[int]
+    drafted: int = 0
+
+    @property
+    def cycles(self) -> int:
+        return sum(self.histogram)
+
+    @property
+    def accepted(self) -> int:
+        return sum(length * count for length, count in enumerate(self.histogram))
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per target forward, the bonus token included; 0.0 before the first cycle."""
+        return 1 + self.accepted / self.cycles if self.cycles else 0.0
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Log-probability of an emitted (or prompt) token, and the most likely alternatives as (token id, logprob)."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class TokenDelta(msgspec.Struct, kw_only=True):
+    """What one cycle added to one request. The last delta of a request has a finish_reason (and may have no tokens).
+
+    prompt_logprobs, if asked for, comes with the first delta: one entry per prompt token but the first.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+    spec: SpecStats | None = None
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """A snapshot of the engine: load, KV use and totals since start. Times are seconds."""
+
+    running: int
+    waiting: int
+    kv_slots_total: int
+    kv_slots_free: int
+    kv_slots_cached: int
+    cycles: int
+    generated_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    preemptions: int
+    stage_seconds: dict[str, float]
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The engine's first message: what it serves."""
+
+    context_length: int
+    max_request_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    speculative_algorithm: str
+    num_steps: int
+    resolved: dict[str, Any]
+
+
+class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
+    """Everything one cycle produced, and the engine's state after it."""
+
+    deltas: list[TokenDelta]
+    stats: EngineStats
+
+
+Inbound = Request | Abort
+Outbound = Ready | Deltas

@@ -1,0 +1,100 @@
+"""Small random checkpoints of every target family, written by transformers itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB = 131
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+}
+_FAMILIES: dict[str, tuple[type[Any], type[PreTrainedModel]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One checkpoint: a family, what its config says beyond `_SHAPE`, and how the file is cut."""
+
+    family: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    shard_size: str = "1GB"
+
+
+def _rope(kind: str, **parameters: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 5000.0, **parameters}}
+
+
+CASES = {
+    "llama": Case("llama"),
+    "llama-sharded": Case("llama", shard_size="60KB"),
+    "llama-tied": Case("llama", {"tie_word_embeddings": True}),
+    "llama-multi-head": Case("llama", {"num_key_value_heads": 4}),
+    "llama-biases": Case("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-linear": Case("llama", _rope("linear", factor=3.0)),
+    "llama-llama3": Case(
+        "llama",
+        _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16),
+    ),
+    "llama-yarn": Case("llama", _rope("yarn", factor=4.0, original_max_position_embeddings=16)),
+    "llama-yarn-mscale": Case(
+        "llama", _rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=1.1)
+    ),
+    "llama-dynamic": Case("llama", _rope("dynamic", factor=2.0)),
+    "mistral": Case("mistral", {"sliding_window": None}),
+    "mistral-window": Case("mistral", {"sliding_window": 7}),
+    "qwen2": Case("qwen2"),
+    "qwen2-window": Case("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "qwen2-tied": Case("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": Case("qwen3", {"head_dim": 32}),
+    "qwen3-window-tied": Case(
+        "qwen3",
+        {
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 2,
+        },
+    ),
+}
+
+
+def write(case: Case, directory: Path, **settings: Any) -> PreTrainedModel:
+    """Save the case's checkpoint in float32 and return transformers' model of it."""
+    config_class, model_class = _FAMILIES[case.family]
+    torch.manual_seed(0)
+    model = model_class(config_class(**{**_SHAPE, **case.settings, **settings}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean, spread = (1.0, 0.3) if "norm" in name else (0.0, 0.15)
+            parameter.normal_(mean, spread)
+    model.tie_weights()
+    model.eval().save_pretrained(directory, max_shard_size=case.shard_size)
+    return model

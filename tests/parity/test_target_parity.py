@@ -1,0 +1,148 @@
+"""Target logits against transformers, in float32, for every family, RoPE type and attention variant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eagle_server.attention.cpu import CpuAttention
+from eagle_server.attention.dense import DenseCausal
+from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec
+from eagle_server.cache.pool import KVPool
+from eagle_server.models.config import ModelConfig, read_config
+from eagle_server.models.dense import DenseModel
+from eagle_server.models.loader import load_target
+from tests.parity.checkpoints import CASES, VOCAB, write
+
+TOLERANCE = 1e-4
+PAGE = 16
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", params=sorted(CASES))
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[PreTrainedModel, DenseModel]:
+    directory = tmp_path_factory.mktemp("target")
+    theirs = write(CASES[request.param], directory)
+    return theirs, load_target(directory, dtype="float32", progress=False)
+
+
+class DenseWindows:
+    """`Planned`: dense causal attention, with a mask made for each layer's sliding window."""
+
+    def __init__(self, batch: int, length: int) -> None:
+        self.batch, self.length = batch, length
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
+        distance = torch.arange(self.length)[:, None] - torch.arange(self.length)
+        seen = (distance >= 0) & (distance < (layer.window or self.length))
+        bias = torch.zeros(self.length, self.length).masked_fill(~seen, float("-inf"))
+        return DenseCausal(self.batch, bias).run(q, k, v, layer)
+
+
+class Pages:
+    """Requests over a paged KV pool whose pages lie in a shuffled order; everything not written is NaN."""
+
+    def __init__(self, model: DenseModel, requests: int, pages_each: int) -> None:
+        config = model.config
+        pages = 1 + requests * pages_each
+        self.pool = KVPool(
+            config.num_layers, pages * PAGE, config.num_kv_heads, config.head_dim, torch.float32, torch.device("cpu")
+        )
+        self.pool.poison(torch.arange(PAGE, pages * PAGE))
+        order = 1 + torch.randperm(pages - 1).view(requests, pages_each)
+        self.slots = (order[:, :, None] * PAGE + torch.arange(PAGE)).view(requests, -1)  # [requests, positions]
+        self.model, self.attention = model, CpuAttention(self.pool)
+
+    def logits(self, prompts: Sequence[Tensor], start: Sequence[int], stop: Sequence[int]) -> list[Tensor]:
+        """One forward over tokens start..stop of every prompt -> their logits."""
+        spans = [torch.arange(a, b) for a, b in zip(start, stop, strict=True)]
+        lens = [len(span) for span in spans]
+        batch = AttentionBatch(
+            qo_indptr=_indptr(lens),
+            kv_indptr=_indptr(stop),
+            kv_indices=torch.cat([slots[:b] for slots, b in zip(self.slots, stop, strict=True)]).int(),
+            out_slots=torch.cat([slots[span] for slots, span in zip(self.slots, spans, strict=True)]),
+            mask=Causal(),
+            q_lens_host=tuple(lens),
+            kv_lens_host=tuple(stop),
+        )
+        tokens = torch.cat([prompt[span] for prompt, span in zip(prompts, spans, strict=True)])
+        output = self.model(tokens, torch.cat(spans), self.attention.plan(batch))
+        return list(self.model.logits(output.hidden).split(lens))
+
+
+@torch.inference_mode()
+def test_dense_logits_equal_transformers(pair: tuple[PreTrainedModel, DenseModel]) -> None:
+    theirs, ours = pair
+    tokens = torch.randint(VOCAB, (2, 30), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(30).repeat(2)
+    logits = ours.logits(ours(tokens.view(-1), positions, DenseWindows(2, 30)).hidden)
+    torch.testing.assert_close(logits.view(2, 30, -1), theirs(tokens).logits, atol=TOLERANCE, rtol=0)
+
+
+@torch.inference_mode()
+def test_paged_logits_of_unequal_prompts_equal_transformers(pair: tuple[PreTrainedModel, DenseModel]) -> None:
+    """Prompts below, at and above one page of 16, in two chunks and then one token each."""
+    theirs, ours = pair
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(VOCAB, (n,), generator=generator) for n in (5, 16, 17, 45)]
+    lens = [len(prompt) for prompt in prompts]
+    middle, last = [n // 2 for n in lens], [n - 1 for n in lens]
+    pages = Pages(ours, len(prompts), 3)
+    steps = [([0] * 4, middle), (middle, last), (last, lens)]
+    chunks = [pages.logits(prompts, start, stop) for start, stop in steps]
+    for prompt, *parts in zip(prompts, *chunks, strict=True):
+        expected = theirs(prompt[None]).logits[0]
+        torch.testing.assert_close(torch.cat(parts), expected, atol=TOLERANCE, rtol=0)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("length", [20, 64])
+def test_dynamic_rope_is_that_of_the_served_context(tmp_path: Path, length: int) -> None:
+    """Trained for 32 positions: beyond them transformers' base follows the length, and ours the context."""
+    theirs = write(CASES["llama-dynamic"], tmp_path, max_position_embeddings=32)
+    ours = load_target(tmp_path, dtype="float32", context=length, lookahead=17, progress=False)
+    tokens = torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(3))
+    output = ours(tokens[0], torch.arange(length), DenseCausal(1))
+    torch.testing.assert_close(ours.logits(output.hidden), theirs(tokens).logits[0], atol=TOLERANCE, rtol=0)
+
+
+@torch.inference_mode()
+def test_aux_boundaries_are_the_residual_streams_of_transformers(tmp_path: Path) -> None:
+    """hidden_states[b] of transformers is the stream after b layers; its last entry is after the final norm."""
+    theirs = write(CASES["llama"], tmp_path)
+    ours = load_target(tmp_path, dtype="float32", progress=False)
+    ours.aux_boundaries = (0, 2)
+    tokens = torch.randint(VOCAB, (1, 9), generator=torch.Generator().manual_seed(4))
+    output = ours(tokens[0], torch.arange(9), DenseCausal(1))
+    states = theirs(tokens, output_hidden_states=True).hidden_states
+    assert output.aux is not None
+    torch.testing.assert_close(output.aux, torch.cat([states[0], states[2]], -1)[0], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(output.hidden, states[-1][0], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_config_of_transformers_4_means_the_same(tmp_path: Path, name: str) -> None:
+    """Without rope_parameters, dtype and layer_types, which Transformers 5 writes."""
+    write(CASES[name], tmp_path)
+    new = read_config(tmp_path)
+    old = {key: value for key, value in new.items() if key not in ("rope_parameters", "dtype", "layer_types")}
+    rope = dict(new["rope_parameters"])
+    old["rope_theta"], old["torch_dtype"] = rope.pop("rope_theta"), new["dtype"]
+    old["rope_scaling"] = None if rope == {"rope_type": "default"} else rope
+    assert ModelConfig.from_dict(old) == ModelConfig.from_dict(new)
+
+
+def _indptr(lens: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lens]).cumsum(0).int()
