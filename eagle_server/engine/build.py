@@ -1,0 +1,125 @@
+"""The engine's composition root: a Config becomes loaded models and an Engine, every automatic value resolved."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from eagle_server.cache.pool import KVPool
+from eagle_server.config import Config, ConfigError, SpeculativeParams, resolve_speculative
+from eagle_server.engine.assemble import Shape, assemble
+from eagle_server.engine.engine import Engine
+from eagle_server.models.config import ModelConfig, read_config
+from eagle_server.models.dense import DenseModel
+from eagle_server.models.load_draft import LoadedDraft, load_draft
+from eagle_server.models.loader import load_target
+from eagle_server.models.weights import resolve_checkpoint, resolve_file
+
+logger = logging.getLogger(__name__)
+KV_SHARE_OF_MEMORY = 0.25  # of the machine's memory, for both pools together
+
+
+def build_engine(config: Config, *, progress: bool = True) -> Engine:
+    """Load target and draft and assemble the engine.
+
+    Raises:
+        ValueError: a value or checkpoint that cannot be served; the message says what to change.
+        OSError: a file that cannot be read.
+    """
+    directory = resolve_checkpoint(config.target_path)
+    facts = ModelConfig.from_dict(read_config(directory), str(directory / "config.json"))
+    device = _device(config)
+    context = _context_length(config, facts)
+    trees = resolve_speculative(config.speculative, facts.architecture) if config.speculates else None
+    shape = _shape(config, context, trees)
+    target = load_target(
+        config.target_path,
+        dtype=config.model.dtype,
+        context=context,
+        lookahead=shape.window,
+        device=device,
+        progress=progress,
+    )
+    draft = _load_draft(config, target, context + shape.window, progress=progress) if config.speculates else None
+    algorithm = draft.kind if draft is not None else "NONE"
+    slots = config.cache.max_total_tokens or _slots_that_fit(shape, target.config, draft)
+    shape = replace(shape, max_total_tokens=slots)
+    resolved = _resolved(config, shape, target, trees, algorithm)
+    logger.info("resolved configuration: %s", resolved)
+    return assemble(target, draft.head if draft else None, replace(shape, resolved=resolved), algorithm=algorithm)
+
+
+def _device(config: Config) -> torch.device:
+    if config.model.device == "cuda":
+        raise ConfigError("--device cuda: attention on GPUs needs the FlashInfer backend, which is not built in yet")
+    return torch.device("cpu")
+
+
+def _context_length(config: Config, facts: ModelConfig) -> int:
+    wanted = config.model.context_length
+    if wanted is not None and wanted > facts.max_position:
+        raise ConfigError(f"--context-length {wanted}: the model's max_position_embeddings is {facts.max_position}")
+    return wanted or facts.max_position
+
+
+def _shape(config: Config, context: int, trees: SpeculativeParams | None) -> Shape:
+    shape = Shape(
+        context_length=context,
+        max_total_tokens=0,
+        page_size=config.cache.page_size,
+        max_running=config.scheduler.max_running_requests,
+        chunk_tokens=config.scheduler.chunked_prefill_size,
+        radix=not config.cache.disable_radix_cache,
+    )
+    if trees is None:
+        return shape
+    return replace(shape, num_steps=trees.num_steps, topk=trees.eagle_topk, draft_token_num=trees.num_draft_tokens)
+
+
+def _load_draft(config: Config, target: DenseModel, context: int, *, progress: bool) -> LoadedDraft:
+    assert config.draft_path is not None
+    algorithm, token_map = config.speculative.algorithm, config.speculative.token_map
+    return load_draft(
+        config.draft_path,
+        target,
+        algorithm=None if algorithm == "NONE" else algorithm,
+        context=context,
+        token_map=None if token_map is None else resolve_file(token_map),
+        overrides=config.speculative.draft_config_override,
+        target_path=config.target_path,
+        progress=progress,
+    )
+
+
+def _slots_that_fit(shape: Shape, target: ModelConfig, draft: LoadedDraft | None) -> int:
+    """Slots for every request at full context, but no more than a share of the machine's memory holds."""
+    configs = [target] + ([draft.head.config] if draft is not None else [])
+    per_slot = sum(KVPool.bytes_per_slot(c.num_layers, c.num_kv_heads, c.head_dim, target.dtype) for c in configs)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    wanted = shape.max_running * (shape.context_length + shape.window)
+    slots = min(wanted, int(memory * KV_SHARE_OF_MEMORY) // per_slot)
+    return slots // shape.page_size * shape.page_size
+
+
+def _resolved(
+    config: Config, shape: Shape, target: DenseModel, trees: SpeculativeParams | None, algorithm: str
+) -> dict[str, Any]:
+    """What /v1/server_info shows: the configuration with every automatic value in its place."""
+    values = config.public_dict()
+    values["model"].update(
+        dtype=str(target.config.dtype).removeprefix("torch."),
+        context_length=shape.context_length,
+        device=str(target.embed.device),
+        attention_backend="cpu",
+        architecture=target.config.architecture,
+    )
+    values["speculative"].update(algorithm=algorithm)
+    if trees is not None:
+        names = asdict(trees)
+        values["speculative"].update(names)
+    values["cache"].update(max_total_tokens=shape.max_total_tokens)
+    return values

@@ -1,0 +1,94 @@
+"""The engine: schedule, run, commit."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from eagle_server.plan import Sampling
+from eagle_server.request import EngineStats, FinishReason, Ready, Request, TokenDelta
+from eagle_server.scheduling.scheduler import Scheduler
+from eagle_server.speculation.random import request_key
+from eagle_server.worker.worker import Worker
+
+
+class Engine:
+    """Requests in, token deltas out, one cycle per `step`."""
+
+    def __init__(self, scheduler: Scheduler, worker: Worker, ready: Ready) -> None:
+        self.scheduler, self.worker = scheduler, worker
+        self._ready = ready
+        self._outbox: list[TokenDelta] = []
+        self._stages: defaultdict[str, float] = defaultdict(float)
+
+    def ready(self) -> Ready:
+        """What this engine serves."""
+        return self._ready
+
+    def add(self, request: Request) -> None:
+        """Queue a request. One that can never be served gets its error with the next `step`."""
+        refusal = self.scheduler.refusal(request) or self._bad_token(request)
+        if refusal is not None:
+            error = TokenDelta(
+                request_id=request.request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=refusal
+            )
+            self._outbox.append(error)
+            return
+        params = request.sampling
+        ends = () if params.ignore_eos else self._ready.eos_token_ids
+        stop_ids = frozenset((*ends, *params.stop_token_ids))
+        sampling = Sampling(
+            key=request_key(params.seed, request.choice),
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            forbidden=tuple(sorted(stop_ids)) if params.min_tokens else (),
+            allowed_from=len(request.prompt_token_ids) + params.min_tokens,
+            logprobs=params.logprobs,
+        )
+        self.scheduler.add(request, sampling, stop_ids)
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free its KV; an unknown id is ignored."""
+        delta = self.scheduler.abort(request_id)
+        if delta is not None:
+            self._outbox.append(delta)
+
+    def has_work(self) -> bool:
+        return bool(self._outbox) or self.scheduler.has_work()
+
+    def step(self) -> list[TokenDelta]:
+        """One cycle."""
+        deltas, self._outbox = self._outbox, []
+        if self.scheduler.has_work():
+            plan = self.scheduler.schedule()
+            result = self.worker.run(plan)
+            deltas.extend(self.scheduler.commit(plan, result))
+            for stage, seconds in result.stage_seconds.items():
+                self._stages[stage] += seconds
+        return deltas
+
+    def stats(self) -> EngineStats:
+        """Load, KV use and totals since start."""
+        kv, totals = self.scheduler.kv, self.scheduler.totals
+        return EngineStats(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            kv_slots_total=kv.allocator.num_pages * kv.page_size,
+            kv_slots_free=kv.available_pages * kv.page_size,
+            kv_slots_cached=(kv.radix.cached_pages if kv.radix else 0) * kv.page_size,
+            cycles=totals.cycles,
+            generated_tokens=totals.generated,
+            drafted_tokens=totals.drafted,
+            accepted_tokens=totals.accepted,
+            preemptions=totals.preemptions,
+            stage_seconds=dict(self._stages),
+        )
+
+    def check(self) -> None:
+        """Assert that no KV page is lost or held twice."""
+        self.scheduler.kv.check()
+
+    def _bad_token(self, request: Request) -> str | None:
+        size = self._ready.vocab_size
+        wrong = next((t for t in request.prompt_token_ids if not 0 <= t < size), None)
+        return None if wrong is None else f"token id {wrong} is outside the vocabulary of {size}"

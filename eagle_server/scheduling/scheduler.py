@@ -1,0 +1,239 @@
+"""Who computes what in the next cycle: admission by KV budget, chunked prefill, preemption, commit.
+
+First come, first served. When KV runs out, the youngest running request gives its pages up; what it had computed goes
+to the prefix cache, and it resumes as a prompt of all its tokens. Its random numbers are keyed by position, so its
+output does not change by a single token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from eagle_server.cache.lease import KVLeases
+from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, Emitted, Sampling
+from eagle_server.request import FinishReason, Request, SpecStats, TokenDelta
+from eagle_server.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`window` lookahead slots stand behind every decoding request; `spec_steps` is the depth of its trees.
+
+    `draft_feeds`: draft KV is written too, one cycle after the target's.
+    """
+
+    context_length: int
+    max_running: int
+    chunk_tokens: int
+    window: int
+    spec_steps: int
+    draft_feeds: bool
+
+
+@dataclass
+class Totals:
+    """Counters since start."""
+
+    cycles: int = 0
+    generated: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+
+
+class Scheduler:
+    """Owns the sequences: `waiting` in order of arrival, `running` (prefilling or decoding) likewise."""
+
+    def __init__(self, limits: Limits, kv: KVLeases) -> None:
+        self.limits, self.kv = limits, kv
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.totals = Totals()
+        self._arrivals = 0
+        self._released: list[int] = []
+        self._planned: tuple[list[Sequence], list[Sequence]] = ([], [])
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def refusal(self, request: Request) -> str | None:
+        """Why a request can never be served; None if it can."""
+        tokens, sampling = len(request.prompt_token_ids), request.sampling
+        if tokens == 0:
+            return "the prompt is empty"
+        if tokens + sampling.max_tokens > self.limits.context_length:
+            return (
+                f"{tokens} prompt tokens and max_tokens {sampling.max_tokens} exceed the context length "
+                f"of {self.limits.context_length}"
+            )
+        needed = self.kv.pages_for(tokens + sampling.max_tokens + self.limits.window)
+        if needed > self.kv.allocator.num_pages:
+            return (
+                f"the request needs {needed * self.kv.page_size} KV slots and the pool has "
+                f"{self.kv.allocator.num_pages * self.kv.page_size}; raise --max-total-tokens"
+            )
+        return None
+
+    def add(self, request: Request, sampling: Sampling, stop_ids: frozenset[int]) -> None:
+        """Queue a request that `refusal` has nothing against."""
+        self._arrivals += 1
+        tokens = list(request.prompt_token_ids)
+        spec = SpecStats(histogram=[0] * (self.limits.spec_steps + 1))
+        self.waiting.append(Sequence(request, sampling, stop_ids, self._arrivals, tokens, spec))
+
+    def abort(self, request_id: str) -> TokenDelta | None:
+        """End a request wherever it is; None if it is not here."""
+        for sequence in (*self.waiting, *self.running):
+            if sequence.request.request_id == request_id:
+                return self._finish(sequence, [], FinishReason.ABORT)
+        return None
+
+    def schedule(self) -> CyclePlan:
+        """The next cycle's plan. Decodes come first: they keep their pace while prompts are prefilled in chunks."""
+        decoding = self._growable()
+        self._admit()
+        chunked: list[Sequence] = []
+        chunks: list[Chunk] = []
+        budget = self.limits.chunk_tokens
+        for sequence in self.running:
+            if sequence.prefilling and budget > 0:
+                chunks.append(_chunk(sequence, budget))
+                chunked.append(sequence)
+                budget -= len(chunks[-1].tokens)
+        decodes = tuple(Decode(s.row, s.committed, s.tokens[-1], s.sampling) for s in decoding)
+        released, self._released = tuple(self._released), []
+        self._planned = (chunked, decoding)
+        return CyclePlan(tuple(chunks), decodes, released)
+
+    def commit(self, plan: CyclePlan, result: CycleResult) -> list[TokenDelta]:
+        """Take the cycle's result into the sequences; what each request gained."""
+        chunked, decoding = self._planned
+        self.totals.cycles += 1
+        deltas = []
+        for sequence, emitted in zip(decoding, result.decodes, strict=True):
+            self._advance(sequence, sequence.committed + len(emitted.tokens))
+            deltas.append(self._take(sequence, emitted, decoded=True))
+        for sequence, chunk, emitted in zip(chunked, plan.chunks, result.chunks, strict=True):
+            self._advance(sequence, chunk.start + len(chunk.tokens))
+            sequence.prompt_logprobs.extend(emitted.prompt_logprobs)
+            if not sequence.prefilling:
+                deltas.append(self._take(sequence, emitted, decoded=False))
+        return deltas
+
+    def _advance(self, sequence: Sequence, committed: int) -> None:
+        """Target KV now reaches `committed`; draft KV, extended at the cycle's start, where the target's was."""
+        sequence.extended = sequence.committed if self.limits.draft_feeds else committed
+        sequence.committed = committed
+
+    def _growable(self) -> list[Sequence]:
+        """The decoding sequences whose window fits, after preempting as many of the youngest as that takes."""
+        decoding: list[Sequence] = []
+        for sequence in [s for s in self.running if not s.prefilling]:
+            while sequence in self.running:
+                assert sequence.lease is not None
+                if self.kv.grow(sequence.lease, sequence.committed + self.limits.window):
+                    decoding.append(sequence)
+                    break
+                self._preempt(max(self.running, key=lambda s: s.arrival))
+        return decoding
+
+    def _admit(self) -> None:
+        """Move waiting sequences to running while rows and KV last."""
+        while self.waiting and len(self.running) < self.limits.max_running:
+            sequence = self.waiting[0]
+            share = not sequence.request.prompt_logprobs
+            lease = self.kv.admit(sequence.tokens, len(sequence.tokens) + self.limits.window, share=share)
+            if lease is None:
+                return
+            self.waiting.popleft()
+            sequence.lease = lease
+            sequence.committed = sequence.extended = lease.shared * self.kv.page_size
+            sequence.goal = len(sequence.tokens)
+            if not sequence.output_length:
+                sequence.cached_tokens = sequence.committed
+            self.running.append(sequence)
+            self.running.sort(key=lambda s: s.arrival)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.totals.preemptions += 1
+        self._release(sequence)
+        sequence.prompt_logprobs.clear()
+        self.waiting.appendleft(sequence)
+
+    def _release(self, sequence: Sequence, *, cache: bool = True) -> None:
+        """Give the KV back; what draft and target have both written goes to the prefix cache."""
+        assert sequence.lease is not None
+        self.running.remove(sequence)
+        self._released.append(sequence.row)
+        self.kv.end(sequence.lease, sequence.tokens, sequence.extended if cache else sequence.lease.shared)
+        sequence.lease = None
+        sequence.committed = sequence.extended = 0
+
+    def _take(self, sequence: Sequence, emitted: Emitted, *, decoded: bool) -> TokenDelta:
+        """Append emitted tokens one by one, and cut at the first that ends the sequence."""
+        if emitted.failed is not None:
+            return self._finish(sequence, [], FinishReason.ERROR, error=emitted.failed, cache=False)
+        kept: list[int] = []
+        reason: FinishReason | None = FinishReason.LENGTH if sequence.request.sampling.max_tokens == 0 else None
+        for token in emitted.tokens:
+            if reason is not None:
+                break
+            sequence.tokens.append(token)
+            kept.append(token)
+            reason = sequence.finish_after(token, self.limits.context_length)
+        self.totals.generated += len(kept)
+        if decoded and emitted.drafted:
+            accepted = min(len(kept), len(emitted.tokens) - 1)
+            sequence.spec.histogram[accepted] += 1
+            sequence.spec.drafted += emitted.drafted
+            self.totals.accepted += accepted
+            self.totals.drafted += emitted.drafted
+        if reason is not None:
+            return self._finish(sequence, kept, reason, emitted=emitted)
+        return self._delta(sequence, kept, emitted)
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        kept: Seq[int],
+        reason: FinishReason,
+        *,
+        emitted: Emitted | None = None,
+        error: str | None = None,
+        cache: bool = True,
+    ) -> TokenDelta:
+        if sequence.lease is not None:
+            self._release(sequence, cache=cache)
+        else:
+            self.waiting.remove(sequence)
+        delta = self._delta(sequence, kept, emitted or Emitted())
+        delta.finish_reason, delta.error = reason, error
+        delta.spec = sequence.spec if sequence.spec.cycles else None
+        return delta
+
+    def _delta(self, sequence: Sequence, kept: Seq[int], emitted: Emitted) -> TokenDelta:
+        prompt_logprobs = None
+        if sequence.request.prompt_logprobs and sequence.prompt_logprobs:
+            prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
+        wanted = sequence.request.sampling.logprobs is not None
+        return TokenDelta(
+            request_id=sequence.request.request_id,
+            token_ids=list(kept),
+            logprobs=list(emitted.logprobs[: len(kept)]) if wanted else None,
+            prompt_logprobs=prompt_logprobs,
+            cached_tokens=sequence.cached_tokens,
+        )
+
+
+def _chunk(sequence: Sequence, budget: int) -> Chunk:
+    end = min(sequence.goal, sequence.committed + budget)
+    return Chunk(
+        row=sequence.row,
+        start=sequence.committed,
+        tokens=tuple(sequence.tokens[sequence.committed : end]),
+        next_token=sequence.tokens[end] if end < sequence.goal else None,
+        sampling=sequence.sampling,
+        prompt_logprobs=sequence.request.prompt_logprobs and sequence.output_length == 0,
+    )

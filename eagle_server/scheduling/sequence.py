@@ -1,0 +1,55 @@
+"""A request on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from eagle_server.cache.lease import Lease
+from eagle_server.plan import Sampling
+from eagle_server.request import FinishReason, Request, SpecStats, TokenLogprob
+
+
+@dataclass(eq=False)
+class Sequence:
+    """`tokens` is prompt plus output. Target KV holds positions 0..committed-1; of those, draft KV 0..extended-1.
+
+    `goal` is how many tokens must be prefilled before it decodes: the prompt, and after a preemption all it had.
+    """
+
+    request: Request
+    sampling: Sampling
+    stop_ids: frozenset[int]
+    arrival: int
+    tokens: list[int]
+    spec: SpecStats
+    lease: Lease | None = None
+    committed: int = 0
+    extended: int = 0
+    goal: int = 0
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def output_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def prefilling(self) -> bool:
+        return self.committed < self.goal
+
+    @property
+    def row(self) -> int:
+        assert self.lease is not None
+        return self.lease.row
+
+    def finish_after(self, token: int, context_length: int) -> FinishReason | None:
+        """Why the sequence ends with `token`, its newest; None if it goes on."""
+        if token in self.stop_ids:
+            return FinishReason.STOP
+        if self.output_length >= self.request.sampling.max_tokens or len(self.tokens) >= context_length:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,101 @@
+"""The target's own draw at each row: one function for plain decoding, prefill and verification.
+
+Order of transforms: forbidden tokens, temperature, top-k, top-p on the renormalized remainder. Then
+y = argmax(logits / T + Gumbel(key, position)), which is a draw from the transformed softmax; plain argmax at T = 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle_server.plan import Sampling
+from eagle_server.speculation.random import gumbel
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """Sampling settings of `bs` requests. Index tensors select the requests that need a step; None where none does."""
+
+    stochastic: Tensor | None  # int64 [s], requests with temperature > 0
+    keys: Tensor  # int64 [s]
+    temperature: Tensor  # float32 [s]
+    truncated: Tensor | None  # int64 [t], indices into the s stochastic ones with top-k or top-p on
+    top_k: Tensor  # int64 [t], vocabulary size where off
+    top_p: Tensor  # float32 [t]
+    forbidden: tuple[tuple[int, tuple[int, ...], int], ...]  # (request, tokens, first position where allowed)
+
+    @classmethod
+    def of(cls, settings: Sequence[Sampling], device: torch.device) -> SamplingBatch:
+        stochastic = [i for i, s in enumerate(settings) if s.temperature > 0]
+        truncated = [n for n, i in enumerate(stochastic) if settings[i].top_k > 0 or settings[i].top_p < 1]
+        limits = [settings[stochastic[n]] for n in truncated]
+        return cls(
+            stochastic=_indices(stochastic, device),
+            keys=torch.tensor([settings[i].key for i in stochastic], dtype=torch.int64, device=device),
+            temperature=torch.tensor([settings[i].temperature for i in stochastic], device=device),
+            truncated=_indices(truncated, device),
+            top_k=torch.tensor([s.top_k or 1 << 40 for s in limits], dtype=torch.int64, device=device),
+            top_p=torch.tensor([s.top_p for s in limits], device=device),
+            forbidden=tuple((i, s.forbidden, s.allowed_from) for i, s in enumerate(settings) if s.forbidden),
+        )
+
+
+def draw(logits: Tensor, positions: Tensor, sampling: SamplingBatch, span: int = 1) -> tuple[Tensor, Tensor]:
+    """One token per row, and its score (NaN where the row's logits hold one).
+
+    Args:
+        logits: float32 [bs, rows, vocab]; changed in place where tokens are forbidden.
+        positions: int64 [bs, rows], the sequence position that each row's draw fills. It keys the noise, so rows that
+            fill the same position of the same request see the same noise. Row 0 fills the first position.
+        span: how many distinct positions a request's rows fill at most (a tree's depth + 1).
+
+    Returns:
+        tokens int64 [bs, rows] and scores float32 [bs, rows].
+    """
+    for request, tokens, allowed_from in sampling.forbidden:
+        early = positions[request] < allowed_from
+        logits[request, :, list(tokens)] = logits[request, :, list(tokens)].masked_fill(early[:, None], float("-inf"))
+    scores, drawn = logits.max(dim=-1)
+    if sampling.stochastic is None:
+        return drawn, scores
+    chosen = logits.index_select(0, sampling.stochastic) / sampling.temperature[:, None, None]
+    if sampling.truncated is not None:
+        kept = truncate(chosen.index_select(0, sampling.truncated), sampling.top_k, sampling.top_p)
+        chosen.index_copy_(0, sampling.truncated, kept)
+    where = positions.index_select(0, sampling.stochastic)
+    best, tokens_drawn = chosen.add_(_noise(sampling.keys, where, logits.shape[-1], span)).max(dim=-1)
+    return drawn.index_copy(0, sampling.stochastic, tokens_drawn), scores.index_copy(0, sampling.stochastic, best)
+
+
+def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """-inf outside the top-k, then outside the smallest set whose renormalized mass reaches top_p.
+
+    logits [n, rows, vocab], already divided by the temperature; ties go to the smaller token id.
+    """
+    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    ordered = ordered.masked_fill(rank >= top_k[:, None, None], float("-inf"))
+    probs = ordered.softmax(-1)
+    mass_before = probs.cumsum(-1) - probs
+    dropped = (mass_before >= top_p[:, None, None]) & (rank > 0)
+    return torch.empty_like(logits).scatter_(-1, tokens, ordered.masked_fill(dropped, float("-inf")))
+
+
+def _noise(keys: Tensor, positions: Tensor, vocab_size: int, span: int) -> Tensor:
+    """Noise [n, rows, vocab]. Rows of one request fill at most `span` positions from its first, each drawn once."""
+    n, rows = positions.shape
+    base = positions[:, :1]
+    distinct = base + torch.arange(span, device=base.device)  # [n, span]
+    noise = gumbel(keys.repeat_interleave(span), distinct.view(-1), vocab_size)
+    if rows == span == 1:
+        return noise.view(n, 1, vocab_size)
+    place = positions - base + torch.arange(0, n * span, span, device=base.device)[:, None]
+    return noise.index_select(0, place.view(-1)).view(n, rows, vocab_size)
+
+
+def _indices(values: list[int], device: torch.device) -> Tensor | None:
+    return torch.tensor(values, dtype=torch.int64, device=device) if values else None

@@ -1,0 +1,131 @@
+"""The tree of candidate tokens: every drafter ends in it, and every verify pass starts from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from eagle_server.attention.interface import AttentionBatch, TreeMask
+from eagle_server.speculation.attention_args import batch_arguments, kv_arguments
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """A drafter's proposal, before the root is added: the n = draft_token_num - 1 best nodes of its pool.
+
+    `selected_index` holds pool indices in ascending order and is closed under ancestors; `parent_list` gives, for
+    group g of K pool entries, the pool index of their common parent (-1: the root).
+    """
+
+    tokens: Tensor  # int64 [bs, n], target vocabulary
+    selected_index: Tensor  # int64 [bs, n]
+    parent_list: Tensor  # int64 [bs, K * (spec_steps - 1) + 1]
+    topk: int
+    spec_steps: int
+
+
+@dataclass(frozen=True)
+class EagleVerifyInput:
+    """A tree per request, D = draft_token_num nodes each, node 0 the root. Node numbers are parents-first.
+
+    `custom_mask` is the query window only, True = attend: the prefix is always visible, and a backend expands the
+    mask as it needs. `parents` is -1 at the root.
+    """
+
+    draft_token: Tensor  # int64 [bs * D]
+    custom_mask: Tensor  # bool [bs, D, D], ancestors and self
+    positions: Tensor  # int64 [bs * D], seq_len + depth
+    parents: Tensor  # int64 [bs, D]
+    depths: Tensor  # int64 [bs, D]
+    spec_steps: int
+    topk: int
+    draft_token_num: int
+
+    @cached_property
+    def retrive_index(self) -> Tensor:
+        """Row of each node in the flat batch, int64 [bs, D]."""
+        return torch.arange(self.parents.numel(), device=self.parents.device).view_as(self.parents)
+
+    @cached_property
+    def retrive_next_token(self) -> Tensor:
+        """First child of each node, -1 if none, int64 [bs, D]."""
+        nodes = torch.arange(self.draft_token_num, device=self.parents.device)
+        is_child = self.parents[:, None, :] == nodes[None, :, None]  # [bs, node, child]
+        return torch.where(is_child.any(-1), is_child.int().argmax(-1), -1)
+
+    @cached_property
+    def retrive_next_sibling(self) -> Tensor:
+        """Next child of the same parent, -1 if none, int64 [bs, D]."""
+        nodes = torch.arange(self.draft_token_num, device=self.parents.device)
+        same = (self.parents[:, :, None] == self.parents[:, None, :]) & (nodes[None, None, :] > nodes[None, :, None])
+        return torch.where(same.any(-1), same.int().argmax(-1), -1)
+
+    def generate_attn_arg_prefill(
+        self, req_pool_indices: Tensor, paged_kernel_lens: Tensor, req_to_token: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Arguments of the verify pass, page size 1: (kv_indices, kv_indptr, qo_indptr, custom_mask).
+
+        paged_kernel_lens are committed lengths L; each request reads L + D slots with D query rows. The mask comes as
+        the full [D, L + D] rows of every request, flattened and concatenated, as FlashInfer's plan takes it.
+        """
+        bs, size = self.parents.shape
+        kv_lens = paged_kernel_lens + size
+        kv_indptr, kv_indices = kv_arguments(req_pool_indices, kv_lens, req_to_token)
+        qo_indptr = torch.arange(0, (bs + 1) * size, size, dtype=torch.int32, device=self.parents.device)
+        columns = torch.arange(req_to_token.shape[1], device=self.parents.device)[None]
+        offset = (columns - paged_kernel_lens[:, None])[:, None].expand(-1, size, -1)  # [bs, D, width]
+        window = self.custom_mask.gather(2, offset.clamp(0, size - 1))
+        full = (offset < 0) | window
+        return kv_indices, kv_indptr, qo_indptr, full[offset < size]
+
+    def attention_batch(self, rows: Tensor, seq_lens_host: tuple[int, ...], req_to_token: Tensor) -> AttentionBatch:
+        """The verify pass as the attention contract has it; node i writes window slot i."""
+        size = self.draft_token_num
+        lens = tuple(length + size for length in seq_lens_host)
+        mask = TreeMask(self.custom_mask, row_depths=self.depths, column_depths=self.depths)
+        return batch_arguments(rows, (size,) * len(lens), lens, req_to_token, mask)
+
+
+def build_tree(candidates: Candidates, verified_id: Tensor, seq_lens: Tensor) -> EagleVerifyInput:
+    """Root every request's candidates at its verified_id [bs], which stands at position seq_lens [bs]."""
+    bs, drafted = candidates.tokens.shape
+    size = drafted + 1
+    parents = torch.full((bs, size), -1, dtype=torch.int64, device=verified_id.device)
+    if drafted:
+        group = torch.div(candidates.selected_index, candidates.topk, rounding_mode="floor")
+        parent_pool = candidates.parent_list.gather(1, group)  # pool index of the parent, -1 for the root
+        # Ascending order makes "place in the selection" a binary search; the root (-1) lands on 0 - 1 + 1 = 0.
+        place = torch.searchsorted(candidates.selected_index, parent_pool) + 1
+        parents[:, 1:] = torch.where(parent_pool < 0, 0, place)
+    mask, depths = ancestors(parents, candidates.spec_steps)
+    return EagleVerifyInput(
+        draft_token=torch.cat([verified_id[:, None], candidates.tokens], dim=1).view(-1),
+        custom_mask=mask,
+        positions=(seq_lens[:, None] + depths).view(-1),
+        parents=parents,
+        depths=depths,
+        spec_steps=candidates.spec_steps,
+        topk=candidates.topk,
+        draft_token_num=size,
+    )
+
+
+def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """Ancestor-or-self mask, bool [bs, D, D], and depths, int64 [bs, D], of trees no deeper than `depth`.
+
+    The reflexive closure (I + P)^depth of the parent matrix P, by repeated squaring.
+    """
+    bs, size = parents.shape
+    eye = torch.eye(size, device=parents.device)
+    reach = eye.expand(bs, -1, -1).clone()
+    if size > 1:
+        reach[:, 1:].scatter_(2, parents[:, 1:, None], 1.0)
+    hops = 1
+    while hops < depth:
+        reach = (reach @ reach).clamp_(max=1.0)
+        hops *= 2
+    mask = reach > 0
+    return mask, mask.sum(-1) - 1

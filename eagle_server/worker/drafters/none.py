@@ -1,0 +1,21 @@
+"""Plain decoding: a tree that is only its root."""
+
+from __future__ import annotations
+
+from eagle_server.speculation.draft_input import EagleDraftInput
+from eagle_server.speculation.tree import Candidates
+from eagle_server.worker.batch import DecodeBatch, ExtendBatch
+
+
+class NoDrafter:
+    """Proposes nothing, so verify is one row per request and accept draws the next token."""
+
+    window = 0
+    feeds = False
+
+    def extend(self, work: ExtendBatch | None, batch: DecodeBatch | None) -> EagleDraftInput | None:
+        return None
+
+    def propose(self, draft: EagleDraftInput | None, batch: DecodeBatch) -> Candidates:
+        empty = batch.rows.new_empty(len(batch.seq_lens_host), 0)
+        return Candidates(empty, empty, empty, topk=1, spec_steps=0)

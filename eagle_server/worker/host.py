@@ -1,0 +1,29 @@
+"""The one place where device values become Python values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eagle_server.request import TokenLogprob
+
+
+def to_host(*tensors: Tensor) -> tuple[list[list[int]], ...]:
+    """Integer tensors [bs, n] as nested lists, in one copy per tensor."""
+    return tuple(t.tolist() for t in tensors)
+
+
+def logprobs_to_host(logits: Tensor, tokens: Tensor, count: int) -> tuple[TokenLogprob, ...]:
+    """Raw log-probabilities of tokens int64 [n] under logits float32 [n, vocab], with `count` alternatives each."""
+    logp = logits.log_softmax(-1)
+    own = logp.gather(1, tokens[:, None])[:, 0].tolist()
+    best, ids = logp.topk(max(count, 1), dim=-1)
+    alternatives = [
+        list(zip(i[:count], b[:count], strict=True)) for i, b in zip(ids.tolist(), best.tolist(), strict=True)
+    ]
+    return tuple(TokenLogprob(*entry) for entry in zip(tokens.tolist(), own, alternatives, strict=True))
+
+
+def host_tensor(values: list[int], device: torch.device) -> Tensor:
+    """int64 [n] on `device`."""
+    return torch.tensor(values, dtype=torch.int64, device=device)
