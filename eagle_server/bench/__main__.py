@@ -1,0 +1,119 @@
+"""python -m eagle_server.bench: speculative and plain decoding side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from eagle_server.bench.load import Measurement, Workload, measure
+from eagle_server.bench.report import PLAIN, SPECULATIVE, plot, print_table, ratios, rows_of, write_json
+from eagle_server.bench.servers import BenchError, running
+
+DEMO_PROMPTS = Path(__file__).parent.parent / "assets" / "demo" / "prompts.json"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m eagle_server.bench",
+        description="Starts two servers, one that speculates and one with --speculative-algorithm NONE, sends both the "
+        "same prompts in turn, and compares tokens/s. Both get the server flags after `--`.",
+        epilog="example: python -m eagle_server.bench --concurrency 1 8 -- --model-path DIR "
+        "--speculative-draft-model-path DIR",
+    )
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8], metavar="N", help="clients (1 8)")
+    parser.add_argument("--prompts", type=Path, default=DEMO_PROMPTS, help="JSON list of strings (the demo's held-out)")
+    parser.add_argument("--max-tokens", type=int, default=96, help="tokens per answer (96)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds per server and concurrency, in turn (3)")
+    parser.add_argument("--num-steps", type=int, default=3, help="depth of the draft trees (3)")
+    parser.add_argument("--topk", type=int, default=4, help="children per drafted node (4)")
+    parser.add_argument("--num-draft-tokens", type=int, help="nodes verified, root included (steps x topk + 1)")
+    parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for JSON and PNG")
+    parser.add_argument("server_flags", nargs="*", help="after --: flags for both servers")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark; 0, or 2 with one line on stderr."""
+    arguments = _parser().parse_args(argv)
+    console = Console()
+    try:
+        workload = Workload(_prompts(arguments.prompts), arguments.max_tokens, arguments.temperature)
+        measurements = _run(arguments, workload, console)
+    except (BenchError, OSError, ValueError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    rows, ratio = rows_of(measurements), ratios(measurements)
+    print_table(rows, ratio, console)
+    _report_text(measurements, console)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    settings = {k: v for k, v in vars(arguments).items() if not isinstance(v, Path)}
+    write_json(arguments.out / "bench.json", rows, ratio, settings)
+    plot(arguments.out / "bench.png", rows, ratio)
+    console.print(f"written: {arguments.out / 'bench.json'}, {arguments.out / 'bench.png'}")
+    return 0
+
+
+def _run(arguments: argparse.Namespace, workload: Workload, console: Console) -> list[Measurement]:
+    trees = ["--speculative-num-steps", str(arguments.num_steps), "--topk", str(arguments.topk)]
+    if arguments.num_draft_tokens:
+        trees += ["--speculative-num-draft-tokens", str(arguments.num_draft_tokens)]
+    flags = list(arguments.server_flags)
+    plain_flags = _without_draft(flags)
+    # Prefix hits would spare the later of two equal rounds its prompts.
+    shared = ["--disable-radix-cache"]
+    measurements: list[Measurement] = []
+    with (
+        running(SPECULATIVE, [*shared, *flags, *trees]) as fast,
+        running(PLAIN, [*shared, *plain_flags, "--speculative-algorithm", "NONE"]) as slow,
+        Progress(console=console) as progress,
+    ):
+        task = progress.add_task("measuring", total=len(arguments.concurrency) * 2 * (arguments.rounds + 1))
+        for concurrency in arguments.concurrency:
+            for turn in range(arguments.rounds + 1):
+                for server in (fast, slow):
+                    result = measure(server, workload, concurrency)
+                    progress.advance(task)
+                    if turn > 0:  # the first round only warms up
+                        measurements.append(result)
+    return measurements
+
+
+def _report_text(measurements: Sequence[Measurement], console: Console) -> None:
+    """Lossless, seen from outside: the same prompts gave the same text."""
+    first = {(m.concurrency, m.label): m.texts for m in measurements}
+    pairs = [(first[c, SPECULATIVE], first[c, PLAIN]) for c in dict.fromkeys(m.concurrency for m in measurements)]
+    equal = sum(a == b for fast, slow in pairs for a, b in zip(fast, slow, strict=True))
+    total = sum(len(fast) for fast, _ in pairs)
+    console.print(f"answers with the same text from both servers: {equal} of {total}")
+
+
+def _without_draft(flags: Sequence[str]) -> list[str]:
+    """The flags without those that only a speculating server takes."""
+    kept, skip = [], False
+    for flag in flags:
+        if skip:
+            skip = False
+        elif flag.startswith("--speculative-"):
+            skip = "=" not in flag
+        else:
+            kept.append(flag)
+    return kept
+
+
+def _prompts(path: Path) -> tuple[str, ...]:
+    prompts: Any = json.loads(path.read_text())
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) for p in prompts):
+        raise BenchError(f"{path}: a JSON list of strings is expected")
+    return tuple(prompts)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,147 @@
+"""Load: prompts sent to one server by a number of clients, each waiting for its answer before it sends the next."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from eagle_server.bench.servers import BenchError, Server
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One streamed completion; times are seconds since the request was sent."""
+
+    tokens: int
+    first_token: float
+    total: float
+    text: str
+    speculative: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One pass over the prompts at one concurrency. `stage_seconds` and `cycles` are the engine's own."""
+
+    label: str
+    concurrency: int
+    seconds: float
+    tokens: int
+    first_token_median: float
+    accept_length: float
+    cycles: int
+    stage_seconds: dict[str, float]
+    texts: tuple[str, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is asked: the same for every server."""
+
+    prompts: tuple[str, ...]
+    max_tokens: int
+    temperature: float
+    seed: int = 0
+
+
+def measure(server: Server, workload: Workload, concurrency: int) -> Measurement:
+    """Answer every prompt once with `concurrency` clients."""
+    before = server.stats()
+    waiting: SimpleQueue[tuple[int, str]] = SimpleQueue()
+    for item in enumerate(workload.prompts):
+        waiting.put(item)
+    answers: dict[int, Answer] = {}
+    errors: list[Exception] = []
+
+    def client() -> None:
+        while not errors:
+            try:
+                index, prompt = waiting.get_nowait()
+            except Empty:
+                return
+            try:
+                answers[index] = ask(server, prompt, workload)
+            except (OSError, ValueError, BenchError) as error:
+                errors.append(error)
+
+    start = time.perf_counter()
+    threads = [threading.Thread(target=client) for _ in range(concurrency)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - start
+    if errors:
+        raise BenchError(f"{server.label}: {errors[0]}")
+    return _summary(server, concurrency, seconds, [answers[i] for i in sorted(answers)], before)
+
+
+def ask(server: Server, prompt: str, workload: Workload) -> Answer:
+    """One streamed completion that runs to max_tokens."""
+    body = {
+        "prompt": prompt,
+        "max_tokens": workload.max_tokens,
+        "temperature": workload.temperature,
+        "seed": workload.seed,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
+    try:
+        start = time.perf_counter()
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        if response.status != http.HTTPStatus.OK:
+            raise BenchError(f"status {response.status}: {response.read(300).decode(errors='replace')}")
+        return _read_stream(response, start)
+    finally:
+        connection.close()
+
+
+def _read_stream(response: http.client.HTTPResponse, start: float) -> Answer:
+    first, pieces, usage, speculative = 0.0, list[str](), 0, None
+    for line in response:
+        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+            continue
+        event = json.loads(line[6:])
+        if "error" in event:
+            raise BenchError(str(event["error"]))
+        for choice in event["choices"]:
+            first = first or time.perf_counter() - start
+            pieces.append(choice["text"])
+        if event.get("usage"):
+            usage = event["usage"]["completion_tokens"]
+            speculative = (event.get("metrics") or {}).get("speculative_decoding")
+    return Answer(usage, first, time.perf_counter() - start, "".join(pieces), speculative)
+
+
+def _summary(
+    server: Server, concurrency: int, seconds: float, answers: Sequence[Answer], before: dict[str, Any]
+) -> Measurement:
+    after = server.stats()
+    stages = {k: v - before["stage_seconds"].get(k, 0.0) for k, v in after["stage_seconds"].items()}
+    steps = sum(a.speculative["num_spec_steps"] for a in answers if a.speculative)
+    accepted = sum(a.speculative["num_accepted_draft_tokens"] for a in answers if a.speculative)
+    return Measurement(
+        label=server.label,
+        concurrency=concurrency,
+        seconds=seconds,
+        tokens=sum(a.tokens for a in answers),
+        first_token_median=statistics.median(a.first_token for a in answers),
+        accept_length=1 + accepted / steps if steps else 1.0,
+        cycles=after["cycles"] - before["cycles"],
+        stage_seconds=stages,
+        texts=tuple(a.text for a in answers),
+    )

@@ -1,0 +1,138 @@
+"""What a benchmark leaves behind: a table, a JSON file and a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from eagle_server.bench.load import Measurement
+
+SPECULATIVE, PLAIN = "speculative", "plain"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The medians over the rounds of one server at one concurrency."""
+
+    label: str
+    concurrency: int
+    tokens_per_second: float
+    first_token_ms: float
+    accept_length: float
+    cycle_ms: float
+    stage_ms: dict[str, float]
+
+
+def rows_of(measurements: Sequence[Measurement]) -> list[Row]:
+    """One row per (concurrency, server), medians over rounds."""
+    rows = []
+    for key in dict.fromkeys((m.concurrency, m.label) for m in measurements):
+        same = [m for m in measurements if (m.concurrency, m.label) == key]
+        stages = {
+            name: statistics.median(1e3 * m.stage_seconds.get(name, 0.0) / max(1, m.cycles) for m in same)
+            for name in same[0].stage_seconds
+        }
+        rows.append(
+            Row(
+                label=key[1],
+                concurrency=key[0],
+                tokens_per_second=statistics.median(m.tokens_per_second for m in same),
+                first_token_ms=1e3 * statistics.median(m.first_token_median for m in same),
+                accept_length=statistics.median(m.accept_length for m in same),
+                cycle_ms=1e3 * statistics.median(m.seconds / max(1, m.cycles) for m in same),
+                stage_ms=stages,
+            )
+        )
+    return rows
+
+
+def ratios(measurements: Sequence[Measurement]) -> dict[int, float]:
+    """Speculative over plain tokens/s by concurrency: the median of the rounds' own ratios, each measured in turn."""
+    out = {}
+    for concurrency in dict.fromkeys(m.concurrency for m in measurements):
+        pair = [
+            [m.tokens_per_second for m in measurements if m.label == label and m.concurrency == concurrency]
+            for label in (SPECULATIVE, PLAIN)
+        ]
+        out[concurrency] = statistics.median(fast / slow for fast, slow in zip(*pair, strict=True))
+    return out
+
+
+def print_table(rows: Sequence[Row], ratio: dict[int, float], console: Console) -> None:
+    """The result, and where a cycle's time goes."""
+    table = Table(title="speculative against plain decoding, medians")
+    for name in ("clients", "decoding", "tokens/s", "ratio", "accept length", "first token", "cycle"):
+        table.add_column(name, justify="left" if name == "decoding" else "right")
+    for row in rows:
+        speculative = row.label == SPECULATIVE
+        table.add_row(
+            str(row.concurrency),
+            row.label,
+            f"{row.tokens_per_second:.1f}",
+            f"{ratio[row.concurrency]:.2f} x" if speculative else "",
+            f"{row.accept_length:.2f}" if speculative else "",
+            f"{row.first_token_ms:.0f} ms",
+            f"{row.cycle_ms:.2f} ms",
+        )
+    console.print(table)
+    stages = Table(title="engine time per cycle, ms")
+    names = list(dict.fromkeys(name for row in rows for name in row.stage_ms))
+    for name in ("clients", "decoding", *names):
+        stages.add_column(name, justify="left" if name == "decoding" else "right")
+    for row in rows:
+        stages.add_row(str(row.concurrency), row.label, *(f"{row.stage_ms.get(name, 0.0):.2f}" for name in names))
+    console.print(stages)
+
+
+def write_json(path: Path, rows: Sequence[Row], ratio: dict[int, float], settings: dict[str, Any]) -> None:
+    """Everything measured, with what it was measured on."""
+    document = {
+        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "python": platform.python_version(),
+        "settings": settings,
+        "ratio": {str(k): v for k, v in ratio.items()},
+        "rows": [vars(row) for row in rows],
+    }
+    path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def plot(path: Path, rows: Sequence[Row], ratio: dict[int, float]) -> None:
+    """Left: tokens/s by concurrency. Right: where a speculative cycle's time goes."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), dpi=100)
+    levels = list(ratio)
+    for offset, label in ((-0.2, PLAIN), (0.2, SPECULATIVE)):
+        heights = [r.tokens_per_second for r in rows if r.label == label]
+        bars = left.bar([i + offset for i in range(len(levels))], heights, 0.38, label=label)
+        marks = [
+            f"{h:.0f}" if label == PLAIN else f"{h:.0f}\n{ratio[c]:.2f}x" for h, c in zip(heights, levels, strict=True)
+        ]
+        left.bar_label(bars, marks)
+    left.set_xticks(range(len(levels)), [f"{c} client{'s' if c > 1 else ''}" for c in levels])
+    left.set_ylabel("tokens/s")
+    left.margins(y=0.2)
+    left.legend()
+    bottoms = [0.0] * len(rows)
+    for stage in dict.fromkeys(name for row in rows for name in row.stage_ms):
+        widths = [row.stage_ms.get(stage, 0.0) for row in rows]
+        right.barh(range(len(rows)), widths, left=bottoms, label=stage)
+        bottoms = [b + w for b, w in zip(bottoms, widths, strict=True)]
+    right.set_yticks(range(len(rows)), [f"{r.label}, {r.concurrency}" for r in rows])
+    right.set_xlabel("engine time per cycle, ms")
+    right.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)

@@ -1,0 +1,81 @@
+"""Servers to measure: child processes of this very package, one speculating and one plain."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+START_SECONDS = 180.0
+
+
+class BenchError(RuntimeError):
+    """A measurement that cannot be made; the message says why."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server. `label` names it in the report."""
+
+    label: str
+    port: int
+    process: subprocess.Popen[bytes]
+
+    def get(self, path: str) -> dict[str, Any]:
+        """GET a JSON document."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as response:
+            document: dict[str, Any] = json.load(response)
+        return document
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's counters."""
+        stats: dict[str, Any] = self.get("/v1/server_info")["engine"]
+        return stats
+
+
+@contextmanager
+def running(label: str, flags: Sequence[str]) -> Iterator[Server]:
+    """Start `python -m eagle_server` with `flags` on a free port, wait until it is healthy, stop it at the end."""
+    port = _free_port()
+    command = [sys.executable, "-m", "eagle_server", "--port", str(port), "--log-level", "warning", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        server = Server(label, port, process)
+        _await_health(server, command)
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _await_health(server: Server, command: Sequence[str]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            raise BenchError(f"{' '.join(command)} ended with status {server.process.returncode}")
+        try:
+            server.get("/health")
+        except (urllib.error.URLError, ConnectionError, ValueError):
+            time.sleep(0.1)
+        else:
+            return
+    raise BenchError(f"{' '.join(command)} was not healthy after {START_SECONDS:.0f} s")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
