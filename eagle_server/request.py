@@ -9,11 +9,12 @@ import msgspec
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended; STOP and LENGTH are OpenAI's words."""
+    """Why a request ended; STOP and LENGTH are OpenAI's words. REFUSED: it could never be served; ERROR: it failed."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    REFUSED = "refused"
     ERROR = "error"
 
 

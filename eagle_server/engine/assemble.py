@@ -95,7 +95,7 @@ def assemble(target: DenseModel, head: DraftHead | None, shape: Shape, *, algori
     worker = Worker(Verifier(target, CpuAttention(pools[0]), pools[0]), drafter, Batches(table, device))
     ready = Ready(
         context_length=shape.context_length,
-        max_request_tokens=min(shape.context_length, shape.max_total_tokens - shape.window),
+        max_request_tokens=min(shape.context_length, allocator.num_pages * shape.page_size - shape.window),
         vocab_size=target.config.vocab_size,
         eos_token_ids=target.config.eos_token_ids,
         speculative_algorithm=algorithm,

@@ -29,7 +29,7 @@ class Engine:
         refusal = self.scheduler.refusal(request) or self._bad_token(request)
         if refusal is not None:
             error = TokenDelta(
-                request_id=request.request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=refusal
+                request_id=request.request_id, token_ids=[], finish_reason=FinishReason.REFUSED, error=refusal
             )
             self._outbox.append(error)
             return

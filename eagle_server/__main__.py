@@ -1,0 +1,74 @@
+"""`python -m eagle_server`: read the configuration, start the engine process, serve HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from eagle_server.api.app import create_app
+from eagle_server.api.server import INTERRUPTED_STATUS, HttpServer, Lifecycle, listen
+from eagle_server.config import Config, parse_args
+from eagle_server.engine.client import EngineClient
+from eagle_server.engine.process import CONFIGURATION_STATUS, FAILURE_STATUS, Engine, EngineFactory, configure_logging
+from eagle_server.engine.supervisor import EngineFailed, Supervisor
+from eagle_server.engine.tokenizer import load_tokenizer
+
+logger = logging.getLogger("eagle_server")
+
+EXAMPLE_BODY = r'{"prompt": "def fibonacci(n):\n", "max_tokens": 64, "temperature": 0}'
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until a signal comes; the exit status. What the user can mend is one line on stderr and status 2."""
+    config = parse_args(sys.argv[1:] if argv is None else argv)
+    return run(config, EngineFactory("eagle_server.engine.build", "build_engine", (config,)))
+
+
+def run(config: Config, build: Callable[[], Engine]) -> int:
+    """Serve the engine that `build` makes in a process of its own."""
+    configure_logging(config.server.log_level)
+    logger.info("configuration: %s", json.dumps(config.public_dict()))
+    try:
+        listener = listen(config.server.host, config.server.port)
+        tokenizer = load_tokenizer(config.model.tokenizer_path or config.target_path)
+    except (OSError, ValueError) as error:
+        return _fail(str(error), CONFIGURATION_STATUS)
+    client = EngineClient()
+    app = create_app(config, client, tokenizer)
+    server = HttpServer(app, access_log=config.server.log_level == "debug")
+    supervisor = Supervisor(build, client, log_level=config.server.log_level)
+    lifecycle = Lifecycle(supervisor, client, app.state.service.admission)
+    try:
+        with listener, asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            return runner.run(lifecycle.run(server, listener, lambda: _announce(config)))
+    except EngineFailed as error:
+        return _fail(str(error), CONFIGURATION_STATUS if error.is_configuration else FAILURE_STATUS)
+    except KeyboardInterrupt:
+        return INTERRUPTED_STATUS
+
+
+def _announce(config: Config) -> None:
+    host = config.server.host
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{config.server.port}"
+    key = " -H 'authorization: Bearer '$EAGLE_SERVER_API_KEY" if config.server.api_key else ""
+    logger.info(
+        "serving %s on %s; try:\n  curl -s %s/v1/completions -H 'content-type: application/json'%s -d '%s'",
+        config.served_model_name,
+        url,
+        url,
+        key,
+        EXAMPLE_BODY,
+    )
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"eagle_server: error: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""OpenAI's error object, on every error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from eagle_server.engine.client import EngineUnavailable
+
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+
+
+class ErrorObject(msgspec.Struct, frozen=True):
+    """What went wrong, in OpenAI's words."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorObject
+
+
+class ApiError(Exception):
+    """A refused or failed request; `param` names the parameter at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    @property
+    def body(self) -> bytes:
+        kind = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+        return msgspec.json.encode(ErrorBody(ErrorObject(self.message, kind, self.param, self.code)))
+
+    @property
+    def response(self) -> Response:
+        return Response(self.body, self.status, self.headers, media_type="application/json")
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
+
+
+def unavailable(message: str) -> ApiError:
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="service_unavailable", headers={"retry-after": "1"})
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """How an exception looks to the client. One that nobody expected tells nothing about itself."""
+    match error:
+        case ApiError():
+            return error
+        case EngineUnavailable():
+            return unavailable(f"{error}; try again")
+        case HTTPException():
+            return ApiError(error.status_code, error.detail, headers=error.headers)
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; the server's log has the details")
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Answer every exception with an error object."""
+
+    async def answer(_: Request, error: Exception) -> Response:
+        return as_api_error(error).response
+
+    async def answer_nobody(_: Request, __: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    async def not_found(request: Request, _: Exception) -> Response:
+        message = f"there is no {request.method} {request.url.path}"
+        return ApiError(HTTPStatus.NOT_FOUND, message, code="not_found").response
+
+    async def not_allowed(request: Request, error: Exception) -> Response:
+        headers = error.headers if isinstance(error, HTTPException) else None
+        message = f"{request.url.path} does not answer {request.method}"
+        return ApiError(HTTPStatus.METHOD_NOT_ALLOWED, message, code="method_not_allowed", headers=headers).response
+
+    for kind in (ApiError, EngineUnavailable, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(ClientDisconnect, answer_nobody)
+    app.add_exception_handler(HTTPStatus.NOT_FOUND, not_found)
+    app.add_exception_handler(HTTPStatus.METHOD_NOT_ALLOWED, not_allowed)

@@ -1,0 +1,113 @@
+"""The HTTP server's life: listen, serve, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from eagle_server.api.service import Admission
+from eagle_server.engine.client import EngineClient
+from eagle_server.engine.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they never send into a closing one
+INTERRUPTED_STATUS = 130
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        OSError: the address cannot be had; the message is one line.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        reason = str(error.strerror).partition(" (while")[0]  # the rest repeats the address
+        raise OSError(f"cannot listen on {host}:{port}: {reason}") from error
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, but for signals: those are handled here, by draining before it stops."""
+
+    def __init__(self, app: ASGIApp, *, access_log: bool) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                log_level="warning" if not access_log else "info",
+                access_log=access_log,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            )
+        )
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()
+
+
+class Lifecycle:
+    """Runs engine and HTTP side by side until a signal comes or one of them ends.
+
+    SIGTERM and the first SIGINT drain: new completions get 503, running ones go on to their end. A further SIGINT stops
+    at once.
+    """
+
+    def __init__(self, supervisor: Supervisor, client: EngineClient, admission: Admission) -> None:
+        self._supervisor = supervisor
+        self._client = client
+        self._admission = admission
+        self._stopping = asyncio.Event()
+
+    async def run(self, server: HttpServer, listener: socket.socket, on_ready: Callable[[], None]) -> int:
+        """Serve; the process's exit status.
+
+        Raises:
+            EngineFailed: the engine could not be started.
+        """
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._stopping.set)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        engine = asyncio.create_task(self._supervisor.run())
+        http = asyncio.create_task(server.serve(sockets=[listener]))
+        stopping = asyncio.create_task(self._stopping.wait())
+        ready = asyncio.create_task(self._announce(on_ready))
+        try:
+            await asyncio.wait({engine, http, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if engine.done():
+                engine.result()
+            if stopping.done():
+                logger.info("shutting down: %d requests to finish", self._admission.active)
+                await self._admission.drain()
+            server.should_exit = True
+            await http
+            return 0
+        finally:
+            for task in (engine, http, stopping, ready):
+                task.cancel()
+            await asyncio.gather(engine, http, stopping, ready, return_exceptions=True)
+
+    async def _announce(self, on_ready: Callable[[], None]) -> None:
+        await self._client.until_available()
+        on_ready()
+
+    def _interrupt(self) -> None:
+        if self._stopping.is_set():
+            logger.warning("stopping at once")
+            self._supervisor.kill()
+            logging.shutdown()
+            os._exit(INTERRUPTED_STATUS)
+        self._stopping.set()

@@ -1,0 +1,74 @@
+"""Server-sent events, and answers that stop when nobody listens any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing, suppress
+from typing import TypeVar
+
+import msgspec
+from fastapi import Response
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+def event(data: msgspec.Struct | bytes) -> bytes:
+    """`data` as one event. JSON has no bare line break, so one line holds it."""
+    body = data if isinstance(data, bytes) else msgspec.json.encode(data)
+    return b"data: " + body + b"\n\n"
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled as soon as the client goes away. The body must have been read.
+
+    Raises:
+        ClientDisconnect: the client went away.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnection(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnection(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends `first`, then what `events` yields; when the client goes away, `events` is closed at once."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._first = first
+        self._events = events
+        self.init_headers(HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            with suppress(ClientDisconnect):
+                await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for data in self._events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,173 @@
+"""The API in front of a fake engine: in this process for most tests, as a real server where processes matter."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from eagle_server.api.app import create_app
+from eagle_server.config import Config, parse_args
+from eagle_server.engine.client import EngineClient
+from eagle_server.engine.tokenizer import load_tokenizer
+from eagle_server.request import Abort, Deltas, Inbound, Request
+from tests.api.fake_engine import FakeEngine, byte_tokenizer
+
+REPOSITORY = Path(__file__).parents[2]
+PATIENCE = 60  # seconds; what takes so long hangs, however busy the machine is
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def config(tokenizer_dir: Path) -> Config:
+    return parse_args(["--model-path", str(tokenizer_dir), "--served-model-name", "fake"], environ={})
+
+
+@dataclass
+class LocalEngine:
+    """Drives a fake engine from a task of this event loop."""
+
+    engine: FakeEngine
+    client: EngineClient
+    inbox: list[Inbound] = field(default_factory=list)
+
+    async def run(self) -> None:
+        self.client.attach(self.inbox.append, self.engine.ready())
+        self.client.dispatch(Deltas([], self.engine.stats()))
+        while True:
+            await asyncio.sleep(0 if self.engine.has_work() else 0.001)
+            for message in self.inbox:
+                match message:
+                    case Request():
+                        self.engine.add(message)
+                    case Abort():
+                        self.engine.abort(message.request_id)
+            self.inbox.clear()
+            deltas = self.engine.step() if self.engine.has_work() else []
+            self.client.dispatch(Deltas(deltas, self.engine.stats()))
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def engine_client() -> EngineClient:
+    return EngineClient()
+
+
+@pytest.fixture
+async def running(engine: FakeEngine, engine_client: EngineClient) -> AsyncIterator[None]:
+    task = asyncio.create_task(LocalEngine(engine, engine_client).run())
+    await engine_client.until_available()
+    yield
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def http_client(config: Config, engine_client: EngineClient, tokenizer_dir: Path) -> httpx.AsyncClient:
+    app = create_app(config, engine_client, load_tokenizer(str(tokenizer_dir)))
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://server")
+
+
+@pytest.fixture
+async def http(
+    config: Config, engine_client: EngineClient, tokenizer_dir: Path, running: None
+) -> AsyncIterator[httpx.AsyncClient]:
+    async with http_client(config, engine_client, tokenizer_dir) as client:
+        yield client
+
+
+@dataclass
+class Server:
+    """A server process."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health", timeout=10).status_code == 200:
+                    return
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.02)
+        raise AssertionError(f"the server did not start:\n{self.log.read_text()}")
+
+    def engine_pids(self) -> list[int]:
+        """Children of the server that run the engine (multiprocessing keeps a helper process as well)."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+        return [pid for pid, command in commands.items() if b"spawn_main" in command]
+
+    def stop(self, signal_number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(signal_number)
+        return self.process.wait(timeout=PATIENCE)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended may stay as a zombie where nobody asks for its status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def start_server(log: Path, *flags: str, function: str = "build", environ: Mapping[str, str] | None = None) -> Server:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = f"from tests.api.fake_engine import serve; serve({function!r})"
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, "--port", str(port), *flags],
+            stderr=sink,
+            stdout=sink,
+            text=True,
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environ or {})},
+        )
+    return Server(process, f"http://127.0.0.1:{port}", log)
+
+
+@contextlib.contextmanager
+def serving(tokenizer_dir: Path, log: Path, environ: Mapping[str, str] | None = None) -> Iterator[Server]:
+    flags = ("--model-path", str(tokenizer_dir), "--served-model-name", "fake")
+    server = start_server(log, *flags, environ=environ)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+        server.process.wait(timeout=PATIENCE)
+
+
+@pytest.fixture(scope="session")
+def server(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that tests share: none of them may hurt its engine."""
+    with serving(tokenizer_dir, tmp_path_factory.mktemp("server") / "log") as running_server:
+        yield running_server

@@ -1,0 +1,195 @@
+"""A server's life: a dying engine, signals, a wrong start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.conftest import PATIENCE, REPOSITORY, Server, serving, start_server
+from tests.api.fake_engine import CRASH, EXIT, SLOW, STALL
+from tests.api.servers import wait_for_running, wait_until_draining, wait_until_gone
+
+# --- An engine that dies ---
+
+
+@pytest.fixture(scope="module")
+def mortal(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose engine tests may kill."""
+    with serving(tokenizer_dir, tmp_path_factory.mktemp("mortal") / "log") as running:
+        yield running
+
+
+@pytest.mark.parametrize("death", ["exception", "exit", "kill"])
+def test_a_dying_engine_fails_its_requests_and_comes_back(mortal: Server, death: str) -> None:
+    [engine] = mortal.engine_pids()
+    answers: list[httpx.Response] = []
+    waiting = threading.Thread(
+        target=lambda: answers.append(
+            httpx.post(f"{mortal.url}/v1/completions", json={"prompt": STALL}, timeout=PATIENCE)
+        )
+    )
+    waiting.start()
+    wait_for_running(mortal, 1)
+    prompt = {"exception": f"{CRASH}abc", "exit": f"{SLOW}{EXIT}abc", "kill": f"{SLOW}abc"}[death]
+    lines: list[str] = []
+    body = {"prompt": prompt, "max_tokens": 1000, "stream": True}
+    began = time.monotonic()
+    with httpx.stream("POST", f"{mortal.url}/v1/completions", json=body, timeout=PATIENCE) as response:
+        for line in response.iter_lines():
+            lines.append(line)
+            if death == "kill" and len(lines) == 1:
+                os.kill(engine, signal.SIGKILL)
+    waiting.join()
+    assert time.monotonic() - began < 10
+    assert answers[0].status_code == 503
+    assert "died" in answers[0].json()["error"]["message"]
+    if death == "exception":  # before its first token
+        assert response.status_code == 503
+    else:
+        assert response.status_code == 200
+        assert any('"error"' in line and "died" in line for line in lines)
+    assert httpx.get(f"{mortal.url}/health").status_code == 503
+    mortal.wait_ready()
+    assert mortal.engine_pids() != [engine]
+    answer = httpx.post(f"{mortal.url}/v1/completions", json={"prompt": "abc", "max_tokens": 6})
+    assert answer.json()["choices"][0]["text"] == "abcabc"
+
+
+def test_the_engine_dies_with_its_server(tokenizer_dir: Path, tmp_path: Path) -> None:
+    sockets = tmp_path / "tmp"
+    sockets.mkdir()
+    with serving(tokenizer_dir, tmp_path / "log", environ={"TMPDIR": str(sockets)}) as running:
+        [engine] = running.engine_pids()
+        running.process.kill()
+        running.process.wait()
+        wait_until_gone(engine)
+        assert list(sockets.iterdir()) == []
+
+
+# --- Signals ---
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains(tokenizer_dir: Path, tmp_path: Path, signal_number: int) -> None:
+    with serving(tokenizer_dir, tmp_path / "log") as running:
+        body = {"prompt": f"{SLOW}abc", "max_tokens": 40, "stream": True}
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            running.process.send_signal(signal_number)
+            wait_until_draining(running)
+            refused = httpx.post(f"{running.url}/v1/completions", json={"prompt": "abc"})
+            assert refused.status_code == 503
+            assert "shutting down" in refused.json()["error"]["message"]
+            rest = list(lines)
+        assert "data: [DONE]" in rest
+        assert running.process.wait(timeout=PATIENCE) == 0
+        assert "Traceback" not in running.log.read_text()
+
+
+def test_a_second_interrupt_stops_at_once(tokenizer_dir: Path, tmp_path: Path) -> None:
+    with serving(tokenizer_dir, tmp_path / "log") as running:
+        [engine] = running.engine_pids()
+        body = {"prompt": STALL, "stream": True}
+        call = threading.Thread(target=_post_and_forget, args=(running, body))
+        call.start()
+        wait_for_running(running, 1)
+        running.process.send_signal(signal.SIGINT)
+        wait_until_draining(running)
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(timeout=PATIENCE) == 130
+        call.join()
+        wait_until_gone(engine)
+        assert "Traceback" not in running.log.read_text()
+
+
+def _post_and_forget(server: Server, body: dict[str, Any]) -> None:
+    with pytest.raises(httpx.TransportError):
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE)
+
+
+def test_an_idle_server_stops_and_leaves_nothing(tokenizer_dir: Path, tmp_path: Path) -> None:
+    sockets = tmp_path / "tmp"
+    sockets.mkdir()
+    with serving(tokenizer_dir, tmp_path / "log", environ={"TMPDIR": str(sockets)}) as running:
+        assert len(list(sockets.iterdir())) == 1
+        assert running.stop() == 0
+        assert list(sockets.iterdir()) == []
+
+
+# --- Starting ---
+
+
+def test_the_log_says_what_is_served_and_how_to_ask(server: Server) -> None:
+    log = server.log.read_text()
+    assert f"serving fake on {server.url}" in log
+    [command] = [line.strip() for line in log.splitlines() if line.strip().startswith("curl")]
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert '"text":"def fibonacci(n):' in answer.stdout
+    assert '"api_key": null' in log
+
+
+def wrong_start(tmp_path: Path, *flags: str, function: str = "build") -> tuple[int, list[str]]:
+    failed = start_server(tmp_path / "log", *flags, function=function)
+    status = failed.process.wait(timeout=PATIENCE)
+    return status, failed.log.read_text().splitlines()
+
+
+@pytest.mark.parametrize("port", ["0", "x", "70000"])
+def test_a_wrong_flag_is_one_line(tmp_path: Path, port: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "eagle_server", "--port", port], capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert run.returncode == 2
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_a_bad_configuration_found_by_the_engine_is_one_line(tokenizer_dir: Path, tmp_path: Path) -> None:
+    status, lines = wrong_start(tmp_path, "--model-path", str(tokenizer_dir), function="build_with_bad_configuration")
+    assert status == 2
+    assert lines[-1] == "eagle_server: error: config.json: no such architecture"
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_a_bug_while_building_is_reported_with_its_traceback(tokenizer_dir: Path, tmp_path: Path) -> None:
+    status, lines = wrong_start(tmp_path, "--model-path", str(tokenizer_dir), function="build_with_bug")
+    assert status == 1
+    assert lines[-1] == "eagle_server: error: RuntimeError: a bug"
+    assert any("Traceback" in line for line in lines)
+
+
+def test_a_directory_without_a_model_is_one_line(tmp_path: Path) -> None:
+    status, lines = wrong_start(tmp_path, "--model-path", str(tmp_path))
+    assert status == 2
+    assert lines[-1].endswith("it has no tokenizer.json")
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_a_port_in_use_is_one_line(tokenizer_dir: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        status, lines = wrong_start(tmp_path, "--model-path", str(tokenizer_dir), "--port", port)
+    assert status == 2
+    assert lines[-1] == f"eagle_server: error: cannot listen on 127.0.0.1:{port}: Address already in use"
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_the_api_process_imports_neither_torch_nor_transformers(tokenizer_dir: Path) -> None:
+    code = (
+        "import sys; import eagle_server.__main__; from eagle_server.engine.tokenizer import load_tokenizer;"
+        f"load_tokenizer({str(tokenizer_dir)!r});"
+        "print([m for m in ('torch', 'transformers', 'numpy', 'eagle_server.engine.build') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    assert run.stdout.strip() == "[]"

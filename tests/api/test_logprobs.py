@@ -1,0 +1,66 @@
+"""Log-probabilities and echo, in OpenAI's legacy shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from eagle_server.request import TokenLogprob
+from tests.api import fake_engine
+from tests.api.calls import complete, stream, text_of
+from tests.api.fake_engine import FakeEngine
+
+
+async def test_logprobs_have_one_entry_per_token(http: httpx.AsyncClient) -> None:
+    answer = await complete(http, prompt="a😀", max_tokens=6, logprobs=1)
+    choice = answer["choices"][0]
+    assert choice["text"] == "a😀a"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "bytes:\\xf0", "bytes:\\x9f", "bytes:\\x98", "bytes:\\x80", "a"],
+        "token_logprobs": [-0.25] * 6,
+        "top_logprobs": [
+            {token: -0.25} for token in ["a", "bytes:\\xf0", "bytes:\\x9f", "bytes:\\x98", "bytes:\\x80", "a"]
+        ],
+        "text_offset": [0, 1, 1, 1, 1, 2],
+    }
+
+
+async def test_logprobs_zero_gives_the_token_itself(http: httpx.AsyncClient) -> None:
+    answer = await complete(http, prompt="ab", max_tokens=2, logprobs=0)
+    assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -0.25}, {"b": -0.25}]
+    answer = await complete(http, prompt="ab", max_tokens=2, logprobs=3)
+    assert answer["choices"][0]["logprobs"]["top_logprobs"][0] == {"a": -0.25, "b": -1.25, "c": -2.25}
+
+
+@pytest.mark.parametrize("prompt", ["abc", [97, 98, 99]])
+async def test_echo_gives_the_prompt_back(http: httpx.AsyncClient, prompt: Any) -> None:
+    answer = await complete(http, prompt=prompt, max_tokens=4, echo=True)
+    assert answer["choices"][0]["text"] == "abcabca"
+    events = await stream(http, prompt=prompt, max_tokens=4, echo=True)
+    assert text_of(events) == "abcabca"
+
+
+async def test_echo_with_logprobs_scores_the_prompt(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    answer = await complete(http, prompt="aéc", max_tokens=0, echo=True, logprobs=1)
+    choice = answer["choices"][0]
+    assert choice["text"] == "aéc"
+    assert choice["finish_reason"] == "length"
+    assert choice["logprobs"]["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "c"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.25, -0.25, -0.25]
+    assert choice["logprobs"]["top_logprobs"][0] is None
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2]
+    assert answer["usage"]["completion_tokens"] == 0
+    assert engine.requests[0].prompt_logprobs
+    assert engine.requests[0].sampling.max_tokens == 0
+    events = await stream(http, prompt="abc", max_tokens=2, echo=True, logprobs=0)
+    assert [x for e in events for c in e["choices"] for x in c["logprobs"]["text_offset"]] == [0, 1, 2, 3, 4]
+
+
+async def test_infinite_logprobs_are_still_json(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlikely = TokenLogprob(97, float("-inf"), [(98, float("-inf"))])
+    monkeypatch.setattr(fake_engine, "logprob", lambda token, alternatives: unlikely)
+    answer = await complete(http, prompt="a", max_tokens=1, logprobs=1)
+    assert answer["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0]
+    assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"b": -9999.0, "a": -9999.0}]

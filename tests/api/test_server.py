@@ -1,0 +1,153 @@
+"""A server process and its clients: the openai client, disconnects, load, /health."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from tests.api.conftest import PATIENCE, Server
+from tests.api.fake_engine import BURN, SLOW, STALL
+from tests.api.servers import stats, wait_until_idle
+
+
+def health_times(server: Server, count: int = 30) -> list[float]:
+    """Seconds that /health takes, in order of size."""
+    took = []
+    with httpx.Client(base_url=server.url) as client:
+        client.get("/health")
+        for _ in range(count):
+            began = time.monotonic()
+            assert client.get("/health").status_code == 200
+            took.append(time.monotonic() - began)
+            time.sleep(0.02)
+    return sorted(took)
+
+
+# --- Clients ---
+
+
+def test_the_openai_client_completes_and_streams(server: Server) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        assert [model.id for model in client.models.list()] == ["fake"]
+        answer = client.completions.create(model="fake", prompt="hé😀", max_tokens=14, logprobs=1)
+        assert answer.choices[0].text == "hé😀hé😀"
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 14
+        assert answer.model_extra is not None
+        assert answer.model_extra["metrics"]["speculative_decoding"]["num_spec_tokens"] == 3
+        events = list(
+            client.completions.create(
+                model="fake", prompt="hé😀", max_tokens=14, stream=True, stream_options={"include_usage": True}
+            )
+        )
+        assert "".join(event.choices[0].text for event in events[:-1]) == "hé😀hé😀"
+        assert events[-1].usage == answer.usage
+
+
+def test_the_openai_client_sees_typed_errors(server: Server) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.NotFoundError) as not_found:
+            client.completions.create(model="other", prompt="a")
+        assert not_found.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError) as bad:
+            client.completions.create(model="fake", prompt="a", frequency_penalty=1)
+        assert bad.value.param == "frequency_penalty"
+
+
+async def test_the_async_openai_client_streams(server: Server) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+
+        async def text(prompt: str) -> str:
+            stream = await client.completions.create(model="fake", prompt=prompt, max_tokens=40, stream=True)
+            return "".join([event.choices[0].text async for event in stream])
+
+        prompts = [f"prompt {i:02d} " for i in range(16)]
+        for prompt, answer in zip(prompts, await asyncio.gather(*map(text, prompts)), strict=True):
+            assert answer == (prompt * 10)[:40]
+
+
+def test_events_come_one_by_one(server: Server) -> None:
+    body = {"prompt": f"{SLOW}abc", "max_tokens": 8, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+        times = [time.monotonic() for line in response.iter_lines() if line.startswith("data")]
+    assert times[-1] - times[0] > 0.25
+
+
+# --- Clients that go away ---
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_aborts_its_request(server: Server, stream: bool) -> None:
+    body = {"prompt": [f"{STALL}a", f"{STALL}b"], "n": 2, "stream": stream}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
+    wait_until_idle(server)
+
+
+def test_a_client_that_stops_reading_aborts_its_request(server: Server) -> None:
+    body = {"prompt": f"{SLOW}abc", "max_tokens": 1000, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert stats(server)["running"] == 1
+    wait_until_idle(server)
+
+
+async def test_load_with_random_disconnects_leaves_no_trace(server: Server) -> None:
+    rng = random.Random(7)
+    slots = asyncio.Semaphore(32)
+    done = {"complete": 0, "left": 0}
+
+    async def call(client: httpx.AsyncClient, number: int) -> None:
+        prompt = f"request {number} "
+        tokens = rng.randrange(1, 120)
+        leaves_after = rng.choice([None, None, 0, 1, 5])
+        body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "seed": number}
+        text = ""
+        async with slots, client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            events = 0
+            async for line in response.aiter_lines():
+                if events == leaves_after:
+                    done["left"] += 1
+                    return
+                if line.startswith("data: {"):
+                    text += httpx.Response(200, text=line[6:]).json()["choices"][0]["text"]
+                    events += 1
+            assert line == "" or text
+        assert text == (prompt * 20)[:tokens]
+        done["complete"] += 1
+
+    limits = httpx.Limits(max_connections=40)
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, limits=limits) as client:
+        await asyncio.gather(*(call(client, number) for number in range(400)))
+    assert done["complete"] + done["left"] == 400
+    assert done["left"] > 100
+    wait_until_idle(server)
+    assert "Traceback" not in server.log.read_text()
+    assert "ERROR" not in server.log.read_text()
+
+
+def test_health_answers_while_the_engine_computes(server: Server) -> None:
+    body = {"prompt": f"{BURN}abc", "max_tokens": 40}
+    # A long prompt to tokenize at the same time.
+    long = {"prompt": "x" * 1900, "max_tokens": 1, "n": 20}
+    url = f"{server.url}/v1/completions"
+    calls = [
+        threading.Thread(target=httpx.post, args=(url,), kwargs={"json": each, "timeout": PATIENCE})
+        for each in (body, long)
+    ]
+    idle = health_times(server)
+    for call in calls:
+        call.start()
+    busy = health_times(server)
+    for call in calls:
+        call.join()
+    # The second bound is for machines that are too busy to answer an idle server's /health in time.
+    assert busy[26] < max(0.05, 3 * idle[26]), (idle, busy)

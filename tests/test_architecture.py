@@ -1,0 +1,214 @@
+"""The design's rules that a machine can check: who imports whom, and what may stand where. See docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "eagle_server"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# A part may import itself, the vocabulary, and what stands here: only what lies below it.
+VOCABULARY = {"request", "plan"}
+LOWEST = {"ops"}
+PEERS = {"models", "attention", "speculation", "cache"}
+ARROWS: dict[str, set[str]] = {
+    "": set(),  # eagle_server/__init__.py
+    "config": set(),
+    "request": set(),
+    "plan": set(),
+    "ops": set(),
+    **{peer: LOWEST | PEERS for peer in PEERS},
+    "scheduling": LOWEST | PEERS,
+    "worker": LOWEST | PEERS,
+    "engine": LOWEST | PEERS | {"scheduling", "worker"},
+    "api": {"engine"},
+    "training": LOWEST | PEERS,
+    "bench": {"engine"},
+    "__main__": LOWEST | PEERS | {"scheduling", "worker", "engine", "api"},
+}
+SEE_CONFIG = {"__main__", "api.app", "engine.build", "training"}  # the composition roots
+COPIES_TO_HOST = PACKAGE / "worker" / "host.py"
+
+
+def name(path: Path) -> str:
+    """Module name below eagle_server: "worker.drafters.eagle"; "" is the package itself."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_in(module: str, *places: str) -> bool:
+    return any(module == place or module.startswith(f"{place}.") for place in places)
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every absolute name that is imported anywhere in the file, inside functions too."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(path: Path) -> Iterator[str]:
+    """What the file imports of eagle_server, below eagle_server."""
+    for imported in imports(path):
+        if imported.startswith("eagle_server."):
+            yield imported.removeprefix("eagle_server.")
+
+
+def calls(path: Path) -> Iterator[ast.Call]:
+    yield from (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+
+
+def called(call: ast.Call) -> str:
+    """ "print", or "torch.load", or ".item" where the object is not a plain name."""
+    if isinstance(call.func, ast.Name):
+        return call.func.id
+    if isinstance(call.func, ast.Attribute):
+        owner = call.func.value.id if isinstance(call.func.value, ast.Name) else ""
+        return f"{owner}.{call.func.attr}"
+    return ""
+
+
+def keyword(call: ast.Call, argument: str) -> object:
+    for given in call.keywords:
+        if given.arg == argument:
+            return given.value.value if isinstance(given.value, ast.Constant) else given.value
+    return None
+
+
+def at(path: Path, node: ast.AST) -> str:
+    return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+
+
+each_module = pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+
+
+@each_module
+def test_imports_point_down(path):
+    module = name(path)
+    part = module.partition(".")[0]
+    assert part in ARROWS, f"{part} is new: give it a place in ARROWS and in docs/architecture.md"
+    for imported in own_imports(path):
+        target = imported.partition(".")[0]
+        if target == "config" and part != "config":
+            assert is_in(module, *SEE_CONFIG), f"{module} imports config; only {sorted(SEE_CONFIG)} may, pass values"
+        elif target not in {part} | VOCABULARY:
+            assert target in ARROWS[part], f"{module} may not import {imported}"
+    foundation = {"config": {"config"}, "request": set(), "plan": {"request"}}
+    if part in foundation:
+        assert {imported.partition(".")[0] for imported in own_imports(path)} <= foundation[part]
+
+
+def test_models_attention_speculation_and_cache_do_not_import_in_a_circle():
+    graph = {
+        peer: {
+            imported.partition(".")[0]
+            for path in MODULES
+            if is_in(name(path), peer)
+            for imported in own_imports(path)
+            if imported.partition(".")[0] in PEERS - {peer}
+        }
+        for peer in PEERS
+    }
+    while leaves := [peer for peer, targets in graph.items() if not targets & graph.keys()]:
+        for peer in leaves:
+            del graph[peer]
+    assert not graph, f"these import one another: {graph}"
+
+
+@each_module
+def test_imports_are_absolute(path):
+    relative = [at(path, n) for n in ast.walk(tree(path)) if isinstance(n, ast.ImportFrom) and n.level]
+    assert not relative
+
+
+@each_module
+def test_scheduling_api_config_and_request_know_no_torch(path):
+    if is_in(name(path), "scheduling", "api", "config", "request"):
+        assert not [i for i in imports(path) if i.partition(".")[0] == "torch"]
+
+
+@each_module
+def test_only_one_module_of_the_cycle_copies_to_the_host(path):
+    if not is_in(name(path), "worker", "speculation", "attention") or path == COPIES_TO_HOST:
+        return
+    copies = [at(path, c) for c in calls(path) if called(c).endswith((".item", ".tolist", ".cpu", ".numpy"))]
+    assert not copies, f"a device sync outside {COPIES_TO_HOST.relative_to(ROOT)}"
+
+
+@each_module
+def test_no_foreign_code_is_run_from_a_checkpoint(path):
+    for call in calls(path):
+        trusts = keyword(call, "trust_remote_code")
+        assert trusts in (None, False), f"{at(path, call)}: trust_remote_code must not be set"
+        if called(call) == "torch.load":
+            assert keyword(call, "weights_only") is True, f"{at(path, call)}: torch.load needs weights_only=True"
+        assert called(call) not in ("pickle.load", "pickle.loads", "eval", "exec"), at(path, call)
+
+
+@each_module
+def test_only_programs_print(path):
+    if path.name != "__main__.py" and not is_in(name(path), "bench", "training"):
+        assert not [at(path, call) for call in calls(path) if called(call) == "print"]
+
+
+@each_module
+def test_only_config_reads_the_environment(path):
+    if is_in(name(path), "config"):
+        return
+    reads = [
+        at(path, node)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
+    ]
+    assert not reads
+
+
+@each_module
+def test_files_stay_readable(path):
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= 400, f"{lines} lines: find the second noun in it"
+
+
+def test_kernels_holds_sources_only():
+    """Hugging Face's package of the same name would be shadowed by ours, and transformers imports it."""
+    assert not list((ROOT / "kernels").rglob("*.py"))
+    assert not (ROOT / "tests" / "kernels").exists()
+
+
+def test_every_package_and_no_other_is_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    listed = project["tool"]["setuptools"]["packages"]
+    found = {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")}
+    assert sorted(listed) == sorted(found | {"eagle_server.ops.kernels"})
+    assert found == {".".join(path.parent.relative_to(ROOT).parts) for path in MODULES}, "a package lacks __init__.py"
+
+
+def test_the_documented_layout_is_the_real_one():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    layout = re.search(r"## Layout\n.*?```\n(.*?)```", text, re.DOTALL)
+    assert layout, "docs/architecture.md has no layout block"
+    entries = [re.match(r"( *)(\S+)", line) for line in layout[1].splitlines()]
+    inside = {entry[2].rstrip("/") for entry in entries if entry and entry[1]}
+    beside = {entry[2].rstrip("/") for entry in entries if entry and not entry[1]}
+    assert inside == {
+        path.name for path in PACKAGE.iterdir() if path.name not in ("__init__.py", "__pycache__", "py.typed")
+    }
+    missing = [entry for entry in beside if not (ROOT / entry).exists()]
+    assert not missing
+    unlisted = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")} - beside
+    assert unlisted <= {"build", "dist", "shared", "eagle_server.egg-info"}
