@@ -31,7 +31,7 @@ def accept(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatc
 
     One rule for greedy and stochastic decoding: y = argmax(log p + Gumbel(key, position)) once per node (plain argmax
     at temperature 0), go to the child that equals y, and where there is none emit y as the bonus. Every emitted token
-    is the target's own draw given its prefix, so the text is that of plain decoding for any tree (docs/architecture.md).
+    is the target's own draw given its prefix, so the text is that of plain decoding whatever the tree holds.
 
     Args:
         target_logits: float32 [bs * D, vocab], one row per node.
