@@ -70,7 +70,8 @@ class Completion:
                     request_id=f"{name}-{index}",
                     prompt_token_ids=prompts[index // body.n].token_ids,
                     sampling=sampling,
-                    choice=index % body.n,
+                    # Without a seed nothing is to be repeated: equal prompts of one call get their own noise too.
+                    choice=index if body.seed is None else index % body.n,
                     prompt_logprobs=body.echo and body.logprobs is not None,
                 ),
                 prompts[index // body.n],
@@ -174,7 +175,7 @@ class Completion:
 def _sampling(body: CompletionRequest) -> SamplingParams:
     return SamplingParams(
         max_tokens=body.max_tokens,
-        seed=secrets.randbits(63) if body.seed is None else body.seed & (2**63 - 1),
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
         min_tokens=body.min_tokens,
         temperature=0.0 if body.temperature < GREEDY_BELOW else body.temperature,
         top_p=body.top_p,

@@ -12,6 +12,7 @@ from eagle_server.api.errors import bad_request
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+MAX_TEMPERATURE = 100.0  # the law is flat long before
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
@@ -65,7 +66,7 @@ class CompletionRequest(BaseModel):
     model: str | None = None
     max_tokens: int = Field(16, ge=0)
     min_tokens: int = Field(0, ge=0)
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=MAX_TEMPERATURE)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, le=INT32_MAX)
     seed: int | None = Field(None, ge=-INT64_MAX, le=INT64_MAX)

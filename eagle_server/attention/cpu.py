@@ -30,7 +30,7 @@ class _Group:
     kept: Tensor | None
     slots: Tensor
     positions: Tensor  # int64 [g, Q], of each query, counted in KV columns or tree depth
-    columns: Tensor  # int64 [g, L], position of each column; beyond the request's KV: a large number
+    columns: Tensor  # int64 [g, L], position of each column, in the same count
     allowed: Tensor | None  # bool [g, Q, L] before windows; None: every query sees every column
     biases: dict[tuple[int, torch.dtype, int], Tensor | None] = field(default_factory=dict)
 

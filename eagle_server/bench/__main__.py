@@ -23,18 +23,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eagle_server.bench",
         description="Starts two servers, one that speculates and one with --speculative-algorithm NONE, sends both the "
-        "same prompts in turn, and compares tokens/s. Both get the server flags after `--`.",
-        epilog="example: python -m eagle_server.bench --concurrency 1 8 -- --model-path DIR "
-        "--speculative-draft-model-path DIR",
+        "same prompts in turn, and compares tokens/s. Both get the server flags after `--`, the plain one without "
+        "those that shape drafting.",
+        epilog="example: python -m eagle_server.bench --concurrency 1 8 -- --speculative-num-steps 3 --topk 4",
     )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8], metavar="N", help="clients (1 8)")
     parser.add_argument("--prompts", type=Path, default=DEMO_PROMPTS, help="JSON list of strings (the demo's held-out)")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens per answer (96)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds per server and concurrency, in turn (3)")
-    parser.add_argument("--num-steps", type=int, default=3, help="depth of the draft trees (3)")
-    parser.add_argument("--topk", type=int, default=4, help="children per drafted node (4)")
-    parser.add_argument("--num-draft-tokens", type=int, help="nodes verified, root included (steps x topk + 1)")
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for JSON and PNG")
     parser.add_argument("server_flags", nargs="*", help="after --: flags for both servers")
     return parser
@@ -54,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     print_table(rows, ratio, console)
     _report_text(measurements, console)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    settings = {k: v for k, v in vars(arguments).items() if not isinstance(v, Path)}
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()}
     write_json(arguments.out / "bench.json", rows, ratio, settings)
     plot(arguments.out / "bench.png", rows, ratio)
     console.print(f"written: {arguments.out / 'bench.json'}, {arguments.out / 'bench.png'}")
@@ -62,23 +59,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(arguments: argparse.Namespace, workload: Workload, console: Console) -> list[Measurement]:
-    trees = ["--speculative-num-steps", str(arguments.num_steps), "--topk", str(arguments.topk)]
-    if arguments.num_draft_tokens:
-        trees += ["--speculative-num-draft-tokens", str(arguments.num_draft_tokens)]
-    flags = list(arguments.server_flags)
-    plain_flags = _without_draft(flags)
     # Prefix hits would spare the later of two equal rounds its prompts.
-    shared = ["--disable-radix-cache"]
+    flags = ["--disable-radix-cache", *arguments.server_flags]
     measurements: list[Measurement] = []
     with (
-        running(SPECULATIVE, [*shared, *flags, *trees]) as fast,
-        running(PLAIN, [*shared, *plain_flags, "--speculative-algorithm", "NONE"]) as slow,
+        running(SPECULATIVE, flags) as fast,
+        running(PLAIN, [*_without_draft(flags), "--speculative-algorithm", "NONE"]) as slow,
         Progress(console=console) as progress,
     ):
         task = progress.add_task("measuring", total=len(arguments.concurrency) * 2 * (arguments.rounds + 1))
         for concurrency in arguments.concurrency:
             for turn in range(arguments.rounds + 1):
-                for server in (fast, slow):
+                for server in (fast, slow) if turn % 2 else (slow, fast):
                     result = measure(server, workload, concurrency)
                     progress.advance(task)
                     if turn > 0:  # the first round only warms up
@@ -88,10 +80,8 @@ def _run(arguments: argparse.Namespace, workload: Workload, console: Console) ->
 
 def _report_text(measurements: Sequence[Measurement], console: Console) -> None:
     """Lossless, seen from outside: the same prompts gave the same text."""
-    first = {(m.concurrency, m.label): m.texts for m in measurements}
-    pairs = [(first[c, SPECULATIVE], first[c, PLAIN]) for c in dict.fromkeys(m.concurrency for m in measurements)]
-    equal = sum(a == b for fast, slow in pairs for a, b in zip(fast, slow, strict=True))
-    total = sum(len(fast) for fast, _ in pairs)
+    fast, slow = ([t for m in measurements if m.label == label for t in m.texts] for label in (SPECULATIVE, PLAIN))
+    equal, total = sum(a == b for a, b in zip(fast, slow, strict=True)), len(fast)
     console.print(f"answers with the same text from both servers: {equal} of {total}")
 
 
@@ -101,7 +91,7 @@ def _without_draft(flags: Sequence[str]) -> list[str]:
     for flag in flags:
         if skip:
             skip = False
-        elif flag.startswith("--speculative-"):
+        elif flag.startswith(("--speculative-", "--topk")):
             skip = "=" not in flag
         else:
             kept.append(flag)

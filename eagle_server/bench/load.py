@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import statistics
 import threading
 import time
@@ -17,11 +18,10 @@ from eagle_server.bench.servers import BenchError, Server
 
 @dataclass(frozen=True)
 class Answer:
-    """One streamed completion; times are seconds since the request was sent."""
+    """One streamed completion; `first_token` is seconds since the request was sent, NaN if no text came."""
 
     tokens: int
     first_token: float
-    total: float
     text: str
     speculative: dict[str, Any] | None
 
@@ -35,7 +35,7 @@ class Measurement:
     seconds: float
     tokens: int
     first_token_median: float
-    accept_length: float
+    mean_acceptance_length: float
     cycles: int
     stage_seconds: dict[str, float]
     texts: tuple[str, ...]
@@ -111,7 +111,7 @@ def ask(server: Server, prompt: str, workload: Workload) -> Answer:
 
 
 def _read_stream(response: http.client.HTTPResponse, start: float) -> Answer:
-    first, pieces, usage, speculative = 0.0, list[str](), 0, None
+    first, pieces, usage, speculative = math.nan, list[str](), 0, None
     for line in response:
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
             continue
@@ -119,12 +119,12 @@ def _read_stream(response: http.client.HTTPResponse, start: float) -> Answer:
         if "error" in event:
             raise BenchError(str(event["error"]))
         for choice in event["choices"]:
-            first = first or time.perf_counter() - start
+            first = time.perf_counter() - start if math.isnan(first) else first
             pieces.append(choice["text"])
         if event.get("usage"):
             usage = event["usage"]["completion_tokens"]
             speculative = (event.get("metrics") or {}).get("speculative_decoding")
-    return Answer(usage, first, time.perf_counter() - start, "".join(pieces), speculative)
+    return Answer(usage, first, "".join(pieces), speculative)
 
 
 def _summary(
@@ -139,8 +139,10 @@ def _summary(
         concurrency=concurrency,
         seconds=seconds,
         tokens=sum(a.tokens for a in answers),
-        first_token_median=statistics.median(a.first_token for a in answers),
-        accept_length=1 + accepted / steps if steps else 1.0,
+        first_token_median=statistics.median(
+            [a.first_token for a in answers if not math.isnan(a.first_token)] or [0.0]
+        ),
+        mean_acceptance_length=1 + accepted / steps if steps else 1.0,
         cycles=after["cycles"] - before["cycles"],
         stage_seconds=stages,
         texts=tuple(a.text for a in answers),

@@ -27,7 +27,7 @@ class Row:
     concurrency: int
     tokens_per_second: float
     first_token_ms: float
-    accept_length: float
+    mean_acceptance_length: float
     cycle_ms: float
     stage_ms: dict[str, float]
 
@@ -47,7 +47,7 @@ def rows_of(measurements: Sequence[Measurement]) -> list[Row]:
                 concurrency=key[0],
                 tokens_per_second=statistics.median(m.tokens_per_second for m in same),
                 first_token_ms=1e3 * statistics.median(m.first_token_median for m in same),
-                accept_length=statistics.median(m.accept_length for m in same),
+                mean_acceptance_length=statistics.median(m.mean_acceptance_length for m in same),
                 cycle_ms=1e3 * statistics.median(m.seconds / max(1, m.cycles) for m in same),
                 stage_ms=stages,
             )
@@ -70,7 +70,7 @@ def ratios(measurements: Sequence[Measurement]) -> dict[int, float]:
 def print_table(rows: Sequence[Row], ratio: dict[int, float], console: Console) -> None:
     """The result, and where a cycle's time goes."""
     table = Table(title="speculative against plain decoding, medians")
-    for name in ("clients", "decoding", "tokens/s", "ratio", "accept length", "first token", "cycle"):
+    for name in ("clients", "decoding", "tokens/s", "ratio", "acceptance length", "first token", "cycle"):
         table.add_column(name, justify="left" if name == "decoding" else "right")
     for row in rows:
         speculative = row.label == SPECULATIVE
@@ -79,7 +79,7 @@ def print_table(rows: Sequence[Row], ratio: dict[int, float], console: Console) 
             row.label,
             f"{row.tokens_per_second:.1f}",
             f"{ratio[row.concurrency]:.2f} x" if speculative else "",
-            f"{row.accept_length:.2f}" if speculative else "",
+            f"{row.mean_acceptance_length:.2f}" if speculative else "",
             f"{row.first_token_ms:.0f} ms",
             f"{row.cycle_ms:.2f} ms",
         )
@@ -94,7 +94,7 @@ def print_table(rows: Sequence[Row], ratio: dict[int, float], console: Console) 
 
 
 def write_json(path: Path, rows: Sequence[Row], ratio: dict[int, float], settings: dict[str, Any]) -> None:
-    """Everything measured, with what it was measured on."""
+    """The medians, with what was asked and the machine they were measured on."""
     document = {
         "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
         "python": platform.python_version(),

@@ -17,12 +17,15 @@ from eagle_server.cache.radix import Node, RadixCache, bigrams
 
 @dataclass(eq=False)
 class Lease:
-    """Pages of one request in position order; the first `shared` belong to the prefix cache, below `node`."""
+    """Pages of one request in position order; the first `shared` belong to the prefix cache, root to `node`."""
 
     row: int
     pages: list[int]
     shared: int
     node: Node | None
+
+
+EVICTED_AT_ONCE = 32  # finding what to evict walks the tree, so it is not done for every page
 
 
 class KVLeases:
@@ -86,11 +89,13 @@ class KVLeases:
         """End a lease. Slots 0..written-1 hold the KV of `tokens`, in target and draft pool, and go to the cache."""
         self.leases.remove(lease)
         self.table.release_row(lease.row)
+        if written < lease.shared * self.page_size:
+            raise ValueError(f"{written} written slots are fewer than {lease.shared} shared pages")
         mine = lease.pages[lease.shared :]
         if self.radix is not None:
             keys = bigrams(tokens[: written + 1]) if written else np.empty(0, dtype=np.int64)
             whole = len(keys) // self.page_size
-            duplicates = self.radix.insert(keys[: whole * self.page_size], lease.pages[:whole])
+            duplicates = self.radix.insert(keys, lease.pages)
             mine = duplicates + lease.pages[whole:]
             if lease.node is not None:
                 self.radix.unlock(lease.node)
@@ -110,9 +115,8 @@ class KVLeases:
         self.allocator.check(used)
 
     def _take(self, count: int) -> list[int]:
-        lacking = count - self.allocator.free_pages
-        if lacking > 0 and self.radix is not None:
-            self._free(self.radix.evict(lacking))
+        if count > self.allocator.free_pages and self.radix is not None:
+            self._free(self.radix.evict(max(count - self.allocator.free_pages, EVICTED_AT_ONCE)))
         return self.allocator.allocate(count)
 
     def _free(self, pages: list[int]) -> None:

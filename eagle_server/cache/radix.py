@@ -60,7 +60,7 @@ class RadixCache:
         return Match(node, pages)
 
     def insert(self, keys: Keys, pages: Sequence[int]) -> list[int]:
-        """Store `pages` for `keys` (whole pages). Returns those not taken, because the tree holds their prefix."""
+        """Store `pages` for the whole pages of `keys`. Returns those not taken, because the tree holds their prefix."""
         count = len(keys) // self.page_size
         keys, pages = keys[: count * self.page_size], list(pages[:count])
         node, present = self._walk(keys)
@@ -86,15 +86,18 @@ class RadixCache:
                 self.evictable_pages += len(each.pages)
 
     def evict(self, count: int) -> list[int]:
-        """Drop least recently used leaves until at least `count` pages are free or nothing unlocked is left."""
+        """Drop `count` pages, or all that are unlocked: the tails of the least recently used leaves first."""
         leaves = [(n.used_at, id(n), n) for n in self._nodes() if not n.children and n.users == 0]
         heapq.heapify(leaves)
         freed: list[int] = []
         while leaves and len(freed) < count:
             _, _, leaf = heapq.heappop(leaves)
-            freed.extend(leaf.pages)
-            parent = leaf.parent
+            parent, kept = leaf.parent, max(0, len(leaf.pages) - (count - len(freed)))
             assert parent is not None
+            freed.extend(leaf.pages[kept:])
+            if kept:
+                leaf.keys, leaf.pages = leaf.keys[: kept * self.page_size], leaf.pages[:kept]
+                break
             del parent.children[self._first(leaf.keys)]
             if parent is not self.root and not parent.children and parent.users == 0:
                 heapq.heappush(leaves, (parent.used_at, id(parent), parent))

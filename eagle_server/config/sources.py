@@ -83,6 +83,7 @@ def _options() -> dict[str, Option]:
 
 
 OPTIONS = _options()
+_ALGORITHM = "speculative-algorithm"
 _ALIASES = {"speculative-eagle-topk": ["--topk"]}
 
 
@@ -102,6 +103,8 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
             raise _unknown("flag", unknown[0].partition("=")[0], [f"--{name}" for name in OPTIONS])
         given = _from_environment(environ)
         given |= {} if file is None else _from_yaml(Path(file))
+        if flags.get(_ALGORITHM) == "NONE":  # switches a preset's drafting off, whatever it says of it
+            given = {name: entry for name, entry in given.items() if OPTIONS[name].section != "speculative"}
         given |= {name: Given(f"--{name}", value) for name, value in flags.items()}
         config = _validate(given)
     except ConfigError as error:

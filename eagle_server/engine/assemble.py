@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from eagle_server.attention.cpu import CpuAttention
 from eagle_server.cache.allocator import PageAllocator
@@ -33,8 +32,8 @@ from eagle_server.worker.worker import Worker
 class Shape:
     """The numbers an engine is built from; every one is concrete.
 
-    `num_steps`, `topk` and `draft_token_num` describe the trees and are not read without a head. Both models' RoPE
-    tables must reach `context_length + window(...)`.
+    `num_steps`, `topk` and `draft_token_num` describe the trees; without a head they stay at their defaults. Both
+    models' RoPE tables must reach `context_length + window`.
     """
 
     context_length: int
@@ -58,10 +57,11 @@ class Shape:
 def assemble(target: DenseModel, head: DraftHead | None, shape: Shape, *, algorithm: str = "NONE") -> Engine:
     """An engine over `target`, drafting with `head` (None: plain decoding)."""
     device = target.embed.device
+    _check(head, shape)
     slots = (shape.max_total_tokens // shape.page_size + 1) * shape.page_size  # the first page is padding
     target.aux_boundaries = head.aux_boundaries if head is not None else ()
     pools = [_pool(target.config, slots, device)]
-    drafter: Drafter = NoDrafter()
+    drafter: Drafter[Any] = NoDrafter()
     if head is not None:
         pools.append(_pool(head.config, slots, device))
         drafter = EagleDrafter(
@@ -109,6 +109,13 @@ def _pool(config: ModelConfig, slots: int, device: torch.device) -> KVPool:
     return KVPool(config.num_layers, slots, config.num_kv_heads, config.head_dim, config.dtype, device)
 
 
-def count_parameters(model: nn.Module) -> int:
-    """Parameters, shared ones counted once."""
-    return sum(p.numel() for p in model.parameters())
+def _check(head: DraftHead | None, shape: Shape) -> None:
+    """Refuse numbers with which no request could be served."""
+    usable = shape.max_total_tokens // shape.page_size * shape.page_size
+    if usable < shape.window + 2:
+        raise ValueError(
+            f"--max-total-tokens {shape.max_total_tokens}: {usable} slots in pages of {shape.page_size} hold no "
+            f"request; drafting and verifying alone need {shape.window}"
+        )
+    if head is not None and shape.topk > head.draft_vocab_size:
+        raise ValueError(f"--speculative-eagle-topk {shape.topk}: the head drafts from {head.draft_vocab_size} tokens")

@@ -44,7 +44,7 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
         device=device,
         progress=progress,
     )
-    draft = _load_draft(config, target, context + shape.window, progress=progress) if config.speculates else None
+    draft = _load_draft(config, target, shape, progress=progress) if config.speculates else None
     algorithm = draft.kind if draft is not None else "NONE"
     slots = config.cache.max_total_tokens or _slots_that_fit(shape, target.config, draft)
     shape = replace(shape, max_total_tokens=slots)
@@ -80,14 +80,15 @@ def _shape(config: Config, context: int, trees: SpeculativeParams | None) -> Sha
     return replace(shape, num_steps=trees.num_steps, topk=trees.eagle_topk, draft_token_num=trees.num_draft_tokens)
 
 
-def _load_draft(config: Config, target: DenseModel, context: int, *, progress: bool) -> LoadedDraft:
+def _load_draft(config: Config, target: DenseModel, shape: Shape, *, progress: bool) -> LoadedDraft:
     assert config.draft_path is not None
     algorithm, token_map = config.speculative.algorithm, config.speculative.token_map
     return load_draft(
         config.draft_path,
         target,
         algorithm=None if algorithm == "NONE" else algorithm,
-        context=context,
+        context=shape.context_length,
+        lookahead=shape.window,
         token_map=None if token_map is None else resolve_file(token_map),
         overrides=config.speculative.draft_config_override,
         target_path=config.target_path,

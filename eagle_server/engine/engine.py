@@ -35,7 +35,8 @@ class Engine:
             return
         params = request.sampling
         ends = () if params.ignore_eos else self._ready.eos_token_ids
-        stop_ids = frozenset((*ends, *params.stop_token_ids))
+        # A checkpoint's config may name an end of sequence beyond its vocabulary; it can never be drawn.
+        stop_ids = frozenset(i for i in (*ends, *params.stop_token_ids) if 0 <= i < self._ready.vocab_size)
         sampling = Sampling(
             key=request_key(params.seed, request.choice),
             temperature=params.temperature,

@@ -50,6 +50,10 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    def check(self) -> None:
+        """Assert that nothing is lost; cheap enough for when the last request has ended."""
+        ...
+
 
 @dataclass(frozen=True)
 class EngineFactory:
@@ -82,6 +86,8 @@ def run_engine(build: Callable[[], Engine], inbound_address: str, outbound_addre
                 _apply(engine, message)
             deltas = engine.step() if engine.has_work() else []
             outbound.send(encode(Deltas(deltas, engine.stats())))
+            if deltas and not engine.has_work():
+                engine.check()
 
 
 class _Inbox:

@@ -61,6 +61,7 @@ class Supervisor:
         self._log_level = log_level
         self._backoff = backoff or Backoff()
         self._process: EngineProcess | None = None
+        self._attached_at: float | None = None  # loading is not living
 
     async def run(self) -> NoReturn:
         """Run until cancelled; cancelling kills the engine.
@@ -71,11 +72,12 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         failures = 0
         while True:
-            began = loop.time()
+            self._attached_at = None
             reason = await self._live()
             if self._client.ready is None:
                 raise reason
-            failures = 0 if loop.time() - began > self._backoff.healthy else failures + 1
+            lived = 0.0 if self._attached_at is None else loop.time() - self._attached_at
+            failures = 0 if lived > self._backoff.healthy else failures + 1
             delay = self._backoff.delay(failures - 1) if failures else 0.0
             logger.error("the engine died: %s; starting it again in %.1f s", reason, delay)
             await asyncio.sleep(delay)
@@ -110,6 +112,7 @@ class Supervisor:
                 case Ready() as ready:
                     process.connect()
                     self._client.attach(process.send, ready)
+                    self._attached_at = asyncio.get_running_loop().time()
                     logger.info("the engine is ready (process %d)", process.pid)
                 case Deltas() as deltas:
                     self._client.dispatch(deltas)

@@ -41,6 +41,11 @@ class DraftHead(Protocol):
     config: ModelConfig
     aux_boundaries: tuple[int, ...]
 
+    @property
+    def draft_vocab_size(self) -> int:
+        """How many tokens it can draft."""
+        ...
+
     def combine(self, features: Tensor) -> Tensor:
         """Target features [rows, n * Ht] -> hidden [rows, H]. First pass only: feedback never goes through here."""
         ...

@@ -79,6 +79,10 @@ class EagleHead(nn.Module):
         self.mapped_head = Linear(full.shape[1], [("lm_head", len(token_map))])
         self.mapped_head.weight = nn.Parameter(full[self.token_map], requires_grad=False)
 
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.config.vocab_size if self.token_map is None else len(self.token_map)
+
     def combine(self, features: Tensor) -> Tensor:
         """[rows, H], unchanged: an EAGLE-1 feature is the hidden state itself."""
         return features

@@ -106,6 +106,10 @@ class Eagle3Head(nn.Module):
         used = torch.zeros(config.layers.vocab_size, dtype=torch.bool) if mapped else None
         self.register_buffer("t2d", used, persistent=mapped)
 
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.eagle.draft_vocab_size
+
     def combine(self, features: Tensor) -> Tensor:
         """Target features [rows, n * Ht] -> hidden [rows, H]. First pass only."""
         if self.fc is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from eagle_server.models.config import CheckpointError, read_config
+from eagle_server.models.config import CheckpointError, ModelConfig, read_config
 from eagle_server.models.dense import DenseModel
 from eagle_server.models.draft import DraftHead, TargetWeights
 from eagle_server.models.draft_config import eagle3_config, eagle_config, flatten
@@ -19,10 +19,11 @@ from eagle_server.models.draft_vocabulary import (
     load_token_map,
     without_copies,
 )
-from eagle_server.models.eagle import EagleHead
+from eagle_server.models.eagle import EagleConfig, EagleHead
 from eagle_server.models.eagle3 import Eagle3Config, Eagle3Head
 from eagle_server.models.layers import pack_linears
 from eagle_server.models.loader import created_as
+from eagle_server.models.rope import at_context
 from eagle_server.models.weights import copy_weights, open_weights, refuse_quantized, resolve_checkpoint
 
 Algorithm = Literal["EAGLE", "EAGLE3"]
@@ -43,6 +44,7 @@ def load_draft(  # noqa: PLR0913
     target: DenseModel,
     *,
     context: int,
+    lookahead: int = 0,
     algorithm: Algorithm | None = None,
     token_map: Path | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -51,9 +53,9 @@ def load_draft(  # noqa: PLR0913
 ) -> LoadedDraft:
     """The EAGLE-1/2 or EAGLE-3 head of a checkpoint directory or Hub id, in the target's dtype and on its device.
 
-    Its RoPE table covers `context`, whatever the draft's max_position_embeddings is. `token_map` is an FR-Spec file.
-    `overrides` replaces keys of config.json, nested objects key by key; `aux_boundaries` there settles the aux layers.
-    The target is not changed: set `target.aux_boundaries = head.aux_boundaries` before the head is used.
+    Its RoPE table covers `context` and `lookahead`, whatever the draft's max_position_embeddings is. `token_map` is an
+    FR-Spec file. `overrides` replaces keys of config.json, nested objects key by key; `aux_boundaries` there settles
+    the aux layers. The target is not changed: set `target.aux_boundaries = head.aux_boundaries` before using the head.
 
     Raises:
         CheckpointError: another format, an inexact checkpoint, or one for another target; `algorithm` contradicts it.
@@ -72,12 +74,15 @@ def load_draft(  # noqa: PLR0913
     with created_as(target.embed.dtype, target.embed.device):
         head: EagleHead | Eagle3Head
         if kind == "EAGLE":
-            head = _load_eagle(flat, files, target, context=context, progress=progress)
+            eagle = eagle_config(flat, files, target.config)
+            eagle = replace(eagle, layers=_served(eagle.layers, context))
+            head = _load_eagle(eagle, files, target, context=context + lookahead, progress=progress)
             if token_map is not None:
                 head.restrict_vocabulary(load_token_map(token_map, target.config.vocab_size))
         else:
             config = eagle3_config(flat, files, target.config, overridden=overrides)
-            head = _load_eagle3(config, files, target, context=context, progress=progress)
+            config = replace(config, layers=_served(config.layers, context))
+            head = _load_eagle3(config, files, target, context=context + lookahead, progress=progress)
             if token_map is not None:
                 log.warning("%s: ignored, as an EAGLE-3 head has its own vocabulary", token_map)
     head.requires_grad_(requires_grad=False).eval()
@@ -96,10 +101,14 @@ def _supported(found: DraftKind, algorithm: Algorithm | None, directory: Path) -
     return kind
 
 
+def _served(layers: ModelConfig, context: int) -> ModelConfig:
+    """The layers with RoPE as it is at the served context, which the trees' lookahead must not change."""
+    return replace(layers, rope=at_context(layers.rope, layers.head_dim, context))
+
+
 def _load_eagle(
-    flat: Mapping[str, Any], files: DraftFiles, target: DenseModel, *, context: int, progress: bool
+    config: EagleConfig, files: DraftFiles, target: DenseModel, *, context: int, progress: bool
 ) -> EagleHead:
-    config = eagle_config(flat, files, target.config)
     check_vocabulary(files, target, target.config.vocab_size)
     files = without_copies(files, target)
     config = replace(

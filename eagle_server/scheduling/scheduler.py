@@ -167,7 +167,8 @@ class Scheduler:
         assert sequence.lease is not None
         self.running.remove(sequence)
         self._released.append(sequence.row)
-        self.kv.end(sequence.lease, sequence.tokens, sequence.extended if cache else sequence.lease.shared)
+        cached = sequence.lease.shared * self.kv.page_size
+        self.kv.end(sequence.lease, sequence.tokens, sequence.extended if cache else cached)
         sequence.lease = None
         sequence.committed = sequence.extended = 0
 
@@ -182,7 +183,8 @@ class Scheduler:
                 break
             sequence.tokens.append(token)
             kept.append(token)
-            reason = sequence.finish_after(token, self.limits.context_length)
+            reason = sequence.finish_after(token)
+        sequence.allow_ends()
         self.totals.generated += len(kept)
         if decoded and emitted.drafted:
             accepted = min(len(kept), len(emitted.tokens) - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from eagle_server.cache.lease import Lease
 from eagle_server.plan import Sampling
@@ -46,10 +46,18 @@ class Sequence:
         assert self.lease is not None
         return self.lease.row
 
-    def finish_after(self, token: int, context_length: int) -> FinishReason | None:
-        """Why the sequence ends with `token`, its newest; None if it goes on."""
+    def allow_ends(self) -> None:
+        """Once min_tokens are out, no token is forbidden any more, and drawing need not look."""
+        if self.sampling.forbidden and self.output_length >= self.request.sampling.min_tokens:
+            self.sampling = replace(self.sampling, forbidden=())
+
+    def finish_after(self, token: int) -> FinishReason | None:
+        """Why the sequence ends with `token`, its newest; None if it goes on.
+
+        The context cannot end it: a request whose prompt and max_tokens exceed that is refused.
+        """
         if token in self.stop_ids:
             return FinishReason.STOP
-        if self.output_length >= self.request.sampling.max_tokens or len(self.tokens) >= context_length:
+        if self.output_length >= self.request.sampling.max_tokens:
             return FinishReason.LENGTH
         return None

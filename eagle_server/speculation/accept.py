@@ -23,7 +23,7 @@ class Accepted:
     path: Tensor  # int64 [bs, spec_steps + 1], node numbers, path[:, 0] = 0
     accept_length: Tensor  # int64 [bs]
     tokens: Tensor  # int64 [bs, spec_steps + 1]
-    finite: Tensor  # bool [bs], False where a row of the logits held a NaN
+    finite: Tensor  # bool [bs], False where a row's best score is not: its logits hold NaN or inf, or allow nothing
 
 
 def accept(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
@@ -39,7 +39,7 @@ def accept(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatc
     bs, size = tree.parents.shape
     logits = target_logits.view(bs, size, -1)
     drawn, scores = draw(logits, tree.positions.view(bs, size) + 1, sampling, tree.spec_steps + 1)
-    finite = ~scores.isnan().any(dim=1)
+    finite = scores.isfinite().all(dim=1)
     if size == 1:
         root = torch.zeros_like(drawn)
         return Accepted(root, root[:, 0], drawn, finite)

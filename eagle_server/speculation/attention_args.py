@@ -44,7 +44,7 @@ def batch_arguments(
     """The attention contract's batch for requests `rows` whose last q_lens of kv_lens positions are the queries."""
     device = req_to_token.device
     if len(kv_lens) == 1:
-        slots = req_to_token[rows[0], : kv_lens[0]]
+        slots = req_to_token.index_select(0, rows)[0, : kv_lens[0]]
         out_slots = slots[kv_lens[0] - q_lens[0] :]
     else:
         table = req_to_token.index_select(0, rows)

@@ -17,9 +17,7 @@ TARGET_STREAM = 0  # the target's own draws; drafters that sample take other str
 
 def request_key(seed: int, choice: int, stream: int = TARGET_STREAM) -> int:
     """The 64-bit key of one request's stream, as a signed integer."""
-    key = _mix_host(seed & _MASK)
-    key = _mix_host(key ^ _mix_host((choice << 8) | stream))
-    return _signed(key)
+    return _signed(_mix_host(_mix_host(seed & _MASK) ^ ((choice << 8) | stream)))
 
 
 def gumbel(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

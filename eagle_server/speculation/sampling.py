@@ -24,7 +24,7 @@ class SamplingBatch:
     keys: Tensor  # int64 [s]
     temperature: Tensor  # float32 [s]
     truncated: Tensor | None  # int64 [t], indices into the s stochastic ones with top-k or top-p on
-    top_k: Tensor  # int64 [t], vocabulary size where off
+    top_k: Tensor  # int64 [t], beyond any vocabulary where off
     top_p: Tensor  # float32 [t]
     forbidden: tuple[tuple[int, tuple[int, ...], int], ...]  # (request, tokens, first position where allowed)
 
@@ -45,10 +45,10 @@ class SamplingBatch:
 
 
 def draw(logits: Tensor, positions: Tensor, sampling: SamplingBatch, span: int = 1) -> tuple[Tensor, Tensor]:
-    """One token per row, and its score (NaN where the row's logits hold one).
+    """One token per row, and its score (not finite where the row's logits hold NaN or inf, or allow no token).
 
     Args:
-        logits: float32 [bs, rows, vocab]; changed in place where tokens are forbidden.
+        logits: float32 [bs, rows, vocab].
         positions: int64 [bs, rows], the sequence position that each row's draw fills. It keys the noise, so rows that
             fill the same position of the same request see the same noise. Row 0 fills the first position.
         span: how many distinct positions a request's rows fill at most (a tree's depth + 1).
@@ -56,6 +56,8 @@ def draw(logits: Tensor, positions: Tensor, sampling: SamplingBatch, span: int =
     Returns:
         tokens int64 [bs, rows] and scores float32 [bs, rows].
     """
+    if sampling.forbidden:
+        logits = logits.clone()  # the caller's stay raw: log-probabilities are read from them
     for request, tokens, allowed_from in sampling.forbidden:
         early = positions[request] < allowed_from
         logits[request, :, list(tokens)] = logits[request, :, list(tokens)].masked_fill(early[:, None], float("-inf"))

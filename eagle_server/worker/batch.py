@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from eagle_server.attention.interface import AttentionBatch, Causal
 from eagle_server.cache.page_table import PageTable
-from eagle_server.plan import Chunk, CyclePlan, Decode
+from eagle_server.plan import Chunk, CyclePlan, Decode, Sampling
 from eagle_server.speculation.attention_args import batch_arguments
 from eagle_server.speculation.sampling import SamplingBatch
 
@@ -82,7 +83,7 @@ class Batches:
         self.device = device
         self.req_to_token = ReqToToken(table, device)
         self.pending: dict[int, Pending] = {}
-        self._sampling: tuple[tuple[object, ...], SamplingBatch] | None = None
+        self._sampling: tuple[tuple[Sampling, ...], SamplingBatch] = ((), SamplingBatch.of((), device))
 
     def begin(self, plan: CyclePlan) -> None:
         """Forget the rows that ended, and bring the page table's rows over."""
@@ -139,10 +140,7 @@ class Batches:
 
     def _sampling_of(self, decodes: Sequence[Decode]) -> SamplingBatch:
         """The same requests in the same order, as in most cycles, keep their tensors."""
-        settings = tuple(d.sampling for d in decodes)
-        identity: tuple[object, ...] = tuple(id(s) for s in settings)
-        if self._sampling is None or self._sampling[0] != identity:
-            # The settings themselves are kept too, so that no id can be reused while it is compared with.
-            self._sampling = (identity, SamplingBatch.of(settings, self.device))
-            self._kept = settings
+        settings, kept = tuple(d.sampling for d in decodes), self._sampling[0]
+        if len(settings) != len(kept) or not all(map(operator.is_, settings, kept)):
+            self._sampling = (settings, SamplingBatch.of(settings, self.device))
         return self._sampling[1]

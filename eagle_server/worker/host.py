@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from eagle_server.request import TokenLogprob
 
 
-def to_host(*tensors: Tensor) -> tuple[list[list[int]], ...]:
-    """Integer tensors [bs, n] as nested lists, in one copy per tensor."""
+def to_host(*tensors: Tensor) -> tuple[Any, ...]:
+    """Tensors as nested lists, in one copy per tensor."""
     return tuple(t.tolist() for t in tensors)
 
 
@@ -17,10 +19,9 @@ def logprobs_to_host(logits: Tensor, tokens: Tensor, count: int) -> tuple[TokenL
     """Raw log-probabilities of tokens int64 [n] under logits float32 [n, vocab], with `count` alternatives each."""
     logp = logits.log_softmax(-1)
     own = logp.gather(1, tokens[:, None])[:, 0].tolist()
-    best, ids = logp.topk(max(count, 1), dim=-1)
-    alternatives = [
-        list(zip(i[:count], b[:count], strict=True)) for i, b in zip(ids.tolist(), best.tolist(), strict=True)
-    ]
+    count = min(count, logits.shape[-1])
+    best, ids = logp.topk(count, dim=-1)
+    alternatives = [list(zip(i, b, strict=True)) for i, b in zip(ids.tolist(), best.tolist(), strict=True)]
     return tuple(TokenLogprob(*entry) for entry in zip(tokens.tolist(), own, alternatives, strict=True))
 
 

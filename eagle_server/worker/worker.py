@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -18,13 +19,13 @@ from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.host import host_tensor, logprobs_to_host, to_host
 from eagle_server.worker.verifier import Verified, Verifier
 
-NOT_FINITE = "the model's logits are not finite (NaN); its weights or the prompt's numerics are broken"
+NOT_FINITE = "the model's logits are not finite (NaN or inf); its weights or the prompt's numerics are broken"
 
 
 class Worker:
     """Runs plans. Owns nothing of a request but what its drafter has yet to see."""
 
-    def __init__(self, verifier: Verifier, drafter: Drafter, batches: Batches) -> None:
+    def __init__(self, verifier: Verifier, drafter: Drafter[Any], batches: Batches) -> None:
         self.verifier, self.drafter, self.batches = verifier, drafter, batches
         self._stages: dict[str, float] = {}
 
@@ -61,10 +62,11 @@ class Worker:
         size = tree.draft_token_num
         taken = [[node + r * size for node in path if node >= 0] for r, path in enumerate(paths)]
         if self.drafter.feeds:
-            flat = host_tensor([index for rows in taken for index in rows], verified.features.device)
-            counts = [len(rows) for rows in taken]
-            features = verified.features.index_select(0, flat).split(counts)
-            emitted = accepted.tokens[accepted.path >= 0].split(counts)
+            device, counts = verified.features.device, [len(rows) for rows in taken]
+            nodes = host_tensor([node for rows in taken for node in rows], device)
+            features = verified.features.index_select(0, nodes).split(counts)
+            flat = host_tensor([token for drawn, n in zip(tokens, counts, strict=True) for token in drawn[:n]], device)
+            emitted = flat.split(counts)
             for d, f, t in zip(decodes, features, emitted, strict=True):
                 self.batches.pending[d.row] = Pending(d.seq_len, t, f)
         out = []
@@ -99,11 +101,11 @@ class Worker:
         position = host_tensor([chunk.start + len(chunk.tokens)], logits.device)
         sampling = SamplingBatch.of([chunk.sampling], logits.device)
         drawn, scores = draw(logits[None, -1:], position[None], sampling)
-        ((token,),), ((bad,),) = to_host(drawn, scores.isnan())
+        ((token,),), ((finite,),) = to_host(drawn, scores.isfinite())
         logprobs: tuple[TokenLogprob, ...] = ()
         if chunk.sampling.logprobs is not None:
             logprobs = logprobs_to_host(logits[-1:], drawn[0], chunk.sampling.logprobs)
-        return Emitted((token,), 0, logprobs, failed=NOT_FINITE if bad else None)
+        return Emitted((token,), 0, logprobs, failed=None if finite else NOT_FINITE)
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:

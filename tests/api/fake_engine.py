@@ -125,6 +125,9 @@ class FakeEngine:
             time.sleep(0.001)
         return said
 
+    def check(self) -> None:
+        assert not self.sequences
+
     def stats(self) -> EngineStats:
         return EngineStats(
             running=len(self.sequences),

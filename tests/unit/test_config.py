@@ -369,3 +369,11 @@ def test_sections_refuse_unknown_names():
     with pytest.raises(ValidationError):
         ServerSection.model_validate({"prot": 1})
     assert issubclass(ConfigError, ValueError)
+
+
+def test_algorithm_none_switches_a_presets_drafting_off(tmp_path):
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("speculative-num-steps: 3\nspeculative-eagle-topk: 4\npage-size: 16\n")
+    config = parse("--config", str(preset), "--speculative-algorithm", "NONE")
+    assert not config.speculates
+    assert config.cache.page_size == 16

@@ -23,7 +23,6 @@ class EagleDrafter:
     ) -> None:
         self.head, self.attention = head, attention
         self.num_steps, self.topk, self.draft_token_num = num_steps, topk, draft_token_num
-        self.window = (num_steps - 1) * topk
 
     def extend(self, work: ExtendBatch | None, batch: DecodeBatch | None) -> EagleDraftInput | None:
         """Draft-extend: rewrite the draft KV of accepted tokens from the target's features, causally."""

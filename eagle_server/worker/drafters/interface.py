@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from eagle_server.speculation.draft_input import EagleDraftInput
 from eagle_server.speculation.tree import Candidates
 from eagle_server.worker.batch import DecodeBatch, ExtendBatch
 
+State = TypeVar("State")
 
-class Drafter(Protocol):
-    """`window` is how many lookahead slots per request its drafting writes; `feeds` whether it needs extending."""
 
-    window: int
+class Drafter(Protocol[State]):
+    """`State` is the drafter's own affair. `feeds`: it must see every accepted token with the target's feature."""
+
     feeds: bool
 
-    def extend(self, work: ExtendBatch | None, batch: DecodeBatch | None) -> EagleDraftInput | None:
+    def extend(self, work: ExtendBatch | None, batch: DecodeBatch | None) -> State:
         """Show the drafter the newly accepted tokens with the target's features; the state of the decoding requests."""
         ...
 
-    def propose(self, draft: EagleDraftInput | None, batch: DecodeBatch) -> Candidates:
+    def propose(self, draft: State, batch: DecodeBatch) -> Candidates:
         """The candidate nodes of each decoding request."""
         ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from eagle_server.speculation.draft_input import EagleDraftInput
 from eagle_server.speculation.tree import Candidates
 from eagle_server.worker.batch import DecodeBatch, ExtendBatch
 
@@ -10,12 +9,11 @@ from eagle_server.worker.batch import DecodeBatch, ExtendBatch
 class NoDrafter:
     """Proposes nothing, so verify is one row per request and accept draws the next token."""
 
-    window = 0
     feeds = False
 
-    def extend(self, work: ExtendBatch | None, batch: DecodeBatch | None) -> EagleDraftInput | None:
+    def extend(self, work: ExtendBatch | None, batch: DecodeBatch | None) -> None:
         return None
 
-    def propose(self, draft: EagleDraftInput | None, batch: DecodeBatch) -> Candidates:
+    def propose(self, draft: None, batch: DecodeBatch) -> Candidates:
         empty = batch.rows.new_empty(len(batch.seq_lens_host), 0)
         return Candidates(empty, empty, empty, topk=1, spec_steps=0)

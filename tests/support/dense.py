@@ -1,0 +1,55 @@
+"""Dense forwards of target and head over whole texts: what the paged passes of the engine are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eagle_server.attention.dense import DenseCausal
+from eagle_server.attention.interface import LayerSpec
+from eagle_server.models.dense import DenseModel
+from eagle_server.models.draft import DraftHead, DraftOutput
+
+
+class Recording:
+    """`Planned`: plain causal attention over one sequence, which keeps every layer's keys and values."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self._causal = DenseCausal(1)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
+        assert layer.index == len(self.keys)
+        self.keys.append(k)
+        self.values.append(v)
+        return self._causal.run(q, k, v, layer)
+
+
+def features_of(target: DenseModel, tokens: Sequence[int], attention: Recording | None = None) -> Tensor:
+    """What the target gives a head at every token: the captured streams, or else the last hidden state."""
+    out = target(torch.tensor(tokens), torch.arange(len(tokens)), attention or Recording())
+    return out.hidden if out.aux is None else out.aux
+
+
+def extend(head: DraftHead, features: Tensor, tokens: Sequence[int], attention: Recording) -> DraftOutput:
+    """The head over a text: row p pairs features[p] with tokens[p + 1]."""
+    return head(torch.tensor(tokens[1:]), head.combine(features), torch.arange(len(tokens) - 1), attention)
+
+
+def follow_path(head: DraftHead, features: Tensor, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
+    """Draft a path one token at a time after a text, each on the feedback of the one before: its logits [path, Vd].
+
+    Every step is a causal pass over the whole text and path again, so nothing is shared with any other branch.
+    """
+    hidden, inputs = head.combine(features), list(tokens[1:])
+    last = extend(head, features, tokens, Recording()).feedback[-1:]
+    logits = []
+    for token in path:
+        hidden, inputs = torch.cat([hidden, last]), [*inputs, token]
+        out = head(torch.tensor(inputs), hidden, torch.arange(len(inputs)), Recording())
+        last = out.feedback[-1:]
+        logits.append(head.logits(out.normed[-1:]))
+    return torch.cat(logits)

@@ -1,0 +1,161 @@
+"""Engines over tiny models, and requests run through them to their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from eagle_server.cache.pool import KVPool
+from eagle_server.engine.assemble import Shape, assemble
+from eagle_server.engine.engine import Engine
+from eagle_server.models.config import ModelConfig
+from eagle_server.models.dense import DenseModel
+from eagle_server.models.draft import DraftHead, TargetWeights
+from eagle_server.models.eagle import EagleConfig, EagleHead
+from eagle_server.models.eagle3 import Eagle3Config, Eagle3Head
+from eagle_server.request import FinishReason, Request, SamplingParams, SpecStats, TokenDelta, TokenLogprob
+
+CONTEXT = 256
+MARGIN = 64  # RoPE rows past the context, for the trees
+
+
+@dataclass
+class Finished:
+    """Everything that came back for one request; `deltas` are how many pieces it came in."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    reason: FinishReason | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+    spec: SpecStats | None = None
+    deltas: int = 0
+
+    def take(self, delta: TokenDelta) -> None:
+        assert self.reason is None, "a delta after the last one"
+        self.deltas += 1
+        self.tokens.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs or ())
+        self.prompt_logprobs.extend(delta.prompt_logprobs or ())
+        self.reason, self.error = delta.finish_reason, delta.error
+        self.cached_tokens, self.spec = delta.cached_tokens, delta.spec
+
+
+def request(
+    name: object, prompt: Sequence[int], *, choice: int = 0, prompt_logprobs: bool = False, **sampling: Any
+) -> Request:
+    """A greedy request of 24 tokens, if `sampling` says nothing else."""
+    params = SamplingParams(**{"max_tokens": 24, "seed": 0, "temperature": 0.0, **sampling})
+    return Request(
+        request_id=str(name),
+        prompt_token_ids=list(prompt),
+        sampling=params,
+        choice=choice,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def run(
+    engine: Engine,
+    requests: Iterable[Request],
+    *,
+    joining: Mapping[int, Sequence[Request]] | None = None,
+    each_cycle: Callable[[int], None] | None = None,
+) -> dict[str, Finished]:
+    """Run `requests`, and those that join before a given cycle, to their end; no page is ever lost on the way."""
+    later = dict(joining or {})
+    outcome: dict[str, Finished] = {}
+    for each in requests:
+        engine.add(each)
+    cycle = 0
+    while engine.has_work() or later:
+        for each in later.pop(cycle, ()):
+            engine.add(each)
+        for delta in engine.step():
+            outcome.setdefault(delta.request_id, Finished()).take(delta)
+        engine.check()
+        if each_cycle is not None:
+            each_cycle(cycle)
+        cycle += 1
+        assert cycle < 100_000, "the engine does not come to an end"
+    assert all(finished.reason is not None for finished in outcome.values())
+    return outcome
+
+
+def tokens_of(outcome: Mapping[str, Finished]) -> dict[str, list[int]]:
+    return {name: finished.tokens for name, finished in outcome.items()}
+
+
+def tree_size(steps: int, topk: int) -> int:
+    """The default draft_token_num: steps * topk + 1, at most the whole pool and the root."""
+    return min(steps * topk, topk + (steps - 1) * topk**2) + 1
+
+
+def shape(steps: int = 3, topk: int = 4, **settings: Any) -> Shape:
+    """An engine's numbers, with freed slots poisoned."""
+    numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "draft_token_num": tree_size(steps, topk)}
+    return Shape(**{**numbers, "num_steps": steps, "topk": topk, "poison": True, **settings})
+
+
+def plain(target: DenseModel, **settings: Any) -> Engine:
+    """An engine without speculation."""
+    numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "poison": True}
+    return assemble(target, None, Shape(**{**numbers, **settings}))
+
+
+def speculative(target: DenseModel, head: DraftHead, steps: int = 3, topk: int = 4, **settings: Any) -> Engine:
+    return assemble(target, head, shape(steps, topk, **settings))
+
+
+def pools(engine: Engine) -> tuple[KVPool, KVPool | None]:
+    """The KV pools of target and draft."""
+    attention = getattr(engine.worker.drafter, "attention", None)
+    return engine.worker.verifier.pool, None if attention is None else attention.pool
+
+
+def random_target(
+    vocab: int = 48, hidden: int = 32, layers: int = 3, *, seed: int = 0, std: float = 0.25, **config: Any
+) -> DenseModel:
+    """A random target; its next-token laws have several bits of entropy. Token 0 ends a sequence."""
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "eos_token_id": 0,
+        **config,
+    }
+    return _randomized(DenseModel(ModelConfig.from_dict(raw), CONTEXT + MARGIN), seed, std)
+
+
+def random_head(target: DenseModel, kind: str, *, seed: int = 1, std: float = 0.25) -> DraftHead:
+    """An untrained EAGLE or EAGLE3 head for a target of at least three layers."""
+    config = target.config
+    layers = replace(config, num_layers=1, windows=())
+    borrowed = TargetWeights(target.embed, target.lm_head)
+    if kind == "EAGLE":
+        return _randomized(EagleHead(EagleConfig(layers), CONTEXT + MARGIN, borrowed), seed, std)
+    eagle3 = Eagle3Config(
+        layers=layers,
+        target_hidden_size=config.hidden_size,
+        draft_vocab_size=config.vocab_size,
+        aux_boundaries=(1, 2, config.num_layers),
+    )
+    return _randomized(Eagle3Head(eagle3, CONTEXT + MARGIN, borrowed), seed, std)
+
+
+def _randomized(model: Any, seed: int, std: float) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 or name.endswith("bias"):  # norms are made as ones
+                parameter.normal_(0.0, std, generator=generator)
+    return model.requires_grad_(requires_grad=False).eval()

@@ -1,0 +1,79 @@
+"""What the target says of a text, computed densely in float64 and apart from the package's own sampling code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from eagle_server.attention.dense import DenseCausal
+from eagle_server.models.dense import DenseModel
+from eagle_server.request import Request, SamplingParams
+from eagle_server.speculation.random import gumbel, request_key
+
+NEAR_TIE = 1e-4  # two best scores closer than this may change places between kernels: the design's one excuse
+
+
+def in_float64(target: DenseModel) -> DenseModel:
+    """A copy with plain weights."""
+    copy = DenseModel(replace(target.config, dtype=torch.float64), target.rope.cos.shape[0])
+    with torch.no_grad():
+        for (name, theirs), (_, mine) in zip(target.weight_views(), copy.weight_views(), strict=True):
+            assert mine.shape == theirs.shape, name
+            mine.copy_(theirs)
+    return copy.double().requires_grad_(requires_grad=False).eval()
+
+
+def logits_of(target: DenseModel, tokens: Sequence[int]) -> Tensor:
+    """[len(tokens), vocab], row i predicting token i + 1."""
+    hidden = target(torch.tensor(tokens), torch.arange(len(tokens)), DenseCausal(1)).hidden
+    return target.lm_head(hidden)
+
+
+def law(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> list[float]:
+    """The law of one draw from `logits` [vocab]: temperature, then top-k, then top-p on what remains, ties by id."""
+    scaled = [float(x) / temperature for x in logits]
+    order = sorted(range(len(scaled)), key=lambda token: (-scaled[token], token))
+    order = order[: top_k or len(order)]
+    weights = [math.exp(scaled[token] - scaled[order[0]]) for token in order]
+    total, before, kept = math.fsum(weights), 0.0, 0
+    for weight in weights:
+        if before >= top_p and kept:
+            break
+        before += weight / total
+        kept += 1
+    total = math.fsum(weights[:kept])
+    result = [0.0] * len(scaled)
+    for token, weight in zip(order[:kept], weights, strict=False):
+        result[token] = weight / total
+    return result
+
+
+def slack(target: DenseModel, request: Request, output: Sequence[int]) -> float:
+    """How far the draws of a text are from being another text: the smallest gap between a draw's two best scores.
+
+    0 if the text is not what the request draws, or if nudging a truncation by 1e-5 changes a draw. `target` is float64.
+    """
+    params, prompt = request.sampling, request.prompt_token_ids
+    logits = logits_of(target, [*prompt, *output])[len(prompt) - 1 : -1]
+    key = torch.tensor([request_key(params.seed, request.choice)])
+    stops = [*params.stop_token_ids, *(() if params.ignore_eos else target.config.eos_token_ids)]
+    gaps = []
+    for index, token in enumerate(output):
+        row = logits[index].clone()
+        if index < params.min_tokens:
+            row[stops] = -math.inf
+        noise = gumbel(key, torch.tensor([len(prompt) + index]), len(row))[0].double()
+        for nudge in (-1e-5, 0.0, 1e-5):
+            scores = row if params.temperature == 0 else _log_law(row, params, nudge) + noise
+            best, tokens = scores.topk(2)
+            gaps.append(float(best[0] - best[1]) if int(tokens[0]) == token else 0.0)
+    return min(gaps)
+
+
+def _log_law(row: Tensor, params: SamplingParams, nudge: float) -> Tensor:
+    top_p = params.top_p if params.top_p == 1 else params.top_p + nudge
+    return torch.tensor(law(row, temperature=params.temperature, top_k=params.top_k, top_p=top_p)).double().log()

@@ -1,0 +1,43 @@
+"""Verify inputs of hand-made trees, and what the tree's links say when they are walked in plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from eagle_server.speculation.tree import EagleVerifyInput, ancestors
+
+
+def tree_input(
+    parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], seq_lens: Sequence[int], spec_steps: int
+) -> EagleVerifyInput:
+    """Trees of one size, by parent (-1 at node 0) and token."""
+    links = torch.tensor(parents)
+    mask, depths = ancestors(links, spec_steps)
+    return EagleVerifyInput(
+        draft_token=torch.tensor(tokens).view(-1),
+        custom_mask=mask,
+        positions=(torch.tensor(seq_lens)[:, None] + depths).view(-1),
+        parents=links,
+        depths=depths,
+        spec_steps=spec_steps,
+        topk=2,
+        draft_token_num=links.shape[1],
+    )
+
+
+def children(tree: EagleVerifyInput, request: int, node: int) -> Iterator[int]:
+    """Along retrive_next_token and retrive_next_sibling."""
+    child = int(tree.retrive_next_token[request, node])
+    while child >= 0:
+        yield child
+        child = int(tree.retrive_next_sibling[request, child])
+
+
+def lineage(parents: Sequence[int], node: int) -> list[int]:
+    """Node numbers from the root to `node`."""
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path

@@ -1,0 +1,131 @@
+"""Acceptance against a plain walk along the tree's links."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle_server.plan import Sampling
+from eagle_server.speculation.accept import Accepted, accept
+from eagle_server.speculation.sampling import SamplingBatch
+from eagle_server.speculation.tree import EagleVerifyInput
+from tests.support.trees import children, lineage, tree_input
+
+GREEDY = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0)
+VOCAB = 5
+EXAMPLE = tree_input([[-1, 0, 0, 1, 1, 4]], [[99, 11, 12, 21, 22, 33]], [4], 3)
+
+
+def accepted(tree: EagleVerifyInput, draws: list[list[int]], vocab: int = VOCAB) -> Accepted:
+    """`accept` with logits that have their maximum at `draws`."""
+    logits = torch.nn.functional.one_hot(torch.tensor(draws).view(-1), vocab).float()
+    return accept(tree, logits, SamplingBatch.of([GREEDY] * len(draws), logits.device))
+
+
+def test_the_worked_example_accepts_three_and_a_bonus() -> None:
+    result = accepted(EXAMPLE, [[11, 22, 0, 0, 33, 77]], vocab=100)
+    assert result.path.tolist() == [[0, 1, 4, 5]]
+    assert result.accept_length.tolist() == [3]
+    assert result.tokens.tolist() == [[11, 22, 33, 77]]
+
+
+def test_a_refused_root_emits_the_targets_token_alone() -> None:
+    result = accepted(EXAMPLE, [[50, 22, 0, 0, 33, 77]], vocab=100)
+    assert result.path.tolist() == [[0, -1, -1, -1]]
+    assert result.accept_length.tolist() == [0]
+    assert result.tokens.tolist() == [[50, -1, -1, -1]]
+
+
+def test_a_node_that_agrees_below_a_refused_one_is_not_reached() -> None:
+    result = accepted(EXAMPLE, [[12, 22, 40, 0, 33, 77]], vocab=100)
+    assert result.path.tolist() == [[0, 2, -1, -1]]
+    assert result.tokens.tolist() == [[12, 40, -1, -1]]
+
+
+@st.composite
+def trees(draw_value: st.DrawFn, *, distinct: bool) -> tuple[EagleVerifyInput, list[list[int]]]:
+    """Random trees of random shapes, with random draws that often agree; siblings with `distinct` tokens or not."""
+    bs, size = draw_value(st.integers(1, 3)), draw_value(st.integers(1, 9))
+    parents, tokens, draws = [], [], []
+    for _ in range(bs):
+        links, ids = [-1], [0]
+        for node in range(1, size):
+            free = {parent: set(range(VOCAB)) for parent in range(node)}
+            for child, parent in enumerate(links[1:], 1):
+                free[parent].discard(ids[child])
+            open_nodes = [parent for parent in free if free[parent] or not distinct]
+            links.append(draw_value(st.sampled_from(open_nodes)))
+            choices = sorted(free[links[-1]]) if distinct else range(VOCAB)
+            ids.append(draw_value(st.sampled_from(choices)))
+        parents.append(links)
+        tokens.append(ids)
+        draws.append(draw_value(st.lists(st.integers(0, VOCAB - 1), min_size=size, max_size=size)))
+    deepest = max(len(lineage(links, node)) - 1 for links in parents for node in range(size))
+    spec_steps = deepest + (draw_value(st.integers(0, 2)) if size > 1 else 0)
+    return tree_input(parents, tokens, [3 + r for r in range(bs)], spec_steps), draws
+
+
+@given(trees(distinct=True))
+def test_the_path_is_the_walk_along_the_links(drawn) -> None:
+    tree, draws = drawn
+    result = accepted(tree, draws)
+    bs, size = tree.parents.shape
+    tokens = tree.draft_token.view(bs, size)
+    for r in range(bs):
+        path = [0]
+        while following := [c for c in children(tree, r, path[-1]) if int(tokens[r, c]) == draws[r][path[-1]]]:
+            path.append(following[0])
+        padding = [-1] * (tree.spec_steps + 1 - len(path))
+        assert result.path[r].tolist() == path + padding
+        assert int(result.accept_length[r]) == len(path) - 1
+        assert result.tokens[r].tolist() == [draws[r][node] for node in path] + padding
+
+
+@given(trees(distinct=False))
+def test_among_siblings_with_one_token_the_longest_path_is_taken(drawn) -> None:
+    tree, draws = drawn
+    result = accepted(tree, draws)
+    bs, size = tree.parents.shape
+    tokens = tree.draft_token.view(bs, size)
+    for r in range(bs):
+        links = tree.parents[r].tolist()
+        reached = [
+            path
+            for path in (lineage(links, node) for node in range(size))
+            if all(int(tokens[r, child]) == draws[r][parent] for parent, child in zip(path, path[1:], strict=False))
+        ]
+        path = max(reached, key=len)
+        assert result.path[r].tolist()[: len(path)] == path
+        assert int(result.accept_length[r]) == len(path) - 1
+        assert result.tokens[r].tolist()[: len(path)] == [draws[r][node] for node in path]
+
+
+def test_a_chain_and_a_tree_of_its_path_emit_the_same() -> None:
+    """The tree decides how much is accepted, never what."""
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randint(10, (10, 10), generator=generator)  # the draw after tokens a, b
+    chain = tree_input([[-1, 0, 1, 2]], [[3, int(target[0, 3]), 5, 6]], [7], 3)
+    tree = tree_input([[-1, 0, 0, 2]], [[3, 9, int(target[0, 3]), int(target[3, target[0, 3]])]], [7], 3)
+    texts = []
+    for each in (chain, tree):
+        tokens, links = each.draft_token.tolist(), each.parents[0].tolist()
+        before = [0, *(tokens[parent] for parent in links[1:])]
+        draws = [int(target[a, b]) for a, b in zip(before, tokens, strict=True)]
+        result = accepted(each, [draws], vocab=10)
+        texts.append(result.tokens[0, : int(result.accept_length[0]) + 1].tolist())
+    assert texts[0] == texts[1][: len(texts[0])]
+    assert len(texts[1]) > len(texts[0])
+
+
+def test_nan_logits_mark_their_own_request_and_no_other() -> None:
+    tree = tree_input([[-1, 0], [-1, 0], [-1, 0]], [[1, 2], [1, 2], [1, 2]], [3, 4, 5], 1)
+    for temperature in (0.0, 1.0):
+        logits = torch.zeros(6, VOCAB)
+        logits[3, 2] = float("nan")  # node 1 of the second request
+        setting = Sampling(key=1, temperature=temperature, top_k=0, top_p=1.0)
+        assert accept(tree, logits, SamplingBatch.of([setting] * 3, logits.device)).finite.tolist() == [
+            True,
+            False,
+            True,
+        ]

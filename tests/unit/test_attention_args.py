@@ -1,0 +1,50 @@
+"""Index arrays of the passes: what a batch reads and writes, on the device and as the host plans it."""
+
+from __future__ import annotations
+
+import torch
+
+from eagle_server.attention.interface import Causal
+from eagle_server.speculation.attention_args import batch_arguments, kv_arguments
+from eagle_server.speculation.draft_input import EagleDraftInput
+
+REQ_TO_TOKEN = torch.arange(300, 360, dtype=torch.int32).view(3, 20)
+
+
+def test_kv_arguments_list_each_requests_slots_in_token_order() -> None:
+    kv_indptr, kv_indices = kv_arguments(torch.tensor([2, 0, 1]), torch.tensor([3, 1, 20]), REQ_TO_TOKEN)
+    assert kv_indptr.tolist() == [0, 3, 4, 24]
+    assert kv_indptr.dtype is torch.int32
+    assert kv_indices.tolist() == [340, 341, 342, 300, *range(320, 340)]
+
+
+def test_a_batch_writes_its_last_slots_and_reads_all_of_them() -> None:
+    batch = batch_arguments(torch.tensor([1, 0]), (2, 3), (5, 3), REQ_TO_TOKEN, Causal())
+    assert batch.qo_indptr.tolist() == [0, 2, 5]
+    assert batch.kv_indptr.tolist() == [0, 5, 8]
+    assert batch.kv_indices.tolist() == [320, 321, 322, 323, 324, 300, 301, 302]
+    assert batch.out_slots.tolist() == [323, 324, 300, 301, 302]
+    alone = batch_arguments(torch.tensor([1]), (2,), (5,), REQ_TO_TOKEN, Causal())
+    assert alone.kv_indices.tolist() == batch.kv_indices[:5].tolist()
+    assert alone.out_slots.tolist() == [323, 324]
+
+
+def test_draft_extend_has_one_query_per_accepted_token_and_one_for_the_bonus() -> None:
+    """Section 13 of the reference: qo_indptr is cumsum(a + 1), not one query each; it is causal, so no mask."""
+    draft = EagleDraftInput(
+        topk_logp=torch.zeros(3, 2),
+        topk_index=torch.zeros(3, 2, dtype=torch.int64),
+        hidden_states=torch.zeros(3, 4),
+        verified_id=torch.tensor([7, 8, 9]),
+        accept_length=torch.tensor([1, 4, 2]),  # rows: accepted drafts and the bonus
+    )
+    rows, lens = torch.tensor([0, 1, 2]), torch.tensor([5, 9, 2])
+    kv_indices, kv_indptr, qo_indptr, mask = draft.generate_attn_arg_prefill(rows, lens, REQ_TO_TOKEN)
+    assert qo_indptr.tolist() == [0, 1, 5, 7]
+    assert kv_indptr.tolist() == [0, 5, 14, 16]
+    assert kv_indices.tolist() == [*range(300, 305), *range(320, 329), 340, 341]
+    assert mask is None
+    host = batch_arguments(rows, (1, 4, 2), (5, 9, 2), REQ_TO_TOKEN, Causal())
+    assert torch.equal(host.qo_indptr, qo_indptr)
+    assert torch.equal(host.kv_indptr, kv_indptr)
+    assert torch.equal(host.kv_indices, kv_indices)

@@ -1,0 +1,139 @@
+"""The tree: the worked example of the reference, and what holds for every candidate pool."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle_server.speculation.attention_args import page_arguments
+from eagle_server.speculation.tree import Candidates, EagleVerifyInput, build_tree
+from tests.support.drafts import ROOT, PoolNode, best, draft, example_pool, pool_lineage
+from tests.support.trees import children, tree_input
+
+EXAMPLE_MASK = ["100000", "110000", "101000", "110100", "110010", "110011"]
+
+
+@pytest.fixture
+def example() -> EagleVerifyInput:
+    """Two requests with the same candidates, at lengths 4 and 7."""
+    pool, _ = example_pool()
+    one = pool.best(5)
+    two = Candidates(
+        one.tokens.repeat(2, 1), one.selected_index.repeat(2, 1), one.parent_list.repeat(2, 1), one.topk, one.spec_steps
+    )
+    return build_tree(two, torch.tensor([99, 98]), torch.tensor([4, 7]))
+
+
+def rows(mask: torch.Tensor) -> list[str]:
+    return ["".join(str(int(bit)) for bit in row) for row in mask]
+
+
+def test_the_worked_example_selects_and_links_its_nodes(example: EagleVerifyInput) -> None:
+    candidates = example_pool()[0].best(5)
+    assert candidates.parent_list.tolist() == [[-1, 0, 1, 2, 3]]
+    assert candidates.selected_index.tolist() == [[0, 1, 2, 3, 8]]
+    assert example.draft_token.view(2, 6).tolist() == [[99, 11, 12, 21, 22, 33], [98, 11, 12, 21, 22, 33]]
+    assert example.parents.tolist() == [[-1, 0, 0, 1, 1, 4]] * 2
+    assert example.depths.tolist() == [[0, 1, 1, 2, 2, 3]] * 2
+    assert example.positions.view(2, 6).tolist() == [[4, 5, 5, 6, 6, 7], [7, 8, 8, 9, 9, 10]]
+    assert example.retrive_index.tolist() == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    assert example.retrive_next_token.tolist() == [[1, 3, -1, -1, 5, -1]] * 2
+    assert example.retrive_next_sibling.tolist() == [[-1, 2, -1, 4, -1, -1]] * 2
+    assert [rows(mask) for mask in example.custom_mask] == [EXAMPLE_MASK] * 2
+
+
+def test_the_worked_example_plans_its_verify_pass(example: EagleVerifyInput) -> None:
+    """Section 6 of the reference, with the requests in rows 2 and 0 of req_to_token."""
+    req_to_token = torch.arange(100, 160, dtype=torch.int32).view(3, 20)
+    rows_used, lens = torch.tensor([2, 0]), torch.tensor([4, 7])
+    kv_indices, kv_indptr, qo_indptr, mask = example.generate_attn_arg_prefill(rows_used, lens, req_to_token)
+    assert qo_indptr.tolist() == [0, 6, 12]
+    assert kv_indptr.tolist() == [0, 10, 23]
+    assert kv_indices.tolist() == [*range(140, 150), *range(100, 113)]
+    assert len(mask) == 138
+    assert rows(mask[:60].view(6, 10)) == ["1111" + bits for bits in EXAMPLE_MASK]
+    assert rows(mask[60:].view(6, 13)) == ["1111111" + bits for bits in EXAMPLE_MASK]
+
+
+def test_the_worked_example_packs_into_the_published_bytes(example: EagleVerifyInput) -> None:
+    req_to_token = torch.zeros(1, 20, dtype=torch.int32)
+    one = tree_input(example.parents[:1].tolist(), [[0] * 6], [4], 3)
+    *_, mask = one.generate_attn_arg_prefill(torch.tensor([0]), torch.tensor([4]), req_to_token)
+    bits = torch.cat([mask, mask.new_zeros(-len(mask) % 8)]).view(-1, 8).long()
+    assert (bits << torch.arange(8)).sum(1).tolist() == [31, 252, 240, 197, 47, 63, 253, 12]
+    window = (example.custom_mask[0].long() << torch.arange(6)).sum(1)
+    assert window.tolist() == [1, 3, 5, 11, 19, 51]
+
+
+def test_page_arguments_count_pages_and_the_last_ones_length() -> None:
+    """The worked example's lengths 10 and 13 over pages of 16, and lengths at and past a page's end."""
+    pages = torch.tensor([[5, 2, 9], [7, 1, 4], [3, 6, 8]])
+    req_to_token = (pages[:, :, None] * 16 + torch.arange(16)).view(3, 48).int()
+    arguments = page_arguments(torch.tensor([0, 1]), torch.tensor([10, 13]), req_to_token, 16)
+    assert [each.tolist() for each in arguments] == [[0, 1, 2], [5, 7], [10, 13]]
+    arguments = page_arguments(torch.tensor([2, 0, 1]), torch.tensor([16, 17, 48]), req_to_token, 16)
+    assert [each.tolist() for each in arguments] == [[0, 1, 3, 6], [3, 5, 2, 7, 1, 4], [16, 1, 16]]
+
+
+def test_a_tree_of_nothing_but_its_root_is_plain_decoding() -> None:
+    empty = torch.empty(2, 0, dtype=torch.int64)
+    tree = build_tree(Candidates(empty, empty, empty, 1, 0), torch.tensor([5, 6]), torch.tensor([3, 9]))
+    assert tree.draft_token.tolist() == [5, 6]
+    assert tree.positions.tolist() == [3, 9]
+    assert tree.custom_mask.tolist() == [[[True]], [[True]]]
+    assert tree.retrive_next_token.tolist() == [[-1], [-1]]
+
+
+@st.composite
+def pools(draw_value: st.DrawFn) -> tuple[object, list[list[PoolNode]], int, int]:
+    """Scores from a few values only, so that most of them tie, NaN and -inf among them."""
+    bs, topk, steps = draw_value(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4)))
+    seed = draw_value(st.integers(0, 2**31))
+    spoilt = draw_value(st.booleans())
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.tensor([0.0, -0.5, -0.5, -1.0, float("nan") if spoilt else -2.0, -torch.inf if spoilt else -3.0])
+
+    def scores(*shape: int) -> torch.Tensor:
+        return values[torch.randint(len(values), shape, generator=generator)]
+
+    def ids(*shape: int) -> torch.Tensor:
+        return torch.randint(50, shape, generator=generator)
+
+    logp = [scores(bs, topk, topk) for _ in range(steps - 1)]
+    tokens = [ids(bs, topk), *(ids(bs, topk, topk) for _ in range(steps - 1))]
+    pool, nodes = draft(scores(bs, topk), logp, tokens)
+    return pool, nodes, draw_value(st.integers(1, len(nodes[0]))), steps
+
+
+@given(pools())
+def test_every_tree_is_the_best_of_its_pool_and_closed_under_ancestors(drafted) -> None:
+    pool, nodes, count, steps = drafted
+    seq_lens = torch.arange(3, 3 + len(nodes))
+    candidates = pool.best(count)
+    tree = build_tree(candidates, torch.full((len(nodes),), 77), seq_lens)
+    assert tree.draft_token_num == count + 1
+    assert tree.spec_steps == steps
+    for r, known in enumerate(nodes):
+        selected = best(known, count)
+        number = {ROOT: 0} | {index: place + 1 for place, index in enumerate(selected)}
+        assert candidates.selected_index[r].tolist() == selected
+        assert tree.draft_token.view(-1, count + 1)[r].tolist() == [77, *(known[i].token for i in selected)]
+        assert all(known[i].parent in number for i in selected), "not closed under ancestors"
+        assert tree.parents[r].tolist() == [-1, *(number[known[i].parent] for i in selected)]
+        paths = [[0], *([0, *(number[i] for i in pool_lineage(known, index))] for index in selected)]
+        assert all(parent < child for path in paths for parent, child in zip(path, path[1:], strict=False))
+        assert tree.depths[r].tolist() == [len(path) - 1 for path in paths]
+        assert tree.positions.view(-1, count + 1)[r].tolist() == [int(seq_lens[r]) + len(path) - 1 for path in paths]
+        assert [row.nonzero().flatten().tolist() for row in tree.custom_mask[r]] == paths
+
+
+@given(pools())
+def test_the_links_lead_to_every_child_once_in_rising_order(drafted) -> None:
+    pool, nodes, count, _ = drafted
+    tree = build_tree(pool.best(count), torch.zeros(len(nodes), dtype=torch.int64), torch.zeros(len(nodes)).long())
+    for r in range(len(nodes)):
+        parents = tree.parents[r].tolist()
+        for node in range(count + 1):
+            assert list(children(tree, r, node)) == [i for i, parent in enumerate(parents) if parent == node]
