@@ -102,10 +102,15 @@ class ModelSection(Section):
         default=None, description="most tokens of a request, prompt and output together; without it, the model's own"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto: CUDA where there is a GPU, else the CPU"
+        default="auto", description="auto: the CPU; cuda follows with the FlashInfer backend"
     )
     attention_backend: Annotated[Literal["auto", "cpu"], BeforeValidator(_available_backend)] = Field(
         default="auto", description="auto: the one made for the device; flashinfer will follow"
+    )
+    cpu_threads: Count | None = Field(
+        default=None,
+        description="threads that compute; auto: all cores, but one for a small model, whose operations are too short "
+        "to be shared out",
     )
     tp_size: Annotated[int, AfterValidator(_single_device)] = Field(
         default=1, description="devices that share the target; only 1 so far"

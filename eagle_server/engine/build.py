@@ -20,6 +20,7 @@ from eagle_server.models.loader import load_target
 from eagle_server.models.weights import resolve_checkpoint, resolve_file
 
 logger = logging.getLogger(__name__)
+SMALL_MODEL = 50_000_000  # parameters of a target
 KV_SHARE_OF_MEMORY = 0.25  # of the machine's memory, for both pools together
 
 
@@ -44,6 +45,7 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
         device=device,
         progress=progress,
     )
+    torch.set_num_threads(config.model.cpu_threads or _threads_for(facts))
     draft = _load_draft(config, target, shape, progress=progress) if config.speculates else None
     algorithm = draft.kind if draft is not None else "NONE"
     slots = config.cache.max_total_tokens or _slots_that_fit(shape, target.config, draft)
@@ -64,6 +66,14 @@ def _context_length(config: Config, facts: ModelConfig) -> int:
     if wanted is not None and wanted > facts.max_position:
         raise ConfigError(f"--context-length {wanted}: the model's max_position_embeddings is {facts.max_position}")
     return wanted or facts.max_position
+
+
+def _threads_for(config: ModelConfig) -> int:
+    """One thread for a small model: a second one waits at every operation's end, and contends with the API process."""
+    attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
+    layer = attention + 3 * config.hidden_size * config.intermediate_size
+    weights = config.num_layers * layer + config.vocab_size * config.hidden_size
+    return 1 if weights < SMALL_MODEL else os.cpu_count() or 1
 
 
 def _shape(config: Config, context: int, trees: SpeculativeParams | None) -> Shape:
@@ -116,6 +126,7 @@ def _resolved(
         context_length=shape.context_length,
         device=str(target.embed.device),
         attention_backend="cpu",
+        cpu_threads=torch.get_num_threads(),
         architecture=target.config.architecture,
     )
     values["speculative"].update(algorithm=algorithm)

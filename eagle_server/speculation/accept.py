@@ -23,7 +23,9 @@ class Accepted:
     path: Tensor  # int64 [bs, spec_steps + 1], node numbers, path[:, 0] = 0
     accept_length: Tensor  # int64 [bs]
     tokens: Tensor  # int64 [bs, spec_steps + 1]
-    finite: Tensor  # bool [bs], False where a row's best score is not: its logits hold NaN or inf, or allow nothing
+    finite: (
+        Tensor  # bool [bs], False where a path node's best score is not: its logits hold NaN, inf, or nothing allowed
+    )
 
 
 def accept(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
@@ -39,10 +41,9 @@ def accept(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatc
     bs, size = tree.parents.shape
     logits = target_logits.view(bs, size, -1)
     drawn, scores = draw(logits, tree.positions.view(bs, size) + 1, sampling, tree.spec_steps + 1)
-    finite = scores.isfinite().all(dim=1)
     if size == 1:
         root = torch.zeros_like(drawn)
-        return Accepted(root, root[:, 0], drawn, finite)
+        return Accepted(root, root[:, 0], drawn, scores.isfinite()[:, 0])
     # A node is reached when it and every ancestor equals its parent's draw.
     agrees = tree.draft_token.view(bs, size)[:, 1:] == drawn.gather(1, tree.parents[:, 1:])  # [bs, D - 1]
     broken = (tree.custom_mask[:, :, 1:] & ~agrees[:, None, :]).any(dim=2)  # [bs, D]
@@ -56,4 +57,5 @@ def accept(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatc
     nodes = torch.arange(size, device=column.device).expand(bs, -1)
     path = empty.scatter(1, column, nodes)[:, :width]
     tokens = empty.scatter(1, column, drawn)[:, :width]
+    finite = (scores.isfinite() | ~on_path).all(dim=1)  # a refused node may not fail what plain decoding would serve
     return Accepted(path, accept_length, tokens, finite)

@@ -136,20 +136,29 @@ def random_target(
     return _randomized(DenseModel(ModelConfig.from_dict(raw), CONTEXT + MARGIN), seed, std)
 
 
-def random_head(target: DenseModel, kind: str, *, seed: int = 1, std: float = 0.25) -> DraftHead:
-    """An untrained EAGLE or EAGLE3 head for a target of at least three layers."""
+def random_head(
+    target: DenseModel, kind: str, *, seed: int = 1, std: float = 0.25, draft_vocab: int | None = None
+) -> DraftHead:
+    """An untrained EAGLE or EAGLE3 head for a target of at least three layers; `draft_vocab`: the first ids only."""
     config = target.config
     layers = replace(config, num_layers=1, windows=())
     borrowed = TargetWeights(target.embed, target.lm_head)
     if kind == "EAGLE":
-        return _randomized(EagleHead(EagleConfig(layers), CONTEXT + MARGIN, borrowed), seed, std)
-    eagle3 = Eagle3Config(
+        eagle: EagleHead = _randomized(EagleHead(EagleConfig(layers), CONTEXT + MARGIN, borrowed), seed, std)
+        if draft_vocab is not None:
+            eagle.restrict_vocabulary(torch.arange(draft_vocab))
+        return eagle
+    eagle3_config = Eagle3Config(
         layers=layers,
         target_hidden_size=config.hidden_size,
-        draft_vocab_size=config.vocab_size,
+        draft_vocab_size=draft_vocab or config.vocab_size,
         aux_boundaries=(1, 2, config.num_layers),
+        vocab_map=draft_vocab is not None,
     )
-    return _randomized(Eagle3Head(eagle3, CONTEXT + MARGIN, borrowed), seed, std)
+    eagle3: Eagle3Head = _randomized(Eagle3Head(eagle3_config, CONTEXT + MARGIN, borrowed), seed, std)
+    if draft_vocab is not None:
+        eagle3.set_vocabulary(torch.arange(draft_vocab))
+    return eagle3
 
 
 def _randomized(model: Any, seed: int, std: float) -> Any:

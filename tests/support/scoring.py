@@ -10,11 +10,23 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
+from eagle_server.attention.interface import LayerSpec
 from eagle_server.models.dense import DenseModel
 from eagle_server.request import Request, SamplingParams
 from eagle_server.speculation.random import gumbel, request_key
 
 NEAR_TIE = 1e-4  # two best scores closer than this may change places between kernels: the design's one excuse
+
+
+class Windowed:
+    """`Planned`: dense causal attention over one sequence, with every layer's sliding window."""
+
+    def __init__(self, length: int) -> None:
+        self.distance = torch.arange(length)[:, None] - torch.arange(length)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
+        seen = (self.distance >= 0) & (self.distance < (layer.window or len(self.distance)))
+        return DenseCausal(1, torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)).run(q, k, v, layer)
 
 
 def in_float64(target: DenseModel) -> DenseModel:
@@ -29,7 +41,7 @@ def in_float64(target: DenseModel) -> DenseModel:
 
 def logits_of(target: DenseModel, tokens: Sequence[int]) -> Tensor:
     """[len(tokens), vocab], row i predicting token i + 1."""
-    hidden = target(torch.tensor(tokens), torch.arange(len(tokens)), DenseCausal(1)).hidden
+    hidden = target(torch.tensor(tokens), torch.arange(len(tokens)), Windowed(len(tokens))).hidden
     return target.lm_head(hidden)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,14 +119,18 @@ def test_a_chain_and_a_tree_of_its_path_emit_the_same() -> None:
     assert len(texts[1]) > len(texts[0])
 
 
-def test_nan_logits_mark_their_own_request_and_no_other() -> None:
-    tree = tree_input([[-1, 0], [-1, 0], [-1, 0]], [[1, 2], [1, 2], [1, 2]], [3, 4, 5], 1)
-    for temperature in (0.0, 1.0):
-        logits = torch.zeros(6, VOCAB)
-        logits[3, 2] = float("nan")  # node 1 of the second request
-        setting = Sampling(key=1, temperature=temperature, top_k=0, top_p=1.0)
-        assert accept(tree, logits, SamplingBatch.of([setting] * 3, logits.device)).finite.tolist() == [
-            True,
-            False,
-            True,
-        ]
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_fail_their_own_request_where_they_are_on_its_path(
+    temperature: float, value: float
+) -> None:
+    tree = tree_input([[-1, 0, 0]] * 4, [[1, 2, 3]] * 4, [3, 4, 5, 6], 1)
+    logits = torch.zeros(4, 3, VOCAB)
+    logits[:, 0, 2] = 90.0  # node 1 is accepted, node 2 refused
+    logits[1, 0, 4] = value
+    logits[2, 1, 4] = value
+    logits[3, 2, 4] = value
+    setting = Sampling(key=1, temperature=temperature, top_k=0, top_p=1.0)
+    result = accept(tree, logits.view(12, VOCAB), SamplingBatch.of([setting] * 4, logits.device))
+    assert result.finite.tolist() == [True, False, False, True]
+    assert result.accept_length.tolist()[2:] == [1, 1]

@@ -1,0 +1,180 @@
+"""Command line of the training: the demo pair, stage by stage or at once, and heads for targets of one's own."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from eagle_server.models.config import CheckpointError
+from eagle_server.models.dense import DenseModel
+from eagle_server.models.loader import load_target
+from eagle_server.models.weights import resolve_checkpoint
+from eagle_server.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library
+from eagle_server.training.eagle3 import Recipe, train_head
+from eagle_server.training.export import export_demo, export_head, export_target
+from eagle_server.training.target import DEMO_TARGET, VOCAB_SIZE, train_target
+
+ASSETS = Path(__file__).parents[1] / "assets" / "demo"
+DEMO_HEAD = Recipe(draft_vocab=2048, intermediate_size=512, steps=1800, sampled_texts=3072)
+
+_ABOUT = """\
+Train draft heads, and the demo pair that this package carries.
+
+  a head for a target of yours:
+    python -m eagle_server.training eagle3 --target PATH_OR_HUB_ID --data FILE_OR_DIRECTORY... --out HEAD
+    python -m eagle_server --model-path PATH_OR_HUB_ID --speculative-draft-model-path HEAD
+  the demo pair, all stages in order (tokenizer, target, export of the target, eagle3, export):
+    python -m eagle_server.training demo --work DIR
+
+Every stage resumes: run the same command again. Progress bars go to stderr, loss curves to PNG files in the working
+directory."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one stage; 0, or 2 after one line that says what is wrong."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        parsed.run(parsed)
+    except (CheckpointError, ValueError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m eagle_server.training", description=_ABOUT, formatter_class=raw)
+    stages = parser.add_subparsers(title="stages", required=True, metavar="STAGE")
+
+    def stage(name: str, run: object, text: str) -> argparse.ArgumentParser:
+        added = stages.add_parser(name, help=text, description=text)
+        added.set_defaults(run=run)
+        return added
+
+    demo = stage("demo", _demo, "make the demo pair: every stage below, in order")
+    tokenizer = stage("tokenizer", _tokenizer, "train the demo's tokenizer on the standard library's source")
+    target = stage("target", _target, "train the demo's target, and write it to WORK/target")
+    export = stage("export", _export, "assemble the demo's directory, with its model card, from WORK")
+    for one in (demo, tokenizer, target, export):
+        one.add_argument("--work", type=Path, required=True, help="directory of checkpoints, curves and caches")
+    for one in (demo, target):
+        one.add_argument("--target-steps", type=int, default=1900, help="training steps of 6144 tokens (%(default)s)")
+        one.add_argument(
+            "--compile", action="store_true", help="use torch.compile (some minutes at first, then faster)"
+        )
+    demo.add_argument("--head-steps", type=int, default=DEMO_HEAD.steps, help="steps of the EAGLE-3 head (%(default)s)")
+    for one in (demo, export):
+        one.add_argument("--out", type=Path, default=ASSETS, help="where the pair goes (%(default)s)")
+    _add_head_arguments(stage("eagle3", _head, "train an EAGLE-3 head (or EAGLE-1) for a dense target"))
+    return parser
+
+
+def _add_head_arguments(parser: argparse.ArgumentParser) -> None:
+    default = Recipe()
+    parser.add_argument("--target", required=True, help="checkpoint directory or Hub id of a dense target")
+    parser.add_argument("--out", type=Path, required=True, help="where the head is written; training/ below it resumes")
+    parser.add_argument(
+        "--data", type=Path, nargs="+", help="text files or directories of them (not given: Python's standard library)"
+    )
+    parser.add_argument(
+        "--kind", choices=("eagle3", "eagle"), default=default.kind, help="the head's format (%(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=default.steps, help="training steps of about 6144 rows (%(default)s)"
+    )
+    parser.add_argument("--passes", type=int, default=default.passes, help="draft steps that are trained (%(default)s)")
+    parser.add_argument("--peak", type=float, default=default.peak, help="highest learning rate (%(default)s)")
+    parser.add_argument(
+        "--length", type=int, default=default.length, help="tokens per text; one in eight is longer (%(default)s)"
+    )
+    parser.add_argument(
+        "--sampled-texts",
+        type=int,
+        default=default.sampled_texts,
+        help="texts the target writes to train on (%(default)s)",
+    )
+    parser.add_argument("--draft-vocab", type=int, help="only the most frequent tokens are drafted (EAGLE-3)")
+    parser.add_argument("--ffn", type=int, help="width of the head's MLP (not given: the target's)")
+    parser.add_argument(
+        "--aux-layers", type=int, nargs="+", metavar="B", help="boundaries to read, B = after B layers (EAGLE-3)"
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device to train on (%(default)s)"
+    )
+    parser.add_argument("--compile", action="store_true", help="use torch.compile (some minutes at first, then faster)")
+
+
+def _tokenizer(parsed: argparse.Namespace) -> None:
+    ensure_tokenizer(parsed.work / "tokenizer.json", VOCAB_SIZE)
+
+
+def _target(parsed: argparse.Namespace) -> None:
+    train_target(_demo_corpus(parsed.work), parsed.work, parsed.target_steps, compiled=parsed.compile)
+    export_target(parsed.work, parsed.work / "target")
+
+
+def _head(parsed: argparse.Namespace) -> None:
+    recipe = Recipe(
+        kind=parsed.kind,
+        steps=parsed.steps,
+        passes=parsed.passes,
+        peak=parsed.peak,
+        boundaries=tuple(parsed.aux_layers) if parsed.aux_layers else None,
+        draft_vocab=parsed.draft_vocab,
+        intermediate_size=parsed.ffn,
+        length=parsed.length,
+        sampled_texts=parsed.sampled_texts,
+        compiled=parsed.compile,
+    )
+    directory = resolve_checkpoint(parsed.target)
+    target = load_target(directory, dtype="float32", device=parsed.device, pack=False)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    end = target.config.eos_token_ids[0] if target.config.eos_token_ids else 0
+    cache = parsed.out / "training" / "corpus.npz"
+    read = own_files(tokenizer, parsed.data, end, cache) if parsed.data else standard_library(tokenizer, end, cache)
+    _train_and_write(target, read, recipe, parsed.out)
+
+
+def _export(parsed: argparse.Namespace) -> None:
+    size = export_demo(parsed.work, parsed.out)
+    print(f"{parsed.out}: {size / 1e6:.1f} MB")
+
+
+def _demo(parsed: argparse.Namespace) -> None:
+    _target(parsed)
+    recipe = dataclasses.replace(DEMO_HEAD, steps=parsed.head_steps, compiled=parsed.compile)
+    target = load_target(parsed.work / "target", pack=False)
+    _train_and_write(target, _demo_corpus(parsed.work), recipe, parsed.work / "eagle3")
+    _export(parsed)
+
+
+def _demo_corpus(work: Path) -> Corpus:
+    tokenizer = ensure_tokenizer(work / "tokenizer.json", VOCAB_SIZE)
+    return standard_library(tokenizer, int(str(DEMO_TARGET["eos_token_id"])), work / "corpus.npz")
+
+
+def _train_and_write(target: DenseModel, corpus: Corpus, recipe: Recipe, out: Path) -> None:
+    training = out / "training"
+    _claim(training, recipe)
+    export_head(train_head(target, corpus, recipe, training), out)
+    print(f"{out}: done; curves in {training / f'{recipe.kind}-loss.png'}")
+
+
+def _claim(directory: Path, recipe: Recipe) -> None:
+    """Note the recipe in a fresh directory; refuse one where another recipe is under way, but for more steps of it."""
+    path, wanted = directory / "recipe.json", json.loads(json.dumps(dataclasses.asdict(recipe)))
+    wanted.pop("compiled")
+    if path.is_file() and {**json.loads(path.read_text()), "steps": recipe.steps} != wanted:
+        raise ValueError(f"{directory} holds a training with other settings ({path}); choose another --out")
+    directory.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(wanted, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Text to train on: the source of the Python standard library, with whole files held out, or files of one's own."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+
+END_OF_TEXT = "<|endoftext|>"
+HELD_OUT_PER_MILLE = 15
+MAX_FILE_BYTES = 200_000
+OWN_HELD_OUT = 50  # one token in so many
+_SKIPPED_DIRECTORIES = {"site-packages", "__pycache__", "lib2to3", "idlelib", "turtledemo", "encodings"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token streams of the training files and of the held-out files; documents end with the end-of-text token."""
+
+    train: np.ndarray  # uint16 or uint32 [tokens]
+    held_out: np.ndarray
+
+
+def standard_library_files() -> tuple[list[Path], list[Path]]:
+    """(training files, held-out files) of this interpreter's standard library; the split is by a hash of the path."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    train: list[Path] = []
+    held_out: list[Path] = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if _SKIPPED_DIRECTORIES & set(parts) or path.stat().st_size > MAX_FILE_BYTES:
+            continue
+        digest = hashlib.sha256("/".join(parts).encode()).digest()
+        unseen = int.from_bytes(digest[:4], "big") % 1000 < HELD_OUT_PER_MILLE
+        (held_out if unseen else train).append(path)
+    return train, held_out
+
+
+def train_tokenizer(files: list[Path], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of `vocab_size` entries, end-of-text first.
+
+    A line break is a token of its own, never merged with the indentation after it: a prompt that ends with one, as most
+    do, is then cut where the training text was.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    lines = pre_tokenizers.Split(Regex("\n"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [lines, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator((_text(path) for path in files), trainer)
+    return tokenizer
+
+
+def tokenize(tokenizer: Tokenizer, files: Sequence[Path], end: int, label: str) -> np.ndarray:
+    """The files as one token stream, with the token `end` after each."""
+    pieces: list[int] = []
+    for path in tqdm(files, desc=f"tokenize {label}", unit="file"):
+        pieces.extend(tokenizer.encode(_text(path), add_special_tokens=False).ids)
+        pieces.append(end)
+    wide = tokenizer.get_vocab_size() > 1 << 16
+    return np.asarray(pieces, dtype=np.uint32 if wide else np.uint16)
+
+
+def standard_library(tokenizer: Tokenizer, end: int, cache: Path) -> Corpus:
+    """The standard library's source; whole files are held out."""
+    train, held_out = standard_library_files()
+    return _cached(cache, lambda: Corpus(*(tokenize(tokenizer, files, end, "text") for files in (train, held_out))))
+
+
+def own_files(tokenizer: Tokenizer, paths: Sequence[Path], end: int, cache: Path) -> Corpus:
+    """Every UTF-8 file of `paths`, directories searched in depth; the last fiftieth of the stream is held out."""
+
+    def read() -> Corpus:
+        files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+        stream = tokenize(tokenizer, [file for file in files if file.is_file() and _is_text(file)], end, "text")
+        border = len(stream) - len(stream) // OWN_HELD_OUT
+        return Corpus(stream[:border], stream[border:])
+
+    return _cached(cache, read)
+
+
+def ensure_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer at `path`; trained there on the standard library if there is none."""
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        train_tokenizer(standard_library_files()[0], vocab_size).save(str(path), pretty=False)
+    return Tokenizer.from_file(str(path))
+
+
+def _cached(path: Path, read: Callable[[], Corpus]) -> Corpus:
+    if path.is_file():
+        arrays = np.load(path)
+        return Corpus(arrays["train"], arrays["held_out"])
+    corpus = read()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, train=corpus.train, held_out=corpus.held_out)
+    return corpus
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="ignore")

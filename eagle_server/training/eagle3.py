@@ -1,0 +1,138 @@
+"""Training of a draft head against a frozen target: on a corpus, and on texts that the target writes itself."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle_server.models.dense import DenseModel
+from eagle_server.training.corpus import Corpus
+from eagle_server.training.generate import Sampling, target_texts
+from eagle_server.training.heads import Kind, NewHead, default_boundaries, frequent_ids, new_eagle, new_eagle3
+from eagle_server.training.loop import Job, Schedule, train
+from eagle_server.training.target import TOKENS_PER_STEP, evenly_spaced, windows
+from eagle_server.training.ttt import accuracies, chain_length, teach, ttt_loss
+
+_PROMPT = 64  # tokens before the text that the target writes for evaluation
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a head looks like and how long it is trained.
+
+    boundaries: the streams that an EAGLE-3 head reads, b being the stream after b layers; None takes the defaults.
+    draft_vocab, intermediate_size: None takes the target's.
+    passes: steps that are trained; more can be served, with less acceptance.
+    sampled_texts: how many texts the target writes for every second step; 0 trains on the corpus alone.
+    """
+
+    kind: Kind = "eagle3"
+    steps: int = 1200
+    passes: int = 4
+    peak: float = 4e-3
+    boundaries: tuple[int, ...] | None = None
+    draft_vocab: int | None = None
+    intermediate_size: int | None = None
+    length: int = 256
+    sampled_texts: int = 4096
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class OwnTexts:
+    """Texts that the target wrote, [texts, length + 1]."""
+
+    train: np.ndarray  # after prompts from the training files
+    greedy: np.ndarray  # after prompts that were held out, at temperature 0
+    sampled: np.ndarray  # the same at temperature 1
+
+
+def train_head(target: DenseModel, corpus: Corpus, recipe: Recipe, directory: Path) -> NewHead:
+    """Train (or finish training) a head in `directory`; `target` is frozen and gets the head's aux boundaries."""
+    if any(target.config.windows):
+        raise ValueError("heads cannot be trained for sliding-window targets yet")
+    if len(corpus.held_out) < recipe.length + 2:
+        raise ValueError(f"too little text: {len(corpus.held_out)} tokens are held out, a text has {recipe.length + 1}")
+    own = own_texts(target, corpus, recipe, directory)
+    torch.manual_seed(0)
+    new = _fresh(target, corpus, recipe)
+    draft_ids, device = new.draft_ids(), target.embed.device
+    lesson_of = torch.compile(teach) if recipe.compiled else teach
+    loss_of = torch.compile(ttt_loss) if recipe.compiled else ttt_loss
+
+    def loss(step: int) -> tuple[Tensor, dict[str, float]]:
+        window = _window(corpus, own, recipe, target.config.max_position, step).to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            value, _ = loss_of(new.head, lesson_of(target, window, draft_ids), recipe.passes)
+        return value, {}
+
+    @torch.no_grad()
+    def evaluate() -> dict[str, float]:
+        return evaluate_head(target, new, corpus, own, recipe.passes)
+
+    with warnings.catch_warnings():  # the residual stream of an EAGLE-1 head is narrow under autocast
+        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+        train(Job(recipe.kind, new.head, directory, Schedule(recipe.steps, recipe.peak), loss, evaluate))
+    return new
+
+
+def own_texts(target: DenseModel, corpus: Corpus, recipe: Recipe, directory: Path) -> OwnTexts:
+    """What the target writes, from `directory`'s cache or sampled now."""
+    cache = directory / "own-texts.npz"
+    if cache.is_file():
+        arrays = np.load(cache)
+        return OwnTexts(arrays["train"], arrays["greedy"], arrays["sampled"])
+    length = recipe.length + 1
+    prompts = Sampling(length, (min(24, length // 4), length // 2))
+    fixed = min(_PROMPT, length // 2)
+    own = OwnTexts(
+        target_texts(target, corpus.train, recipe.sampled_texts, prompts, seed=1),
+        target_texts(target, corpus.held_out, 32, Sampling(length, (fixed, fixed), (0.0,)), seed=2),
+        target_texts(target, corpus.held_out, 32, Sampling(length, (fixed, fixed), (1.0,)), seed=3),
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    np.savez(cache, train=own.train, greedy=own.greedy, sampled=own.sampled)
+    return own
+
+
+@torch.no_grad()
+def evaluate_head(target: DenseModel, new: NewHead, corpus: Corpus, own: OwnTexts, passes: int) -> dict[str, float]:
+    """The loss on held-out text; accuracy by pass and accept length of chains on what the target writes after it."""
+    draft_ids, device, numbers = new.draft_ids(), target.embed.device, {}
+    length = own.greedy.shape[1] - 1
+    held_out = torch.cat(evenly_spaced(corpus.held_out, length, 24)).to(device)
+    numbers["held-out loss"] = float(ttt_loss(new.head, teach(target, held_out, draft_ids), passes)[0])
+    for label, texts in (("T=0", own.greedy), ("T=1", own.sampled)):
+        window = torch.from_numpy(texts.astype(np.int64)).to(device)
+        _, hits = ttt_loss(new.head, teach(target, window, draft_ids), passes)
+        written = hits[..., min(_PROMPT, length // 2) :]
+        for index, accuracy in enumerate(accuracies(written)):
+            numbers[f"{label} step {index + 1}"] = accuracy
+        numbers[f"{label} accept length"] = chain_length(written)
+    return numbers
+
+
+def _fresh(target: DenseModel, corpus: Corpus, recipe: Recipe) -> NewHead:
+    width = recipe.intermediate_size or target.config.intermediate_size
+    if recipe.kind == "eagle":
+        return new_eagle(target, width)
+    vocab = target.config.vocab_size
+    draft_ids = frequent_ids(corpus.train, vocab, min(vocab, recipe.draft_vocab or vocab))
+    boundaries = recipe.boundaries or default_boundaries(target.config.num_layers)
+    return new_eagle3(target, boundaries, draft_ids, width)
+
+
+def _window(corpus: Corpus, own: OwnTexts, recipe: Recipe, longest: int, step: int) -> Tensor:
+    """Texts [batch, length + 1] of one step: corpus and own texts in turn, and every eighth step a longer context."""
+    turn, odd = divmod(step, 2)
+    if odd and len(own.train):
+        count = max(1, TOKENS_PER_STEP // recipe.length)
+        chosen = np.random.default_rng((1, step)).integers(0, len(own.train), count)
+        return torch.from_numpy(own.train[chosen].astype(np.int64))
+    lengths = (recipe.length,) * 3 + (min(4 * recipe.length, longest),)
+    return windows(corpus.train, turn if len(own.train) else step, lengths)

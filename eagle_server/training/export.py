@@ -1,0 +1,79 @@
+"""The demo as files: checkpoint directories in the published formats, a model card, and the curves of the training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from eagle_server.models.loader import save_checkpoint
+from eagle_server.training.corpus import END_OF_TEXT, standard_library_files
+from eagle_server.training.heads import NewHead
+from eagle_server.training.loop import read_history, restore
+from eagle_server.training.model_card import CardFacts, model_card
+from eagle_server.training.prompts import write_prompts
+from eagle_server.training.target import DEMO_TARGET, build_target
+
+MAX_DEMO_BYTES = 20_000_000
+
+
+def export_target(work: Path, directory: Path) -> None:
+    """Write the trained demo target of `work`: weights stored in bfloat16, served in float32, and its tokenizer."""
+    model = build_target()
+    restore(model, work / "target-checkpoint.pt")
+    save_checkpoint(model, directory, DEMO_TARGET, torch.bfloat16)
+    _write_json(directory / "config.json", DEMO_TARGET)  # whose dtype, float32, is the one to serve in
+    shutil.copyfile(work / "tokenizer.json", directory / "tokenizer.json")
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": DEMO_TARGET["max_position_embeddings"],
+    }
+    _write_json(directory / "tokenizer_config.json", names)
+    _write_json(directory / "generation_config.json", {"eos_token_id": DEMO_TARGET["eos_token_id"]})
+
+
+def export_head(new: NewHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write a trained head: config.json and model.safetensors."""
+    save_checkpoint(new.head, directory, new.config_json, dtype)
+
+
+def export_demo(work: Path, assets: Path) -> int:
+    """Assemble `assets` from `work`, where target and head are trained; returns its size in bytes.
+
+    Raises:
+        ValueError: the files are larger than a repository should carry.
+    """
+    for name in ("target", "eagle3"):
+        for path in sorted((work / name).iterdir()):
+            if path.is_file():
+                (assets / name).mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, assets / name / path.name)
+    shutil.copyfile(work / "target-loss.png", assets / "target-loss.png")
+    shutil.copyfile(work / "eagle3" / "training" / "eagle3-loss.png", assets / "eagle3-loss.png")
+    write_prompts(assets / "prompts.json")
+    (assets / "README.md").write_text(model_card(_facts(work, assets)))
+    size = sum(path.stat().st_size for path in assets.rglob("*") if path.is_file())
+    if size > MAX_DEMO_BYTES:
+        raise ValueError(f"{assets}: {size / 1e6:.1f} MB are too many, at most {MAX_DEMO_BYTES / 1e6:.0f} MB")
+    return size
+
+
+def _facts(work: Path, assets: Path) -> CardFacts:
+    training = work / "eagle3" / "training"
+    _, held_out = standard_library_files()
+    return CardFacts(
+        target=read_history(work / "target-history.json"),
+        head=read_history(training / "eagle3-history.json"),
+        recipe=json.loads((training / "recipe.json").read_text()),
+        held_out_files=["/".join(path.parts[-2:]) for path in held_out],
+        target_bytes=(assets / "target" / "model.safetensors").stat().st_size,
+        head_bytes=(assets / "eagle3" / "model.safetensors").stat().st_size,
+    )
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,96 @@
+"""Text sampled from the target: a head drafts what the target writes, so that is what it should learn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from eagle_server.attention.interface import LayerSpec
+from eagle_server.models.dense import DenseModel
+
+
+class GrowingCausal:
+    """Attention of `batch` sequences that grow together, first by a prompt and then row by row; a `Planned`."""
+
+    def __init__(self, batch: int, capacity: int) -> None:
+        self.batch, self.capacity = batch, capacity
+        self._stored: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: k, v [batch, kv_heads, capacity, head_dim]
+        self._length: dict[int, int] = {}
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
+        """q [batch * new, heads, head_dim], k and v with kv_heads -> the shape of q; new = 1 after the first call."""
+        q4, k4, v4 = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (q, k, v))
+        start, new = self._length.get(layer.index, 0), k4.shape[2]
+        if start and new != 1:
+            raise ValueError(f"one row per sequence is expected after the prompt, found {new}")
+        if layer.window:
+            raise ValueError("sliding-window layers are not supported here")
+        keys, values = self._room(layer.index, k4, v4)
+        keys[:, :, start : start + new], values[:, :, start : start + new] = k4, v4
+        self._length[layer.index] = start + new
+        if start == 0:
+            out = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, scale=layer.scale, enable_gqa=True)
+            return out.transpose(1, 2).reshape(q.shape)
+        grouped = q4.reshape(self.batch, keys.shape[1], -1, q4.shape[-1])  # the heads of a group as rows
+        seen = slice(0, start + 1)
+        out = F.scaled_dot_product_attention(grouped, keys[:, :, seen], values[:, :, seen], scale=layer.scale)
+        return out.reshape(q.shape)
+
+    def _room(self, index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if index not in self._stored:
+            shape = (*k.shape[:2], self.capacity, k.shape[3])
+            self._stored[index] = (k.new_empty(shape), v.new_empty(shape))
+        return self._stored[index]
+
+
+@torch.no_grad()
+def continue_texts(
+    target: DenseModel, prompts: Tensor, new_tokens: int, temperatures: Tensor, generator: torch.Generator
+) -> Tensor:
+    """Prompts [batch, length] and `new_tokens` sampled after each at its temperature [batch]; 0 is greedy."""
+    batch, length = prompts.shape
+    attention = GrowingCausal(batch, length + new_tokens)
+    tokens, positions = prompts.reshape(-1), torch.arange(length, device=prompts.device).repeat(batch)
+    written = [prompts]
+    for place in range(length, length + new_tokens):
+        hidden = target(tokens, positions, attention).hidden.unflatten(0, (batch, -1))[:, -1]
+        logits = target.logits(hidden)
+        gumbel = -torch.empty_like(logits).exponential_(generator=generator).log()
+        tokens = (logits + temperatures[:, None] * gumbel).argmax(-1)
+        positions = torch.full_like(tokens, place)
+        written.append(tokens[:, None])
+    return torch.cat(written, dim=1)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How texts are sampled: their length, the range of prompt lengths, and the temperatures, which take turns."""
+
+    length: int = 257
+    prompt: tuple[int, int] = (24, 128)
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0, 1.0)
+    batch: int = 256
+
+
+def target_texts(target: DenseModel, stream: np.ndarray, texts: int, sampling: Sampling, seed: int) -> np.ndarray:
+    """`texts` texts [texts, length] that begin as `stream` does somewhere and go on as the target does."""
+    if not texts:
+        return np.empty((0, sampling.length), stream.dtype)
+    device = target.embed.device
+    chooser, generator = np.random.default_rng(seed), torch.Generator(device).manual_seed(seed)
+    batch = min(texts, sampling.batch)
+    temperatures = torch.tensor(sampling.temperatures, device=device)[torch.arange(batch) % len(sampling.temperatures)]
+    rounds = []
+    for _ in tqdm(range(-(-texts // batch)), desc="sample the target", unit="batch"):
+        prompt = int(chooser.integers(sampling.prompt[0], sampling.prompt[1] + 1))
+        starts = chooser.integers(0, len(stream) - prompt, batch)
+        prompts = torch.from_numpy(np.stack([stream[s : s + prompt] for s in starts]).astype(np.int64)).to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            written = continue_texts(target, prompts, sampling.length - prompt, temperatures, generator)
+        rounds.append(written.cpu().numpy().astype(stream.dtype))
+    return np.concatenate(rounds)[:texts]

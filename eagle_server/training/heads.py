@@ -1,0 +1,128 @@
+"""Fresh draft heads for a target: the module that is trained, beside the config.json that it is published with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from eagle_server.models.config import ModelConfig
+from eagle_server.models.dense import DenseModel
+from eagle_server.models.draft import TargetWeights
+from eagle_server.models.eagle import EagleConfig, EagleHead
+from eagle_server.models.eagle3 import Eagle3Config, Eagle3Head
+
+Kind = Literal["eagle3", "eagle"]
+_SMALLEST_DEFAULT = 7  # layers; a smaller target has no three distinct default boundaries
+
+
+@dataclass(frozen=True)
+class NewHead:
+    """A head to be trained, and the config.json (a plain dict) that describes it to a loader."""
+
+    head: Eagle3Head | EagleHead
+    config_json: dict[str, Any]
+
+    def draft_ids(self) -> Tensor:
+        """int64 [Vd], what the head's outputs mean."""
+        size = self.config_json.get("draft_vocab_size") or self.config_json["vocab_size"]
+        return self.head.target_ids(torch.arange(size, device=self.head.fc.weight.device))  # type: ignore[union-attr]
+
+
+def default_boundaries(layers: int) -> tuple[int, ...]:
+    """EAGLE-3's low, middle and high stream of a target with this many layers."""
+    if layers < _SMALLEST_DEFAULT:
+        raise ValueError(
+            f"a target of {layers} layers has no default aux layers (they need {_SMALLEST_DEFAULT}): name three "
+            f"increasing boundaries in 0..{layers} with --aux-layers, where b is the stream after b layers"
+        )
+    return (2, layers // 2, layers - 3)
+
+
+def frequent_ids(stream: np.ndarray, vocab: int, count: int) -> Tensor:
+    """The `count` most frequent tokens of a stream, by rising id; int64 [count]."""
+    order = np.argsort(-np.bincount(stream, minlength=vocab), kind="stable")
+    return torch.from_numpy(np.sort(order[:count]).astype(np.int64))
+
+
+def new_eagle3(target: DenseModel, boundaries: Sequence[int], draft_ids: Tensor, intermediate_size: int) -> NewHead:
+    """An EAGLE-3 head with one layer of the target's shape; sets `target.aux_boundaries` to what it reads."""
+    vocab, count = target.config.vocab_size, len(draft_ids)
+    published = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **_layer(target.config, intermediate_size),
+        "draft_vocab_size": count,
+        "target_hidden_size": target.config.hidden_size,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [boundary - 1 for boundary in boundaries],  # as layer outputs
+            "use_aux_hidden_state": True,
+        },
+    }
+    config = Eagle3Config(
+        layers=ModelConfig.from_dict(published),
+        target_hidden_size=target.config.hidden_size,
+        draft_vocab_size=count,
+        aux_boundaries=tuple(boundaries),
+        vocab_map=count < vocab,
+    )
+    with torch.device(target.embed.device):
+        head = Eagle3Head(config, target.rope.cos.shape[0], _borrowed(target))
+    _initialize(head)
+    if count < vocab:
+        head.set_vocabulary(draft_ids.to(target.embed.device))
+    target.aux_boundaries = tuple(boundaries)
+    return NewHead(head, published)
+
+
+def new_eagle(target: DenseModel, intermediate_size: int) -> NewHead:
+    """An EAGLE-1/2 head with one layer of the target's shape, which shares embedding and lm_head with the target."""
+    published = {
+        "architectures": ["LlamaForCausalLMEagle"],
+        **_layer(target.config, intermediate_size),
+        "bias": False,
+    }
+    with torch.device(target.embed.device):
+        head = EagleHead(
+            EagleConfig(ModelConfig.from_dict(published), fc_bias=False), target.rope.cos.shape[0], _borrowed(target)
+        )
+    _initialize(head)
+    target.aux_boundaries = ()
+    return NewHead(head, published)
+
+
+def _initialize(head: nn.Module) -> None:
+    """Normal(0, 1 / sqrt(width of the input)) matrices; norms are made as ones."""
+    for parameter in head.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+
+
+def _borrowed(target: DenseModel) -> TargetWeights:
+    return TargetWeights(target.embed.detach(), target.lm_head)
+
+
+def _layer(target: ModelConfig, intermediate_size: int) -> dict[str, Any]:
+    """The keys that every head shares: one plain Llama layer with the target's attention shape and RoPE base."""
+    return {
+        "model_type": "llama",
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": target.num_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": target.rms_norm_eps,
+        "rope_theta": target.rope.theta,
+        "max_position_embeddings": target.max_position,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": target.bos_token_id,
+        "eos_token_id": list(target.eos_token_ids) or None,
+    }

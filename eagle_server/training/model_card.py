@@ -1,0 +1,110 @@
+"""The text of the demo's model card."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_server.training.loop import History
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a card states: the curves of both trainings, the head's recipe, the held-out files, sizes in bytes."""
+
+    target: History
+    head: History
+    recipe: dict[str, Any]
+    held_out_files: Sequence[str]
+    target_bytes: int
+    head_bytes: int
+
+
+def model_card(facts: CardFacts) -> str:
+    """Markdown."""
+    target_steps, target_loss = facts.target.curves["held-out loss"][-1]
+    head_steps, head_loss = facts.head.curves["held-out loss"][-1]
+    return _CARD.format(
+        python=platform.python_version(),
+        target_mb=facts.target_bytes / 1e6,
+        head_mb=facts.head_bytes / 1e6,
+        target_steps=target_steps,
+        target_loss=target_loss,
+        head_steps=head_steps,
+        head_loss=head_loss,
+        passes=facts.recipe["passes"],
+        own_texts=facts.recipe["sampled_texts"],
+        accuracy=_accuracy_table(facts),
+        held_out="\n".join(f"- `{name}`" for name in facts.held_out_files),
+    )
+
+
+def _accuracy_table(facts: CardFacts) -> str:
+    steps = range(1, facts.recipe["passes"] + 1)
+    lines = [
+        "| text written by the target at | " + " | ".join(f"step {step}" for step in steps) + " | accept length |",
+        "|---|" + "---|" * (len(steps) + 1),
+    ]
+    for label in ("T=0", "T=1"):
+        rates = " | ".join(f"{facts.head.curves[f'{label} step {step}'][-1][1]:.3f}" for step in steps)
+        lines.append(f"| {label} | {rates} | {facts.head.curves[f'{label} accept length'][-1][1]:.2f} |")
+    return "\n".join(lines)
+
+
+_CARD = """# The embedded demo pair
+
+A small language model of Python source (`target/`) and an EAGLE-3 draft head for it (`eagle3/`), made so that
+`python -m eagle_server` has something real to serve on any machine. They are a demonstration of speculative decoding
+and a fixture of the tests, not a coding assistant.
+
+| | target | eagle3 |
+|---|---|---|
+| architecture | LlamaForCausalLM, 16 layers of width 256, 4 heads over 2 KV heads, tied embeddings | \
+LlamaForCausalLMEagle3, one layer of the same width over the streams after layers 2, 8 and 13 |
+| vocabulary | 4096, byte-level BPE | the 2048 most frequent of them (`d2t`, `t2d`) |
+| `model.safetensors` | {target_mb:.1f} MB, bfloat16 (served in float32) | {head_mb:.1f} MB, bfloat16 |
+| context | 1024 tokens | 1024 tokens |
+| training | {target_steps} steps of 6144 tokens | \
+{head_steps} steps of 6144 rows, {passes} passes of training-time test |
+| held-out loss | {target_loss:.3f} nats per token | {head_loss:.3f} nats (soft labels, mean of the passes) |
+
+Curves: [`target-loss.png`](target-loss.png), [`eagle3-loss.png`](eagle3-loss.png).
+
+## Use
+The prompt is raw Python source, with no template: `def fibonacci(n):\\n`. The text ends with `<|endoftext|>` (id 0)
+where a file would end. Sensible temperatures are 0 to 1.
+
+## How well the head drafts
+How often the head's first choice is what the target writes next, after 64-token prompts from held-out files, for a
+chain of {passes} steps without a tree; accept length counts tokens per target forward, bonus included:
+
+{accuracy}
+
+A tree (topk 4, 13 nodes) accepts more; `python -m eagle_server.bench` measures it as served. At T=0 so small a model
+soon repeats itself, and repetition is easy to draft: the row of T=1 says more about the head.
+
+## Data
+The source code of the Python {python} standard library, without its tests' largest files (over 200 kB),
+`site-packages`, `lib2to3`, `idlelib`, `turtledemo` and `encodings`. Python is copyright (c) 2001 Python Software
+Foundation, all rights reserved, and distributed under the PSF License Agreement (https://docs.python.org/3/license.html).
+The models reproduce fragments of that source. The head also saw {own_texts} texts of 257 tokens that the target itself
+wrote, at temperatures 0, 0.7 and 1, after prompts from the training files.
+
+Whole files are held out by a hash of their path, about 1.5 %; nothing was trained, and no draft vocabulary counted, on:
+
+{held_out}
+
+## Making it
+    python -m eagle_server.training demo --work DIR
+
+trains tokenizer, target and head one after the other, each resumable, and writes this directory: about an hour and a
+half on two cores. `python -m eagle_server.training --help` names the stages, and how to train a head for a target of
+your own.
+
+## Limits
+Sixteen thin layers and one small corpus: the target writes plausible Python, in the style of the standard library, and
+means nothing by it; it knows nothing after its context of 1024 tokens. It can emit code with errors, or text in the
+likeness of the corpus's licences and names. Do not run what it writes.
+"""

@@ -1,0 +1,131 @@
+"""Training-time test (EAGLE-3, arXiv 2503.01840): a head learns on its own feedback, as it will be served.
+
+Slot t pairs the token at t+1 with the feature of t, at RoPE position t, and predicts the token at t+2. Pass 0 has the
+target's features. In pass s, row t is step s of a chain whose last true feature is that of row t-s: its own feature is
+the feedback of row t-1 in pass s-1, while tokens and positions stay where they are. A run of S passes thus trains S
+steps of the chains that begin at every row of a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle_server.attention.dense import DenseCausal
+from eagle_server.attention.interface import LayerSpec
+from eagle_server.models.dense import DenseModel
+from eagle_server.models.draft import DraftHead
+
+PASS_DECAY = 0.8
+
+
+class RolloutAttention:
+    """Attention of all passes over `batch` sequences of one length; a `Planned` that remembers earlier passes.
+
+    In pass s, row t sees the keys of pass 0 at rows 0..t-s (the prefix), and those of pass j at row t-s+j for j = 1..s
+    (its own chain, itself included). Rows t < s begin before the text: they stay finite, and nothing valid sees them.
+    Heads trained here have no sliding window.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self._passes: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer: k, v [batch, kv_heads, length, head_dim]
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
+        """q [batch * length, heads, head_dim], k and v with kv_heads -> the shape of q."""
+        passes = self._passes.setdefault(layer.index, [])
+        keys, values = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (k, v))
+        passes.append((keys, values))
+        last, length = len(passes) - 1, keys.shape[2]
+        if last == 0:
+            return DenseCausal(self.batch).run(q, k, v, layer)
+        grouped = q.unflatten(0, (self.batch, length)).unflatten(2, (k.shape[1], -1)).permute(0, 2, 3, 1, 4)
+        chain = [(_down(a, last - j), _down(b, last - j)) for j, (a, b) in enumerate(passes) if j > 0]
+        prefix_keys, prefix_values = (x.unsqueeze(2) for x in passes[0])  # [batch, kv_heads, 1, length, head_dim]
+        hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1 - last)  # t' > t - last
+        scores = (grouped @ prefix_keys.transpose(-1, -2)).masked_fill(hidden, -torch.inf)
+        own = [(grouped * a.unsqueeze(2)).sum(-1, keepdim=True) for a, _ in chain]
+        weights = (torch.cat([scores, *own], dim=-1).float() * layer.scale).softmax(-1).to(v.dtype)
+        out = weights[..., :length] @ prefix_values
+        for j, (_, b) in enumerate(chain):
+            out = out + weights[..., length + j, None] * b.unsqueeze(2)
+        return out.permute(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A batch of texts and the target's view of it; rows are [batch * length], row t being slot t of its text."""
+
+    batch: int
+    tokens: Tensor  # int64 [rows], the token at t+1
+    positions: Tensor  # int64 [rows]
+    features: Tensor  # [rows, n * Ht], of t
+    law: Tensor  # float32 [rows, Vd], the target's law of the token at t+2, without what the draft vocabulary lacks
+    following: Tensor  # int64 [rows], the token at t+2
+
+
+@torch.no_grad()
+def teach(target: DenseModel, window: Tensor, draft_ids: Tensor) -> Lesson:
+    """The lesson of texts `window` [batch, length + 2] for a head that drafts the ids `draft_ids` [Vd]."""
+    batch, seen = window.shape[0], window[:, :-1]
+    places = torch.arange(seen.shape[1], device=window.device).expand(batch, -1)
+    output = target(seen.reshape(-1), places.reshape(-1), DenseCausal(batch))
+    features = (output.hidden if output.aux is None else output.aux).unflatten(0, (batch, -1))
+    hidden = output.hidden.unflatten(0, (batch, -1))
+    return Lesson(
+        batch=batch,
+        tokens=seen[:, 1:].reshape(-1),
+        positions=places[:, :-1].reshape(-1),
+        features=features[:, :-1].flatten(0, 1),
+        law=target.logits(hidden[:, 1:].flatten(0, 1)).softmax(-1)[:, draft_ids],
+        following=window[:, 2:].reshape(-1),
+    )
+
+
+def rollout(head: DraftHead, lesson: Lesson, passes: int) -> Iterator[Tensor]:
+    """The draft logits [batch, length, Vd] of each pass; in pass s, rows below s are to be ignored."""
+    attention = RolloutAttention(lesson.batch)
+    hidden = head.combine(lesson.features).to(lesson.features.dtype)  # autocast leaves it narrower
+    for _ in range(passes):
+        output = head(lesson.tokens, hidden, lesson.positions, attention)
+        yield head.logits(output.normed).unflatten(0, (lesson.batch, -1))
+        hidden = _down(output.feedback.unflatten(0, (lesson.batch, -1)), 1).flatten(0, 1)
+
+
+def ttt_loss(head: DraftHead, lesson: Lesson, passes: int) -> tuple[Tensor, Tensor]:
+    """(loss, hits bool [passes, batch, length]): hits says where the head's best token is the one that follows.
+
+    loss = sum over s of 0.8^s * mean over rows of -sum over v in Vd of p(v) log q_s(v), over the sum of the weights.
+    A token that the draft vocabulary lacks is a miss.
+    """
+    law, following = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.law, lesson.following))
+    total, hits = law.new_zeros(()), []
+    for index, logits in enumerate(rollout(head, lesson, passes)):
+        entropy = -(law[:, index:] * logits[:, index:].log_softmax(-1)).sum(-1).mean()
+        total = total + PASS_DECAY**index * entropy
+        hits.append(head.target_ids(logits.argmax(-1)) == following)
+    return total / sum(PASS_DECAY**index for index in range(passes)), torch.stack(hits)
+
+
+def accuracies(hits: Tensor) -> list[float]:
+    """The share of hits in each pass, over the rows that count."""
+    return [float(rows[:, index:].float().mean()) for index, rows in enumerate(hits)]
+
+
+def chain_length(hits: Tensor) -> float:
+    """Mean tokens per target forward, bonus included, of chains (topk 1) with as many steps as there are passes.
+
+    This is what serving gives on texts that the target wrote itself, at whatever temperature.
+    """
+    passes, _, length = hits.shape
+    chains = torch.stack([rows[:, index : length - passes + 1 + index] for index, rows in enumerate(hits)])
+    return 1.0 + float(chains.long().cumprod(0).sum(0).float().mean())
+
+
+def _down(x: Tensor, rows: int) -> Tensor:
+    """Move the second-to-last dimension down by `rows`; zeros come in at the top."""
+    return F.pad(x, (0, 0, rows, 0))[..., : x.shape[-2], :]
