@@ -1,0 +1,83 @@
+"""The embedded demo: as an engine in this process, and as the server that a user starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+
+from eagle_server.config import DEMO_TARGET, parse_args
+from eagle_server.engine.build import build_engine
+from eagle_server.engine.engine import Engine
+
+REPOSITORY = Path(__file__).parents[2]
+PROMPTS: list[str] = json.loads((DEMO_TARGET.parent / "prompts.json").read_text())
+README_FLAGS = ["--speculative-num-steps", "3", "--topk", "4"]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
+
+
+def demo_engine(*flags: str) -> Engine:
+    """The demo as `python -m eagle_server` with these flags would build it."""
+    return build_engine(parse_args([*flags], environ={}), progress=False)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that is up."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The README's command on a free port; at the end SIGTERM must drain it to a clean exit."""
+    port, log = free_port(), tmp_path_factory.mktemp("served") / "log"
+    command = [sys.executable, "-m", "eagle_server", "--port", str(port), *README_FLAGS]
+    with log.open("wb") as sink:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=sink, stderr=sink, env={**os.environ})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _until_healthy(url, process, log)
+        yield Served(url, process, log)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0, log.read_text()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise AssertionError(f"not healthy in time: {log.read_text()}")
