@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -69,7 +70,7 @@ def _facts(work: Path, assets: Path) -> CardFacts:
         target=read_history(work / "target-history.json"),
         head=read_history(training / "eagle3-history.json"),
         recipe=json.loads((training / "recipe.json").read_text()),
-        held_out_files=["/".join(path.parts[-2:]) for path in held_out],
+        held_out_files=[path.relative_to(sysconfig.get_paths()["stdlib"]).as_posix() for path in held_out],
         target_bytes=(assets / "target" / "model.safetensors").stat().st_size,
         head_bytes=(assets / "eagle3" / "model.safetensors").stat().st_size,
     )

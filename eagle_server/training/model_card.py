@@ -86,7 +86,7 @@ A tree (topk 4, 13 nodes) accepts more; `python -m eagle_server.bench` measures 
 soon repeats itself, and repetition is easy to draft: the row of T=1 says more about the head.
 
 ## Data
-The source code of the Python {python} standard library, without its tests' largest files (over 200 kB),
+The source code of the Python {python} standard library with its tests, without files over 200 kB and without
 `site-packages`, `lib2to3`, `idlelib`, `turtledemo` and `encodings`. Python is copyright (c) 2001 Python Software
 Foundation, all rights reserved, and distributed under the PSF License Agreement (https://docs.python.org/3/license.html).
 The models reproduce fragments of that source. The head also saw {own_texts} texts of 257 tokens that the target itself
@@ -99,8 +99,8 @@ Whole files are held out by a hash of their path, about 1.5 %; nothing was train
 ## Making it
     python -m eagle_server.training demo --work DIR
 
-trains tokenizer, target and head one after the other, each resumable, and writes this directory: about an hour and a
-half on two cores. `python -m eagle_server.training --help` names the stages, and how to train a head for a target of
+trains tokenizer, target and head one after the other, each resumable, and writes this directory: about two hours on
+two cores. `python -m eagle_server.training --help` names the stages, and how to train a head for a target of
 your own.
 
 ## Limits
