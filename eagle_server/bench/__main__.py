@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from eagle_server.bench.load import Measurement, Workload, measure
 from eagle_server.bench.report import PLAIN, SPECULATIVE, plot, print_table, ratios, rows_of, write_json
 from eagle_server.bench.servers import BenchError, running
 
+TABLE_WIDTH = 96  # the tables need it, also where the output is no terminal
 DEMO_PROMPTS = Path(__file__).parent.parent / "assets" / "demo" / "prompts.json"
 
 
@@ -40,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; 0, or 2 with one line on stderr."""
     arguments = _parser().parse_args(argv)
-    console = Console()
+    console = Console(width=max(TABLE_WIDTH, shutil.get_terminal_size().columns))
     try:
         workload = Workload(_prompts(arguments.prompts), arguments.max_tokens, arguments.temperature)
         measurements = _run(arguments, workload, console)
