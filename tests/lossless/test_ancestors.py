@@ -1,0 +1,131 @@
+"""A drafted node attends to the prefix and its own ancestors: drafting path by path gives what the tree gave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle_server.engine.engine import Engine
+from eagle_server.models.draft import DraftHead, DraftOutput
+from eagle_server.plan import CyclePlan, CycleResult
+from eagle_server.speculation.draft_input import Frontier
+from tests.lossless.conftest import Pair
+from tests.support.dense import Recording, extend, features_of, follow_path
+from tests.support.engines import request, run, speculative
+
+TOLERANCE = 1e-4
+STEPS, TOPK = 4, 3
+
+
+@dataclass
+class Call:
+    """One pass of the head."""
+
+    tokens: Tensor  # [rows]
+    hidden: Tensor  # [rows, H]
+    out: DraftOutput
+
+
+class SpyHead:
+    """A `DraftHead` that notes its passes; `combine` begins a cycle, as only draft-extend calls it."""
+
+    def __init__(self, head: DraftHead) -> None:
+        self.head, self.config, self.aux_boundaries = head, head.config, head.aux_boundaries
+        self.logits, self.target_ids, self.draft_vocab_size = head.logits, head.target_ids, head.draft_vocab_size
+        self.passes: list[Call] = []
+
+    def combine(self, features: Tensor) -> Tensor:
+        self.passes = []
+        return self.head.combine(features)
+
+    def __call__(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: object) -> DraftOutput:
+        out = self.head(tokens, hidden, positions, attention)  # type: ignore[arg-type]
+        self.passes.append(Call(tokens, hidden, out))
+        return out
+
+
+@dataclass
+class Drafted:
+    """The tree that one request drafted behind `text`, whose last token is the root: nodes as (path, logits)."""
+
+    text: list[int]
+    nodes: list[tuple[list[int], Tensor]]
+    moved: int  # nodes whose parent stood in another column than their own
+
+
+def drafted_trees(engine: Engine, spy: SpyHead) -> list[Drafted]:
+    """Every tree that the engine drafts from now on; filled while it runs."""
+    trees: list[Drafted] = []
+    worker, original = engine.worker, engine.worker.run
+
+    def watched(plan: CyclePlan) -> CycleResult:
+        texts = {each.row: list(each.tokens) for each in engine.scheduler.running}
+        result = original(plan)
+        steps = spy.passes[1:]
+        assert len(steps) == (STEPS - 1 if plan.decodes else 0)
+        trees.extend(tree_of(texts[d.row], r, steps) for r, d in enumerate(plan.decodes))
+        return result
+
+    worker.run = watched  # type: ignore[method-assign]
+    return trees
+
+
+def tree_of(text: list[int], request_number: int, steps: list[Call]) -> Drafted:
+    """Whom a column descends from is read off the feedback that it was given."""
+    rows = slice(request_number * TOPK, (request_number + 1) * TOPK)
+    nodes, moved = [], 0
+    paths: list[list[int]] = [[]] * TOPK
+    for level, step in enumerate(steps):
+        parents = [0] * TOPK
+        if level:
+            given, above = step.hidden[rows], steps[level - 1].out.feedback[rows]
+            parents = [int((above == each).all(dim=1).int().argmax()) for each in given]
+            moved += sum(parent != column for column, parent in enumerate(parents))
+        paths = [[*paths[parent], int(token)] for parent, token in zip(parents, step.tokens[rows], strict=True)]
+        nodes.extend(zip(paths, step.out.normed[rows], strict=True))
+    return Drafted(text, nodes, moved)
+
+
+def largest_error(pair: Pair, size: int) -> float:
+    """Of any drafted node's logits against those of its path alone, over all cycles of three requests."""
+    spy = SpyHead(pair.head)
+    engine = speculative(pair.target, spy, STEPS, TOPK, draft_token_num=size, page_size=4, chunk_tokens=16)
+    trees = drafted_trees(engine, spy)
+    prompts = torch.randint(0, 62, (3, 23), generator=torch.Generator().manual_seed(5)).tolist()
+    sampling = {"max_tokens": 14, "ignore_eos": True, "temperature": 0.8}
+    run(engine, [request(i, p[: 9 + 7 * i], seed=i, **sampling) for i, p in enumerate(prompts)])
+    assert sum(tree.moved for tree in trees) > len(trees), "no tree in which a node changes its column proves nothing"
+    errors = []
+    for tree in trees:
+        features = features_of(pair.target, tree.text[:-1])
+        first = pair.head.logits(extend(pair.head, features, tree.text, Recording()).normed[-1:])
+        best = pair.head.target_ids(first.topk(TOPK).indices[0]).tolist()
+        assert sorted(path[0] for path, _ in tree.nodes[:TOPK]) == sorted(best)
+        for path, normed in tree.nodes:
+            expected = follow_path(pair.head, features, tree.text, path)[-1]
+            errors.append(float((pair.head.logits(normed[None])[0] - expected).abs().max()))
+    assert len(errors) > 100
+    return max(errors)
+
+
+@pytest.mark.parametrize("size", [13, 4])
+def test_drafting_a_tree_equals_drafting_each_of_its_paths_alone(pair: Pair, size: int) -> None:
+    """Also where drafting needs more slots than verifying does."""
+    assert largest_error(pair, size) < TOLERANCE
+
+
+def test_attending_to_columns_instead_of_ancestors_is_caught(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout of a known server: column c of a level sees column c of the levels above, whoever stands there."""
+    advance = Frontier.advance
+
+    def by_column(self: Frontier, tokens: Tensor, scores: Tensor, feedback: Tensor) -> tuple[Frontier, Tensor]:
+        following, chosen = advance(self, tokens, scores, feedback)
+        own = following.lineage[:, :, self.lineage.shape[2] :]
+        lineage = torch.cat([self.lineage, own], dim=2)
+        return Frontier(following.step, following.tokens, following.hidden, following.scores, lineage), chosen
+
+    monkeypatch.setattr(Frontier, "advance", by_column)
+    assert largest_error(pair, 13) > 100 * TOLERANCE

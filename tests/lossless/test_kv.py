@@ -1,0 +1,97 @@
+"""What the prefix cache keeps is what a plain causal pass over its tokens would have written, in target and draft pool.
+
+Wrong target KV changes texts. Wrong draft KV changes none: it only costs acceptance, so it is looked at here directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle_server.cache.pool import KVPool
+from eagle_server.cache.radix import Node, RadixCache
+from eagle_server.engine.engine import Engine
+from eagle_server.worker.verifier import Verifier
+from tests.lossless.conftest import Pair
+from tests.support.dense import Recording, extend, features_of
+from tests.support.engines import pools, request, run, speculative
+
+TOLERANCE = 1e-4
+
+
+def cached_texts(radix: RadixCache) -> Iterator[tuple[list[int], list[int]]]:
+    """Every path to a leaf: its pages, and their tokens with the one that follows the last slot."""
+
+    def descend(node: Node, keys: list[int], pages: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+        keys, pages = keys + node.keys.tolist(), pages + node.pages
+        if not node.children:
+            yield [keys[0] >> 32, *(key & 0xFFFFFFFF for key in keys)], pages
+        for child in node.children.values():
+            yield from descend(child, keys, pages)
+
+    for node in radix.root.children.values():
+        yield from descend(node, [], [])
+
+
+def worst_cached_slot(pair: Pair, engine: Engine) -> tuple[float, float, int]:
+    """(largest error of target KV, of draft KV, how many slots were compared); NaN if anything is poisoned."""
+    radix = engine.scheduler.kv.radix
+    assert radix is not None
+    target_pool, draft_pool = pools(engine)
+    assert draft_pool is not None
+    target_error = draft_error = torch.zeros(())
+    slots_seen = 0
+    for tokens, pages in cached_texts(radix):
+        slots = (torch.tensor(pages)[:, None] * radix.page_size + torch.arange(radix.page_size)).view(-1)
+        target, draft = Recording(), Recording()
+        features = features_of(pair.target, tokens[:-1], target)
+        extend(pair.head, features, tokens, draft)
+        target_error = torch.maximum(target_error, difference(target_pool, slots, target))
+        draft_error = torch.maximum(draft_error, difference(draft_pool, slots, draft))
+        slots_seen += len(slots)
+    return float(target_error), float(draft_error), slots_seen
+
+
+def difference(pool: KVPool, slots: Tensor, dense: Recording) -> Tensor:
+    stored = pool.data[:, :, slots]
+    return (stored - torch.stack([torch.stack(dense.keys), torch.stack(dense.values)])).abs().max()
+
+
+def busy_engine(pair: Pair, page: int, topk: int) -> Engine:
+    """An engine that has prefilled in chunks, joined, preempted, resumed, shared, aborted and evicted."""
+    generator = torch.Generator().manual_seed(page)
+    texts = torch.randint(0, 62, (14, 60), generator=generator).tolist()
+    lengths = torch.randint(8, 60, (14,), generator=generator).tolist()
+    requests = [
+        request(i, (texts[i % 3][:30] + texts[i])[:length], seed=i, temperature=(0.0, 0.9)[i % 2], max_tokens=20)
+        for i, length in enumerate(lengths)
+    ]
+    engine = speculative(pair.target, pair.head, 3, topk, page_size=page, chunk_tokens=24, max_total_tokens=224)
+
+    def abort(cycle: int) -> None:
+        if cycle in (5, 14, 23):
+            engine.abort(engine.scheduler.running[-1].request.request_id)
+
+    outcome = run(engine, requests[:7], joining={4: requests[7:10], 12: requests[10:]}, each_cycle=abort)
+    assert engine.stats().preemptions > 0
+    assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens
+    assert sum(finished.cached_tokens for finished in outcome.values()) > 0
+    return engine
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize("page", [1, 16])
+def test_every_cached_slot_holds_the_kv_of_its_tokens(pair: Pair, page: int, topk: int) -> None:
+    target_error, draft_error, slots = worst_cached_slot(pair, busy_engine(pair, page, topk))
+    assert slots > 100
+    assert target_error < TOLERANCE
+    assert draft_error < TOLERANCE
+
+
+def test_a_tree_that_is_not_compacted_is_caught(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Verifier, "keep", lambda *_: None)
+    target_error, _, _ = worst_cached_slot(pair, busy_engine(pair, 1, 4))
+    assert not target_error < 100 * TOLERANCE
