@@ -109,7 +109,7 @@ class ModelSection(Section):
     )
     cpu_threads: Count | None = Field(
         default=None,
-        description="threads that compute; auto: all cores, but one for a small model, whose operations are too short "
+        description="threads that compute; auto: all cores, but two for a small model, whose operations are too short "
         "to be shared out",
     )
     tp_size: Annotated[int, AfterValidator(_single_device)] = Field(

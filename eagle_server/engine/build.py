@@ -69,11 +69,12 @@ def _context_length(config: Config, facts: ModelConfig) -> int:
 
 
 def _threads_for(config: ModelConfig) -> int:
-    """One thread for a small model: a second one waits at every operation's end, and contends with the API process."""
+    """All cores, but two for a small model: its operations are too short to be shared out among more."""
     attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
     weights = config.num_layers * layer + config.vocab_size * config.hidden_size
-    return 1 if weights < SMALL_MODEL else os.cpu_count() or 1
+    cores = os.cpu_count() or 1
+    return min(2, cores) if weights < SMALL_MODEL else cores
 
 
 def _shape(config: Config, context: int, trees: SpeculativeParams | None) -> Shape:

@@ -23,9 +23,7 @@ class Accepted:
     path: Tensor  # int64 [bs, spec_steps + 1], node numbers, path[:, 0] = 0
     accept_length: Tensor  # int64 [bs]
     tokens: Tensor  # int64 [bs, spec_steps + 1]
-    finite: (
-        Tensor  # bool [bs], False where a path node's best score is not: its logits hold NaN, inf, or nothing allowed
-    )
+    finite: Tensor  # bool [bs], False where a path node's best score is not: NaN or inf, or no token is allowed
 
 
 def accept(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:

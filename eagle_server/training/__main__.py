@@ -21,7 +21,7 @@ from eagle_server.training.export import export_demo, export_head, export_target
 from eagle_server.training.target import DEMO_TARGET, VOCAB_SIZE, train_target
 
 ASSETS = Path(__file__).parents[1] / "assets" / "demo"
-DEMO_HEAD = Recipe(draft_vocab=2048, intermediate_size=512, steps=1800, sampled_texts=3072)
+DEMO_HEAD = Recipe(draft_vocab=2048, intermediate_size=512, steps=900, sampled_texts=2048)
 
 _ABOUT = """\
 Train draft heads, and the demo pair that this package carries.

@@ -73,7 +73,7 @@ class Sampling:
 
     length: int = 257
     prompt: tuple[int, int] = (24, 128)
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0, 1.0)
+    temperatures: tuple[float, ...] = (0.0, 0.0, 0.7, 1.0)
     batch: int = 256
 
 
