@@ -182,6 +182,15 @@ async def request_for(http: httpx.AsyncClient, engine: FakeEngine, **body: Any) 
     return engine.requests[-1]
 
 
+async def test_equal_prompts_of_one_call_have_their_own_noise_unless_a_seed_is_given(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    await complete(http, prompt=["abc", "abc"], n=2)
+    assert [each.choice for each in engine.requests[-4:]] == [0, 1, 2, 3]
+    await complete(http, prompt=["abc", "abc"], n=2, seed=5)
+    assert [each.choice for each in engine.requests[-4:]] == [0, 1, 0, 1]
+
+
 async def test_parameters_reach_the_engine(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     default = (await request_for(http, engine)).sampling
     assert (default.max_tokens, default.temperature, default.top_p, default.top_k) == (16, 1.0, 1.0, 0)
@@ -206,7 +215,7 @@ async def test_parameters_reach_the_engine(http: httpx.AsyncClient, engine: Fake
     assert (given.seed, given.ignore_eos, given.stop_token_ids, given.logprobs) == (42, True, (1, 2), 0)
     assert (await request_for(http, engine, top_k=-1)).sampling.top_k == 0
     assert (await request_for(http, engine, temperature=1e-9)).sampling.temperature == 0
-    assert (await request_for(http, engine, seed=-1)).sampling.seed >= 0
+    assert (await request_for(http, engine, seed=-1)).sampling.seed == -1
 
 
 async def test_null_and_neutral_parameters_ask_for_nothing(http: httpx.AsyncClient) -> None:
