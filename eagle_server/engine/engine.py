@@ -63,7 +63,7 @@ class Engine:
         if self.scheduler.has_work():
             plan = self.scheduler.schedule()
             result = self.worker.run(plan)
-            deltas.extend(self.scheduler.commit(plan, result))
+            deltas.extend(self.scheduler.commit(result))
             for stage, seconds in result.stage_seconds.items():
                 self._stages[stage] += seconds
         return deltas

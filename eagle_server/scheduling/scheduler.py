@@ -53,7 +53,7 @@ class Scheduler:
         self.totals = Totals()
         self._arrivals = 0
         self._released: list[int] = []
-        self._planned: tuple[list[Sequence], list[Sequence]] = ([], [])
+        self._planned: tuple[CyclePlan, list[Sequence], list[Sequence]] = (CyclePlan(), [], [])
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
@@ -104,12 +104,13 @@ class Scheduler:
                 budget -= len(chunks[-1].tokens)
         decodes = tuple(Decode(s.row, s.committed, s.tokens[-1], s.sampling) for s in decoding)
         released, self._released = tuple(self._released), []
-        self._planned = (chunked, decoding)
-        return CyclePlan(tuple(chunks), decodes, released)
+        plan = CyclePlan(tuple(chunks), decodes, released)
+        self._planned = (plan, chunked, decoding)
+        return plan
 
-    def commit(self, plan: CyclePlan, result: CycleResult) -> list[TokenDelta]:
-        """Take the cycle's result into the sequences; what each request gained."""
-        chunked, decoding = self._planned
+    def commit(self, result: CycleResult) -> list[TokenDelta]:
+        """Take the result of the plan made last into its sequences; what each request gained."""
+        plan, chunked, decoding = self._planned
         self.totals.cycles += 1
         deltas = []
         for sequence, emitted in zip(decoding, result.decodes, strict=True):

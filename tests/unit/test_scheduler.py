@@ -52,7 +52,7 @@ def work(plan: CyclePlan, accepted: int = 0) -> CycleResult:
 
 def cycle(it: Scheduler, accepted: int = 0) -> tuple[CyclePlan, list[TokenDelta]]:
     plan = it.schedule()
-    deltas = it.commit(plan, work(plan, accepted))
+    deltas = it.commit(work(plan, accepted))
     it.kv.check()
     return plan, deltas
 
@@ -278,7 +278,7 @@ def test_a_failed_request_leaves_nothing_of_its_own_in_the_cache(page: int) -> N
     add(it, "b", [*range(13), *range(40, 55)], max_tokens=1)
     plan = it.schedule()
     assert plan.chunks[0].start > 0
-    (delta,) = it.commit(plan, CycleResult((Emitted((1,), failed="broken"),), ()))
+    (delta,) = it.commit(CycleResult((Emitted((1,), failed="broken"),), ()))
     it.kv.check()
     assert (delta.finish_reason, delta.error, delta.token_ids) == (FinishReason.ERROR, "broken", [])
     assert it.kv.radix.cached_pages == cached
