@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle_server.engine.engine import Engine
 from eagle_server.models.draft import DraftOutput
-from eagle_server.plan import CyclePlan, CycleResult
+from eagle_server.plan import CycleResult
 from eagle_server.request import FinishReason, TokenDelta, TokenLogprob
 from tests.lossless.conftest import Pair
 from tests.support.engines import Finished, plain, request, run, speculative
@@ -144,10 +144,9 @@ def watch_cuts(engine: Engine) -> list[int]:
     """Filled while the engine runs: for every decode that ran past its request's end, how many tokens were cut off."""
     scheduler, commit, cuts = engine.scheduler, engine.scheduler.commit, list[int]()
 
-    def watched(plan: CyclePlan, result: CycleResult) -> list[TokenDelta]:
-        by_row = {each.row: each for each in scheduler.running}
-        before = [(by_row[d.row], len(by_row[d.row].tokens)) for d in plan.decodes]
-        deltas = commit(plan, result)
+    def watched(result: CycleResult) -> list[TokenDelta]:
+        before = [(each, len(each.tokens)) for each in scheduler.running if not each.prefilling]
+        deltas = commit(result)
         for (sequence, length), emitted in zip(before, result.decodes, strict=True):
             cuts.append(len(emitted.tokens) - (len(sequence.tokens) - length))
         return deltas
