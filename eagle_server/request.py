@@ -118,7 +118,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The engine's first message: what it serves."""
+    """The engine's first message: what it serves. max_request_tokens, prompt and output, is the tightest limit."""
 
     context_length: int
     max_request_tokens: int

@@ -59,7 +59,6 @@ class Choice:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.spec: SpecStats | None = None
-        self.finished = False
         self._prompt = prompt
         self._spelling = spelling
         self._detokenizer = IncrementalDetokenizer(spelling.tokenizer, prompt.token_ids)
@@ -89,7 +88,6 @@ class Choice:
         if not self.is_stopped:
             self._add_tokens(piece, delta)
         if delta.finish_reason is not None:
-            self.finished = True
             if not self.is_stopped:
                 piece.text += self._stops.push(self._detokenizer.flush()) + self._stops.flush()
             piece.finish_reason = "stop" if self.is_stopped else delta.finish_reason.value

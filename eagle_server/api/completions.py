@@ -17,7 +17,7 @@ from eagle_server.api.choice import Choice, Piece, Prompt
 from eagle_server.api.errors import ApiError, as_api_error, bad_request
 from eagle_server.api.responses import ChoiceBody, CompletionBody, Logprobs, Metrics, SpeculativeMetrics, Usage
 from eagle_server.api.schemas import CompletionRequest
-from eagle_server.api.service import Service, request_limit
+from eagle_server.api.service import Service
 from eagle_server.api.sse import DONE, event
 from eagle_server.engine.client import EngineUnavailable
 from eagle_server.request import Ready, Request, SamplingParams
@@ -187,7 +187,7 @@ def _sampling(body: CompletionRequest) -> SamplingParams:
 
 
 def _resolve_prompts(body: CompletionRequest, service: Service, ready: Ready) -> list[Prompt]:
-    limit = request_limit(ready)
+    limit = ready.max_request_tokens
     return [_resolve(source, body, service, ready.vocab_size, limit) for source in body.prompts]
 
 

@@ -13,7 +13,7 @@ from eagle_server.api.completions import Completion
 from eagle_server.api.errors import ApiError, unavailable
 from eagle_server.api.responses import json_response
 from eagle_server.api.schemas import parse_completion
-from eagle_server.api.service import Service, request_limit, service_of, version
+from eagle_server.api.service import Service, service_of, version
 from eagle_server.api.sse import EventStream, while_connected
 
 MAX_BODY_BYTES = 16 * 2**20
@@ -95,7 +95,7 @@ def _model(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": STARTED,
         "owned_by": "eagle_server",
-        "max_model_len": request_limit(ready) if ready else None,
+        "max_model_len": ready.max_request_tokens if ready else None,
     }
 
 

@@ -13,7 +13,6 @@ from fastapi import Request
 
 from eagle_server.engine.client import EngineClient
 from eagle_server.engine.detokenizer import TokenSpelling
-from eagle_server.request import Ready
 
 
 class Admission:
@@ -60,11 +59,6 @@ class Service:
 def service_of(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
-
-
-def request_limit(ready: Ready) -> int:
-    """Most tokens of one request, prompt and output together."""
-    return min(ready.context_length, ready.max_request_tokens)
 
 
 def version() -> str:

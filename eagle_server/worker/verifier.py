@@ -26,7 +26,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """features [rows, F] of all chunk rows; logits float32 [n, vocab] of `logit_rows`, a tuple per chunk."""
+    """features [rows, F] of all chunk rows; logits float32 [n, vocab], of which each chunk has `logit_rows`."""
 
     features: Tensor
     logits: Tensor
