@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
+
+
+class Pool(Protocol):
+    """One layer's keys [slots, kv_heads, head_dim] and values [slots, kv_heads, value_dim], by layer index."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k, v [rows, kv_heads, *] in `slots` int64 [rows]."""
+        ...
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots `source` to `target`, int64 [n], in every layer; all reads come before all writes."""
+        ...
+
+    def poison(self, slots: Tensor) -> None:
+        """Fill `slots` int64 [n] with NaN, so that a read of unwritten KV shows (tests)."""
+        ...
 
 
 class KVPool:
@@ -19,18 +40,44 @@ class KVPool:
         self.values = tuple(self.data[1].unbind(0))
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store k, v [rows, kv_heads, head_dim] in `slots` int64 [rows]."""
         self.keys[layer].index_copy_(0, slots, k)
         self.values[layer].index_copy_(0, slots, v)
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots `source` to `target`, int64 [n], in every layer; all reads come before all writes."""
         self.data.index_copy_(2, target, self.data.index_select(2, source))
 
     def poison(self, slots: Tensor) -> None:
-        """Fill `slots` int64 [n] with NaN, so that a read of unwritten KV shows (tests)."""
         self.data.index_fill_(2, slots, float("nan"))
 
     @staticmethod
     def bytes_per_slot(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         return 2 * layers * kv_heads * head_dim * dtype.itemsize
+
+
+class LatentPool:
+    """The compressed KV of multi-head latent attention: `data` [layers, slots, rank + rope_dim].
+
+    All heads share one key, the latent beside its rotary part, and their value is the latent alone: a view of the key.
+    """
+
+    def __init__(
+        self, layers: int, slots: int, rank: int, rope_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.rank = rank
+        self.data = torch.empty(layers, slots, rank + rope_dim, dtype=dtype, device=device)
+        self.data[:, 0].zero_()
+        self.keys = tuple(layer[:, None] for layer in self.data.unbind(0))
+        self.values = tuple(layer[:, None, :rank] for layer in self.data.unbind(0))
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:  # noqa: ARG002  v is part of k
+        self.keys[layer].index_copy_(0, slots, k)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        self.data.index_copy_(1, target, self.data.index_select(1, source))
+
+    def poison(self, slots: Tensor) -> None:
+        self.data.index_fill_(1, slots, float("nan"))
+
+    @staticmethod
+    def bytes_per_slot(layers: int, rank: int, rope_dim: int, dtype: torch.dtype) -> int:
+        return layers * (rank + rope_dim) * dtype.itemsize

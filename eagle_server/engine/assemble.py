@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eagle_server.attention.cpu import CpuAttention
+from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.cache.allocator import PageAllocator
 from eagle_server.cache.lease import KVLeases
 from eagle_server.cache.page_table import PageTable
@@ -16,8 +16,8 @@ from eagle_server.cache.pool import KVPool
 from eagle_server.cache.radix import RadixCache
 from eagle_server.engine.engine import Engine
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.dense import DenseModel
 from eagle_server.models.draft import DraftHead
+from eagle_server.models.target import TargetModel
 from eagle_server.request import Ready
 from eagle_server.scheduling.scheduler import Limits, Scheduler
 from eagle_server.worker.batch import Batches
@@ -54,7 +54,7 @@ class Shape:
         return max((self.num_steps - 1) * self.topk, self.draft_token_num)
 
 
-def assemble(target: DenseModel, head: DraftHead | None, shape: Shape, *, algorithm: str = "NONE") -> Engine:
+def assemble(target: TargetModel, head: DraftHead | None, shape: Shape, *, algorithm: str = "NONE") -> Engine:
     """An engine over `target`, drafting with `head` (None: plain decoding)."""
     device = target.embed.device
     _check(head, shape)
@@ -66,7 +66,7 @@ def assemble(target: DenseModel, head: DraftHead | None, shape: Shape, *, algori
         pools.append(_pool(head.config, slots, device))
         drafter = EagleDrafter(
             head,
-            CpuAttention(pools[1]),
+            TorchNativeAttention(pools[1]),
             num_steps=shape.num_steps,
             topk=shape.topk,
             draft_token_num=shape.draft_token_num,
@@ -92,7 +92,7 @@ def assemble(target: DenseModel, head: DraftHead | None, shape: Shape, *, algori
         spec_steps=steps,
         draft_feeds=drafter.feeds,
     )
-    worker = Worker(Verifier(target, CpuAttention(pools[0]), pools[0]), drafter, Batches(table, device))
+    worker = Worker(Verifier(target, TorchNativeAttention(pools[0]), pools[0]), drafter, Batches(table, device))
     ready = Ready(
         context_length=shape.context_length,
         max_request_tokens=min(shape.context_length, allocator.num_pages * shape.page_size - shape.window),

@@ -14,9 +14,9 @@ from eagle_server.config import Config, ConfigError, SpeculativeParams, resolve_
 from eagle_server.engine.assemble import Shape, assemble
 from eagle_server.engine.engine import Engine
 from eagle_server.models.config import ModelConfig, read_config
-from eagle_server.models.dense import DenseModel
 from eagle_server.models.load_draft import LoadedDraft, load_draft
 from eagle_server.models.loader import load_target
+from eagle_server.models.target import TargetModel
 from eagle_server.models.weights import resolve_checkpoint, resolve_file
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def _shape(config: Config, context: int, trees: SpeculativeParams | None) -> Sha
     return replace(shape, num_steps=trees.num_steps, topk=trees.eagle_topk, draft_token_num=trees.num_draft_tokens)
 
 
-def _load_draft(config: Config, target: DenseModel, shape: Shape, *, progress: bool) -> LoadedDraft:
+def _load_draft(config: Config, target: TargetModel, shape: Shape, *, progress: bool) -> LoadedDraft:
     assert config.draft_path is not None
     algorithm, token_map = config.speculative.algorithm, config.speculative.token_map
     return load_draft(
@@ -118,7 +118,7 @@ def _slots_that_fit(shape: Shape, target: ModelConfig, draft: LoadedDraft | None
 
 
 def _resolved(
-    config: Config, shape: Shape, target: DenseModel, trees: SpeculativeParams | None, algorithm: str
+    config: Config, shape: Shape, target: TargetModel, trees: SpeculativeParams | None, algorithm: str
 ) -> dict[str, Any]:
     """What /v1/server_info shows: the configuration with every automatic value in its place."""
     values = config.public_dict()

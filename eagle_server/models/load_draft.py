@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eagle_server.models.config import CheckpointError, ModelConfig, read_config
-from eagle_server.models.dense import DenseModel
 from eagle_server.models.draft import DraftHead, TargetWeights
 from eagle_server.models.draft_config import eagle3_config, eagle_config, flatten
 from eagle_server.models.draft_format import DraftFiles, DraftKind, canonical_name, clean_names, detect
@@ -24,6 +23,7 @@ from eagle_server.models.eagle3 import Eagle3Config, Eagle3Head
 from eagle_server.models.layers import pack_linears
 from eagle_server.models.loader import created_as
 from eagle_server.models.rope import at_context
+from eagle_server.models.target import TargetModel
 from eagle_server.models.weights import copy_weights, open_weights, refuse_quantized, resolve_checkpoint
 
 Algorithm = Literal["EAGLE", "EAGLE3"]
@@ -41,7 +41,7 @@ class LoadedDraft:
 
 def load_draft(  # noqa: PLR0913
     path: str | Path,
-    target: DenseModel,
+    target: TargetModel,
     *,
     context: int,
     lookahead: int = 0,
@@ -107,7 +107,7 @@ def _served(layers: ModelConfig, context: int) -> ModelConfig:
 
 
 def _load_eagle(
-    config: EagleConfig, files: DraftFiles, target: DenseModel, *, context: int, progress: bool
+    config: EagleConfig, files: DraftFiles, target: TargetModel, *, context: int, progress: bool
 ) -> EagleHead:
     check_vocabulary(files, target, target.config.vocab_size)
     files = without_copies(files, target)
@@ -122,7 +122,7 @@ def _load_eagle(
 
 
 def _load_eagle3(
-    config: Eagle3Config, files: DraftFiles, target: DenseModel, *, context: int, progress: bool
+    config: Eagle3Config, files: DraftFiles, target: TargetModel, *, context: int, progress: bool
 ) -> Eagle3Head:
     check_vocabulary(files, target, config.draft_vocab_size)
     files = without_copies(files, target)

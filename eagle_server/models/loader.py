@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from eagle_server.models.config import CheckpointError, ModelConfig, read_config
-from eagle_server.models.dense import DenseModel
 from eagle_server.models.layers import Views, pack_linears
 from eagle_server.models.rope import at_context
+from eagle_server.models.target import TargetModel
 from eagle_server.models.weights import Weights, copy_weights, open_weights, refuse_quantized, resolve_checkpoint
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
@@ -37,7 +37,7 @@ def load_target(
     device: str | torch.device = "cpu",
     progress: bool = True,
     pack: bool = True,
-) -> DenseModel:
+) -> TargetModel:
     """The target of a checkpoint directory or Hub id, frozen, in `dtype`, with packed linears.
 
     `context` (default: max_position_embeddings) and `lookahead`, the positions that drafting may write beyond it, size
@@ -62,7 +62,7 @@ def load_target(
         eos_token_ids=_eos_token_ids(directory, config),
     )
     with created_as(config.dtype, device):
-        model = DenseModel(config, context + lookahead)
+        model = TargetModel(config, context + lookahead)
     stored = _without_inert(open_weights(directory), config)
     copy_weights(dict(model.weight_views()), stored, source=directory, progress=progress)
     model.requires_grad_(requires_grad=False).eval()

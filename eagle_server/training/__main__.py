@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer
 
 from eagle_server.models.config import CheckpointError
-from eagle_server.models.dense import DenseModel
 from eagle_server.models.loader import load_target
+from eagle_server.models.target import TargetModel
 from eagle_server.models.weights import resolve_checkpoint
 from eagle_server.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library
 from eagle_server.training.eagle3 import Recipe, train_head
@@ -159,7 +159,7 @@ def _demo_corpus(work: Path) -> Corpus:
     return standard_library(tokenizer, int(str(DEMO_TARGET["eos_token_id"])), work / "corpus.npz")
 
 
-def _train_and_write(target: DenseModel, corpus: Corpus, recipe: Recipe, out: Path) -> None:
+def _train_and_write(target: TargetModel, corpus: Corpus, recipe: Recipe, out: Path) -> None:
     training = out / "training"
     _claim(training, recipe)
     export_head(train_head(target, corpus, recipe, training), out)

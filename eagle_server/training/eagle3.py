@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle_server.models.dense import DenseModel
+from eagle_server.models.target import TargetModel
 from eagle_server.training.corpus import Corpus
 from eagle_server.training.generate import Sampling, target_texts
 from eagle_server.training.heads import Kind, NewHead, default_boundaries, frequent_ids, new_eagle, new_eagle3
@@ -52,7 +52,7 @@ class OwnTexts:
     sampled: np.ndarray  # the same at temperature 1
 
 
-def train_head(target: DenseModel, corpus: Corpus, recipe: Recipe, directory: Path) -> NewHead:
+def train_head(target: TargetModel, corpus: Corpus, recipe: Recipe, directory: Path) -> NewHead:
     """Train (or finish training) a head in `directory`; `target` is frozen and gets the head's aux boundaries."""
     if any(target.config.windows):
         raise ValueError("heads cannot be trained for sliding-window targets yet")
@@ -81,7 +81,7 @@ def train_head(target: DenseModel, corpus: Corpus, recipe: Recipe, directory: Pa
     return new
 
 
-def own_texts(target: DenseModel, corpus: Corpus, recipe: Recipe, directory: Path) -> OwnTexts:
+def own_texts(target: TargetModel, corpus: Corpus, recipe: Recipe, directory: Path) -> OwnTexts:
     """What the target writes, from `directory`'s cache or sampled now."""
     cache = directory / "own-texts.npz"
     if cache.is_file():
@@ -101,7 +101,7 @@ def own_texts(target: DenseModel, corpus: Corpus, recipe: Recipe, directory: Pat
 
 
 @torch.no_grad()
-def evaluate_head(target: DenseModel, new: NewHead, corpus: Corpus, own: OwnTexts, passes: int) -> dict[str, float]:
+def evaluate_head(target: TargetModel, new: NewHead, corpus: Corpus, own: OwnTexts, passes: int) -> dict[str, float]:
     """The loss on held-out text; accuracy by pass and accept length of chains on what the target writes after it."""
     draft_ids, device, numbers = new.draft_ids(), target.embed.device, {}
     length = own.greedy.shape[1] - 1
@@ -117,7 +117,7 @@ def evaluate_head(target: DenseModel, new: NewHead, corpus: Corpus, own: OwnText
     return numbers
 
 
-def _fresh(target: DenseModel, corpus: Corpus, recipe: Recipe) -> NewHead:
+def _fresh(target: TargetModel, corpus: Corpus, recipe: Recipe) -> NewHead:
     width = recipe.intermediate_size or target.config.intermediate_size
     if recipe.kind == "eagle":
         return new_eagle(target, width)

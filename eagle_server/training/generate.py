@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle_server.attention.interface import LayerSpec
-from eagle_server.models.dense import DenseModel
+from eagle_server.models.target import TargetModel
 
 
 class GrowingCausal:
@@ -50,7 +50,7 @@ class GrowingCausal:
 
 @torch.no_grad()
 def continue_texts(
-    target: DenseModel, prompts: Tensor, new_tokens: int, temperatures: Tensor, generator: torch.Generator
+    target: TargetModel, prompts: Tensor, new_tokens: int, temperatures: Tensor, generator: torch.Generator
 ) -> Tensor:
     """Prompts [batch, length] and `new_tokens` sampled after each at its temperature [batch]; 0 is greedy."""
     batch, length = prompts.shape
@@ -77,7 +77,7 @@ class Sampling:
     batch: int = 256
 
 
-def target_texts(target: DenseModel, stream: np.ndarray, texts: int, sampling: Sampling, seed: int) -> np.ndarray:
+def target_texts(target: TargetModel, stream: np.ndarray, texts: int, sampling: Sampling, seed: int) -> np.ndarray:
     """`texts` texts [texts, length] that begin as `stream` does somewhere and go on as the target does."""
     if not texts:
         return np.empty((0, sampling.length), stream.dtype)

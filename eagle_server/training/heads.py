@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.dense import DenseModel
 from eagle_server.models.draft import TargetWeights
 from eagle_server.models.eagle import EagleConfig, EagleHead
 from eagle_server.models.eagle3 import Eagle3Config, Eagle3Head
+from eagle_server.models.target import TargetModel
 
 Kind = Literal["eagle3", "eagle"]
 _SMALLEST_DEFAULT = 7  # layers; a smaller target has no three distinct default boundaries
@@ -49,7 +49,7 @@ def frequent_ids(stream: np.ndarray, vocab: int, count: int) -> Tensor:
     return torch.from_numpy(np.sort(order[:count]).astype(np.int64))
 
 
-def new_eagle3(target: DenseModel, boundaries: Sequence[int], draft_ids: Tensor, intermediate_size: int) -> NewHead:
+def new_eagle3(target: TargetModel, boundaries: Sequence[int], draft_ids: Tensor, intermediate_size: int) -> NewHead:
     """An EAGLE-3 head with one layer of the target's shape; sets `target.aux_boundaries` to what it reads."""
     vocab, count = target.config.vocab_size, len(draft_ids)
     published = {
@@ -78,7 +78,7 @@ def new_eagle3(target: DenseModel, boundaries: Sequence[int], draft_ids: Tensor,
     return NewHead(head, published)
 
 
-def new_eagle(target: DenseModel, intermediate_size: int) -> NewHead:
+def new_eagle(target: TargetModel, intermediate_size: int) -> NewHead:
     """An EAGLE-1/2 head with one layer of the target's shape, which shares embedding and lm_head with the target."""
     published = {
         "architectures": ["LlamaForCausalLMEagle"],
@@ -101,7 +101,7 @@ def _initialize(head: nn.Module) -> None:
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
 
 
-def _borrowed(target: DenseModel) -> TargetWeights:
+def _borrowed(target: TargetModel) -> TargetWeights:
     return TargetWeights(target.embed.detach(), target.lm_head)
 
 

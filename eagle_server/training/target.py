@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.dense import DenseModel
+from eagle_server.models.target import TargetModel
 from eagle_server.training.corpus import Corpus
 from eagle_server.training.loop import Job, Schedule, train
 
@@ -43,10 +43,10 @@ DEMO_TARGET: dict[str, object] = {
 }
 
 
-def build_target(aux_boundaries: tuple[int, ...] = ()) -> DenseModel:
+def build_target(aux_boundaries: tuple[int, ...] = ()) -> TargetModel:
     """The demo target's architecture with fresh weights."""
     config = ModelConfig.from_dict(DEMO_TARGET)
-    model = DenseModel(config, config.max_position, aux_boundaries)
+    model = TargetModel(config, config.max_position, aux_boundaries)
     initialize(model, config.num_layers)
     return model
 
@@ -75,7 +75,7 @@ def evenly_spaced(stream: np.ndarray, length: int, count: int) -> list[Tensor]:
     return [torch.from_numpy(stream[s : s + length + 1].astype(np.int64))[None] for s in starts]
 
 
-def target_loss(model: DenseModel, window: Tensor, positions: Tensor) -> Tensor:
+def target_loss(model: TargetModel, window: Tensor, positions: Tensor) -> Tensor:
     """Mean next-token cross-entropy over windows [batch, length + 1]."""
     inputs, labels = window[:, :-1].reshape(-1), window[:, 1:].reshape(-1)
     output = model(inputs, positions, DenseCausal(window.shape[0]))
@@ -87,7 +87,7 @@ def positions_of(window: Tensor) -> Tensor:
     return torch.arange(window.shape[1] - 1).repeat(window.shape[0])
 
 
-def train_target(corpus: Corpus, work: Path, steps: int, *, compiled: bool = False) -> DenseModel:
+def train_target(corpus: Corpus, work: Path, steps: int, *, compiled: bool = False) -> TargetModel:
     """Train (or finish training) the demo target in `work`."""
     torch.manual_seed(0)
     model = build_target()

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models
 from torch import nn
 
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.dense import DenseModel
 from eagle_server.models.loader import save_checkpoint
+from eagle_server.models.target import TargetModel
 from eagle_server.training.generate import continue_texts
 from eagle_server.training.heads import Kind, NewHead, new_eagle, new_eagle3
 from eagle_server.training.loop import Optimizers
@@ -87,9 +87,9 @@ def _target_json(vocab: int, context: int) -> dict[str, object]:
     }
 
 
-def _random_target(config_json: dict[str, object]) -> DenseModel:
+def _random_target(config_json: dict[str, object]) -> TargetModel:
     config = ModelConfig.from_dict(config_json)
-    target = DenseModel(config, config.max_position)
+    target = TargetModel(config, config.max_position)
     for name, parameter in target.named_parameters():
         if parameter.dim() == 1:  # norms stay ones
             continue
@@ -100,7 +100,7 @@ def _random_target(config_json: dict[str, object]) -> DenseModel:
     return target.requires_grad_(requires_grad=False).eval()
 
 
-def _trained_head(target: DenseModel, kind: Kind, steps: int, seed: int) -> NewHead:
+def _trained_head(target: TargetModel, kind: Kind, steps: int, seed: int) -> NewHead:
     vocab, generator = target.config.vocab_size, torch.Generator().manual_seed(seed)
     prompts = torch.randint(vocab, (_TEXTS, 4), generator=generator)
     temperatures = torch.tensor([0.0, 1.0, 1.0]).repeat(_TEXTS // 3)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import LayerSpec
-from eagle_server.models.dense import DenseModel
 from eagle_server.models.draft import DraftHead
+from eagle_server.models.target import TargetModel
 
 PASS_DECAY = 0.8
 
@@ -69,7 +69,7 @@ class Lesson:
 
 
 @torch.no_grad()
-def teach(target: DenseModel, window: Tensor, draft_ids: Tensor) -> Lesson:
+def teach(target: TargetModel, window: Tensor, draft_ids: Tensor) -> Lesson:
     """The lesson of texts `window` [batch, length + 2] for a head that drafts the ids `draft_ids` [Vd]."""
     batch, seen = window.shape[0], window[:, :-1]
     places = torch.arange(seen.shape[1], device=window.device).expand(batch, -1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eagle_server.attention.interface import AttentionBackend
 from eagle_server.cache.pool import KVPool
-from eagle_server.models.dense import DenseModel, TargetOutput
+from eagle_server.models.target import TargetModel, TargetOutput
 from eagle_server.plan import Chunk
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import EagleVerifyInput
@@ -36,7 +36,7 @@ class Prefilled:
 class Verifier:
     """Runs the target over its KV pool."""
 
-    def __init__(self, target: DenseModel, attention: AttentionBackend, pool: KVPool) -> None:
+    def __init__(self, target: TargetModel, attention: AttentionBackend, pool: KVPool) -> None:
         self.target, self.attention, self.pool = target, attention, pool
 
     def verify(self, batch: DecodeBatch, tree: EagleVerifyInput) -> Verified:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_server.models.dense import DenseModel
 from eagle_server.models.draft import DraftHead
 from eagle_server.models.load_draft import load_draft
 from eagle_server.models.loader import load_target
+from eagle_server.models.target import TargetModel
 from eagle_server.training.tiny import tiny_pair
 
 KINDS = {"EAGLE": "eagle", "EAGLE3": "eagle3"}
@@ -25,7 +25,7 @@ class Pair:
 
     kind: str
     directory: Path
-    target: DenseModel
+    target: TargetModel
     head: DraftHead
 
 

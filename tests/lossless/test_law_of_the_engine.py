@@ -17,7 +17,7 @@ from scipy import stats
 from torch import Tensor
 
 from eagle_server.engine.engine import Engine
-from eagle_server.models.dense import DenseModel
+from eagle_server.models.target import TargetModel
 from eagle_server.request import Request
 from eagle_server.speculation.accept import Accepted, accept
 from eagle_server.speculation.sampling import SamplingBatch, draw
@@ -34,12 +34,12 @@ SAMPLING = {"temperature": 1.0, "top_k": 4}
 
 
 @pytest.fixture(scope="module")
-def target() -> DenseModel:
+def target() -> TargetModel:
     return random_target(VOCAB, hidden=16, layers=3, seed=4, std=0.3)
 
 
 @pytest.fixture(scope="module")
-def exact_law(target: DenseModel) -> Law:
+def exact_law(target: TargetModel) -> Law:
     model, texts = in_float64(target), {(): 1.0}
     for _ in range(LENGTH):
         longer = {}
@@ -72,18 +72,18 @@ def p_value(texts: Sequence[Text], expected: Law) -> float:
     return float(stats.chi2.sf(statistic, len(cells) - 1))
 
 
-def drafting(target: DenseModel, kind: str) -> Engine:
+def drafting(target: TargetModel, kind: str) -> Engine:
     """Untrained heads guess badly, so their trees are wide: about every second cycle accepts something."""
     head = random_head(target, kind, seed=2)
     return speculative(target, head, steps=2, topk=6, draft_token_num=25, max_running=64)
 
 
-def test_plain_decoding_follows_the_models_law(target: DenseModel, exact_law: Law) -> None:
+def test_plain_decoding_follows_the_models_law(target: TargetModel, exact_law: Law) -> None:
     assert p_value(texts_of(run(plain(target, max_running=64), requests(TEXTS))), exact_law) > ALPHA
 
 
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
-def test_speculative_decoding_follows_the_models_law(target: DenseModel, exact_law: Law, kind: str) -> None:
+def test_speculative_decoding_follows_the_models_law(target: TargetModel, exact_law: Law, kind: str) -> None:
     engine = drafting(target, kind)
     outcome = run(engine, requests(TEXTS))
     assert p_value(texts_of(outcome), exact_law) > ALPHA
@@ -116,7 +116,7 @@ MUTANTS = (fresh_bonus_after_a_miss, root_and_first_level_share_their_noise, noi
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_planted_bias_is_caught(
-    target: DenseModel, exact_law: Law, mutant: object, monkeypatch: pytest.MonkeyPatch
+    target: TargetModel, exact_law: Law, mutant: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "accept", mutant)
     assert p_value(texts_of(run(drafting(target, "EAGLE"), requests(TEXTS // 4))), exact_law) < ALPHA

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eagle_server.attention.cpu import CpuAttention
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec
+from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.cache.pool import KVPool
 from eagle_server.models.config import ModelConfig, read_config
-from eagle_server.models.dense import DenseModel
 from eagle_server.models.loader import load_target
+from eagle_server.models.target import TargetModel
 from tests.parity.checkpoints import CASES, VOCAB, write
 
 TOLERANCE = 1e-4
@@ -31,7 +31,7 @@ def _one_thread() -> None:
 @pytest.fixture(scope="module", params=sorted(CASES))
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[PreTrainedModel, DenseModel]:
+) -> tuple[PreTrainedModel, TargetModel]:
     directory = tmp_path_factory.mktemp("target")
     theirs = write(CASES[request.param], directory)
     return theirs, load_target(directory, dtype="float32", progress=False)
@@ -53,7 +53,7 @@ class DenseWindows:
 class Pages:
     """Requests over a paged KV pool whose pages lie in a shuffled order; everything not written is NaN."""
 
-    def __init__(self, model: DenseModel, requests: int, pages_each: int) -> None:
+    def __init__(self, model: TargetModel, requests: int, pages_each: int) -> None:
         config = model.config
         pages = 1 + requests * pages_each
         self.pool = KVPool(
@@ -62,7 +62,7 @@ class Pages:
         self.pool.poison(torch.arange(PAGE, pages * PAGE))
         order = 1 + torch.randperm(pages - 1).view(requests, pages_each)
         self.slots = (order[:, :, None] * PAGE + torch.arange(PAGE)).view(requests, -1)  # [requests, positions]
-        self.model, self.attention = model, CpuAttention(self.pool)
+        self.model, self.attention = model, TorchNativeAttention(self.pool)
 
     def logits(self, prompts: Sequence[Tensor], start: Sequence[int], stop: Sequence[int]) -> list[Tensor]:
         """One forward over tokens start..stop of every prompt -> their logits."""
@@ -83,7 +83,7 @@ class Pages:
 
 
 @torch.inference_mode()
-def test_dense_logits_equal_transformers(pair: tuple[PreTrainedModel, DenseModel]) -> None:
+def test_dense_logits_equal_transformers(pair: tuple[PreTrainedModel, TargetModel]) -> None:
     theirs, ours = pair
     tokens = torch.randint(VOCAB, (2, 30), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(30).repeat(2)
@@ -92,7 +92,7 @@ def test_dense_logits_equal_transformers(pair: tuple[PreTrainedModel, DenseModel
 
 
 @torch.inference_mode()
-def test_paged_logits_of_unequal_prompts_equal_transformers(pair: tuple[PreTrainedModel, DenseModel]) -> None:
+def test_paged_logits_of_unequal_prompts_equal_transformers(pair: tuple[PreTrainedModel, TargetModel]) -> None:
     """Prompts below, at and above one page of 16, in two chunks and then one token each."""
     theirs, ours = pair
     generator = torch.Generator().manual_seed(2)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import LayerSpec
-from eagle_server.models.dense import DenseModel
 from eagle_server.models.draft import DraftHead, DraftOutput
+from eagle_server.models.target import TargetModel
 
 
 class Recording:
@@ -28,7 +28,7 @@ class Recording:
         return self._causal.run(q, k, v, layer)
 
 
-def features_of(target: DenseModel, tokens: Sequence[int], attention: Recording | None = None) -> Tensor:
+def features_of(target: TargetModel, tokens: Sequence[int], attention: Recording | None = None) -> Tensor:
     """What the target gives a head at every token: the captured streams, or else the last hidden state."""
     out = target(torch.tensor(tokens), torch.arange(len(tokens)), attention or Recording())
     return out.hidden if out.aux is None else out.aux

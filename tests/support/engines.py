@@ -12,10 +12,10 @@ from eagle_server.cache.pool import KVPool
 from eagle_server.engine.assemble import Shape, assemble
 from eagle_server.engine.engine import Engine
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.dense import DenseModel
 from eagle_server.models.draft import DraftHead, TargetWeights
 from eagle_server.models.eagle import EagleConfig, EagleHead
 from eagle_server.models.eagle3 import Eagle3Config, Eagle3Head
+from eagle_server.models.target import TargetModel
 from eagle_server.request import FinishReason, Request, SamplingParams, SpecStats, TokenDelta, TokenLogprob
 
 CONTEXT = 256
@@ -101,13 +101,13 @@ def shape(steps: int = 3, topk: int = 4, **settings: Any) -> Shape:
     return Shape(**{**numbers, "num_steps": steps, "topk": topk, "poison": True, **settings})
 
 
-def plain(target: DenseModel, **settings: Any) -> Engine:
+def plain(target: TargetModel, **settings: Any) -> Engine:
     """An engine without speculation."""
     numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "poison": True}
     return assemble(target, None, Shape(**{**numbers, **settings}))
 
 
-def speculative(target: DenseModel, head: DraftHead, steps: int = 3, topk: int = 4, **settings: Any) -> Engine:
+def speculative(target: TargetModel, head: DraftHead, steps: int = 3, topk: int = 4, **settings: Any) -> Engine:
     return assemble(target, head, shape(steps, topk, **settings))
 
 
@@ -119,7 +119,7 @@ def pools(engine: Engine) -> tuple[KVPool, KVPool | None]:
 
 def random_target(
     vocab: int = 48, hidden: int = 32, layers: int = 3, *, seed: int = 0, std: float = 0.25, **config: Any
-) -> DenseModel:
+) -> TargetModel:
     """A random target; its next-token laws have several bits of entropy. Token 0 ends a sequence."""
     raw = {
         "architectures": ["LlamaForCausalLM"],
@@ -133,11 +133,11 @@ def random_target(
         "eos_token_id": 0,
         **config,
     }
-    return _randomized(DenseModel(ModelConfig.from_dict(raw), CONTEXT + MARGIN), seed, std)
+    return _randomized(TargetModel(ModelConfig.from_dict(raw), CONTEXT + MARGIN), seed, std)
 
 
 def random_head(
-    target: DenseModel, kind: str, *, seed: int = 1, std: float = 0.25, draft_vocab: int | None = None
+    target: TargetModel, kind: str, *, seed: int = 1, std: float = 0.25, draft_vocab: int | None = None
 ) -> DraftHead:
     """An untrained EAGLE or EAGLE3 head for a target of at least three layers; `draft_vocab`: the first ids only."""
     config = target.config

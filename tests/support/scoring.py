@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import LayerSpec
-from eagle_server.models.dense import DenseModel
+from eagle_server.models.target import TargetModel
 from eagle_server.request import Request, SamplingParams
 from eagle_server.speculation.random import gumbel, request_key
 
@@ -29,9 +29,9 @@ class Windowed:
         return DenseCausal(1, torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)).run(q, k, v, layer)
 
 
-def in_float64(target: DenseModel) -> DenseModel:
+def in_float64(target: TargetModel) -> TargetModel:
     """A copy with plain weights."""
-    copy = DenseModel(replace(target.config, dtype=torch.float64), target.rope.cos.shape[0])
+    copy = TargetModel(replace(target.config, dtype=torch.float64), target.rope.cos.shape[0])
     with torch.no_grad():
         for (name, theirs), (_, mine) in zip(target.weight_views(), copy.weight_views(), strict=True):
             assert mine.shape == theirs.shape, name
@@ -39,7 +39,7 @@ def in_float64(target: DenseModel) -> DenseModel:
     return copy.double().requires_grad_(requires_grad=False).eval()
 
 
-def logits_of(target: DenseModel, tokens: Sequence[int]) -> Tensor:
+def logits_of(target: TargetModel, tokens: Sequence[int]) -> Tensor:
     """[len(tokens), vocab], row i predicting token i + 1."""
     hidden = target(torch.tensor(tokens), torch.arange(len(tokens)), Windowed(len(tokens))).hidden
     return target.lm_head(hidden)
@@ -64,7 +64,7 @@ def law(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.
     return result
 
 
-def slack(target: DenseModel, request: Request, output: Sequence[int]) -> float:
+def slack(target: TargetModel, request: Request, output: Sequence[int]) -> float:
     """How far the draws of a text are from being another text: the smallest gap between a draw's two best scores.
 
     0 if the text is not what the request draws, or if nudging a truncation by 1e-5 changes a draw. `target` is float64.

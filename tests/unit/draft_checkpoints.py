@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.dense import DenseModel
+from eagle_server.models.target import TargetModel
 
 V, VD, H, HEADS, KV, D, FFN, LAYERS = 48, 20, 32, 4, 2, 8, 40, 8
 CONTEXT = 64
@@ -37,11 +37,11 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def target(seed: int = 0) -> DenseModel:
+def target(seed: int = 0) -> TargetModel:
     """A random target of 8 layers; drafts borrow its embedding and head."""
     torch.manual_seed(seed)
     raw = {**CONFIG, "num_hidden_layers": LAYERS}
-    model = DenseModel(ModelConfig.from_dict(raw), CONTEXT)
+    model = TargetModel(ModelConfig.from_dict(raw), CONTEXT)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.3)

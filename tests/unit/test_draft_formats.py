@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
-from eagle_server.models.dense import DenseModel
 from eagle_server.models.draft import DraftHead
 from eagle_server.models.eagle3 import Eagle3Head
 from eagle_server.models.load_draft import LoadedDraft, load_draft
 from eagle_server.models.loader import save_checkpoint
+from eagle_server.models.target import TargetModel
 from tests.unit import draft_checkpoints as dc
 from tests.unit.draft_checkpoints import CONFIG, CONTEXT, VD, D, H, Semantics, Tensors, V
 
@@ -26,12 +26,12 @@ EAGLE3 = {**CONFIG, "draft_vocab_size": VD}
 
 
 @pytest.fixture(scope="module")
-def target() -> DenseModel:
+def target() -> TargetModel:
     torch.set_num_threads(1)
     return dc.target()
 
 
-def load(path: Path, target: DenseModel, **options: Any) -> LoadedDraft:
+def load(path: Path, target: TargetModel, **options: Any) -> LoadedDraft:
     return load_draft(path, target, context=CONTEXT, progress=False, **options)
 
 
@@ -61,14 +61,14 @@ def close(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-5)
 
 
-def expected_eagle(w: Tensors, target: DenseModel, head: DraftHead, how: Semantics = PLAIN) -> list[Tensor]:
+def expected_eagle(w: Tensors, target: TargetModel, head: DraftHead, how: Semantics = PLAIN) -> list[Tensor]:
     tokens, features, *_ = inputs(head)
     first, y1 = dc.reference_eagle(w, target.embed, tokens, features, how)
     _, y2 = dc.reference_eagle(w, target.embed, tokens.flip(0), first, how)
     return [y @ target.lm_head.weight.T for y in (y1, y2)]
 
 
-def expected_eagle3(w: Tensors, target: DenseModel, head: DraftHead, how: Semantics = PLAIN) -> list[Tensor]:
+def expected_eagle3(w: Tensors, target: TargetModel, head: DraftHead, how: Semantics = PLAIN) -> list[Tensor]:
     tokens, features, *_ = inputs(head)
     embed = w.get("embed_tokens.weight", target.embed)
     first, y1 = dc.reference_eagle3(w, embed, tokens, dc.reference_combine(w, features), how)
@@ -78,7 +78,7 @@ def expected_eagle3(w: Tensors, target: DenseModel, head: DraftHead, how: Semant
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("form", ["plain", "with-embedding", "bin", "nested", "prefixed"])
-def test_eagle_computes_its_formula(tmp_path: Path, target: DenseModel, bias: bool, form: str) -> None:
+def test_eagle_computes_its_formula(tmp_path: Path, target: TargetModel, bias: bool, form: str) -> None:
     tensors, config = dc.eagle_tensors(bias=bias), {**CONFIG, "bias": bias}
     written: Tensors = dict(tensors)
     if form == "with-embedding":
@@ -94,7 +94,7 @@ def test_eagle_computes_its_formula(tmp_path: Path, target: DenseModel, bias: bo
     close(passes(loaded.head), expected_eagle(tensors, target, loaded.head))
 
 
-def test_eagle_token_map_selects_rows_of_the_targets_head(tmp_path: Path, target: DenseModel) -> None:
+def test_eagle_token_map_selects_rows_of_the_targets_head(tmp_path: Path, target: TargetModel) -> None:
     ids = [7, 3, 40, 11]
     directory = dc.write(tmp_path / "draft", tensors := dc.eagle_tensors(bias=True), CONFIG)
     torch.save(ids, tmp_path / "freq.pt")
@@ -103,7 +103,7 @@ def test_eagle_token_map_selects_rows_of_the_targets_head(tmp_path: Path, target
     assert head.target_ids(torch.tensor([[2, 0]])).tolist() == [[40, 7]]
 
 
-def test_eagle_keeps_its_own_embedding_and_head_where_they_differ(tmp_path: Path, target: DenseModel) -> None:
+def test_eagle_keeps_its_own_embedding_and_head_where_they_differ(tmp_path: Path, target: TargetModel) -> None:
     tensors = dc.eagle_tensors(bias=True)
     own = {"embed_tokens.weight": torch.randn(V, H), "lm_head.weight": torch.randn(V, H)}
     head = load(dc.write(tmp_path, tensors | own, CONFIG), target).head
@@ -178,7 +178,7 @@ def as_speculators(variant: Variant) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("form", ["midlayer", "layers.0", "speculators"])
-def test_eagle3_variant_computes_its_formula(tmp_path: Path, target: DenseModel, name: str, form: str) -> None:
+def test_eagle3_variant_computes_its_formula(tmp_path: Path, target: TargetModel, name: str, form: str) -> None:
     variant = VARIANTS[name]
     how = variant.how
     if form == "speculators" and variant.config.get("norm_output"):
@@ -193,14 +193,14 @@ def test_eagle3_variant_computes_its_formula(tmp_path: Path, target: DenseModel,
 
 
 @pytest.mark.parametrize("norm", ["input_layernorm", "hidden_norm"])
-def test_second_layers_norm_has_two_names(tmp_path: Path, target: DenseModel, norm: str) -> None:
+def test_second_layers_norm_has_two_names(tmp_path: Path, target: TargetModel, norm: str) -> None:
     tensors = dc.eagle3_tensors() | dc.layer_tensors("layers.1.", norms=(norm,))
     written = {key.replace("midlayer.", "layers.0."): tensor for key, tensor in tensors.items()}
     head = load(dc.write(tmp_path, written, {**EAGLE3, "num_hidden_layers": 2}), target).head
     close(passes(head), expected_eagle3(tensors, target, head, Semantics(deep_norm=norm)))
 
 
-def test_legacy_aux_norms_are_fc_norms(tmp_path: Path, target: DenseModel) -> None:
+def test_legacy_aux_norms_are_fc_norms(tmp_path: Path, target: TargetModel) -> None:
     tensors = tensors_of(VARIANTS["fc-norm"])
     names = dict(zip(_FC_NORMS, ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"), strict=True))
     written = {names.get(key, key): tensor for key, tensor in tensors.items()}
@@ -208,14 +208,14 @@ def test_legacy_aux_norms_are_fc_norms(tmp_path: Path, target: DenseModel) -> No
     close(passes(head), expected_eagle3(tensors, target, head))
 
 
-def test_narrower_draft_brings_its_own_embedding(tmp_path: Path, target: DenseModel) -> None:
+def test_narrower_draft_brings_its_own_embedding(tmp_path: Path, target: TargetModel) -> None:
     tensors = dc.eagle3_tensors(hidden=16) | {"embed_tokens.weight": torch.randn(V, 16)}
     config = {**EAGLE3, "hidden_size": 16, "target_hidden_size": H}
     head = load(dc.write(tmp_path, tensors, config), target).head
     close(passes(head), expected_eagle3(tensors, target, head))
 
 
-def test_copies_of_the_target_are_shared(tmp_path: Path, target: DenseModel) -> None:
+def test_copies_of_the_target_are_shared(tmp_path: Path, target: TargetModel) -> None:
     tensors = tensors_of(VARIANTS["shared-head"])
     copies = {"embed_tokens.weight": target.embed.detach(), "lm_head.weight": target.lm_head.weight.detach()}
     head = load(dc.write(tmp_path, tensors | copies, {**EAGLE3, "draft_vocab_size": V}), target).head
@@ -226,7 +226,7 @@ def test_copies_of_the_target_are_shared(tmp_path: Path, target: DenseModel) -> 
 
 
 def test_specforge_norm_output_warns_and_an_override_decides(
-    tmp_path: Path, target: DenseModel, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, target: TargetModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     tensors = dc.eagle3_tensors()
     directory = dc.write(tmp_path, tensors, {**EAGLE3, "norm_output": True})
@@ -237,7 +237,7 @@ def test_specforge_norm_output_warns_and_an_override_decides(
     close(passes(head), expected_eagle3(tensors, target, head, Semantics(norm_output=True)))
 
 
-def test_rope_theta_override_reaches_either_place(tmp_path: Path, target: DenseModel) -> None:
+def test_rope_theta_override_reaches_either_place(tmp_path: Path, target: TargetModel) -> None:
     tensors, rope = dc.eagle3_tensors(), {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
     for number, extra in enumerate(({}, rope)):
         directory = dc.write(tmp_path / str(number), tensors, {**EAGLE3, **extra})
@@ -245,7 +245,7 @@ def test_rope_theta_override_reaches_either_place(tmp_path: Path, target: DenseM
         close(passes(head), expected_eagle3(tensors, target, head, Semantics(theta=300.0)))
 
 
-def test_token_map_is_ignored_for_eagle3(tmp_path: Path, target: DenseModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_token_map_is_ignored_for_eagle3(tmp_path: Path, target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
     directory = dc.write(tmp_path, dc.eagle3_tensors(), EAGLE3)
     with caplog.at_level(logging.WARNING):
         head = load(directory, target, token_map=tmp_path / "freq.pt").head
@@ -253,13 +253,13 @@ def test_token_map_is_ignored_for_eagle3(tmp_path: Path, target: DenseModel, cap
     assert head.target_ids(torch.arange(VD)).shape == (VD,)
 
 
-def test_draft_ids_map_by_offset(tmp_path: Path, target: DenseModel) -> None:
+def test_draft_ids_map_by_offset(tmp_path: Path, target: TargetModel) -> None:
     tensors = dc.eagle3_tensors()
     head = load(dc.write(tmp_path, tensors, EAGLE3), target).head
     assert head.target_ids(torch.arange(VD)).tolist() == tensors["t2d"].nonzero().flatten().tolist()
 
 
-def test_exported_head_loads_again_with_equal_logits(tmp_path: Path, target: DenseModel) -> None:
+def test_exported_head_loads_again_with_equal_logits(tmp_path: Path, target: TargetModel) -> None:
     variant = VARIANTS["eagle-3.1"]
     config = {**EAGLE3, **variant.config}
     head = load(dc.write(tmp_path / "a", tensors_of(variant), config), target).head

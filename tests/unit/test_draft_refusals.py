@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from eagle_server.models.config import CheckpointError
-from eagle_server.models.dense import DenseModel
 from eagle_server.models.load_draft import load_draft
+from eagle_server.models.target import TargetModel
 from tests.unit import draft_checkpoints as dc
 from tests.unit.draft_checkpoints import CONFIG, CONTEXT, VD, H, Tensors, V
 
@@ -21,12 +21,12 @@ Edit = Callable[[Tensors, dict[str, Any]], object]
 
 
 @pytest.fixture(scope="module")
-def target() -> DenseModel:
+def target() -> TargetModel:
     torch.set_num_threads(1)
     return dc.target()
 
 
-def refuse(directory: Path, target: DenseModel, message: str, **options: Any) -> None:
+def refuse(directory: Path, target: TargetModel, message: str, **options: Any) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         load_draft(directory, target, context=CONTEXT, progress=False, **options)
     assert str(directory) in str(caught.value)
@@ -95,7 +95,7 @@ EAGLE3_ERRORS: dict[str, tuple[Edit, str]] = {
 
 
 @pytest.mark.parametrize("name", EAGLE3_ERRORS)
-def test_eagle3_checkpoint_is_refused(tmp_path: Path, target: DenseModel, name: str) -> None:
+def test_eagle3_checkpoint_is_refused(tmp_path: Path, target: TargetModel, name: str) -> None:
     edit, message = EAGLE3_ERRORS[name]
     tensors, config = dc.eagle3_tensors(), dict(EAGLE3)
     edit(tensors, config)
@@ -112,19 +112,19 @@ EAGLE_ERRORS: dict[str, tuple[Edit, str]] = {
 
 
 @pytest.mark.parametrize("name", EAGLE_ERRORS)
-def test_eagle_checkpoint_is_refused(tmp_path: Path, target: DenseModel, name: str) -> None:
+def test_eagle_checkpoint_is_refused(tmp_path: Path, target: TargetModel, name: str) -> None:
     edit, message = EAGLE_ERRORS[name]
     tensors, config = dc.eagle_tensors(bias=True), {**CONFIG, "bias": True}
     edit(tensors, config)
     refuse(dc.write(tmp_path, tensors, config), target, message)
 
 
-def test_eagle_of_another_width_is_refused(tmp_path: Path, target: DenseModel) -> None:
+def test_eagle_of_another_width_is_refused(tmp_path: Path, target: TargetModel) -> None:
     tensors = {"fc.weight": torch.ones(16, 32), **dc.layer_tensors("layers.0.", width=16, hidden=16)}
     refuse(dc.write(tmp_path, tensors, {**CONFIG, "hidden_size": 16}), target, "as wide as its target, expected 32")
 
 
-def test_narrower_eagle3_without_embedding_is_refused(tmp_path: Path, target: DenseModel) -> None:
+def test_narrower_eagle3_without_embedding_is_refused(tmp_path: Path, target: TargetModel) -> None:
     directory = dc.write(tmp_path, dc.eagle3_tensors(hidden=16), {**EAGLE3, "hidden_size": 16})
     refuse(directory, target, "embed_tokens.weight: missing; a draft of width 16")
 
@@ -135,7 +135,7 @@ def test_narrower_eagle3_without_embedding_is_refused(tmp_path: Path, target: De
     ids=["eagle3-as-eagle", "eagle-as-eagle3"],
 )
 def test_algorithm_that_contradicts_the_files_is_refused(
-    tmp_path: Path, target: DenseModel, tensors: Tensors, config: dict[str, Any], algorithm: str, found: str
+    tmp_path: Path, target: TargetModel, tensors: Tensors, config: dict[str, Any], algorithm: str, found: str
 ) -> None:
     directory = dc.write(tmp_path, tensors, config)
     refuse(directory, target, f"{algorithm} was asked for, but the files hold an {found} head", algorithm=algorithm)
@@ -161,18 +161,18 @@ OTHER_FORMATS: dict[str, tuple[Tensors, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", OTHER_FORMATS)
-def test_other_formats_are_named_and_refused(tmp_path: Path, target: DenseModel, name: str) -> None:
+def test_other_formats_are_named_and_refused(tmp_path: Path, target: TargetModel, name: str) -> None:
     tensors, config, message = OTHER_FORMATS[name]
     message = message if " " in message and name != "draft-lm" else f"recognized as {message}.*not supported yet"
     refuse(dc.write(tmp_path, {k: t.clone() for k, t in tensors.items()}, config), target, message)
 
 
-def test_speculators_config_without_layers_is_refused(tmp_path: Path, target: DenseModel) -> None:
+def test_speculators_config_without_layers_is_refused(tmp_path: Path, target: TargetModel) -> None:
     directory = dc.write(tmp_path, dc.eagle3_tensors(), {"speculators_model_type": "eagle3"})
     refuse(directory, target, "transformer_layer_config: the draft's layer config is expected")
 
 
-def test_target_as_its_own_draft_is_refused(tmp_path: Path, target: DenseModel) -> None:
+def test_target_as_its_own_draft_is_refused(tmp_path: Path, target: TargetModel) -> None:
     refuse(
         dc.write(tmp_path, {k: t.clone() for k, t in _LM.items()}, CONFIG),
         target,
@@ -186,7 +186,7 @@ class _Code:
         return print, ("this must not run",)
 
 
-def test_pickle_with_code_is_refused(tmp_path: Path, target: DenseModel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pickle_with_code_is_refused(tmp_path: Path, target: TargetModel, capsys: pytest.CaptureFixture[str]) -> None:
     dc.write(tmp_path, {}, EAGLE3, "pytorch_model.bin")
     torch.save({"fc.weight": _Code()}, tmp_path / "pytorch_model.bin")
     refuse(tmp_path, target, "needs to run code")
@@ -196,7 +196,7 @@ def test_pickle_with_code_is_refused(tmp_path: Path, target: DenseModel, capsys:
 
 
 @pytest.mark.parametrize("ids", [[1, 1], [-1, 3], [V], [], [1.5], {"a": 1}, torch.ones(2, 2).long(), "text"], ids=str)
-def test_bad_token_map_is_refused(tmp_path: Path, target: DenseModel, ids: object) -> None:
+def test_bad_token_map_is_refused(tmp_path: Path, target: TargetModel, ids: object) -> None:
     directory = dc.write(tmp_path / "draft", dc.eagle_tensors(bias=True), CONFIG)
     torch.save(ids, tmp_path / "freq.pt")
     with pytest.raises(CheckpointError, match=r"freq.pt"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eagle_server.engine.engine import Engine
-from eagle_server.models.dense import DenseModel
+from eagle_server.models.target import TargetModel
 from eagle_server.request import FinishReason
 from tests.support.engines import (
     CONTEXT,
@@ -34,7 +34,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def target() -> DenseModel:
+def target() -> TargetModel:
     """Reading token 23 makes everything after it NaN; no head drafts it."""
     model = random_target(VOCAB, hidden=16)
     model.embed[BROKEN] = float("nan")
@@ -43,11 +43,11 @@ def target() -> DenseModel:
 
 
 @pytest.fixture(params=["NONE", "EAGLE", "EAGLE3"])
-def engine(request: pytest.FixtureRequest, target: DenseModel) -> Engine:
+def engine(request: pytest.FixtureRequest, target: TargetModel) -> Engine:
     return build(target, request.param)
 
 
-def build(target: DenseModel, kind: str, **settings: int) -> Engine:
+def build(target: TargetModel, kind: str, **settings: int) -> Engine:
     if kind == "NONE":
         return plain(target, **settings)
     return speculative(target, random_head(target, kind, draft_vocab=BROKEN), **settings)
@@ -75,7 +75,7 @@ def test_what_can_never_be_served_is_refused_and_the_rest_goes_on(
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("kind", ["NONE", "EAGLE"])
 def test_a_request_whose_logits_are_not_finite_fails_alone_and_leaves_no_kv(
-    target: DenseModel, kind: str, page: int
+    target: TargetModel, kind: str, page: int
 ) -> None:
     prompt = [1 + i % 20 for i in range(40)]
     good = [request(f"good {i}", [*prompt, i], seed=i, temperature=1.0) for i in range(3)]
@@ -125,7 +125,7 @@ def test_an_abort_answers_with_the_next_step_and_an_unknown_one_is_ignored(engin
 
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("kind", ["NONE", "EAGLE", "EAGLE3"])
-def test_a_text_may_fill_the_context_to_its_last_token(target: DenseModel, kind: str, page: int) -> None:
+def test_a_text_may_fill_the_context_to_its_last_token(target: TargetModel, kind: str, page: int) -> None:
     """Trees reach past it by then, and the pool holds this one request and not a page more."""
     prompt = [1 + i % 20 for i in range(CONTEXT - 20)]
     each = request("a", prompt, max_tokens=20, ignore_eos=True, temperature=1.0)
@@ -139,7 +139,7 @@ def test_a_text_may_fill_the_context_to_its_last_token(target: DenseModel, kind:
     assert run(build(target, kind, page_size=page, max_total_tokens=slots - page), [each])["a"].error is not None
 
 
-def test_statistics_count_what_was_done(target: DenseModel) -> None:
+def test_statistics_count_what_was_done(target: TargetModel) -> None:
     engine = build(target, "EAGLE")
     engine.add(request("a", [1, 2, 3], ignore_eos=True, max_tokens=12))
     engine.add(request("b", [4, 5], ignore_eos=True, max_tokens=12))
@@ -159,7 +159,7 @@ def test_statistics_count_what_was_done(target: DenseModel) -> None:
     assert set(stats.stage_seconds) == {"extend", "propose", "build_tree", "verify", "accept", "keep", "prefill"}
 
 
-def test_numbers_with_which_nothing_could_be_served_are_refused(target: DenseModel) -> None:
+def test_numbers_with_which_nothing_could_be_served_are_refused(target: TargetModel) -> None:
     with pytest.raises(ValueError, match="--max-total-tokens 12"):
         build(target, "EAGLE", max_total_tokens=12)
     with pytest.raises(ValueError, match="--speculative-eagle-topk 24: the head drafts from 23 tokens"):

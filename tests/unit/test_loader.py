@@ -14,9 +14,9 @@ from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.models.config import CheckpointError, ModelConfig
-from eagle_server.models.dense import DenseModel
 from eagle_server.models.layers import Linear
 from eagle_server.models.loader import load_target, save_checkpoint
+from eagle_server.models.target import TargetModel
 from eagle_server.models.weights import resolve_file
 from eagle_server.ops.linear import pack_weight, packed_linear, unpack_weight
 
@@ -49,7 +49,7 @@ def checkpoint(directory: Path, **settings: Any) -> Path:
     """A random checkpoint of CONFIG with `settings`."""
     torch.manual_seed(0)
     raw = {**CONFIG, **settings}
-    model = DenseModel(ModelConfig.from_dict(raw), 64)
+    model = TargetModel(ModelConfig.from_dict(raw), 64)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.2)
@@ -57,7 +57,7 @@ def checkpoint(directory: Path, **settings: Any) -> Path:
     return directory
 
 
-def logits(model: DenseModel, dtype: torch.dtype = torch.float32) -> Tensor:
+def logits(model: TargetModel, dtype: torch.dtype = torch.float32) -> Tensor:
     output = model(torch.arange(9), torch.arange(9), DenseCausal(1))
     assert output.hidden.dtype == dtype
     return model.logits(output.hidden)

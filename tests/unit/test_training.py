@@ -14,10 +14,10 @@ from torch import Tensor
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import LayerSpec
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.dense import DenseModel
 from eagle_server.models.eagle3 import Eagle3Head
 from eagle_server.models.load_draft import load_draft
 from eagle_server.models.loader import load_target
+from eagle_server.models.target import TargetModel
 from eagle_server.training.__main__ import DEMO_HEAD, main
 from eagle_server.training.corpus import train_tokenizer
 from eagle_server.training.export import MAX_DEMO_BYTES, export_demo, export_head, export_target
@@ -31,7 +31,7 @@ from eagle_server.training.ttt import accuracies, chain_length, rollout, teach, 
 VOCAB = 40
 
 
-def random_target(layers: int = 4) -> DenseModel:
+def random_target(layers: int = 4) -> TargetModel:
     config = ModelConfig.from_dict(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -45,13 +45,13 @@ def random_target(layers: int = 4) -> DenseModel:
             "max_position_embeddings": 64,
         }
     )
-    target = DenseModel(config, 64)
+    target = TargetModel(config, 64)
     for parameter in target.parameters():
         torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     return target.requires_grad_(requires_grad=False)
 
 
-def random_head(target: DenseModel, kind: str) -> NewHead:
+def random_head(target: TargetModel, kind: str) -> NewHead:
     new = new_eagle3(target, (1, 2, 3), torch.arange(0, VOCAB, 2), 48) if kind == "eagle3" else new_eagle(target, 48)
     for parameter in new.head.parameters():
         if parameter.dim() == 1:

@@ -1,4 +1,4 @@
-"""The CPU backend: gather each request's KV by slot, then dense attention over padded groups."""
+"""SGLang calls this backend torch_native: gather each request's KV by slot, then dense attention over padded groups."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ class _Group:
         return self.biases[key]
 
 
-class CpuAttention:
+class TorchNativeAttention:
     """`AttentionBackend` over one KV pool in CPU memory."""
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
 
-    def plan(self, batch: AttentionBatch) -> PlannedCpu:
-        return PlannedCpu(self.pool, batch.out_slots, tuple(_groups(batch)))
+    def plan(self, batch: AttentionBatch) -> PlannedTorchNative:
+        return PlannedTorchNative(self.pool, batch.out_slots, tuple(_groups(batch)))
 
 
 @dataclass(frozen=True)
-class PlannedCpu:
+class PlannedTorchNative:
     """One planned forward; see `Planned`."""
 
     pool: KVPool

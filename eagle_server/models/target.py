@@ -1,4 +1,4 @@
-"""The dense target family: Llama 2/3, Mistral, Qwen2, Qwen3."""
+"""The target: a decoder over paged KV (Llama 2/3, Mistral, Qwen2, Qwen3)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TargetOutput:
     aux: Tensor | None
 
 
-class DenseModel(nn.Module):
+class TargetModel(nn.Module):
     """A dense decoder over paged KV. Boundary b of `aux_boundaries` is the residual stream after b layers."""
 
     def __init__(self, config: ModelConfig, context: int, aux_boundaries: Sequence[int] = ()) -> None:

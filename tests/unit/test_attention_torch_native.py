@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.attention.cpu import SHORT_QUERY, CpuAttention
 from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, TreeMask
+from eagle_server.attention.torch_native import SHORT_QUERY, TorchNativeAttention
 from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.pool import KVPool
 from eagle_server.speculation.attention_args import batch_arguments, indptr
@@ -83,7 +83,7 @@ def attend(paged: Paged, batch: AttentionBatch, queries: Tensor, new: Sequence[S
     keys = torch.cat([paged.keys[row][list(p)] for row, p in enumerate(new)])
     values = torch.cat([paged.values[row][list(p)] for row, p in enumerate(new)])
     layer = LayerSpec(paged.layer, 0.37, window)
-    return CpuAttention(paged.pool).plan(batch).run(queries, keys, values, layer)
+    return TorchNativeAttention(paged.pool).plan(batch).run(queries, keys, values, layer)
 
 
 def error(found: Tensor, expected: list[Tensor]) -> float:
@@ -213,7 +213,7 @@ def test_a_draft_step_reads_the_slots_of_the_worked_example() -> None:
 def test_layers_keep_their_own_kv_and_plans_are_reused() -> None:
     paged = Paged(2, 2, 1, [6])
     batch = batch_arguments(paged.rows, (6,), (6,), paged.req_to_token, Causal())
-    planned = CpuAttention(paged.pool).plan(batch)
+    planned = TorchNativeAttention(paged.pool).plan(batch)
     keys, values = paged.normal(LAYERS, 6, 2, DIM), paged.normal(LAYERS, 6, 2, DIM)
     queries = paged.normal(6, 2, DIM)
     for layer in range(LAYERS):
