@@ -1,11 +1,13 @@
 """The one attention contract: ragged queries over paged KV, causal or under a tree mask.
 
-A backend's `plan(batch)` runs once per forward and gives a `Planned`; the model calls its `run(q, k, v, layer)` once
-per layer. Models know nothing else of attention, so one model file serves every backend and training too.
+A forward is planned in two steps: `prepare(layout)` with what the host knows, `bind(batch)` with the device's tensors.
+That gives a `Planned`, whose `run(q, k, v, layer)` the model calls once per layer. Models know nothing else of
+attention, so one model file serves every backend and training too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,33 +42,69 @@ class TreeMask:
 
 
 @dataclass(frozen=True)
-class AttentionBatch:
-    """One forward pass, as the device sees it; the *_host fields are the same facts known to the host.
+class Layout:
+    """What the host knows of a forward before any of its device work: lengths, and whether a tree mask comes.
 
-    Query rows are concatenated by request. KV of request r is `kv_indices[kv_indptr[r] : kv_indptr[r + 1]]`: slots in
-    token order, those of this forward's own tokens included. `out_slots` is where the rows' new K and V are written.
+    `window` is the number of columns W of the tree mask; None means causal. `seen`: how many of them each row sees,
+    where that is one number known ahead (a draft step's nodes: their depth), else None.
     """
 
-    qo_indptr: Tensor  # int32 [bs + 1]
-    kv_indptr: Tensor  # int32 [bs + 1]
-    kv_indices: Tensor  # int32 [sum of KV lengths], slots
-    out_slots: Tensor  # int64 [rows]
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]  # this forward's own tokens included
+    window: int | None = None
+    seen: int | None = None
+
+    @property
+    def q_len(self) -> int | None:
+        """Query rows per request if all have the same number, else None."""
+        first = self.q_lens[0]
+        return first if all(n == first for n in self.q_lens) else None
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """One forward pass on the device. Query rows are concatenated by request; `layout` is the host's side of it.
+
+    KV of request r is `req_to_token[rows[r], : kv_lens[r]]`: slots in token order, those of this forward's own tokens
+    included. `out_slots` is where the rows' new K and V are written.
+    """
+
+    rows: Tensor  # int64 [bs]
+    kv_lens: Tensor  # int64 [bs]
+    req_to_token: Tensor  # int32 [rows of the table, width]
+    out_slots: Tensor  # int64 [query rows]
     mask: Causal | TreeMask
-    q_lens_host: tuple[int, ...]
-    kv_lens_host: tuple[int, ...]
+    layout: Layout
 
 
 class Planned(Protocol):
     """Attention of one planned forward."""
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
-        """Store k, v [T, kv_heads, head_dim] and attend with q [T, heads, head_dim]; returns the shape of q."""
+        """Store k, v and attend.
+
+        q [T, heads, head_dim], k [T, kv_heads, head_dim], v [T, kv_heads, value_dim] -> [T, heads, value_dim]. Over a
+        `LatentPool` v is the front of k, and only k is stored.
+        """
+        ...
+
+
+class Prepared(Protocol):
+    """A forward whose host side is planned. What `bind` does may be captured in a CUDA graph, `prepare` may not."""
+
+    @property
+    def graph_key(self) -> Hashable | None:
+        """Equal keys share buffers, so a graph captured with one replays with the other; None: not to be captured."""
+        ...
+
+    def bind(self, batch: AttentionBatch) -> Planned:
+        """Give the forward its device tensors; everything that is the same for all layers happens here."""
         ...
 
 
 class AttentionBackend(Protocol):
     """Attention over one KV pool."""
 
-    def plan(self, batch: AttentionBatch) -> Planned:
-        """Prepare one forward; everything that is the same for all layers happens here."""
+    def prepare(self, layout: Layout) -> Prepared:
+        """Plan one forward from host values alone: nothing is read from the device."""
         ...

@@ -1,16 +1,18 @@
-"""SGLang calls this backend torch_native: gather each request's KV by slot, then dense attention over padded groups."""
+"""The torch_native backend: gather each request's KV by slot, then dense attention over padded groups. Any device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_server.attention.interface import AttentionBatch, LayerSpec, TreeMask
-from eagle_server.cache.pool import KVPool
+from eagle_server.attention.interface import AttentionBatch, LayerSpec, Layout, TreeMask
+from eagle_server.cache.pool import Pool
+from eagle_server.ops.upload import upload
 
 SHORT_QUERY = 32  # requests with at most this many rows share one padded group; longer ones are computed alone
 
@@ -47,12 +49,23 @@ class _Group:
 
 
 class TorchNativeAttention:
-    """`AttentionBackend` over one KV pool in CPU memory."""
+    """`AttentionBackend` over one KV pool."""
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: Pool) -> None:
         self.pool = pool
 
-    def plan(self, batch: AttentionBatch) -> PlannedTorchNative:
+    def prepare(self, layout: Layout) -> PreparedTorchNative:  # noqa: ARG002  the batch brings it along
+        return PreparedTorchNative(self.pool)
+
+
+@dataclass(frozen=True)
+class PreparedTorchNative:
+    """Nothing to prepare; shapes follow the lengths, so no graph is captured. See `Prepared`."""
+
+    pool: Pool
+    graph_key: None = None
+
+    def bind(self, batch: AttentionBatch) -> PlannedTorchNative:
         return PlannedTorchNative(self.pool, batch.out_slots, tuple(_groups(batch)))
 
 
@@ -60,41 +73,41 @@ class TorchNativeAttention:
 class PlannedTorchNative:
     """One planned forward; see `Planned`."""
 
-    pool: KVPool
+    pool: Pool
     out_slots: Tensor
     groups: tuple[_Group, ...]
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
-        """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads, head_dim]."""
+        """See `Planned.run`."""
         self.pool.write(layer.index, self.out_slots, k, v)
         if len(self.groups) == 1 and self.groups[0].rows is None:
             return self._attend(q, self.groups[0], layer)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty(*q.shape[:2], v.shape[2])
         for group in self.groups:
             assert group.rows is not None and group.kept is not None
             attended = self._attend(q.index_select(0, group.rows.view(-1)), group, layer)
-            out[group.rows[group.kept]] = attended.view(group.size, group.q_len, *q.shape[1:])[group.kept]
+            out[group.rows[group.kept]] = attended.view(group.size, group.q_len, *out.shape[1:])[group.kept]
         return out
 
     def _attend(self, q: Tensor, group: _Group, layer: LayerSpec) -> Tensor:
         """Query heads that share a KV head become rows of one product, so nothing is expanded."""
         heads, dim = q.shape[1:]
-        kv_heads = self.pool.data.shape[3]
-        shared = heads // kv_heads
-        keys, values = (
-            pool[layer.index].index_select(0, group.slots).view(group.size, group.kv_len, kv_heads, dim).transpose(1, 2)
+        keys, values = (  # [g, kv_heads, L, *]
+            pool[layer.index].index_select(0, group.slots).unflatten(0, (group.size, group.kv_len)).transpose(1, 2)
             for pool in (self.pool.keys, self.pool.values)
         )
+        kv_heads, width = values.shape[1], values.shape[3]
+        shared = heads // kv_heads
         queries = q.view(group.size, group.q_len, kv_heads, shared, dim).permute(0, 2, 3, 1, 4)
         queries = queries.reshape(group.size, kv_heads, shared * group.q_len, dim)
         bias = group.bias(layer.window, shared, q.dtype)
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=layer.scale)
-        out = out.view(group.size, kv_heads, shared, group.q_len, dim).permute(0, 3, 1, 2, 4)
-        return out.reshape(group.size * group.q_len, heads, dim)
+        out = out.view(group.size, kv_heads, shared, group.q_len, width).permute(0, 3, 1, 2, 4)
+        return out.reshape(group.size * group.q_len, heads, width)
 
 
 def _groups(batch: AttentionBatch) -> Iterator[_Group]:
-    lens = batch.q_lens_host
+    lens = batch.layout.q_lens
     if isinstance(batch.mask, TreeMask):
         yield _tree_group(batch, batch.mask)
         return
@@ -106,34 +119,36 @@ def _groups(batch: AttentionBatch) -> Iterator[_Group]:
             yield _causal_group(batch, [i])
 
 
-def _padded_slots(batch: AttentionBatch, members: list[int]) -> tuple[Tensor, Tensor, bool]:
-    """(slots [g, L], padded with slot 0; lengths [g, 1]; whether all lengths are equal)."""
-    lens = [batch.kv_lens_host[i] for i in members]
-    if len(members) == len(batch.kv_lens_host) == 1:
-        slots = batch.kv_indices[None]
-    else:
-        pieces = batch.kv_indices.split(list(batch.kv_lens_host))
-        slots = torch.nn.utils.rnn.pad_sequence([pieces[i] for i in members], batch_first=True)
-    return slots, torch.tensor(lens)[:, None], min(lens) == max(lens)
+def _padded_slots(batch: AttentionBatch, members: list[int]) -> tuple[Tensor, Tensor]:
+    """(slots [g, L], padded with slot 0; lengths [g, 1])."""
+    lens = [batch.layout.kv_lens[i] for i in members]
+    rows, kv_lens = batch.rows, batch.kv_lens[:, None]
+    if len(members) < len(batch.layout.kv_lens):
+        index = upload(members, rows.device)
+        rows, kv_lens = rows.index_select(0, index), kv_lens.index_select(0, index)
+    slots = batch.req_to_token.index_select(0, rows)[:, : max(lens)]
+    if min(lens) < max(lens):
+        slots = torch.where(torch.arange(max(lens), device=rows.device) < kv_lens, slots, 0)
+    return slots, kv_lens
 
 
 def _causal_group(batch: AttentionBatch, members: list[int]) -> _Group:
     """Query j of n over m columns sees columns up to m - n + j."""
-    slots, kv_lens, _ = _padded_slots(batch, members)
-    q_lens = [batch.q_lens_host[i] for i in members]
+    slots, kv_lens = _padded_slots(batch, members)
+    device, layout = slots.device, batch.layout
+    q_lens = [layout.q_lens[i] for i in members]
     longest, width = max(q_lens), slots.shape[1]
-    counts = torch.tensor(q_lens)[:, None]
-    steps = torch.arange(longest)[None]
-    columns = torch.arange(width)[None].expand(len(members), -1)
-    positions = kv_lens - counts + steps
-    whole = len(members) == len(batch.q_lens_host) and min(q_lens) == longest
+    steps = torch.arange(longest, device=device)[None]
+    columns = torch.arange(width, device=device)[None].expand(len(members), -1)
     rows = kept = None
-    if not whole:
+    if len(members) == len(layout.q_lens) and min(q_lens) == longest:
+        positions = kv_lens - longest + steps
+    else:
+        counts = upload(q_lens, device)[:, None]
+        positions = kv_lens - counts + steps
         kept = steps < counts
-        starts = [0]
-        for n in batch.q_lens_host:
-            starts.append(starts[-1] + n)
-        rows = (torch.tensor([starts[i] for i in members])[:, None] + steps) * kept
+        starts = [0, *accumulate(layout.q_lens)]
+        rows = (upload([starts[i] for i in members], device)[:, None] + steps) * kept
     allowed = None if longest == 1 and len(members) == 1 else columns[:, None, :] <= positions[:, :, None]
     return _Group(len(members), longest, width, rows, kept, slots.reshape(-1), positions, columns, allowed)
 
@@ -141,10 +156,11 @@ def _causal_group(batch: AttentionBatch, members: list[int]) -> _Group:
 def _tree_group(batch: AttentionBatch, mask: TreeMask) -> _Group:
     """Every query sees the prefix, and of the window behind it what the mask allows."""
     size, rows, window = mask.window.shape
-    slots, kv_lens, equal = _padded_slots(batch, list(range(size)))
+    slots, kv_lens = _padded_slots(batch, list(range(size)))
+    lens = batch.layout.kv_lens
     prefix = kv_lens - window  # [g, 1]
-    columns = torch.arange(slots.shape[1])[None].expand(size, -1)
-    if equal:
+    columns = torch.arange(slots.shape[1], device=slots.device)[None].expand(size, -1)
+    if min(lens) == max(lens):
         everything = mask.window.new_ones(size, rows, slots.shape[1] - window)
         allowed = torch.cat([everything, mask.window], dim=2)
         depths = mask.column_depths + prefix
@@ -162,5 +178,5 @@ def _tree_group(batch: AttentionBatch, mask: TreeMask) -> _Group:
 
 def _additive(allowed: Tensor, dtype: torch.dtype, heads_per_kv: int) -> Tensor:
     """0 where allowed, -inf elsewhere: [g, Q, L] -> [g, 1, heads_per_kv * Q, L]."""
-    bias = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, float("-inf"))
+    bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
     return bias.repeat(1, heads_per_kv, 1)[:, None]

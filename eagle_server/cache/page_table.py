@@ -5,16 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
+
+Change = tuple[int, int, NDArray[np.int32]]  # row, first column, slots
 
 
 class PageTable:
-    """`slots` int32 [rows, width], slot ids; on a CPU the worker's tensor is a view of this very memory."""
+    """`slots` int32 [rows + 1, width], slot ids; on a CPU the worker's tensor is a view of this very memory.
 
-    def __init__(self, rows: int, width: int, page_size: int) -> None:
+    The last row, `pad_row`, is nobody's: all its positions are slot 0. A `mirrored` table notes what is assigned, so
+    that a copy on a device can follow.
+    """
+
+    def __init__(self, rows: int, width: int, page_size: int, *, mirrored: bool = False) -> None:
         self.page_size = page_size
         self.width = -(-width // page_size) * page_size
-        self.slots = np.zeros((rows, self.width), dtype=np.int32)
+        self.slots = np.zeros((rows + 1, self.width), dtype=np.int32)
+        self.pad_row = rows
         self._free_rows = list(range(rows - 1, -1, -1))
+        self._changes: list[Change] | None = [] if mirrored else None
 
     @property
     def free_rows(self) -> int:
@@ -26,9 +35,23 @@ class PageTable:
     def release_row(self, row: int) -> None:
         self.slots[row] = 0
         self._free_rows.append(row)
+        if self._changes is not None:
+            self._changes = [change for change in self._changes if change[0] != row]
 
     def assign(self, row: int, first_page: int, pages: Sequence[int]) -> None:
         """Map the request's pages first_page, first_page + 1, ... to `pages`."""
         size = self.page_size
-        slots = (np.asarray(pages, dtype=np.int32)[:, None] * size + np.arange(size, dtype=np.int32)).reshape(-1)
+        first = np.asarray(pages, dtype=np.int32)[:, None] * size
+        slots = (first + np.arange(size, dtype=np.int32)).reshape(-1).astype(np.int32)
         self.slots[row, first_page * size : first_page * size + len(slots)] = slots
+        if self._changes is not None:
+            self._changes.append((row, first_page * size, slots))
+
+    def take_changes(self) -> NDArray[np.int64]:
+        """What was assigned since the last call: columns of row, position and slot, int64 [3, n], no place twice."""
+        taken, self._changes = self._changes or [], None if self._changes is None else []
+        columns = [
+            np.stack([np.full(len(slots), row), np.arange(first, first + len(slots)), slots])
+            for row, first, slots in taken
+        ]
+        return np.concatenate(columns, axis=1, dtype=np.int64) if columns else np.zeros((3, 0), dtype=np.int64)

@@ -92,7 +92,9 @@ def assemble(target: TargetModel, head: DraftHead | None, shape: Shape, *, algor
         spec_steps=steps,
         draft_feeds=drafter.feeds,
     )
-    worker = Worker(Verifier(target, TorchNativeAttention(pools[0]), pools[0]), drafter, Batches(table, device))
+    worker = Worker(
+        Verifier(target, TorchNativeAttention(pools[0]), pools[0]), drafter, Batches(table, device, spec_steps=steps)
+    )
     ready = Ready(
         context_length=shape.context_length,
         max_request_tokens=min(shape.context_length, allocator.num_pages * shape.page_size - shape.window),

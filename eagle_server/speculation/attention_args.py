@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 
-from eagle_server.attention.interface import AttentionBatch, Causal, TreeMask
-
-
-def indptr(lens: tuple[int, ...], device: torch.device) -> Tensor:
-    """[0, l0, l0 + l1, ...] as int32 [len(lens) + 1]."""
-    return torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
+from eagle_server.attention.interface import AttentionBatch, Causal, Layout, TreeMask
 
 
 def kv_arguments(req_pool_indices: Tensor, kv_lens: Tensor, req_to_token: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,28 +28,18 @@ def page_arguments(
 
 
 def batch_arguments(
-    rows: Tensor,
-    q_lens: tuple[int, ...],
-    kv_lens: tuple[int, ...],
-    req_to_token: Tensor,
-    mask: Causal | TreeMask,
+    rows: Tensor, kv_lens: Tensor, req_to_token: Tensor, mask: Causal | TreeMask, layout: Layout
 ) -> AttentionBatch:
-    """The attention contract's batch for requests `rows` whose last q_lens of kv_lens positions are the queries."""
-    device = req_to_token.device
-    if len(kv_lens) == 1:
-        slots = req_to_token.index_select(0, rows)[0, : kv_lens[0]]
-        out_slots = slots[kv_lens[0] - q_lens[0] :]
+    """The attention contract's batch for requests `rows` whose last q_lens of kv_lens positions are the queries.
+
+    Where all requests have as many queries, nothing but `layout.q_len` is taken from the host: a captured graph replays
+    with other lengths.
+    """
+    table = req_to_token.index_select(0, rows)
+    if layout.q_len is not None:
+        places = kv_lens[:, None] + torch.arange(-layout.q_len, 0, device=kv_lens.device)
+        out_slots = table.gather(1, places).view(-1)
     else:
-        table = req_to_token.index_select(0, rows)
-        pieces = [table[i, :n] for i, n in enumerate(kv_lens)]
-        slots = torch.cat(pieces)
-        out_slots = torch.cat([piece[n - q :] for piece, n, q in zip(pieces, kv_lens, q_lens, strict=True)])
-    return AttentionBatch(
-        qo_indptr=indptr(q_lens, device),
-        kv_indptr=indptr(kv_lens, device),
-        kv_indices=slots,
-        out_slots=out_slots.long(),
-        mask=mask,
-        q_lens_host=q_lens,
-        kv_lens_host=kv_lens,
-    )
+        lens = zip(layout.q_lens, layout.kv_lens, strict=True)
+        out_slots = torch.cat([table[i, n - q : n] for i, (q, n) in enumerate(lens)])
+    return AttentionBatch(rows, kv_lens, req_to_token, out_slots.long(), mask, layout)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle_server.attention.interface import AttentionBatch, TreeMask
+from eagle_server.attention.interface import AttentionBatch, Causal, Layout, TreeMask
 from eagle_server.speculation.attention_args import batch_arguments, kv_arguments
 
 
@@ -86,17 +86,19 @@ class Frontier:
         own = torch.eye(topk, dtype=torch.bool, device=parent.device).expand(bs, -1, -1)
         return Frontier(self.step + 1, tokens, hidden, scores, torch.cat([inherited, own], dim=2)), chosen
 
-    def attention_batch(self, rows: Tensor, seq_lens_host: tuple[int, ...], req_to_token: Tensor) -> AttentionBatch:
-        """One masked pass of topk rows over prefix and window."""
+    def attention_batch(self, rows: Tensor, seq_lens: Tensor, req_to_token: Tensor, layout: Layout) -> AttentionBatch:
+        """One pass of topk rows over prefix and window, under the lineage; a chain is causal."""
         bs, topk, window = self.lineage.shape
-        lens = tuple(length + window for length in seq_lens_host)
+        kv_lens = seq_lens + window
+        if layout.window is None:
+            return batch_arguments(rows, kv_lens, req_to_token, Causal(), layout)
         depths = torch.arange(self.step + 1, device=self.tokens.device).repeat_interleave(topk)
         mask = TreeMask(
             self.lineage,
             row_depths=depths.new_full((bs, topk), self.step),
             column_depths=depths.expand(bs, -1),
         )
-        return batch_arguments(rows, (topk,) * bs, lens, req_to_token, mask)
+        return batch_arguments(rows, kv_lens, req_to_token, mask, layout)
 
     def generate_attn_arg_decode(
         self, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor
@@ -115,3 +117,11 @@ class Frontier:
         kv_indptr[1:] = kv_lens.cumsum(0)
         qo_indptr = torch.arange(bs * topk + 1, dtype=torch.int32, device=seq_lens.device)
         return table[seen], kv_indptr, qo_indptr
+
+
+def draft_layout(seq_lens: tuple[int, ...], step: int, topk: int) -> Layout:
+    """Draft step `step` of requests of these committed lengths: topk rows over a window of (step + 1) * topk."""
+    window = (step + 1) * topk
+    lens = tuple(length + window for length in seq_lens)
+    tree = topk > 1
+    return Layout((topk,) * len(lens), lens, window=window if tree else None, seen=step + 1 if tree else None)

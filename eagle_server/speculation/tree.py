@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from eagle_server.attention.interface import AttentionBatch, TreeMask
+from eagle_server.attention.interface import AttentionBatch, Causal, Layout, TreeMask
 from eagle_server.speculation.attention_args import batch_arguments, kv_arguments
 
 
@@ -81,12 +81,21 @@ class EagleVerifyInput:
         full = (offset < 0) | window
         return kv_indices, kv_indptr, qo_indptr, full[offset < size]
 
-    def attention_batch(self, rows: Tensor, seq_lens_host: tuple[int, ...], req_to_token: Tensor) -> AttentionBatch:
-        """The verify pass as the attention contract has it; node i writes window slot i."""
-        size = self.draft_token_num
-        lens = tuple(length + size for length in seq_lens_host)
-        mask = TreeMask(self.custom_mask, row_depths=self.depths, column_depths=self.depths)
-        return batch_arguments(rows, (size,) * len(lens), lens, req_to_token, mask)
+
+def verify_layout(seq_lens: tuple[int, ...], draft_token_num: int, topk: int) -> Layout:
+    """The verify pass of requests of these committed lengths, before their trees are known."""
+    size = draft_token_num
+    lens = tuple(length + size for length in seq_lens)
+    return Layout((size,) * len(lens), lens, window=None if topk == 1 else size)
+
+
+def verify_attention(
+    custom_mask: Tensor, depths: Tensor, rows: Tensor, seq_lens: Tensor, req_to_token: Tensor, layout: Layout
+) -> AttentionBatch:
+    """The verify pass as the attention contract has it: node i writes window slot i. A chain is causal."""
+    causal = layout.window is None
+    mask = Causal() if causal else TreeMask(custom_mask, row_depths=depths, column_depths=depths)
+    return batch_arguments(rows, seq_lens + depths.shape[1], req_to_token, mask, layout)
 
 
 def build_tree(candidates: Candidates, verified_id: Tensor, seq_lens: Tensor) -> EagleVerifyInput:

@@ -9,66 +9,86 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle_server.attention.interface import AttentionBatch, Causal
+from eagle_server.attention.interface import AttentionBatch, Causal, Layout
 from eagle_server.cache.page_table import PageTable
+from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, CyclePlan, Decode, Sampling
 from eagle_server.speculation.attention_args import batch_arguments
 from eagle_server.speculation.sampling import SamplingBatch
 
+_PADDING = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0)
+
 
 class ReqToToken:
-    """The page table as the device sees it: its very memory on a CPU, a mirror of the rows in use elsewhere."""
+    """The page table as the device sees it: its very memory on a CPU, a mirror elsewhere."""
 
     def __init__(self, table: PageTable, device: torch.device) -> None:
-        self._host = torch.from_numpy(table.slots)
-        self.tensor = self._host if device.type == "cpu" else self._host.to(device)
+        self._table = table
+        host = torch.from_numpy(table.slots)
+        self._mirrored = device.type != "cpu"
+        self.tensor = host.to(device) if self._mirrored else host
 
-    def refresh(self, rows: Sequence[int]) -> None:
-        """Bring over the rows of this cycle."""
-        if self.tensor is not self._host and rows:
-            index = torch.tensor(rows)
-            self.tensor[index.to(self.tensor.device)] = self._host[index].to(self.tensor.device, non_blocking=True)
+    def refresh(self) -> None:
+        """Bring over what was assigned since the last call."""
+        if self._mirrored:
+            changes = self._table.take_changes()
+            if changes.shape[1]:
+                row, position, slot = upload(changes, self.tensor.device)
+                self.tensor.index_put_((row, position), slot.to(torch.int32))
 
 
-@dataclass(frozen=True)
-class Pending:
-    """Accepted tokens that the drafter has not seen yet, each with the target's feature one position before it.
+class Carry:
+    """What verification leaves for the drafter: per row of req_to_token, tokens with the target's features.
 
-    Row j pairs tokens[j], which stands at position start + j + 1, with the feature of position start + j.
+    Entry j of a row pairs tokens[j], which stands at position seq_len - count + j + 1, with the feature of the position
+    before it. `counts` says how many entries of a row are meant; the others hold some valid token and finite features.
     """
 
-    start: int
-    tokens: Tensor  # int64 [n]
-    features: Tensor  # [n, F]
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self.width = width
+        self.tokens = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        self.features: Tensor | None = None
+        self.counts: dict[int, int] = {}
 
+    def put(self, rows: Tensor, tokens: Tensor, features: Tensor) -> None:
+        """Leave tokens int64 [n, w] and features [n, w, F] in `rows` int64 [n], from entry 0 on."""
+        if self.features is None:
+            shape = (*self.tokens.shape, features.shape[2])
+            self.features = torch.zeros(shape, dtype=features.dtype, device=features.device)
+        width = tokens.shape[1]
+        self.tokens[:, :width].index_copy_(0, rows, tokens)
+        self.features[:, :width].index_copy_(0, rows, features)
 
-@dataclass(frozen=True)
-class ExtendBatch:
-    """Everything the drafter must catch up on, decodes first, then prompt chunks of earlier cycles."""
-
-    tokens: Tensor  # int64 [rows]
-    features: Tensor  # [rows, F]
-    positions: Tensor  # int64 [rows]
-    attention: AttentionBatch
-    counts: tuple[int, ...]
-    last_rows: Tensor  # int64 [decodes], each decode's newest row
+    def take(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The first `width` entries of `rows`: tokens [n * width], features [n * width, F]."""
+        assert self.features is not None, "nothing was left yet"
+        tokens = self.tokens.index_select(0, rows)[:, :width]
+        return tokens.reshape(-1), self.features.index_select(0, rows)[:, :width].flatten(0, 1)
 
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """The decoding requests of one cycle."""
+    """The decoding requests of one cycle, padded to a batch size that a graph was captured for.
+
+    Padding stands last: requests of length 1 in the page table's `pad_row`. `counts` is how many entries of `carry`
+    each request has for the drafter, and `extend_width` covers the largest.
+    """
 
     rows: Tensor  # int64 [bs], rows of req_to_token
     seq_lens: Tensor  # int64 [bs]
     verified_id: Tensor  # int64 [bs]
+    counts: Tensor  # int64 [bs]
     seq_lens_host: tuple[int, ...]
+    counts_host: tuple[int, ...]
+    extend_width: int
+    carry: Carry
     sampling: SamplingBatch
     req_to_token: Tensor  # int32 [rows, width]
 
 
 @dataclass(frozen=True)
-class PrefillBatch:
-    """The prompt chunks of one cycle."""
+class PromptBatch:
+    """Pieces of prompt, concatenated."""
 
     tokens: Tensor  # int64 [rows]
     positions: Tensor  # int64 [rows]
@@ -76,71 +96,96 @@ class PrefillBatch:
     counts: tuple[int, ...]
 
 
-class Batches:
-    """Builds a cycle's batches, and keeps what the drafter has yet to see of each row."""
+@dataclass(frozen=True)
+class PromptFeatures:
+    """A prompt batch for the drafter: tokens one ahead of the target's features [rows, F]."""
 
-    def __init__(self, table: PageTable, device: torch.device) -> None:
-        self.device = device
+    batch: PromptBatch
+    features: Tensor
+
+
+class Batches:
+    """Builds a cycle's batches, and keeps what the drafter has yet to see of each row.
+
+    `spec_steps` is the depth of the trees. `sizes`: batch sizes that decodes are padded to, if there are any.
+    """
+
+    def __init__(
+        self, table: PageTable, device: torch.device, *, spec_steps: int = 0, sizes: Sequence[int] = ()
+    ) -> None:
+        self.device, self.sizes = device, tuple(sizes)
         self.req_to_token = ReqToToken(table, device)
-        self.pending: dict[int, Pending] = {}
+        self.carry = Carry(table.pad_row + 1, spec_steps + 1, device)
+        self._pad_row = table.pad_row
         self._sampling: tuple[tuple[Sampling, ...], SamplingBatch] = ((), SamplingBatch.of((), device))
 
-    def begin(self, plan: CyclePlan) -> None:
-        """Forget the rows that ended, and bring the page table's rows over."""
+    def begin(self, plan: CyclePlan) -> DecodeBatch | None:
+        """Forget the rows that ended, bring the page table over; the decoding requests, if there are any."""
         for row in plan.released:
-            self.pending.pop(row, None)
-        self.req_to_token.refresh(plan.rows)
+            self.carry.counts.pop(row, None)
+        self.req_to_token.refresh()
+        return self._decode(plan.decodes) if plan.decodes else None
 
-    def extend(self, plan: CyclePlan) -> ExtendBatch | None:
-        """Take what is pending for the plan's rows; None if there is nothing."""
-        rows = [row for row in plan.rows if row in self.pending]
-        if not rows:
+    def prefill(self, chunks: Sequence[Chunk]) -> PromptBatch:
+        """The target's rows of all chunks."""
+        return self._prompt([(c.row, c.start, c.tokens) for c in chunks])
+
+    def prompt_features(self, chunks: Sequence[Chunk], features: Tensor) -> PromptFeatures | None:
+        """The drafter's rows: each feature beside the prompt's next token.
+
+        A prompt's last row has none yet. It waits in the carry for the token that was drawn.
+        """
+        pieces, kept, start = [], list[int](), 0
+        for chunk in chunks:
+            following = chunk.tokens[1:] + (() if chunk.next_token is None else (chunk.next_token,))
+            if following:
+                pieces.append((chunk.row, chunk.start, following))
+            kept.extend(range(start, start + len(following)))
+            start += len(chunk.tokens)
+        if not pieces:
             return None
-        work = [self.pending.pop(row) for row in rows]
-        counts = tuple(len(item.tokens) for item in work)
-        ends = torch.tensor(counts).cumsum(0)
-        return ExtendBatch(
-            tokens=torch.cat([item.tokens for item in work]),
-            features=torch.cat([item.features for item in work]),
-            positions=torch.cat([torch.arange(item.start, item.start + len(item.tokens)) for item in work]).to(
-                self.device
-            ),
-            attention=batch_arguments(
-                torch.tensor(rows, device=self.device),
-                counts,
-                tuple(item.start + n for item, n in zip(work, counts, strict=True)),
-                self.req_to_token.tensor,
-                Causal(),
-            ),
-            counts=counts,
-            last_rows=(ends[: len(plan.decodes)] - 1).to(self.device),
-        )
+        if len(kept) < len(features):
+            features = features.index_select(0, upload(kept, self.device))
+        return PromptFeatures(self._prompt(pieces), features)
 
-    def decode(self, decodes: Sequence[Decode]) -> DecodeBatch:
-        seq_lens = tuple(d.seq_len for d in decodes)
-        numbers = torch.tensor([[d.row for d in decodes], seq_lens, [d.verified_id for d in decodes]]).to(self.device)
+    def _decode(self, decodes: Sequence[Decode]) -> DecodeBatch:
+        padding = self._padded_size(len(decodes)) - len(decodes)
+        counts = tuple(self.carry.counts.get(d.row, 1) for d in decodes) + (1,) * padding
+        seq_lens = tuple(d.seq_len for d in decodes) + (1,) * padding
+        rows = [d.row for d in decodes] + [self._pad_row] * padding
+        verified = [d.verified_id for d in decodes] + [0] * padding
+        numbers = upload([rows, seq_lens, verified, counts], self.device)
         return DecodeBatch(
             rows=numbers[0],
             seq_lens=numbers[1],
             verified_id=numbers[2],
+            counts=numbers[3],
             seq_lens_host=seq_lens,
-            sampling=self._sampling_of(decodes),
+            counts_host=counts,
+            extend_width=self.carry.width if self.sizes else max(counts),
+            carry=self.carry,
+            sampling=self._sampling_of(decodes, padding),
             req_to_token=self.req_to_token.tensor,
         )
 
-    def prefill(self, chunks: Sequence[Chunk]) -> PrefillBatch:
-        counts = tuple(len(c.tokens) for c in chunks)
-        flat = [token for c in chunks for token in c.tokens]
-        positions = [p for c in chunks for p in range(c.start, c.start + len(c.tokens))]
-        numbers = torch.tensor([flat, positions]).to(self.device)
-        ends = tuple(c.start + n for c, n in zip(chunks, counts, strict=True))
-        rows = torch.tensor([c.row for c in chunks], device=self.device)
-        attention = batch_arguments(rows, counts, ends, self.req_to_token.tensor, Causal())
-        return PrefillBatch(numbers[0], numbers[1], attention, counts)
+    def _padded_size(self, size: int) -> int:
+        return next((bucket for bucket in self.sizes if bucket >= size), size)
 
-    def _sampling_of(self, decodes: Sequence[Decode]) -> SamplingBatch:
+    def _prompt(self, pieces: Sequence[tuple[int, int, Sequence[int]]]) -> PromptBatch:
+        """Pieces of (row, first position, tokens)."""
+        counts = tuple(len(tokens) for _, _, tokens in pieces)
+        ends = tuple(start + len(tokens) for _, start, tokens in pieces)
+        flat = [token for _, _, tokens in pieces for token in tokens]
+        positions = [p for _, start, tokens in pieces for p in range(start, start + len(tokens))]
+        numbers = upload([flat, positions], self.device)
+        requests = upload([[row for row, _, _ in pieces], ends], self.device)
+        layout = Layout(counts, ends)
+        attention = batch_arguments(requests[0], requests[1], self.req_to_token.tensor, Causal(), layout)
+        return PromptBatch(numbers[0], numbers[1], attention, counts)
+
+    def _sampling_of(self, decodes: Sequence[Decode], padding: int) -> SamplingBatch:
         """The same requests in the same order, as in most cycles, keep their tensors."""
-        settings, kept = tuple(d.sampling for d in decodes), self._sampling[0]
+        settings, kept = tuple(d.sampling for d in decodes) + (_PADDING,) * padding, self._sampling[0]
         if len(settings) != len(kept) or not all(map(operator.is_, settings, kept)):
             self._sampling = (settings, SamplingBatch.of(settings, self.device))
         return self._sampling[1]

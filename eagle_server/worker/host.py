@@ -11,8 +11,12 @@ from eagle_server.request import TokenLogprob
 
 
 def to_host(*tensors: Tensor) -> tuple[Any, ...]:
-    """Tensors as nested lists, in one copy per tensor."""
-    return tuple(t.tolist() for t in tensors)
+    """Integer or boolean tensors as nested lists; from a GPU all of them in one copy."""
+    if not tensors or tensors[0].device.type == "cpu":
+        return tuple(t.tolist() for t in tensors)
+    flat = torch.cat([t.reshape(-1).to(torch.int64) for t in tensors]).cpu()
+    pieces = flat.split([t.numel() for t in tensors])
+    return tuple(piece.view(t.shape).to(t.dtype).tolist() for piece, t in zip(pieces, tensors, strict=True))
 
 
 def logprobs_to_host(logits: Tensor, tokens: Tensor, count: int) -> tuple[TokenLogprob, ...]:
@@ -23,8 +27,3 @@ def logprobs_to_host(logits: Tensor, tokens: Tensor, count: int) -> tuple[TokenL
     best, ids = logp.topk(count, dim=-1)
     alternatives = [list(zip(i, b, strict=True)) for i, b in zip(ids.tolist(), best.tolist(), strict=True)]
     return tuple(TokenLogprob(*entry) for entry in zip(tokens.tolist(), own, alternatives, strict=True))
-
-
-def host_tensor(values: list[int], device: torch.device) -> Tensor:
-    """int64 [n] on `device`."""
-    return torch.tensor(values, dtype=torch.int64, device=device)

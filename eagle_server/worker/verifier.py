@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from eagle_server.attention.interface import AttentionBackend
-from eagle_server.cache.pool import KVPool
+from eagle_server.attention.interface import AttentionBackend, Layout, Prepared
+from eagle_server.cache.pool import Pool
 from eagle_server.models.target import TargetModel, TargetOutput
+from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import EagleVerifyInput
-from eagle_server.worker.batch import DecodeBatch, PrefillBatch
+from eagle_server.speculation.tree import EagleVerifyInput, verify_attention, verify_layout
+from eagle_server.worker.batch import DecodeBatch, PromptBatch
+from eagle_server.worker.graphs import Graphs
 
 
 @dataclass(frozen=True)
@@ -36,18 +39,41 @@ class Prefilled:
 class Verifier:
     """Runs the target over its KV pool."""
 
-    def __init__(self, target: TargetModel, attention: AttentionBackend, pool: KVPool) -> None:
+    def __init__(
+        self, target: TargetModel, attention: AttentionBackend, pool: Pool, graphs: Graphs | None = None
+    ) -> None:
         self.target, self.attention, self.pool = target, attention, pool
+        self.graphs = graphs or Graphs()
 
     def verify(self, batch: DecodeBatch, tree: EagleVerifyInput) -> Verified:
         """All nodes of all trees in one forward, under the tree mask."""
-        plan = self.attention.plan(tree.attention_batch(batch.rows, batch.seq_lens_host, batch.req_to_token))
-        out = self.target(tree.draft_token, tree.positions, plan)
-        return Verified(self.target.logits(out.hidden), self._features(out))
+        layout = verify_layout(batch.seq_lens_host, tree.draft_token_num, tree.topk)
+        prepared = self.attention.prepare(layout)
+        key = None if prepared.graph_key is None else ("verify", prepared.graph_key)
+        function = partial(self._verify, prepared, layout, batch.req_to_token)
+        inputs = (tree.draft_token, tree.positions, tree.custom_mask, tree.depths)
+        return self.graphs.run(key, function, batch.rows, batch.seq_lens, *inputs)
 
-    def prefill(self, batch: PrefillBatch, chunks: tuple[Chunk, ...]) -> Prefilled:
+    def _verify(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
+        self,
+        prepared: Prepared,
+        layout: Layout,
+        req_to_token: Tensor,
+        rows: Tensor,
+        seq_lens: Tensor,
+        draft_token: Tensor,
+        positions: Tensor,
+        custom_mask: Tensor,
+        depths: Tensor,
+    ) -> Verified:
+        planned = prepared.bind(verify_attention(custom_mask, depths, rows, seq_lens, req_to_token, layout))
+        out = self.target(draft_token, positions, planned)
+        return Verified(self.target.logits(out.hidden), _features(out))
+
+    def prefill(self, batch: PromptBatch, chunks: tuple[Chunk, ...]) -> Prefilled:
         """Prompt chunks, causally. Logits only where a token is drawn or prompt log-probabilities are wanted."""
-        out = self.target(batch.tokens, batch.positions, self.attention.plan(batch.attention))
+        planned = self.attention.prepare(batch.attention.layout).bind(batch.attention)
+        out = self.target(batch.tokens, batch.positions, planned)
         rows: list[int] = []
         counts: list[int] = []
         start = 0
@@ -57,8 +83,8 @@ class Verifier:
             rows.extend(wanted)
             counts.append(len(wanted))
             start += length
-        hidden = out.hidden.index_select(0, torch.tensor(rows, dtype=torch.int64, device=out.hidden.device))
-        return Prefilled(self._features(out), self.target.logits(hidden), tuple(counts))
+        hidden = out.hidden.index_select(0, upload(rows, out.hidden.device))
+        return Prefilled(_features(out), self.target.logits(hidden), tuple(counts))
 
     def keep(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
         """Move the accepted nodes' KV to the front of each window; the rest of it is scratch again.
@@ -73,5 +99,6 @@ class Verifier:
         table = batch.req_to_token.index_select(0, batch.rows)
         self.pool.move(table.gather(1, sources).view(-1).long(), table.gather(1, places).view(-1).long())
 
-    def _features(self, out: TargetOutput) -> Tensor:
-        return out.hidden if out.aux is None else out.aux
+
+def _features(out: TargetOutput) -> Tensor:
+    return out.hidden if out.aux is None else out.aux

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, Emitted
-from eagle_server.request import TokenLogprob
+from eagle_server.ops.upload import upload
+from eagle_server.plan import Chunk, CyclePlan, CycleResult
 from eagle_server.speculation.accept import Accepted, accept
 from eagle_server.speculation.sampling import SamplingBatch, draw
 from eagle_server.speculation.tree import EagleVerifyInput, build_tree
-from eagle_server.worker.batch import Batches, Pending
+from eagle_server.worker.batch import Batches, DecodeBatch
+from eagle_server.worker.clock import StageClock
 from eagle_server.worker.drafters.interface import Drafter
-from eagle_server.worker.host import host_tensor, logprobs_to_host, to_host
+from eagle_server.worker.emission import Decoded, Drawn, emit
 from eagle_server.worker.verifier import Verified, Verifier
-
-NOT_FINITE = "the model's logits are not finite (NaN or inf); its weights or the prompt's numerics are broken"
 
 
 class Worker:
@@ -27,96 +23,66 @@ class Worker:
 
     def __init__(self, verifier: Verifier, drafter: Drafter[Any], batches: Batches) -> None:
         self.verifier, self.drafter, self.batches = verifier, drafter, batches
-        self._stages: dict[str, float] = {}
 
     @torch.inference_mode()
     def run(self, plan: CyclePlan) -> CycleResult:
-        """One cycle: every decoding request emits at least one token, every chunk advances its prompt."""
-        self._stages = {}
-        self.batches.begin(plan)
-        batch = self.batches.decode(plan.decodes) if plan.decodes else None
-        decoded: tuple[Emitted, ...] = ()
-        with self._stage("extend"):
-            draft = self.drafter.extend(self.batches.extend(plan), batch)
+        """One cycle: every decoding request emits at least one token, every chunk advances its prompt.
+
+        The device works ahead of the host until `emit` copies what was accepted.
+        """
+        clock = StageClock(self.batches.device)
+        batch = self.batches.begin(plan)
+        decoded = drawn = None
         if batch is not None:
-            with self._stage("propose"):
+            with clock.stage("extend"):
+                draft = self.drafter.extend(batch)
+            with clock.stage("propose"):
                 candidates = self.drafter.propose(draft, batch)
-            with self._stage("build_tree"):
+            with clock.stage("build_tree"):
                 tree = build_tree(candidates, batch.verified_id, batch.seq_lens)
-            with self._stage("verify"):
+            with clock.stage("verify"):
                 verified = self.verifier.verify(batch, tree)
-            with self._stage("accept"):
+            with clock.stage("accept"):
                 accepted = accept(tree, verified.logits, batch.sampling)
-            with self._stage("keep"):
+            with clock.stage("keep"):
                 self.verifier.keep(batch, tree, accepted)
-                decoded = self._emit(plan.decodes, tree, verified, accepted)
-        with self._stage("prefill"):
-            prefilled = self._prefill(plan.chunks) if plan.chunks else ()
-        return CycleResult(prefilled, decoded, self._stages)
-
-    def _emit(
-        self, decodes: tuple[Decode, ...], tree: EagleVerifyInput, verified: Verified, accepted: Accepted
-    ) -> tuple[Emitted, ...]:
-        """Read the accepted tokens, and leave them pending for the drafter with their nodes' features."""
-        paths, tokens, finite = to_host(accepted.path, accepted.tokens, accepted.finite)
-        size = tree.draft_token_num
-        taken = [[node + r * size for node in path if node >= 0] for r, path in enumerate(paths)]
+                self._leave(batch, tree, verified, accepted)
+            decoded = Decoded(verified.logits, accepted, tree.draft_token_num)
+        if plan.chunks:
+            with clock.stage("prefill"):
+                drawn = self._prefill(plan.chunks)
+        with clock.stage("emit"):
+            prefilled, emitted = emit(plan, decoded, drawn)
         if self.drafter.feeds:
-            device, counts = verified.features.device, [len(rows) for rows in taken]
-            nodes = host_tensor([node for rows in taken for node in rows], device)
-            features = verified.features.index_select(0, nodes).split(counts)
-            flat = host_tensor([token for drawn, n in zip(tokens, counts, strict=True) for token in drawn[:n]], device)
-            emitted = flat.split(counts)
-            for d, f, t in zip(decodes, features, emitted, strict=True):
-                self.batches.pending[d.row] = Pending(d.seq_len, t, f)
-        out = []
-        for d, rows, drawn, ok in zip(decodes, taken, tokens, finite, strict=True):
-            kept = drawn[: len(rows)]
-            logprobs: tuple[TokenLogprob, ...] = ()
-            if d.sampling.logprobs is not None:
-                index = host_tensor(rows, verified.logits.device)
-                picked = host_tensor(kept, index.device)
-                logprobs = logprobs_to_host(verified.logits[index], picked, d.sampling.logprobs)
-            out.append(Emitted(tuple(kept), size - 1, logprobs, failed=None if ok else NOT_FINITE))
-        return tuple(out)
+            for decode, each in zip(plan.decodes, emitted, strict=True):
+                self.batches.carry.counts[decode.row] = len(each.tokens)
+        return CycleResult(prefilled, emitted, clock.seconds())
 
-    def _prefill(self, chunks: tuple[Chunk, ...]) -> tuple[Emitted, ...]:
-        """Prompt chunks: the last one of a prompt draws its next token. All rows stay pending for the drafter."""
+    def _leave(self, batch: DecodeBatch, tree: EagleVerifyInput, verified: Verified, accepted: Accepted) -> None:
+        """Leave the accepted tokens for the drafter, each with its parent node's feature."""
+        if not self.drafter.feeds:
+            return
+        nodes = accepted.path.clamp(min=0) + tree.retrive_index[:, :1]
+        features = verified.features.index_select(0, nodes.view(-1)).unflatten(0, nodes.shape)
+        batch.carry.put(batch.rows, accepted.tokens.clamp(min=0), features)
+
+    def _prefill(self, chunks: tuple[Chunk, ...]) -> Drawn:
+        """Prompt chunks through target and drafter; the last one of a prompt draws its next token."""
         batch = self.batches.prefill(chunks)
         done = self.verifier.prefill(batch, chunks)
-        out: list[Emitted] = []
-        logits = done.logits.split(done.logit_rows)
-        for chunk, rows, features in zip(chunks, logits, done.features.split(batch.counts), strict=True):
-            emitted = self._first_token(chunk, rows) if chunk.next_token is None else Emitted()
-            following = chunk.next_token if chunk.next_token is not None else emitted.tokens[0]
-            if chunk.prompt_logprobs:
-                emitted = _with_prompt_logprobs(emitted, chunk, rows)
-            out.append(emitted)
-            if self.drafter.feeds:
-                shifted = host_tensor([*chunk.tokens[1:], following], features.device)
-                self.batches.pending[chunk.row] = Pending(chunk.start, shifted, features)
-        return tuple(out)
-
-    def _first_token(self, chunk: Chunk, logits: torch.Tensor) -> Emitted:
-        position = host_tensor([chunk.start + len(chunk.tokens)], logits.device)
-        sampling = SamplingBatch.of([chunk.sampling], logits.device)
-        drawn, scores = draw(logits[None, -1:], position[None], sampling)
-        ((token,),), ((finite,),) = to_host(drawn, scores.isfinite())
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if chunk.sampling.logprobs is not None:
-            logprobs = logprobs_to_host(logits[-1:], drawn[0], chunk.sampling.logprobs)
-        return Emitted((token,), 0, logprobs, failed=None if finite else NOT_FINITE)
-
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._stages[name] = self._stages.get(name, 0.0) + time.perf_counter() - start
-
-
-def _with_prompt_logprobs(emitted: Emitted, chunk: Chunk, logits: torch.Tensor) -> Emitted:
-    """Log-probabilities of the prompt tokens that follow this chunk's rows."""
-    following = [*chunk.tokens[1:], *([] if chunk.next_token is None else [chunk.next_token])]
-    tokens = host_tensor(following, logits.device)
-    entries = logprobs_to_host(logits[: len(following)], tokens, chunk.sampling.logprobs or 0)
-    return Emitted(emitted.tokens, 0, emitted.logprobs, entries, emitted.failed)
+        device = done.logits.device
+        last = [i for i, chunk in enumerate(chunks) if chunk.next_token is None]
+        ends = [sum(done.logit_rows[: i + 1]) - 1 for i in last]
+        positions = upload([chunks[i].start + len(chunks[i].tokens) for i in last], device)
+        sampling = SamplingBatch.of([chunks[i].sampling for i in last], device)
+        logits = done.logits.index_select(0, upload(ends, device))[:, None]
+        tokens, scores = draw(logits, positions[:, None], sampling)
+        if self.drafter.feeds:
+            prompts = self.batches.prompt_features(chunks, done.features)
+            if prompts is not None:
+                self.drafter.prefill(prompts)
+            rows = upload([chunks[i].row for i in last], device)
+            newest = upload([sum(batch.counts[: i + 1]) - 1 for i in last], device)
+            self.batches.carry.put(rows, tokens, done.features.index_select(0, newest)[:, None])
+            self.batches.carry.counts.update((chunks[i].row, 1) for i in last)
+        return Drawn(done.logits, done.logit_rows, tokens, scores.isfinite())

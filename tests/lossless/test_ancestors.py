@@ -30,20 +30,20 @@ class Call:
 
 
 class SpyHead:
-    """A `DraftHead` that notes its passes; `combine` begins a cycle, as only draft-extend calls it."""
+    """A `DraftHead` that notes its passes, in runs that each begin with `combine`: draft-extend, or prompts."""
 
     def __init__(self, head: DraftHead) -> None:
         self.head, self.config, self.aux_boundaries = head, head.config, head.aux_boundaries
         self.logits, self.target_ids, self.draft_vocab_size = head.logits, head.target_ids, head.draft_vocab_size
-        self.passes: list[Call] = []
+        self.runs: list[list[Call]] = []
 
     def combine(self, features: Tensor) -> Tensor:
-        self.passes = []
+        self.runs.append([])
         return self.head.combine(features)
 
     def __call__(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: object) -> DraftOutput:
         out = self.head(tokens, hidden, positions, attention)  # type: ignore[arg-type]
-        self.passes.append(Call(tokens, hidden, out))
+        self.runs[-1].append(Call(tokens, hidden, out))
         return out
 
 
@@ -63,8 +63,9 @@ def drafted_trees(engine: Engine, spy: SpyHead) -> list[Drafted]:
 
     def watched(plan: CyclePlan) -> CycleResult:
         texts = {each.row: list(each.tokens) for each in engine.scheduler.running}
+        spy.runs.clear()
         result = original(plan)
-        steps = spy.passes[1:]
+        steps = spy.runs[0][1:] if plan.decodes else []
         assert len(steps) == (STEPS - 1 if plan.decodes else 0)
         trees.extend(tree_of(texts[d.row], r, steps) for r, d in enumerate(plan.decodes))
         return result

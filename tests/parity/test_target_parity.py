@@ -11,12 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eagle_server.attention.dense import DenseCausal
-from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec
+from eagle_server.attention.interface import Causal, LayerSpec, Layout
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.cache.pool import KVPool
 from eagle_server.models.config import ModelConfig, read_config
 from eagle_server.models.loader import load_target
 from eagle_server.models.target import TargetModel
+from eagle_server.speculation.attention_args import batch_arguments
 from tests.parity.checkpoints import CASES, VOCAB, write
 
 TOLERANCE = 1e-4
@@ -68,17 +69,10 @@ class Pages:
         """One forward over tokens start..stop of every prompt -> their logits."""
         spans = [torch.arange(a, b) for a, b in zip(start, stop, strict=True)]
         lens = [len(span) for span in spans]
-        batch = AttentionBatch(
-            qo_indptr=_indptr(lens),
-            kv_indptr=_indptr(stop),
-            kv_indices=torch.cat([slots[:b] for slots, b in zip(self.slots, stop, strict=True)]).int(),
-            out_slots=torch.cat([slots[span] for slots, span in zip(self.slots, spans, strict=True)]),
-            mask=Causal(),
-            q_lens_host=tuple(lens),
-            kv_lens_host=tuple(stop),
-        )
+        rows, layout = torch.arange(len(prompts)), Layout(tuple(lens), tuple(stop))
+        batch = batch_arguments(rows, torch.tensor(stop), self.slots.int(), Causal(), layout)
         tokens = torch.cat([prompt[span] for prompt, span in zip(prompts, spans, strict=True)])
-        output = self.model(tokens, torch.cat(spans), self.attention.plan(batch))
+        output = self.model(tokens, torch.cat(spans), self.attention.prepare(layout).bind(batch))
         return list(self.model.logits(output.hidden).split(lens))
 
 
@@ -142,7 +136,3 @@ def test_config_of_transformers_4_means_the_same(tmp_path: Path, name: str) -> N
     old["rope_theta"], old["torch_dtype"] = rope.pop("rope_theta"), new["dtype"]
     old["rope_scaling"] = None if rope == {"rope_type": "default"} else rope
     assert ModelConfig.from_dict(old) == ModelConfig.from_dict(new)
-
-
-def _indptr(lens: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *lens]).cumsum(0).int()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from eagle_server.attention.interface import Causal
+from eagle_server.attention.interface import Causal, Layout
 from eagle_server.speculation.attention_args import batch_arguments, kv_arguments
 from eagle_server.speculation.draft_input import EagleDraftInput
 
@@ -18,15 +18,15 @@ def test_kv_arguments_list_each_requests_slots_in_token_order() -> None:
     assert kv_indices.tolist() == [340, 341, 342, 300, *range(320, 340)]
 
 
-def test_a_batch_writes_its_last_slots_and_reads_all_of_them() -> None:
-    batch = batch_arguments(torch.tensor([1, 0]), (2, 3), (5, 3), REQ_TO_TOKEN, Causal())
-    assert batch.qo_indptr.tolist() == [0, 2, 5]
-    assert batch.kv_indptr.tolist() == [0, 5, 8]
-    assert batch.kv_indices.tolist() == [320, 321, 322, 323, 324, 300, 301, 302]
+def test_a_batch_writes_its_last_slots() -> None:
+    ragged = Layout((2, 3), (5, 3))
+    batch = batch_arguments(torch.tensor([1, 0]), torch.tensor([5, 3]), REQ_TO_TOKEN, Causal(), ragged)
+    assert ragged.q_len is None
     assert batch.out_slots.tolist() == [323, 324, 300, 301, 302]
-    alone = batch_arguments(torch.tensor([1]), (2,), (5,), REQ_TO_TOKEN, Causal())
-    assert alone.kv_indices.tolist() == batch.kv_indices[:5].tolist()
-    assert alone.out_slots.tolist() == [323, 324]
+    uniform = Layout((2, 2), (5, 3))
+    batch = batch_arguments(torch.tensor([1, 0]), torch.tensor([5, 3]), REQ_TO_TOKEN, Causal(), uniform)
+    assert uniform.q_len == 2
+    assert batch.out_slots.tolist() == [323, 324, 301, 302]
 
 
 def test_draft_extend_has_one_query_per_accepted_token_and_one_for_the_bonus() -> None:
@@ -44,7 +44,3 @@ def test_draft_extend_has_one_query_per_accepted_token_and_one_for_the_bonus() -
     assert kv_indptr.tolist() == [0, 5, 14, 16]
     assert kv_indices.tolist() == [*range(300, 305), *range(320, 329), 340, 341]
     assert mask is None
-    host = batch_arguments(rows, (1, 4, 2), (5, 9, 2), REQ_TO_TOKEN, Causal())
-    assert torch.equal(host.qo_indptr, qo_indptr)
-    assert torch.equal(host.kv_indptr, kv_indptr)
-    assert torch.equal(host.kv_indices, kv_indices)

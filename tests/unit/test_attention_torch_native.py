@@ -1,4 +1,4 @@
-"""The CPU backend against dense attention in float64, query by query, with NaN in every slot that must not be read."""
+"""The torch_native backend against dense attention in float64, with NaN in every slot that must not be read."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, TreeMask
+from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, Layout
 from eagle_server.attention.torch_native import SHORT_QUERY, TorchNativeAttention
 from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.pool import KVPool
-from eagle_server.speculation.attention_args import batch_arguments, indptr
-from eagle_server.speculation.draft_input import EagleDraftInput, Frontier
-from eagle_server.speculation.tree import ancestors
+from eagle_server.speculation.attention_args import batch_arguments
+from eagle_server.speculation.draft_input import EagleDraftInput, Frontier, draft_layout
+from eagle_server.speculation.tree import ancestors, verify_attention, verify_layout
 
 DIM, LAYERS, WIDTH = 8, 2, 192
 TOLERANCE = 1e-5
@@ -83,7 +84,12 @@ def attend(paged: Paged, batch: AttentionBatch, queries: Tensor, new: Sequence[S
     keys = torch.cat([paged.keys[row][list(p)] for row, p in enumerate(new)])
     values = torch.cat([paged.values[row][list(p)] for row, p in enumerate(new)])
     layer = LayerSpec(paged.layer, 0.37, window)
-    return TorchNativeAttention(paged.pool).plan(batch).run(queries, keys, values, layer)
+    return TorchNativeAttention(paged.pool).prepare(batch.layout).bind(batch).run(queries, keys, values, layer)
+
+
+def causal_batch(paged: Paged, q_lens: Sequence[int], kv_lens: Sequence[int]) -> AttentionBatch:
+    layout = Layout(tuple(q_lens), tuple(kv_lens))
+    return batch_arguments(paged.rows, torch.tensor(kv_lens), paged.req_to_token, Causal(), layout)
 
 
 def error(found: Tensor, expected: list[Tensor]) -> float:
@@ -115,7 +121,7 @@ def test_causal_attention_over_ragged_paged_batches(
     new = [range(n - q, n) for q, n in zip(q_lens, kv_lens, strict=True)]
     for row, positions in enumerate(new):
         paged.store(row, range(positions.start))
-    batch = batch_arguments(paged.rows, tuple(q_lens), tuple(kv_lens), paged.req_to_token, Causal())
+    batch = causal_batch(paged, q_lens, kv_lens)
     queries = paged.normal(sum(q_lens), heads, DIM)
     found = attend(paged, batch, queries, new, window)
     places = [(row, p) for row, positions in enumerate(new) for p in positions]
@@ -138,13 +144,8 @@ def test_tree_attention_sees_prefix_and_ancestors_and_measures_windows_by_depth(
     mask, depths = ancestors(torch.tensor(parents), size)
     for row, length in enumerate(prefixes):
         paged.store(row, range(length))
-    batch = batch_arguments(
-        paged.rows,
-        (size,) * len(prefixes),
-        tuple(n + size for n in prefixes),
-        paged.req_to_token,
-        TreeMask(mask, row_depths=depths, column_depths=depths),
-    )
+    layout = verify_layout(tuple(prefixes), size, topk=2)
+    batch = verify_attention(mask, depths, paged.rows, torch.tensor(prefixes), paged.req_to_token, layout)
     queries = paged.normal(size * len(prefixes), 4, DIM)
     found = attend(paged, batch, queries, [range(n, n + size) for n in prefixes], window)
     expected = []
@@ -178,16 +179,18 @@ def test_a_draft_step_as_masked_pass_and_as_explicit_decodes_is_the_same(prefixe
     for step in range(steps):
         queries = paged.normal(bs * topk, 4, DIM)
         new = [range(n + step * topk, n + (step + 1) * topk) for n in prefixes]
-        masked = attend(
-            paged, frontier.attention_batch(paged.rows, tuple(prefixes), paged.req_to_token), queries, new, window
-        )
+        layout = draft_layout(tuple(prefixes), step, topk)
+        assert layout.seen == step + 1
+        batch = frontier.attention_batch(paged.rows, lens, paged.req_to_token, layout)
+        masked = attend(paged, batch, queries, new, window)
         kv_indices, kv_indptr, qo_indptr = frontier.generate_attn_arg_decode(paged.rows, lens, paged.req_to_token)
         kv_lens = tuple(n + step + 1 for n in prefixes for _ in range(topk))
-        assert kv_indptr.tolist() == indptr(kv_lens, lens.device).tolist()
+        assert kv_indptr.tolist() == [0, *accumulate(kv_lens)]
         assert qo_indptr.tolist() == list(range(bs * topk + 1))
-        ends = torch.tensor(kv_lens).cumsum(0) - 1
-        explicit = AttentionBatch(
-            qo_indptr, kv_indptr, kv_indices, kv_indices[ends].long(), Causal(), (1,) * (bs * topk), kv_lens
+        table = torch.nn.utils.rnn.pad_sequence(kv_indices.split(list(kv_lens)), batch_first=True)  # a row per query
+        queries_rows = torch.arange(bs * topk)
+        explicit = batch_arguments(
+            queries_rows, torch.tensor(kv_lens), table, Causal(), Layout((1,) * len(kv_lens), kv_lens)
         )
         decoded = attend(paged, explicit, queries, new, window)
         assert float((decoded - masked).abs().max()) < TOLERANCE
@@ -212,8 +215,8 @@ def test_a_draft_step_reads_the_slots_of_the_worked_example() -> None:
 
 def test_layers_keep_their_own_kv_and_plans_are_reused() -> None:
     paged = Paged(2, 2, 1, [6])
-    batch = batch_arguments(paged.rows, (6,), (6,), paged.req_to_token, Causal())
-    planned = TorchNativeAttention(paged.pool).plan(batch)
+    batch = causal_batch(paged, [6], [6])
+    planned = TorchNativeAttention(paged.pool).prepare(batch.layout).bind(batch)
     keys, values = paged.normal(LAYERS, 6, 2, DIM), paged.normal(LAYERS, 6, 2, DIM)
     queries = paged.normal(6, 2, DIM)
     for layer in range(LAYERS):

@@ -156,7 +156,16 @@ def test_statistics_count_what_was_done(target: TargetModel) -> None:
     assert all(spec.drafted == spec.cycles * (tree_size(3, 4) - 1) for spec in specs)
     assert stats.kv_slots_free == stats.kv_slots_total
     assert 0 < stats.kv_slots_cached < stats.kv_slots_total
-    assert set(stats.stage_seconds) == {"extend", "propose", "build_tree", "verify", "accept", "keep", "prefill"}
+    assert set(stats.stage_seconds) == {
+        "extend",
+        "propose",
+        "build_tree",
+        "verify",
+        "accept",
+        "keep",
+        "prefill",
+        "emit",
+    }
 
 
 def test_numbers_with_which_nothing_could_be_served_are_refused(target: TargetModel) -> None:

@@ -1,16 +1,21 @@
-"""EAGLE-1/2/3: a feature head drafts a tree in several steps of its best topk nodes."""
+"""EAGLE-1/2/3 and MTP: a feature head drafts a tree in several steps of its best topk nodes."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from eagle_server.attention.interface import AttentionBackend
+from eagle_server.attention.interface import AttentionBackend, Causal, Layout, Prepared
 from eagle_server.models.draft import DraftHead
+from eagle_server.speculation.attention_args import batch_arguments
 from eagle_server.speculation.candidates import CandidatePool
-from eagle_server.speculation.draft_input import EagleDraftInput, Frontier
+from eagle_server.speculation.draft_input import EagleDraftInput, Frontier, draft_layout
 from eagle_server.speculation.tree import Candidates
-from eagle_server.worker.batch import DecodeBatch, ExtendBatch
+from eagle_server.worker.batch import Carry, DecodeBatch, PromptFeatures
+from eagle_server.worker.graphs import Graphs
 
 
 class EagleDrafter:
@@ -18,34 +23,87 @@ class EagleDrafter:
 
     feeds = True
 
-    def __init__(
-        self, head: DraftHead, attention: AttentionBackend, *, num_steps: int, topk: int, draft_token_num: int
+    def __init__(  # noqa: PLR0913  the shape of its trees, and what it runs on
+        self,
+        head: DraftHead,
+        attention: AttentionBackend,
+        *,
+        num_steps: int,
+        topk: int,
+        draft_token_num: int,
+        graphs: Graphs | None = None,
     ) -> None:
         self.head, self.attention = head, attention
         self.num_steps, self.topk, self.draft_token_num = num_steps, topk, draft_token_num
+        self.graphs = graphs or Graphs()
 
-    def extend(self, work: ExtendBatch | None, batch: DecodeBatch | None) -> EagleDraftInput | None:
-        """Draft-extend: rewrite the draft KV of accepted tokens from the target's features, causally."""
-        if work is None:
-            return None
-        hidden = self.head.combine(work.features)
-        out = self.head(work.tokens, hidden, work.positions, self.attention.plan(work.attention))
-        if batch is None:
-            return None
-        logp, tokens = self._best(out.normed.index_select(0, work.last_rows))
-        counts = torch.tensor(work.counts[: len(batch.seq_lens_host)], device=tokens.device)
-        feedback = out.feedback.index_select(0, work.last_rows)
-        return EagleDraftInput(logp, tokens, feedback, batch.verified_id, accept_length=counts)
+    def prefill(self, prompts: PromptFeatures) -> None:
+        """Draft KV of prompt rows, causally."""
+        batch = prompts.batch
+        planned = self.attention.prepare(batch.attention.layout).bind(batch.attention)
+        self.head(batch.tokens, self.head.combine(prompts.features), batch.positions, planned)
 
-    def propose(self, draft: EagleDraftInput | None, batch: DecodeBatch) -> Candidates:
+    def extend(self, batch: DecodeBatch) -> EagleDraftInput:
+        """Draft-extend: rewrite the draft KV of accepted tokens from the target's features, causally.
+
+        Every request has `extend_width` rows. Those past its count stand behind the last one that counts, so nothing
+        reads them, and they are written again next time.
+        """
+        width = batch.extend_width
+        firsts = zip(batch.seq_lens_host, batch.counts_host, strict=True)
+        layout = Layout((width,) * len(batch.counts_host), tuple(n - count + width for n, count in firsts))
+        prepared = self.attention.prepare(layout)
+        function = partial(self._extend, prepared, layout, batch.carry, batch.req_to_token)
+        key = None if prepared.graph_key is None else ("extend", prepared.graph_key)
+        return self.graphs.run(key, function, batch.rows, batch.seq_lens, batch.verified_id, batch.counts)
+
+    def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> Candidates:
         """num_steps - 1 forwards over the frontier; the first level is what draft-extend already found."""
-        assert draft is not None
-        frontier = Frontier.first(draft)
+        steps = range(self.num_steps - 1)
+        layouts = [draft_layout(batch.seq_lens_host, step, self.topk) for step in steps]
+        prepared = [self.attention.prepare(layout) for layout in layouts]
+        keys = [each.graph_key for each in prepared]
+        key = None if None in keys or not keys else ("propose", *keys)
+        function = partial(self._propose, prepared, layouts, batch.req_to_token)
+        inputs = (draft.topk_logp, draft.topk_index, draft.hidden_states, draft.verified_id, draft.accept_length)
+        return self.graphs.run(key, function, batch.rows, batch.seq_lens, *inputs)
+
+    def _extend(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
+        self,
+        prepared: Prepared,
+        layout: Layout,
+        carry: Carry,
+        req_to_token: Tensor,
+        rows: Tensor,
+        seq_lens: Tensor,
+        verified_id: Tensor,
+        counts: Tensor,
+    ) -> EagleDraftInput:
+        width = layout.q_lens[0]
+        tokens, features = carry.take(rows, width)
+        first = seq_lens - counts
+        positions = (first[:, None] + torch.arange(width, device=rows.device)).view(-1)
+        planned = prepared.bind(batch_arguments(rows, first + width, req_to_token, Causal(), layout))
+        out = self.head(tokens, self.head.combine(features), positions, planned)
+        newest = counts - 1 + torch.arange(0, len(tokens), width, device=rows.device)
+        logp, best = self._best(out.normed.index_select(0, newest))
+        return EagleDraftInput(logp, best, out.feedback.index_select(0, newest), verified_id, accept_length=counts)
+
+    def _propose(
+        self,
+        prepared: Sequence[Prepared],
+        layouts: Sequence[Layout],
+        req_to_token: Tensor,
+        rows: Tensor,
+        seq_lens: Tensor,
+        *draft: Tensor,
+    ) -> Candidates:
+        frontier = Frontier.first(EagleDraftInput(*draft))
         pool = CandidatePool(frontier.tokens, frontier.scores)
-        for step in range(self.num_steps - 1):
-            plan = self.attention.plan(frontier.attention_batch(batch.rows, batch.seq_lens_host, batch.req_to_token))
-            positions = (batch.seq_lens + step).repeat_interleave(self.topk)
-            out = self.head(frontier.tokens.view(-1), frontier.hidden, positions, plan)
+        for step, (ready, layout) in enumerate(zip(prepared, layouts, strict=True)):
+            planned = ready.bind(frontier.attention_batch(rows, seq_lens, req_to_token, layout))
+            positions = (seq_lens + step).repeat_interleave(self.topk)
+            out = self.head(frontier.tokens.view(-1), frontier.hidden, positions, planned)
             logp, tokens = self._best(out.normed)
             shape = (*frontier.tokens.shape, self.topk)
             scores = frontier.scores[:, :, None] + logp.view(shape)

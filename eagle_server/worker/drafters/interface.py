@@ -5,18 +5,22 @@ from __future__ import annotations
 from typing import Protocol, TypeVar
 
 from eagle_server.speculation.tree import Candidates
-from eagle_server.worker.batch import DecodeBatch, ExtendBatch
+from eagle_server.worker.batch import DecodeBatch, PromptFeatures
 
 State = TypeVar("State")
 
 
 class Drafter(Protocol[State]):
-    """`State` is the drafter's own affair. `feeds`: it must see every accepted token with the target's feature."""
+    """`State` is the drafter's own affair. `feeds`: it must see every token with the target's feature before it."""
 
     feeds: bool
 
-    def extend(self, work: ExtendBatch | None, batch: DecodeBatch | None) -> State:
-        """Show the drafter the newly accepted tokens with the target's features; the state of the decoding requests."""
+    def prefill(self, prompts: PromptFeatures) -> None:
+        """Show the drafter pieces of prompts."""
+        ...
+
+    def extend(self, batch: DecodeBatch) -> State:
+        """Show the drafter the newly accepted tokens, which are in `batch.carry`; the state of the requests."""
         ...
 
     def propose(self, draft: State, batch: DecodeBatch) -> Candidates:

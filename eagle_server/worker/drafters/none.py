@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eagle_server.speculation.tree import Candidates
-from eagle_server.worker.batch import DecodeBatch, ExtendBatch
+from eagle_server.worker.batch import DecodeBatch, PromptFeatures
 
 
 class NoDrafter:
@@ -11,7 +11,10 @@ class NoDrafter:
 
     feeds = False
 
-    def extend(self, work: ExtendBatch | None, batch: DecodeBatch | None) -> None:
+    def prefill(self, prompts: PromptFeatures) -> None:
+        return None
+
+    def extend(self, batch: DecodeBatch) -> None:
         return None
 
     def propose(self, draft: None, batch: DecodeBatch) -> Candidates:

@@ -1,0 +1,19 @@
+"""Host values to the device without waiting for it: pinned memory, copied asynchronously."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def upload(values: Sequence[Any] | NDArray[np.int64], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """`values` (numbers, nested sequences of one shape, an array) as a tensor on `device`; never synchronizes."""
+    tensor = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
