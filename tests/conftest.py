@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import hypothesis
 import pytest
 
+# Before torch, triton and huggingface_hub are imported, here, in the conftests below and in servers that tests start.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["MPLBACKEND"] = "Agg"
+# The tests' tensors are tiny: more threads cost more than they bring.
+os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
+# Where there is no GPU, Triton's kernels run in its interpreter, on CPU tensors. It looks when it is imported.
+os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists() else "1")
+
 
 def pytest_configure() -> None:
-    # Before torch and huggingface_hub are imported, here and in the server processes that tests start.
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    os.environ["MPLBACKEND"] = "Agg"
-    # The tests' tensors are tiny: more threads cost more than they bring.
-    os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
     # The same examples in every run: a failure of CI is one that everybody can see.
     hypothesis.settings.register_profile("eagle_server", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("eagle_server")

@@ -13,6 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from eagle_server.cache.pool import Pool
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -45,8 +47,8 @@ class TreeMask:
 class Layout:
     """What the host knows of a forward before any of its device work: lengths, and whether a tree mask comes.
 
-    `window` is the number of columns W of the tree mask; None means causal. `seen`: how many of them each row sees,
-    where that is one number known ahead (a draft step's nodes: their depth), else None.
+    `window` is the number of columns W of the tree mask; None means causal. `seen`, where it is given, is how many of
+    them each row sees: a draft step's nodes see their ancestors and themselves.
     """
 
     q_lens: tuple[int, ...]
@@ -104,6 +106,11 @@ class Prepared(Protocol):
 
 class AttentionBackend(Protocol):
     """Attention over one KV pool."""
+
+    @property
+    def pool(self) -> Pool:
+        """Where its keys and values live."""
+        ...
 
     def prepare(self, layout: Layout) -> Prepared:
         """Plan one forward from host values alone: nothing is read from the device."""

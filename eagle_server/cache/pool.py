@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from eagle_server.ops.kv_move import move_kv
+
 
 class Pool(Protocol):
     """One layer's keys [slots, kv_heads, head_dim] and values [slots, kv_heads, value_dim], by layer index."""
@@ -19,7 +21,14 @@ class Pool(Protocol):
         ...
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots `source` to `target`, int64 [n], in every layer; all reads come before all writes."""
+        """Copy slots `source` to `target`, int64 [n] or [bs, m], in every layer; all reads come before all writes.
+
+        The moves of a [bs, m] must come in an order that `ops.kv_move.move_kv` names.
+        """
+        ...
+
+    def clear(self, slots: Tensor) -> None:
+        """Fill `slots` int64 [n] with zeros: masked, they are then read without harm."""
         ...
 
     def poison(self, slots: Tensor) -> None:
@@ -44,7 +53,10 @@ class KVPool:
         self.values[layer].index_copy_(0, slots, v)
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        self.data.index_copy_(2, target, self.data.index_select(2, source))
+        move_kv(self.data, 2, source, target)
+
+    def clear(self, slots: Tensor) -> None:
+        self.data.index_fill_(2, slots, 0)
 
     def poison(self, slots: Tensor) -> None:
         self.data.index_fill_(2, slots, float("nan"))
@@ -73,7 +85,10 @@ class LatentPool:
         self.keys[layer].index_copy_(0, slots, k)
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        self.data.index_copy_(1, target, self.data.index_select(1, source))
+        move_kv(self.data, 1, source, target)
+
+    def clear(self, slots: Tensor) -> None:
+        self.data.index_fill_(1, slots, 0)
 
     def poison(self, slots: Tensor) -> None:
         self.data.index_fill_(1, slots, float("nan"))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eagle_server.ops.accept import walk_tree
 from eagle_server.speculation.sampling import SamplingBatch, draw
 from eagle_server.speculation.tree import EagleVerifyInput
 
@@ -42,18 +43,8 @@ def accept(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatc
     if size == 1:
         root = torch.zeros_like(drawn)
         return Accepted(root, root[:, 0], drawn, scores.isfinite()[:, 0])
-    # A node is reached when it and every ancestor equals its parent's draw.
-    agrees = tree.draft_token.view(bs, size)[:, 1:] == drawn.gather(1, tree.parents[:, 1:])  # [bs, D - 1]
-    broken = (tree.custom_mask[:, :, 1:] & ~agrees[:, None, :]).any(dim=2)  # [bs, D]
-    reached_depth = tree.depths.masked_fill(broken, -1)
-    accept_length, last = reached_depth.max(dim=1)
-    # The path is the last node's ancestors, each at its depth; everything else lands in a spare column.
-    on_path = tree.custom_mask.gather(1, last[:, None, None].expand(-1, 1, size))[:, 0]  # [bs, D]
-    width = tree.spec_steps + 1
-    column = torch.where(on_path, tree.depths, width)
-    empty = tree.depths.new_full((bs, width + 1), -1)
-    nodes = torch.arange(size, device=column.device).expand(bs, -1)
-    path = empty.scatter(1, column, nodes)[:, :width]
-    tokens = empty.scatter(1, column, drawn)[:, :width]
-    finite = (scores.isfinite() | ~on_path).all(dim=1)  # a refused node may not fail what plain decoding would serve
-    return Accepted(path, accept_length, tokens, finite)
+    tokens_of = tree.draft_token.view(bs, size)
+    walked = walk_tree(
+        tokens_of, tree.parents, tree.depths, tree.custom_mask, drawn, scores.isfinite(), tree.spec_steps
+    )
+    return Accepted(*walked)

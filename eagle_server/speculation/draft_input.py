@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_server.attention.interface import AttentionBatch, Causal, Layout, TreeMask
-from eagle_server.speculation.attention_args import batch_arguments, kv_arguments
+from eagle_server.attention.interface import AttentionBatch, Layout, TreeMask
+from eagle_server.speculation.attention_args import kv_arguments
 
 
 @dataclass(frozen=True)
@@ -87,18 +88,20 @@ class Frontier:
         return Frontier(self.step + 1, tokens, hidden, scores, torch.cat([inherited, own], dim=2)), chosen
 
     def attention_batch(self, rows: Tensor, seq_lens: Tensor, req_to_token: Tensor, layout: Layout) -> AttentionBatch:
-        """One pass of topk rows over prefix and window, under the lineage; a chain is causal."""
-        bs, topk, window = self.lineage.shape
-        kv_lens = seq_lens + window
-        if layout.window is None:
-            return batch_arguments(rows, kv_lens, req_to_token, Causal(), layout)
-        depths = torch.arange(self.step + 1, device=self.tokens.device).repeat_interleave(topk)
+        """One pass of topk rows over prefix and window, under the lineage. Columns of later steps are hidden."""
+        bs, topk, reached = self.lineage.shape
+        assert layout.window is not None
+        later = layout.window - reached
+        device = self.tokens.device
+        depths = torch.arange(layout.window // topk, device=device).repeat_interleave(topk)
         mask = TreeMask(
-            self.lineage,
+            F.pad(self.lineage, (0, later)) if later else self.lineage,
             row_depths=depths.new_full((bs, topk), self.step),
             column_depths=depths.expand(bs, -1),
         )
-        return batch_arguments(rows, kv_lens, req_to_token, mask, layout)
+        places = seq_lens[:, None] + torch.arange(reached - topk, reached, device=device)
+        out_slots = req_to_token.index_select(0, rows).gather(1, places).view(-1).long()
+        return AttentionBatch(rows, seq_lens + layout.window, req_to_token, out_slots, mask, layout)
 
     def generate_attn_arg_decode(
         self, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor
@@ -119,9 +122,17 @@ class Frontier:
         return table[seen], kv_indptr, qo_indptr
 
 
-def draft_layout(seq_lens: tuple[int, ...], step: int, topk: int) -> Layout:
-    """Draft step `step` of requests of these committed lengths: topk rows over a window of (step + 1) * topk."""
+def draft_layout(seq_lens: tuple[int, ...], forwards: int, topk: int) -> Layout:
+    """Every draft step of requests of these committed lengths: one plan serves all `forwards` of them.
+
+    Each reads the whole window; the columns that later steps will write are masked, and must hold finite numbers.
+    """
+    window = forwards * topk
+    return Layout((topk,) * len(seq_lens), tuple(length + window for length in seq_lens), window=window)
+
+
+def beam_layout(seq_lens: tuple[int, ...], step: int, topk: int) -> Layout:
+    """Draft step `step` alone, for backends that give each node a list of the slots it reads."""
     window = (step + 1) * topk
     lens = tuple(length + window for length in seq_lens)
-    tree = topk > 1
-    return Layout((topk,) * len(lens), lens, window=window if tree else None, seen=step + 1 if tree else None)
+    return Layout((topk,) * len(lens), lens, window=window, seen=step + 1)

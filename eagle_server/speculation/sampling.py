@@ -12,21 +12,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eagle_server.ops.draw import draw_tokens
+from eagle_server.ops.gumbel import gumbel
+from eagle_server.ops.triton_support import on_gpu
+from eagle_server.ops.upload import upload
 from eagle_server.plan import Sampling
-from eagle_server.speculation.random import gumbel
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
     """Sampling settings of `bs` requests. Index tensors select the requests that need a step; None where none does."""
 
+    all_keys: Tensor  # int64 [bs]
+    all_temperature: Tensor  # float32 [bs], 0: greedy
     stochastic: Tensor | None  # int64 [s], requests with temperature > 0
     keys: Tensor  # int64 [s]
     temperature: Tensor  # float32 [s]
     truncated: Tensor | None  # int64 [t], indices into the s stochastic ones with top-k or top-p on
     top_k: Tensor  # int64 [t], beyond any vocabulary where off
     top_p: Tensor  # float32 [t]
-    forbidden: tuple[tuple[int, tuple[int, ...], int], ...]  # (request, tokens, first position where allowed)
+    forbidden: tuple[tuple[int, Tensor, int], ...]  # (request, tokens int64 [k], first position where allowed)
 
     @classmethod
     def of(cls, settings: Sequence[Sampling], device: torch.device) -> SamplingBatch:
@@ -34,13 +39,17 @@ class SamplingBatch:
         truncated = [n for n, i in enumerate(stochastic) if settings[i].top_k > 0 or settings[i].top_p < 1]
         limits = [settings[stochastic[n]] for n in truncated]
         return cls(
+            all_keys=upload([s.key for s in settings], device),
+            all_temperature=upload([s.temperature for s in settings], device, torch.float32),
             stochastic=_indices(stochastic, device),
-            keys=torch.tensor([settings[i].key for i in stochastic], dtype=torch.int64, device=device),
-            temperature=torch.tensor([settings[i].temperature for i in stochastic], device=device),
+            keys=upload([settings[i].key for i in stochastic], device),
+            temperature=upload([settings[i].temperature for i in stochastic], device, torch.float32),
             truncated=_indices(truncated, device),
-            top_k=torch.tensor([s.top_k or 1 << 40 for s in limits], dtype=torch.int64, device=device),
-            top_p=torch.tensor([s.top_p for s in limits], device=device),
-            forbidden=tuple((i, s.forbidden, s.allowed_from) for i, s in enumerate(settings) if s.forbidden),
+            top_k=upload([s.top_k or 1 << 40 for s in limits], device),
+            top_p=upload([s.top_p for s in limits], device, torch.float32),
+            forbidden=tuple(
+                (i, upload(s.forbidden, device), s.allowed_from) for i, s in enumerate(settings) if s.forbidden
+            ),
         )
 
 
@@ -60,7 +69,10 @@ def draw(logits: Tensor, positions: Tensor, sampling: SamplingBatch, span: int =
         logits = logits.clone()  # the caller's stay raw: log-probabilities are read from them
     for request, tokens, allowed_from in sampling.forbidden:
         early = positions[request] < allowed_from
-        logits[request, :, list(tokens)] = logits[request, :, list(tokens)].masked_fill(early[:, None], float("-inf"))
+        scores = logits[request].index_select(1, tokens).masked_fill(early[:, None], float("-inf"))
+        logits[request].index_copy_(1, tokens, scores)
+    if on_gpu(logits) and sampling.truncated is None:
+        return _draw_fused(logits, positions, sampling)
     scores, drawn = logits.max(dim=-1)
     if sampling.stochastic is None:
         return drawn, scores
@@ -71,6 +83,15 @@ def draw(logits: Tensor, positions: Tensor, sampling: SamplingBatch, span: int =
     where = positions.index_select(0, sampling.stochastic)
     best, tokens_drawn = chosen.add_(_noise(sampling.keys, where, logits.shape[-1], span)).max(dim=-1)
     return drawn.index_copy(0, sampling.stochastic, tokens_drawn), scores.index_copy(0, sampling.stochastic, best)
+
+
+def _draw_fused(logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """`draw` without top-k and top-p, all requests' rows alike, by the kernel that makes the noise as it goes."""
+    rows = positions.shape[1]
+    keys = sampling.all_keys.repeat_interleave(rows)
+    temperature = sampling.all_temperature.repeat_interleave(rows)
+    tokens, scores = draw_tokens(logits.flatten(0, 1), keys, positions.flatten(), temperature)
+    return tokens.view_as(positions), scores.view_as(positions)
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -100,4 +121,4 @@ def _noise(keys: Tensor, positions: Tensor, vocab_size: int, span: int) -> Tenso
 
 
 def _indices(values: list[int], device: torch.device) -> Tensor | None:
-    return torch.tensor(values, dtype=torch.int64, device=device) if values else None
+    return upload(values, device) if values else None

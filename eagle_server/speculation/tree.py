@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.interface import AttentionBatch, Causal, Layout, TreeMask
+from eagle_server.ops.tree import link_tree, retrive_links
 from eagle_server.speculation.attention_args import batch_arguments, kv_arguments
 
 
@@ -49,19 +50,19 @@ class EagleVerifyInput:
         """Row of each node in the flat batch, int64 [bs, D]."""
         return torch.arange(self.parents.numel(), device=self.parents.device).view_as(self.parents)
 
-    @cached_property
+    @property
     def retrive_next_token(self) -> Tensor:
         """First child of each node, -1 if none, int64 [bs, D]."""
-        nodes = torch.arange(self.draft_token_num, device=self.parents.device)
-        is_child = self.parents[:, None, :] == nodes[None, :, None]  # [bs, node, child]
-        return torch.where(is_child.any(-1), is_child.int().argmax(-1), -1)
+        return self._links[0]
 
-    @cached_property
+    @property
     def retrive_next_sibling(self) -> Tensor:
         """Next child of the same parent, -1 if none, int64 [bs, D]."""
-        nodes = torch.arange(self.draft_token_num, device=self.parents.device)
-        same = (self.parents[:, :, None] == self.parents[:, None, :]) & (nodes[None, None, :] > nodes[None, :, None])
-        return torch.where(same.any(-1), same.int().argmax(-1), -1)
+        return self._links[1]
+
+    @cached_property
+    def _links(self) -> tuple[Tensor, Tensor]:
+        return retrive_links(self.parents)
 
     def generate_attn_arg_prefill(
         self, req_pool_indices: Tensor, paged_kernel_lens: Tensor, req_to_token: Tensor
@@ -100,16 +101,9 @@ def verify_attention(
 
 def build_tree(candidates: Candidates, verified_id: Tensor, seq_lens: Tensor) -> EagleVerifyInput:
     """Root every request's candidates at its verified_id [bs], which stands at position seq_lens [bs]."""
-    bs, drafted = candidates.tokens.shape
-    size = drafted + 1
-    parents = torch.full((bs, size), -1, dtype=torch.int64, device=verified_id.device)
-    if drafted:
-        group = torch.div(candidates.selected_index, candidates.topk, rounding_mode="floor")
-        parent_pool = candidates.parent_list.gather(1, group)  # pool index of the parent, -1 for the root
-        # Ascending order makes "place in the selection" a binary search; the root (-1) lands on 0 - 1 + 1 = 0.
-        place = torch.searchsorted(candidates.selected_index, parent_pool) + 1
-        parents[:, 1:] = torch.where(parent_pool < 0, 0, place)
-    mask, depths = ancestors(parents, candidates.spec_steps)
+    parents, depths, mask = link_tree(
+        candidates.selected_index, candidates.parent_list, candidates.topk, candidates.spec_steps
+    )
     return EagleVerifyInput(
         draft_token=torch.cat([verified_id[:, None], candidates.tokens], dim=1).view(-1),
         custom_mask=mask,
@@ -118,23 +112,5 @@ def build_tree(candidates: Candidates, verified_id: Tensor, seq_lens: Tensor) ->
         depths=depths,
         spec_steps=candidates.spec_steps,
         topk=candidates.topk,
-        draft_token_num=size,
+        draft_token_num=parents.shape[1],
     )
-
-
-def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Ancestor-or-self mask, bool [bs, D, D], and depths, int64 [bs, D], of trees no deeper than `depth`.
-
-    The reflexive closure (I + P)^depth of the parent matrix P, by repeated squaring.
-    """
-    bs, size = parents.shape
-    eye = torch.eye(size, device=parents.device)
-    reach = eye.expand(bs, -1, -1).clone()
-    if size > 1:
-        reach[:, 1:].scatter_(2, parents[:, 1:, None], 1.0)
-    hops = 1
-    while hops < depth:
-        reach = (reach @ reach).clamp_(max=1.0)
-        hops *= 2
-    mask = reach > 0
-    return mask, mask.sum(-1) - 1

@@ -116,7 +116,7 @@ class Batches:
         self.device, self.sizes = device, tuple(sizes)
         self.req_to_token = ReqToToken(table, device)
         self.carry = Carry(table.pad_row + 1, spec_steps + 1, device)
-        self._pad_row = table.pad_row
+        self.pad_row = table.pad_row
         self._sampling: tuple[tuple[Sampling, ...], SamplingBatch] = ((), SamplingBatch.of((), device))
 
     def begin(self, plan: CyclePlan) -> DecodeBatch | None:
@@ -152,7 +152,7 @@ class Batches:
         padding = self._padded_size(len(decodes)) - len(decodes)
         counts = tuple(self.carry.counts.get(d.row, 1) for d in decodes) + (1,) * padding
         seq_lens = tuple(d.seq_len for d in decodes) + (1,) * padding
-        rows = [d.row for d in decodes] + [self._pad_row] * padding
+        rows = [d.row for d in decodes] + [self.pad_row] * padding
         verified = [d.verified_id for d in decodes] + [0] * padding
         numbers = upload([rows, seq_lens, verified, counts], self.device)
         return DecodeBatch(

@@ -37,15 +37,16 @@ class _Captured:
 
 
 class Graphs:
-    """Runs functions through their captured graphs; without a recorder it calls them."""
+    """Runs functions through their captured graphs; without a recorder, or while `paused`, it calls them."""
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self._recorder = recorder
+        self.paused = False
         self._captured: dict[Hashable, _Captured] = {}
 
     def run(self, key: Hashable | None, function: Callable[..., Output], *inputs: Tensor) -> Output:
         """function(*inputs). A key of None is never captured."""
-        if self._recorder is None or key is None:
+        if self._recorder is None or key is None or self.paused:
             return function(*inputs)
         captured = self._captured.get(key)
         if captured is None:

@@ -97,7 +97,7 @@ class Verifier:
         nodes = accepted.path[:, 1:]
         sources = torch.where(nodes < 0, places, batch.seq_lens[:, None] + nodes)
         table = batch.req_to_token.index_select(0, batch.rows)
-        self.pool.move(table.gather(1, sources).view(-1).long(), table.gather(1, places).view(-1).long())
+        self.pool.move(table.gather(1, sources).long(), table.gather(1, places).long())
 
 
 def _features(out: TargetOutput) -> Tensor:

@@ -12,8 +12,9 @@ from torch import Tensor
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import LayerSpec
 from eagle_server.models.target import TargetModel
+from eagle_server.ops.gumbel import gumbel
 from eagle_server.request import Request, SamplingParams
-from eagle_server.speculation.random import gumbel, request_key
+from eagle_server.speculation.random import request_key
 
 NEAR_TIE = 1e-4  # two best scores closer than this may change places between kernels: the design's one excuse
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from eagle_server.speculation.tree import EagleVerifyInput, ancestors
+from eagle_server.ops.tree import ancestors
+from eagle_server.speculation.tree import EagleVerifyInput
 
 
 def tree_input(

@@ -16,9 +16,10 @@ from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, 
 from eagle_server.attention.torch_native import SHORT_QUERY, TorchNativeAttention
 from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.pool import KVPool
+from eagle_server.ops.tree import ancestors
 from eagle_server.speculation.attention_args import batch_arguments
-from eagle_server.speculation.draft_input import EagleDraftInput, Frontier, draft_layout
-from eagle_server.speculation.tree import ancestors, verify_attention, verify_layout
+from eagle_server.speculation.draft_input import EagleDraftInput, Frontier, beam_layout, draft_layout
+from eagle_server.speculation.tree import verify_attention, verify_layout
 
 DIM, LAYERS, WIDTH = 8, 2, 192
 TOLERANCE = 1e-5
@@ -179,10 +180,14 @@ def test_a_draft_step_as_masked_pass_and_as_explicit_decodes_is_the_same(prefixe
     for step in range(steps):
         queries = paged.normal(bs * topk, 4, DIM)
         new = [range(n + step * topk, n + (step + 1) * topk) for n in prefixes]
-        layout = draft_layout(tuple(prefixes), step, topk)
-        assert layout.seen == step + 1
-        batch = frontier.attention_batch(paged.rows, lens, paged.req_to_token, layout)
+        alone = beam_layout(tuple(prefixes), step, topk)
+        assert alone.seen == step + 1
+        batch = frontier.attention_batch(paged.rows, lens, paged.req_to_token, alone)
         masked = attend(paged, batch, queries, new, window)
+        paged.pool.clear(torch.cat([paged.req_to_token[r, p.stop :].long() for r, p in enumerate(new)]))
+        together = draft_layout(tuple(prefixes), steps, topk)
+        batch = frontier.attention_batch(paged.rows, lens, paged.req_to_token, together)
+        assert float((attend(paged, batch, queries, new, window) - masked).abs().max()) < TOLERANCE
         kv_indices, kv_indptr, qo_indptr = frontier.generate_attn_arg_decode(paged.rows, lens, paged.req_to_token)
         kv_lens = tuple(n + step + 1 for n in prefixes for _ in range(topk))
         assert kv_indptr.tolist() == [0, *accumulate(kv_lens)]

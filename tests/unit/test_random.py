@@ -12,7 +12,8 @@ import pytest
 import torch
 from scipy import stats
 
-from eagle_server.speculation.random import TARGET_STREAM, gumbel, request_key
+from eagle_server.ops.gumbel import gumbel
+from eagle_server.speculation.random import TARGET_STREAM, request_key
 
 ALPHA = 1e-6
 SEEDS = 4000

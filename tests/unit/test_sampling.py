@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
+from eagle_server.ops.gumbel import gumbel
 from eagle_server.plan import Sampling
 from eagle_server.speculation import sampling as sampling_module
-from eagle_server.speculation.random import gumbel, request_key
+from eagle_server.speculation.random import request_key
 from eagle_server.speculation.sampling import SamplingBatch, draw, truncate
 from tests.support.scoring import law
 

@@ -10,16 +10,20 @@ from torch import Tensor
 
 from eagle_server.attention.interface import AttentionBackend, Causal, Layout, Prepared
 from eagle_server.models.draft import DraftHead
+from eagle_server.ops.topk import topk_logprobs
 from eagle_server.speculation.attention_args import batch_arguments
 from eagle_server.speculation.candidates import CandidatePool
-from eagle_server.speculation.draft_input import EagleDraftInput, Frontier, draft_layout
+from eagle_server.speculation.draft_input import EagleDraftInput, Frontier, beam_layout, draft_layout
 from eagle_server.speculation.tree import Candidates
 from eagle_server.worker.batch import Carry, DecodeBatch, PromptFeatures
 from eagle_server.worker.graphs import Graphs
 
 
 class EagleDrafter:
-    """Multi-step top-k drafting (EAGLE-2) with any `DraftHead`."""
+    """Multi-step top-k drafting (EAGLE-2) with any `DraftHead`.
+
+    `beams`: attention computes each node of a step as a decode query of its own, planned for each step.
+    """
 
     feeds = True
 
@@ -32,10 +36,11 @@ class EagleDrafter:
         topk: int,
         draft_token_num: int,
         graphs: Graphs | None = None,
+        beams: bool = False,
     ) -> None:
         self.head, self.attention = head, attention
         self.num_steps, self.topk, self.draft_token_num = num_steps, topk, draft_token_num
-        self.graphs = graphs or Graphs()
+        self.graphs, self.beams = graphs or Graphs(), beams
 
     def prefill(self, prompts: PromptFeatures) -> None:
         """Draft KV of prompt rows, causally."""
@@ -59,11 +64,15 @@ class EagleDrafter:
 
     def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> Candidates:
         """num_steps - 1 forwards over the frontier; the first level is what draft-extend already found."""
-        steps = range(self.num_steps - 1)
-        layouts = [draft_layout(batch.seq_lens_host, step, self.topk) for step in steps]
-        prepared = [self.attention.prepare(layout) for layout in layouts]
-        keys = [each.graph_key for each in prepared]
-        key = None if None in keys or not keys else ("propose", *keys)
+        lens, steps = batch.seq_lens_host, range(self.num_steps - 1)
+        if self.beams:
+            layouts = [beam_layout(lens, step, self.topk) for step in steps]
+        else:
+            layouts = [draft_layout(lens, len(steps), self.topk)] * len(steps)
+        distinct = {layout: self.attention.prepare(layout) for layout in layouts}
+        prepared = [distinct[layout] for layout in layouts]
+        keys = tuple(each.graph_key for each in distinct.values())
+        key = None if None in keys or not keys else ("propose", keys)
         function = partial(self._propose, prepared, layouts, batch.req_to_token)
         inputs = (draft.topk_logp, draft.topk_index, draft.hidden_states, draft.verified_id, draft.accept_length)
         return self.graphs.run(key, function, batch.rows, batch.seq_lens, *inputs)
@@ -100,6 +109,8 @@ class EagleDrafter:
     ) -> Candidates:
         frontier = Frontier.first(EagleDraftInput(*draft))
         pool = CandidatePool(frontier.tokens, frontier.scores)
+        if not self.beams:
+            self._clear_window(rows, seq_lens, req_to_token)
         for step, (ready, layout) in enumerate(zip(prepared, layouts, strict=True)):
             planned = ready.bind(frontier.attention_batch(rows, seq_lens, req_to_token, layout))
             positions = (seq_lens + step).repeat_interleave(self.topk)
@@ -113,8 +124,14 @@ class EagleDrafter:
                 pool.expand(chosen)
         return pool.best(self.draft_token_num - 1)
 
+    def _clear_window(self, rows: Tensor, seq_lens: Tensor, req_to_token: Tensor) -> None:
+        """Steps read the slots of later steps, masked; whatever freed KV stands there must not be NaN."""
+        if self.num_steps > 2:  # noqa: PLR2004  fewer make one forward at most
+            later = torch.arange(self.topk, (self.num_steps - 1) * self.topk, device=rows.device)
+            slots = req_to_token.index_select(0, rows).gather(1, seq_lens[:, None] + later)
+            self.attention.pool.clear(slots.view(-1).long())
+
     def _best(self, normed: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities over the draft vocabulary and target ids of the topk children, [rows, topk]."""
-        logits = self.head.logits(normed)
-        best, ids = logits.topk(self.topk, dim=-1)
-        return best - logits.logsumexp(-1, keepdim=True), self.head.target_ids(ids)
+        logp, ids = topk_logprobs(self.head.logits(normed), self.topk)
+        return logp, self.head.target_ids(ids)

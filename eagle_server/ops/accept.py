@@ -1,0 +1,243 @@
+"""The walk down a tree along the target's draws."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eagle_server.ops.triton_support import jit, on_gpu, power_of_two, tl
+
+_COLUMNS = 32  # of the D x D mask at a time
+
+
+def walk_tree(
+    draft_token: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    mask: Tensor,
+    drawn: Tensor,
+    finite_rows: Tensor,
+    spec_steps: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The longest path from the root on which every node's token is its parent's draw (the first, where two are).
+
+    Args:
+        draft_token, parents, depths: int64 [bs, D]; mask: bool [bs, D, D], ancestors and self.
+        drawn: int64 [bs, D], the target's token after each node.
+        finite_rows: bool [bs, D], whether that token's score was finite.
+
+    Returns:
+        path int64 [bs, spec_steps + 1], node numbers, and tokens int64 [bs, spec_steps + 1], the draws there, both -1
+        beyond the path; accept_length int64 [bs], the path's nodes without the root; finite bool [bs], of the path's
+        rows alone: a refused node may not fail what plain decoding would serve.
+    """
+    walk = _launch_walk if on_gpu(drawn) else _walk_torch
+    return walk(draft_token, parents, depths, mask, drawn, finite_rows, spec_steps)
+
+
+def verify_tree_greedy(
+    draft_token: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    target_argmax: Tensor,
+    spec_steps: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same walk by links, under its established name: from each node to its first child that equals its draw.
+
+    Where siblings hold one token twice this follows the first of them, `walk_tree` the one that leads farther.
+
+    Args:
+        draft_token, target_argmax: int64 [bs, D].
+        retrive_next_token, retrive_next_sibling: int64 [bs, D], -1: none.
+
+    Returns:
+        path int64 [bs, spec_steps + 1], accept_length int64 [bs], tokens int64 [bs, spec_steps + 1], as `walk_tree`.
+    """
+    walk = _launch_greedy if on_gpu(draft_token) else _greedy_torch
+    return walk(draft_token, retrive_next_token, retrive_next_sibling, target_argmax, spec_steps)
+
+
+def _walk_torch(
+    draft_token: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    mask: Tensor,
+    drawn: Tensor,
+    finite_rows: Tensor,
+    spec_steps: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    bs, size = parents.shape
+    # A node is reached when it and every ancestor equals its parent's draw.
+    agrees = draft_token[:, 1:] == drawn.gather(1, parents[:, 1:])  # [bs, D - 1]
+    broken = (mask[:, :, 1:] & ~agrees[:, None, :]).any(dim=2)  # [bs, D]
+    reached_depth = depths.masked_fill(broken, -1)
+    accept_length, last = reached_depth.max(dim=1)
+    # The path is the last node's ancestors, each at its depth; everything else lands in a spare column.
+    on_path = mask.gather(1, last[:, None, None].expand(-1, 1, size))[:, 0]  # [bs, D]
+    width = spec_steps + 1
+    column = torch.where(on_path, depths, width)
+    empty = depths.new_full((bs, width + 1), -1)
+    nodes = torch.arange(size, device=column.device).expand(bs, -1)
+    path = empty.scatter(1, column, nodes)[:, :width]
+    tokens = empty.scatter(1, column, drawn)[:, :width]
+    return path, accept_length, tokens, (finite_rows | ~on_path).all(dim=1)
+
+
+def _greedy_torch(
+    draft_token: Tensor, next_token: Tensor, next_sibling: Tensor, target_argmax: Tensor, spec_steps: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    def at(values: Tensor, node: Tensor) -> Tensor:
+        return values.gather(1, node.clamp(min=0)[:, None])[:, 0]
+
+    last = torch.zeros_like(draft_token[:, 0])
+    path = [last]
+    for _ in range(spec_steps):
+        node = torch.where(path[-1] < 0, -1, at(next_token, last))
+        wanted = at(target_argmax, last)
+        for _ in range(draft_token.shape[1] - 2):
+            refused = (node >= 0) & (at(draft_token, node) != wanted)
+            node = torch.where(refused, at(next_sibling, node), node)
+        node = torch.where((node >= 0) & (at(draft_token, node) == wanted), node, -1)
+        last = torch.where(node < 0, last, node)
+        path.append(node)
+    nodes = torch.stack(path, dim=1)
+    tokens = torch.where(nodes < 0, -1, target_argmax.gather(1, nodes.clamp(min=0)))
+    return nodes, (nodes >= 0).sum(1) - 1, tokens
+
+
+def _launch_walk(
+    draft_token: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    mask: Tensor,
+    drawn: Tensor,
+    finite_rows: Tensor,
+    spec_steps: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    bs, size = parents.shape
+    path, accept_length, tokens = _results(draft_token, spec_steps)
+    finite = torch.empty(bs, dtype=torch.bool, device=drawn.device)
+    nodes = power_of_two(size)
+    _walk_kernel[bs,](
+        draft_token.contiguous(),
+        parents.contiguous(),
+        depths.contiguous(),
+        mask.contiguous().view(torch.uint8),
+        drawn.contiguous(),
+        finite_rows.contiguous().view(torch.uint8),
+        path,
+        accept_length,
+        tokens,
+        finite.view(torch.uint8),
+        size,
+        spec_steps + 1,
+        NODES=nodes,
+        COLUMNS=min(_COLUMNS, nodes),
+        WIDTH=power_of_two(spec_steps + 1),
+    )
+    return path, accept_length, tokens, finite
+
+
+def _launch_greedy(
+    draft_token: Tensor, next_token: Tensor, next_sibling: Tensor, target_argmax: Tensor, spec_steps: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    path, accept_length, tokens = _results(draft_token, spec_steps)
+    _greedy_kernel[len(draft_token),](
+        draft_token.contiguous(),
+        next_token.contiguous(),
+        next_sibling.contiguous(),
+        target_argmax.contiguous(),
+        path,
+        accept_length,
+        tokens,
+        draft_token.shape[1],
+        spec_steps + 1,
+    )
+    return path, accept_length, tokens
+
+
+def _results(draft_token: Tensor, spec_steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Buffers for path, accept_length and tokens."""
+    path = torch.empty(len(draft_token), spec_steps + 1, dtype=torch.int64, device=draft_token.device)
+    return path, torch.empty_like(path[:, 0]), torch.empty_like(path)
+
+
+@jit
+def _walk_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+    draft_token,
+    parents,
+    depths,
+    mask,
+    drawn,
+    finite_rows,
+    path,
+    accept_length,
+    tokens,
+    finite,
+    size,
+    width,
+    NODES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    request = tl.program_id(0)
+    here = request * size
+    node = tl.arange(0, NODES)
+    exists = node < size
+    window = mask + here.to(tl.int64) * size
+    broken = tl.zeros([NODES], tl.int32)
+    for first in range(0, size, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        drafted = (column > 0) & (column < size)
+        token = tl.load(draft_token + here + column, mask=drafted, other=0)
+        parent = tl.load(parents + here + column, mask=drafted, other=0)
+        refused = drafted & (token != tl.load(drawn + here + parent, mask=drafted, other=0))
+        cell = node[:, None] * size + column[None, :]
+        above = tl.load(window + cell, mask=exists[:, None] & drafted[None, :], other=0) != 0
+        broken = broken | tl.max((above & refused[None, :]).to(tl.int32), 1)
+    depth = tl.load(depths + here + node, mask=exists, other=-1).to(tl.int32)
+    reached_depth = tl.where(broken != 0, -1, depth)
+    deepest = tl.max(reached_depth, 0)
+    last = tl.min(tl.where(reached_depth == deepest, node, NODES), 0)
+    on_path = tl.load(window + last * size + node, mask=exists, other=0) != 0
+    column = tl.arange(0, WIDTH)
+    stands = on_path[None, :] & (depth[None, :] == column[:, None])  # [WIDTH, NODES]
+    walked = tl.max(tl.where(stands, tl.broadcast_to(node[None, :], [WIDTH, NODES]), -1), 1)
+    emitted = tl.load(drawn + here + walked, mask=walked >= 0, other=-1)
+    tl.store(path + request * width + column, walked.to(tl.int64), mask=column < width)
+    tl.store(tokens + request * width + column, emitted, mask=column < width)
+    tl.store(accept_length + request, deepest.to(tl.int64))
+    good = tl.load(finite_rows + here + node, mask=exists & on_path, other=1)
+    tl.store(finite + request, tl.min(good.to(tl.int32), 0).to(tl.uint8))
+
+
+@jit
+def _greedy_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+    draft_token, next_token, next_sibling, target_argmax, path, accept_length, tokens, size, width
+):
+    request = tl.program_id(0)
+    here = request * size
+    out = request * width
+    last = 0
+    length = 0
+    wanted = tl.load(target_argmax + here)
+    tl.store(path + out, 0)
+    tl.store(tokens + out, wanted)
+    for step in range(1, width):
+        node = tl.load(next_token + here + last).to(tl.int32)
+        if length < step - 1:
+            node = -1  # the walk has ended before
+        looking = node >= 0
+        while looking:
+            if tl.load(draft_token + here + node) == wanted:
+                looking = node < 0
+            else:
+                node = tl.load(next_sibling + here + node).to(tl.int32)
+                looking = node >= 0
+        if node >= 0:
+            last = node
+            length = step
+            wanted = tl.load(target_argmax + here + last)
+        tl.store(path + out + step, node.to(tl.int64))
+        tl.store(tokens + out + step, tl.where(node >= 0, wanted, -1))
+    tl.store(accept_length + request, length)

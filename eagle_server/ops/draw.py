@@ -1,0 +1,99 @@
+"""One token per row of logits: argmax(logits / T + Gumbel noise), without a [n, V] tensor of noise or probabilities."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eagle_server.ops.gumbel import gumbel, gumbel_at, row_state
+from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
+
+_BLOCK = 2048  # tokens per program of the first stage
+
+
+def draw_tokens(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """The target's draw of each row: plain argmax at temperature 0, else a draw from softmax(logits / T).
+
+    Args:
+        logits: float32 [n, V].
+        keys, positions: int64 [n], what the noise depends on (`gumbel`); unused at temperature 0.
+        temperature: float32 [n].
+
+    Returns:
+        tokens int64 [n], ties to the lower id, and scores float32 [n], the best value: not finite where the row holds
+        NaN or inf, or nothing but -inf. Such a row's token is some id below V.
+    """
+    draw = _launch_draw if on_gpu(logits) else _draw_torch
+    return draw(logits, keys, positions, temperature)
+
+
+def _draw_torch(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    drawn = temperature[:, None] > 0
+    noise = gumbel(keys, positions, logits.shape[1])
+    values = torch.where(drawn, logits / torch.where(drawn, temperature[:, None], 1.0) + noise, logits)
+    scores, tokens = values.max(dim=1)
+    return tokens, scores
+
+
+def _launch_draw(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    n, vocab_size = logits.shape
+    pieces = blocks(vocab_size, _BLOCK)
+    best = torch.empty(n, pieces, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(n, pieces, dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
+    scores = torch.empty(n, dtype=torch.float32, device=logits.device)
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    _draw_kernel[n, pieces](
+        logits,
+        keys.contiguous(),
+        positions.contiguous(),
+        temperature.contiguous(),
+        best,
+        ids,
+        vocab_size,
+        logits.stride(0),
+        BLOCK=_BLOCK,
+    )
+    _merge_kernel[n,](best, ids, tokens, scores, pieces, PIECES=power_of_two(pieces))
+    return tokens, scores
+
+
+@jit
+def _draw_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+    logits, keys, positions, temperature, best, ids, vocab_size, stride, BLOCK: tl.constexpr
+):
+    """The best value of one block of one row, NaN if there is one, and its lowest id."""
+    row = tl.program_id(0)
+    piece = tl.program_id(1)
+    token = piece * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    value = tl.load(logits + row.to(tl.int64) * stride + token, mask=inside, other=float("-inf"))
+    t = tl.load(temperature + row)
+    if t > 0:
+        state = row_state(tl.load(keys + row), tl.load(positions + row))
+        value = tl.div_rn(value, t) + gumbel_at(state, token)
+    score, index = first_max(value, token)
+    place = row.to(tl.int64) * tl.num_programs(1) + piece
+    tl.store(best + place, score)
+    tl.store(ids + place, index)
+
+
+@jit
+def _merge_kernel(best, ids, tokens, scores, pieces, PIECES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The best of a row's blocks; ids rise with the block, so the first of equals has the lowest."""
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.arange(0, PIECES)
+    score, first = first_max(tl.load(best + row * pieces + piece, mask=piece < pieces, other=float("-inf")), piece)
+    tl.store(scores + row, score)
+    tl.store(tokens + row, tl.load(ids + row * pieces + first).to(tl.int64))
+
+
+@jit
+def first_max(value, index):  # type: ignore[no-untyped-def]
+    """The maximum of a block and the lowest index that has it; with a NaN in it, NaN and the NaN's index."""
+    wrong = value != value  # noqa: PLR0124  a NaN
+    top = tl.max(tl.where(wrong, float("inf"), value), 0)
+    spoilt = tl.max(wrong.to(tl.int32), 0) != 0
+    chosen = tl.min(tl.where(wrong | ((value == top) & (spoilt == 0)), index, 0x7FFFFFFF), 0)
+    return tl.where(spoilt, float("nan"), top), chosen

@@ -1,0 +1,160 @@
+"""kv_indices from the page table, lengths being known to the device only: for buffers that CUDA graphs replay over.
+
+The twins ask of every place in `out` which slot stands there; the kernels, of every request where its slots go.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
+
+_BLOCK = 512
+_SPLITS = 8  # programs that share one request's row
+
+
+def build_kv_indices(req_to_token: Tensor, rows: Tensor, kv_lens: Tensor, kv_indptr: Tensor, out: Tensor) -> None:
+    """out[kv_indptr[b] : kv_indptr[b + 1]] = req_to_token[rows[b], : kv_lens[b]]; the rest of `out` stays as it is.
+
+    Args:
+        req_to_token: int32 [rows of the table, width], slots by position.
+        rows: int64 [bs], rows of the table.
+        kv_lens: int32 or int64 [bs].
+        kv_indptr: int32 [bs + 1], the prefix sums of kv_lens.
+        out: int32 [capacity], capacity at least the sum of kv_lens.
+    """
+    if on_gpu(out):
+        _launch_kv_indices(req_to_token, rows, kv_lens, kv_indptr, out)
+    else:
+        _kv_indices_torch(req_to_token, rows, kv_indptr, out)
+
+
+def build_beam_kv_indices(
+    req_to_token: Tensor, rows: Tensor, seq_lens: Tensor, lineage: Tensor, seen: int, out: Tensor
+) -> Tensor:
+    """Slots of one draft step planned as bs * K decode queries: each reads the prefix, its ancestors and itself.
+
+    Query q = b * K + k reads seq_lens[b] + seen slots: the prefix, then, in column order, the window slots
+    seq_lens[b] + w for which lineage[b, k, w].
+
+    Args:
+        req_to_token: int32 [rows of the table, width]; rows int64 [bs]; seq_lens int64 [bs], committed lengths.
+        lineage: bool [bs, K, W], exactly `seen` true in each row.
+        out: int32 [capacity], capacity at least K * sum(seq_lens + seen); what lies past that stays as it is.
+
+    Returns:
+        kv_indptr int32 [bs * K + 1].
+    """
+    topk = lineage.shape[1]
+    kv_indptr = torch.zeros(len(rows) * topk + 1, dtype=torch.int32, device=out.device)
+    torch.cumsum((seq_lens + seen).repeat_interleave(topk), 0, dtype=torch.int32, out=kv_indptr[1:])
+    launch = _launch_beam_kv_indices if on_gpu(out) else _beam_kv_indices_torch
+    launch(req_to_token, rows, seq_lens, lineage, kv_indptr, out)
+    return kv_indptr
+
+
+def _kv_indices_torch(req_to_token: Tensor, rows: Tensor, kv_indptr: Tensor, out: Tensor) -> None:
+    place = torch.arange(len(out), dtype=torch.int32, device=out.device)
+    request, column = _owner(kv_indptr, place)
+    column = column.clamp(0, req_to_token.shape[1] - 1)
+    slots = req_to_token[rows.index_select(0, request), column]
+    out.copy_(torch.where(place < kv_indptr[-1], slots, out))
+
+
+def _beam_kv_indices_torch(
+    req_to_token: Tensor, rows: Tensor, seq_lens: Tensor, lineage: Tensor, kv_indptr: Tensor, out: Tensor
+) -> None:
+    _, topk, window = lineage.shape
+    place = torch.arange(len(out), dtype=torch.int32, device=out.device)
+    query, column = _owner(kv_indptr, place)
+    request = torch.div(query, topk, rounding_mode="floor")
+    prefix = seq_lens.index_select(0, request)
+    # A stable sort puts each query's own window columns first, in order.
+    own = lineage.flatten(0, 1).to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+    in_window = own[query, (column - prefix).clamp(0, window - 1)]
+    column = torch.where(column < prefix, column, prefix + in_window).clamp(0, req_to_token.shape[1] - 1)
+    slots = req_to_token[rows.index_select(0, request), column]
+    out.copy_(torch.where(place < kv_indptr[-1], slots, out))
+
+
+def _owner(indptr: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    """Which segment each place lies in, int64, and where in it; the last segment beyond the end."""
+    segment = torch.searchsorted(indptr[1:], place, right=True).clamp(max=len(indptr) - 2)
+    return segment, place - indptr.index_select(0, segment)
+
+
+def _launch_kv_indices(req_to_token: Tensor, rows: Tensor, kv_lens: Tensor, kv_indptr: Tensor, out: Tensor) -> None:
+    splits = min(_SPLITS, blocks(req_to_token.shape[1], _BLOCK))
+    grid = (len(rows), splits)
+    _kv_indices_kernel[grid](
+        req_to_token, rows, kv_lens, kv_indptr, out, req_to_token.stride(0), SPLITS=splits, BLOCK=_BLOCK
+    )
+
+
+def _launch_beam_kv_indices(
+    req_to_token: Tensor, rows: Tensor, seq_lens: Tensor, lineage: Tensor, kv_indptr: Tensor, out: Tensor
+) -> None:
+    _, topk, window = lineage.shape
+    splits = min(_SPLITS, blocks(req_to_token.shape[1], _BLOCK))
+    _beam_kv_indices_kernel[len(rows) * topk, splits](
+        req_to_token,
+        rows,
+        seq_lens,
+        lineage.contiguous().view(torch.uint8),
+        kv_indptr,
+        out,
+        req_to_token.stride(0),
+        topk,
+        window,
+        WINDOW_BLOCK=power_of_two(window),
+        SPLITS=splits,
+        BLOCK=_BLOCK,
+    )
+
+
+@jit
+def _kv_indices_kernel(  # type: ignore[no-untyped-def]
+    table, rows, kv_lens, kv_indptr, out, table_stride, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    request = tl.program_id(0)
+    row = table + tl.load(rows + request).to(tl.int64) * table_stride
+    _copy_slots(row, out + tl.load(kv_indptr + request), tl.load(kv_lens + request), SPLITS, BLOCK)
+
+
+@jit
+def _beam_kv_indices_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+    table,
+    rows,
+    seq_lens,
+    lineage,
+    kv_indptr,
+    out,
+    table_stride,
+    topk,
+    window,
+    WINDOW_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    query = tl.program_id(0)
+    request = query // topk
+    row = table + tl.load(rows + request).to(tl.int64) * table_stride
+    prefix = tl.load(seq_lens + request)
+    start = tl.load(kv_indptr + query)
+    _copy_slots(row, out + start, prefix, SPLITS, BLOCK)
+    if tl.program_id(1) == 0:
+        column = tl.arange(0, WINDOW_BLOCK)
+        own = tl.load(lineage + query * window + column, mask=column < window, other=0).to(tl.int32)
+        rank = tl.cumsum(own, 0) - own
+        room = tl.load(kv_indptr + query + 1) - start - prefix
+        keep = (own != 0) & (rank < room)
+        tl.store(out + start + prefix + rank, tl.load(row + prefix + column, mask=keep), mask=keep)
+
+
+@jit
+def _copy_slots(row, out, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out[: count] = row[: count], the part of it that falls to this program of its axis 1."""
+    for first in range(tl.program_id(1) * BLOCK, count, SPLITS * BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        tl.store(out + column, tl.load(row + column, mask=column < count), mask=column < count)

@@ -1,0 +1,60 @@
+"""Moving slots of KV: the accepted nodes to the front of their request's window, in every layer at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
+
+_UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_BLOCK = 1024  # units of one slot's row that a program moves
+
+
+def move_kv(data: Tensor, slot_dim: int, source: Tensor, target: Tensor) -> None:
+    """Copy slots `source` to `target` of the contiguous pool `data`; all reads come before all writes.
+
+    Args:
+        data: [..., slots, ...] with the slots at `slot_dim`; every dimension before it is a plane of its own.
+        source, target: int64 [n], or [bs, m]: m moves per request. Moves of two requests never touch each other's slots
+            and a request's are in an order in which none overwrites the source of a later one (path[j] >= j, ascending:
+            see `Accepted`). That order is what lets one kernel do without a copy; [n] may be any moves.
+    """
+    per_request = source.dim() > 1
+    if per_request and on_gpu(data):
+        _launch_move(data, slot_dim, source, target)
+    else:
+        _move_torch(data, slot_dim, source, target)
+
+
+def _move_torch(data: Tensor, slot_dim: int, source: Tensor, target: Tensor) -> None:
+    data.index_copy_(slot_dim, target.flatten(), data.index_select(slot_dim, source.flatten()))
+
+
+def _launch_move(data: Tensor, slot_dim: int, source: Tensor, target: Tensor) -> None:
+    """One program per (piece of a slot's row, request, plane), which makes its request's moves one after the other."""
+    planes = data.flatten(0, slot_dim - 1).flatten(2)  # [planes, slots, row]
+    row_bytes = planes.shape[2] * data.element_size()
+    unit = next(dtype for size, dtype in _UNITS.items() if row_bytes % size == 0)
+    units = planes.view(unit)
+    bs, moves = source.shape
+    block = min(_BLOCK, power_of_two(units.shape[2]))
+    grid = (blocks(units.shape[2], block), bs, units.shape[0])
+    _move_kernel[grid](
+        units, source.contiguous(), target.contiguous(), moves, units.shape[1], units.shape[2], BLOCK=block
+    )
+
+
+@jit
+def _move_kernel(data, source, target, moves, slots, row, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    request = tl.program_id(1)
+    plane = data + tl.program_id(2).to(tl.int64) * slots * row
+    for j in range(moves):
+        here = tl.load(source + request * moves + j).to(tl.int64)
+        there = tl.load(target + request * moves + j).to(tl.int64)
+        if here != there:
+            tl.store(
+                plane + there * row + place, tl.load(plane + here * row + place, mask=place < row), mask=place < row
+            )
+        tl.debug_barrier()  # every thread has read this move's source before any writes the next one's target

@@ -1,0 +1,182 @@
+"""Trees: from a drafter's selection to parents, depths, ancestor mask and links."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
+
+_ROWS = 16  # nodes per program; each compares itself with all D
+
+
+def link_tree(selected_index: Tensor, parent_list: Tensor, topk: int, spec_steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Root and link every request's selection; D = n + 1 nodes, node 0 the root.
+
+    Args:
+        selected_index: int64 [bs, n], pool indices, ascending and closed under ancestors (see `Candidates`).
+        parent_list: int64 [bs, P], the pool index of the parent of each group of `topk` pool entries, -1: the root.
+        spec_steps: no node is deeper.
+
+    Returns:
+        parents int64 [bs, D] (-1 at the root), depths int64 [bs, D], mask bool [bs, D, D], ancestors and self.
+    """
+    if on_gpu(selected_index) and selected_index.shape[1]:
+        return _launch_link(selected_index, parent_list, topk, spec_steps)
+    return _link_torch(selected_index, parent_list, topk, spec_steps)
+
+
+def retrive_links(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """First child and next sibling of each node, -1 if none: int64 [bs, D] each, from parents int64 [bs, D]."""
+    return _launch_links(parents) if on_gpu(parents) else _links_torch(parents)
+
+
+def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """Ancestor-or-self mask, bool [bs, D, D], and depths, int64 [bs, D], of trees no deeper than `depth`.
+
+    The reflexive closure (I + P)^depth of the parent matrix P, by repeated squaring.
+    """
+    bs, size = parents.shape
+    eye = torch.eye(size, device=parents.device)
+    reach = eye.expand(bs, -1, -1).clone()
+    if size > 1:
+        reach[:, 1:].scatter_(2, parents[:, 1:, None], 1.0)
+    hops = 1
+    while hops < depth:
+        reach = (reach @ reach).clamp_(max=1.0)
+        hops *= 2
+    mask = reach > 0
+    return mask, mask.sum(-1) - 1
+
+
+def _link_torch(
+    selected_index: Tensor, parent_list: Tensor, topk: int, spec_steps: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    bs, drafted = selected_index.shape
+    parents = torch.full((bs, drafted + 1), -1, dtype=torch.int64, device=selected_index.device)
+    if drafted:
+        group = torch.div(selected_index, topk, rounding_mode="floor")
+        parent_pool = parent_list.gather(1, group)  # pool index of the parent, -1 for the root
+        # Ascending order makes "place in the selection" a binary search; the root (-1) lands on 0 - 1 + 1 = 0.
+        place = torch.searchsorted(selected_index, parent_pool) + 1
+        parents[:, 1:] = torch.where(parent_pool < 0, 0, place)
+    mask, depths = ancestors(parents, spec_steps)
+    return parents, depths, mask
+
+
+def _links_torch(parents: Tensor) -> tuple[Tensor, Tensor]:
+    nodes = torch.arange(parents.shape[1], device=parents.device)
+    is_child = parents[:, None, :] == nodes[None, :, None]  # [bs, node, child]
+    same = (parents[:, :, None] == parents[:, None, :]) & (nodes[None, None, :] > nodes[None, :, None])
+    return _first(is_child), _first(same)
+
+
+def _first(marks: Tensor) -> Tensor:
+    """The first marked place of the last dimension, -1 if none."""
+    return torch.where(marks.any(-1), marks.int().argmax(-1), -1)
+
+
+def _launch_link(
+    selected_index: Tensor, parent_list: Tensor, topk: int, spec_steps: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    bs, drafted = selected_index.shape
+    size = drafted + 1
+    parents = torch.empty(bs, size, dtype=torch.int64, device=selected_index.device)
+    depths = torch.empty_like(parents)
+    mask = torch.empty(bs, size, size, dtype=torch.bool, device=selected_index.device)
+    _link_kernel[bs, blocks(size, _ROWS)](
+        selected_index.contiguous(),
+        parent_list.contiguous(),
+        parents,
+        depths,
+        mask.view(torch.uint8),
+        drafted,
+        parent_list.shape[1],
+        topk,
+        spec_steps,
+        HALVINGS=drafted.bit_length(),
+        ROWS=_ROWS,
+        NODES=power_of_two(size),
+    )
+    return parents, depths, mask
+
+
+def _launch_links(parents: Tensor) -> tuple[Tensor, Tensor]:
+    bs, size = parents.shape
+    next_token = torch.empty(bs, size, dtype=torch.int64, device=parents.device)
+    next_sibling = torch.empty_like(next_token)
+    _links_kernel[bs, blocks(size, _ROWS)](
+        parents.contiguous(), next_token, next_sibling, size, ROWS=_ROWS, NODES=power_of_two(size)
+    )
+    return next_token, next_sibling
+
+
+@jit
+def _link_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+    selected_index,
+    parent_list,
+    parents,
+    depths,
+    mask,
+    drafted,
+    groups,
+    topk,
+    spec_steps,
+    HALVINGS: tl.constexpr,
+    ROWS: tl.constexpr,
+    NODES: tl.constexpr,
+):
+    """Every row climbs to the root through pool indices, reading nothing that this kernel writes."""
+    request = tl.program_id(0)
+    selected = selected_index + request * drafted
+    above = parent_list + request * groups
+    size = drafted + 1
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, NODES)
+    index = tl.load(selected + row - 1, mask=(row > 0) & (row < size), other=-1)  # where the climb is; -1: the root
+    hit = column[None, :] == row[:, None]
+    parent = tl.full([ROWS], -1, tl.int64)
+    depth = tl.zeros([ROWS], tl.int64)
+    for step in range(spec_steps):
+        climbing = index >= 0
+        index = tl.load(above + index // topk, mask=climbing, other=-1)
+        node = tl.where(index < 0, 0, _place(selected, index, drafted, HALVINGS) + 1)
+        hit = hit | (climbing[:, None] & (column[None, :] == node[:, None]))
+        parent = tl.where(climbing & (step == 0), node, parent)
+        depth += climbing.to(tl.int64)
+    tl.store(parents + request * size + row, parent, mask=row < size)
+    tl.store(depths + request * size + row, depth, mask=row < size)
+    cell = (request * size + row[:, None]).to(tl.int64) * size + column[None, :]
+    tl.store(mask + cell, hit.to(tl.uint8), mask=(row[:, None] < size) & (column[None, :] < size))
+
+
+@jit
+def _place(selected, index, drafted, HALVINGS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many of the ascending `selected` are below `index`: a binary search."""
+    low = tl.zeros(index.shape, tl.int64)
+    high = low + drafted
+    for _ in tl.static_range(HALVINGS):
+        middle = (low + high) // 2
+        below = tl.load(selected + middle, mask=middle < high, other=0) < index
+        low = tl.where((middle < high) & below, middle + 1, low)
+        high = tl.where((middle < high) & ~below, middle, high)
+    return low
+
+
+@jit
+def _links_kernel(  # type: ignore[no-untyped-def]
+    parents, next_token, next_sibling, size, ROWS: tl.constexpr, NODES: tl.constexpr
+):
+    request = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, NODES)
+    of_row = tl.load(parents + request * size + row, mask=row < size, other=-2)
+    of_column = tl.load(parents + request * size + column, mask=column < size, other=-2)[None, :]
+    place = tl.broadcast_to(column[None, :], [ROWS, NODES])
+    is_child = (of_column == row[:, None]) & (column < size)[None, :]
+    same = (of_column == of_row[:, None]) & (column[None, :] > row[:, None]) & (column < size)[None, :]
+    child = tl.min(tl.where(is_child, place, NODES), 1)
+    sibling = tl.min(tl.where(same, place, NODES), 1)
+    out = request * size + row
+    tl.store(next_token + out, tl.where(child == NODES, -1, child).to(tl.int64), mask=row < size)
+    tl.store(next_sibling + out, tl.where(sibling == NODES, -1, sibling).to(tl.int64), mask=row < size)

@@ -1,0 +1,40 @@
+"""Triton where it is installed; the package imports and works without it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+triton: Any = importlib.import_module("triton") if HAS_TRITON else None
+tl: Any = importlib.import_module("triton.language") if HAS_TRITON else None
+
+
+def jit(kernel: Callable[..., Any]) -> Any:
+    """`triton.jit`. Without Triton the function stays as it is, and nothing calls it."""
+    return triton.jit(kernel) if HAS_TRITON else kernel
+
+
+def constant(value: int | float) -> Any:
+    """A module-level number that kernels read."""
+    return tl.constexpr(value) if HAS_TRITON else value
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether an operation on `tensor` runs its kernel rather than its torch twin."""
+    return HAS_TRITON and tensor.is_cuda
+
+
+def blocks(count: int, size: int) -> int:
+    """How many blocks of `size` cover `count`."""
+    return -(-count // size)
+
+
+def power_of_two(count: int, least: int = 1) -> int:
+    """The smallest power of two that is at least `count` and `least`: the sizes Triton's blocks may have."""
+    return max(least, 1 << max(count - 1, 0).bit_length())

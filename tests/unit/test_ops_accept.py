@@ -1,0 +1,98 @@
+"""The walk by parents and the walk by links, as twin and kernel, against a plain walk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle_server.ops import accept
+from eagle_server.ops.accept import verify_tree_greedy, walk_tree
+from eagle_server.ops.tree import ancestors, retrive_links
+from tests.support.kernels import climb, each_way, generator, on_device, random_parents
+
+SIZES = [(1, 1, 0), (3, 1, 2), (3, 2, 1), (5, 6, 5), (5, 13, 4), (3, 64, 7), (2, 256, 10)]
+
+
+class Case:
+    """Random trees, and draws that mostly agree with some child. Siblings may hold one token twice, or `distinct`."""
+
+    def __init__(self, bs: int, size: int, deepest: int, *, distinct: bool, seed: int) -> None:
+        source = generator(bs, size, seed)
+        self.parents = random_parents(bs, size, deepest, source)
+        self.steps = deepest
+        vocab = 4
+        self.tokens = torch.randint(vocab, (bs, size), generator=source)
+        if distinct:  # a node's rank among its siblings
+            earlier = (self.parents[:, :, None] == self.parents[:, None, :]).tril(-1)
+            self.tokens = earlier.sum(-1)
+        self.drawn = torch.randint(vocab, (bs, size), generator=source)
+        for child in range(size - 1, 0, -1):  # half of the inner nodes draw one of their children
+            follow = torch.rand(bs, generator=source) < 0.5
+            place = self.parents[:, child : child + 1]
+            kept = torch.where(follow[:, None], self.tokens[:, child : child + 1], self.drawn.gather(1, place))
+            self.drawn.scatter_(1, place, kept)
+        self.finite = torch.rand(bs, size, generator=source) < 0.8
+        self.mask, self.depths = ancestors(self.parents, deepest)
+
+    def walk(self) -> tuple[Tensor, ...]:
+        parts = on_device(self.tokens, self.parents, self.depths, self.mask, self.drawn, self.finite)
+        return tuple(result.cpu() for result in walk_tree(*parts, self.steps))
+
+    def walk_links(self) -> tuple[Tensor, ...]:
+        tokens, parents, drawn = on_device(self.tokens, self.parents, self.drawn)
+        return tuple(result.cpu() for result in verify_tree_greedy(tokens, *retrive_links(parents), drawn, self.steps))
+
+    def agrees(self, request: int, node: int) -> bool:
+        """Whether a node holds its parent's draw."""
+        return bool(self.tokens[request, node] == self.drawn[request, self.parents[request, node]])
+
+
+@pytest.fixture(autouse=True)
+def chosen(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accept, "on_gpu", lambda _: way == "kernel")
+
+
+@each_way
+@pytest.mark.parametrize(("bs", "size", "deepest"), SIZES)
+def test_the_walk_takes_the_longest_path_of_agreeing_nodes(way: str, bs: int, size: int, deepest: int) -> None:
+    case = Case(bs, size, deepest, distinct=False, seed=0)
+    path, accept_length, tokens, finite = case.walk()
+    for request, links in enumerate(case.parents.tolist()):
+        paths = [climb(links, node)[::-1] for node in range(size)]
+        reached = [each for each in paths if all(case.agrees(request, node) for node in each[1:])]
+        expected = max(reached, key=len)
+        padding = [-1] * (deepest + 1 - len(expected))
+        assert path[request].tolist() == expected + padding
+        assert tokens[request].tolist() == case.drawn[request, expected].tolist() + padding
+        assert int(accept_length[request]) == len(expected) - 1
+        assert bool(finite[request]) == bool(case.finite[request, expected].all())
+
+
+@each_way
+@pytest.mark.parametrize(("bs", "size", "deepest"), SIZES)
+def test_the_links_lead_to_the_first_child_that_agrees(way: str, bs: int, size: int, deepest: int) -> None:
+    case = Case(bs, size, deepest, distinct=False, seed=1)
+    path, accept_length, tokens = case.walk_links()
+    for request, links in enumerate(case.parents.tolist()):
+        expected = [0]
+        while fit := [n for n in range(1, size) if links[n] == expected[-1] and case.agrees(request, n)]:
+            expected.append(fit[0])
+        padding = [-1] * (deepest + 1 - len(expected))
+        assert path[request].tolist() == expected + padding
+        assert tokens[request].tolist() == case.drawn[request, expected].tolist() + padding
+        assert int(accept_length[request]) == len(expected) - 1
+
+
+@each_way
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("bs", "size", "deepest"), SIZES[3:6])
+def test_both_walks_are_one_where_siblings_differ(way: str, bs: int, size: int, deepest: int, seed: int) -> None:
+    """Where they do not, the links may lead to the sibling with the shorter continuation, but never farther."""
+    case = Case(bs, size, deepest, distinct=True, seed=seed)
+    by_parents, by_links = case.walk(), case.walk_links()
+    for one, other in zip(by_parents, by_links, strict=False):
+        assert torch.equal(one, other)
+    assert 0 < int(by_parents[1].sum()) < bs * deepest, "neither refused nor accepted anything"
+    case = Case(bs, size, deepest, distinct=False, seed=seed)
+    assert bool((case.walk_links()[1] <= case.walk()[1]).all())

@@ -1,0 +1,63 @@
+"""Moving KV: windows in which sources and targets overlap, in both pools' layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle_server.cache.pool import KVPool, LatentPool
+from eagle_server.ops import kv_move
+from tests.support.kernels import DEVICE, each_way, generator
+
+SLOTS = 97
+
+
+def paths(bs: int, steps: int) -> tuple[Tensor, Tensor]:
+    """Moves [bs, steps] within shuffled windows: ascending paths with path[j] >= j, then self-moves."""
+    source = generator(bs, steps)
+    size = 3 * steps
+    windows = 1 + torch.randperm(SLOTS - 1, generator=source)[: bs * size].view(bs, size)
+    nodes = torch.arange(1, steps + 1).repeat(bs, 1)
+    for request in range(bs):
+        kept = int(torch.randint(steps + 1, (), generator=source)) if request else steps
+        path = 1 + torch.randperm(size - 1, generator=source)[:kept].sort().values
+        nodes[request, :kept] = path
+    return windows.gather(1, nodes), windows[:, 1 : steps + 1]
+
+
+@each_way
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(("bs", "steps"), [(1, 1), (3, 5), (5, 6)])
+@pytest.mark.parametrize(("heads", "size"), [(None, 37), (2, 8), (3, 700)])
+def test_the_kept_nodes_come_to_the_front(
+    way: str, dtype: torch.dtype, bs: int, steps: int, heads: int | None, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layout [2, layers, slots, heads, size], or [layers, slots, size]; 37 elements are not a multiple of any word."""
+    shape = (2, SLOTS, size) if heads is None else (2, 2, SLOTS, heads, size)
+    slot_dim = 1 if heads is None else 2
+    before = (40 * torch.randn(shape, generator=generator(size))).to(dtype)
+    source, target = paths(bs, steps)
+    words = before.view(torch.uint8)
+    expected = words.clone().index_copy_(slot_dim, target.flatten(), words.index_select(slot_dim, source.flatten()))
+    data = before.to(DEVICE)
+    monkeypatch.setattr(kv_move, "on_gpu", lambda _: way == "kernel")
+    kv_move.move_kv(data, slot_dim, source.to(DEVICE), target.to(DEVICE))
+    assert torch.equal(data.view(torch.uint8).cpu(), expected)
+
+
+def test_pools_move_keys_and_values_of_every_layer() -> None:
+    """Any moves of [n], a swap too; moves of [bs, m] in their order."""
+    kv = KVPool(2, SLOTS, 2, 4, torch.float32, DEVICE)
+    latent = LatentPool(2, SLOTS, 6, 2, torch.float32, DEVICE)
+    for pool, dim in ((kv, 2), (latent, 1)):
+        pool.data.copy_(torch.randn(pool.data.shape, generator=generator(dim)))
+        before = pool.data.clone()
+        pool.move(torch.tensor([3, 5], device=DEVICE), torch.tensor([5, 3], device=DEVICE))
+        assert torch.equal(pool.data.select(dim, 3), before.select(dim, 5))
+        assert torch.equal(pool.data.select(dim, 5), before.select(dim, 3))
+        before = pool.data.clone()
+        source, target = paths(3, 4)
+        pool.move(source.to(DEVICE), target.to(DEVICE))
+        for here, there in zip(source.flatten().tolist(), target.flatten().tolist(), strict=True):
+            assert torch.equal(pool.data.select(dim, there), before.select(dim, here))

@@ -1,0 +1,44 @@
+"""The torch twins know their shapes without reading a value, as what runs inside a CUDA graph must.
+
+Meta tensors have no values: `.item()`, a boolean selection or `nonzero` fails on them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eagle_server.ops.accept import verify_tree_greedy, walk_tree
+from eagle_server.ops.draw import draw_tokens
+from eagle_server.ops.gumbel import gumbel
+from eagle_server.ops.indices import build_beam_kv_indices, build_kv_indices
+from eagle_server.ops.kv_move import move_kv
+from eagle_server.ops.mask import pack_tree_mask
+from eagle_server.ops.topk import topk_logprobs
+from eagle_server.ops.tree import link_tree, retrive_links
+
+
+def valueless(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_no_twin_reads_a_value() -> None:
+    bs, size, topk, steps, vocab = 3, 6, 2, 3, 50
+    lens, nodes, mask = valueless(bs), valueless(bs, size), valueless(bs, size, size, dtype=torch.bool)
+    table, indices = valueless(9, 40, dtype=torch.int32), valueless(400, dtype=torch.int32)
+    indptr = valueless(bs + 1, dtype=torch.int32)
+    build_kv_indices(table, lens, lens, indptr, indices)
+    lineage = valueless(bs, topk, 4, dtype=torch.bool)
+    assert build_beam_kv_indices(table, lens, lens, lineage, 2, indices).shape == (bs * topk + 1,)
+    move_kv(valueless(2, 2, 40, 1, 8), 2, valueless(bs, steps), valueless(bs, steps))
+    out = valueless(100, dtype=torch.uint8)
+    pack_tree_mask(mask, lens, out, indptr, sliding=4, row_depths=nodes, column_depths=nodes)
+    parents, depths, ancestors = link_tree(nodes[:, 1:], valueless(bs, topk * (steps - 1) + 1), topk, steps)
+    assert (parents.shape, depths.shape, ancestors.shape) == ((bs, size), (bs, size), (bs, size, size))
+    links = retrive_links(parents)
+    path, *_ = walk_tree(nodes, parents, depths, ancestors, nodes, ancestors[:, 0], steps)
+    assert path.shape == verify_tree_greedy(nodes, *links, nodes, steps)[0].shape == (bs, steps + 1)
+    logits = valueless(bs, vocab, dtype=torch.float32)
+    assert gumbel(lens, lens, vocab).shape == (bs, vocab)
+    assert draw_tokens(logits, lens, lens, logits[:, 0])[0].shape == (bs,)
+    assert topk_logprobs(logits, topk)[1].shape == (bs, topk)
