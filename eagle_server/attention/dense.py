@@ -18,7 +18,7 @@ class DenseCausal:
     bias: Tensor | None = None
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
-        """q [batch * length, heads, head_dim], k and v with kv_heads -> the shape of q."""
+        """q, k [batch * length, heads or kv_heads, head_dim], v [.., kv_heads, value_dim] -> [.., heads, value_dim]."""
         q4, k4, v4 = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (q, k, v))
         bias = self.bias
         if layer.window and bias is None:
@@ -26,4 +26,4 @@ class DenseCausal:
         out = F.scaled_dot_product_attention(
             q4, k4, v4, attn_mask=bias, is_causal=bias is None, scale=layer.scale, enable_gqa=True
         )
-        return out.transpose(1, 2).reshape(q.shape)
+        return out.transpose(1, 2).reshape(*q.shape[:2], v.shape[2])

@@ -1,16 +1,17 @@
 """Configuration: frozen sections, resolved once from flags, a YAML file, the environment and defaults, in that order.
 
-Every option is declared once, as a field in `sections.py`. Its flag, YAML key, environment variable and help follow
+Every option is declared once, as a field of a section. Its flag, YAML key, environment variable and help follow
 from that: `SpeculativeSection.num_steps` is `--speculative-num-steps`, `speculative-num-steps:` and
 `EAGLE_SERVER_SPECULATIVE_NUM_STEPS`. No other module reads the environment.
 """
 
+from eagle_server.config.base import ConfigError
+from eagle_server.config.device import DeviceSection
 from eagle_server.config.sections import (
     DEMO_DRAFT,
     DEMO_TARGET,
     CacheSection,
     Config,
-    ConfigError,
     ModelSection,
     SchedulerSection,
     ServerSection,
@@ -26,6 +27,7 @@ __all__ = [
     "CacheSection",
     "Config",
     "ConfigError",
+    "DeviceSection",
     "ModelSection",
     "SchedulerSection",
     "ServerSection",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -16,70 +14,18 @@ from pydantic import (
     ConfigDict,
     Field,
     SecretStr,
+    field_validator,
     model_validator,
 )
+
+from eagle_server.config.base import ConfigError, Count, ModelLocation, Section, Text, file_location, json_object
+from eagle_server.config.device import DeviceSection
 
 logger = logging.getLogger(__name__)
 
 _DEMO = Path(__file__).parents[1] / "assets" / "demo"
 DEMO_TARGET = _DEMO / "target"
 DEMO_DRAFT = _DEMO / "eagle3"
-
-
-class ConfigError(ValueError):
-    """A wrong option; the message is one line that names it, what was found and what is allowed."""
-
-
-def _model_location(value: str) -> str:
-    path = Path(value).expanduser()
-    if path.is_dir():
-        return str(path)
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", value) and not path.exists():
-        return value
-    raise ValueError("no such directory, and not a Hugging Face id (owner/name)")
-
-
-def _file_location(value: str) -> str:
-    path = Path(value).expanduser()
-    if path.is_file():
-        return str(path)
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*/\S+", value) and not path.exists():
-        return value
-    raise ValueError("no such file, and not a file on Hugging Face (owner/name/file)")
-
-
-def _json_object(value: object) -> object:
-    try:
-        parsed = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        parsed = None
-    if not isinstance(parsed, dict):
-        raise ValueError('should be a JSON object, like {"rope_theta": 10000}')
-    return parsed
-
-
-def _single_device(value: int) -> int:
-    if value != 1:
-        raise ValueError("should be 1: tensor parallelism is not available yet")
-    return value
-
-
-def _available_backend(value: object) -> object:
-    if value == "flashinfer":
-        raise ValueError("not available yet; should be 'auto' or 'cpu'")
-    return value
-
-
-Count = Annotated[int, Field(ge=1)]
-Text = Annotated[str, Field(min_length=1)]
-ModelLocation = Annotated[Text, AfterValidator(_model_location)]
-
-
-class Section(BaseModel):
-    """A group of options. The docstring is its heading in --help, `prefix` stands before its option names."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    prefix: ClassVar[str] = ""
 
 
 class ModelSection(Section):
@@ -101,20 +47,6 @@ class ModelSection(Section):
     context_length: Count | None = Field(
         default=None, description="most tokens of a request, prompt and output together; without it, the model's own"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto: the CPU; cuda follows with the FlashInfer backend"
-    )
-    attention_backend: Annotated[Literal["auto", "cpu"], BeforeValidator(_available_backend)] = Field(
-        default="auto", description="auto: the one made for the device; flashinfer will follow"
-    )
-    cpu_threads: Count | None = Field(
-        default=None,
-        description="threads that compute; auto: all cores, but two for a small model, whose operations are too short "
-        "to be shared out",
-    )
-    tp_size: Annotated[int, AfterValidator(_single_device)] = Field(
-        default=1, description="devices that share the target; only 1 so far"
-    )
 
 
 class SpeculativeSection(Section):
@@ -122,11 +54,14 @@ class SpeculativeSection(Section):
 
     prefix: ClassVar[str] = "speculative-"
 
-    algorithm: Literal["NONE", "EAGLE", "EAGLE3"] | None = Field(
-        default=None, description="NONE decodes plainly; without it, detected from the draft's files"
+    algorithm: Literal["NONE", "EAGLE", "EAGLE3", "NEXTN"] | None = Field(
+        default=None,
+        description="NONE decodes plainly, NEXTN (or MTP) drafts with the MTP layer in the target's own files; without "
+        "it, detected from the draft's files",
     )
     draft_model_path: ModelLocation | None = Field(
-        default=None, description="the draft head: a Hugging Face id or a local directory; the demo brings its own"
+        default=None,
+        description="the draft head: a Hugging Face id or a local directory; the demo brings its own, NEXTN needs none",
     )
     num_steps: Count | None = Field(
         default=None, description="depth of the draft tree; given with topk, or both are chosen by architecture"
@@ -139,12 +74,17 @@ class SpeculativeSection(Section):
         description="nodes that the target verifies at once, the root included; without it, steps * topk + 1; "
         "always steps + 1 where topk is 1",
     )
-    token_map: Annotated[str, AfterValidator(_file_location)] | None = Field(
+    token_map: Annotated[str, AfterValidator(file_location)] | None = Field(
         default=None, description="FR-Spec: a file of frequent token ids; the draft proposes no others"
     )
-    draft_config_override: Annotated[dict[str, Any], BeforeValidator(_json_object)] | None = Field(
+    draft_config_override: Annotated[dict[str, Any], BeforeValidator(json_object)] | None = Field(
         default=None, description="a JSON object whose values replace those of the draft's config.json"
     )
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _name_of_alias(cls, value: object) -> object:
+        return "NEXTN" if value == "MTP" else value
 
     @model_validator(mode="after")
     def _parameters_agree(self) -> Self:
@@ -208,6 +148,7 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: ModelSection = Field(default_factory=ModelSection)
+    device: DeviceSection = Field(default_factory=DeviceSection)
     speculative: SpeculativeSection = Field(default_factory=SpeculativeSection)
     cache: CacheSection = Field(default_factory=CacheSection)
     scheduler: SchedulerSection = Field(default_factory=SchedulerSection)
@@ -216,8 +157,9 @@ class Config(BaseModel):
     @property
     def speculates(self) -> bool:
         """Whether a draft head is loaded."""
-        has_draft = self.model.model_path is None or self.speculative.draft_model_path is not None
-        return has_draft and self.speculative.algorithm != "NONE"
+        algorithm, draft = self.speculative.algorithm, self.speculative.draft_model_path
+        has_draft = self.model.model_path is None or draft is not None or algorithm == "NEXTN"
+        return has_draft and algorithm != "NONE"
 
     @property
     def target_path(self) -> str:
@@ -227,7 +169,10 @@ class Config(BaseModel):
     @property
     def draft_path(self) -> str | None:
         """Hugging Face id or directory of the draft head, None without speculation."""
-        return (self.speculative.draft_model_path or str(DEMO_DRAFT)) if self.speculates else None
+        if not self.speculates:
+            return None
+        own = self.target_path if self.speculative.algorithm == "NEXTN" else str(DEMO_DRAFT)
+        return self.speculative.draft_model_path or own
 
     @property
     def served_model_name(self) -> str:
@@ -248,13 +193,18 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _options_agree(self) -> Self:
-        target, draft = self.model.model_path, self.speculative.draft_model_path
+        target, draft, algorithm = self.model.model_path, self.speculative.draft_model_path, self.speculative.algorithm
         if draft is not None and target is None:
             raise ConfigError(
                 "--speculative-draft-model-path needs --model-path: without it the demo is served with its own draft"
             )
-        if draft is not None and target is not None and Path(draft).resolve() == Path(target).resolve():
-            raise ConfigError(f"--speculative-draft-model-path {draft}: should differ from --model-path")
+        if algorithm == "NEXTN" and target is None:
+            raise ConfigError("--speculative-algorithm NEXTN needs --model-path: the demo's target has no MTP layer")
+        same = draft is not None and target is not None and Path(draft).resolve() == Path(target).resolve()
+        if same and algorithm in ("EAGLE", "EAGLE3"):
+            raise ConfigError(
+                f"--speculative-draft-model-path {draft}: should differ from --model-path, which is no {algorithm} head"
+            )
         if not self.speculates:
             self._refuse_speculative_options()
         return self
@@ -267,7 +217,7 @@ class Config(BaseModel):
             raise ConfigError(f"{flags[0]} has no effect with --speculative-algorithm NONE: drop one of them")
         if algorithm != "NONE" and (algorithm or flags):
             needy = f"--speculative-algorithm {algorithm}" if algorithm else flags[0]
-            raise ConfigError(f"{needy} needs --speculative-draft-model-path: the target brings no draft head")
+            raise ConfigError(f"{needy} needs --speculative-draft-model-path, or a target with an MTP layer and NEXTN")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from eagle_server.config.sections import Config, ConfigError, Section
+from eagle_server.config.base import ConfigError, Section
+from eagle_server.config.sections import Config
 
 ENV_PREFIX = "EAGLE_SERVER_"
 

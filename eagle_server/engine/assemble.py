@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
-from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.cache.allocator import PageAllocator
 from eagle_server.cache.lease import KVLeases
 from eagle_server.cache.page_table import PageTable
-from eagle_server.cache.pool import KVPool
 from eagle_server.cache.radix import RadixCache
+from eagle_server.engine.backends import Backends
 from eagle_server.engine.engine import Engine
-from eagle_server.models.config import ModelConfig
+from eagle_server.engine.pools import make_pool
+from eagle_server.engine.shape import Shape
 from eagle_server.models.draft import DraftHead
 from eagle_server.models.target import TargetModel
 from eagle_server.request import Ready
@@ -24,55 +23,47 @@ from eagle_server.worker.batch import Batches
 from eagle_server.worker.drafters.eagle import EagleDrafter
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.drafters.none import NoDrafter
+from eagle_server.worker.graphs import CudaRecorder, Graphs, Recorder
 from eagle_server.worker.verifier import Verifier
+from eagle_server.worker.warm_up import warm_up
 from eagle_server.worker.worker import Worker
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The numbers an engine is built from; every one is concrete.
+def assemble(
+    target: TargetModel,
+    head: DraftHead | None,
+    shape: Shape,
+    *,
+    algorithm: str = "NONE",
+    flashinfer: Any = None,
+    recorder: Recorder | None = None,
+) -> Engine:
+    """An engine over `target`, drafting with `head` (None: plain decoding).
 
-    `num_steps`, `topk` and `draft_token_num` describe the trees; without a head they stay at their defaults. Both
-    models' RoPE tables must reach `context_length + window`.
+    `flashinfer` and `recorder` stand in for the library and for CUDA graphs (tests).
     """
-
-    context_length: int
-    max_total_tokens: int
-    num_steps: int = 0
-    topk: int = 1
-    draft_token_num: int = 1
-    page_size: int = 1
-    max_running: int = 48
-    chunk_tokens: int = 512
-    radix: bool = True
-    poison: bool = False  # fill freed slots with NaN, so that a read of stale KV shows (tests)
-    resolved: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def window(self) -> int:
-        """Lookahead slots per decoding request: what drafting and verifying write past the committed length."""
-        return max((self.num_steps - 1) * self.topk, self.draft_token_num)
-
-
-def assemble(target: TargetModel, head: DraftHead | None, shape: Shape, *, algorithm: str = "NONE") -> Engine:
-    """An engine over `target`, drafting with `head` (None: plain decoding)."""
     device = target.embed.device
     _check(head, shape)
     slots = (shape.max_total_tokens // shape.page_size + 1) * shape.page_size  # the first page is padding
     target.aux_boundaries = head.aux_boundaries if head is not None else ()
-    pools = [_pool(target.config, slots, device)]
+    backends = Backends(shape, device, flashinfer)
+    graphs = Graphs(_recorder(shape, device) if recorder is None else recorder)
+    pools = [make_pool(target.config, slots, device)]
     drafter: Drafter[Any] = NoDrafter()
     if head is not None:
-        pools.append(_pool(head.config, slots, device))
+        pools.append(make_pool(head.config, slots, device))
         drafter = EagleDrafter(
             head,
-            TorchNativeAttention(pools[1]),
+            backends.make(head, pools[1], (shape.num_steps + 1, shape.topk), shape.draft_attention),
             num_steps=shape.num_steps,
             topk=shape.topk,
             draft_token_num=shape.draft_token_num,
+            graphs=graphs,
+            beams=shape.backend == "flashinfer" and shape.draft_attention == "beams",
         )
     allocator = PageAllocator(shape.max_total_tokens // shape.page_size, shape.page_size)
-    table = PageTable(shape.max_running, shape.context_length + shape.window, shape.page_size)
+    width = shape.context_length + shape.window
+    table = PageTable(shape.max_running, width, shape.page_size, mirrored=device.type != "cpu")
 
     def poison(pages: list[int]) -> None:
         first = torch.tensor(pages)[:, None] * shape.page_size
@@ -92,9 +83,15 @@ def assemble(target: TargetModel, head: DraftHead | None, shape: Shape, *, algor
         spec_steps=steps,
         draft_feeds=drafter.feeds,
     )
-    worker = Worker(
-        Verifier(target, TorchNativeAttention(pools[0]), pools[0]), drafter, Batches(table, device, spec_steps=steps)
-    )
+    attention = backends.make(target, pools[0], (shape.draft_token_num,), shape.verify_attention)
+    batches = Batches(table, device, spec_steps=steps, sizes=shape.graph_sizes)
+    worker = Worker(Verifier(target, attention, pools[0], graphs), drafter, batches)
+    if shape.graph_sizes:
+        graphs.paused = True
+        warm_up(worker, shape.graph_sizes, lengths=(2, shape.context_length))
+        backends.freeze()
+        graphs.paused = False
+        warm_up(worker, tqdm(shape.graph_sizes[::-1], desc="capture graphs", unit="batch size", disable=None))
     ready = Ready(
         context_length=shape.context_length,
         max_request_tokens=min(shape.context_length, allocator.num_pages * shape.page_size - shape.window),
@@ -107,8 +104,8 @@ def assemble(target: TargetModel, head: DraftHead | None, shape: Shape, *, algor
     return Engine(Scheduler(limits, kv), worker, ready)
 
 
-def _pool(config: ModelConfig, slots: int, device: torch.device) -> KVPool:
-    return KVPool(config.num_layers, slots, config.num_kv_heads, config.head_dim, config.dtype, device)
+def _recorder(shape: Shape, device: torch.device) -> Recorder | None:
+    return CudaRecorder() if shape.graph_sizes and device.type == "cuda" else None
 
 
 def _check(head: DraftHead | None, shape: Shape) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from eagle_server.cache.pool import KVPool
 from eagle_server.config import Config, ConfigError, SpeculativeParams, resolve_speculative
-from eagle_server.engine.assemble import Shape, assemble
+from eagle_server.engine.assemble import assemble
+from eagle_server.engine.devices import graph_sizes, memory_for_kv, resolve_backend, resolve_device, threads_for
 from eagle_server.engine.engine import Engine
+from eagle_server.engine.pools import bytes_per_slot
+from eagle_server.engine.shape import Shape
 from eagle_server.models.config import ModelConfig, read_config
 from eagle_server.models.load_draft import LoadedDraft, load_draft
 from eagle_server.models.loader import load_target
@@ -20,8 +21,6 @@ from eagle_server.models.target import TargetModel
 from eagle_server.models.weights import resolve_checkpoint, resolve_file
 
 logger = logging.getLogger(__name__)
-SMALL_MODEL = 50_000_000  # parameters of a target
-KV_SHARE_OF_MEMORY = 0.25  # of the machine's memory, for both pools together
 
 
 def build_engine(config: Config, *, progress: bool = True) -> Engine:
@@ -31,9 +30,9 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
         ValueError: a value or checkpoint that cannot be served; the message says what to change.
         OSError: a file that cannot be read.
     """
+    device = resolve_device(config)
     directory = resolve_checkpoint(config.target_path)
     facts = ModelConfig.from_dict(read_config(directory), str(directory / "config.json"))
-    device = _device(config)
     context = _context_length(config, facts)
     trees = resolve_speculative(config.speculative, facts.architecture) if config.speculates else None
     shape = _shape(config, context, trees)
@@ -45,20 +44,16 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
         device=device,
         progress=progress,
     )
-    torch.set_num_threads(config.model.cpu_threads or _threads_for(facts))
+    torch.set_num_threads(config.device.cpu_threads or threads_for(facts))
     draft = _load_draft(config, target, shape, progress=progress) if config.speculates else None
     algorithm = draft.kind if draft is not None else "NONE"
-    slots = config.cache.max_total_tokens or _slots_that_fit(shape, target.config, draft)
-    shape = replace(shape, max_total_tokens=slots)
+    memory = memory_for_kv(config, device)
+    slots = config.cache.max_total_tokens or _slots_that_fit(shape, target.config, draft, memory)
+    backend = resolve_backend(config, device, target.config.dtype)
+    shape = replace(shape, max_total_tokens=slots, backend=backend, graph_sizes=graph_sizes(config, backend))
     resolved = _resolved(config, shape, target, trees, algorithm)
     logger.info("resolved configuration: %s", resolved)
     return assemble(target, draft.head if draft else None, replace(shape, resolved=resolved), algorithm=algorithm)
-
-
-def _device(config: Config) -> torch.device:
-    if config.model.device == "cuda":
-        raise ConfigError("--device cuda: attention on GPUs needs the FlashInfer backend, which is not built in yet")
-    return torch.device("cpu")
 
 
 def _context_length(config: Config, facts: ModelConfig) -> int:
@@ -66,15 +61,6 @@ def _context_length(config: Config, facts: ModelConfig) -> int:
     if wanted is not None and wanted > facts.max_position:
         raise ConfigError(f"--context-length {wanted}: the model's max_position_embeddings is {facts.max_position}")
     return wanted or facts.max_position
-
-
-def _threads_for(config: ModelConfig) -> int:
-    """All cores, but two for a small model: its operations are too short to be shared out among more."""
-    attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    layer = attention + 3 * config.hidden_size * config.intermediate_size
-    weights = config.num_layers * layer + config.vocab_size * config.hidden_size
-    cores = os.cpu_count() or 1
-    return min(2, cores) if weights < SMALL_MODEL else cores
 
 
 def _shape(config: Config, context: int, trees: SpeculativeParams | None) -> Shape:
@@ -107,13 +93,12 @@ def _load_draft(config: Config, target: TargetModel, shape: Shape, *, progress: 
     )
 
 
-def _slots_that_fit(shape: Shape, target: ModelConfig, draft: LoadedDraft | None) -> int:
-    """Slots for every request at full context, but no more than a share of the machine's memory holds."""
+def _slots_that_fit(shape: Shape, target: ModelConfig, draft: LoadedDraft | None, memory: int) -> int:
+    """Slots for every request at full context, but no more than `memory` bytes hold."""
     configs = [target] + ([draft.head.config] if draft is not None else [])
-    per_slot = sum(KVPool.bytes_per_slot(c.num_layers, c.num_kv_heads, c.head_dim, target.dtype) for c in configs)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    per_slot = sum(bytes_per_slot(c) for c in configs)
     wanted = shape.max_running * (shape.context_length + shape.window)
-    slots = min(wanted, int(memory * KV_SHARE_OF_MEMORY) // per_slot)
+    slots = min(wanted, memory // per_slot)
     return slots // shape.page_size * shape.page_size
 
 
@@ -125,10 +110,13 @@ def _resolved(
     values["model"].update(
         dtype=str(target.config.dtype).removeprefix("torch."),
         context_length=shape.context_length,
-        device=str(target.embed.device),
-        attention_backend="cpu",
-        cpu_threads=torch.get_num_threads(),
         architecture=target.config.architecture,
+    )
+    values["device"].update(
+        device=str(target.embed.device),
+        attention_backend=shape.backend,
+        cuda_graph_batch_sizes=list(shape.graph_sizes),
+        cpu_threads=torch.get_num_threads(),
     )
     values["speculative"].update(algorithm=algorithm)
     if trees is not None:

@@ -1,4 +1,4 @@
-"""What a Hugging Face ``config.json`` says about a dense decoder, read once into a frozen value."""
+"""What a Hugging Face ``config.json`` says about a decoder, read once into a frozen value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -36,10 +36,52 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Shape of a dense decoder (Llama, Mistral, Qwen2, Qwen3) or of a draft head's layers.
+class MLAConfig:
+    """Multi-head latent attention: what queries (None: not at all) and KV are compressed to, and head sizes."""
 
-    `windows` holds one sliding-window size per layer, 0 for full attention.
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope_interleaved: bool
+
+
+Scoring = Literal["softmax", "sigmoid"]
+Routing = Literal["greedy", "group_limited_greedy", "noaux_tc"]
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts; `intermediate_size` is that of one expert.
+
+    Each token goes to the `experts_per_token` best experts of its `topk_groups` best groups, of `groups` equal ones.
+    """
+
+    experts: int
+    experts_per_token: int
+    intermediate_size: int
+    shared_experts: int
+    first_dense_layers: int
+    layer_frequency: int
+    scoring: Scoring
+    routing: Routing
+    groups: int
+    topk_groups: int
+    normalize: bool
+    scale: float
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether this layer has experts, or one MLP like a dense model."""
+        return layer >= self.first_dense_layers and layer % self.layer_frequency == 0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a decoder (Llama, Mistral, Qwen2, Qwen3, DeepSeek-V2 and V3) or of a draft head's layers.
+
+    `windows` holds one sliding-window size per layer, 0 for full attention. `head_dim` is what RoPE turns: with `mla`,
+    the rotary part of a head. `nextn_layers` is how many further layers in the same files draft.
     """
 
     architecture: str
@@ -62,10 +104,13 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    mla: MLAConfig | None = None
+    moe: MoEConfig | None = None
+    nextn_layers: int = 0
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
-        """Read a dense-decoder config.
+        """Read a decoder's config.
 
         Raises:
             CheckpointError: a required key is absent or has a value that is not supported.
@@ -79,6 +124,7 @@ class ModelConfig:
             raise CheckpointError(f"{source}: hidden_act {raw['hidden_act']!r} is not supported, only 'silu' is")
         attention_bias = bool(raw.get("attention_bias", False))
         eos = raw.get("eos_token_id")
+        mla = _mla(raw, source) if family in _DEEPSEEK else None
         return cls(
             architecture=family,
             vocab_size=_integer(raw, "vocab_size", source),
@@ -87,24 +133,28 @@ class ModelConfig:
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or hidden // heads),
+            head_dim=mla.qk_rope_head_dim if mla else int(raw.get("head_dim") or hidden // heads),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope=rope_config(raw, max_position, source),
             max_position=max_position,
             dtype=_dtype(raw),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=attention_bias or family == "Qwen2ForCausalLM",
-            o_bias=attention_bias and family in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
-            mlp_bias=bool(raw.get("mlp_bias", False)),
+            o_bias=attention_bias and family in ("LlamaForCausalLM", "Qwen3ForCausalLM", *_DEEPSEEK),
+            mlp_bias=bool(raw.get("mlp_bias", False)) and family != "DeepseekV3ForCausalLM",
             qk_norm=family == "Qwen3ForCausalLM",
             windows=_windows(raw, family, layers, source),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),)),
             bos_token_id=raw.get("bos_token_id"),
+            mla=mla,
+            moe=_moe(raw, family, source) if family in _DEEPSEEK else None,
+            nextn_layers=int(raw.get("num_nextn_predict_layers") or 0),
         )
 
 
-SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_BY_MODEL_TYPE = {"llama": 0, "mistral": 1, "qwen2": 2, "qwen3": 3}
+_DEEPSEEK = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", *_DEEPSEEK)
+_BY_MODEL_TYPE = {"llama": 0, "mistral": 1, "qwen2": 2, "qwen3": 3, "deepseek_v2": 4, "deepseek_v3": 5}
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -180,7 +230,7 @@ def _family(raw: Mapping[str, Any], source: str) -> str:
 
 def _windows(raw: Mapping[str, Any], family: str, layers: int, source: str) -> tuple[int, ...]:
     window = raw.get("sliding_window")
-    if not window or family == "LlamaForCausalLM":
+    if not window or family in ("LlamaForCausalLM", *_DEEPSEEK):
         return (0,) * layers
     if raw.get("layer_types"):
         return windows_by_type(raw, layers, source)
@@ -190,6 +240,50 @@ def _windows(raw: Mapping[str, Any], family: str, layers: int, source: str) -> t
         return (0,) * layers
     first = int(raw.get("max_window_layers", 28))
     return tuple(int(window) if layer >= first else 0 for layer in range(layers))
+
+
+def _mla(raw: Mapping[str, Any], source: str) -> MLAConfig:
+    return MLAConfig(
+        q_lora_rank=None if raw.get("q_lora_rank") is None else _integer(raw, "q_lora_rank", source),
+        kv_lora_rank=_integer(raw, "kv_lora_rank", source),
+        qk_nope_head_dim=_integer(raw, "qk_nope_head_dim", source),
+        qk_rope_head_dim=_integer(raw, "qk_rope_head_dim", source),
+        v_head_dim=_integer(raw, "v_head_dim", source),
+        rope_interleaved=raw.get("rope_interleave") is not False,
+    )
+
+
+def _moe(raw: Mapping[str, Any], family: str, source: str) -> MoEConfig | None:
+    if not raw.get("n_routed_experts"):
+        return None
+    newer = family == "DeepseekV3ForCausalLM"
+    scoring = raw.get("scoring_func") or ("sigmoid" if newer else "softmax")
+    routing = raw.get("topk_method") or ("noaux_tc" if newer else "greedy")
+    for key, value, known in (("scoring_func", scoring, Scoring), ("topk_method", routing, Routing)):
+        if value not in get_args(known):
+            raise CheckpointError(f"{source}: {key} {value!r} is not supported; supported are {get_args(known)}")
+    experts, chosen = (_integer(raw, key, source) for key in ("n_routed_experts", "num_experts_per_tok"))
+    groups, topk_groups = (1, 1) if routing == "greedy" else (int(raw.get(k) or 1) for k in ("n_group", "topk_group"))
+    if experts % groups or topk_groups > groups or chosen > topk_groups * (experts // groups):
+        raise CheckpointError(
+            f"{source}: n_routed_experts {experts}, n_group {groups}, topk_group {topk_groups} and num_experts_per_tok "
+            f"{chosen} do not fit together"
+        )
+    normalize = raw.get("norm_topk_prob")
+    return MoEConfig(
+        experts=experts,
+        experts_per_token=chosen,
+        intermediate_size=_integer(raw, "moe_intermediate_size", source),
+        shared_experts=int(raw.get("n_shared_experts") or 0),
+        first_dense_layers=int(raw.get("first_k_dense_replace") or 0),
+        layer_frequency=int(raw.get("moe_layer_freq") or 1),
+        scoring=cast(Scoring, scoring),
+        routing=cast(Routing, routing),
+        groups=groups,
+        topk_groups=topk_groups,
+        normalize=newer if normalize is None else bool(normalize),
+        scale=float(raw.get("routed_scaling_factor") or 1.0),
+    )
 
 
 def _integer(raw: Mapping[str, Any], key: str, source: str) -> int:

@@ -26,6 +26,7 @@ from eagle_server.models.config import ModelConfig
 from eagle_server.models.draft import DraftOutput, TargetWeights
 from eagle_server.models.layers import Attention, DecoderLayer, GatedMLP, Linear, RMSNorm, Views
 from eagle_server.models.rope import RotaryEmbedding
+from eagle_server.ops.fused import Rotation
 
 FeatureNorm = Literal["none", "each", "concat"]
 
@@ -53,7 +54,10 @@ class Eagle3Config:
 
 
 class Eagle3Layer(nn.Module):
-    """The first layer: attention reads the normed embedding beside the normed feature, so its input is 2H wide."""
+    """The first layer: attention reads the normed embedding beside the normed feature, so its input is 2H wide.
+
+    Its result is in two summands: see `DecoderLayer`.
+    """
 
     def __init__(self, config: ModelConfig, *, norm_before_residual: bool) -> None:
         super().__init__()
@@ -64,12 +68,17 @@ class Eagle3Layer(nn.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attention: Planned) -> Tensor:
-        """embedded, hidden [rows, H] -> [rows, H]."""
+    def forward(self, embedded: Tensor, hidden: Tensor, rope: Rotation, attention: Planned) -> tuple[Tensor, Tensor]:
+        """embedded, hidden [rows, H] -> two summands of the residual stream [rows, H]. Overwrites neither argument."""
         normed = self.hidden_norm(hidden)
         pair = torch.cat([self.input_norm(embedded), normed], dim=-1)  # [rows, 2H]
-        x = (normed if self.norm_before_residual else hidden) + self.attention(pair, rope, attention)
-        return x + self.mlp(self.post_norm(x))  # type: ignore[no-any-return]
+        attended = self.attention(pair, rope, attention)
+        if self.norm_before_residual:
+            normed, residual = self.post_norm.after_add(attended, normed)
+        else:  # hidden is the caller's, who may use it again
+            residual = hidden + attended
+            normed = self.post_norm(residual)
+        return self.mlp(normed), residual
 
     def weight_views(self, prefix: str) -> Views:
         yield f"{prefix}input_layernorm.weight", self.input_norm.weight
@@ -124,11 +133,11 @@ class Eagle3Head(nn.Module):
         embedded = F.embedding(tokens, self._target.embed if self.embed is None else self.embed)
         rope = self.rope(positions, embedded.dtype)
         first, *rest = self.layers
-        x: Tensor = first(embedded, hidden, rope, attention)
+        x, residual = first(embedded, hidden, rope, attention)
         for layer in rest:
-            x = layer(x, rope, attention)
-        normed = self.norm(x)
-        return DraftOutput(normed if self.eagle.norm_output else x, normed)
+            x, residual = layer(x, residual, rope, attention)
+        normed, stream = self.norm.after_add(x, residual)
+        return DraftOutput(normed if self.eagle.norm_output else stream, normed)
 
     def logits(self, normed: Tensor) -> Tensor:
         """[rows, H] -> [rows, Vd] in float32."""

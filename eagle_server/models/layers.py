@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from eagle_server.attention.interface import LayerSpec, Planned
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.rope import rotate
+from eagle_server.ops.fused import Rotation, add_rms_norm, apply_rope, rms_norm, silu_mul
 from eagle_server.ops.linear import PackedWeight, pack_weight, packed_linear, unpack_weight
 
 Views = Iterator[tuple[str, Tensor]]
@@ -67,7 +67,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+    def after_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual). Both arguments may be overwritten: see `ops.fused`."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -85,14 +89,14 @@ class Attention(nn.Module):
         window = config.windows[layer] if config.windows else 0
         self.spec = LayerSpec(layer, self.head_dim**-0.5, window)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attention: Planned) -> Tensor:
+    def forward(self, x: Tensor, rope: Rotation, attention: Planned) -> Tensor:
         rows = x.shape[0]
         qkv = self.qkv(x).view(rows, self.heads + 2 * self.kv_heads, self.head_dim)
         queries_keys, v = qkv.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = queries_keys.split_with_sizes([self.heads, self.kv_heads], dim=1)
             queries_keys = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
-        q, k = rotate(queries_keys, *rope).split_with_sizes([self.heads, self.kv_heads], dim=1)
+        q, k = apply_rope(queries_keys, rope).split_with_sizes([self.heads, self.kv_heads], dim=1)
         return self.o(attention.run(q, k, v, self.spec).reshape(rows, -1))  # type: ignore[no-any-return]
 
     def weight_views(self, prefix: str) -> Views:
@@ -113,8 +117,7 @@ class GatedMLP(nn.Module):
         self.down = Linear(width, [("down_proj", config.hidden_size)], bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+        return self.down(silu_mul(self.gate_up(x)))  # type: ignore[no-any-return]
 
     def weight_views(self, prefix: str) -> Views:
         yield from self.gate_up.weight_views(prefix)
@@ -122,7 +125,10 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A Llama layer: x + attention(norm(x)), then + mlp(norm(.))."""
+    """A Llama layer: s + attention(norm(s)), then + mlp(norm(.)), of the residual stream s.
+
+    The stream travels as two summands, so that each addition happens in the same kernel as the norm that reads its sum.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -131,9 +137,11 @@ class DecoderLayer(nn.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attention: Planned) -> Tensor:
-        x = x + self.attention(self.input_norm(x), rope, attention)
-        return x + self.mlp(self.post_norm(x))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, residual: Tensor | None, rope: Rotation, attention: Planned) -> tuple[Tensor, Tensor]:
+        """Two summands of the stream [rows, H] (None: zero) to two summands of the next; both may be overwritten."""
+        normed, residual = (self.input_norm(x), x) if residual is None else self.input_norm.after_add(x, residual)
+        normed, residual = self.post_norm.after_add(self.attention(normed, rope, attention), residual)
+        return self.mlp(normed), residual
 
     def weight_views(self, prefix: str) -> Views:
         yield f"{prefix}input_layernorm.weight", self.input_norm.weight

@@ -120,8 +120,13 @@ def _eos_token_ids(directory: Path, config: ModelConfig) -> tuple[int, ...]:
 
 
 def _without_inert(stored: Weights, config: ModelConfig) -> Weights:
-    """Drop what carries no information: RoPE frequencies, and the copy of a tied embedding if it is one."""
-    kept = {name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")}
+    """Drop what is not the target's: layers that draft, RoPE frequencies, the copy of a tied embedding if it is one."""
+    drafting = tuple(f"model.layers.{config.num_layers + k}." for k in range(config.nextn_layers))
+    kept = {
+        name: tensor
+        for name, tensor in stored.items()
+        if not name.endswith("rotary_emb.inv_freq") and not name.startswith(drafting)
+    }
     if config.tie_word_embeddings and _LM_HEAD in kept and _EMBED in kept:
         head = kept.pop(_LM_HEAD)
         if head.shape != kept[_EMBED].shape or not torch.equal(head.read(), kept[_EMBED].read()):

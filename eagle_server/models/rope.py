@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_server.models.config import RopeConfig
+from eagle_server.ops.fused import AngleRows, AngleTable, Rotation, can_use_table
 
 
 class RotaryEmbedding(nn.Module):
@@ -27,15 +28,20 @@ class RotaryEmbedding(nn.Module):
         self.sin: Tensor
         self.register_buffer("cos", torch.cat([cos, cos], dim=-1), persistent=False)
         self.register_buffer("sin", torch.cat([-sin, sin], dim=-1), persistent=False)
+        self._table: Tensor | None = None
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Rows of the table for `positions` [T], as cos, sin of shape [T, 1, head_dim]."""
-        return self.cos[positions].unsqueeze(1).to(dtype), self.sin[positions].unsqueeze(1).to(dtype)
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """The rotation of rows at `positions` [T], for activations of `dtype`."""
+        if can_use_table(positions.device, dtype, self.cos.shape[1]):
+            return AngleTable(positions, self._kernel_table())
+        return AngleRows(self.cos[positions].unsqueeze(1).to(dtype), self.sin[positions].unsqueeze(1).to(dtype))
 
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, head_dim] by cos, sin [T, 1, head_dim] (half-split convention of Llama)."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    def _kernel_table(self) -> Tensor:
+        """What `AngleTable` holds, [context, head_dim] in float32, made once where it is needed."""
+        if self._table is None:
+            half = self.cos.shape[1] // 2
+            self._table = torch.cat([self.cos[:, :half], self.sin[:, half:]], dim=1).float()
+        return self._table
 
 
 def inverse_frequencies(config: RopeConfig, dim: int, context: int) -> tuple[Tensor, float]:

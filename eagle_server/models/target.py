@@ -1,4 +1,4 @@
-"""The target: a decoder over paged KV (Llama 2/3, Mistral, Qwen2, Qwen3)."""
+"""The target: a decoder over paged KV (Llama 2/3, Mistral, Qwen2, Qwen3, DeepSeek-V2 and V3)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from eagle_server.attention.interface import Planned
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.layers import DecoderLayer, Linear, RMSNorm, Views
+from eagle_server.models.deepseek import decoder_layer
+from eagle_server.models.layers import Linear, RMSNorm, Views
 from eagle_server.models.rope import RotaryEmbedding
 
 
@@ -28,7 +29,7 @@ class TargetOutput:
 
 
 class TargetModel(nn.Module):
-    """A dense decoder over paged KV. Boundary b of `aux_boundaries` is the residual stream after b layers."""
+    """A decoder over paged KV. Boundary b of `aux_boundaries` is the residual stream after b layers."""
 
     def __init__(self, config: ModelConfig, context: int, aux_boundaries: Sequence[int] = ()) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class TargetModel(nn.Module):
         self.aux_boundaries = tuple(aux_boundaries)
         self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.rope = RotaryEmbedding(config.rope, config.head_dim, context)
-        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(decoder_layer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, [("lm_head", config.vocab_size)])
         if config.tie_word_embeddings:
@@ -47,13 +48,16 @@ class TargetModel(nn.Module):
         x = F.embedding(tokens, self.embed)
         rope = self.rope(positions, x.dtype)
         captured: list[Tensor] = []
+        residual: Tensor | None = None
         for boundary, layer in enumerate(self.layers):
-            if boundary in self.aux_boundaries:
-                captured.append(x)
-            x = layer(x, rope, attention)
+            if boundary in self.aux_boundaries:  # a tensor of its own, as layers may overwrite their arguments
+                captured.append(x.clone() if residual is None else residual + x)
+            x, residual = layer(x, residual, rope, attention)
+        assert residual is not None, "a target has layers"
+        hidden, stream = self.norm.after_add(x, residual)
         if len(self.layers) in self.aux_boundaries:
-            captured.append(x)
-        return TargetOutput(self.norm(x), torch.cat(captured, dim=-1) if captured else None)
+            captured.append(stream)
+        return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab] in float32."""

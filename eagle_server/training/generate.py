@@ -19,11 +19,14 @@ class GrowingCausal:
 
     def __init__(self, batch: int, capacity: int) -> None:
         self.batch, self.capacity = batch, capacity
-        self._stored: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: k, v [batch, kv_heads, capacity, head_dim]
+        self._stored: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: k, v [batch, kv_heads, capacity, *]
         self._length: dict[int, int] = {}
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
-        """q [batch * new, heads, head_dim], k and v with kv_heads -> the shape of q; new = 1 after the first call."""
+        """q, k [batch * new, heads or kv_heads, head_dim], v [.., kv_heads, value_dim] -> [.., heads, value_dim].
+
+        new = 1 after the first call.
+        """
         q4, k4, v4 = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (q, k, v))
         start, new = self._length.get(layer.index, 0), k4.shape[2]
         if start and new != 1:
@@ -35,16 +38,16 @@ class GrowingCausal:
         self._length[layer.index] = start + new
         if start == 0:
             out = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, scale=layer.scale, enable_gqa=True)
-            return out.transpose(1, 2).reshape(q.shape)
+            return out.transpose(1, 2).reshape(*q.shape[:2], v.shape[2])
         grouped = q4.reshape(self.batch, keys.shape[1], -1, q4.shape[-1])  # the heads of a group as rows
         seen = slice(0, start + 1)
         out = F.scaled_dot_product_attention(grouped, keys[:, :, seen], values[:, :, seen], scale=layer.scale)
-        return out.reshape(q.shape)
+        return out.reshape(*q.shape[:2], v.shape[2])
 
     def _room(self, index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if index not in self._stored:
-            shape = (*k.shape[:2], self.capacity, k.shape[3])
-            self._stored[index] = (k.new_empty(shape), v.new_empty(shape))
+            rows = (*k.shape[:2], self.capacity)
+            self._stored[index] = (k.new_empty(*rows, k.shape[3]), v.new_empty(*rows, v.shape[3]))
         return self._stored[index]
 
 

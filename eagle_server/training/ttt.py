@@ -36,7 +36,7 @@ class RolloutAttention:
         self._passes: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer: k, v [batch, kv_heads, length, head_dim]
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
-        """q [batch * length, heads, head_dim], k and v with kv_heads -> the shape of q."""
+        """q, k [batch * length, heads or kv_heads, head_dim], v [.., kv_heads, value_dim] -> [.., heads, value_dim]."""
         passes = self._passes.setdefault(layer.index, [])
         keys, values = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (k, v))
         passes.append((keys, values))
@@ -53,7 +53,7 @@ class RolloutAttention:
         out = weights[..., :length] @ prefix_values
         for j, (_, b) in enumerate(chain):
             out = out + weights[..., length + j, None] * b.unsqueeze(2)
-        return out.permute(0, 3, 1, 2, 4).reshape(q.shape)
+        return out.permute(0, 3, 1, 2, 4).reshape(*q.shape[:2], v.shape[2])
 
 
 @dataclass(frozen=True)

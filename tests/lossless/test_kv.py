@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.cache.pool import KVPool
+from eagle_server.cache.pool import Pool
 from eagle_server.cache.radix import Node, RadixCache
 from eagle_server.engine.engine import Engine
 from eagle_server.worker.verifier import Verifier
@@ -55,9 +55,9 @@ def worst_cached_slot(pair: Pair, engine: Engine) -> tuple[float, float, int]:
     return float(target_error), float(draft_error), slots_seen
 
 
-def difference(pool: KVPool, slots: Tensor, dense: Recording) -> Tensor:
-    stored = pool.data[:, :, slots]
-    return (stored - torch.stack([torch.stack(dense.keys), torch.stack(dense.values)])).abs().max()
+def difference(pool: Pool, slots: Tensor, dense: Recording) -> Tensor:
+    layers = [*zip(pool.keys, dense.keys, strict=True), *zip(pool.values, dense.values, strict=True)]
+    return torch.stack([(stored[slots] - expected).abs().max() for stored, expected in layers]).max()
 
 
 def busy_engine(pair: Pair, page: int, topk: int) -> Engine:

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -35,6 +39,22 @@ _FAMILIES: dict[str, tuple[type[Any], type[PreTrainedModel]]] = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "deepseek-v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek-v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+}
+_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
 }
 
 
@@ -83,6 +103,58 @@ CASES = {
             "max_window_layers": 2,
         },
     ),
+    "deepseek-v2": Case("deepseek-v2", _DEEPSEEK),
+    "deepseek-v2-no-q-lora-biases": Case(
+        "deepseek-v2",
+        {**_DEEPSEEK, "q_lora_rank": None, "attention_bias": True, "mlp_bias": True, "first_k_dense_replace": 0},
+    ),
+    "deepseek-v2-groups-biases": Case(
+        "deepseek-v2",
+        {
+            **_DEEPSEEK,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+            "n_shared_experts": 1,
+        },
+    ),
+    "deepseek-v2-yarn": Case(
+        "deepseek-v2",
+        {
+            **_DEEPSEEK,
+            **_rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=16,
+                mscale=0.707,
+                mscale_all_dim=0.707,
+                beta_fast=32.0,
+                beta_slow=1.0,
+            ),
+        },
+    ),
+    "deepseek-v3": Case("deepseek-v3", {**_DEEPSEEK, "n_group": 4, "topk_group": 2}),
+    "deepseek-v3-one-group-unnormalized": Case(
+        "deepseek-v3",
+        {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "q_lora_rank": None, "num_mtp_layers": 0},
+    ),
+    "deepseek-v3-yarn-odd-sizes": Case(
+        "deepseek-v3",
+        {
+            **_DEEPSEEK,
+            **_rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=1.1),
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 37,
+            "v_head_dim": 11,
+            "attention_bias": True,
+        },
+    ),
+    "deepseek-v3-half-rotated-tied": Case(
+        "deepseek-v3",
+        {**_DEEPSEEK, "n_group": 4, "topk_group": 2, "rope_interleave": False, "tie_word_embeddings": True},
+    ),
 }
 
 
@@ -95,6 +167,11 @@ def write(case: Case, directory: Path, **settings: Any) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             mean, spread = (1.0, 0.3) if "norm" in name else (0.0, 0.15)
             parameter.normal_(mean, spread)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
+    if "n_routed_experts" in case.settings:
+        model.set_experts_implementation("eager")  # one expert at a time, and of any size
     model.tie_weights()
     model.eval().save_pretrained(directory, max_shard_size=case.shard_size)
     return model

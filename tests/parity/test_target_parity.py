@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import Causal, LayerSpec, Layout
 from eagle_server.attention.torch_native import TorchNativeAttention
-from eagle_server.cache.pool import KVPool
+from eagle_server.engine.pools import make_pool
 from eagle_server.models.config import ModelConfig, read_config
 from eagle_server.models.loader import load_target
 from eagle_server.models.target import TargetModel
@@ -55,11 +55,8 @@ class Pages:
     """Requests over a paged KV pool whose pages lie in a shuffled order; everything not written is NaN."""
 
     def __init__(self, model: TargetModel, requests: int, pages_each: int) -> None:
-        config = model.config
         pages = 1 + requests * pages_each
-        self.pool = KVPool(
-            config.num_layers, pages * PAGE, config.num_kv_heads, config.head_dim, torch.float32, torch.device("cpu")
-        )
+        self.pool = make_pool(model.config, pages * PAGE, torch.device("cpu"))
         self.pool.poison(torch.arange(PAGE, pages * PAGE))
         order = 1 + torch.randperm(pages - 1).view(requests, pages_each)
         self.slots = (order[:, :, None] * PAGE + torch.arange(PAGE)).view(requests, -1)  # [requests, positions]

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from eagle_server.cache.pool import KVPool
-from eagle_server.engine.assemble import Shape, assemble
+from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
+from eagle_server.engine.shape import Shape
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.draft import DraftHead, TargetWeights
 from eagle_server.models.eagle import EagleConfig, EagleHead
@@ -101,14 +102,22 @@ def shape(steps: int = 3, topk: int = 4, **settings: Any) -> Shape:
     return Shape(**{**numbers, "num_steps": steps, "topk": topk, "poison": True, **settings})
 
 
-def plain(target: TargetModel, **settings: Any) -> Engine:
-    """An engine without speculation."""
+def plain(target: TargetModel, *, stand_ins: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
+    """An engine without speculation; `stand_ins`: assemble's `flashinfer` and `recorder`."""
     numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "poison": True}
-    return assemble(target, None, Shape(**{**numbers, **settings}))
+    return assemble(target, None, Shape(**{**numbers, **settings}), **(stand_ins or {}))
 
 
-def speculative(target: TargetModel, head: DraftHead, steps: int = 3, topk: int = 4, **settings: Any) -> Engine:
-    return assemble(target, head, shape(steps, topk, **settings))
+def speculative(  # noqa: PLR0913
+    target: TargetModel,
+    head: DraftHead,
+    steps: int = 3,
+    topk: int = 4,
+    *,
+    stand_ins: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Engine:
+    return assemble(target, head, shape(steps, topk, **settings), **(stand_ins or {}))
 
 
 def pools(engine: Engine) -> tuple[KVPool, KVPool | None]:
@@ -141,7 +150,7 @@ def random_head(
 ) -> DraftHead:
     """An untrained EAGLE or EAGLE3 head for a target of at least three layers; `draft_vocab`: the first ids only."""
     config = target.config
-    layers = replace(config, num_layers=1, windows=())
+    layers = replace(config, num_layers=1, windows=(), mla=None, moe=None)
     borrowed = TargetWeights(target.embed, target.lm_head)
     if kind == "EAGLE":
         eagle: EagleHead = _randomized(EagleHead(EagleConfig(layers), CONTEXT + MARGIN, borrowed), seed, std)

@@ -130,6 +130,13 @@ def test_topk_is_an_alias_and_the_readme_command_is_understood():
     assert (config.speculative.num_steps, config.speculative.eagle_topk) == (3, 4)
 
 
+def test_a_targets_own_mtp_layer_is_asked_for_by_name_or_by_its_path():
+    for flags in (("algorithm", "NEXTN"), ("algorithm", "MTP"), ("draft-model-path", "owner/model")):
+        config = parse("--model-path", "owner/model", f"--speculative-{flags[0]}", flags[1])
+        assert config.draft_path == "owner/model"
+        assert config.speculative.algorithm in ("NEXTN", None)
+
+
 def test_draft_config_override_is_a_json_object_or_a_yaml_mapping(yaml_file):
     override = {"rope_theta": 10000.0, "norm_output": False}
     prefix = ("--model-path", "owner/model", "--speculative-draft-model-path", "owner/head")
@@ -157,9 +164,20 @@ def test_every_preset_is_valid_and_speculates(preset):
         (["--page-size"], "argument --page-size: expected one argument"),
         (["--port", "70000"], "--port '70000': should be less than or equal to 65535"),
         (["--dtype", "float8"], "--dtype 'float8': should be 'auto', 'float32' or 'bfloat16'"),
-        (["--attention-backend", "flashinfer"], "--attention-backend 'flashinfer': not available yet"),
+        (["--attention-backend", "cpu"], "--attention-backend 'cpu': should be 'auto', 'torch_native' or 'flashinfer'"),
+        (
+            ["--attention-backend", "flashinfer", "--device", "cpu"],
+            "--attention-backend flashinfer needs an NVIDIA GPU",
+        ),
+        (["--device", "cpu", "--cuda-graph-max-bs", "8"], "--cuda-graph-max-bs has an effect on a GPU only"),
+        (["--device", "cpu", "--mem-fraction-static", "0.5"], "--mem-fraction-static has an effect on a GPU only"),
+        (["--disable-cuda-graph", "--cuda-graph-max-bs", "8"], "--cuda-graph-max-bs has no effect with --disable-cuda"),
+        (["--mem-fraction-static", "1.5"], "--mem-fraction-static '1.5': should be less than 1"),
         (["--tp-size", "2"], "--tp-size '2': should be 1"),
-        (["--speculative-algorithm", "eagle"], "--speculative-algorithm 'eagle': should be 'NONE', 'EAGLE' or"),
+        (
+            ["--speculative-algorithm", "eagle"],
+            "--speculative-algorithm 'eagle': should be 'NONE', 'EAGLE', 'EAGLE3' or",
+        ),
         (["--model-path", "/no/such/place"], "--model-path '/no/such/place': no such directory"),
         (["--model-path", ""], "--model-path '': should have at least 1 character"),
         (["--model-path", str(ROOT / "LICENSE")], f"--model-path '{ROOT / 'LICENSE'}': no such directory"),
@@ -219,12 +237,15 @@ def test_other_environment_variables_are_not_looked_at():
             "--speculative-draft-model-path needs --model-path",
         ),
         (
-            ["--model-path", "owner/model", "--speculative-draft-model-path", "owner/model"],
-            "--speculative-draft-model-path owner/model: should differ from --model-path",
+            [
+                *("--model-path", str(ROOT), "--speculative-draft-model-path", str(ROOT / "configs" / "..")),
+                *("--speculative-algorithm", "EAGLE"),
+            ],
+            f"--speculative-draft-model-path {ROOT / 'configs' / '..'}: should differ from --model-path, which is no",
         ),
         (
-            ["--model-path", str(ROOT), "--speculative-draft-model-path", str(ROOT / "configs" / "..")],
-            f"--speculative-draft-model-path {ROOT / 'configs' / '..'}: should differ from --model-path",
+            ["--speculative-algorithm", "NEXTN"],
+            "--speculative-algorithm NEXTN needs --model-path: the demo's target has no MTP layer",
         ),
         (
             ["--model-path", "owner/model", "--speculative-algorithm", "EAGLE"],

@@ -1,0 +1,134 @@
+"""The flashinfer backend for multi-head latent attention: all heads attend to one latent, queries are absorbed.
+
+FlashInfer's MLA kernels take no mask, so every tree is a cascade: the prefix by them, the tree's block by our own
+kernel. A plan there makes a new inner object each time; the int workspace it hands on has a fixed 8 MiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_server.attention.flashinfer import check_dtype, flashinfer_module
+from eagle_server.attention.flashinfer_forward import FlashInferBackend, Form, Wrapper
+from eagle_server.attention.flashinfer_scratch import Limits, Mode, int_buffer
+from eagle_server.attention.flashinfer_wrappers import Fence, Lengths
+from eagle_server.attention.interface import Layout
+from eagle_server.attention.workspace import Workspace
+from eagle_server.cache.pool import LatentPool
+
+
+class FlashInferMLAAttention(FlashInferBackend):
+    """`AttentionBackend` over a `LatentPool`: q [T, heads, rank + rope_dim] -> [T, heads, rank].
+
+    Args:
+        pool: where the latents live; rank, dtype and device are its own.
+        workspace: shared with the process's other backends.
+        heads: query heads. Causal forwards want a divisor of 64 (FlashInfer refuses some lengths otherwise).
+        specs: (scale, 0) of every layer; there are no sliding windows here.
+        limits: the largest forward, and which are static.
+        module: FlashInfer, or what stands in for it (tests).
+
+    Raises:
+        ValueError: a dtype that FlashInfer has no kernels for, or a sliding window.
+        ImportError: FlashInfer is not installed.
+    """
+
+    def __init__(  # noqa: PLR0913  the arguments of one composition root
+        self,
+        pool: LatentPool,
+        workspace: Workspace,
+        *,
+        heads: int,
+        specs: Collection[tuple[float, int]],
+        limits: Limits,
+        module: Any = None,
+    ) -> None:
+        super().__init__(pool, workspace, specs, limits)
+        self._module = flashinfer_module() if module is None else module
+        self._heads, self._rank = heads, pool.rank
+        self._width, self._dtype = pool.keys[0].shape[2], pool.keys[0].dtype
+        check_dtype(self._dtype, self._module)
+        if any(sliding for _, sliding in self.specs):
+            raise ValueError("latent attention has no sliding windows")
+        workspace.require(_floats(self._rank, workspace.device))
+
+    def mode(self, layout: Layout, sliding: int) -> Mode:  # noqa: ARG002  there are none
+        if layout.window is not None:
+            return "cascade"
+        return "decode" if layout.q_len == 1 else "prefill"
+
+    def make(self, form: Form) -> Wrapper:
+        cascade = form.mode == "cascade"
+        arguments = {
+            "num_heads": self._heads,
+            "head_dim_ckv": self._rank,
+            "head_dim_kpe": self._width - self._rank,
+            "page_size": 1,
+            "causal": not cascade,
+            "sm_scale": form.spec[0],
+            "q_data_type": self._dtype,
+            "kv_data_type": self._dtype,
+            "query_layout": "packed",
+            "kv_cache_layout": "packed",
+            "lse_mode": "base2" if cascade else "none",
+            "output_dtype": self._dtype,
+        }
+        buffers: dict[str, Any] = {}
+        if form.static:
+            device = self.workspace.device
+            buffers = {
+                "qo_indptr": int_buffer(form.batch + 1, device),
+                "kv_indptr": int_buffer(form.batch + 1, device),
+                "kv_indices": self.scratch.slots(form.mode, form.batch, form.rows),
+                "kv_len_arr": int_buffer(form.batch, device),
+            }
+        return MLAWrapper(self._module.mla, self.workspace, arguments, buffers)
+
+
+class MLAWrapper:
+    """One planned attention over a `LatentPool`; see `Wrapper`."""
+
+    def __init__(self, mla: Any, workspace: Workspace, arguments: dict[str, Any], buffers: dict[str, Any]) -> None:
+        self._mla, self._workspace, self._arguments, self._buffers = mla, workspace, arguments, buffers
+        self._float: Tensor | None = None
+        self._wrapper: Any = None
+        self.fence = Fence(workspace.device)
+
+    def plan(self, lengths: Lengths, indices: Tensor) -> None:
+        """Plan one forward. `indices` int32 is where `bind` will write its slots.
+
+        FlashInfer wants as many indices as there are slots. With static buffers it copies them onto themselves.
+        """
+        self.fence.wait()
+        if self._float is not self._workspace.buffer:  # these wrappers cannot be given another one
+            self._float = self._workspace.buffer
+            self._wrapper = self._mla.BatchMLAPagedAttentionWrapper(
+                self._float, use_cuda_graph=bool(self._buffers), backend="auto", **self._buffers
+            )
+        metadata = self._mla.MLAPlanMetadata.csr(
+            qo_indptr=lengths.qo_indptr,
+            kv_indptr=lengths.kv_indptr,
+            kv_indices=indices[: lengths.total],
+            kv_len_arr=lengths.kv_lens,
+        )
+        self._wrapper.plan(metadata=metadata, **self._arguments)
+        self.fence.set()
+
+    def run(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor | None = None) -> None:  # noqa: ARG002
+        """q [T, heads, rank + rope_dim] over latents [slots, 1, rank + rope_dim] into `out`, base-2 LSE into `lse`."""
+        if lse is None:
+            self._wrapper.run(query=q, kv_cache=keys, out=out)
+        else:
+            self._wrapper.run(query=q, kv_cache=keys, out=out, lse=lse, return_lse=True)
+
+
+def _floats(rank: int, device: torch.device) -> int:
+    """Float workspace in bytes: two partial results of 64 rows for every SM (MLAPlan in attention/scheduler.cuh)."""
+    if device.type != "cuda":
+        return 0
+    rows = 2 * 64 * torch.cuda.get_device_properties(device).multi_processor_count
+    return rows * (2 * rank + 4) + 1024

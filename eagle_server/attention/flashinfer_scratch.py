@@ -1,0 +1,113 @@
+"""What `bind` writes for FlashInfer's kernels: which slots a forward reads, and its packed masks.
+
+All of it happens on the device with shapes that follow from batch size, rows and window, so a CUDA graph may hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from eagle_server.attention.interface import AttentionBatch, TreeMask
+from eagle_server.ops.indices import build_beam_kv_indices, build_kv_indices
+from eagle_server.ops.mask import pack_tree_mask
+
+# How a forward is computed.
+#   decode   one row per request, causal             prefill  rows of any number, causal
+#   mask     a bit mask over prefix and window       cascade  prefix without a mask, the tree's block apart, merged
+#   beams    each node of a draft step as a decode query with its own list of slots
+Mode = Literal["decode", "prefill", "mask", "cascade", "beams"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest forward, and which forwards may be captured in graphs."""
+
+    batch: int  # requests
+    kv_len: int  # slots that one request spans, its window included
+    graph_batches: Collection[int] = ()  # batch sizes with static buffers
+    graph_rows: Collection[int] = ()  # query rows per request of forwards with static buffers
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Buffers of a packed tree mask."""
+
+    bits: Tensor  # uint8 [capacity]
+    indptr: Tensor  # int32 [bs + 1], in bytes
+
+
+@dataclass(frozen=True)
+class TreeBlock:
+    """The window's part of a cascade."""
+
+    slots: Tensor  # int32 [bs, W]
+    mask: Tensor  # bool [bs, R, W]
+
+
+class Scratch:
+    """Slots and masks that `bind` writes and kernels read: one set per backend, written anew by each forward.
+
+    Invariant: `owner` is the token of the forward whose contents stand here. Any other would read the wrong slots.
+    """
+
+    def __init__(self, limits: Limits, device: torch.device) -> None:
+        self.owner: object = None
+        self._limits, self._device = limits, device
+        self._slots: dict[Hashable, Tensor] = {}
+        self._bits: dict[Hashable, Tensor] = {}
+        self._masks: dict[Hashable, Masked] = {}
+
+    def slots(self, mode: Mode, batch: int, rows: int) -> Tensor:
+        """int32, room for the longest forward of `batch` requests. Beams have `rows` lists per request."""
+        limits, lists = self._limits, rows if mode == "beams" else 1
+        key = (mode if mode in ("beams", "cascade") else "all", lists)
+        if key not in self._slots:
+            self._slots[key] = int_buffer(limits.batch * lists * limits.kv_len, self._device)
+        return self._slots[key][: batch * lists * limits.kv_len]
+
+    def mask(self, batch: int, rows: int, sliding: int) -> Masked:
+        """Room for the longest mask of `batch` requests with `rows` rows each."""
+        key, size = (rows, sliding), -(-rows * self._limits.kv_len // 8)
+        if key not in self._bits:
+            self._bits[key] = torch.zeros(self._limits.batch * size, dtype=torch.uint8, device=self._device)
+        if (batch, *key) not in self._masks:
+            indptr = int_buffer(batch + 1, self._device)
+            self._masks[batch, *key] = Masked(self._bits[key][: batch * size], indptr)
+        return self._masks[batch, *key]
+
+    def write_slots(self, mode: Mode, batch: AttentionBatch) -> None:
+        """The slots that a forward of this mode reads."""
+        layout, mask, kv_lens = batch.layout, batch.mask, batch.kv_lens
+        out = self.slots(mode, len(layout.q_lens), layout.q_len or 0)
+        if mode in ("cascade", "beams"):
+            assert layout.window is not None
+            kv_lens = kv_lens - layout.window
+        if mode == "beams":
+            assert isinstance(mask, TreeMask) and layout.seen is not None
+            build_beam_kv_indices(batch.req_to_token, batch.rows, kv_lens, mask.window, layout.seen, out)
+            return
+        kv_indptr = int_buffer(len(kv_lens) + 1, kv_lens.device)
+        torch.cumsum(kv_lens, 0, dtype=torch.int32, out=kv_indptr[1:])
+        build_kv_indices(batch.req_to_token, batch.rows, kv_lens, kv_indptr, out)
+
+    def write_mask(self, batch: AttentionBatch, mask: TreeMask, sliding: int) -> None:
+        """The tree mask over prefix and window, for layers with this sliding window."""
+        size, rows, _ = mask.window.shape
+        out = self.mask(size, rows, sliding)
+        depths = {"row_depths": mask.row_depths, "column_depths": mask.column_depths}
+        pack_tree_mask(mask.window, batch.kv_lens, out.bits, out.indptr, sliding=sliding, **depths)
+
+
+def tree_block(batch: AttentionBatch, mask: TreeMask) -> TreeBlock:
+    width = mask.window.shape[2]
+    places = batch.kv_lens[:, None] + torch.arange(-width, 0, device=batch.kv_lens.device)
+    return TreeBlock(batch.req_to_token[batch.rows[:, None], places], mask.window)
+
+
+def int_buffer(size: int, device: torch.device) -> Tensor:
+    return torch.zeros(size, dtype=torch.int32, device=device)

@@ -1,0 +1,54 @@
+"""What sections of options are made of: their base class, and the types that several of them use."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+
+class ConfigError(ValueError):
+    """A wrong option; the message is one line that names it, what was found and what is allowed."""
+
+
+def model_location(value: str) -> str:
+    path = Path(value).expanduser()
+    if path.is_dir():
+        return str(path)
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", value) and not path.exists():
+        return value
+    raise ValueError("no such directory, and not a Hugging Face id (owner/name)")
+
+
+def file_location(value: str) -> str:
+    path = Path(value).expanduser()
+    if path.is_file():
+        return str(path)
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*/\S+", value) and not path.exists():
+        return value
+    raise ValueError("no such file, and not a file on Hugging Face (owner/name/file)")
+
+
+def json_object(value: object) -> object:
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ValueError('should be a JSON object, like {"rope_theta": 10000}')
+    return parsed
+
+
+Count = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
+ModelLocation = Annotated[Text, AfterValidator(model_location)]
+
+
+class Section(BaseModel):
+    """A group of options. The docstring is its heading in --help, `prefix` stands before its option names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    prefix: ClassVar[str] = ""

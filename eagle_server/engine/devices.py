@@ -1,0 +1,85 @@
+"""From the device options to concrete values: which device, which attention backend, which graphs, how much KV."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from eagle_server.config import Config, ConfigError
+from eagle_server.engine.shape import Backend
+from eagle_server.models.config import ModelConfig
+from eagle_server.worker.graphs import bucket_sizes
+
+SMALL_MODEL = 50_000_000  # parameters of a target
+CPU_MEMORY_FOR_KV = 0.25  # of the machine's memory, for both pools together
+GPU_MEMORY = 0.85  # of the GPU's memory, for weights and KV together
+LARGEST_GRAPH = 64
+
+
+def resolve_device(config: Config) -> torch.device:
+    """auto: the first NVIDIA GPU, if there is one.
+
+    Raises:
+        ConfigError: a GPU was asked for, and torch sees none.
+    """
+    wanted, found = config.device.device, torch.cuda.is_available()
+    if wanted == "cuda" and not found:
+        raise ConfigError("--device cuda: torch sees no NVIDIA GPU; check nvidia-smi, and that torch is a CUDA build")
+    device = torch.device("cuda", 0) if found and wanted != "cpu" else torch.device("cpu")
+    if device.type == "cpu":
+        config.device.refuse_gpu_options("torch sees none")
+    return device
+
+
+def resolve_backend(config: Config, device: torch.device, dtype: torch.dtype) -> Backend:
+    """auto: flashinfer where it can run.
+
+    Raises:
+        ConfigError: flashinfer was asked for, or is what a GPU needs, and cannot run.
+    """
+    wanted = config.device.attention_backend
+    sixteen_bit = dtype in (torch.bfloat16, torch.float16)
+    if wanted == "torch_native" or device.type == "cpu" or (wanted == "auto" and not sixteen_bit):
+        return "torch_native"
+    if not sixteen_bit:
+        raise ConfigError("--attention-backend flashinfer takes no float32: add --dtype bfloat16, or drop it")
+    if importlib.util.find_spec("flashinfer") is None:
+        raise ConfigError(
+            "a GPU needs FlashInfer, which is not installed: pip install 'eagle-server[cuda]', "
+            "or --attention-backend torch_native, which is slower"
+        )
+    return "flashinfer"
+
+
+def graph_sizes(config: Config, backend: Backend) -> tuple[int, ...]:
+    """Batch sizes to capture CUDA graphs for; none for a backend whose shapes follow the lengths."""
+    if backend == "torch_native" or config.device.disable_cuda_graph:
+        return ()
+    running = config.scheduler.max_running_requests
+    return bucket_sizes(min(running, config.device.cuda_graph_max_bs or LARGEST_GRAPH))
+
+
+def memory_for_kv(config: Config, device: torch.device) -> int:
+    """Bytes that the KV pools may take, once the weights are loaded."""
+    if device.type == "cpu":
+        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_MEMORY_FOR_KV)
+    free, total = torch.cuda.mem_get_info(device)
+    share = config.device.mem_fraction_static or GPU_MEMORY
+    left = int(total * share) - (total - free)
+    if left <= 0:
+        raise ConfigError(
+            f"--mem-fraction-static {share}: the weights take {(total - free) / 2**30:.1f} GiB of the GPU's "
+            f"{total / 2**30:.1f} GiB, which leaves nothing for KV; give a larger share"
+        )
+    return left
+
+
+def threads_for(config: ModelConfig) -> int:
+    """All cores, but two for a small model: its operations are too short to be shared out among more."""
+    attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
+    layer = attention + 3 * config.hidden_size * config.intermediate_size
+    weights = config.num_layers * layer + config.vocab_size * config.hidden_size
+    cores = os.cpu_count() or 1
+    return min(2, cores) if weights < SMALL_MODEL else cores

@@ -1,0 +1,40 @@
+"""The numbers an engine is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Backend = Literal["torch_native", "flashinfer"]
+TreeMode = Literal["auto", "mask", "cascade", "beams"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers an engine is built from; every one is concrete.
+
+    `num_steps`, `topk` and `draft_token_num` describe the trees; without a head they stay at their defaults. Both
+    models' RoPE tables must reach `context_length + window`.
+    """
+
+    context_length: int
+    max_total_tokens: int
+    num_steps: int = 0
+    topk: int = 1
+    draft_token_num: int = 1
+    page_size: int = 1
+    max_running: int = 48
+    chunk_tokens: int = 512
+    radix: bool = True
+    backend: Backend = "torch_native"
+    graph_sizes: tuple[int, ...] = ()  # batch sizes that CUDA graphs are captured for
+    verify_attention: Literal["auto", "mask", "cascade"] = "auto"  # how flashinfer computes trees
+    draft_attention: TreeMode = "auto"  # and draft steps
+    poison: bool = False  # fill freed slots with NaN, so that a read of stale KV shows (tests)
+    resolved: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def window(self) -> int:
+        """Lookahead slots per decoding request: what drafting and verifying write past the committed length."""
+        return max((self.num_steps - 1) * self.topk, self.draft_token_num)

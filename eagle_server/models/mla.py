@@ -1,0 +1,83 @@
+"""Multi-head latent attention, absorbed: the heads attend to one compressed KV that is never expanded.
+
+A head's key is W_UK c beside a rotary part that all heads share, and its value is W_UV c, where c is the normed latent.
+As q . (W_UK c) = (W_UK^T q) . c, queries are taken into the latent's space instead, and what was attended to out of it:
+
+    q' = cat(W_UK^T q_nope, rope(q_pe))      k' = cat(c, rope(k_pe))      v' = c
+    o = W_UV attention(q', k', v')
+
+So all heads share one key of kv_lora_rank + qk_rope_head_dim numbers, whose front is the value. Source: DeepSeek-V2
+(arXiv 2405.04434).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from eagle_server.attention.interface import LayerSpec, Planned
+from eagle_server.models.config import MLAConfig, ModelConfig
+from eagle_server.models.layers import Linear, RMSNorm, Views
+from eagle_server.ops.fused import Rotation, apply_rope_pair
+
+_EPS = 1e-6  # of the norms in the bottlenecks, whatever rms_norm_eps says of the others
+
+
+class MLAAttention(nn.Module):
+    """`attention.run` gets q [T, heads, rank + rope_dim] and k [T, 1, rank + rope_dim], and gives [T, heads, rank]."""
+
+    def __init__(self, config: ModelConfig, mla: MLAConfig, layer: int) -> None:
+        super().__init__()
+        self.mla, self.heads, hidden = mla, config.num_heads, config.hidden_size
+        q_rank, kv_rank = mla.q_lora_rank, mla.kv_lora_rank
+        parts = [] if q_rank is None else [("q_a_proj", q_rank)]
+        parts.append(("kv_a_proj_with_mqa", kv_rank + mla.qk_rope_head_dim))
+        self.down = Linear(hidden, parts, bias=config.qkv_bias)
+        self.q_norm = None if q_rank is None else RMSNorm(q_rank, _EPS)
+        q_rows = self.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        self.q = Linear(q_rank or hidden, [("q_proj" if q_rank is None else "q_b_proj", q_rows)])
+        self.kv_norm = RMSNorm(kv_rank, _EPS)
+        # W_UK over W_UV of each head. Not a Linear: those are packed, and this one is used in halves.
+        self.kv_b = nn.Parameter(torch.empty(self.heads * (mla.qk_nope_head_dim + mla.v_head_dim), kv_rank))
+        self.o = Linear(self.heads * mla.v_head_dim, [("o_proj", hidden)], bias=config.o_bias)
+        self.spec = LayerSpec(layer, softmax_scale(config, mla))
+
+    def forward(self, x: Tensor, rope: Rotation, attention: Planned) -> Tensor:
+        mla, rows, down = self.mla, x.shape[0], self.down(x)
+        if self.q_norm is not None:
+            narrow, down = down.split_with_sizes([mla.q_lora_rank, down.shape[1] - (mla.q_lora_rank or 0)], dim=1)
+            x = self.q_norm(narrow)
+        latent, k_pe = down.split_with_sizes([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=1)
+        q_nope, q_pe = (
+            self.q(x).view(rows, self.heads, -1).split_with_sizes([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=2)
+        )
+        q_pe, k_pe = apply_rope_pair(q_pe, k_pe.unsqueeze(1), rope, interleaved=mla.rope_interleaved)
+        w_uk, w_uv = self.kv_b.view(self.heads, -1, mla.kv_lora_rank).split_with_sizes(
+            [mla.qk_nope_head_dim, mla.v_head_dim], dim=1
+        )
+        absorbed = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)  # [T, heads, rank]
+        q = torch.cat([absorbed, q_pe], dim=2)
+        k = torch.cat([self.kv_norm(latent).unsqueeze(1), k_pe], dim=2)
+        out = attention.run(q, k, k[..., : mla.kv_lora_rank], self.spec)
+        values = torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)  # [T, heads, v_head_dim]
+        return self.o(values.reshape(rows, -1))  # type: ignore[no-any-return]
+
+    def weight_views(self, prefix: str) -> Views:
+        yield from self.down.weight_views(prefix)
+        yield from self.q.weight_views(prefix)
+        if self.q_norm is not None:
+            yield f"{prefix}q_a_layernorm.weight", self.q_norm.weight
+        yield f"{prefix}kv_a_layernorm.weight", self.kv_norm.weight
+        yield f"{prefix}kv_b_proj.weight", self.kv_b
+        yield from self.o.weight_views(prefix)
+
+
+def softmax_scale(config: ModelConfig, mla: MLAConfig) -> float:
+    """1 / sqrt(size of a head's query), times YaRN's mscale_all_dim squared, which DeepSeek applies here."""
+    scale, rope = 1 / math.sqrt(mla.qk_nope_head_dim + mla.qk_rope_head_dim), config.rope
+    if rope.kind == "default" or not rope.mscale_all_dim or rope.factor <= 1:
+        return scale
+    mscale: float = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
+    return scale * mscale * mscale

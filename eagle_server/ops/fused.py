@@ -1,0 +1,117 @@
+"""What stands between a layer's products, in one kernel each: norms, the gate and rotary embedding.
+
+On 16-bit CUDA tensors outside autograd these are FlashInfer's kernels, which overwrite their arguments; everywhere else
+the torch twin, which overwrites nothing. Callers must therefore use the results and never the arguments again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_HALF = (torch.bfloat16, torch.float16)
+_ROPE_DIMS = (64, 128, 256, 512)  # the head sizes FlashInfer's rotary kernel is instantiated for
+
+
+class AngleRows(NamedTuple):
+    """The angles of a forward's rows as the torch twin reads them; the sine's first half is negated."""
+
+    cos: Tensor  # [T, 1, dim]
+    sin: Tensor  # [T, 1, dim]
+
+
+class AngleTable(NamedTuple):
+    """The angles of a forward's rows as the kernel reads them: `table` holds a position's cosines, then its sines."""
+
+    positions: Tensor  # int [T]
+    table: Tensor  # float32 [context, dim]
+
+
+Rotation = AngleRows | AngleTable
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, in float32 inside; x [rows, size] or [T, heads, size]."""
+    if _is_fused(x):
+        return _flashinfer().rmsnorm(x, weight, eps)  # type: ignore[no-any-return]
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm of x + residual, x + residual), all [rows, size]. Both arguments may be overwritten."""
+    if _is_fused(x):
+        _flashinfer().fused_add_rmsnorm(x, residual, weight, eps)
+        return x, residual
+    residual = residual + x
+    return F.rms_norm(residual, weight.shape, weight, eps), residual
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of gate_up [rows, 2F] -> [rows, F]."""
+    if _is_fused(gate_up):
+        return _flashinfer().silu_and_mul(gate_up)  # type: ignore[no-any-return]
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def can_use_table(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Whether a forward of this kind rotates by `AngleTable`; otherwise by `AngleRows`."""
+    return dim in _ROPE_DIMS and _fuses(device, dtype)
+
+
+def apply_rope(x: Tensor, rotation: Rotation, *, interleaved: bool = False) -> Tensor:
+    """x [T, heads, dim], of two heads or more, rotated; a layer's queries and keys side by side. May overwrite x."""
+    if isinstance(rotation, AngleRows):
+        return (rotate_interleaved if interleaved else rotate)(x, *rotation)
+    apply_rope_pair(x[:, :-1], x[:, -1:], rotation, interleaved=interleaved)
+    return x
+
+
+def apply_rope_pair(q: Tensor, k: Tensor, rotation: Rotation, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    """`apply_rope` of q [T, heads, dim] and k [T, kv_heads, dim] that lie apart; both may be overwritten."""
+    if isinstance(rotation, AngleRows):
+        turn = rotate_interleaved if interleaved else rotate
+        return turn(q, *rotation), turn(k, *rotation)
+    _flashinfer().apply_rope_with_cos_sin_cache_inplace(
+        rotation.positions, q, k, q.shape[-1], rotation.table, is_neox=not interleaved
+    )
+    return q, k
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, dim] turned in pairs (i, i + dim / 2), Llama's convention; cos, sin as in `AngleRows`."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, dim] turned in pairs (2i, 2i + 1), GPT-J's and DeepSeek's convention; cos, sin as in `AngleRows`."""
+    half = x.shape[-1] // 2
+    cos, sin = cos[..., :half], sin[..., half:]
+    even, odd = x.unflatten(-1, (half, 2)).unbind(-1)
+    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+
+
+def _is_fused(x: Tensor) -> bool:
+    return x.is_cuda and _fuses(x.device, x.dtype)
+
+
+def _fuses(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype in _HALF and not torch.is_grad_enabled() and _has_flashinfer()
+
+
+@cache
+def _has_flashinfer() -> bool:
+    return importlib.util.find_spec("flashinfer") is not None
+
+
+@cache
+def _flashinfer() -> ModuleType:
+    """Imported when the first CUDA tensor comes: it takes seconds."""
+    return importlib.import_module("flashinfer")

@@ -1,0 +1,44 @@
+"""Products of rows with one weight matrix per group of rows, as a mixture of experts needs them.
+
+torch's grouped product reads where the groups end on the device, so that a CUDA graph can hold it. It wants 16-bit
+numbers there, and rows of 16 bytes everywhere; for the rest there is the torch twin.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_ALIGNMENT = 16  # bytes
+_GATHERED = 1 << 24  # weights that the twin holds twice at any time
+_CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def group_ends(sorted_groups: Tensor, groups: int) -> Tensor:
+    """Where each group ends among rows that are sorted by group: int64 [rows] -> int32 [groups]."""
+    numbers = torch.arange(groups, device=sorted_groups.device)
+    return torch.searchsorted(sorted_groups, numbers, right=True, out_int32=True)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x [rows, in] sorted by group, weight [groups, out, in], ends int32 [groups] -> [rows, out].
+
+    Row i of group g becomes weight[g] @ x[i].
+    """
+    if _is_supported(x, weight):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    return grouped_linear_twin(x, weight, ends)
+
+
+def grouped_linear_twin(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_linear` for every dtype and size. It gathers a weight for every row, some rows at a time."""
+    groups = torch.searchsorted(ends, torch.arange(len(x), dtype=ends.dtype, device=x.device), right=True)
+    step = max(1, _GATHERED // weight[0].numel())
+    parts = zip(x.split(step), groups.split(step), strict=True)
+    return torch.cat([torch.bmm(weight.index_select(0, ids), rows.unsqueeze(2)).squeeze(2) for rows, ids in parts])
+
+
+def _is_supported(x: Tensor, weight: Tensor) -> bool:
+    aligned = all(size * x.element_size() % _ALIGNMENT == 0 for size in weight.shape[1:])
+    return aligned and (x.dtype == torch.bfloat16 if x.is_cuda else x.dtype in _CPU_DTYPES)

@@ -1,0 +1,136 @@
+"""The flashinfer backend changes no text: its wrappers emulated, and CUDA graphs replayed as what they do to tensors.
+
+The whole engine runs as on a GPU: batches padded to the sizes of graphs, every forward planned on the host and bound on
+the device, and every captured function called again with the Python values of its first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from eagle_server.engine.engine import Engine
+from eagle_server.ops import accept, draw, indices, kv_move, mask, topk, tree, tree_attention
+from eagle_server.ops.triton_support import HAS_TRITON
+from eagle_server.request import Request
+from eagle_server.speculation import sampling
+from tests.lossless.conftest import Pair
+from tests.lossless.test_equality import FAMILIES, REQUESTS, SCENES, departure
+from tests.support.engines import plain, random_head, random_target, request, run, speculative, tokens_of
+from tests.support.flashinfer_emulation import Emulation
+from tests.support.replay import FirstCallRecorder
+from tests.support.scoring import NEAR_TIE, in_float64, slack
+
+SIZES = (1, 2, 4, 8)
+KERNELS = (accept, draw, indices, kv_move, mask, sampling, topk, tree, tree_attention)  # modules that choose one
+
+
+def as_on_a_gpu(sizes: Sequence[int] = SIZES) -> dict[str, Any]:
+    stand_ins = {"flashinfer": Emulation(), "recorder": FirstCallRecorder()}
+    return {"backend": "flashinfer", "graph_sizes": sizes, "stand_ins": stand_ins}
+
+
+@pytest.fixture(scope="module")
+def texts(pair: Pair) -> dict[str, list[int]]:
+    return tokens_of(run(plain(pair.target), REQUESTS))
+
+
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize(
+    ("steps", "topk", "page", "modes"),
+    [
+        (3, 4, 1, {"verify_attention": "mask", "draft_attention": "mask"}),
+        (3, 4, 16, {"verify_attention": "cascade", "draft_attention": "cascade"}),
+        (6, 8, 1, {"verify_attention": "mask", "draft_attention": "beams"}),
+        (4, 1, 16, {}),
+        (1, 4, 1, {}),
+    ],
+    ids=str,
+)
+def test_captured_cycles_on_flashinfer_give_the_plain_text(  # noqa: PLR0917
+    pair: Pair,
+    texts: Mapping[str, Sequence[int]],
+    steps: int,
+    topk: int,
+    page: int,
+    modes: dict[str, Any],
+    scene: str,
+) -> None:
+    engines: list[Engine] = []
+
+    def build(**settings: Any) -> Engine:
+        engine = speculative(pair.target, pair.head, steps, topk, page_size=page, **as_on_a_gpu(), **modes, **settings)
+        engines.append(engine)
+        return engine
+
+    outcome = SCENES[scene](build)
+    for name, finished in outcome.items():
+        assert finished.tokens == texts[name], departure(pair, name, texts[name], finished.tokens)
+    totals = [engine.stats() for engine in engines]
+    assert 0 < sum(t.accepted_tokens for t in totals) < sum(t.drafted_tokens for t in totals)
+
+
+@pytest.mark.parametrize("sizes", [(), (1, 2), SIZES], ids=str)
+def test_batches_beyond_the_largest_graph_are_launched_eagerly_with_the_same_text(
+    pair: Pair, texts: Mapping[str, Sequence[int]], sizes: tuple[int, ...]
+) -> None:
+    engine = speculative(pair.target, pair.head, **as_on_a_gpu(sizes), chunk_tokens=32)
+    outcome = run(engine, REQUESTS[:4], joining={2: REQUESTS[4:6], 3: REQUESTS[6:7], 5: REQUESTS[7:]})
+    assert tokens_of(outcome) == texts
+    captured = engine.worker.verifier.graphs.keys
+    assert len(captured) == 3 * len(sizes), "extend, propose and verify for each size"
+
+
+def test_plain_decoding_is_captured_too(pair: Pair, texts: Mapping[str, Sequence[int]]) -> None:
+    engine = plain(pair.target, **as_on_a_gpu())
+    assert tokens_of(run(engine, REQUESTS)) == texts
+    assert len(engine.worker.verifier.graphs.keys) == len(SIZES)
+
+
+@pytest.mark.parametrize("family", ["mistral, window 7", "qwen2, window 5 in one layer"])
+@pytest.mark.parametrize("modes", ["mask", "cascade", "beams"])
+def test_sliding_windows_are_measured_along_the_path(family: str, modes: str) -> None:
+    target = random_target(48, seed=3, **FAMILIES[family])
+    prompts = torch.randint(1, 48, (3, 40), generator=torch.Generator().manual_seed(8)).tolist()
+    requests = [
+        request(i, p[: 12 * i + 2], seed=i, temperature=0.7 * i, ignore_eos=True) for i, p in enumerate(prompts)
+    ]
+    expected = tokens_of(run(plain(target), requests))
+    exact = in_float64(target)
+    assert min(slack(exact, each, expected[each.request_id]) for each in requests) > NEAR_TIE
+    chosen = {"verify_attention": "mask" if modes == "beams" else modes, "draft_attention": modes}
+    engine = speculative(target, random_head(target, "EAGLE3", draft_vocab=40), 3, 8, **as_on_a_gpu(), **chosen)
+    assert tokens_of(run(engine, requests)) == expected
+    assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed: its interpreter runs the kernels on a CPU")
+@pytest.mark.parametrize("topk", [1, 4])
+def test_the_gpu_kernels_in_the_cycle_give_the_plain_text(
+    pair: Pair, texts: Mapping[str, Sequence[int]], monkeypatch: pytest.MonkeyPatch, topk: int
+) -> None:
+    """Every operation of the cycle by its Triton kernel, interpreted."""
+    launched: set[str] = set()
+    for module in KERNELS:
+
+        def chosen(tensor: Tensor, name: str = module.__name__) -> bool:
+            launched.add(name)
+            return True
+
+        monkeypatch.setattr(module, "on_gpu", chosen)
+    modes = {"verify_attention": "cascade", "draft_attention": "mask"}
+    engine = speculative(pair.target, pair.head, 2, topk, **as_on_a_gpu((2,)), **modes)
+    short = [replace_tokens(REQUESTS[i], 6) for i in (0, 1)]
+    outcome = tokens_of(run(engine, short))
+    assert outcome == {each.request_id: texts[each.request_id][:6] for each in short}
+    unused = {"eagle_server.ops.kv_move", "eagle_server.ops.tree_attention"}  # a chain stays where it is
+    assert launched == {module.__name__ for module in KERNELS} - (unused if topk == 1 else set())
+
+
+def replace_tokens(each: Request, count: int) -> Request:
+    return msgspec.structs.replace(each, sampling=msgspec.structs.replace(each.sampling, max_tokens=count))

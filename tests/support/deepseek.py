@@ -1,0 +1,115 @@
+"""Tiny DeepSeek targets with an MTP layer, in the published format: names, experts one by one, one file for both."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from eagle_server.models.config import ModelConfig
+from eagle_server.models.draft import TargetWeights
+from eagle_server.models.loader import save_checkpoint
+from eagle_server.models.mtp import MtpConfig, MtpHead
+from eagle_server.models.target import TargetModel
+from eagle_server.training.generate import continue_texts
+from eagle_server.training.ttt import teach, ttt_loss
+
+LAYERS = 2
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": LAYERS,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "routed_scaling_factor": 1.5,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "eos_token_id": 63,
+    "dtype": "float32",
+}
+
+
+def random_pair(seed: int = 0, **settings: Any) -> tuple[TargetModel, MtpHead]:
+    """A random target whose next-token laws have one to two bits, as `training.tiny` makes them, and a random head."""
+    torch.manual_seed(seed)
+    config = ModelConfig.from_dict({**DEEPSEEK, **settings})
+    target = TargetModel(config, config.max_position)
+    _randomize(target)
+    nn.init.normal_(target.embed)
+    nn.init.normal_(target.lm_head.weight, std=3.5 / math.sqrt(config.hidden_size))
+    borrowed = TargetWeights(target.embed.detach(), target.lm_head)
+    head = MtpHead(MtpConfig.of(config, config.num_layers), config.max_position, borrowed)
+    _randomize(head)
+    return target.requires_grad_(requires_grad=False).eval(), head
+
+
+def train(target: TargetModel, head: MtpHead, steps: int = 60) -> None:
+    """Teach the head a little of what the target writes; a few seconds."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(target.config.vocab_size, (192, 4), generator=generator)
+    texts = continue_texts(target, prompts, 40, torch.tensor([0.0, 1.0, 1.0]).repeat(64), generator)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=0.01)
+    everything = torch.arange(target.config.vocab_size)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 0.01 * (1 - step / steps)
+        window = texts[torch.randint(len(texts), (24,), generator=generator)]
+        loss, _ = ttt_loss(head, teach(target, window, everything), 3)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save(target: TargetModel, head: MtpHead | None, directory: Path, **settings: Any) -> Path:
+    """One checkpoint of target and MTP layer, which brings copies of embedding and head, as published ones do."""
+    save_checkpoint(target, directory, {**DEEPSEEK, **settings}, torch.float32)
+    if head is not None:
+        prefix, file = f"model.layers.{target.config.num_layers}.", directory / "model.safetensors"
+        copies = {
+            f"{prefix}embed_tokens.weight": target.embed.detach().clone(),
+            f"{prefix}shared_head.head.weight": target.lm_head.dense_weight().detach().clone(),
+        }
+        own = {name: view.detach().clone() for name, view in head.weight_views()}
+        save_file({**load_file(file), **copies, **own}, file)
+    return directory
+
+
+def write_config(directory: Path, **settings: Any) -> None:
+    """Change keys of config.json; None removes one."""
+    path = directory / "config.json"
+    raw = {**json.loads(path.read_text()), **settings}
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+def _randomize(model: nn.Module) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "correction_bias" in name:
+                nn.init.normal_(parameter, std=0.2)
+            elif parameter.dim() > 1:
+                gain = 0.5 if name.endswith(("o.weight", "down.weight", "experts.down")) else 1.0
+                nn.init.normal_(parameter, std=gain / math.sqrt(parameter.shape[-1]))

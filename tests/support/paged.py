@@ -1,0 +1,188 @@
+"""Requests whose KV lies in shuffled slots, forwards over them, and what dense attention in float64 says they give."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, Layout, Planned, TreeMask
+from eagle_server.cache.pool import KVPool, LatentPool, Pool
+from eagle_server.speculation.attention_args import batch_arguments
+
+CPU = torch.device("cpu")
+
+
+class World:
+    """KV of `rows` requests of up to `width` positions in every layer; what no pass has written is NaN."""
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[float, int]],
+        *,
+        heads: int = 4,
+        kv_heads: int = 2,
+        dim: int = 8,
+        rank: int = 0,
+        rows: int = 6,
+        width: int = 48,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.dtype = dtype
+        self.layers = [LayerSpec(i, scale, window) for i, (scale, window) in enumerate(layers)]
+        self.heads, self.dim, self.width = heads, dim, width
+        self.generator = torch.Generator().manual_seed(seed)
+        self.req_to_token = torch.randperm(rows * width, generator=self.generator).view(rows, width).int() + 1
+        slots = rows * width + 1
+        self.pool: Pool
+        if rank:
+            self.pool = LatentPool(len(layers), slots, rank, dim - rank, dtype, CPU)
+            kv_heads = 1
+        else:
+            self.pool = KVPool(len(layers), slots, kv_heads, dim, dtype, CPU)
+        self.keys = self.normal(len(layers), rows, width, kv_heads, dim)
+        self.values = self.keys[..., :rank] if rank else self.normal(*self.keys.shape)
+        self.forget()
+
+    def normal(self, *size: int) -> Tensor:
+        return torch.randn(size, generator=self.generator).to(self.dtype)
+
+    def forget(self) -> None:
+        """Nothing is written."""
+        self.pool.poison(torch.arange(1, len(self.pool.keys[0])))
+
+    def store(self, row: int, positions: Sequence[int]) -> None:
+        """Write positions that earlier passes would have written, in all layers."""
+        slots = self.req_to_token[row, list(positions)].long()
+        for layer in self.layers:
+            k, v = (x[layer.index, row, list(positions)] for x in (self.keys, self.values))
+            self.pool.write(layer.index, slots, k, v)
+
+
+@dataclass
+class Case:
+    """One forward: what the backend gets, and what every row may see."""
+
+    world: World
+    batch: AttentionBatch
+    new: list[tuple[int, range]]  # row of the table and positions that this forward writes
+    visible: list[Tensor]  # bool [q_len, kv_len] per request, before sliding windows
+    row_positions: list[Tensor]  # int64 [q_len], in depth
+    column_positions: list[Tensor]  # int64 [kv_len]
+
+    @property
+    def layout(self) -> Layout:
+        return self.batch.layout
+
+    def arrive(self) -> None:
+        """Everything before this forward is written, nothing else."""
+        self.world.forget()
+        for row, positions in self.new:
+            self.world.store(row, range(positions.start))
+
+    def queries(self) -> Tensor:
+        rows = sum(len(positions) for _, positions in self.new)
+        return self.world.normal(len(self.world.layers), rows, self.world.heads, self.world.dim)
+
+    def run(self, planned: Planned, queries: Tensor) -> Tensor:
+        """All layers of the forward: [layers, rows, heads, value_dim]."""
+        world, out = self.world, []
+        for layer in world.layers:
+            k, v = (
+                torch.cat([x[layer.index, row, p.start : p.stop] for row, p in self.new])
+                for x in (world.keys, world.values)
+            )
+            out.append(planned.run(queries[layer.index], k, v, layer))
+        return torch.stack(out)
+
+    def expected(self, queries: Tensor) -> Tensor:
+        """The same, densely and in float64."""
+        world, layers = self.world, []
+        for layer in world.layers:
+            parts, start = [], 0
+            for i, (row, _) in enumerate(self.new):
+                seen = self.visible[i]
+                if layer.window:
+                    seen = seen & (self.column_positions[i] > self.row_positions[i][:, None] - layer.window)
+                q = queries[layer.index, start : start + len(seen)].double()
+                start += len(seen)
+                k, v = (x[layer.index, row, : seen.shape[1]].double() for x in (world.keys, world.values))
+                out = F.scaled_dot_product_attention(
+                    *(x.transpose(0, 1)[None] for x in (q, k, v)), attn_mask=seen, scale=layer.scale, enable_gqa=True
+                )
+                parts.append(out[0].transpose(0, 1))
+            layers.append(torch.cat(parts))
+        return torch.stack(layers)
+
+
+def causal(
+    world: World, rows: Sequence[int], q_lens: Sequence[int], kv_lens: Sequence[int], seen: int | None = None
+) -> Case:
+    """The queries are the last tokens of each request."""
+    layout = Layout(tuple(q_lens), tuple(kv_lens), seen=seen)
+    batch = batch_arguments(torch.tensor(rows), torch.tensor(kv_lens), world.req_to_token, Causal(), layout)
+    lens = list(zip(q_lens, kv_lens, strict=True))
+    at = [torch.arange(n - q, n) for q, n in lens]
+    columns = [torch.arange(n) for n in kv_lens]
+    visible = [c <= r[:, None] for r, c in zip(at, columns, strict=True)]
+    new = [(row, range(n - q, n)) for row, (q, n) in zip(rows, lens, strict=True)]
+    return Case(world, batch, new, visible, at, columns)
+
+
+def verify(world: World, rows: Sequence[int], prefixes: Sequence[int], size: int = 7, seed: int = 0) -> Case:
+    """A random tree of `size` nodes behind each prefix."""
+    rng = random.Random(seed)
+    mask = torch.eye(size, dtype=torch.bool).repeat(len(rows), 1, 1)
+    for tree in mask:
+        for node in range(1, size):
+            tree[node] |= tree[rng.randrange(node)]  # a parent's ancestors
+    depths = mask.sum(-1) - 1
+    return _tree(world, rows, prefixes, TreeMask(mask, depths, depths), seen=None)
+
+
+def draft_step(
+    world: World, rows: Sequence[int], prefixes: Sequence[int], step: int, topk: int = 3, seed: int = 0
+) -> Case:
+    """Step `step` of drafting: topk nodes, each with an ancestor in every level above, whatever its column."""
+    rng = random.Random(seed)
+    window = (step + 1) * topk
+    lineage = torch.zeros(len(rows), topk, window, dtype=torch.bool)
+    for b in range(len(rows)):
+        for node in range(topk):
+            lineage[b, node, step * topk + node] = True
+            for level in range(step):
+                lineage[b, node, level * topk + rng.randrange(topk)] = True
+    depths = torch.arange(step + 1).repeat_interleave(topk).repeat(len(rows), 1)
+    mask = TreeMask(lineage, torch.full((len(rows), topk), step), depths)
+    return _tree(world, rows, prefixes, mask, seen=step + 1)
+
+
+def _tree(world: World, rows: Sequence[int], prefixes: Sequence[int], mask: TreeMask, seen: int | None) -> Case:
+    _, nodes, window = mask.window.shape
+    kv_lens = tuple(n + window for n in prefixes)
+    layout = Layout((nodes,) * len(rows), kv_lens, window=window, seen=seen)
+    batch = batch_arguments(torch.tensor(rows), torch.tensor(kv_lens), world.req_to_token, mask, layout)
+    visible, at, columns = [], [], []
+    for b, prefix in enumerate(prefixes):
+        visible.append(torch.cat([torch.ones(nodes, prefix, dtype=torch.bool), mask.window[b]], dim=1))
+        at.append(prefix + mask.row_depths[b])
+        columns.append(torch.cat([torch.arange(prefix), prefix + mask.column_depths[b]]))
+    new = [(row, range(n - nodes, n)) for row, n in zip(rows, kv_lens, strict=True)]
+    return Case(world, batch, new, visible, at, columns)
+
+
+def replay_with(batch: AttentionBatch, other: AttentionBatch) -> None:
+    """Put `other`'s values into `batch`'s tensors, as the replay of a captured graph has it; its layout stays."""
+    batch.rows.copy_(other.rows)
+    batch.kv_lens.copy_(other.kv_lens)
+    batch.out_slots.copy_(other.out_slots)
+    if isinstance(batch.mask, TreeMask):
+        assert isinstance(other.mask, TreeMask)
+        batch.mask.window.copy_(other.mask.window)
+        batch.mask.row_depths.copy_(other.mask.row_depths)
+        batch.mask.column_depths.copy_(other.mask.column_depths)
