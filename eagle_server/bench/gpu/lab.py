@@ -1,0 +1,152 @@
+"""What the parts of the GPU benchmark share: the padded demo pair, its prompts, and engines over it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import math
+import time
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from eagle_server.bench.gpu.machine import Machine
+from eagle_server.bench.gpu.packages import installed
+from eagle_server.bench.padding import DEMO, LLAMA_8B, PaddedShape, pad_demo
+from eagle_server.engine.assemble import assemble
+from eagle_server.engine.engine import Engine
+from eagle_server.engine.shape import Shape
+from eagle_server.models.draft import DraftHead
+from eagle_server.models.target import TargetModel
+
+CONTEXT = 2048  # of engines for many requests
+CHUNK = 8192  # prompt rows per cycle
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large everything is. `steps`, `topk` and `nodes` shape the trees."""
+
+    shape: PaddedShape
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    contexts: tuple[int, ...] = (1024, 8192, 32768)
+    steps: int = 6
+    topk: int = 8
+    nodes: int = 64
+    cycles: int = 24  # measured per run
+    prompts: int = 6  # one after the other at batch 1
+    copied_bytes: int = 4 << 30
+    matmul: int = 8192
+    peer_tokens: int = 64
+    mla_heads: int = 128  # DeepSeek-V3's
+    mla_rank: int = 512
+    mla_rope: int = 64
+
+
+FULL = Scale(shape=LLAMA_8B)
+TINY = replace(
+    FULL,
+    shape=PaddedShape.tiny(),
+    batches=(1, 2),
+    contexts=(64, 128, 256),
+    cycles=4,
+    prompts=2,
+    copied_bytes=16 << 20,
+    matmul=256,
+    peer_tokens=8,
+    mla_heads=4,
+    mla_rank=32,
+    mla_rope=16,
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, and its head."""
+
+    target: TargetModel
+    head: DraftHead
+
+
+class Lab:
+    """Engines over one pair, made when first asked for."""
+
+    def __init__(self, scale: Scale, device: torch.device, deadline: float = math.inf) -> None:
+        self.scale, self.device = scale, device
+        self._deadline = deadline
+        self.machine = Machine(device)
+        self.flashinfer = device.type == "cuda" and installed("flashinfer")
+
+    @cached_property
+    def pair(self) -> Pair:
+        reach = max(CONTEXT, *self.scale.contexts) + 1024  # and the trees
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        target, head = pad_demo(self.scale.shape, device=self.device, dtype=dtype, context=reach)
+        return Pair(target, head)
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        """The demo's held-out prompts as token ids."""
+        texts = json.loads((DEMO / "prompts.json").read_text())
+        if not installed("tokenizers"):
+            return [[1 + (7 * i + j * j) % 4000 for j in range(48)] for i in range(len(texts))]
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
+        return [tokenizer.encode(text).ids for text in texts]
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the deadline, which is of time.time()."""
+        return self._deadline - time.time()
+
+    def batch_of(self, size: int) -> list[list[int]]:
+        """`size` prompts that differ."""
+        count = len(self.prompts)
+        return [self.prompts[i % count][i // count :] for i in range(size)]
+
+    def text_of(self, length: int) -> list[int]:
+        """All prompts in a row, again and again."""
+        tokens = [token for prompt in self.prompts for token in prompt]
+        return (tokens * (length // len(tokens) + 1))[:length]
+
+    @cached_property
+    def plain(self) -> Engine:
+        """Decodes without speculation, for every batch size."""
+        return self.engine(speculative=False)
+
+    @cached_property
+    def speculative(self) -> Engine:
+        """Drafts trees, for every batch size."""
+        return self.engine(speculative=True)
+
+    def engine(self, *, speculative: bool, **settings: Any) -> Engine:
+        """An engine of its own over the shared weights; CUDA graphs and FlashInfer where they are."""
+        scale, pair = self.scale, self.pair
+        largest = max(scale.batches)
+        numbers: dict[str, Any] = {
+            "context_length": CONTEXT,
+            "max_total_tokens": CONTEXT + largest * 1024,
+            "max_running": largest,
+            "chunk_tokens": CHUNK,
+            "radix": False,
+            "backend": "flashinfer" if self.flashinfer else "torch_native",
+            "graph_sizes": scale.batches if self.flashinfer else (),
+        }
+        if speculative:
+            numbers |= {"num_steps": scale.steps, "topk": scale.topk, "draft_token_num": scale.nodes}
+        target = copy.copy(pair.target)  # which residual streams it captures is the engine's choice
+        return assemble(target, pair.head if speculative else None, Shape(**{**numbers, **settings}))
+
+    def forget(self, name: str) -> None:
+        """Drop a cached engine and its memory."""
+        self.__dict__.pop(name, None)
+        self.collect()
+
+    def collect(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,105 @@
+"""The machine that is measured: its clock, what it is called, and the two rates that bound every forward."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from eagle_server.bench.gpu.packages import version
+
+GIGA = 1e9
+
+
+class Machine:
+    """Times functions on a device: by CUDA events on a GPU, by the wall clock on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cuda = device.type == "cuda"
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, function: Callable[[], object], *, repeats: int = 15, warm_ups: int = 3) -> float:
+        """The median of one call's time; on a GPU the device's, with the calls queued one behind the other."""
+        for _ in range(warm_ups):
+            function()
+        if not self.cuda:
+            return statistics.median(_wall(function) for _ in range(repeats))
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        self.synchronize()
+        events[0].record()
+        for event in events[1:]:
+            function()
+            event.record()
+        self.synchronize()
+        pairs = zip(events, events[1:], strict=False)
+        return statistics.median(float(before.elapsed_time(after)) / 1e3 for before, after in pairs)
+
+    def copy_bandwidth(self, size: int) -> float:
+        """Bytes read and written per second by a copy of `size` bytes."""
+        source = torch.ones(size // 4, dtype=torch.float32, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * size / self.seconds(lambda: target.copy_(source))
+
+    def read_bandwidth(self, size: int) -> float:
+        """Bytes per second of a matrix of `size` bytes times a vector, which is what a layer of one row does."""
+        columns = 4096
+        matrix = torch.ones(size // 2 // columns, columns, dtype=torch.bfloat16, device=self.device)
+        vector = torch.ones(1, columns, dtype=torch.bfloat16, device=self.device)
+        return size / self.seconds(lambda: torch.nn.functional.linear(vector, matrix))
+
+    def matmul_rate(self, size: int) -> float:
+        """Floating-point operations per second of a square bfloat16 product."""
+        a = torch.randn(size, size, device=self.device).to(torch.bfloat16)
+        b = torch.randn(size, size, device=self.device).to(torch.bfloat16)
+        operations = 2.0 * float(size) ** 3
+        return operations / self.seconds(lambda: a @ b)
+
+    def facts(self) -> dict[str, Any]:
+        """What a reader must know of the machine."""
+        names = ("torch", "triton", "flashinfer-python", "transformers")
+        facts: dict[str, Any] = {
+            "python": platform.python_version(),
+            "versions": {name: version(name) for name in names},
+            "device": platform.processor() or platform.machine(),
+        }
+        if self.cuda:
+            properties = torch.cuda.get_device_properties(self.device)
+            facts |= {
+                "device": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_gib": round(properties.total_memory / 2**30, 1),
+                "multiprocessors": properties.multi_processor_count,
+                "cuda": torch.version.cuda,
+            }
+        return facts
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Whether the process can use its GPU no more: an illegal access, say, spoils every later call."""
+    return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
+
+
+def is_missing_module(error: BaseException) -> bool:
+    """Whether FlashInfer has no prebuilt module for a shape, and may not compile one."""
+    return type(error).__name__ == "MissingJITCacheError"
+
+
+def brief(error: BaseException) -> str:
+    """One line of it."""
+    missing = getattr(getattr(error, "spec", None), "name", "")  # FlashInfer's, where a module was not built
+    name = " ".join([type(error).__name__, *missing.split()])
+    return " ".join(f"{name}: {error}".split())[:300]
+
+
+def _wall(function: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began

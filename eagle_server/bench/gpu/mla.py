@@ -1,0 +1,99 @@
+"""Attention of one DeepSeek-V3-shaped layer: decoding, chains and trees over a compressed KV."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from eagle_server.attention.flashinfer import Limits, Workspace
+from eagle_server.attention.flashinfer_mla import FlashInferMLAAttention
+from eagle_server.attention.interface import AttentionBackend, AttentionBatch, Causal, LayerSpec, Layout
+from eagle_server.attention.torch_native import TorchNativeAttention
+from eagle_server.bench.gpu.lab import Lab
+from eagle_server.bench.gpu.machine import GIGA, brief, is_fatal
+from eagle_server.cache.pool import LatentPool
+from eagle_server.ops.tree import ancestors
+from eagle_server.speculation.attention_args import batch_arguments
+from eagle_server.speculation.tree import verify_attention, verify_layout
+
+SCALE = 192**-0.5  # DeepSeek-V3's head: 128 without rotation, 64 with
+CHAIN = 4
+
+
+def mla(lab: Lab) -> dict[str, Any]:
+    """Device time of a layer's attention, and the host's time to plan it, by context."""
+    layer = Layer(lab)
+    rows = []
+    for length in lab.scale.contexts:
+        forwards: dict[str, Callable[[int], AttentionBatch]] = {
+            "decode": lambda n: layer.chain(n, 1),
+            f"chain of {CHAIN}": lambda n: layer.chain(n, CHAIN),
+            f"tree of {lab.scale.nodes}": lambda n: layer.tree(n, lab.scale.nodes),
+        }
+        row: dict[str, Any] = {"context": length, "kv_mb": length * layer.bytes_per_slot / 1e6}
+        for name, make in forwards.items():
+            try:
+                row[name] = layer.measure(make(length))
+            except (RuntimeError, ValueError) as error:
+                if is_fatal(error):
+                    raise
+                row[name] = {"failed": brief(error)}
+        rows.append(row)
+    return {"heads": lab.scale.mla_heads, "rank": lab.scale.mla_rank, "rope": lab.scale.mla_rope, "rows": rows}
+
+
+class Layer:
+    """One layer's latents for one request of the longest context."""
+
+    def __init__(self, lab: Lab) -> None:
+        scale, device = lab.scale, lab.device
+        self._machine, self._heads, self._dim = lab.machine, scale.mla_heads, scale.mla_rank + scale.mla_rope
+        self._dtype = torch.bfloat16 if lab.machine.cuda else torch.float32
+        width = max(scale.contexts) + scale.nodes
+        self.pool = LatentPool(1, width + 1, scale.mla_rank, scale.mla_rope, self._dtype, device)
+        self.pool.data.normal_()
+        order = torch.randperm(width, generator=torch.Generator().manual_seed(0)) + 1
+        self._table = order.int()[None].to(device)
+        self._rows = torch.zeros(1, dtype=torch.int64, device=device)
+        self._backend = self._make(lab, width)
+        self.bytes_per_slot = self._dim * self._dtype.itemsize
+
+    def _make(self, lab: Lab, width: int) -> AttentionBackend:
+        if not lab.flashinfer:
+            return TorchNativeAttention(self.pool)
+        return FlashInferMLAAttention(
+            self.pool, Workspace(lab.device), heads=self._heads, specs=[(SCALE, 0)], limits=Limits(1, width)
+        )
+
+    def chain(self, length: int, rows: int) -> AttentionBatch:
+        """The last `rows` of `length` tokens."""
+        lens = torch.tensor([length], device=self._rows.device)
+        return batch_arguments(self._rows, lens, self._table, Causal(), Layout((rows,), (length,)))
+
+    def tree(self, length: int, nodes: int) -> AttentionBatch:
+        """A random tree behind a prefix of `length`."""
+        rng = random.Random(0)
+        parents = torch.tensor([[-1, *(rng.randrange(max(0, n - 9), n) for n in range(1, nodes))]])
+        mask, depths = (x.to(self._rows.device) for x in ancestors(parents, nodes))
+        lens = torch.tensor([length], device=self._rows.device)
+        layout = verify_layout((length,), nodes, topk=2)
+        return verify_attention(mask, depths, self._rows, lens, self._table, layout)
+
+    def measure(self, batch: AttentionBatch) -> dict[str, float]:
+        """ms of the device per forward, ms of the host per plan, and how fast the KV was read."""
+        rows = batch.layout.q_lens[0]
+        q = torch.randn(rows, self._heads, self._dim, device=self._rows.device).to(self._dtype)
+        k = torch.randn(rows, 1, self._dim, device=self._rows.device).to(self._dtype)
+        v, spec = k[..., : self.pool.rank], LayerSpec(0, SCALE)
+        planned = self._backend.prepare(batch.layout).bind(batch)
+        device = self._machine.seconds(lambda: planned.run(q, k, v, spec))
+        began = time.perf_counter()
+        for _ in range(5):
+            self._backend.prepare(batch.layout).bind(batch)
+        host = (time.perf_counter() - began) / 5
+        read = batch.layout.kv_lens[0] * self.bytes_per_slot
+        return {"device_ms": 1e3 * device, "plan_ms": 1e3 * host, "kv_gb_per_s": read / device / GIGA}

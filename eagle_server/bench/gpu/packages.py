@@ -1,0 +1,18 @@
+"""Which of the packages that the benchmark can do without are there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+
+
+def installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def version(distribution: str) -> str | None:
+    """None: not installed, or installed without saying its version."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,200 @@
+"""What is measured through the engine. Each part is independent of the others and returns a document for the report."""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from eagle_server.bench.gpu.lab import Lab
+from eagle_server.bench.gpu.machine import GIGA, brief, is_fatal
+from eagle_server.bench.gpu.steady import Pace, Steady
+from eagle_server.engine.engine import Engine
+from eagle_server.engine.pools import bytes_per_slot
+
+Document = dict[str, Any]
+
+GOALS = {"plain step / floor": 1.15, "verify / plain step": 1.2, "cycle / plain step": 1.45}
+PROFILED = 3  # cycles
+TOP_KERNELS = 12
+STEP_SECONDS, WAY_SECONDS = 6.0, 20.0  # without which a larger batch or another way to attend is not begun
+
+
+def floor(lab: Lab) -> Document:
+    """What no plain step can be faster than: its weights and KV, read once."""
+    scale, machine = lab.scale, lab.machine
+    copied = machine.copy_bandwidth(scale.copied_bytes)
+    weights = read_per_step(lab)
+    per_slot = bytes_per_slot(lab.pair.target.config)
+    return {
+        "copy_gb_per_s": copied / GIGA,
+        "read_gb_per_s": machine.read_bandwidth(scale.copied_bytes // 2) / GIGA,
+        "matmul_tflop_per_s": machine.matmul_rate(scale.matmul) / 1e12,
+        "weight_bytes": weights,
+        "head_weight_bytes": sum(p.numel() * p.element_size() for p in _parameters(lab.pair.head)),
+        "kv_bytes_per_token": per_slot,
+        "floor_ms": {str(n): 1e3 * (weights + n * per_slot) / copied for n in (0, *scale.contexts)},
+    }
+
+
+def read_per_step(lab: Lab) -> int:
+    """Bytes of weights that a step of one row reads: all but the embedding, of which it reads a row."""
+    target = lab.pair.target
+    read = sum(p.numel() * p.element_size() for p in target.parameters())
+    return read if target.config.tie_word_embeddings else read - target.embed.numel() * target.embed.element_size()
+
+
+def decode(lab: Lab) -> Document:
+    """Batch 1: a plain step against the floor, a verification and a whole cycle against the plain step."""
+    plain, fast = Pace(1), Pace(1)
+    chosen = lab.prompts[: lab.scale.prompts]
+    compared, alike = 0, 0
+    for prompt in chosen:  # in turn, so that both meet the same clocks
+        texts = []
+        for engine, pace in ((lab.plain, plain), (lab.speculative, fast)):
+            with Steady(engine, [prompt], lab.scale.cycles) as run:
+                pace.add(run.cycles(lab.scale.cycles))
+                texts.append(run.texts["0"])
+        compared += min(map(len, texts))
+        alike += len(os.path.commonprefix(texts))
+    context = sum(map(len, chosen)) // len(chosen) + lab.scale.cycles // 2
+    bandwidth = lab.machine.copy_bandwidth(lab.scale.copied_bytes)
+    least = (read_per_step(lab) + context * bytes_per_slot(lab.pair.target.config)) / bandwidth
+    ratios = {
+        "plain step / floor": plain.step / least,
+        # Both on the device, one forward against a plain cycle's.
+        "verify / plain step": fast.stage_seconds["verify"] / plain.device_seconds,
+        "cycle / plain step": fast.step / plain.step,
+    }
+    return {
+        "plain": plain.document(),
+        "speculative": fast.document(),
+        "floor_ms": 1e3 * least,
+        "speedup": fast.tokens_per_second / plain.tokens_per_second,
+        "tokens_compared": compared,
+        "tokens_alike": alike,  # before a prompt's first that differs
+        "goals": [
+            {"name": name, "measured": ratio, "goal": GOALS[name], "met": ratio <= GOALS[name]}
+            for name, ratio in ratios.items()
+        ],
+    }
+
+
+def profile(lab: Lab) -> Document:
+    """The kernels that take most of a cycle and of a plain step."""
+    return {
+        "cycle": _top_kernels(lab, lab.speculative),
+        "plain step": _top_kernels(lab, lab.plain),
+    }
+
+
+def _top_kernels(lab: Lab, engine: Engine) -> list[Document]:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiling
+
+    gpu = lab.machine.cuda
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
+    with Steady(engine, lab.batch_of(1), PROFILED + 1) as run, profiling(activities=activities) as recorded:
+        run.cycles(PROFILED)
+    times: list[tuple[float, Any]] = []
+    for event in recorded.key_averages():
+        if gpu and not str(event.device_type).endswith("CUDA"):
+            continue
+        times.append((event.self_device_time_total if gpu else event.self_cpu_time_total, event))
+    total = sum(time for time, _ in times) or 1.0
+    times.sort(key=lambda pair: -pair[0])
+    return [
+        {
+            "kernel": " ".join(event.key.split())[:90],
+            "ms_per_cycle": time / 1e3 / PROFILED,
+            "calls_per_cycle": event.count / PROFILED,
+            "share": time / total,
+        }
+        for time, event in times[:TOP_KERNELS]
+    ]
+
+
+def batches(lab: Lab) -> Document:
+    """Speculative over plain throughput as the batch grows."""
+    rows: list[Document] = []
+    for size in lab.scale.batches:
+        if rows and lab.seconds_left < STEP_SECONDS:
+            return {"rows": rows, "note": f"no time left for batch {size} and more"}
+        paces = []
+        for engine in (lab.plain, lab.speculative):
+            with Steady(engine, lab.batch_of(size), lab.scale.cycles) as run:
+                paces.append(run.cycles(lab.scale.cycles))
+        plain, fast = paces
+        rows.append(
+            {
+                "batch": size,
+                "plain": plain.document(),
+                "speculative": fast.document(),
+                "speedup": fast.tokens_per_second / plain.tokens_per_second,
+            }
+        )
+    return {"rows": rows}
+
+
+def contexts(lab: Lab) -> Document:
+    """Batch 1 at long contexts: ways to verify, ways to draft, and the plain step beside its floor."""
+    lab.forget("plain")
+    lab.forget("speculative")
+    lengths = lab.scale.contexts
+    numbers: Document = {
+        "context_length": max(lengths) + 512,
+        "max_total_tokens": max(lengths) + 1024,
+        "max_running": 1,
+        "graph_sizes": (1,) if lab.flashinfer else (),
+    }
+    ways = [("mask", "mask"), ("cascade", "cascade"), ("cascade", "beams")] if lab.flashinfer else [("auto", "auto")]
+    verify: dict[str, dict[str, float]] = {}
+    draft: dict[str, dict[str, float]] = {}
+    failed: dict[str, str] = {}
+    for verifying, drafting in ways:
+        if verify and lab.seconds_left < WAY_SECONDS:
+            failed[f"verify {verifying}, draft {drafting}"] = "no time left"
+            continue
+        try:
+            paces = _at_lengths(
+                lab,
+                lab.engine(speculative=True, verify_attention=verifying, draft_attention=drafting, **numbers),
+                lengths,
+            )
+        except (RuntimeError, ValueError) as error:
+            if is_fatal(error):
+                raise
+            failed[f"verify {verifying}, draft {drafting}"] = brief(error)
+            continue
+        finally:
+            lab.collect()
+        for length, pace in paces.items():
+            verify.setdefault(verifying, {}).setdefault(length, 1e3 * pace.stage_seconds["verify"])
+            draft.setdefault(drafting, {})[length] = 1e3 * pace.stage_seconds["propose"]
+    plain = _at_lengths(lab, lab.engine(speculative=False, **numbers), lengths)
+    lab.collect()
+    bandwidth = lab.machine.copy_bandwidth(lab.scale.copied_bytes)
+    per_slot = bytes_per_slot(lab.pair.target.config)
+    return {
+        "contexts": list(lengths),
+        "verify_ms": verify,
+        "propose_ms": draft,
+        "plain_step_ms": {length: 1e3 * pace.step for length, pace in plain.items()},
+        "floor_ms": {str(n): 1e3 * (read_per_step(lab) + n * per_slot) / bandwidth for n in lengths},
+        "failed": failed,
+    }
+
+
+def _at_lengths(lab: Lab, engine: Engine, lengths: Sequence[int]) -> dict[str, Pace]:
+    paces = {}
+    for length in lengths:
+        count = min(lab.scale.cycles, 12)
+        with Steady(engine, [lab.text_of(length)], count) as run:
+            paces[str(length)] = run.cycles(count)
+    return paces
+
+
+def _parameters(module: Any) -> Sequence[torch.Tensor]:
+    return list(module.parameters())

@@ -1,0 +1,136 @@
+"""An engine in its stride: a fixed number of requests, all decoding, cycle after cycle."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from eagle_server.engine.engine import Engine
+from eagle_server.request import Request, SamplingParams
+
+WARM_UPS = 3
+STAGES = ("extend", "propose", "build_tree", "verify", "accept", "keep", "emit")  # of a cycle without prompts
+
+
+@dataclass
+class Pace:
+    """Cycles of one batch size. `seconds` is wall time from result to result; stages are the device's time."""
+
+    batch: int
+    seconds: list[float] = field(default_factory=list)
+    stages: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    tokens: int = 0
+
+    @property
+    def step(self) -> float:
+        """The median cycle's wall time."""
+        return statistics.median(self.seconds)
+
+    @property
+    def stage_seconds(self) -> dict[str, float]:
+        """The median of each stage, in the cycle's order."""
+        return {name: statistics.median(self.stages[name]) for name in STAGES if name in self.stages}
+
+    @property
+    def device_seconds(self) -> float:
+        """The stages together, without `emit`, in which the host waits."""
+        return sum(value for name, value in self.stage_seconds.items() if name != "emit")
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / sum(self.seconds)
+
+    @property
+    def tokens_per_cycle(self) -> float:
+        """Tokens that a request gets per cycle: the mean acceptance length."""
+        return self.tokens / len(self.seconds) / self.batch
+
+    def add(self, other: Pace) -> None:
+        """Pool the cycles of another run at the same batch size."""
+        self.seconds += other.seconds
+        self.tokens += other.tokens
+        for name, values in other.stages.items():
+            self.stages[name] += values
+
+    def document(self) -> dict[str, Any]:
+        """For the report, times in milliseconds."""
+        return {
+            "batch": self.batch,
+            "cycles": len(self.seconds),
+            "cycle_ms": 1e3 * self.step,
+            "device_ms": 1e3 * self.device_seconds,
+            "stage_ms": {name: 1e3 * value for name, value in self.stage_seconds.items()},
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_cycle": self.tokens_per_cycle,
+        }
+
+
+class Steady:
+    """Brings `engine` to where every prompt decodes; at the end its requests are aborted.
+
+        with Steady(engine, prompts, cycles=20) as run:
+            pace = run.cycles(20)
+
+    `cycles` is how many will be asked for at most, which sizes the requests.
+    """
+
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], cycles: int) -> None:
+        self._engine, self._prompts = engine, prompts
+        limits = engine.scheduler.limits
+        filling = sum(map(len, prompts)) // limits.chunk_tokens + len(
+            prompts
+        )  # cycles in which the first decode already
+        self._longest = (filling + WARM_UPS + cycles) * (limits.spec_steps + 1) + 1
+        self.texts: dict[str, list[int]] = {}
+
+    def __enter__(self) -> Steady:
+        for number, prompt in enumerate(self._prompts):
+            room = self._engine.ready().max_request_tokens - len(prompt)
+            if room < self._longest:
+                raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room for {self._longest} more")
+            greedy = SamplingParams(max_tokens=self._longest, seed=0, temperature=0.0, ignore_eos=True)
+            request = Request(request_id=str(number), prompt_token_ids=list(prompt), sampling=greedy)
+            self._engine.add(request)
+        while len(self.texts) < len(self._prompts):
+            self._step()
+        for _ in range(WARM_UPS):
+            self._step()
+        return self
+
+    def cycles(self, count: int) -> Pace:
+        """Measure `count` cycles."""
+        pace = Pace(len(self._prompts))
+        for _ in range(count):
+            before = self._engine.stats().stage_seconds
+            began = time.perf_counter()
+            pace.tokens += self._step()
+            pace.seconds.append(time.perf_counter() - began)
+            for name, total in self._engine.stats().stage_seconds.items():
+                spent = total - before.get(name, 0.0)
+                if spent > 0:
+                    pace.stages[name].append(spent)
+        return pace
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            for number in range(len(self._prompts)):
+                self._engine.abort(str(number))
+            while self._engine.has_work():
+                self._engine.step()
+
+    def _step(self) -> int:
+        """One cycle; how many tokens it gave."""
+        count = 0
+        for delta in self._engine.step():
+            if delta.error is not None or delta.finish_reason is not None:
+                raise RuntimeError(f"request {delta.request_id} ended: {delta.error or delta.finish_reason}")
+            self.texts.setdefault(delta.request_id, []).extend(delta.token_ids)
+            count += len(delta.token_ids)
+        return count

@@ -1,0 +1,89 @@
+"""Runs tests/gpu and counts how they ended, also when time runs out."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from eagle_server.bench.gpu.packages import installed
+
+ROOT = Path(__file__).parents[3]
+SUITE = ROOT / "tests" / "gpu"
+_OUTCOME = re.compile(r"^(\S*::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b", re.MULTILINE)
+_REASON = re.compile(r"^(?:FAILED|ERROR) (\S*::.*)$", re.MULTILINE)
+_SKIP = re.compile(r"^SKIPPED \[(\d+)\] \S+: (.*)$", re.MULTILINE)
+_INI = "[pytest]\nmarkers =\n    gpu: needs an NVIDIA GPU\n    slow: takes long\n"
+SHOWN = 12  # failures
+LAST_WORDS = 4.0  # seconds
+_ORDINARY = (0, 1, 5)  # of pytest: passed, failed, nothing to run
+
+
+def run_suite(out: Path, limit: float, suite: Path = SUITE) -> dict[str, Any]:
+    """Counts, reasons of failures and skips. The whole output lies in `out`/tests.txt.
+
+    Each file runs in a process of its own, all at once: compiling kernels is most of the time, and one that spoils its
+    process spoils no other. The project's own pytest settings name plugins that a bare machine may lack: not used here.
+    """
+    if not suite.is_dir() or not installed("pytest"):
+        missing = "pytest is not installed" if suite.is_dir() else f"there is no {suite}"
+        return {"status": "skipped", "reason": missing}
+    settings, deadline = out / "pytest.ini", time.monotonic() + limit
+    settings.write_text(_INI + f"pythonpath = {ROOT}\n")
+    with ExitStack() as sinks:
+        running = []
+        for file in sorted(suite.glob("test_*.py")):
+            log = out / f"{file.stem}.txt"
+            sink = sinks.enter_context(log.open("w"))
+            process = subprocess.Popen(_command(settings, file), stdout=sink, stderr=subprocess.STDOUT, cwd=ROOT)
+            running.append((file.name, log, process))
+        notes = [note for name, _, process in running if (note := _wait(name, process, deadline, limit))]
+    text = "\n".join(log.read_text(errors="replace") for _, log, _ in running)
+    (out / "tests.txt").write_text(text)
+    for _, log, _ in running:
+        log.unlink()
+    return {"status": "; ".join(notes) or "ok", **counts(text)}
+
+
+def _command(settings: Path, file: Path) -> list[str]:
+    places = ["-c", str(settings), f"--rootdir={ROOT}", f"--confcutdir={ROOT}", "--import-mode=importlib"]
+    options = ["-p", "no:cacheprovider", "-v", "--tb=short", "-rfEs", "-m", "gpu"]
+    return [sys.executable, "-u", "-m", "pytest", *places, *options, str(file)]
+
+
+def _wait(name: str, process: subprocess.Popen[bytes], deadline: float, limit: float) -> str:
+    """What is worth saying of how it ended."""
+    try:
+        code = process.wait(timeout=max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # let pytest say what it knows; a kernel that hangs does not let it
+        try:
+            process.wait(timeout=LAST_WORDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return f"{name} stopped after {limit:.0f} s"
+    return "" if code in _ORDINARY else f"{name} ended with status {code}"
+
+
+def counts(text: str) -> dict[str, Any]:
+    """How often each outcome stands in pytest's verbose output, with reasons from its summary."""
+    ended = _OUTCOME.findall(text)
+    outcomes = [outcome for _, outcome in ended]
+    reasons = _REASON.findall(text) or [name for name, outcome in ended if outcome in ("FAILED", "ERROR")]
+    skips = Counter[str]()
+    for number, reason in _SKIP.findall(text):
+        skips[reason[:160]] += int(number)
+    return {
+        "passed": outcomes.count("PASSED"),
+        "failed": outcomes.count("FAILED") + outcomes.count("ERROR"),
+        "skipped": outcomes.count("SKIPPED"),
+        "failures": [" ".join(reason.split())[:240] for reason in reasons][:SHOWN],
+        "skips": [f"{number} x {reason}" for reason, number in skips.most_common()],
+    }

@@ -1,0 +1,88 @@
+"""Targets with their draft heads on a device, and how an engine runs them there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import eagle_server
+from eagle_server.engine.assemble import assemble
+from eagle_server.engine.engine import Engine
+from eagle_server.engine.shape import Shape
+from eagle_server.models.draft import DraftHead
+from eagle_server.models.load_draft import load_draft
+from eagle_server.models.loader import load_target
+from eagle_server.models.target import TargetModel
+from eagle_server.request import Request
+from tests.support.engines import random_head, random_target, request
+
+DEMO = Path(eagle_server.__file__).parent / "assets" / "demo"
+CONTEXT = 256
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its head. `stand_ins`: what FlashInfer and CUDA graphs are replaced by, if they are."""
+
+    target: TargetModel
+    head: DraftHead
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.target.config.dtype
+
+    def engine(
+        self, *, steps: int = 0, topk: int = 1, nodes: int = 1, stand_ins: Any = None, **settings: Any
+    ) -> Engine:
+        """Plain decoding, or with trees of `steps`."""
+        numbers: dict[str, Any] = {
+            "context_length": CONTEXT,
+            "max_total_tokens": 8 * CONTEXT,
+            "max_running": 6,
+            **settings,
+        }
+        shape = Shape(num_steps=steps, topk=topk, draft_token_num=nodes, **numbers)
+        return assemble(self.target, self.head if steps else None, shape, **(stand_ins or {}))
+
+
+def random_pair(device: torch.device) -> Pair:
+    """Untrained, of a head size that FlashInfer's modules are built for; bfloat16 on a GPU, float32 on the CPU."""
+    gpu = device.type == "cuda"
+    name = "bfloat16" if gpu else "float32"
+    target = random_target(64, 64, 3, head_dim=128 if gpu else 16, dtype=name, std=0.12)
+    head = random_head(target, "EAGLE3", draft_vocab=40, std=0.12)
+    for model in (target, head):
+        cast(model, device, getattr(torch, name))
+    return Pair(target, head)
+
+
+def cast(model: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Parameters in `dtype`; buffers, such as RoPE's angles, as wide as they were. In place, for heads borrow."""
+    module: nn.Module = model
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(device, dtype)
+    for child in module.modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            setattr(child, name, buffer.to(device))
+
+
+def demo_pair(device: torch.device) -> Pair:
+    """The embedded pair in float32."""
+    target = load_target(DEMO / "target", dtype="float32", lookahead=64, device=device, progress=False)
+    draft = load_draft(DEMO / "eagle3", target, context=target.config.max_position, lookahead=64, progress=False)
+    return Pair(target, draft.head)
+
+
+def demo_requests(count: int, max_tokens: int, **sampling: Any) -> list[Request]:
+    """Held-out prompts of the demo."""
+    tokenizers = pytest.importorskip("tokenizers", reason="the demo's tokenizer needs tokenizers")
+    tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
+    prompts = json.loads((DEMO / "prompts.json").read_text())[:count]
+    options = {"max_tokens": max_tokens, "ignore_eos": True, **sampling}
+    return [request(i, tokenizer.encode(text).ids, seed=i, **options) for i, text in enumerate(prompts)]

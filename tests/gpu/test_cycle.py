@@ -1,0 +1,162 @@
+"""A whole cycle: captured or not it draws the same tokens, and the host waits for the device once, at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_server.engine.engine import Engine
+from eagle_server.request import Request
+from eagle_server.worker import emission
+from tests.gpu.conftest import flashinfer_on
+from tests.gpu.pairs import Pair, random_pair
+from tests.gpu.ties import MARGIN, judge
+from tests.support.engines import request, run, tokens_of
+from tests.support.replay import FirstCallRecorder
+
+SIZES = (1, 2, 4)
+TREES = [{"steps": 4, "topk": 4, "nodes": 13}, {"steps": 3, "topk": 1, "nodes": 4}, {}]
+WAYS = [
+    {"verify_attention": "mask", "draft_attention": "mask"},
+    {"verify_attention": "cascade", "draft_attention": "cascade"},
+    {"verify_attention": "mask", "draft_attention": "beams"},
+]
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(1, 64, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+LONG: dict[str, Any] = {"ignore_eos": True, "max_tokens": 9}
+GREEDY = [request(i, prompt(7 + 12 * i, i), **LONG) for i in range(3)]
+SAMPLED = [request(10 + i, prompt(20 + i, i), seed=i, temperature=0.8, **LONG) for i in range(2)]
+TRUNCATED = [request(20, prompt(40, 9), seed=4, temperature=1.0, top_k=9, top_p=0.9, **LONG)]
+FORBIDDEN = [request(21, prompt(12, 8), seed=5, temperature=0.7, min_tokens=8, max_tokens=12)]
+SCENES: dict[str, tuple[list[Request], dict[int, list[Request]]]] = {
+    "greedy": (GREEDY, {}),
+    "sampled": (SAMPLED, {}),
+    "mixed": (GREEDY[:2] + SAMPLED[:1] + TRUNCATED, {}),
+    "a batch that changes": (GREEDY[:1], {1: SAMPLED, 2: FORBIDDEN, 3: TRUNCATED, 5: GREEDY[1:]}),
+}
+
+
+@pytest.fixture(scope="module")
+def pair(module_device: torch.device) -> Pair:
+    return random_pair(module_device)
+
+
+@pytest.fixture(scope="module")
+def library(module_device: torch.device) -> Any:
+    return flashinfer_on(module_device)
+
+
+def stand_ins(pair: Pair, library: Any) -> dict[str, Any]:
+    """CUDA graphs where there is a GPU."""
+    graphs = {} if pair.target.embed.is_cuda else {"recorder": FirstCallRecorder()}
+    return {"flashinfer": library, **graphs}
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=lambda ways: "-".join(ways.values()))
+@pytest.mark.parametrize("tree", TREES, ids=["tree", "chain", "plain"])
+def test_a_captured_cycle_draws_what_the_same_cycle_draws_uncaptured(
+    pair: Pair, library: Any, tree: dict[str, int], ways: dict[str, str]
+) -> None:
+    """The uncaptured one runs the very functions again, with the Python values of the first call."""
+    asked, joining = SCENES["a batch that changes"]
+    everything = [*asked, *(each for more in joining.values() for each in more)]
+    texts = []
+    for recorder in (stand_ins(pair, library), {"flashinfer": library, "recorder": FirstCallRecorder()}):
+        engine = pair.engine(
+            **tree, **ways, backend="flashinfer", graph_sizes=SIZES, chunk_tokens=32, stand_ins=recorder
+        )
+        texts.append(tokens_of(run(engine, asked, joining=joining)))
+        forwards = 3 if tree else 1
+        assert len(engine.worker.verifier.graphs.keys) == forwards * len(SIZES)
+    judged = [each for each in everything if not each.sampling.top_k and not each.sampling.min_tokens]
+    verdict = judge(pair.target, judged, texts[1], texts[0], MARGIN[pair.dtype])
+    assert not verdict.wrong, str(verdict)
+    equal = sum(texts[0][name] == texts[1][name] for name in texts[0])
+    assert equal >= len(everything) - 2, str(verdict)
+
+
+@contextmanager
+def refusing_to_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """From the start of each cycle to the copy of its results, whatever waits for the device raises."""
+    gpu = engine.worker.batches.device.type == "cuda"
+    told: list[str] = []
+    original, copy = engine.worker.run, emission.to_host
+
+    def mode(name: str) -> None:
+        told.append(name)
+        if gpu:
+            torch.cuda.set_sync_debug_mode(name)
+
+    def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            mode("error")
+            try:
+                return function(*args)
+            finally:
+                mode("default")
+
+        return call
+
+    def to_host(*tensors: torch.Tensor) -> Any:
+        mode("default")
+        return copy(*tensors)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.worker, "run", refusing(original))
+        patched.setattr(emission, "to_host", to_host)
+        yield told
+
+
+def run_scene(engine: Engine, scene: str) -> None:
+    asked, joining = SCENES[scene]
+    run(engine, asked, joining=joining)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, ()], ids=["graphs", "eager"])
+@pytest.mark.parametrize("tree", TREES, ids=["tree", "chain", "plain"])
+def test_no_cycle_waits_for_the_device_before_its_results_are_copied(
+    pair: Pair, library: Any, tree: dict[str, int], sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = stand_ins(pair, library) if sizes else {"flashinfer": library}
+    engine = pair.engine(**tree, backend="flashinfer", graph_sizes=sizes, chunk_tokens=32, stand_ins=recorder)
+    scenes = list(SCENES) if pair.target.embed.is_cuda else ["a batch that changes"]
+    for scene in scenes:  # kernels are compiled, and libraries make their workspaces
+        run_scene(engine, scene)
+    waits = []
+    for scene in scenes:
+        with refusing_to_wait(engine, monkeypatch) as told:
+            try:
+                run_scene(engine, scene)
+            except RuntimeError as error:
+                waits.append(f"{scene}: {error}")
+                engine = pair.engine(
+                    **tree, backend="flashinfer", graph_sizes=sizes, chunk_tokens=32, stand_ins=recorder
+                )
+        assert told[0] == "error"
+    assert not waits
+
+
+def test_a_planted_wait_is_noticed(pair: Pair, library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = pair.engine(**TREES[0], backend="flashinfer", stand_ins={"flashinfer": library})
+    run_scene(engine, "greedy")
+    keep = engine.worker.verifier.keep
+
+    def waits(batch: Any, tree: Any, accepted: Any) -> None:
+        assert accepted.accept_length.max().item() >= 0
+        keep(batch, tree, accepted)
+
+    monkeypatch.setattr(engine.worker.verifier, "keep", waits)
+    with refusing_to_wait(engine, monkeypatch):
+        if engine.worker.batches.device.type == "cpu":
+            run_scene(engine, "greedy")
+        else:
+            with pytest.raises(RuntimeError, match="synchroniz"):
+                run_scene(engine, "greedy")

@@ -1,0 +1,226 @@
+"""Every compiled operation against its torch twin, over odd sizes: kernels on a GPU, twins on the CPU.
+
+On the CPU an operation is its twin; what is checked there is the twin against the formula where there is one.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle_server.ops.accept import verify_tree_greedy, walk_tree
+from eagle_server.ops.draw import draw_tokens
+from eagle_server.ops.gumbel import gumbel
+from eagle_server.ops.indices import build_beam_kv_indices, build_kv_indices
+from eagle_server.ops.kv_move import move_kv
+from eagle_server.ops.mask import pack_tree_mask
+from eagle_server.ops.topk import topk_logprobs
+from eagle_server.ops.tree import ancestors, link_tree, retrive_links
+from eagle_server.speculation.candidates import CandidatePool
+from eagle_server.speculation.tree import Candidates
+from tests.gpu.conftest import moved, on_cpu
+
+TREES = [(1, 1, 1, 2), (3, 2, 3, 7), (2, 4, 3, 13), (5, 8, 6, 64), (2, 10, 7, 129)]  # bs, topk, steps, nodes
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def candidates(bs: int, topk: int, steps: int, nodes: int, vocab: int = 9) -> Candidates:
+    """What a drafter would propose: random children, expanded by score."""
+    random_ = generator(nodes)
+    scores = -torch.rand(bs, topk, generator=random_).cumsum(1)
+    pool = CandidatePool(_siblings(bs, topk, vocab, random_), scores)
+    for step in range(steps - 1):
+        tokens = torch.stack([_siblings(bs, topk, vocab, random_) for _ in range(topk)], dim=1)
+        children = scores[:, :, None] - torch.rand(bs, topk, topk, generator=random_)
+        pool.add(tokens, children)
+        if step < steps - 2:
+            scores, chosen = children.flatten(1).topk(topk, dim=1)
+            pool.expand(chosen)
+    return pool.best(nodes - 1)
+
+
+def _siblings(bs: int, topk: int, vocab: int, random_: torch.Generator) -> Tensor:
+    """Distinct tokens, as a top-k gives."""
+    return torch.stack([torch.randperm(max(vocab, topk), generator=random_)[:topk] for _ in range(bs)])
+
+
+def random_parents(bs: int, size: int, seed: int = 0) -> Tensor:
+    rng = random.Random(seed)
+    return torch.tensor([[-1, *(rng.randrange(node) for node in range(1, size))] for _ in range(bs)])
+
+
+def assert_same(found: object, expected: object) -> None:
+    torch.testing.assert_close(on_cpu(found), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("bs", "topk", "steps", "nodes"), TREES)
+def test_trees_are_linked_alike(device: torch.device, bs: int, topk: int, steps: int, nodes: int) -> None:
+    drafted = candidates(bs, topk, steps, nodes)
+    arguments = (drafted.selected_index, drafted.parent_list)
+    expected = link_tree(*arguments, topk, steps)
+    assert_same(link_tree(*moved(arguments, device), topk, steps), expected)
+    assert_same(retrive_links(moved(expected[0], device)), retrive_links(expected[0]))
+    mask, depths = ancestors(expected[0], steps)
+    assert torch.equal(mask, expected[2]) and torch.equal(depths, expected[1])
+
+
+@pytest.mark.parametrize(("bs", "topk", "steps", "nodes"), TREES)
+def test_trees_are_walked_alike(device: torch.device, bs: int, topk: int, steps: int, nodes: int) -> None:
+    random_ = generator(bs)
+    drafted = candidates(bs, topk, steps, nodes, vocab=max(topk, 3))
+    parents, depths, mask = link_tree(drafted.selected_index, drafted.parent_list, topk, steps)
+    tokens = torch.cat([torch.zeros(bs, 1, dtype=torch.int64), drafted.tokens], dim=1)
+    drawn = torch.randint(0, max(topk, 3), (bs, nodes), generator=random_)
+    finite = torch.rand(bs, nodes, generator=random_) < 0.9
+    arguments = (tokens, parents, depths, mask, drawn, finite)
+    path, accept_length, emitted, good = expected = walk_tree(*arguments, steps)
+    assert_same(walk_tree(*moved(arguments, device), steps), expected)
+    assert good.shape == (bs,)
+    links = (tokens, *retrive_links(parents), drawn)
+    by_links = verify_tree_greedy(*moved(links, device), steps)
+    assert_same(by_links, (path, accept_length, emitted))
+
+
+def test_two_siblings_with_one_token_are_walked_alike(device: torch.device) -> None:
+    """The second of them leads farther: the walk by mask takes it, the walk by links the first."""
+    parents = torch.tensor([[-1, 0, 0, 2]])
+    mask, depths = ancestors(parents, 2)
+    tokens, drawn = torch.tensor([[0, 5, 5, 6]]), torch.tensor([[5, 7, 6, 8]])
+    arguments = (tokens, parents, depths, mask, drawn, torch.ones(1, 4, dtype=torch.bool))
+    path, length, emitted, _ = on_cpu(walk_tree(*moved(arguments, device), 2))
+    assert (path.tolist(), length.tolist(), emitted.tolist()) == ([[0, 2, 3]], [2], [[5, 6, 8]])
+    path, length, _ = on_cpu(verify_tree_greedy(*moved((tokens, *retrive_links(parents), drawn), device), 2))
+    assert (path.tolist(), length.tolist()) == ([[0, 1, -1]], [1])
+
+
+@pytest.mark.parametrize(("n", "vocab"), [(1, 1), (3, 7), (17, 1025), (2, 128256)])
+def test_noise_is_alike(device: torch.device, n: int, vocab: int) -> None:
+    keys = torch.randint(-(1 << 62), 1 << 62, (n,), generator=generator(n))
+    positions = torch.arange(n) * 12345
+    expected = gumbel(keys, positions, vocab)
+    found = gumbel(*moved((keys, positions), device), vocab)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("n", "vocab"), [(1, 1), (4, 63), (5, 2049), (9, 4096), (3, 128256)])
+def test_draws_are_alike(device: torch.device, n: int, vocab: int) -> None:
+    logits = torch.randn(n, vocab, generator=generator(vocab)) * 3
+    keys, positions = torch.arange(n) * 999331 - 5, torch.arange(n) + 40
+    temperature = torch.tensor([0.0, 0.7, 1.0])[torch.arange(n) % 3]
+    tokens, scores = on_cpu(draw_tokens(*moved((logits, keys, positions, temperature), device)))
+    drawn = temperature[:, None] > 0
+    exact = logits.double() / torch.where(drawn, temperature[:, None], 1.0) + drawn * gumbel(keys, positions, vocab)
+    best = exact.topk(min(2, vocab), dim=1)
+    clear = (best.values[:, 0] - best.values[:, -1] > 1e-4) | (vocab == 1)
+    assert torch.equal(tokens[clear], best.indices[clear, 0])
+    torch.testing.assert_close(scores.double(), best.values[:, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_ties_and_broken_rows_draw_alike(device: torch.device) -> None:
+    logits = torch.zeros(5, 3000)
+    logits[0, [2999, 17, 2100]] = 4.0
+    logits[1, 2500] = math.nan
+    logits[2, 2501] = math.inf
+    logits[3] = -math.inf
+    zeros = torch.zeros(5, dtype=torch.int64)
+    tokens, scores = on_cpu(draw_tokens(*moved((logits, zeros, zeros, torch.zeros(5)), device)))
+    assert tokens[0] == 17 and tokens[4] == 0
+    assert scores.isfinite().tolist() == [True, False, False, False, True]
+    assert bool(((tokens >= 0) & (tokens < 3000)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "vocab", "k"), [(1, 8, 8), (3, 63, 4), (7, 2049, 1), (5, 32000, 10), (2, 128256, 16)])
+def test_best_children_are_alike(device: torch.device, dtype: torch.dtype, n: int, vocab: int, k: int) -> None:
+    logits = (torch.randn(n, vocab, generator=generator(vocab)) * 4).to(dtype)
+    logp, ids = on_cpu(topk_logprobs(moved(logits, device), k))
+    exact = logits.double().log_softmax(-1)
+    torch.testing.assert_close(logp.double(), exact.topk(k, dim=-1).values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logp.double(), exact.gather(1, ids), rtol=1e-5, atol=1e-5)
+    assert all(len(set(row)) == k for row in ids.tolist())
+
+
+@pytest.mark.parametrize("lens", [[1], [5, 1, 70], [600, 513, 1, 2, 1024]])
+def test_slots_are_listed_alike(device: torch.device, lens: list[int]) -> None:
+    random_ = generator(len(lens))
+    table = torch.randint(0, 10**6, (9, 1100), generator=random_).int()
+    rows = torch.randperm(9, generator=random_)[: len(lens)]
+    kv_lens = torch.tensor(lens)
+    kv_indptr = torch.tensor([0, *lens]).cumsum(0).int()
+    outs = []
+    for where in (torch.device("cpu"), device):
+        out = torch.full((sum(lens) + 37,), -7, dtype=torch.int32, device=where)
+        build_kv_indices(*moved((table, rows, kv_lens, kv_indptr), where), out)
+        outs.append(out)
+    assert_same(outs[1], outs[0])
+    expected = torch.cat([table[row, :n] for row, n in zip(rows, lens, strict=True)])
+    assert torch.equal(outs[0][:-37], expected) and bool((outs[0][-37:] == -7).all())
+
+
+@pytest.mark.parametrize(("topk", "step"), [(1, 0), (3, 0), (4, 2), (8, 5)])
+@pytest.mark.parametrize("lens", [[1], [40, 3, 600]])
+def test_slots_of_beams_are_listed_alike(device: torch.device, lens: list[int], topk: int, step: int) -> None:
+    rng, random_ = random.Random(step), generator(topk)
+    table = torch.randint(0, 10**6, (5, 700), generator=random_).int()
+    rows = torch.randperm(5, generator=random_)[: len(lens)]
+    lineage = torch.zeros(len(lens), topk, (step + 1) * topk, dtype=torch.bool)
+    for b in range(len(lens)):
+        for node in range(topk):
+            lineage[b, node, [level * topk + rng.randrange(topk) for level in range(step + 1)]] = True
+    seen = step + 1
+    outs = []
+    for where in (torch.device("cpu"), device):
+        out = torch.full((topk * (sum(lens) + len(lens) * seen) + 5,), -7, dtype=torch.int32, device=where)
+        table_, rows_, lens_, lineage_ = moved((table, rows, torch.tensor(lens), lineage), where)
+        indptr = build_beam_kv_indices(table_, rows_, lens_, lineage_, seen, out)
+        outs.append((indptr, out))
+    assert_same(outs[1], outs[0])
+    own = lineage[0, 0].nonzero()[:, 0] + lens[0]
+    assert outs[0][1][: lens[0] + seen].tolist() == table[rows[0]][[*range(lens[0]), *own.tolist()]].tolist()
+
+
+@pytest.mark.parametrize("sliding", [0, 3, 50])
+@pytest.mark.parametrize(("lens", "size"), [([9], 1), ([20, 33, 7], 7), ([1000, 64], 64), ([70, 300, 66, 129], 63)])
+def test_masks_are_packed_alike(device: torch.device, lens: list[int], size: int, sliding: int) -> None:
+    mask, depths = ancestors(random_parents(len(lens), size), size)
+    kv_lens = torch.tensor([max(n, size) for n in lens])
+    capacity = int(((size * kv_lens + 7) // 8).sum()) + 11
+    outs = []
+    for where in (torch.device("cpu"), device):
+        out = torch.full((capacity,), 0xA5, dtype=torch.uint8, device=where)
+        indptr = torch.zeros(len(lens) + 1, dtype=torch.int32, device=where)
+        mask_, kv_lens_, depths_ = moved((mask, kv_lens, depths), where)
+        pack_tree_mask(mask_, kv_lens_, out, indptr, sliding=sliding, row_depths=depths_, column_depths=depths_)
+        outs.append((out, indptr))
+    assert_same(outs[1], outs[0])
+    if not sliding:
+        bits = torch.tensor([(int(outs[0][0][i // 8]) >> (i % 8)) & 1 for i in range(size * int(kv_lens[0]))])
+        dense = torch.cat([torch.ones(size, int(kv_lens[0]) - size, dtype=torch.bool), mask[0]], dim=1)
+        assert torch.equal(bits.bool().view_as(dense), dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("planes", "row"), [((2, 3), (2, 64)), ((1,), (577,)), ((4,), (1, 7))])
+def test_kept_nodes_move_alike(
+    device: torch.device, dtype: torch.dtype, planes: tuple[int, ...], row: tuple[int, ...]
+) -> None:
+    """Chains of moves within a request, whose sources earlier moves of it must not have overwritten."""
+    bs, window, moves = 3, 16, 5
+    data = torch.randn(*planes, 1 + bs * window, *row, generator=generator(1)).to(dtype)
+    slots = (torch.randperm(bs * window, generator=generator(2)) + 1).view(bs, window)
+    paths = torch.tensor([[0, 1, 2, 3, 4], [0, 2, 3, 7, 15], [4, 6, 9, 10, 11]])
+    source, target = slots.gather(1, paths), slots[:, :moves].contiguous()
+    expected, found = data.clone(), moved(data, device)
+    expected.index_copy_(len(planes), target.view(-1), data.index_select(len(planes), source.view(-1)))
+    move_kv(found, len(planes), *moved((source, target), device))
+    assert_same(found, expected)
+    flat = moved(data, device)
+    move_kv(flat, len(planes), *moved((source.view(-1), target.view(-1)), device))
+    assert_same(flat, expected)

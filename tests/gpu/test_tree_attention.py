@@ -1,0 +1,91 @@
+"""The tree's block of a cascade, merged with its prefix: the kernel and its twin against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle_server.ops.tree_attention import merge_states, tree_block_attention
+from tests.gpu.conftest import moved
+
+# float32 may be rounded to TF32 in a GPU's matrix products: 10 bits.
+TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 2e-2}
+GROUPED, ALONE, SHARED, LATENT = (8, 2, 128, 0), (4, 4, 64, 0), (6, 1, 96, 0), (16, 1, 576, 512)
+TREE, DRAFT, ROOT, ODD = (2, 64, 64), (2, 8, 48), (1, 1, 1), (3, 7, 7)
+CASES = [
+    (GROUPED, TREE, torch.bfloat16),
+    (GROUPED, DRAFT, torch.bfloat16),
+    (GROUPED, ODD, torch.float32),
+    (ALONE, ROOT, torch.bfloat16),
+    (ALONE, TREE, torch.float32),
+    (SHARED, ODD, torch.bfloat16),
+    (LATENT, TREE, torch.bfloat16),
+    (LATENT, ODD, torch.bfloat16),
+    (LATENT, DRAFT, torch.float32),
+]
+
+
+@pytest.mark.parametrize("prefixed", [True, False], ids=["prefix", "alone"])
+@pytest.mark.parametrize(("heads", "tree", "dtype"), CASES, ids=str)
+def test_a_trees_block_attends_alike(
+    device: torch.device, heads: tuple[int, ...], tree: tuple[int, ...], dtype: torch.dtype, prefixed: bool
+) -> None:
+    """With the share of a prefix, given by output and base-2 log-sum-exp, or without. Slots nobody sees hold NaN."""
+    (count, kv_heads, dim, rank), (bs, rows, width) = heads, tree
+    random_ = torch.Generator().manual_seed(count)
+    value_dim, scale = rank or dim, dim**-0.5
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=random_).to(dtype)
+
+    slots = torch.randperm(200, generator=random_)[: bs * width].view(bs, width)
+    mask = torch.rand(bs, rows, width, generator=random_) < 0.4
+    mask[:, :, 0] = True
+    mask[:, :, -1] &= width == 1  # the last column is hidden from all
+    keys = normal(200, kv_heads, dim)
+    q, prefix = normal(bs * rows, count, dim), normal(bs * rows, count, value_dim)
+    values = keys[..., :rank] if rank else normal(200, kv_heads, dim)
+    lse = torch.randn(bs * rows, count, generator=random_) * 2
+    lse[0] = -math.inf  # a request without a prefix
+    expected = _merged(q, keys, values, slots, mask, scale, prefix, lse if prefixed else lse - math.inf)
+    if width > 1:
+        keys[slots[:, -1]] = math.nan
+        values[slots[:, -1]] = math.nan
+    q_, keys_, slots_, mask_, prefix_, lse_ = moved((q, keys, slots, mask, prefix, lse), device)
+    values_ = keys_[..., :rank] if rank else moved(values, device)
+    out = torch.empty_like(prefix_)
+    tree_block_attention(q_, keys_, values_, slots_, mask_, scale, (prefix_, lse_) if prefixed else None, out)
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 64), (33, 8, 128), (5, 16, 512)], ids=str)
+def test_states_merge_alike(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    random_ = torch.Generator().manual_seed(shape[0])
+    outs = [torch.randn(shape, generator=random_).to(dtype) for _ in range(2)]
+    lses = [torch.randn(shape[:2], generator=random_) * 3 for _ in range(2)]
+    lses[1][0, 0] = -math.inf
+    found, lse = merge_states(*moved((outs[0], lses[0], outs[1], lses[1]), device))
+    weights = torch.stack(lses).double().mul(math.log(2)).softmax(0)[..., None]
+    expected = weights[0] * outs[0].double() + weights[1] * outs[1].double()
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    total = torch.stack(lses).double().mul(math.log(2)).logsumexp(0) / math.log(2)
+    torch.testing.assert_close(lse.cpu().double(), total, rtol=1e-5, atol=1e-5)
+
+
+def _merged(  # noqa: PLR0917
+    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, mask: Tensor, scale: float, prefix: Tensor, lse: Tensor
+) -> Tensor:
+    """softmax over the prefix's mass and the block's scores, in float64."""
+    bs, rows, _ = mask.shape
+    shared = q.shape[1] // keys.shape[1]
+    k, v = (x.double()[slots].repeat_interleave(shared, dim=2) for x in (keys, values))  # [bs, W, heads, *]
+    scores = torch.einsum("brhd,bwhd->brhw", q.double().unflatten(0, (bs, rows)), k) * scale
+    scores = scores.masked_fill(~mask[:, :, None], -math.inf)
+    before = lse.double().unflatten(0, (bs, rows)) * math.log(2)
+    weights = torch.cat([before[..., None], scores], dim=-1).softmax(-1)
+    block = torch.einsum("brhw,bwhd->brhd", weights[..., 1:], v)
+    return (weights[..., :1] * prefix.double().unflatten(0, (bs, rows)) + block).flatten(0, 1)

@@ -1,0 +1,189 @@
+"""The GPU benchmark's frame: its parts on a CPU at tiny shapes, its report, and what becomes of parts that fail."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle_server.bench.gpu import __main__ as gpu
+from eagle_server.bench.gpu.order import PARTS, Order
+from eagle_server.bench.gpu.report import markdown, plot
+from eagle_server.bench.gpu.suite import counts, run_suite
+
+
+@pytest.mark.slow
+def test_tiny_shapes_on_a_cpu_give_a_whole_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = ["floor", "decode", "peer", "mla"]
+    arguments = ["--tiny", "--device", "cpu", "--no-tests", "--out", str(tmp_path), "--parts", *parts]
+    assert gpu.main(arguments) == 0, capsys.readouterr().out
+    document = json.loads((tmp_path / "gpu.json").read_text())
+    assert {name: part["status"] for name, part in document["parts"].items()} == dict.fromkeys(parts, "ok")
+    decode, peer = (document["parts"][name]["result"] for name in ("decode", "peer"))
+    assert [goal["name"] for goal in decode["goals"]] == [
+        "plain step / floor",
+        "verify / plain step",
+        "cycle / plain step",
+    ]
+    assert decode["speculative"]["tokens_per_cycle"] > 1 == decode["plain"]["tokens_per_cycle"]
+    assert list(decode["speculative"]["stage_ms"])[:4] == ["extend", "propose", "build_tree", "verify"]
+    assert decode["tokens_alike"] == decode["tokens_compared"] > 0
+    assert peer["plain_tokens_alike"] == peer["speculative_tokens_alike"] == peer["tokens"], "transformers differs"
+    assert all(row["tree of 64"]["device_ms"] > 0 for row in document["parts"]["mla"]["result"]["rows"])
+    assert "**missed**" in capsys.readouterr().out
+    assert (tmp_path / "gpu.png").stat().st_size > 5000
+
+
+def pace(ms: float, tokens: float) -> dict[str, Any]:
+    return {
+        "batch": 1,
+        "cycles": 3,
+        "cycle_ms": ms,
+        "device_ms": ms - 0.1,
+        "stage_ms": {"verify": ms - 0.2, "accept": 0.1, "emit": 0.1},
+        "tokens_per_second": 1e3 * tokens / ms,
+        "tokens_per_cycle": tokens,
+    }
+
+
+def document(**parts: dict[str, Any]) -> dict[str, Any]:
+    return {"began": "now", "settings": {"tiny": False}, "machine": {"device": "a GPU", "versions": {}}, "parts": parts}
+
+
+def test_a_report_names_missed_goals_and_what_was_not_measured(tmp_path: Path) -> None:
+    goals = [
+        {"name": "plain step / floor", "measured": 1.3, "goal": 1.15, "met": False},
+        {"name": "cycle / plain step", "measured": 1.4, "goal": 1.45, "met": True},
+    ]
+    decode = {
+        "plain": pace(4.0, 1.0),
+        "speculative": pace(5.6, 4.4),
+        "floor_ms": 3.1,
+        "speedup": 3.1,
+        "tokens_compared": 9,
+        "tokens_alike": 9,
+        "goals": goals,
+    }
+    rows = [{"batch": n, "plain": pace(4.0, n), "speculative": pace(6.0, 4 * n), "speedup": 2.7} for n in (1, 64)]
+    series = {"1024": 4.0, "32768": 5.0}
+    contexts = {
+        "contexts": [1024, 32768],
+        "verify_ms": {"mask": series, "cascade": {"1024": 4.1}},
+        "propose_ms": {"beams": series},
+        "plain_step_ms": series,
+        "floor_ms": series,
+        "failed": {"verify mask, draft mask": "RuntimeError: no"},
+    }
+    mla = {"heads": 128, "rank": 512, "rope": 64, "rows": [{"context": 1024, "kv_mb": 1, "decode": {"failed": "none"}}]}
+    whole = document(
+        decode={"status": "ok", "result": decode},
+        batches={"status": "ok", "result": {"rows": rows}},
+        contexts={"status": "ok", "result": contexts},
+        mla={"status": "ok", "result": mla},
+        peer={"status": "failed", "reason": "ImportError: no transformers"},
+        profile={"status": "skipped", "reason": "the time budget is spent"},
+    )
+    whole["tests"] = {"status": "ok", "passed": 3, "failed": 1, "skipped": 0, "failures": ["x::y - z"], "skips": []}
+    text = markdown(whole)
+    assert "| plain step / floor | 1.300 | 1.15 | **missed** |" in text
+    assert "| cycle / plain step | 1.400 | 1.45 |  |" in text
+    assert "- peer: failed, ImportError: no transformers" in text
+    assert "- profile: skipped, the time budget is spent" in text
+    assert "| verify, cascade | 4.100 |  |" in text
+    assert "3 passed, 1 failed" in text and "x::y - z" in text
+    plot(tmp_path / "all.png", whole)
+    assert (tmp_path / "all.png").stat().st_size > 5000
+
+
+def test_a_report_of_nothing_is_a_report(tmp_path: Path) -> None:
+    nothing = document(floor={"status": "failed", "reason": "no GPU"}) | {"machine": {}}
+    assert "- floor: failed, no GPU" in markdown(nothing)
+    plot(tmp_path / "none.png", nothing)
+    assert not (tmp_path / "none.png").exists()
+
+
+CHILD = """
+import json, os, sys, time
+order = json.loads(sys.argv[1])
+path = order["file"]
+known = json.load(open(path)) if os.path.exists(path) else {}
+for name in order["parts"]:
+    known[name] = {"status": "running"}
+    json.dump(known, open(path, "w"))
+    if name == "decode": os._exit(77)
+    if name == "mla": time.sleep(60)
+    known[name] = {"status": "ok", "result": {}}
+    json.dump(known, open(path, "w"))
+"""
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def runs(program: str) -> None:
+        def command(order: Order) -> list[str]:
+            return [sys.executable, "-c", program, json.dumps(vars(order))]
+
+        monkeypatch.setattr(Order, "command", command)
+
+    return runs
+
+
+def test_a_part_that_kills_its_process_costs_only_itself(tmp_path: Path, child: Callable[[str], None]) -> None:
+    child(CHILD)
+    known = gpu.measure(["floor", "decode", "peer"], tmp_path, device="cpu", tiny=True, deadline=time.time() + 30)
+    assert {name: part["status"] for name, part in known.items()} == {"floor": "ok", "decode": "failed", "peer": "ok"}
+    assert "status 77" in known["decode"]["reason"]
+
+
+def test_a_part_that_hangs_is_ended_with_the_budget(
+    tmp_path: Path, child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child(CHILD)
+    monkeypatch.setattr(gpu, "GRACE", 1.0)
+    known = gpu.measure(["floor", "mla"], tmp_path, device="cpu", tiny=True, deadline=time.time() + 1)
+    assert known["floor"]["status"] == "ok"
+    assert known["mla"] == {"status": "failed", "reason": "still running when the time budget was spent"}
+
+
+def test_a_process_that_cannot_start_fails_every_part_once(tmp_path: Path, child: Callable[[str], None]) -> None:
+    child("raise SystemExit(5)")
+    known = gpu.measure(list(PARTS), tmp_path, device="cpu", tiny=True, deadline=time.time() + 30)
+    assert {part["status"] for part in known.values()} == {"failed"} and len(known) == len(PARTS)
+
+
+def test_outcomes_of_the_suite_are_counted_with_their_reasons() -> None:
+    text = (
+        "tests/gpu/a.py::x[cuda-[1]] PASSED [ 10%]\ntests/gpu/a.py::y[cuda-a b] FAILED [ 20%]\n"
+        "tests/gpu/a.py::z SKIPPED (why) [ 30%]\ntests/gpu/a.py::w PASSED\n"
+        "FAILED tests/gpu/a.py::y[cuda-a b] - AssertionError: assert 1 < 0\nSKIPPED [2] tests/gpu/conftest.py:9: why\n"
+        "SKIPPED [3] tests/gpu/a.py:1: why\n"
+    )
+    found = counts(text)
+    assert (found["passed"], found["failed"], found["skipped"]) == (2, 1, 1)
+    assert found["failures"] == ["tests/gpu/a.py::y[cuda-a b] - AssertionError: assert 1 < 0"]
+    assert found["skips"] == ["5 x why"]
+
+
+def test_the_suite_runs_without_the_projects_plugins_and_is_time_boxed(tmp_path: Path) -> None:
+    suite = tmp_path / "suite"
+    suite.mkdir()
+    (suite / "test_it.py").write_text(
+        "import pytest, time\n"
+        "pytestmark = pytest.mark.gpu\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert 1 == 2\n"
+        "def test_hangs(): time.sleep(60)\n"
+    )
+    found = run_suite(tmp_path, 6.0, suite)
+    assert (found["passed"], found["failed"], found["status"]) == (1, 1, "test_it.py stopped after 6 s")
+    assert run_suite(tmp_path, 6.0, tmp_path / "none")["status"] == "skipped"
+
+
+def test_the_full_model_is_not_for_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--device", "cpu"]) == 2
+    assert "--tiny" in capsys.readouterr().err
