@@ -6,6 +6,7 @@ Terms: `row` is a request's row in req_to_token; `seq_len` its committed length 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from eagle_server.request import TokenLogprob
@@ -44,12 +45,17 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Decode:
-    """A running request's turn: draft, verify, accept."""
+    """A running request's turn: draft, verify, accept.
+
+    `text` is all of its tokens, prompt and output, the verified_id last: the scheduler's own list, which grows after
+    the cycle.
+    """
 
     row: int
     seq_len: int
     verified_id: int
     sampling: Sampling
+    text: Sequence[int] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)

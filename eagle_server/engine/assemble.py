@@ -12,6 +12,7 @@ from eagle_server.cache.lease import KVLeases
 from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.radix import RadixCache
 from eagle_server.engine.backends import Backends
+from eagle_server.engine.drafters import Workbench, make_drafter
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.pools import make_pool
 from eagle_server.engine.shape import Shape
@@ -20,9 +21,6 @@ from eagle_server.models.target import TargetModel
 from eagle_server.request import Ready
 from eagle_server.scheduling.scheduler import Limits, Scheduler
 from eagle_server.worker.batch import Batches
-from eagle_server.worker.drafters.eagle import EagleDrafter
-from eagle_server.worker.drafters.interface import Drafter
-from eagle_server.worker.drafters.none import NoDrafter
 from eagle_server.worker.graphs import CudaRecorder, Graphs, Recorder
 from eagle_server.worker.verifier import Verifier
 from eagle_server.worker.warm_up import warm_up
@@ -48,19 +46,9 @@ def assemble(
     target.aux_boundaries = head.aux_boundaries if head is not None else ()
     backends = Backends(shape, device, flashinfer)
     graphs = Graphs(_recorder(shape, device) if recorder is None else recorder)
-    pools = [make_pool(target.config, slots, device)]
-    drafter: Drafter[Any] = NoDrafter()
-    if head is not None:
-        pools.append(make_pool(head.config, slots, device))
-        drafter = EagleDrafter(
-            head,
-            backends.make(head, pools[1], (shape.num_steps + 1, shape.topk), shape.draft_attention),
-            num_steps=shape.num_steps,
-            topk=shape.topk,
-            draft_token_num=shape.draft_token_num,
-            graphs=graphs,
-            beams=shape.backend == "flashinfer" and shape.draft_attention == "beams",
-        )
+    bench = Workbench(shape, slots, device, backends, graphs)
+    drafter, draft_pools = make_drafter(head, bench)
+    pools = [make_pool(target.config, slots, device), *draft_pools]
     allocator = PageAllocator(shape.max_total_tokens // shape.page_size, shape.page_size)
     width = shape.context_length + shape.window
     table = PageTable(shape.max_running, width, shape.page_size, mirrored=device.type != "cpu")

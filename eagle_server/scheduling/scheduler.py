@@ -102,7 +102,7 @@ class Scheduler:
                 chunks.append(_chunk(sequence, budget))
                 chunked.append(sequence)
                 budget -= len(chunks[-1].tokens)
-        decodes = tuple(Decode(s.row, s.committed, s.tokens[-1], s.sampling) for s in decoding)
+        decodes = tuple(Decode(s.row, s.committed, s.tokens[-1], s.sampling, s.tokens) for s in decoding)
         released, self._released = tuple(self._released), []
         plan = CyclePlan(tuple(chunks), decodes, released)
         self._planned = (plan, chunked, decoding)

@@ -24,6 +24,7 @@ class Accepted:
     path: Tensor  # int64 [bs, spec_steps + 1], node numbers, path[:, 0] = 0
     accept_length: Tensor  # int64 [bs]
     tokens: Tensor  # int64 [bs, spec_steps + 1]
+    drafted: Tensor  # int64 [bs], nodes that were proposed: without root and padding
     finite: Tensor  # bool [bs], False where a path node's best score is not: NaN or inf, or no token is allowed
 
 
@@ -42,9 +43,9 @@ def accept(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatc
     drawn, scores = draw(logits, tree.positions.view(bs, size) + 1, sampling, tree.spec_steps + 1)
     if size == 1:
         root = torch.zeros_like(drawn)
-        return Accepted(root, root[:, 0], drawn, scores.isfinite()[:, 0])
+        return Accepted(root, root[:, 0], drawn, root[:, 0], scores.isfinite()[:, 0])
     tokens_of = tree.draft_token.view(bs, size)
-    walked = walk_tree(
+    path, accept_length, tokens, finite = walk_tree(
         tokens_of, tree.parents, tree.depths, tree.custom_mask, drawn, scores.isfinite(), tree.spec_steps
     )
-    return Accepted(*walked)
+    return Accepted(path, accept_length, tokens, (tokens_of >= 0).sum(1) - 1, finite)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.interface import AttentionBatch, Causal, Layout, TreeMask
-from eagle_server.ops.tree import link_tree, retrive_links
+from eagle_server.ops.tree import ancestors, link_tree, retrive_links
 from eagle_server.speculation.attention_args import batch_arguments, kv_arguments
 
 
@@ -29,6 +29,22 @@ class Candidates:
 
 
 @dataclass(frozen=True)
+class TreeNodes:
+    """A proposal as an explicit tree, before the root is added: static trees, packed beams, tries.
+
+    Node i of the lists has number i + 1; the root is 0. Parents come before children. Requests with fewer nodes than
+    their neighbours are padded with token -1 under the root, which no draw equals.
+    """
+
+    tokens: Tensor  # int64 [bs, n], target vocabulary, -1: padding
+    parents: Tensor  # int64 [bs, n], node numbers
+    spec_steps: int  # no node is deeper
+
+
+Proposal = Candidates | TreeNodes
+
+
+@dataclass(frozen=True)
 class EagleVerifyInput:
     """A tree per request, D = draft_token_num nodes each, node 0 the root. Node numbers are parents-first.
 
@@ -36,13 +52,13 @@ class EagleVerifyInput:
     mask as it needs. `parents` is -1 at the root.
     """
 
-    draft_token: Tensor  # int64 [bs * D]
+    draft_token: Tensor  # int64 [bs * D], -1: padding, which is nobody's child for the walk
     custom_mask: Tensor  # bool [bs, D, D], ancestors and self
     positions: Tensor  # int64 [bs * D], seq_len + depth
     parents: Tensor  # int64 [bs, D]
     depths: Tensor  # int64 [bs, D]
     spec_steps: int
-    topk: int
+    topk: int  # children per node; 1: every tree is a chain; 0: nothing is known of them
     draft_token_num: int
 
     @cached_property
@@ -99,11 +115,17 @@ def verify_attention(
     return batch_arguments(rows, seq_lens + depths.shape[1], req_to_token, mask, layout)
 
 
-def build_tree(candidates: Candidates, verified_id: Tensor, seq_lens: Tensor) -> EagleVerifyInput:
+def build_tree(candidates: Proposal, verified_id: Tensor, seq_lens: Tensor) -> EagleVerifyInput:
     """Root every request's candidates at its verified_id [bs], which stands at position seq_lens [bs]."""
-    parents, depths, mask = link_tree(
-        candidates.selected_index, candidates.parent_list, candidates.topk, candidates.spec_steps
-    )
+    if isinstance(candidates, TreeNodes):
+        root = candidates.parents.new_full((len(verified_id), 1), -1)
+        parents, topk = torch.cat([root, candidates.parents], dim=1), 0
+        mask, depths = ancestors(parents, candidates.spec_steps)
+    else:
+        topk = candidates.topk
+        parents, depths, mask = link_tree(
+            candidates.selected_index, candidates.parent_list, topk, candidates.spec_steps
+        )
     return EagleVerifyInput(
         draft_token=torch.cat([verified_id[:, None], candidates.tokens], dim=1).view(-1),
         custom_mask=mask,
@@ -111,6 +133,6 @@ def build_tree(candidates: Candidates, verified_id: Tensor, seq_lens: Tensor) ->
         parents=parents,
         depths=depths,
         spec_steps=candidates.spec_steps,
-        topk=candidates.topk,
+        topk=topk,
         draft_token_num=parents.shape[1],
     )

@@ -78,6 +78,7 @@ class DecodeBatch:
     seq_lens: Tensor  # int64 [bs]
     verified_id: Tensor  # int64 [bs]
     counts: Tensor  # int64 [bs]
+    decodes: tuple[Decode, ...]  # without padding
     seq_lens_host: tuple[int, ...]
     counts_host: tuple[int, ...]
     extend_width: int
@@ -160,6 +161,7 @@ class Batches:
             seq_lens=numbers[1],
             verified_id=numbers[2],
             counts=numbers[3],
+            decodes=tuple(decodes),
             seq_lens_host=seq_lens,
             counts_host=counts,
             extend_width=self.carry.width if self.sizes else max(counts),

@@ -39,10 +39,13 @@ def emit(
     plan: CyclePlan, decoded: Decoded | None, drawn: Drawn | None
 ) -> tuple[tuple[Emitted, ...], tuple[Emitted, ...]]:
     """What chunks and decodes of the plan get, in its order. Waits for the device."""
-    accepted = () if decoded is None else (decoded.accepted.path, decoded.accepted.tokens, decoded.accepted.finite)
+    accepted: tuple[Tensor, ...] = ()
+    if decoded is not None:
+        a = decoded.accepted
+        accepted = (a.path, a.tokens, a.drafted, a.finite)
     first = () if drawn is None else (drawn.tokens, drawn.finite)
     values = to_host(*accepted, *first)
-    decodes = () if decoded is None else _decodes(plan.decodes, decoded, *values[:3])
+    decodes = () if decoded is None else _decodes(plan.decodes, decoded, *values[:4])
     chunks = () if drawn is None else _chunks(plan.chunks, drawn, *values[-2:])
     return chunks, decodes
 
@@ -52,6 +55,7 @@ def _decodes(
     decoded: Decoded,
     paths: list[list[int]],
     tokens: list[list[int]],
+    drafted: list[int],
     finite: list[bool],
 ) -> tuple[Emitted, ...]:
     out = []
@@ -60,7 +64,7 @@ def _decodes(
         kept = tokens[number][: len(rows)]
         logprobs = _logprobs(decoded.logits, rows, kept, decode.sampling.logprobs)
         failed = None if finite[number] else NOT_FINITE
-        out.append(Emitted(tuple(kept), decoded.size - 1, logprobs, failed=failed))
+        out.append(Emitted(tuple(kept), drafted[number], logprobs, failed=failed))
     return tuple(out)
 
 

@@ -67,7 +67,7 @@ class Verifier:
         depths: Tensor,
     ) -> Verified:
         planned = prepared.bind(verify_attention(custom_mask, depths, rows, seq_lens, req_to_token, layout))
-        out = self.target(draft_token, positions, planned)
+        out = self.target(draft_token.clamp(min=0), positions, planned)
         return Verified(self.target.logits(out.hidden), _features(out))
 
     def prefill(self, batch: PromptBatch, chunks: tuple[Chunk, ...]) -> Prefilled:

@@ -32,6 +32,8 @@ class Worker:
         """
         clock = StageClock(self.batches.device)
         batch = self.batches.begin(plan)
+        for row in plan.released:
+            self.drafter.forget(row)
         decoded = drawn = None
         if batch is not None:
             with clock.stage("extend"):

@@ -42,6 +42,9 @@ class EagleDrafter:
         self.num_steps, self.topk, self.draft_token_num = num_steps, topk, draft_token_num
         self.graphs, self.beams = graphs or Graphs(), beams
 
+    def forget(self, row: int) -> None:
+        """Nothing is kept by row but KV, which the next request there writes anew."""
+
     def prefill(self, prompts: PromptFeatures) -> None:
         """Draft KV of prompt rows, causally."""
         batch = prompts.batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
-from eagle_server.speculation.tree import Candidates
+from eagle_server.speculation.tree import Proposal
 from eagle_server.worker.batch import DecodeBatch, PromptFeatures
 
 State = TypeVar("State")
@@ -15,6 +15,10 @@ class Drafter(Protocol[State]):
 
     feeds: bool
 
+    def forget(self, row: int) -> None:
+        """The request in this row of req_to_token has ended, or was preempted."""
+        ...
+
     def prefill(self, prompts: PromptFeatures) -> None:
         """Show the drafter pieces of prompts."""
         ...
@@ -23,6 +27,6 @@ class Drafter(Protocol[State]):
         """Show the drafter the newly accepted tokens, which are in `batch.carry`; the state of the requests."""
         ...
 
-    def propose(self, draft: State, batch: DecodeBatch) -> Candidates:
+    def propose(self, draft: State, batch: DecodeBatch) -> Proposal:
         """The candidate nodes of each decoding request."""
         ...

@@ -11,6 +11,9 @@ class NoDrafter:
 
     feeds = False
 
+    def forget(self, row: int) -> None:
+        return None
+
     def prefill(self, prompts: PromptFeatures) -> None:
         return None
 
