@@ -85,7 +85,7 @@ def _options() -> dict[str, Option]:
 
 OPTIONS = _options()
 _ALGORITHM = "speculative-algorithm"
-_ALIASES = {"speculative-eagle-topk": ["--topk"]}
+_ALIASES = {"speculative-eagle-topk": ["--topk"], "speculative-medusa-choices": ["--medusa-choices"]}
 
 
 def parse_args(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Config:

@@ -12,11 +12,10 @@ from eagle_server.cache.lease import KVLeases
 from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.radix import RadixCache
 from eagle_server.engine.backends import Backends
-from eagle_server.engine.drafters import Workbench, make_drafter
+from eagle_server.engine.drafters import Draft, Workbench, make_drafter
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.pools import make_pool
 from eagle_server.engine.shape import Shape
-from eagle_server.models.draft import DraftHead
 from eagle_server.models.target import TargetModel
 from eagle_server.request import Ready
 from eagle_server.scheduling.scheduler import Limits, Scheduler
@@ -29,7 +28,7 @@ from eagle_server.worker.worker import Worker
 
 def assemble(
     target: TargetModel,
-    head: DraftHead | None,
+    head: Draft | None,
     shape: Shape,
     *,
     algorithm: str = "NONE",
@@ -62,7 +61,7 @@ def assemble(
         poison(list(range(1, allocator.num_pages + 1)))
     radix = RadixCache(shape.page_size) if shape.radix else None
     kv = KVLeases(allocator, table, radix, poison if shape.poison else None)
-    steps = shape.num_steps if head is not None else 0
+    steps = max(shape.num_steps if head is not None else 0, shape.ngram_depth)
     limits = Limits(
         context_length=shape.context_length,
         max_running=shape.max_running,
@@ -96,7 +95,7 @@ def _recorder(shape: Shape, device: torch.device) -> Recorder | None:
     return CudaRecorder() if shape.graph_sizes and device.type == "cuda" else None
 
 
-def _check(head: DraftHead | None, shape: Shape) -> None:
+def _check(head: Draft | None, shape: Shape) -> None:
     """Refuse numbers with which no request could be served."""
     usable = shape.max_total_tokens // shape.page_size * shape.page_size
     if usable < shape.window + 2:

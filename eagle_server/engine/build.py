@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from eagle_server.config import Config, ConfigError, SpeculativeParams, resolve_speculative
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.devices import graph_sizes, memory_for_kv, resolve_backend, resolve_device, threads_for
+from eagle_server.engine.drafters import kv_config
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.pools import bytes_per_slot
 from eagle_server.engine.shape import Shape
+from eagle_server.engine.static_trees import given_choices, with_choices, with_token_tree
 from eagle_server.models.config import ModelConfig, read_config
-from eagle_server.models.load_draft import LoadedDraft, load_draft
+from eagle_server.models.load_draft import Algorithm, LoadedDraft, load_draft
 from eagle_server.models.loader import load_target
+from eagle_server.models.medusa_head import MedusaHeads
 from eagle_server.models.target import TargetModel
 from eagle_server.models.weights import resolve_checkpoint, resolve_file
 
@@ -40,13 +43,14 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
         config.target_path,
         dtype=config.model.dtype,
         context=context,
-        lookahead=shape.window,
+        lookahead=_lookahead(config, shape),
         device=device,
         progress=progress,
     )
     torch.set_num_threads(config.device.cpu_threads or threads_for(facts))
-    draft = _load_draft(config, target, shape, progress=progress) if config.speculates else None
-    algorithm = draft.kind if draft is not None else "NONE"
+    draft = _load_draft(config, target, shape, progress=progress) if config.draft_path is not None else None
+    shape = with_token_tree(_with_medusa(config, shape, draft), draft, config.speculative.token_tree)
+    algorithm = _algorithm(config, draft)
     memory = memory_for_kv(config, device)
     slots = config.cache.max_total_tokens or _slots_that_fit(shape, target.config, draft, memory)
     backend = resolve_backend(config, device, target.config.dtype)
@@ -54,6 +58,11 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
     resolved = _resolved(config, shape, target, trees, algorithm)
     logger.info("resolved configuration: %s", resolved)
     return assemble(target, draft.head if draft else None, replace(shape, resolved=resolved), algorithm=algorithm)
+
+
+def _algorithm(config: Config, draft: LoadedDraft | None) -> str:
+    names = [draft.kind] if draft is not None else []
+    return "+".join([*names, *(["NGRAM"] if config.speculative.drafts_ngrams else [])]) or "NONE"
 
 
 def _context_length(config: Config, facts: ModelConfig) -> int:
@@ -74,16 +83,43 @@ def _shape(config: Config, context: int, trees: SpeculativeParams | None) -> Sha
     )
     if trees is None:
         return shape
-    return replace(shape, num_steps=trees.num_steps, topk=trees.eagle_topk, draft_token_num=trees.num_draft_tokens)
+    return replace(
+        shape,
+        num_steps=trees.num_steps,
+        topk=trees.eagle_topk,
+        draft_token_num=trees.num_draft_tokens,
+        ngram_depth=trees.ngram_depth,
+    )
+
+
+def _lookahead(config: Config, shape: Shape) -> int:
+    """Positions past the context that drafting may write, whatever kind of draft will be found."""
+    choices, tree = config.speculative.medusa_choices, config.speculative.token_tree
+    if tree is not None:
+        return max(shape.window, len(given_choices(tree, "--speculative-token-tree")) + 1)
+    may_be_medusa = config.speculates and config.speculative.algorithm in (None, "MEDUSA")
+    return max(shape.window, len(given_choices(choices)) + 1) if may_be_medusa else shape.window
+
+
+def _with_medusa(config: Config, shape: Shape, draft: LoadedDraft | None) -> Shape:
+    """`shape` with a static tree if the draft is Medusa's; options that are for other drafts are refused."""
+    choices = config.speculative.medusa_choices
+    if draft is None or not isinstance(draft.head, MedusaHeads):
+        if choices is not None:
+            raise ConfigError("--medusa-choices: the draft's files hold no Medusa heads; drop it")
+        return shape
+    if config.speculative.given_parameters() is not None:
+        raise ConfigError("--speculative-num-steps: Medusa's trees follow from --medusa-choices alone; drop it")
+    return with_choices(shape, draft.head, choices)
 
 
 def _load_draft(config: Config, target: TargetModel, shape: Shape, *, progress: bool) -> LoadedDraft:
     assert config.draft_path is not None
-    algorithm, token_map = config.speculative.algorithm, config.speculative.token_map
+    algorithm, token_map = cast("Algorithm | None", config.speculative.head_algorithm), config.speculative.token_map
     return load_draft(
         config.draft_path,
         target,
-        algorithm=None if algorithm == "NONE" else algorithm,
+        algorithm=algorithm,
         context=shape.context_length,
         lookahead=shape.window,
         token_map=None if token_map is None else resolve_file(token_map),
@@ -95,7 +131,8 @@ def _load_draft(config: Config, target: TargetModel, shape: Shape, *, progress: 
 
 def _slots_that_fit(shape: Shape, target: ModelConfig, draft: LoadedDraft | None, memory: int) -> int:
     """Slots for every request at full context, but no more than `memory` bytes hold."""
-    configs = [target] + ([draft.head.config] if draft is not None else [])
+    drafted = None if draft is None else kv_config(draft.head)
+    configs = [target] if drafted is None else [target, drafted]
     per_slot = sum(bytes_per_slot(c) for c in configs)
     wanted = shape.max_running * (shape.context_length + shape.window)
     slots = min(wanted, memory // per_slot)
@@ -122,5 +159,9 @@ def _resolved(
     if trees is not None:
         names = asdict(trees)
         values["speculative"].update(names)
+    if shape.choices:
+        drafted = SpeculativeParams(shape.num_steps, shape.topk, shape.draft_token_num)
+        name = "medusa_choices" if config.speculative.token_tree is None else "token_tree"
+        values["speculative"].update(asdict(drafted) | {name: [list(node) for node in shape.choices]})
     values["cache"].update(max_total_tokens=shape.max_total_tokens)
     return values

@@ -11,13 +11,22 @@ from eagle_server.cache.pool import KVPool, LatentPool
 from eagle_server.engine.backends import Backends
 from eagle_server.engine.pools import make_pool
 from eagle_server.engine.shape import Shape
+from eagle_server.models.config import ModelConfig
 from eagle_server.models.draft import DraftHead
+from eagle_server.models.medusa_head import MedusaHeads
+from eagle_server.models.redrafter import RedrafterHead
+from eagle_server.speculation.static_tree import static_tree
 from eagle_server.worker.drafters.eagle import EagleDrafter
 from eagle_server.worker.drafters.interface import Drafter
+from eagle_server.worker.drafters.medusa import MedusaDrafter
+from eagle_server.worker.drafters.mixture import MixtureDrafter
+from eagle_server.worker.drafters.ngram import NgramDrafter
 from eagle_server.worker.drafters.none import NoDrafter
+from eagle_server.worker.drafters.redrafter import RedrafterDrafter
+from eagle_server.worker.drafters.static_eagle import StaticEagleDrafter
 from eagle_server.worker.graphs import Graphs
 
-Draft = DraftHead  # what a drafter is made of; None: plain decoding
+Draft = DraftHead | MedusaHeads | RedrafterHead  # what a drafter is made of; None: plain decoding
 
 
 @dataclass(frozen=True)
@@ -31,19 +40,77 @@ class Workbench:
     graphs: Graphs
 
 
+def kv_config(draft: Draft) -> ModelConfig | None:
+    """The shape of the KV pool that a draft writes, None if it writes none."""
+    return None if isinstance(draft, MedusaHeads | RedrafterHead) else draft.config
+
+
 def make_drafter(draft: Draft | None, bench: Workbench) -> tuple[Drafter[Any], list[KVPool | LatentPool]]:
     """The drafter, and the KV pools that it brought."""
     if draft is None:
-        return NoDrafter(), []
+        return _without_model(bench.shape), []
     shape = bench.shape
+    if isinstance(draft, RedrafterHead):
+        return _redrafter(draft, bench), []
+    if isinstance(draft, MedusaHeads):
+        return _medusa(draft, bench), []
     pool = make_pool(draft.config, bench.slots, bench.device)
+    if shape.choices:
+        tree = static_tree(shape.choices, bench.device)
+        attention = bench.backends.make(draft, pool, {shape.num_steps + 1, *tree.rows}, shape.draft_attention)
+        return StaticEagleDrafter(draft, attention, tree, bench.graphs), [pool]
     drafter = EagleDrafter(
         draft,
-        bench.backends.make(draft, pool, (shape.num_steps + 1, shape.topk), shape.draft_attention),
+        bench.backends.make(
+            draft, pool, (max(shape.num_steps, shape.ngram_depth) + 1, shape.topk), shape.draft_attention
+        ),
         num_steps=shape.num_steps,
         topk=shape.topk,
         draft_token_num=shape.draft_token_num,
         graphs=bench.graphs,
         beams=shape.backend == "flashinfer" and shape.draft_attention == "beams",
     )
-    return drafter, [pool]
+    return _with_ngrams(drafter, bench), [pool]
+
+
+def _without_model(shape: Shape) -> Drafter[Any]:
+    if shape.ngram_depth:
+        return NgramDrafter(num_steps=shape.ngram_depth, draft_token_num=shape.draft_token_num)
+    return NoDrafter()
+
+
+def _with_ngrams(drafter: EagleDrafter, bench: Workbench) -> Drafter[Any]:
+    shape = bench.shape
+    if not shape.ngram_depth:
+        return drafter
+    return MixtureDrafter(
+        drafter,
+        trie_depth=shape.ngram_depth,
+        draft_token_num=shape.draft_token_num,
+        device=bench.device,
+        graphs=bench.graphs,
+        graph_sizes=shape.graph_sizes,
+    )
+
+
+def _medusa(heads: MedusaHeads, bench: Workbench) -> MedusaDrafter:
+    shape = bench.shape
+    return MedusaDrafter(heads, shape.choices, device=bench.device, graphs=bench.graphs, graph_sizes=shape.graph_sizes)
+
+
+def _redrafter(head: RedrafterHead, bench: Workbench) -> RedrafterDrafter:
+    shape = bench.shape
+    most = shape.num_steps * shape.topk + 1
+    if shape.draft_token_num > most:
+        raise ValueError(
+            f"--speculative-num-draft-tokens {shape.draft_token_num}: {shape.topk} beams of {shape.num_steps} tokens "
+            f"have at most {most} nodes, the root included"
+        )
+    return RedrafterDrafter(
+        head,
+        num_steps=shape.num_steps,
+        beam_width=shape.topk,
+        draft_token_num=shape.draft_token_num,
+        graphs=bench.graphs,
+        graph_sizes=shape.graph_sizes,
+    )

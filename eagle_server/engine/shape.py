@@ -14,8 +14,8 @@ TreeMode = Literal["auto", "mask", "cascade", "beams"]
 class Shape:
     """The numbers an engine is built from; every one is concrete.
 
-    `num_steps`, `topk` and `draft_token_num` describe the trees; without a head they stay at their defaults. Both
-    models' RoPE tables must reach `context_length + window`.
+    `num_steps` and `topk` describe a head's trees, `ngram_depth` tries of n-grams (0: none are drafted), and
+    `draft_token_num` what is verified of both. Both models' RoPE tables must reach `context_length + window`.
     """
 
     context_length: int
@@ -23,6 +23,8 @@ class Shape:
     num_steps: int = 0
     topk: int = 1
     draft_token_num: int = 1
+    ngram_depth: int = 0
+    choices: tuple[tuple[int, ...], ...] = ()  # a static tree, see `speculation.medusa_choices`
     page_size: int = 1
     max_running: int = 48
     chunk_tokens: int = 512
@@ -37,4 +39,5 @@ class Shape:
     @property
     def window(self) -> int:
         """Lookahead slots per decoding request: what drafting and verifying write past the committed length."""
-        return max((self.num_steps - 1) * self.topk, self.draft_token_num)
+        drafting = 0 if self.choices else (self.num_steps - 1) * self.topk
+        return max(drafting, self.draft_token_num)

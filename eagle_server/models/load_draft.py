@@ -22,19 +22,27 @@ from eagle_server.models.eagle import EagleHead
 from eagle_server.models.eagle3 import Eagle3Head
 from eagle_server.models.layers import pack_linears
 from eagle_server.models.loader import created_as
+from eagle_server.models.medusa_files import medusa_files
+from eagle_server.models.medusa_head import MEDUSA_2, MedusaHeads
 from eagle_server.models.mtp import MtpHead
 from eagle_server.models.mtp_files import mtp_config, mtp_layer, mtp_name
 from eagle_server.models.post_norm_head import PostNormHead
+from eagle_server.models.redrafter import RedrafterHead, redrafter_config
 from eagle_server.models.rope import at_context
 from eagle_server.models.target import TargetModel
 from eagle_server.models.weights import copy_weights, open_weights, refuse_quantized, resolve_checkpoint
 
-Algorithm = Literal["EAGLE", "EAGLE3", "NEXTN"]
+Algorithm = Literal["EAGLE", "EAGLE3", "MEDUSA", "NEXTN", "REDRAFTER"]
 _HEADS: dict[DraftKind, tuple[Algorithm, str]] = {
     DraftKind.EAGLE: ("EAGLE", "an EAGLE head"),
     DraftKind.EAGLE3: ("EAGLE3", "an EAGLE3 head"),
+    DraftKind.MEDUSA: ("MEDUSA", "Medusa heads"),
     DraftKind.MTP: ("NEXTN", "an MTP layer (NEXTN)"),
+    DraftKind.REDRAFTER: ("REDRAFTER", "a ReDrafter head"),
 }
+_NAMES = dict(_HEADS.values())
+
+_CONFIG = "config.json"  # Medusa heads do without
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +52,7 @@ class LoadedDraft:
     """A draft head, and the algorithm that it is for."""
 
     kind: Algorithm
-    head: DraftHead
+    head: DraftHead | MedusaHeads | RedrafterHead
 
 
 def load_draft(  # noqa: PLR0913
@@ -61,28 +69,30 @@ def load_draft(  # noqa: PLR0913
 ) -> LoadedDraft:
     """The EAGLE-1/2 or EAGLE-3 head or MTP layer of a directory or Hub id, in the target's dtype and on its device.
 
-    `path` may be `target_path` itself, if the target brings an MTP layer. The head's RoPE table covers `context` and
-    `lookahead`, whatever the draft's max_position_embeddings is. `token_map` is an FR-Spec file. `overrides` replaces
-    keys of config.json, nested objects key by key; `aux_boundaries` there settles the aux layers. The target is not
-    changed: set `target.aux_boundaries = head.aux_boundaries` before using the head.
+    `path` may be `target_path` itself, if the target brings Medusa heads or an MTP layer. The head's RoPE table covers
+    `context` and `lookahead`, whatever the draft's max_position_embeddings is. `token_map` is an FR-Spec file.
+    `overrides` replaces keys of config.json, nested objects key by key; `aux_boundaries` there settles the aux layers.
+    The target is not changed: set `target.aux_boundaries = head.aux_boundaries` before using the head.
 
     Raises:
         CheckpointError: another format, an inexact checkpoint, or one for another target; `algorithm` contradicts it.
     """
     directory, overrides = resolve_checkpoint(path), overrides or {}
     is_target = target_path is not None and directory.resolve() == resolve_checkpoint(target_path).resolve()
-    raw = read_config(directory)
+    raw = read_config(directory) if (directory / _CONFIG).is_file() else {}
     refuse_quantized(raw, str(directory / "config.json"))
     files = DraftFiles(directory, raw, clean_names(open_weights(directory), directory))
     how = _Options(overrides, context, lookahead, is_target, progress)
-    kind = _supported(DraftKind.MTP if is_target else detect(files), algorithm, directory)
+    kind = _supported(_found(files, is_target=is_target), algorithm, directory)
+    if kind != "MEDUSA" and not raw:
+        read_config(directory)  # says what is missing
     flat = flatten(files, overrides)
     with created_as(target.embed.dtype, target.embed.device):
         head = _LOADERS[kind](flat, files, target, how)
         if token_map is not None and isinstance(head, PostNormHead):
             head.restrict_vocabulary(load_token_map(token_map, target.config.vocab_size))
         elif token_map is not None:
-            log.warning("%s: ignored, as an EAGLE-3 head has its own vocabulary", token_map)
+            log.warning("%s: ignored, as %s has its own vocabulary", token_map, _NAMES[kind])
     head.requires_grad_(requires_grad=False).eval()
     pack_linears(head)
     return LoadedDraft(kind, head)
@@ -101,6 +111,12 @@ class _Options:
     def served(self, layers: ModelConfig) -> ModelConfig:
         """The layers with RoPE as it is at the served context, which the trees' lookahead must not change."""
         return replace(layers, rope=at_context(layers.rope, layers.head_dim, self.context))
+
+
+def _found(files: DraftFiles, *, is_target: bool) -> DraftKind:
+    if not is_target:
+        return detect(files)
+    return DraftKind.MEDUSA if files.has_prefix(MEDUSA_2) else DraftKind.MTP
 
 
 def _supported(found: DraftKind, algorithm: Algorithm | None, directory: Path) -> Algorithm:
@@ -165,13 +181,29 @@ def _load_mtp(flat: Mapping[str, Any], files: DraftFiles, target: TargetModel, h
     return head
 
 
-_LOADERS: Mapping[Algorithm, Callable[..., EagleHead | Eagle3Head | MtpHead]] = {
+def _load_redrafter(flat: Mapping[str, Any], files: DraftFiles, target: TargetModel, how: _Options) -> RedrafterHead:
+    config = redrafter_config(flat, files, target.config)
+    head = RedrafterHead(config, TargetWeights(target.embed.detach(), target.lm_head))
+    _fill(head, files, how)
+    return head
+
+
+def _load_medusa(flat: Mapping[str, Any], files: DraftFiles, target: TargetModel, how: _Options) -> MedusaHeads:
+    config, tensors = medusa_files(files, target.config)
+    heads = MedusaHeads(config, TargetWeights(target.embed.detach(), target.lm_head))
+    copy_weights(dict(heads.weight_views()), tensors, source=files.directory, progress=how.progress)
+    return heads
+
+
+_LOADERS: Mapping[Algorithm, Callable[..., EagleHead | Eagle3Head | MedusaHeads | MtpHead | RedrafterHead]] = {
     "EAGLE": _load_eagle,
     "EAGLE3": _load_eagle3,
+    "MEDUSA": _load_medusa,
     "NEXTN": _load_mtp,
+    "REDRAFTER": _load_redrafter,
 }
 
 
-def _fill(head: EagleHead | Eagle3Head, files: DraftFiles, how: _Options) -> None:
+def _fill(head: EagleHead | Eagle3Head | RedrafterHead, files: DraftFiles, how: _Options) -> None:
     views = {canonical_name(name): view for name, view in head.weight_views()}
     copy_weights(views, files.tensors, source=files.directory, progress=how.progress)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from eagle_server.models.config import CheckpointError, ModelConfig, read_config
 from eagle_server.models.layers import Views, pack_linears
+from eagle_server.models.medusa_head import MEDUSA_2
 from eagle_server.models.rope import at_context
 from eagle_server.models.target import TargetModel
 from eagle_server.models.weights import Weights, copy_weights, open_weights, refuse_quantized, resolve_checkpoint
@@ -91,15 +92,20 @@ def created_as(dtype: torch.dtype, device: str | torch.device) -> Iterator[None]
 
 
 def save_checkpoint(
-    model: HasWeightViews, directory: Path, config_json: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16
+    model: HasWeightViews,
+    directory: Path,
+    config_json: Mapping[str, Any],
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    file: str = "model.safetensors",
 ) -> None:
-    """Write model.safetensors, under the published names and with floats in `dtype`, and config.json."""
+    """Write `file`, under the published names and with floats in `dtype`, and config.json."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: view.detach().to("cpu", dtype if view.is_floating_point() else view.dtype).clone().contiguous()
         for name, view in model.weight_views()
     }
-    weights = directory / "model.safetensors"
+    weights = directory / file
     save_file(tensors, weights, metadata={"format": "pt"})
     weights.chmod(0o644)  # safetensors writes files that only their owner may read
     config = {**config_json, "dtype": str(dtype).removeprefix("torch.")}
@@ -120,8 +126,8 @@ def _eos_token_ids(directory: Path, config: ModelConfig) -> tuple[int, ...]:
 
 
 def _without_inert(stored: Weights, config: ModelConfig) -> Weights:
-    """Drop what is not the target's: layers that draft, RoPE frequencies, the copy of a tied embedding if it is one."""
-    drafting = tuple(f"model.layers.{config.num_layers + k}." for k in range(config.nextn_layers))
+    """Drop what is not the target's: what drafts, RoPE frequencies, the copy of a tied embedding if it is one."""
+    drafting = (MEDUSA_2, *(f"model.layers.{config.num_layers + k}." for k in range(config.nextn_layers)))
     kept = {
         name: tensor
         for name, tensor in stored.items()

@@ -45,4 +45,5 @@ class CandidatePool:
             parent_list=torch.cat(self._parents, dim=1)[:, :width],
             topk=self.topk,
             spec_steps=self.levels,
+            scores=scores.gather(1, selected),
         )

@@ -26,6 +26,7 @@ class Candidates:
     parent_list: Tensor  # int64 [bs, K * (spec_steps - 1) + 1]
     topk: int
     spec_steps: int
+    scores: Tensor | None = None  # float32 [bs, n], log-probabilities of the paths, if the drafter has them
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,12 @@ from eagle_server.models.weights import resolve_checkpoint
 from eagle_server.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library
 from eagle_server.training.eagle3 import Recipe, train_head
 from eagle_server.training.export import export_demo, export_head, export_target
+from eagle_server.training.medusa import MedusaRecipe, export_medusa, train_medusa
+from eagle_server.training.redrafter import RedrafterRecipe, train_redrafter
 from eagle_server.training.target import DEMO_TARGET, VOCAB_SIZE, train_target
 
 ASSETS = Path(__file__).parents[1] / "assets" / "demo"
+AnyRecipe = Recipe | MedusaRecipe | RedrafterRecipe
 DEMO_HEAD = Recipe(draft_vocab=2048, intermediate_size=512, steps=900, sampled_texts=2048)
 
 _ABOUT = """\
@@ -29,6 +32,7 @@ Train draft heads, and the demo pair that this package carries.
   a head for a target of yours:
     python -m eagle_server.training eagle3 --target PATH_OR_HUB_ID --data FILE_OR_DIRECTORY... --out HEAD
     python -m eagle_server --model-path PATH_OR_HUB_ID --speculative-draft-model-path HEAD
+  Medusa heads for it: the same with `medusa` for eagle3 and, when serving, --speculative-algorithm MEDUSA
   the demo pair, all stages in order (tokenizer, target, export of the target, eagle3, export):
     python -m eagle_server.training demo --work DIR
 
@@ -72,23 +76,21 @@ def _parser() -> argparse.ArgumentParser:
     for one in (demo, export):
         one.add_argument("--out", type=Path, default=ASSETS, help="where the pair goes (%(default)s)")
     _add_head_arguments(stage("eagle3", _head, "train an EAGLE-3 head (or EAGLE-1) for a dense target"))
+    _add_medusa_arguments(stage("medusa", _medusa, "train Medusa heads for a dense target"))
+    _add_redrafter_arguments(stage("redrafter", _redrafter, "train a ReDrafter head for a dense target"))
     return parser
 
 
-def _add_head_arguments(parser: argparse.ArgumentParser) -> None:
-    default = Recipe()
+def _add_common_arguments(parser: argparse.ArgumentParser, default: AnyRecipe) -> None:
+    """What every head's training is told."""
     parser.add_argument("--target", required=True, help="checkpoint directory or Hub id of a dense target")
     parser.add_argument("--out", type=Path, required=True, help="where the head is written; training/ below it resumes")
     parser.add_argument(
         "--data", type=Path, nargs="+", help="text files or directories of them (not given: Python's standard library)"
     )
     parser.add_argument(
-        "--kind", choices=("eagle3", "eagle"), default=default.kind, help="the head's format (%(default)s)"
-    )
-    parser.add_argument(
         "--steps", type=int, default=default.steps, help="training steps of about 6144 rows (%(default)s)"
     )
-    parser.add_argument("--passes", type=int, default=default.passes, help="draft steps that are trained (%(default)s)")
     parser.add_argument("--peak", type=float, default=default.peak, help="highest learning rate (%(default)s)")
     parser.add_argument(
         "--length", type=int, default=default.length, help="tokens per text; one in eight is longer (%(default)s)"
@@ -99,15 +101,42 @@ def _add_head_arguments(parser: argparse.ArgumentParser) -> None:
         default=default.sampled_texts,
         help="texts the target writes to train on (%(default)s)",
     )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device to train on (%(default)s)"
+    )
+    parser.add_argument("--compile", action="store_true", help="use torch.compile (some minutes at first, then faster)")
+
+
+def _add_head_arguments(parser: argparse.ArgumentParser) -> None:
+    default = Recipe()
+    _add_common_arguments(parser, default)
+    parser.add_argument(
+        "--kind", choices=("eagle3", "eagle"), default=default.kind, help="the head's format (%(default)s)"
+    )
+    parser.add_argument("--passes", type=int, default=default.passes, help="draft steps that are trained (%(default)s)")
     parser.add_argument("--draft-vocab", type=int, help="only the most frequent tokens are drafted (EAGLE-3)")
     parser.add_argument("--ffn", type=int, help="width of the head's MLP (not given: the target's)")
     parser.add_argument(
         "--aux-layers", type=int, nargs="+", metavar="B", help="boundaries to read, B = after B layers (EAGLE-3)"
     )
+
+
+def _add_medusa_arguments(parser: argparse.ArgumentParser) -> None:
+    default = MedusaRecipe()
+    _add_common_arguments(parser, default)
+    parser.add_argument("--heads", type=int, default=default.heads, help="positions guessed ahead (%(default)s)")
+    parser.add_argument("--layers", type=int, default=default.layers, help="residual blocks per head (%(default)s)")
+    parser.add_argument("--texts", type=int, default=default.texts, help="at most so many per step (%(default)s)")
+
+
+def _add_redrafter_arguments(parser: argparse.ArgumentParser) -> None:
+    default = RedrafterRecipe()
+    _add_common_arguments(parser, default)
     parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device to train on (%(default)s)"
+        "--rollout", type=int, default=default.rollout, help="draft steps that are trained (%(default)s)"
     )
-    parser.add_argument("--compile", action="store_true", help="use torch.compile (some minutes at first, then faster)")
+    parser.add_argument("--exit-dim", type=int, help="width of the residual blocks (not given: twice the target's)")
+    parser.add_argument("--draft-layers", type=int, default=default.draft_layers, help="how many blocks (%(default)s)")
 
 
 def _tokenizer(parsed: argparse.Namespace) -> None:
@@ -132,13 +161,53 @@ def _head(parsed: argparse.Namespace) -> None:
         sampled_texts=parsed.sampled_texts,
         compiled=parsed.compile,
     )
+    _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out)
+
+
+def _medusa(parsed: argparse.Namespace) -> None:
+    recipe = MedusaRecipe(
+        heads=parsed.heads,
+        layers=parsed.layers,
+        steps=parsed.steps,
+        peak=parsed.peak,
+        texts=parsed.texts,
+        length=parsed.length,
+        sampled_texts=parsed.sampled_texts,
+        compiled=parsed.compile,
+    )
+    target, corpus = _target_and_corpus(parsed)
+    training = parsed.out / "training"
+    _claim(training, recipe)
+    export_medusa(train_medusa(target, corpus, recipe, training), parsed.out)
+    _report(parsed.out, recipe)
+
+
+def _redrafter(parsed: argparse.Namespace) -> None:
+    recipe = RedrafterRecipe(
+        steps=parsed.steps,
+        rollout=parsed.rollout,
+        peak=parsed.peak,
+        exit_dim=parsed.exit_dim,
+        draft_layers=parsed.draft_layers,
+        length=parsed.length,
+        sampled_texts=parsed.sampled_texts,
+        compiled=parsed.compile,
+    )
+    target, corpus = _target_and_corpus(parsed)
+    training = parsed.out / "training"
+    _claim(training, recipe)
+    export_head(train_redrafter(target, corpus, recipe, training), parsed.out)
+    _report(parsed.out, recipe)
+
+
+def _target_and_corpus(parsed: argparse.Namespace) -> tuple[TargetModel, Corpus]:
     directory = resolve_checkpoint(parsed.target)
     target = load_target(directory, dtype="float32", device=parsed.device, pack=False)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     end = target.config.eos_token_ids[0] if target.config.eos_token_ids else 0
     cache = parsed.out / "training" / "corpus.npz"
     read = own_files(tokenizer, parsed.data, end, cache) if parsed.data else standard_library(tokenizer, end, cache)
-    _train_and_write(target, read, recipe, parsed.out)
+    return target, read
 
 
 def _export(parsed: argparse.Namespace) -> None:
@@ -163,10 +232,14 @@ def _train_and_write(target: TargetModel, corpus: Corpus, recipe: Recipe, out: P
     training = out / "training"
     _claim(training, recipe)
     export_head(train_head(target, corpus, recipe, training), out)
-    print(f"{out}: done; curves in {training / f'{recipe.kind}-loss.png'}")
+    _report(out, recipe)
 
 
-def _claim(directory: Path, recipe: Recipe) -> None:
+def _report(out: Path, recipe: AnyRecipe) -> None:
+    print(f"{out}: done; curves in {out / 'training' / f'{recipe.kind}-loss.png'}")
+
+
+def _claim(directory: Path, recipe: AnyRecipe) -> None:
     """Note the recipe in a fresh directory; refuse one where another recipe is under way, but for more steps of it."""
     path, wanted = directory / "recipe.json", json.loads(json.dumps(dataclasses.asdict(recipe)))
     wanted.pop("compiled")

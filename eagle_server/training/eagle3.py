@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -43,6 +44,16 @@ class Recipe:
     compiled: bool = False
 
 
+class TextPlan(Protocol):
+    """What a recipe says of its texts: see `Recipe`."""
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def sampled_texts(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class OwnTexts:
     """Texts that the target wrote, [texts, length + 1]."""
@@ -66,7 +77,7 @@ def train_head(target: TargetModel, corpus: Corpus, recipe: Recipe, directory: P
     loss_of = torch.compile(ttt_loss) if recipe.compiled else ttt_loss
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
-        window = _window(corpus, own, recipe, target.config.max_position, step).to(device)
+        window = text_window(corpus, own, recipe, target.config.max_position, step).to(device)
         with torch.autocast(device.type, torch.bfloat16):
             value, _ = loss_of(new.head, lesson_of(target, window, draft_ids), recipe.passes)
         return value, {}
@@ -81,7 +92,7 @@ def train_head(target: TargetModel, corpus: Corpus, recipe: Recipe, directory: P
     return new
 
 
-def own_texts(target: TargetModel, corpus: Corpus, recipe: Recipe, directory: Path) -> OwnTexts:
+def own_texts(target: TargetModel, corpus: Corpus, recipe: TextPlan, directory: Path) -> OwnTexts:
     """What the target writes, from `directory`'s cache or sampled now."""
     cache = directory / "own-texts.npz"
     if cache.is_file():
@@ -110,11 +121,16 @@ def evaluate_head(target: TargetModel, new: NewHead, corpus: Corpus, own: OwnTex
     for label, texts in (("T=0", own.greedy), ("T=1", own.sampled)):
         window = torch.from_numpy(texts.astype(np.int64)).to(device)
         _, hits = ttt_loss(new.head, teach(target, window, draft_ids), passes)
-        written = hits[..., min(_PROMPT, length // 2) :]
+        written = written_part(hits, length)
         for index, accuracy in enumerate(accuracies(written)):
             numbers[f"{label} step {index + 1}"] = accuracy
         numbers[f"{label} accept length"] = chain_length(written)
     return numbers
+
+
+def written_part(hits: Tensor, length: int) -> Tensor:
+    """The columns of hits [.., rows] after the prompts of texts for evaluation, which are `length` long."""
+    return hits[..., min(_PROMPT, length // 2) :]
 
 
 def _fresh(target: TargetModel, corpus: Corpus, recipe: Recipe) -> NewHead:
@@ -127,7 +143,7 @@ def _fresh(target: TargetModel, corpus: Corpus, recipe: Recipe) -> NewHead:
     return new_eagle3(target, boundaries, draft_ids, width)
 
 
-def _window(corpus: Corpus, own: OwnTexts, recipe: Recipe, longest: int, step: int) -> Tensor:
+def text_window(corpus: Corpus, own: OwnTexts, recipe: TextPlan, longest: int, step: int) -> Tensor:
     """Texts [batch, length + 1] of one step: corpus and own texts in turn, and every eighth step a longer context."""
     turn, odd = divmod(step, 2)
     if odd and len(own.train):

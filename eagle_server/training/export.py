@@ -15,6 +15,7 @@ from eagle_server.training.heads import NewHead
 from eagle_server.training.loop import read_history, restore
 from eagle_server.training.model_card import CardFacts, model_card
 from eagle_server.training.prompts import write_prompts
+from eagle_server.training.redrafter import NewRedrafter
 from eagle_server.training.target import DEMO_TARGET, build_target
 
 MAX_DEMO_BYTES = 20_000_000
@@ -37,7 +38,7 @@ def export_target(work: Path, directory: Path) -> None:
     _write_json(directory / "generation_config.json", {"eos_token_id": DEMO_TARGET["eos_token_id"]})
 
 
-def export_head(new: NewHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+def export_head(new: NewHead | NewRedrafter, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write a trained head: config.json and model.safetensors."""
     save_checkpoint(new.head, directory, new.config_json, dtype)
 

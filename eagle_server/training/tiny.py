@@ -18,6 +18,7 @@ from eagle_server.models.target import TargetModel
 from eagle_server.training.generate import continue_texts
 from eagle_server.training.heads import Kind, NewHead, new_eagle, new_eagle3
 from eagle_server.training.loop import Optimizers
+from eagle_server.training.medusa import export_medusa, medusa_lesson, medusa_loss, new_heads
 from eagle_server.training.ttt import teach, ttt_loss
 
 BOUNDARIES = (1, 2, 3)  # of three layers: too few for EAGLE-3's defaults
@@ -54,6 +55,19 @@ def tiny_pair(
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
     (pair.target / "tokenizer_config.json").write_text(json.dumps(names, indent=2) + "\n")
     return pair
+
+
+def tiny_medusa(target: TargetModel, directory: Path, *, heads: int = 4, steps: int = 96, seed: int = 0) -> None:
+    """Train Medusa heads for a tiny target on texts sampled from it, and write them as Medusa-1, float32."""
+    texts, generator = _sampled_texts(target, seed)
+    model = new_heads(target, heads, layers=1)
+    optimizers = Optimizers.of(model)
+    for step in range(steps):
+        window = texts[torch.randint(_TEXTS, (_BATCH,), generator=generator)]
+        loss, _ = medusa_loss(model, medusa_lesson(target, window))
+        loss.backward()
+        optimizers.step(0.01 * (1 - step / steps))
+    export_medusa(model, directory, torch.float32)
 
 
 def character_tokenizer(vocab: int) -> Tokenizer:
@@ -101,10 +115,7 @@ def _random_target(config_json: dict[str, object]) -> TargetModel:
 
 
 def _trained_head(target: TargetModel, kind: Kind, steps: int, seed: int) -> NewHead:
-    vocab, generator = target.config.vocab_size, torch.Generator().manual_seed(seed)
-    prompts = torch.randint(vocab, (_TEXTS, 4), generator=generator)
-    temperatures = torch.tensor([0.0, 1.0, 1.0]).repeat(_TEXTS // 3)
-    texts = continue_texts(target, prompts, _LENGTH - prompts.shape[1], temperatures, generator)
+    vocab, (texts, generator) = target.config.vocab_size, _sampled_texts(target, seed)
     if kind == "eagle3":
         common = texts.flatten().bincount(minlength=vocab).argsort(descending=True, stable=True)[: vocab * 7 // 8]
         new = new_eagle3(target, BOUNDARIES, common.sort().values, intermediate_size=128)
@@ -117,3 +128,11 @@ def _trained_head(target: TargetModel, kind: Kind, steps: int, seed: int) -> New
         loss.backward()
         optimizers.step(0.01 * (1 - step / steps))
     return new
+
+
+def _sampled_texts(target: TargetModel, seed: int) -> tuple[torch.Tensor, torch.Generator]:
+    """Texts [texts, length] of the target, greedy and drawn, and the generator that goes on."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(target.config.vocab_size, (_TEXTS, 4), generator=generator)
+    temperatures = torch.tensor([0.0, 1.0, 1.0]).repeat(_TEXTS // 3)
+    return continue_texts(target, prompts, _LENGTH - prompts.shape[1], temperatures, generator), generator

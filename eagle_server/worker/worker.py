@@ -46,6 +46,7 @@ class Worker:
                 verified = self.verifier.verify(batch, tree)
             with clock.stage("accept"):
                 accepted = accept(tree, verified.logits, batch.sampling)
+                self.drafter.observe(batch, tree, accepted)
             with clock.stage("keep"):
                 self.verifier.keep(batch, tree, accepted)
                 self._leave(batch, tree, verified, accepted)

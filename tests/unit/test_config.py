@@ -176,7 +176,7 @@ def test_every_preset_is_valid_and_speculates(preset):
         (["--tp-size", "2"], "--tp-size '2': should be 1"),
         (
             ["--speculative-algorithm", "eagle"],
-            "--speculative-algorithm 'eagle': should be 'NONE', 'EAGLE', 'EAGLE3' or",
+            "--speculative-algorithm 'eagle': should be 'NONE', 'EAGLE', 'EAGLE3', ",
         ),
         (["--model-path", "/no/such/place"], "--model-path '/no/such/place': no such directory"),
         (["--model-path", ""], "--model-path '': should have at least 1 character"),

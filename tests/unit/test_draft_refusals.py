@@ -144,11 +144,7 @@ def test_algorithm_that_contradicts_the_files_is_refused(
 W = torch.ones(4, 4)
 _LM = {"model.embed_tokens.weight": W, "model.norm.weight": W, "model.layers.0.input_layernorm.weight": W}
 OTHER_FORMATS: dict[str, tuple[Tensors, dict[str, Any], str]] = {
-    "medusa-1": ({"0.0.linear.weight": W, "0.0.linear.bias": W, "0.1.weight": W}, {"medusa_num_heads": 1}, "Medusa"),
-    "medusa-shared": ({"0.0.linear.weight": W, "1.0.linear.weight": W}, {}, "Medusa"),
-    "medusa-2": ({"model.norm.weight": W, "medusa_head.0.0.linear.weight": W}, {}, "Medusa"),
     "hydra": ({"hydra_lm_head.0.weight": W}, {}, "Hydra"),
-    "redrafter": ({"rnn_u.weight": W, "lm_head.0.linear.weight": W}, {"exit_dim": 4}, "ReDrafter"),
     "mtp-qwen": ({"mtp.fc.weight": W}, {}, "MTP"),
     "mtp-speculators": ({"mtp_layers.0.input_proj.weight": W}, {}, "MTP"),
     "dflash": ({"hidden_norm.weight": W}, {"target_layer_ids": [1, 5]}, "DFlash"),

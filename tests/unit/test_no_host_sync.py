@@ -15,9 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle_server.models.medusa_head import MedusaHeads
+from eagle_server.models.target import TargetModel
+from eagle_server.speculation.medusa_choices import PRESETS, truncated
+from eagle_server.training.medusa import new_heads
 from eagle_server.worker import emission
 from tests.support.engines import random_head, random_target, request, run, speculative
 from tests.support.flashinfer_emulation import Emulation
+from tests.support.redrafter import random_redrafter
 from tests.support.replay import FirstCallRecorder
 
 aten = torch.ops.aten
@@ -87,13 +92,28 @@ def watched(monkeypatch: pytest.MonkeyPatch, device: Device, module: Emulation) 
     monkeypatch.setattr(emission, "to_host", to_host)
 
 
-def cycles(monkeypatch: pytest.MonkeyPatch, topk: int, modes: dict[str, Any]) -> tuple[Device, int]:
+def random_medusa(target: TargetModel) -> MedusaHeads:
+    heads = new_heads(target, 3, 1)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(0.0, 0.1)
+    return heads.requires_grad_(requires_grad=False)
+
+
+def head_of(target: TargetModel, kind: str) -> Any:
+    others = {"REDRAFTER": random_redrafter, "MEDUSA": random_medusa}
+    return others[kind](target) if kind in others else random_head(target, kind)
+
+
+def cycles(
+    monkeypatch: pytest.MonkeyPatch, topk: int, modes: dict[str, Any], kind: str = "EAGLE3"
+) -> tuple[Device, int]:
     """Run mixed requests; what was refused, and how many cycles there were."""
     target, module, device = random_target(), Emulation(), Device()
     stand_ins = {"flashinfer": module, "recorder": FirstCallRecorder()}
     engine = speculative(
         target,
-        random_head(target, "EAGLE3"),
+        None if kind == "NGRAM" else head_of(target, kind),
         3,
         topk,
         backend="flashinfer",
@@ -131,6 +151,27 @@ def test_no_cycle_waits_for_the_device_before_its_results_are_copied(
     monkeypatch: pytest.MonkeyPatch, topk: int, modes: dict[str, Any]
 ) -> None:
     device, count = cycles(monkeypatch, topk, modes)
+    assert count > 5
+    assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+def test_no_cycle_of_redrafter_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, topk: int) -> None:
+    device, count = cycles(monkeypatch, topk, {}, "REDRAFTER")
+    assert count > 5
+    assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
+
+
+@pytest.mark.parametrize("kind", ["NGRAM", "EAGLE3"])
+def test_no_cycle_with_ngrams_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    device, count = cycles(monkeypatch, 4, {"ngram_depth": 5}, kind)
+    assert count > 5
+    assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
+
+
+def test_no_cycle_of_medusa_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = truncated(PRESETS["mc_sim_7b_63"], 3)
+    device, count = cycles(monkeypatch, 10, {"choices": choices, "draft_token_num": len(choices) + 1}, "MEDUSA")
     assert count > 5
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
 

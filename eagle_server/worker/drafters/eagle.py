@@ -11,10 +11,11 @@ from torch import Tensor
 from eagle_server.attention.interface import AttentionBackend, Causal, Layout, Prepared
 from eagle_server.models.draft import DraftHead
 from eagle_server.ops.topk import topk_logprobs
+from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.attention_args import batch_arguments
 from eagle_server.speculation.candidates import CandidatePool
 from eagle_server.speculation.draft_input import EagleDraftInput, Frontier, beam_layout, draft_layout
-from eagle_server.speculation.tree import Candidates
+from eagle_server.speculation.tree import Candidates, EagleVerifyInput
 from eagle_server.worker.batch import Carry, DecodeBatch, PromptFeatures
 from eagle_server.worker.graphs import Graphs
 
@@ -79,6 +80,9 @@ class EagleDrafter:
         function = partial(self._propose, prepared, layouts, batch.req_to_token)
         inputs = (draft.topk_logp, draft.topk_index, draft.hidden_states, draft.verified_id, draft.accept_length)
         return self.graphs.run(key, function, batch.rows, batch.seq_lens, *inputs)
+
+    def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
+        """It learns nothing while it serves."""
 
     def _extend(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
         self,

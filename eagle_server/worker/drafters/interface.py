@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
-from eagle_server.speculation.tree import Proposal
+from eagle_server.speculation.accept import Accepted
+from eagle_server.speculation.tree import EagleVerifyInput, Proposal
 from eagle_server.worker.batch import DecodeBatch, PromptFeatures
 
 State = TypeVar("State")
@@ -29,4 +30,8 @@ class Drafter(Protocol[State]):
 
     def propose(self, draft: State, batch: DecodeBatch) -> Proposal:
         """The candidate nodes of each decoding request."""
+        ...
+
+    def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
+        """What became of the candidates proposed last; on the device still."""
         ...

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from eagle_server.speculation.tree import Candidates
+from eagle_server.speculation.accept import Accepted
+from eagle_server.speculation.tree import Candidates, EagleVerifyInput
 from eagle_server.worker.batch import DecodeBatch, PromptFeatures
 
 
@@ -23,3 +24,6 @@ class NoDrafter:
     def propose(self, draft: None, batch: DecodeBatch) -> Candidates:
         empty = batch.rows.new_empty(len(batch.seq_lens_host), 0)
         return Candidates(empty, empty, empty, topk=1, spec_steps=0)
+
+    def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
+        return None

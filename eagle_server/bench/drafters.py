@@ -1,0 +1,173 @@
+"""python -m eagle_server.bench.drafters: the demo with each of its drafters, over repetitive and ordinary text."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from eagle_server.engine.assemble import assemble
+from eagle_server.engine.engine import Engine
+from eagle_server.engine.shape import Shape
+from eagle_server.engine.tokenizer import load_tokenizer
+from eagle_server.models.load_draft import load_draft
+from eagle_server.models.loader import load_target
+from eagle_server.request import Request, SamplingParams
+
+DEMO = Path(__file__).parents[1] / "assets" / "demo"
+CONTEXT, SLOTS = 1024, 4096
+NGRAM_DEPTH = 8
+SETTLING = 160  # tokens after which the demo's greedy answers repeat themselves; it copies little from its prompts
+
+
+@dataclass
+class Tally:
+    """What one drafter did for one kind of text; the first token of each answer came from its prompt."""
+
+    tokens: int = 0
+    forwards: int = 0
+    drafting: int = 0  # forwards that had drafts to verify
+    accepted: int = 0
+    seconds: float = 0.0
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per forward that verified drafts, the bonus included."""
+        return self.accepted / self.drafting + 1 if self.drafting else 1.0
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.tokens / self.forwards
+
+
+def kinds(held_out: Sequence[Sequence[int]], engine: Engine) -> dict[str, list[list[int]]]:
+    """Prompts of each kind: long answers to go on with, which go in circles, held-out text, and both in turn."""
+    ordinary = [list(prompt) for prompt in held_out]
+    repetitive = [
+        prompt + measure(engine, str(number), prompt, SETTLING, Tally()) for number, prompt in enumerate(ordinary)
+    ]
+    mixed = [(repetitive, ordinary)[number % 2][number] for number in range(len(ordinary))]
+    return {"repetitive": repetitive, "ordinary": ordinary, "mixed": mixed}
+
+
+def engines(steps: int, topk: int, size: int) -> dict[str, Callable[[], Engine]]:
+    """The demo with each drafter; the trees are of one size."""
+    lookahead = max((steps - 1) * topk, size)
+    target = load_target(DEMO / "target", dtype="float32", context=CONTEXT, lookahead=lookahead, progress=False)
+    head = load_draft(DEMO / "eagle3", target, context=CONTEXT, lookahead=lookahead, progress=False).head
+
+    def build(*, model: bool, ngrams: bool) -> Engine:
+        shape = Shape(
+            context_length=CONTEXT,
+            max_total_tokens=SLOTS,
+            num_steps=steps if model else 0,
+            topk=topk if model else 1,
+            draft_token_num=size if model or ngrams else 1,
+            ngram_depth=NGRAM_DEPTH if ngrams else 0,
+            radix=False,
+        )
+        return assemble(target, head if model else None, shape)
+
+    return {
+        "NONE": lambda: build(model=False, ngrams=False),
+        "EAGLE3": lambda: build(model=True, ngrams=False),
+        "NGRAM": lambda: build(model=False, ngrams=True),
+        "EAGLE3+NGRAM": lambda: build(model=True, ngrams=True),
+    }
+
+
+def measure(engine: Engine, name: str, prompt: Sequence[int], max_tokens: int, tally: Tally) -> list[int]:
+    """One greedy answer, by itself; its tokens."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=True)
+    engine.add(Request(request_id=name, prompt_token_ids=list(prompt), sampling=sampling))
+    tokens: list[int] = []
+    start = 0.0
+    while engine.has_work():
+        for delta in engine.step():
+            if tokens:
+                tally.forwards += 1
+                tally.tokens += len(delta.token_ids)
+            else:
+                start = time.perf_counter()
+            tokens.extend(delta.token_ids)
+            if delta.spec is not None:
+                tally.drafting += delta.spec.cycles
+                tally.accepted += delta.spec.accepted
+    tally.seconds += time.perf_counter() - start
+    return tokens
+
+
+def compare(
+    builders: Mapping[str, Callable[[], Engine]], texts: Mapping[str, Sequence[Sequence[int]]], max_tokens: int
+) -> tuple[dict[tuple[str, str], Tally], int]:
+    """Every drafter over every kind of text, the drafters in turn at each prompt; and how many answers departed.
+
+    An engine serves one kind of text only, so that what a mixture learns of one is no help with the next.
+    """
+    tallies = {key: Tally() for key in itertools.product(texts, builders)}
+    departures = 0
+    for kind, prompts in texts.items():
+        running = {name: build() for name, build in builders.items()}
+        for engine in running.values():
+            measure(engine, "warm-up", prompts[0][:16], 8, Tally())
+        for number, prompt in enumerate(prompts):
+            answers = [
+                measure(engine, str(number), prompt, max_tokens, tallies[kind, name])
+                for name, engine in running.items()
+            ]
+            departures += sum(answer != answers[0] for answer in answers)
+    return tallies, departures
+
+
+def print_table(tallies: Mapping[tuple[str, str], Tally], console: Console) -> None:
+    table = Table(title="decoding alone, greedy, one request at a time")
+    for column in ("text", "drafter", "accept length", "tokens per forward", "tokens/s", "to plain"):
+        table.add_column(column, justify="left" if column in ("text", "drafter") else "right")
+    for (kind, name), tally in tallies.items():
+        speed, plain = tally.tokens / tally.seconds, tallies[kind, "NONE"]
+        table.add_row(
+            kind,
+            name,
+            f"{tally.accept_length:.2f}",
+            f"{tally.tokens_per_forward:.2f}",
+            f"{speed:.0f}",
+            f"{speed / plain.tokens * plain.seconds:.2f}",
+            end_section=name == "EAGLE3+NGRAM",
+        )
+    console.print(table)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the comparison; 0, or 1 if an answer was not the plain one."""
+    parser = argparse.ArgumentParser(prog="python -m eagle_server.bench.drafters", description=__doc__)
+    parser.add_argument("--prompts", type=int, default=16, help="of the demo's 32 held-out prompts (16)")
+    parser.add_argument("--max-tokens", type=int, default=96, help="tokens per answer (96)")
+    parser.add_argument("--threads", type=int, default=1, help="of torch (1)")
+    parser.add_argument("--steps", type=int, default=5, help="of the head's tree (5)")
+    parser.add_argument("--topk", type=int, default=4, help="of the head's tree (4)")
+    parser.add_argument("--nodes", type=int, default=8, help="verified at once, of every drafter (8)")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(arguments.threads)
+    held_out: list[str] = json.loads((DEMO / "prompts.json").read_text())
+    tokenizer = load_tokenizer(str(DEMO / "target"))
+    builders = engines(arguments.steps, arguments.topk, arguments.nodes)
+    prompts = [tokenizer.encode(text) for text in held_out[: arguments.prompts]]
+    texts = kinds(prompts, builders["EAGLE3+NGRAM"]())
+    tallies, departures = compare(builders, texts, arguments.max_tokens)
+    print_table(tallies, Console(width=96))
+    answers = len(tallies) * arguments.prompts
+    print(f"answers that are the plain ones: {answers - departures} of {answers}")
+    return int(departures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

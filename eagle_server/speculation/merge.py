@@ -1,0 +1,125 @@
+"""Two drafters' trees become one: equal paths are joined, and the best nodes of the union are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle_server.ops.tree import ancestors, link_tree
+from eagle_server.speculation.tree import Candidates, TreeNodes
+
+REFUSED = 0.0  # the source guessed other children of the same parent
+UNASKED = -1.0  # it guessed none there
+_STRIDE = 0x5851F42D4C957F2D  # odd, of random bits
+
+
+@dataclass(frozen=True)
+class ScoredNodes:
+    """A drafter's tree as in `TreeNodes`, with its own estimate that a node is accepted, given that its parent was."""
+
+    tokens: Tensor  # int64 [bs, n], -1: padding
+    parents: Tensor  # int64 [bs, n], node numbers
+    estimates: Tensor  # float32 [bs, n]
+
+    @classmethod
+    def of(cls, candidates: Candidates) -> ScoredNodes:
+        """Cumulative log-probabilities, as ratios to the parents'."""
+        assert candidates.scores is not None
+        links = link_tree(candidates.selected_index, candidates.parent_list, candidates.topk, candidates.spec_steps)
+        parents = links[0][:, 1:]
+        scores = candidates.scores.float()
+        above = torch.cat([torch.zeros_like(scores[:, :1]), scores], dim=1).gather(1, parents)
+        estimates = (scores - above).exp().nan_to_num(nan=0.0)
+        return cls(candidates.tokens, parents, estimates)
+
+
+@dataclass(frozen=True)
+class Union:
+    """M = n + m nodes, the first source's and then the second's. A node that both found counts at its first place.
+
+    `first` and `second` are the sources' estimates, or REFUSED or UNASKED.
+    """
+
+    tokens: Tensor  # int64 [bs, M]
+    parents: Tensor  # int64 [bs, M], node numbers (0: the root, i + 1: node i), never of a duplicate
+    place: Tensor  # int64 [bs, M], where a node counts: its own index, if it is not a duplicate
+    paths: Tensor  # bool [bs, M, M], a node's ancestors within its own source, and itself
+    depths: Tensor  # int64 [bs, M]
+    first: Tensor  # float32 [bs, M]
+    second: Tensor  # float32 [bs, M]
+    counts: Tensor  # bool [bs, M], neither duplicate nor padding
+
+
+def unite(first: ScoredNodes, second: ScoredNodes, depth: int) -> Union:
+    """Join two trees, no deeper than `depth`, each without equal siblings.
+
+    Paths are compared by 64-bit keys, the sum of token * stride^depth: a collision would misplace a guess, which
+    changes no text.
+    """
+    bs, own = first.tokens.shape
+    tokens = torch.cat([first.tokens, second.tokens], dim=1)  # [bs, M]
+    root = tokens.new_full((bs, 1), -1)
+    # As one forest under one root.
+    shifted = torch.where(second.parents > 0, second.parents + own, 0)
+    mask, depths = ancestors(torch.cat([root, first.parents, shifted], dim=1), depth)
+    paths, depths = mask[:, 1:, 1:], depths[:, 1:]
+    strides = tokens.new_full((depth + 1,), _STRIDE).cumprod(0)
+    terms = (tokens + 2) * strides.index_select(0, depths.reshape(-1)).view_as(depths)
+    keys = (paths * terms[:, None]).sum(-1)  # [bs, M]
+    drafted = tokens >= 0
+    twins = keys[:, own:, None] == keys[:, None, :own]  # [bs, m, n]
+    twins = twins & drafted[:, own:, None] & drafted[:, None, :own]
+    double = twins.any(-1)
+    index = torch.arange(tokens.shape[1], device=tokens.device).expand(bs, -1)
+    place = torch.cat([index[:, :own], torch.where(double, twins.int().argmax(-1), index[:, own:])], dim=1)
+    parents = torch.cat([root + 1, place + 1], dim=1).gather(1, torch.cat([first.parents, shifted], dim=1))
+    return Union(
+        tokens,
+        parents,
+        place,
+        paths,
+        depths,
+        first=_opinion(
+            torch.cat([first.estimates, torch.zeros_like(second.estimates)], dim=1),
+            torch.cat([drafted[:, :own], torch.zeros_like(double)], dim=1),
+            parents,
+            slice(0, own),
+        ),
+        second=_opinion(
+            torch.cat([(twins * second.estimates[:, :, None]).sum(1), second.estimates], dim=1),
+            torch.cat([twins.any(1), drafted[:, own:]], dim=1),
+            parents,
+            slice(own, None),
+        ),
+        counts=drafted & torch.cat([drafted[:, :own], ~double], dim=1),
+    )
+
+
+def best(union: Union, chances: Tensor, count: int, depth: int) -> tuple[TreeNodes, Tensor]:
+    """The `count` nodes most likely to be accepted, and their index in the union, int64 [bs, count].
+
+    chances float32 [bs, M], below 1: of a node, given that its parent is accepted. A path's is the product, so that
+    parents outrank their children: the nodes are closed under ancestors and come parents first.
+    """
+    each = chances.log().gather(1, union.place)  # a duplicate on a path stands for the node that counts
+    scores = (union.paths * each[:, None]).sum(-1).masked_fill(~union.counts, float("-inf"))
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    kept = union.counts.gather(1, order)
+    ranks = torch.arange(1, count + 1, device=order.device).expand_as(order)
+    numbers = order.new_zeros(len(order), scores.shape[1] + 1).scatter(1, order + 1, ranks)
+    parents = numbers.gather(1, union.parents.gather(1, order))
+    tokens = torch.where(kept, union.tokens.gather(1, order), -1)
+    return TreeNodes(tokens, torch.where(kept, parents, 0), spec_steps=depth), order
+
+
+def _opinion(estimates: Tensor, found: Tensor, parents: Tensor, own: slice) -> Tensor:
+    """A source's estimates [bs, M] where it found a node; elsewhere whether it has other children of that parent.
+
+    `own` are its own nodes.
+    """
+    children = torch.zeros(len(parents), parents.shape[1] + 1, device=parents.device)
+    children.scatter_add_(1, parents[:, own], found[:, own].float())
+    silent = torch.where(children.gather(1, parents) > 0, REFUSED, UNASKED)
+    return torch.where(found, estimates, silent)

@@ -1,0 +1,155 @@
+"""Training of Medusa-1 heads: the target is frozen, all heads learn at once from its last hidden state.
+
+    loss = sum over heads i of 0.8^i * mean over positions t of -sum over v of p(v) log q_i(v), over the sum of weights
+
+q_i is head i's law at t, and p the target's law of the token at t + 2 + i, given the text before it. In the mean over
+texts this is the cross-entropy of the Medusa paper, whose p is one at the token that came, with less noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle_server.attention.dense import DenseCausal
+from eagle_server.models.draft import TargetWeights
+from eagle_server.models.loader import save_checkpoint
+from eagle_server.models.medusa_head import MedusaConfig, MedusaHeads
+from eagle_server.models.target import TargetModel
+from eagle_server.training.corpus import Corpus
+from eagle_server.training.eagle3 import OwnTexts, own_texts, text_window, written_part
+from eagle_server.training.loop import Job, Schedule, train
+from eagle_server.training.target import evenly_spaced
+from eagle_server.training.ttt import accuracies, chain_length
+
+HEAD_DECAY = 0.8
+FILE = "medusa_lm_head.safetensors"
+_EVALUATED = 8  # texts in one forward
+
+
+@dataclass(frozen=True)
+class MedusaRecipe:
+    """What the heads look like and how long they are trained. Lengths and own texts: see `eagle3.Recipe`.
+
+    texts: at most so many in a step, fewer of the longer ones.
+    """
+
+    heads: int = 4
+    layers: int = 1
+    steps: int = 1200
+    peak: float = 3e-3
+    texts: int = 24
+    length: int = 256
+    sampled_texts: int = 4096
+    compiled: bool = False
+    kind: str = "medusa"
+
+
+@dataclass(frozen=True)
+class MedusaLesson:
+    """Texts and the target's view of all but their last token."""
+
+    features: Tensor  # [batch, length - 1, H], the target's last hidden state at t
+    law: Tensor  # float32 [batch, length - 1, V], of the token at t + 1
+    window: Tensor  # int64 [batch, length]
+
+
+def new_heads(target: TargetModel, heads: int, layers: int) -> MedusaHeads:
+    """Heads that guess as the target does for the next token: blocks of zeros, lm_heads like the target's."""
+    config = MedusaConfig(heads, layers, target.config.hidden_size, target.config.vocab_size)
+    with torch.device(target.embed.device):
+        model = MedusaHeads(config, TargetWeights(target.embed.detach(), target.lm_head))
+    own = target.lm_head.dense_weight().detach()
+    with torch.no_grad():
+        for name, view in model.weight_views():
+            if name.endswith(f".{layers}.weight"):
+                view.copy_(own)
+            else:
+                view.zero_()
+    target.aux_boundaries = ()
+    return model
+
+
+@torch.no_grad()
+def medusa_lesson(target: TargetModel, window: Tensor) -> MedusaLesson:
+    """The lesson of texts `window` int64 [batch, length]."""
+    seen = window[:, :-1]
+    batch, length = seen.shape
+    places = torch.arange(length, device=window.device).repeat(batch)
+    hidden = target(seen.reshape(-1), places, DenseCausal(batch)).hidden
+    law = target.logits(hidden).softmax(-1)
+    return MedusaLesson(hidden.unflatten(0, (batch, -1)), law.unflatten(0, (batch, -1)), window)
+
+
+def medusa_loss(model: MedusaHeads, lesson: MedusaLesson) -> tuple[Tensor, Tensor]:
+    """(loss, hits bool [heads, batch, length - 2]).
+
+    Row t of hits belongs to the token at t + 2: whether head i, at t - i, has it as its best. Rows below i are False.
+    """
+    heads, length = model.config.heads, lesson.window.shape[1]
+    logits = model(lesson.features[:, :-1].flatten(0, 1)).unflatten(1, (-1, length - 2))  # [heads, batch, length-2, V]
+    total, hits = logits.new_zeros(()), torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    for i in range(heads):
+        guessed, rows = logits[i, :, : length - 2 - i], slice(i, length - 2)
+        entropy = -(lesson.law[:, i + 1 : length - 1] * guessed.log_softmax(-1)).sum(-1).mean()
+        total = total + HEAD_DECAY**i * entropy
+        hits[i, :, rows] = guessed.argmax(-1) == lesson.window[:, 2 + i :]
+    return total / sum(HEAD_DECAY**i for i in range(heads)), hits
+
+
+def train_medusa(target: TargetModel, corpus: Corpus, recipe: MedusaRecipe, directory: Path) -> MedusaHeads:
+    """Train (or finish training) heads in `directory`; `target` is frozen."""
+    if len(corpus.held_out) < recipe.length + 2:
+        raise ValueError(f"too little text: {len(corpus.held_out)} tokens are held out, a text has {recipe.length + 1}")
+    own = own_texts(target, corpus, recipe, directory)
+    model, device = new_heads(target, recipe.heads, recipe.layers), target.embed.device
+    narrow = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()  # elsewhere bfloat16 is emulated
+    lesson_of = torch.compile(medusa_lesson) if recipe.compiled else medusa_lesson
+    loss_of = torch.compile(medusa_loss) if recipe.compiled else medusa_loss
+
+    def loss(step: int) -> tuple[Tensor, dict[str, float]]:
+        window = text_window(corpus, own, recipe, target.config.max_position, step).to(device)
+        window = window[: max(1, recipe.texts * recipe.length // window.shape[1])]
+        with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
+            return loss_of(model, lesson_of(target, window))[0], {}
+
+    @torch.no_grad()
+    def evaluate() -> dict[str, float]:
+        return evaluate_medusa(target, model, corpus, own)
+
+    schedule = Schedule(recipe.steps, recipe.peak, warmup=min(100, recipe.steps // 5 + 1))
+    train(Job("medusa", model, directory, schedule, loss, evaluate))
+    return model
+
+
+@torch.no_grad()
+def evaluate_medusa(target: TargetModel, model: MedusaHeads, corpus: Corpus, own: OwnTexts) -> dict[str, float]:
+    """The loss on held-out text; each head's accuracy and the accept length of chains on what the target wrote."""
+    device, length = target.embed.device, own.greedy.shape[1] - 1
+    held_out = torch.cat(evenly_spaced(corpus.held_out, length, 24)).to(device)
+    losses = [medusa_loss(model, medusa_lesson(target, part))[0] for part in held_out.split(_EVALUATED)]
+    numbers = {"held-out loss": float(torch.stack(losses).mean())}
+    for label, texts in (("T=0", own.greedy), ("T=1", own.sampled)):
+        window = torch.from_numpy(texts.astype(np.int64)).to(device)
+        parts = [medusa_loss(model, medusa_lesson(target, part))[1] for part in window.split(_EVALUATED)]
+        written = written_part(torch.cat(parts, dim=1), length)
+        for index, accuracy in enumerate(accuracies(written)):
+            numbers[f"{label} head {index + 1}"] = accuracy
+        numbers[f"{label} accept length"] = chain_length(written)
+    return numbers
+
+
+def export_medusa(model: MedusaHeads, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write trained heads as Medusa-1 publishes them: config.json and medusa_lm_head.safetensors."""
+    config = model.config
+    described = {
+        "medusa_num_heads": config.heads,
+        "medusa_num_layers": config.layers,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+    }
+    save_checkpoint(model, directory, described, dtype, file=FILE)

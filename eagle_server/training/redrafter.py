@@ -1,0 +1,166 @@
+"""Training of a ReDrafter head: its rollout along a text, taught by the frozen target's laws.
+
+At row t of a text the head is given the target's feature of t and then, one after the other, the tokens from t+1 on.
+After k of them its logits are those of the token at t+k+1. The texts are the corpus and, for every second step, what
+the target wrote itself: the paper's distillation (arXiv 2403.09919, section 3.3), with the target's whole law at each
+place instead of the one token drawn from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from eagle_server.models.draft import TargetWeights
+from eagle_server.models.redrafter import RedrafterConfig, RedrafterHead
+from eagle_server.models.target import TargetModel
+from eagle_server.training.corpus import Corpus
+from eagle_server.training.eagle3 import OwnTexts, own_texts, text_window, written_part
+from eagle_server.training.loop import Job, Schedule, train
+from eagle_server.training.target import evenly_spaced
+from eagle_server.training.ttt import PASS_DECAY, Lesson, teach
+
+
+@dataclass(frozen=True)
+class RedrafterRecipe:
+    """What a ReDrafter head looks like and how long it is trained.
+
+    exit_dim: None takes twice the target's width, so that there is no input projection.
+    rollout: steps that are trained; more can be served, with less acceptance.
+    sampled_texts: how many texts the target writes for every second step; 0 trains on the corpus alone.
+    """
+
+    kind: str = "redrafter"
+    steps: int = 1200
+    rollout: int = 5
+    peak: float = 4e-3
+    exit_dim: int | None = None
+    draft_layers: int = 2
+    rnn: bool = True
+    length: int = 256
+    sampled_texts: int = 4096
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class NewRedrafter:
+    """A head to be trained, and the config.json (a plain dict) that describes it to a loader."""
+
+    head: RedrafterHead
+    config_json: dict[str, Any]
+
+
+def new_redrafter(
+    target: TargetModel, *, exit_dim: int | None = None, draft_layers: int = 2, rnn: bool = True
+) -> NewRedrafter:
+    """A fresh head: residual blocks that change nothing yet, and no aux boundaries for `target`."""
+    hidden = target.config.hidden_size
+    config = RedrafterConfig(target.config.vocab_size, hidden, exit_dim or 2 * hidden, draft_layers, rnn)
+    with torch.device(target.embed.device):
+        head = RedrafterHead(config, TargetWeights(target.embed.detach(), target.lm_head))
+    for parameter in head.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+        else:
+            nn.init.zeros_(parameter)
+    for block in head.blocks:
+        nn.init.zeros_(block.weight)  # type: ignore[arg-type]
+    published = {
+        "architectures": ["Drafter"],
+        "model_type": "recurrent_drafting_drafter",
+        "vocab_size": config.vocab_size,
+        "hidden_size": hidden,
+        "exit_dim": config.exit_dim,
+        "num_draft_layers": draft_layers,
+        "rnn": rnn,
+    }
+    target.aux_boundaries = ()
+    return NewRedrafter(head, published)
+
+
+def train_redrafter(target: TargetModel, corpus: Corpus, recipe: RedrafterRecipe, directory: Path) -> NewRedrafter:
+    """Train (or finish training) a head in `directory`; `target` is frozen."""
+    if any(target.config.windows):
+        raise ValueError("heads cannot be trained for sliding-window targets yet")
+    if len(corpus.held_out) < recipe.length + 2:
+        raise ValueError(f"too little text: {len(corpus.held_out)} tokens are held out, a text has {recipe.length + 1}")
+    own = own_texts(target, corpus, recipe, directory)
+    torch.manual_seed(0)
+    new = new_redrafter(target, exit_dim=recipe.exit_dim, draft_layers=recipe.draft_layers, rnn=recipe.rnn)
+    device = target.embed.device
+    everything = torch.arange(target.config.vocab_size, device=device)
+    lesson_of = torch.compile(teach) if recipe.compiled else teach
+    loss_of = torch.compile(rollout_loss) if recipe.compiled else rollout_loss
+
+    def loss(step: int) -> tuple[Tensor, dict[str, float]]:
+        window = text_window(corpus, own, recipe, target.config.max_position, step).to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            value, hits = loss_of(new.head, lesson_of(target, window, everything), recipe.rollout)
+        return value, {f"train step {k + 1}": rate for k, rate in enumerate(accuracies(hits))}
+
+    @torch.no_grad()
+    def evaluate() -> dict[str, float]:
+        return evaluate_redrafter(target, new.head, corpus, own, recipe.rollout)
+
+    train(Job(recipe.kind, new.head, directory, Schedule(recipe.steps, recipe.peak), loss, evaluate))
+    return new
+
+
+@torch.no_grad()
+def evaluate_redrafter(
+    target: TargetModel, head: RedrafterHead, corpus: Corpus, own: OwnTexts, steps: int
+) -> dict[str, float]:
+    """The loss on held-out text; accuracy by step and accept length of chains on what the target writes after it."""
+    device, length = target.embed.device, own.greedy.shape[1] - 1
+    everything = torch.arange(target.config.vocab_size, device=device)
+    held_out = torch.cat(evenly_spaced(corpus.held_out, length, 24)).to(device)
+    numbers = {"held-out loss": float(rollout_loss(head, teach(target, held_out, everything), steps)[0])}
+    for label, texts in (("T=0", own.greedy), ("T=1", own.sampled)):
+        window = torch.from_numpy(texts.astype(np.int64)).to(device)
+        _, hits = rollout_loss(head, teach(target, window, everything), steps)
+        written = written_part(hits, length)
+        numbers |= {f"{label} step {k + 1}": rate for k, rate in enumerate(accuracies(written))}
+        numbers[f"{label} accept length"] = accept_length(written)
+    return numbers
+
+
+def rollout(head: RedrafterHead, lesson: Lesson, steps: int) -> Iterator[Tensor]:
+    """The logits [batch * rows, V] of each step, from every row of a text that has `steps` tokens after it."""
+    tokens, features = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.tokens, lesson.features))
+    rows = tokens.shape[1] - steps + 1
+    context, state = features[:, :rows].flatten(0, 1), None
+    for step in range(steps):
+        state = head.state(tokens[:, step : step + rows].flatten(), state)
+        yield head.logits(context, state)
+
+
+def rollout_loss(head: RedrafterHead, lesson: Lesson, steps: int) -> tuple[Tensor, Tensor]:
+    """(loss, hits bool [steps, batch, rows]): hits says where the head's best token is the one that follows.
+
+    loss = sum over k of 0.8^k * mean over rows of -sum over v of p(v) log q_k(v), over the sum of the weights.
+    """
+    law, following = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.law, lesson.following))
+    rows = following.shape[1] - steps + 1
+    total, hits = law.new_zeros(()), []
+    for step, logits in enumerate(rollout(head, lesson, steps)):
+        here = slice(step, step + rows)
+        entropy = -(law[:, here].flatten(0, 1) * logits.log_softmax(-1)).sum(-1).mean()
+        total = total + PASS_DECAY**step * entropy
+        hits.append(logits.detach().argmax(-1).view(lesson.batch, rows) == following[:, here])
+    return total / sum(PASS_DECAY**step for step in range(steps)), torch.stack(hits)
+
+
+def accuracies(hits: Tensor) -> list[float]:
+    """The share of hits in each step."""
+    return [float(rows.float().mean()) for rows in hits]
+
+
+def accept_length(hits: Tensor) -> float:
+    """Mean tokens per target forward, bonus included, of chains with as many steps as were rolled out."""
+    return 1.0 + float(hits.long().cumprod(0).sum(0).float().mean())

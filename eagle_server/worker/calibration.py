@@ -1,0 +1,57 @@
+"""How often drafted nodes were accepted, by what their drafters had said of them. Tensors only: no copy to the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eagle_server.speculation.accept import Accepted
+from eagle_server.speculation.merge import REFUSED, UNASKED, Union
+from eagle_server.speculation.tree import EagleVerifyInput
+
+_EDGES = (UNASKED / 2, REFUSED, 0.1, 0.3, 0.6, 0.9)  # of a source's bins: unasked, refused, then by its estimate
+_DEPTHS = 3  # 1, 2, deeper
+_BELIEF = 4.0  # accepted nodes' worth of trust in the drafters' own estimates
+_MEMORY = 0.998  # of a cycle in the next
+_LEAST, _MOST = 1e-4, 0.98  # a chance below one keeps parents above their children
+
+
+class Calibration:
+    """Chances of acceptance: the drafters' estimates, times what was accepted over what was expected in their bin.
+
+    A bin is what each of the two sources said, and the depth. The trees thus depend on what the server saw before;
+    texts do not, since no draw depends on a tree.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._edges = torch.tensor(_EDGES, device=device)
+        bins = _DEPTHS * (len(_EDGES) + 1) ** 2
+        self.accepted = torch.zeros(bins, device=device)
+        self.expected = torch.zeros(bins, device=device)
+
+    def chances(self, union: Union) -> tuple[Tensor, Tensor, Tensor]:
+        """Chances float32 [bs, M] given an accepted parent; what they were made from: bins int64, priors float32."""
+        first, second = union.first.clamp(min=0.0), union.second.clamp(min=0.0)
+        # Two that agree err together at most half of the time that they err alone.
+        agreed = torch.maximum(first, second)
+        agreed = agreed + (1 - agreed) * torch.minimum(first, second) / 2
+        contested = (union.first == REFUSED) | (union.second == REFUSED)
+        prior = torch.where(contested, agreed / 2, agreed).clamp(_LEAST, _MOST)
+        said = [torch.bucketize(opinion, self._edges) for opinion in (union.first, union.second)]
+        width = len(_EDGES) + 1
+        bins = ((union.depths.clamp(max=_DEPTHS) - 1) * width + said[0]) * width + said[1]
+        ratio = (self.accepted + _BELIEF) / (self.expected + _BELIEF)
+        corrected = prior * ratio.index_select(0, bins.view(-1)).view_as(prior)
+        return corrected.clamp(_LEAST, _MOST), bins, prior
+
+    def observe(self, bins: Tensor, priors: Tensor, tree: EagleVerifyInput, accepted: Accepted, count: int) -> None:
+        """The drafted nodes [bs, D - 1] of the first `count` requests, and the paths that were accepted."""
+        path, parents = accepted.path[:count], tree.parents[:count]
+        size = parents.shape[1]
+        place = torch.where(path < 0, size, path)
+        on_path = torch.zeros(count, size + 1, device=path.device).scatter(1, place, 1.0)[:, :size]
+        drafted = tree.draft_token.view(-1, size)[:count, 1:] >= 0
+        tried = (on_path.gather(1, parents[:, 1:]) * drafted).reshape(-1)
+        bins = bins[:count].reshape(-1)
+        self.accepted.mul_(_MEMORY).index_add_(0, bins, on_path[:, 1:].reshape(-1) * tried)
+        self.expected.mul_(_MEMORY).index_add_(0, bins, priors[:count].reshape(-1) * tried)

@@ -1,0 +1,99 @@
+"""ReDrafter: beam search with a recurrent head, the beams packed to a prefix tree."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from eagle_server.models.redrafter import RedrafterHead
+from eagle_server.ops.topk import topk_logprobs
+from eagle_server.speculation.accept import Accepted
+from eagle_server.speculation.prefix_tree import pack, pack_like, tree_nodes
+from eagle_server.speculation.tree import EagleVerifyInput, TreeNodes
+from eagle_server.worker.batch import DecodeBatch, PromptFeatures
+from eagle_server.worker.graphs import Graphs
+
+
+class RedrafterDrafter:
+    """Drafts the tree of `beam_width` beams of `num_steps` tokens each, of which it keeps the best nodes.
+
+    It has no KV and no memory of a text but the target's newest feature. `graph_sizes`: batch sizes that graphs are
+    captured for.
+    """
+
+    feeds = True
+
+    def __init__(  # noqa: PLR0913  the shape of its trees, and what it runs on
+        self,
+        head: RedrafterHead,
+        *,
+        num_steps: int,
+        beam_width: int,
+        draft_token_num: int,
+        graphs: Graphs | None = None,
+        graph_sizes: Collection[int] = (),
+    ) -> None:
+        self.head = head
+        self.num_steps, self.beam_width, self.draft_token_num = num_steps, beam_width, draft_token_num
+        self.graphs, self.graph_sizes = graphs or Graphs(), frozenset(graph_sizes)
+
+    def forget(self, row: int) -> None:
+        """Nothing is kept by row."""
+
+    def prefill(self, prompts: PromptFeatures) -> None:
+        """Nothing is learned from prompts: the newest feature knows them."""
+
+    def extend(self, batch: DecodeBatch) -> Tensor:
+        """The feature [bs, H] of the position before each verified_id."""
+        tokens, features = batch.carry.take(batch.rows, batch.extend_width)
+        first = torch.arange(0, len(tokens), batch.extend_width, device=tokens.device)
+        return features.index_select(0, first + batch.counts - 1)
+
+    def propose(self, draft: Tensor, batch: DecodeBatch) -> TreeNodes:
+        size = len(batch.seq_lens_host)
+        key = ("redrafter", size) if size in self.graph_sizes else None
+        return self.graphs.run(key, self._propose, draft, batch.verified_id)
+
+    def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
+        """It learns nothing while it serves."""
+
+    def _propose(self, context: Tensor, verified_id: Tensor) -> TreeNodes:
+        beam, scores = beam_search(self.head, context, verified_id, self.num_steps, self.beam_width)
+        places = self.beam_width * self.num_steps + 1  # all beams have the root in common
+        packed = pack(beam, places)
+        worth = pack_like(scores, packed.unpack_map, places, padding=float("-inf"))
+        return tree_nodes(packed, self.draft_token_num, worth)
+
+
+def beam_search(
+    head: RedrafterHead, context: Tensor, verified_id: Tensor, num_steps: int, width: int
+) -> tuple[Tensor, Tensor]:
+    """The `width` most probable continuations of verified_id [bs] that a search of this width finds.
+
+    Args:
+        context: [bs, H], the target's feature of the position before verified_id.
+
+    Returns:
+        beams int64 [bs, width, num_steps + 1], verified_id first, the best beam first, and the log-probability of every
+        prefix of theirs, float32, of the same shape.
+    """
+    bs = len(verified_id)
+    state = head.state(verified_id, None)
+    logp, tokens = topk_logprobs(head.logits(context, state), width)  # one beam so far, which has `width` children
+    beams = torch.stack([verified_id[:, None].expand(-1, width), tokens], dim=-1)
+    scores = torch.stack([torch.zeros_like(logp), logp], dim=-1)
+    state, context = (x.repeat_interleave(width, dim=0) for x in (state, context))
+    first = torch.arange(0, bs * width, width, device=verified_id.device)[:, None]
+    for _ in range(num_steps - 1):
+        state = head.state(beams[:, :, -1].reshape(-1), state)
+        logp, tokens = topk_logprobs(head.logits(context, state), width)
+        totals = scores[:, :, -1:] + logp.view(bs, width, width)
+        best, chosen = totals.flatten(1).topk(width, dim=1)
+        parent = torch.div(chosen, width, rounding_mode="floor")  # [bs, width]
+        state = state.index_select(0, (parent + first).view(-1))
+        path = parent[:, :, None].expand(-1, -1, beams.shape[2])
+        beams = torch.cat([beams.gather(1, path), tokens.view(bs, -1).gather(1, chosen)[:, :, None]], dim=2)
+        scores = torch.cat([scores.gather(1, path), best[:, :, None]], dim=2)
+    return beams, scores

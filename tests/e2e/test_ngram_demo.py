@@ -1,0 +1,25 @@
+"""The demo, served with n-grams by its options: the plain text."""
+
+from __future__ import annotations
+
+from eagle_server.config import parse_args
+from eagle_server.engine.build import build_engine
+from tests.support.engines import request, run, tokens_of
+
+
+def answers(algorithm: str) -> tuple[dict[str, list[int]], str, int]:
+    flags = ("--speculative-algorithm", algorithm, "--max-total-tokens", "2048", "--max-running-requests", "4")
+    engine = build_engine(parse_args((*flags, "--cpu-threads", "1"), {}), progress=False)
+    requests = [request(i, range(40 + 3 * i, 60 + 3 * i), ignore_eos=True, max_tokens=40) for i in range(2)]
+    outcome = tokens_of(run(engine, requests))
+    return outcome, engine.ready().speculative_algorithm, engine.stats().accepted_tokens
+
+
+def test_the_demo_with_ngrams_writes_the_plain_text() -> None:
+    plain, name, _ = answers("NONE")
+    assert name == "NONE"
+    for algorithm in ("NGRAM", "EAGLE3+NGRAM"):
+        outcome, name, accepted = answers(algorithm)
+        assert outcome == plain
+        assert name == algorithm
+        assert accepted > 0

@@ -1,0 +1,85 @@
+"""The options of n-gram drafting, alone and beside a head."""
+
+from __future__ import annotations
+
+import pytest
+
+from eagle_server.config import DEMO_DRAFT, ConfigError, SpeculativeParams, SpeculativeSection, resolve_speculative
+from eagle_server.config.sections import Config, ModelSection
+
+LLAMA, DEEPSEEK = "LlamaForCausalLM", "DeepseekV3ForCausalLM"
+
+
+def config(algorithm: str, model_path: str | None = None, **options: object) -> Config:
+    section = SpeculativeSection.model_validate({"algorithm": algorithm, **options})
+    return Config(model=ModelSection(model_path=model_path), speculative=section)
+
+
+@pytest.mark.parametrize("model_path", [None, "owner/model"])
+def test_ngrams_need_no_draft(model_path):
+    drafting = config("NGRAM", model_path)
+    assert drafting.speculates
+    assert drafting.draft_path is None
+    assert drafting.public_dict()["speculative"]["ngram_depth"] == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (8, 0, 16, 8)),
+        ({"num_steps": 3}, (3, 0, 16, 3)),
+        ({"num_draft_tokens": 40}, (8, 0, 40, 8)),
+        ({"num_steps": 12, "num_draft_tokens": 2}, (12, 0, 2, 12)),
+    ],
+)
+def test_depth_and_nodes_of_tries_are_given_or_chosen(options, expected):
+    section = SpeculativeSection(algorithm="NGRAM", **options)
+    assert resolve_speculative(section, LLAMA) == SpeculativeParams(*expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eagle_topk": 4},
+        {"draft_model_path": "owner/head"},
+        {"draft_config_override": "{}"},
+        {"medusa_choices": "mc_sim_7b_63"},
+    ],
+    ids=str,
+)
+def test_what_shapes_a_head_is_refused_for_ngrams_alone(options):
+    with pytest.raises((ConfigError, ValueError), match="has no effect with --speculative-algorithm NGRAM"):
+        config("NGRAM", "owner/model", **options)
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE3+NGRAM"])
+def test_a_tree_of_the_root_alone_is_refused(algorithm):
+    options = {} if algorithm == "NGRAM" else {"num_steps": 1, "eagle_topk": 2}
+    with pytest.raises((ConfigError, ValueError), match="should be 2 or more"):
+        config(algorithm, num_draft_tokens=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "architecture", "options", "expected"),
+    [
+        ("EAGLE3+NGRAM", LLAMA, {}, (5, 4, 8, 8)),
+        ("NEXTN+NGRAM", DEEPSEEK, {}, (3, 1, 8, 8)),
+        ("EAGLE+NGRAM", LLAMA, {"num_steps": 3, "eagle_topk": 4}, (3, 4, 13, 8)),
+        ("EAGLE+NGRAM", LLAMA, {"num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 16}, (3, 1, 16, 8)),
+        ("EAGLE+NGRAM", LLAMA, {"num_steps": 1, "eagle_topk": 2, "num_draft_tokens": 64}, (1, 2, 64, 8)),
+    ],
+)
+def test_a_mixture_keeps_the_heads_tree_and_has_any_number_of_nodes(algorithm, architecture, options, expected):
+    section = SpeculativeSection(algorithm=algorithm, **options)
+    assert resolve_speculative(section, architecture) == SpeculativeParams(*expected)
+
+
+def test_a_mixture_has_the_drafts_of_its_head():
+    assert config("EAGLE3+NGRAM").draft_path == str(DEMO_DRAFT)
+    assert config("NEXTN+NGRAM", "owner/model").draft_path == "owner/model"
+    assert config("MTP+NGRAM", "owner/model").speculative.algorithm == "NEXTN+NGRAM"
+    assert config("EAGLE+NGRAM", "owner/model", draft_model_path="owner/head").speculative.head_algorithm == "EAGLE"
+    with pytest.raises((ConfigError, ValueError), match="EAGLE\\+NGRAM needs --speculative-draft-model-path"):
+        config("EAGLE+NGRAM", "owner/model")
+    with pytest.raises((ConfigError, ValueError), match="needs --model-path"):
+        config("NEXTN+NGRAM")

@@ -1,0 +1,130 @@
+"""Two trees joined into one: nothing twice, nobody without its parent, the best within the budget."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from eagle_server.speculation.accept import Accepted
+from eagle_server.speculation.merge import REFUSED, UNASKED, ScoredNodes, Union, best, unite
+from eagle_server.speculation.tree import TreeNodes, build_tree
+from eagle_server.worker.calibration import Calibration
+
+DEPTH = 4
+Path = tuple[int, ...]
+
+
+def tree(draw: random.Random, size: int, padding: int) -> dict[Path, float]:
+    """Paths to estimates, parents first; siblings differ."""
+    nodes: dict[Path, float] = {}
+    while len(nodes) < size - padding:
+        parent = draw.choice([(), *(path for path in nodes if len(path) < DEPTH)])
+        nodes.setdefault((*parent, draw.randrange(4)), draw.uniform(0.01, 1.0))
+    return nodes
+
+
+def scored(trees: list[dict[Path, float]], width: int) -> ScoredNodes:
+    tokens = torch.full((len(trees), width), -1)
+    parents, estimates = torch.zeros(len(trees), width, dtype=torch.int64), torch.zeros(len(trees), width)
+    for row, nodes in enumerate(trees):
+        numbers = {(): 0, **{path: i + 1 for i, path in enumerate(nodes)}}
+        for i, (path, estimate) in enumerate(nodes.items()):
+            tokens[row, i], parents[row, i], estimates[row, i] = path[-1], numbers[path[:-1]], estimate
+    return ScoredNodes(tokens, parents, estimates)
+
+
+def paths_of(nodes: TreeNodes, row: int) -> list[Path]:
+    """The path of every node that is no padding."""
+    found: list[Path] = [()]
+    for token, parent in zip(nodes.tokens[row].tolist(), nodes.parents[row].tolist(), strict=True):
+        assert parent < len(found), "parents come first"
+        found.append((-1,) if token < 0 else (*found[parent], token))
+    return [path for path in found[1:] if path != (-1,)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_union_holds_every_path_once_and_the_best_of_them_are_kept(seed: int) -> None:
+    draw = random.Random(seed)
+    first = [tree(draw, 10, draw.randrange(3)) for _ in range(3)]
+    second = [tree(draw, 12, draw.randrange(13)) for _ in range(3)]
+    union = unite(scored(first, 10), scored(second, 12), DEPTH)
+    everything, _ = best(union, torch.full((3, 22), 0.5), 22, DEPTH)
+    chances = torch.rand(3, 22, generator=torch.Generator().manual_seed(seed)) * 0.98 + 0.001
+    kept, order = best(union, chances, 7, DEPTH)
+    for row in range(3):
+        paths = paths_of(everything, row)
+        assert len(paths) == len(set(paths))
+        assert set(paths) == {*first[row], *second[row]}
+        few = paths_of(kept, row)
+        assert len(few) == min(7, len(paths))
+        assert all(path[:-1] in {(), *few} for path in few), "closed under ancestors"
+        assert len(set(few)) == len(few)
+        worth = path_chances(union, chances, row, [*first[row]], [*second[row]])
+        assert sorted((worth[path] for path in few), reverse=True) == pytest.approx(
+            sorted(worth.values(), reverse=True)[:7]
+        )
+        assert order[row].shape == (7,)
+
+
+def path_chances(
+    union: Union, chances: torch.Tensor, row: int, first: list[Path], second: list[Path]
+) -> dict[Path, float]:
+    """By hand: a node's chance is that of its first place, a path's the product."""
+    each: dict[Path, float] = {}
+    for i, path in [*enumerate(first), *((10 + i, path) for i, path in enumerate(second))]:
+        each.setdefault(path, chances[row, i].item())
+    return {path: torch.tensor([each[path[:n]] for n in range(1, len(path) + 1)]).prod().item() for path in each}
+
+
+def test_what_each_source_said_of_a_node() -> None:
+    first = scored([{(1,): 0.5, (1, 2): 0.4}], 2)
+    second = scored([{(1,): 0.9, (3,): 0.1, (3, 4): 0.7, (1, 5): 0.2}], 5)
+    union = unite(first, second, DEPTH)
+    assert union.counts.tolist() == [[True, True, False, True, True, True, False]]
+    said = list(zip(union.first[0].tolist(), union.second[0].tolist(), strict=True))
+    assert said[0] == pytest.approx((0.5, 0.9))  # both
+    assert said[1] == pytest.approx((0.4, REFUSED))  # the second guessed 5 there
+    assert said[3] == pytest.approx((REFUSED, 0.1))
+    assert said[4] == pytest.approx((UNASKED, 0.7))  # the first has nothing under 3
+    assert said[5] == pytest.approx((REFUSED, 0.2))
+
+
+def test_calibration_follows_what_was_accepted() -> None:
+    """Of two sources that promise the same, the one that keeps its promise is believed."""
+    calibration = Calibration(torch.device("cpu"))
+    first, second = scored([{(1,): 0.5}], 1), scored([{(2,): 0.5}], 1)
+    for _ in range(100):
+        union = unite(first, second, DEPTH)
+        chances, bins, priors = calibration.chances(union)
+        nodes, order = best(union, chances, 2, DEPTH)
+        rooted = build_tree(nodes, torch.tensor([9]), torch.tensor([3]))
+        hit = nodes.tokens[0].tolist().index(2) + 1
+        accepted = Accepted(
+            torch.tensor([[0, hit]]), torch.tensor([1]), torch.tensor([[2, 7]]), torch.tensor([2]), torch.tensor([True])
+        )
+        calibration.observe(bins.gather(1, order), priors.gather(1, order), rooted, accepted, 1)
+    kept, given_up = chances[0, 1].item(), chances[0, 0].item()
+    assert kept > 0.8
+    assert given_up < 0.1
+    assert kept < 1, "parents must outrank their children"
+    assert nodes.tokens[0].tolist() == [2, 1]
+
+
+def test_nodes_below_a_refused_one_and_padding_teach_nothing() -> None:
+    calibration = Calibration(torch.device("cpu"))
+    union = unite(scored([{(1,): 0.5, (1, 2): 0.9}] * 2, 2), scored([{}, {}], 2), DEPTH)
+    chances, bins, priors = calibration.chances(union)
+    nodes, order = best(union, chances, 3, DEPTH)
+    rooted = build_tree(nodes, torch.tensor([9, 9]), torch.tensor([3, 3]))
+    nothing = Accepted(
+        torch.tensor([[0, -1], [0, -1]]),
+        torch.tensor([0, 0]),
+        torch.tensor([[7, -1], [7, -1]]),
+        torch.tensor([2, 2]),
+        torch.tensor([True, True]),
+    )
+    calibration.observe(bins.gather(1, order), priors.gather(1, order), rooted, nothing, 1)
+    assert calibration.accepted.sum() == 0
+    assert calibration.expected.sum() == pytest.approx(0.5), "one node of one request was tried"
