@@ -75,10 +75,13 @@ def assemble(
     worker = Worker(Verifier(target, attention, pools[0], graphs), drafter, batches)
     if shape.graph_sizes:
         graphs.paused = True
-        warm_up(worker, shape.graph_sizes, lengths=(2, shape.context_length))
+        # The largest batch too: it may lie beyond the graphs, and the workspace cannot grow once they hold its address.
+        lengths = (2, shape.context_length)  # attention to trees may take another form over long texts
+        warm_up(worker, sorted({*shape.graph_sizes, shape.max_running}), lengths)
         backends.freeze()
         graphs.paused = False
-        warm_up(worker, tqdm(shape.graph_sizes[::-1], desc="capture graphs", unit="batch size", disable=None))
+        sizes = tqdm(shape.graph_sizes[::-1], desc="capture graphs", unit="batch size", disable=None)
+        warm_up(worker, sizes, lengths)
     ready = Ready(
         context_length=shape.context_length,
         max_request_tokens=min(shape.context_length, allocator.num_pages * shape.page_size - shape.window),

@@ -10,7 +10,14 @@ import torch
 
 from eagle_server.config import Config, ConfigError, SpeculativeParams, resolve_speculative
 from eagle_server.engine.assemble import assemble
-from eagle_server.engine.devices import graph_sizes, memory_for_kv, resolve_backend, resolve_device, threads_for
+from eagle_server.engine.devices import (
+    graph_memory,
+    graph_sizes,
+    memory_for_kv,
+    resolve_backend,
+    resolve_device,
+    threads_for,
+)
 from eagle_server.engine.drafters import kv_config
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.pools import bytes_per_slot
@@ -51,10 +58,11 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
     draft = _load_draft(config, target, shape, progress=progress) if config.draft_path is not None else None
     shape = with_token_tree(_with_medusa(config, shape, draft), draft, config.speculative.token_tree)
     algorithm = _algorithm(config, draft)
-    memory = memory_for_kv(config, device)
-    slots = config.cache.max_total_tokens or _slots_that_fit(shape, target.config, draft, memory)
     backend = resolve_backend(config, device, target.config.dtype)
-    shape = replace(shape, max_total_tokens=slots, backend=backend, graph_sizes=graph_sizes(config, backend))
+    sizes = graph_sizes(config, backend)
+    memory = memory_for_kv(config, device, graph_memory(sizes, shape.draft_token_num, target.config))
+    slots = config.cache.max_total_tokens or _slots_that_fit(shape, target.config, draft, memory)
+    shape = replace(shape, max_total_tokens=slots, backend=backend, graph_sizes=sizes)
     resolved = _resolved(config, shape, target, trees, algorithm)
     logger.info("resolved configuration: %s", resolved)
     return assemble(target, draft.head if draft else None, replace(shape, resolved=resolved), algorithm=algorithm)

@@ -61,17 +61,23 @@ def graph_sizes(config: Config, backend: Backend) -> tuple[int, ...]:
     return bucket_sizes(min(running, config.device.cuda_graph_max_bs or LARGEST_GRAPH))
 
 
-def memory_for_kv(config: Config, device: torch.device) -> int:
-    """Bytes that the KV pools may take, once the weights are loaded."""
+def graph_memory(sizes: tuple[int, ...], draft_token_num: int, model: ModelConfig) -> int:
+    """Bytes that captured verify passes keep: float32 logits of every node, for each batch size."""
+    return sum(sizes) * draft_token_num * model.vocab_size * 4
+
+
+def memory_for_kv(config: Config, device: torch.device, reserved: int = 0) -> int:
+    """Bytes that the KV pools may take, once the weights are loaded, with `reserved` bytes left for others."""
     if device.type == "cpu":
         return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_MEMORY_FOR_KV)
     free, total = torch.cuda.mem_get_info(device)
     share = config.device.mem_fraction_static or GPU_MEMORY
-    left = int(total * share) - (total - free)
+    left = int(total * share) - (total - free) - reserved
     if left <= 0:
         raise ConfigError(
             f"--mem-fraction-static {share}: the weights take {(total - free) / 2**30:.1f} GiB of the GPU's "
-            f"{total / 2**30:.1f} GiB, which leaves nothing for KV; give a larger share"
+            f"{total / 2**30:.1f} GiB and CUDA graphs {reserved / 2**30:.1f} GiB, which leaves nothing for KV; give a "
+            "larger share, or a smaller --cuda-graph-max-bs"
         )
     return left
 

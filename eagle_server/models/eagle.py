@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from eagle_server.attention.interface import Planned
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.draft import DraftOutput, TargetWeights
-from eagle_server.models.layers import Attention, DecoderLayer, GatedMLP, Linear, RMSNorm, Views
+from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views, llama_layer
 from eagle_server.models.post_norm_head import PostNormHead
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.ops.fused import Rotation
@@ -62,7 +62,7 @@ class EagleHead(PostNormHead):
         self.eagle, hidden = config, config.layers.hidden_size
         self.fc = Linear(2 * hidden, [("fc", hidden)], bias=config.fc_bias)
         self.rope = RotaryEmbedding(config.layers.rope, config.layers.head_dim, context)
-        plain = (DecoderLayer(config.layers, index) for index in range(1, config.layers.num_layers))
+        plain = (llama_layer(config.layers, index) for index in range(1, config.layers.num_layers))
         self.layers = nn.ModuleList([EagleLayer(config.layers), *plain])
 
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: Planned) -> DraftOutput:

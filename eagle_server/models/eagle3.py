@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from eagle_server.attention.interface import Planned
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.draft import DraftOutput, TargetWeights
-from eagle_server.models.layers import Attention, DecoderLayer, GatedMLP, Linear, RMSNorm, Views
+from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views, llama_layer
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.ops.fused import Rotation
 
@@ -102,7 +102,7 @@ class Eagle3Head(nn.Module):
         width = len(config.aux_boundaries) * config.target_hidden_size
         self.fc = Linear(width, [("fc", hidden)]) if config.aux_boundaries else None
         self.rope = RotaryEmbedding(config.layers.rope, config.layers.head_dim, context)
-        plain = (DecoderLayer(config.layers, index) for index in range(1, config.layers.num_layers))
+        plain = (llama_layer(config.layers, index) for index in range(1, config.layers.num_layers))
         first = Eagle3Layer(config.layers, norm_before_residual=config.norm_before_residual)
         self.layers = nn.ModuleList([first, *plain])
         self.norm = RMSNorm(hidden, eps)

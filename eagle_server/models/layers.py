@@ -125,17 +125,17 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A Llama layer: s + attention(norm(s)), then + mlp(norm(.)), of the residual stream s.
+    """s + attention(norm(s)), then + mlp(norm(.)), of the residual stream s.
 
     The stream travels as two summands, so that each addition happens in the same kernel as the norm that reads its sum.
     """
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention = Attention(config, layer, config.hidden_size)
+        self.attention = attention
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config)
+        self.mlp = mlp
 
     def forward(self, x: Tensor, residual: Tensor | None, rope: Rotation, attention: Planned) -> tuple[Tensor, Tensor]:
         """Two summands of the stream [rows, H] (None: zero) to two summands of the next; both may be overwritten."""
@@ -146,8 +146,13 @@ class DecoderLayer(nn.Module):
     def weight_views(self, prefix: str) -> Views:
         yield f"{prefix}input_layernorm.weight", self.input_norm.weight
         yield f"{prefix}post_attention_layernorm.weight", self.post_norm.weight
-        yield from self.attention.weight_views(f"{prefix}self_attn.")
-        yield from self.mlp.weight_views(f"{prefix}mlp.")
+        yield from self.attention.weight_views(f"{prefix}self_attn.")  # type: ignore[operator]
+        yield from self.mlp.weight_views(f"{prefix}mlp.")  # type: ignore[operator]
+
+
+def llama_layer(config: ModelConfig, layer: int) -> DecoderLayer:
+    """Grouped-query attention and a gated MLP: Llama, Mistral, Qwen."""
+    return DecoderLayer(config, Attention(config, layer, config.hidden_size), GatedMLP(config))
 
 
 def pack_linears(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 _ALIGNMENT = 16  # bytes
 _GATHERED = 1 << 24  # weights that the twin holds twice at any time
+_GPUS = (9, 10)  # compute capabilities, major
 _CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -41,4 +42,6 @@ def grouped_linear_twin(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def _is_supported(x: Tensor, weight: Tensor) -> bool:
     aligned = all(size * x.element_size() % _ALIGNMENT == 0 for size in weight.shape[1:])
-    return aligned and (x.dtype == torch.bfloat16 if x.is_cuda else x.dtype in _CPU_DTYPES)
+    if x.is_cuda:  # on other GPUs it loops over the groups on the host, which no CUDA graph can hold
+        return aligned and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in _GPUS
+    return aligned and x.dtype in _CPU_DTYPES

@@ -35,11 +35,11 @@ def batch_arguments(
     Where all requests have as many queries, nothing but `layout.q_len` is taken from the host: a captured graph replays
     with other lengths.
     """
-    table = req_to_token.index_select(0, rows)
     if layout.q_len is not None:
         places = kv_lens[:, None] + torch.arange(-layout.q_len, 0, device=kv_lens.device)
-        out_slots = table.gather(1, places).view(-1)
+        out_slots = req_to_token[rows[:, None], places].view(-1)  # a whole row may be half a megabyte
     else:
+        table = req_to_token.index_select(0, rows)
         lens = zip(layout.q_lens, layout.kv_lens, strict=True)
         out_slots = torch.cat([table[i, n - q : n] for i, (q, n) in enumerate(lens)])
     return AttentionBatch(rows, kv_lens, req_to_token, out_slots.long(), mask, layout)

@@ -100,7 +100,7 @@ class Frontier:
             column_depths=depths.expand(bs, -1),
         )
         places = seq_lens[:, None] + torch.arange(reached - topk, reached, device=device)
-        out_slots = req_to_token.index_select(0, rows).gather(1, places).view(-1).long()
+        out_slots = req_to_token[rows[:, None], places].view(-1).long()
         return AttentionBatch(rows, seq_lens + layout.window, req_to_token, out_slots, mask, layout)
 
     def generate_attn_arg_decode(

@@ -18,6 +18,8 @@ from eagle_server.ops.triton_support import on_gpu
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Sampling
 
+_SORTED_ROWS = 64  # of logits at a time, on a GPU: some 56 bytes for each of their tokens
+
 
 @dataclass(frozen=True)
 class SamplingBatch:
@@ -71,8 +73,8 @@ def draw(logits: Tensor, positions: Tensor, sampling: SamplingBatch, span: int =
         early = positions[request] < allowed_from
         scores = logits[request].index_select(1, tokens).masked_fill(early[:, None], float("-inf"))
         logits[request].index_copy_(1, tokens, scores)
-    if on_gpu(logits) and sampling.truncated is None:
-        return _draw_fused(logits, positions, sampling)
+    if on_gpu(logits):
+        return _draw_fused(_truncated(logits, sampling), positions, sampling)
     scores, drawn = logits.max(dim=-1)
     if sampling.stochastic is None:
         return drawn, scores
@@ -85,8 +87,24 @@ def draw(logits: Tensor, positions: Tensor, sampling: SamplingBatch, span: int =
     return drawn.index_copy(0, sampling.stochastic, tokens_drawn), scores.index_copy(0, sampling.stochastic, best)
 
 
+def _truncated(logits: Tensor, sampling: SamplingBatch) -> Tensor:
+    """The logits with -inf where top-k or top-p leave a token out; a few requests at a time: sorting takes memory."""
+    if sampling.truncated is None or sampling.stochastic is None:
+        return logits
+    requests = sampling.stochastic.index_select(0, sampling.truncated)
+    temperature = sampling.temperature.index_select(0, sampling.truncated)[:, None, None]
+    logits, step = logits.clone(), max(1, _SORTED_ROWS // logits.shape[1])
+    for some, t, k, p in zip(
+        *(x.split(step) for x in (requests, temperature, sampling.top_k, sampling.top_p)), strict=True
+    ):
+        rows = logits.index_select(0, some)
+        dropped = truncate(rows / t, k, p) == float("-inf")
+        logits.index_copy_(0, some, rows.masked_fill_(dropped, float("-inf")))
+    return logits
+
+
 def _draw_fused(logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """`draw` without top-k and top-p, all requests' rows alike, by the kernel that makes the noise as it goes."""
+    """`draw` for all requests' rows alike, by the kernel that makes the noise as it goes."""
     rows = positions.shape[1]
     keys = sampling.all_keys.repeat_interleave(rows)
     temperature = sampling.all_temperature.repeat_interleave(rows)

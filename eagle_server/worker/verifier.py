@@ -96,8 +96,8 @@ class Verifier:
         places = batch.seq_lens[:, None] + torch.arange(1, accepted.path.shape[1], device=batch.rows.device)
         nodes = accepted.path[:, 1:]
         sources = torch.where(nodes < 0, places, batch.seq_lens[:, None] + nodes)
-        table = batch.req_to_token.index_select(0, batch.rows)
-        self.pool.move(table.gather(1, sources).long(), table.gather(1, places).long())
+        table, rows = batch.req_to_token, batch.rows[:, None]
+        self.pool.move(table[rows, sources].long(), table[rows, places].long())
 
 
 def _features(out: TargetOutput) -> Tensor:

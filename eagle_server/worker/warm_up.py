@@ -12,19 +12,21 @@ from eagle_server.worker.worker import Worker
 _PROMPT = 128  # tokens: enough for the kernels of long prompts
 _GREEDY = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0)
 _DRAWN = Sampling(key=1, temperature=1.0, top_k=0, top_p=1.0)
+_TRUNCATED = Sampling(key=1, temperature=1.0, top_k=50, top_p=0.9)
 
 
 def warm_up(worker: Worker, sizes: Iterable[int], lengths: Sequence[int] = (2,)) -> None:
-    """Run a prompt, and the cycle for batches of `sizes` and committed `lengths`, greedy and drawn."""
+    """Run prompts, long, of one token and two at once, and the cycle for batches of `sizes` and committed `lengths`."""
     row = worker.batches.pad_row
     width = worker.batches.req_to_token.tensor.shape[1]
-    prompt = Chunk(row, 0, (0,) * min(_PROMPT, width), next_token=None, sampling=_GREEDY)
-    worker.run(CyclePlan(chunks=(prompt,)))
+    long, short = (Chunk(row, 0, (0,) * n, next_token=None, sampling=_GREEDY) for n in (min(_PROMPT, width), 1))
+    for chunks in ((long,), (short,), (short, long)):
+        worker.run(CyclePlan(chunks=chunks))
+    shortest, *longer = [(length, _GREEDY) for length in lengths]
     for size in sizes:
-        for length in lengths:
-            for sampling in (_GREEDY, _DRAWN):
-                worker.batches.carry.counts[row] = 1
-                worker.run(CyclePlan(decodes=(Decode(row, length, verified_id=0, sampling=sampling),) * size))
+        for length, sampling in (shortest, *longer, (shortest[0], _DRAWN), (shortest[0], _TRUNCATED)):
+            worker.batches.carry.counts[row] = 1
+            worker.run(CyclePlan(decodes=(Decode(row, length, verified_id=0, sampling=sampling),) * size))
     worker.run(CyclePlan(released=(row,)))
     if worker.batches.device.type == "cuda":
         torch.cuda.synchronize()

@@ -118,6 +118,7 @@ def cycles(
         topk,
         backend="flashinfer",
         graph_sizes=(1, 2, 4),
+        max_running=4,
         stand_ins=stand_ins,
         chunk_tokens=16,
         poison=False,

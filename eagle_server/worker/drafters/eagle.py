@@ -135,7 +135,7 @@ class EagleDrafter:
         """Steps read the slots of later steps, masked; whatever freed KV stands there must not be NaN."""
         if self.num_steps > 2:  # noqa: PLR2004  fewer make one forward at most
             later = torch.arange(self.topk, (self.num_steps - 1) * self.topk, device=rows.device)
-            slots = req_to_token.index_select(0, rows).gather(1, seq_lens[:, None] + later)
+            slots = req_to_token[rows[:, None], seq_lens[:, None] + later]
             self.attention.pool.clear(slots.view(-1).long())
 
     def _best(self, normed: Tensor) -> tuple[Tensor, Tensor]:
