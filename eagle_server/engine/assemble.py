@@ -74,14 +74,7 @@ def assemble(
     batches = Batches(table, device, spec_steps=steps, sizes=shape.graph_sizes)
     worker = Worker(Verifier(target, attention, pools[0], graphs), drafter, batches)
     if shape.graph_sizes:
-        graphs.paused = True
-        # The largest batch too: it may lie beyond the graphs, and the workspace cannot grow once they hold its address.
-        lengths = (2, shape.context_length)  # attention to trees may take another form over long texts
-        warm_up(worker, sorted({*shape.graph_sizes, shape.max_running}), lengths)
-        backends.freeze()
-        graphs.paused = False
-        sizes = tqdm(shape.graph_sizes[::-1], desc="capture graphs", unit="batch size", disable=None)
-        warm_up(worker, sizes, lengths)
+        _capture(worker, graphs, backends, shape)
     ready = Ready(
         context_length=shape.context_length,
         max_request_tokens=min(shape.context_length, allocator.num_pages * shape.page_size - shape.window),
@@ -92,6 +85,18 @@ def assemble(
         resolved=dict(shape.resolved),
     )
     return Engine(Scheduler(limits, kv), worker, ready)
+
+
+def _capture(worker: Worker, graphs: Graphs, backends: Backends, shape: Shape) -> None:
+    """Size the workspace, and then capture every graph that serving will want."""
+    lengths = (2, shape.context_length)  # attention to trees may take another form over long texts
+    graphs.paused = True
+    # The largest batch too: it may lie beyond the graphs, and the workspace cannot grow once they hold its address.
+    warm_up(worker, sorted({*shape.graph_sizes, shape.max_running}), lengths)
+    backends.freeze()
+    graphs.paused = False
+    sizes = tqdm(shape.graph_sizes[::-1], desc="capture graphs", unit="batch size", disable=None)
+    warm_up(worker, sizes, lengths)
 
 
 def _recorder(shape: Shape, device: torch.device) -> Recorder | None:

@@ -9,21 +9,18 @@ from torch import Tensor
 
 from eagle_server.models.redrafter import RedrafterHead
 from eagle_server.ops.topk import topk_logprobs
-from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.prefix_tree import pack, pack_like, tree_nodes
-from eagle_server.speculation.tree import EagleVerifyInput, TreeNodes
-from eagle_server.worker.batch import DecodeBatch, PromptFeatures
+from eagle_server.speculation.tree import TreeNodes
+from eagle_server.worker.batch import DecodeBatch
+from eagle_server.worker.drafters.from_feature import FeatureDrafter
 from eagle_server.worker.graphs import Graphs
 
 
-class RedrafterDrafter:
+class RedrafterDrafter(FeatureDrafter):
     """Drafts the tree of `beam_width` beams of `num_steps` tokens each, of which it keeps the best nodes.
 
-    It has no KV and no memory of a text but the target's newest feature. `graph_sizes`: batch sizes that graphs are
-    captured for.
+    `graph_sizes`: batch sizes that graphs are captured for.
     """
-
-    feeds = True
 
     def __init__(  # noqa: PLR0913  the shape of its trees, and what it runs on
         self,
@@ -35,29 +32,12 @@ class RedrafterDrafter:
         graphs: Graphs | None = None,
         graph_sizes: Collection[int] = (),
     ) -> None:
+        super().__init__(graphs, graph_sizes)
         self.head = head
         self.num_steps, self.beam_width, self.draft_token_num = num_steps, beam_width, draft_token_num
-        self.graphs, self.graph_sizes = graphs or Graphs(), frozenset(graph_sizes)
-
-    def forget(self, row: int) -> None:
-        """Nothing is kept by row."""
-
-    def prefill(self, prompts: PromptFeatures) -> None:
-        """Nothing is learned from prompts: the newest feature knows them."""
-
-    def extend(self, batch: DecodeBatch) -> Tensor:
-        """The feature [bs, H] of the position before each verified_id."""
-        tokens, features = batch.carry.take(batch.rows, batch.extend_width)
-        first = torch.arange(0, len(tokens), batch.extend_width, device=tokens.device)
-        return features.index_select(0, first + batch.counts - 1)
 
     def propose(self, draft: Tensor, batch: DecodeBatch) -> TreeNodes:
-        size = len(batch.seq_lens_host)
-        key = ("redrafter", size) if size in self.graph_sizes else None
-        return self.graphs.run(key, self._propose, draft, batch.verified_id)
-
-    def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
-        """It learns nothing while it serves."""
+        return self.graphs.run(self.graph_key("redrafter", batch), self._propose, draft, batch.verified_id)
 
     def _propose(self, context: Tensor, verified_id: Tensor) -> TreeNodes:
         beam, scores = beam_search(self.head, context, verified_id, self.num_steps, self.beam_width)
