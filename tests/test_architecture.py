@@ -34,7 +34,14 @@ ARROWS: dict[str, set[str]] = {
     "bench": LOWEST | PEERS | {"engine"},
     "__main__": LOWEST | PEERS | {"scheduling", "worker", "engine", "api"},
 }
-SEE_CONFIG = {"__main__", "api.app", "engine.build", "engine.devices", "training"}  # the composition roots
+SEE_CONFIG = {
+    "__main__",
+    "api.app",
+    "bench.drafters",
+    "engine.build",
+    "engine.devices",
+    "training",
+}  # the composition roots
 COPIES_TO_HOST = PACKAGE / "worker" / "host.py"
 ON_CPUS = PACKAGE / "ops" / "grouped.py"  # its twin loops over groups
 

@@ -9,23 +9,20 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from eagle_server.engine.assemble import assemble
+from eagle_server.config import parse_args
+from eagle_server.engine.build import build_engine
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.shape import Shape
 from eagle_server.engine.tokenizer import load_tokenizer
-from eagle_server.models.load_draft import load_draft
-from eagle_server.models.loader import load_target
 from eagle_server.request import Request, SamplingParams
+from eagle_server.speculation.medusa_choices import PRESETS
 
 DEMO = Path(__file__).parents[1] / "assets" / "demo"
-CONTEXT, SLOTS = 1024, 4096
-NGRAM_DEPTH = 8
 SETTLING = 160  # tokens after which the demo's greedy answers repeat themselves; it copies little from its prompts
 
 
@@ -59,30 +56,27 @@ def kinds(held_out: Sequence[Sequence[int]], engine: Engine) -> dict[str, list[l
     return {"repetitive": repetitive, "ordinary": ordinary, "mixed": mixed}
 
 
-def engines(steps: int, topk: int, size: int) -> dict[str, Callable[[], Engine]]:
+def engines(steps: int, topk: int, size: int, threads: int) -> dict[str, Callable[[], Engine]]:
     """The demo with each drafter; the trees are of one size."""
-    lookahead = max((steps - 1) * topk, size)
-    target = load_target(DEMO / "target", dtype="float32", context=CONTEXT, lookahead=lookahead, progress=False)
-    head = load_draft(DEMO / "eagle3", target, context=CONTEXT, lookahead=lookahead, progress=False).head
-
-    def build(*, model: bool, ngrams: bool) -> Engine:
-        shape = Shape(
-            context_length=CONTEXT,
-            max_total_tokens=SLOTS,
-            num_steps=steps if model else 0,
-            topk=topk if model else 1,
-            draft_token_num=size if model or ngrams else 1,
-            ngram_depth=NGRAM_DEPTH if ngrams else 0,
-            radix=False,
-        )
-        return assemble(target, head if model else None, shape)
-
-    return {
-        "NONE": lambda: build(model=False, ngrams=False),
-        "EAGLE3": lambda: build(model=True, ngrams=False),
-        "NGRAM": lambda: build(model=False, ngrams=True),
-        "EAGLE3+NGRAM": lambda: build(model=True, ngrams=True),
+    nodes = ["--speculative-num-draft-tokens", str(size)]
+    tree = ["--speculative-num-steps", str(steps), "--topk", str(topk), *nodes]
+    # As published, its nodes stand in the order in which they were found worth their place.
+    choices = ["--medusa-choices", str(list(PRESETS["mc_sim_7b_63"][: size - 1]))]
+    options = {
+        "NONE": [],
+        "EAGLE3": tree,
+        "MEDUSA": choices,
+        "REDRAFTER": tree,
+        "NGRAM": nodes,
+        "EAGLE3+NGRAM": tree,
     }
+    common = ["--disable-radix-cache", "--max-running-requests", "1", "--cpu-threads", str(threads)]
+
+    def build(name: str, own: Sequence[str]) -> Engine:
+        config = parse_args(["--speculative-algorithm", name, *own, *common], environ={})
+        return build_engine(config, progress=False)
+
+    return {name: partial(build, name, own) for name, own in options.items()}
 
 
 def measure(engine: Engine, name: str, prompt: Sequence[int], max_tokens: int, tally: Tally) -> list[int]:
@@ -156,10 +150,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--topk", type=int, default=4, help="of the head's tree (4)")
     parser.add_argument("--nodes", type=int, default=8, help="verified at once, of every drafter (8)")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(arguments.threads)
     held_out: list[str] = json.loads((DEMO / "prompts.json").read_text())
     tokenizer = load_tokenizer(str(DEMO / "target"))
-    builders = engines(arguments.steps, arguments.topk, arguments.nodes)
+    builders = engines(arguments.steps, arguments.topk, arguments.nodes, arguments.threads)
     prompts = [tokenizer.encode(text) for text in held_out[: arguments.prompts]]
     texts = kinds(prompts, builders["EAGLE3+NGRAM"]())
     tallies, departures = compare(builders, texts, arguments.max_tokens)

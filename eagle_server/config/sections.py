@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _DEMO = Path(__file__).parents[1] / "assets" / "demo"
 DEMO_TARGET = _DEMO / "target"
 DEMO_DRAFT = _DEMO / "eagle3"
+_OTHER_DEMO_DRAFTS = {"MEDUSA": _DEMO / "medusa", "REDRAFTER": _DEMO / "redrafter"}
 NGRAM_DEPTH = 8  # longer guesses are seldom right to their end
 
 
@@ -243,7 +244,9 @@ class Config(BaseModel):
         """Hugging Face id or directory of the draft head, None where there is none."""
         if not self.speculates or self.speculative.algorithm == "NGRAM":
             return None
-        own = self.target_path if self.speculative.head_algorithm == "NEXTN" else str(DEMO_DRAFT)
+        algorithm = self.speculative.head_algorithm
+        demo = _OTHER_DEMO_DRAFTS.get(algorithm or "", DEMO_DRAFT)
+        own = self.target_path if algorithm == "NEXTN" else str(demo)
         return self.speculative.draft_model_path or own
 
     @property

@@ -16,8 +16,8 @@ from eagle_server.models.loader import load_target
 from eagle_server.models.target import TargetModel
 from eagle_server.models.weights import resolve_checkpoint
 from eagle_server.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library
-from eagle_server.training.eagle3 import Recipe, train_head
-from eagle_server.training.export import export_demo, export_head, export_target
+from eagle_server.training.eagle3 import Recipe, own_texts, train_head
+from eagle_server.training.export import export_demo, export_demo_heads, export_head, export_target
 from eagle_server.training.medusa import MedusaRecipe, export_medusa, train_medusa
 from eagle_server.training.redrafter import RedrafterRecipe, train_redrafter
 from eagle_server.training.target import DEMO_TARGET, VOCAB_SIZE, train_target
@@ -25,6 +25,8 @@ from eagle_server.training.target import DEMO_TARGET, VOCAB_SIZE, train_target
 ASSETS = Path(__file__).parents[1] / "assets" / "demo"
 AnyRecipe = Recipe | MedusaRecipe | RedrafterRecipe
 DEMO_HEAD = Recipe(draft_vocab=2048, intermediate_size=512, steps=900, sampled_texts=2048)
+DEMO_MEDUSA = MedusaRecipe(layers=2, shared_lm_head=True, steps=600, texts=8, sampled_texts=512)
+DEMO_REDRAFTER = RedrafterRecipe(exit_dim=256, steps=600, texts=8, sampled_texts=512)
 
 _ABOUT = """\
 Train draft heads, and the demo pair that this package carries.
@@ -33,7 +35,7 @@ Train draft heads, and the demo pair that this package carries.
     python -m eagle_server.training eagle3 --target PATH_OR_HUB_ID --data FILE_OR_DIRECTORY... --out HEAD
     python -m eagle_server --model-path PATH_OR_HUB_ID --speculative-draft-model-path HEAD
   Medusa heads for it: the same with `medusa` for eagle3 and, when serving, --speculative-algorithm MEDUSA
-  the demo pair, all stages in order (tokenizer, target, export of the target, eagle3, export):
+  the demo, all stages in order (tokenizer, target, eagle3, export, demo-heads):
     python -m eagle_server.training demo --work DIR
 
 Every stage resumes: run the same command again. Progress bars go to stderr, loss curves to PNG files in the working
@@ -61,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    demo = stage("demo", _demo, "make the demo pair: every stage below, in order")
+    demo = stage("demo", _demo, "make the demo: every stage below, in order")
     tokenizer = stage("tokenizer", _tokenizer, "train the demo's tokenizer on the standard library's source")
     target = stage("target", _target, "train the demo's target, and write it to WORK/target")
     export = stage("export", _export, "assemble the demo's directory, with its model card, from WORK")
@@ -75,6 +77,12 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--head-steps", type=int, default=DEMO_HEAD.steps, help="steps of the EAGLE-3 head (%(default)s)")
     for one in (demo, export):
         one.add_argument("--out", type=Path, default=ASSETS, help="where the pair goes (%(default)s)")
+    heads = stage("demo-heads", _demo_heads, "train Medusa and ReDrafter heads for the demo's target in OUT, into OUT")
+    heads.add_argument("--work", type=Path, required=True, help="directory of checkpoints, curves and caches")
+    heads.add_argument("--out", type=Path, default=ASSETS, help="the demo's directory (%(default)s)")
+    heads.add_argument("--compile", action="store_true", help="use torch.compile")
+    for one in (demo, heads):
+        one.add_argument("--other-head-steps", type=int, help="steps of each Medusa and ReDrafter training (600)")
     _add_head_arguments(stage("eagle3", _head, "train an EAGLE-3 head (or EAGLE-1) for a dense target"))
     _add_medusa_arguments(stage("medusa", _medusa, "train Medusa heads for a dense target"))
     _add_redrafter_arguments(stage("redrafter", _redrafter, "train a ReDrafter head for a dense target"))
@@ -126,6 +134,11 @@ def _add_medusa_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common_arguments(parser, default)
     parser.add_argument("--heads", type=int, default=default.heads, help="positions guessed ahead (%(default)s)")
     parser.add_argument("--layers", type=int, default=default.layers, help="residual blocks per head (%(default)s)")
+    parser.add_argument(
+        "--shared-lm-head",
+        action="store_true",
+        help="no lm_heads of their own: small heads, which guess a little worse",
+    )
     parser.add_argument("--texts", type=int, default=default.texts, help="at most so many per step (%(default)s)")
 
 
@@ -137,6 +150,7 @@ def _add_redrafter_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--exit-dim", type=int, help="width of the residual blocks (not given: twice the target's)")
     parser.add_argument("--draft-layers", type=int, default=default.draft_layers, help="how many blocks (%(default)s)")
+    parser.add_argument("--texts", type=int, default=default.texts, help="at most so many per step (%(default)s)")
 
 
 def _tokenizer(parsed: argparse.Namespace) -> None:
@@ -168,6 +182,7 @@ def _medusa(parsed: argparse.Namespace) -> None:
     recipe = MedusaRecipe(
         heads=parsed.heads,
         layers=parsed.layers,
+        shared_lm_head=parsed.shared_lm_head,
         steps=parsed.steps,
         peak=parsed.peak,
         texts=parsed.texts,
@@ -175,11 +190,7 @@ def _medusa(parsed: argparse.Namespace) -> None:
         sampled_texts=parsed.sampled_texts,
         compiled=parsed.compile,
     )
-    target, corpus = _target_and_corpus(parsed)
-    training = parsed.out / "training"
-    _claim(training, recipe)
-    export_medusa(train_medusa(target, corpus, recipe, training), parsed.out)
-    _report(parsed.out, recipe)
+    _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out)
 
 
 def _redrafter(parsed: argparse.Namespace) -> None:
@@ -189,15 +200,12 @@ def _redrafter(parsed: argparse.Namespace) -> None:
         peak=parsed.peak,
         exit_dim=parsed.exit_dim,
         draft_layers=parsed.draft_layers,
+        texts=parsed.texts,
         length=parsed.length,
         sampled_texts=parsed.sampled_texts,
         compiled=parsed.compile,
     )
-    target, corpus = _target_and_corpus(parsed)
-    training = parsed.out / "training"
-    _claim(training, recipe)
-    export_head(train_redrafter(target, corpus, recipe, training), parsed.out)
-    _report(parsed.out, recipe)
+    _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out)
 
 
 def _target_and_corpus(parsed: argparse.Namespace) -> tuple[TargetModel, Corpus]:
@@ -221,6 +229,7 @@ def _demo(parsed: argparse.Namespace) -> None:
     target = load_target(parsed.work / "target", pack=False)
     _train_and_write(target, _demo_corpus(parsed.work), recipe, parsed.work / "eagle3")
     _export(parsed)
+    _demo_heads(parsed)
 
 
 def _demo_corpus(work: Path) -> Corpus:
@@ -228,14 +237,31 @@ def _demo_corpus(work: Path) -> Corpus:
     return standard_library(tokenizer, int(str(DEMO_TARGET["eos_token_id"])), work / "corpus.npz")
 
 
-def _train_and_write(target: TargetModel, corpus: Corpus, recipe: Recipe, out: Path) -> None:
+def _demo_heads(parsed: argparse.Namespace) -> None:
+    """Medusa and ReDrafter heads for the demo's target, which learn from the same texts."""
+    directory = parsed.out / "target"
+    target = load_target(directory, dtype="float32", device="cpu", pack=False)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    corpus = standard_library(tokenizer, target.config.eos_token_ids[0], parsed.work / "corpus.npz")
+    texts = own_texts(target, corpus, DEMO_MEDUSA, parsed.work)
+    for recipe in (DEMO_MEDUSA, DEMO_REDRAFTER):
+        recipe = dataclasses.replace(recipe, steps=parsed.other_head_steps or recipe.steps, compiled=parsed.compile)
+        texts.save(parsed.work / recipe.kind / "training")
+        _train_and_write(target, corpus, recipe, parsed.work / recipe.kind)
+    size = export_demo_heads(parsed.work, parsed.out)
+    print(f"{parsed.out}: {size / 1e6:.1f} MB")
+
+
+def _train_and_write(target: TargetModel, corpus: Corpus, recipe: AnyRecipe, out: Path) -> None:
     training = out / "training"
     _claim(training, recipe)
-    export_head(train_head(target, corpus, recipe, training), out)
-    _report(out, recipe)
-
-
-def _report(out: Path, recipe: AnyRecipe) -> None:
+    match recipe:
+        case MedusaRecipe():
+            export_medusa(train_medusa(target, corpus, recipe, training), out)
+        case RedrafterRecipe():
+            export_head(train_redrafter(target, corpus, recipe, training), out)
+        case Recipe():
+            export_head(train_head(target, corpus, recipe, training), out)
     print(f"{out}: done; curves in {out / 'training' / f'{recipe.kind}-loss.png'}")
 
 

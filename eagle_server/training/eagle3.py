@@ -19,6 +19,7 @@ from eagle_server.training.loop import Job, Schedule, train
 from eagle_server.training.target import TOKENS_PER_STEP, evenly_spaced, windows
 from eagle_server.training.ttt import accuracies, chain_length, teach, ttt_loss
 
+_OWN_TEXTS = "own-texts.npz"
 _PROMPT = 64  # tokens before the text that the target writes for evaluation
 
 
@@ -44,6 +45,11 @@ class Recipe:
     compiled: bool = False
 
 
+def at_most(texts: int, window: Tensor, length: int) -> Tensor:
+    """The first of the texts [batch, longer + 1]: as many as have together the tokens of `texts` texts of `length`."""
+    return window[: max(1, texts * length // (window.shape[1] - 1))]
+
+
 class TextPlan(Protocol):
     """What a recipe says of its texts: see `Recipe`."""
 
@@ -61,6 +67,11 @@ class OwnTexts:
     train: np.ndarray  # after prompts from the training files
     greedy: np.ndarray  # after prompts that were held out, at temperature 0
     sampled: np.ndarray  # the same at temperature 1
+
+    def save(self, directory: Path) -> None:
+        """Into `directory`, where `own_texts` finds them."""
+        directory.mkdir(parents=True, exist_ok=True)
+        np.savez(directory / _OWN_TEXTS, train=self.train, greedy=self.greedy, sampled=self.sampled)
 
 
 def train_head(target: TargetModel, corpus: Corpus, recipe: Recipe, directory: Path) -> NewHead:
@@ -94,7 +105,7 @@ def train_head(target: TargetModel, corpus: Corpus, recipe: Recipe, directory: P
 
 def own_texts(target: TargetModel, corpus: Corpus, recipe: TextPlan, directory: Path) -> OwnTexts:
     """What the target writes, from `directory`'s cache or sampled now."""
-    cache = directory / "own-texts.npz"
+    cache = directory / _OWN_TEXTS
     if cache.is_file():
         arrays = np.load(cache)
         return OwnTexts(arrays["train"], arrays["greedy"], arrays["sampled"])
@@ -106,8 +117,7 @@ def own_texts(target: TargetModel, corpus: Corpus, recipe: TextPlan, directory: 
         target_texts(target, corpus.held_out, 32, Sampling(length, (fixed, fixed), (0.0,)), seed=2),
         target_texts(target, corpus.held_out, 32, Sampling(length, (fixed, fixed), (1.0,)), seed=3),
     )
-    directory.mkdir(parents=True, exist_ok=True)
-    np.savez(cache, train=own.train, greedy=own.greedy, sampled=own.sampled)
+    own.save(directory)
     return own
 
 
@@ -144,7 +154,10 @@ def _fresh(target: TargetModel, corpus: Corpus, recipe: Recipe) -> NewHead:
 
 
 def text_window(corpus: Corpus, own: OwnTexts, recipe: TextPlan, longest: int, step: int) -> Tensor:
-    """Texts [batch, length + 1] of one step: corpus and own texts in turn, and every eighth step a longer context."""
+    """Texts [batch, length + 1] of one step: corpus and own texts in turn, and every eighth step a longer context.
+
+    About 6144 tokens together.
+    """
     turn, odd = divmod(step, 2)
     if odd and len(own.train):
         count = max(1, TOKENS_PER_STEP // recipe.length)

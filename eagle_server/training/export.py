@@ -13,12 +13,13 @@ from eagle_server.models.loader import save_checkpoint
 from eagle_server.training.corpus import END_OF_TEXT, standard_library_files
 from eagle_server.training.heads import NewHead
 from eagle_server.training.loop import read_history, restore
-from eagle_server.training.model_card import CardFacts, model_card
+from eagle_server.training.model_card import CardFacts, HeadFacts, heads_card, model_card
 from eagle_server.training.prompts import write_prompts
 from eagle_server.training.redrafter import NewRedrafter
 from eagle_server.training.target import DEMO_TARGET, build_target
 
-MAX_DEMO_BYTES = 20_000_000
+MAX_DEMO_BYTES = 24_000_000
+_OTHER_HEADS = ("medusa", "redrafter")
 
 
 def export_target(work: Path, directory: Path) -> None:
@@ -50,14 +51,39 @@ def export_demo(work: Path, assets: Path) -> int:
         ValueError: the files are larger than a repository should carry.
     """
     for name in ("target", "eagle3"):
-        for path in sorted((work / name).iterdir()):
-            if path.is_file():
-                (assets / name).mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, assets / name / path.name)
+        _copy_files(work / name, assets / name)
     shutil.copyfile(work / "target-loss.png", assets / "target-loss.png")
     shutil.copyfile(work / "eagle3" / "training" / "eagle3-loss.png", assets / "eagle3-loss.png")
     write_prompts(assets / "prompts.json")
     (assets / "README.md").write_text(model_card(_facts(work, assets)))
+    return _checked_size(assets)
+
+
+def export_demo_heads(work: Path, assets: Path) -> int:
+    """Add the trained Medusa and ReDrafter heads of `work` to `assets`, with their card; the new size in bytes.
+
+    Raises:
+        ValueError: the files are larger than a repository should carry.
+    """
+    facts = {}
+    for name in _OTHER_HEADS:
+        _copy_files(work / name, assets / name)
+        training = work / name / "training"
+        shutil.copyfile(training / f"{name}-loss.png", assets / f"{name}-loss.png")
+        size = sum(path.stat().st_size for path in (assets / name).iterdir())
+        facts[name] = HeadFacts(read_history(training / f"{name}-history.json"), size)
+    (assets / "HEADS.md").write_text(heads_card(facts))
+    return _checked_size(assets)
+
+
+def _copy_files(source: Path, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file():
+            shutil.copyfile(path, directory / path.name)
+
+
+def _checked_size(assets: Path) -> int:
     size = sum(path.stat().st_size for path in assets.rglob("*") if path.is_file())
     if size > MAX_DEMO_BYTES:
         raise ValueError(f"{assets}: {size / 1e6:.1f} MB are too many, at most {MAX_DEMO_BYTES / 1e6:.0f} MB")

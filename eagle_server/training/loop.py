@@ -131,7 +131,7 @@ def plot(history: History, path: Path, title: str) -> None:
         axis.set_xlabel("step")
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=2)  # many curves hide none
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path)

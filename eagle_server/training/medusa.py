@@ -21,7 +21,7 @@ from eagle_server.models.loader import save_checkpoint
 from eagle_server.models.medusa_head import MedusaConfig, MedusaHeads
 from eagle_server.models.target import TargetModel
 from eagle_server.training.corpus import Corpus
-from eagle_server.training.eagle3 import OwnTexts, own_texts, text_window, written_part
+from eagle_server.training.eagle3 import OwnTexts, at_most, own_texts, text_window, written_part
 from eagle_server.training.loop import Job, Schedule, train
 from eagle_server.training.target import evenly_spaced
 from eagle_server.training.ttt import accuracies, chain_length
@@ -35,11 +35,13 @@ _EVALUATED = 8  # texts in one forward
 class MedusaRecipe:
     """What the heads look like and how long they are trained. Lengths and own texts: see `eagle3.Recipe`.
 
+    shared_lm_head: the heads' logits are by the target's lm_head, so that a head is its residual blocks alone.
     texts: at most so many in a step, fewer of the longer ones.
     """
 
     heads: int = 4
     layers: int = 1
+    shared_lm_head: bool = False
     steps: int = 1200
     peak: float = 3e-3
     texts: int = 24
@@ -58,9 +60,9 @@ class MedusaLesson:
     window: Tensor  # int64 [batch, length]
 
 
-def new_heads(target: TargetModel, heads: int, layers: int) -> MedusaHeads:
+def new_heads(target: TargetModel, heads: int, layers: int, *, shared_lm_head: bool = False) -> MedusaHeads:
     """Heads that guess as the target does for the next token: blocks of zeros, lm_heads like the target's."""
-    config = MedusaConfig(heads, layers, target.config.hidden_size, target.config.vocab_size)
+    config = MedusaConfig(heads, layers, target.config.hidden_size, target.config.vocab_size, not shared_lm_head)
     with torch.device(target.embed.device):
         model = MedusaHeads(config, TargetWeights(target.embed.detach(), target.lm_head))
     own = target.lm_head.dense_weight().detach()
@@ -106,14 +108,15 @@ def train_medusa(target: TargetModel, corpus: Corpus, recipe: MedusaRecipe, dire
     if len(corpus.held_out) < recipe.length + 2:
         raise ValueError(f"too little text: {len(corpus.held_out)} tokens are held out, a text has {recipe.length + 1}")
     own = own_texts(target, corpus, recipe, directory)
-    model, device = new_heads(target, recipe.heads, recipe.layers), target.embed.device
+    model = new_heads(target, recipe.heads, recipe.layers, shared_lm_head=recipe.shared_lm_head)
+    device = target.embed.device
     narrow = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()  # elsewhere bfloat16 is emulated
     lesson_of = torch.compile(medusa_lesson) if recipe.compiled else medusa_lesson
     loss_of = torch.compile(medusa_loss) if recipe.compiled else medusa_loss
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
         window = text_window(corpus, own, recipe, target.config.max_position, step).to(device)
-        window = window[: max(1, recipe.texts * recipe.length // window.shape[1])]
+        window = at_most(recipe.texts, window, recipe.length)
         with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
             return loss_of(model, lesson_of(target, window))[0], {}
 

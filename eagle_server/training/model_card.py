@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,31 @@ class CardFacts:
     held_out_files: Sequence[str]
     target_bytes: int
     head_bytes: int
+
+
+@dataclass(frozen=True)
+class HeadFacts:
+    """What a card states of one more head: the curves of its training, and its files' bytes."""
+
+    history: History
+    size: int
+
+
+def heads_card(heads: Mapping[str, HeadFacts]) -> str:
+    """Markdown, for the heads "medusa" and "redrafter"."""
+    return _HEADS_CARD.format(table=_heads_table(heads))
+
+
+def _heads_table(heads: Mapping[str, HeadFacts]) -> str:
+    lines = ["| | MB | steps | held-out loss | accept length, T=0 | T=1 |", "|---|---|---|---|---|---|"]
+    for name, facts in heads.items():
+        (steps, loss), lengths = facts.history.curves["held-out loss"][-1], []
+        for label in ("T=0", "T=1"):
+            lengths.append(f"{facts.history.curves[f'{label} accept length'][-1][1]:.2f}")
+        lines.append(
+            f"| [`{name}/`]({name}-loss.png) | {facts.size / 1e6:.1f} | {steps} | {loss:.3f} | {' | '.join(lengths)} |"
+        )
+    return "\n".join(lines)
 
 
 def model_card(facts: CardFacts) -> str:
@@ -53,11 +78,30 @@ def _accuracy_table(facts: CardFacts) -> str:
     return "\n".join(lines)
 
 
+_HEADS_CARD = """# More heads for the demo's target
+
+Small ones, for the repository's sake: `medusa/` has four heads of two residual blocks, whose logits are by the target's
+own lm_head; `redrafter/` a recurrent head of width 256. Data, limits and licence are those of the [demo](README.md).
+
+    python -m eagle_server --speculative-algorithm MEDUSA
+    python -m eagle_server --speculative-algorithm REDRAFTER
+
+{table}
+
+The accept length is that of a chain without a tree, bonus included, in texts that the target wrote after held-out
+prompts, as in the table of the EAGLE-3 head; a tree accepts more. `python -m eagle_server.bench.drafters` compares them
+as served.
+
+    python -m eagle_server.training demo-heads --work DIR
+
+makes them anew, and this file.
+"""
+
 _CARD = """# The embedded demo pair
 
 A small language model of Python source (`target/`) and an EAGLE-3 draft head for it (`eagle3/`), made so that
-`python -m eagle_server` has something real to serve on any machine. They are a demonstration of speculative decoding
-and a fixture of the tests, not a coding assistant.
+`python -m eagle_server` has something real to serve on any machine ([more heads](HEADS.md)). They are a
+demonstration of speculative decoding and a fixture of the tests, not a coding assistant.
 
 | | target | eagle3 |
 |---|---|---|
@@ -99,7 +143,7 @@ Whole files are held out by a hash of their path, about 1.5 %; nothing was train
 ## Making it
     python -m eagle_server.training demo --work DIR
 
-trains tokenizer, target and head one after the other, each resumable, and writes this directory: about two hours on
+trains tokenizer, target and heads one after the other, each resumable, and writes this directory: about three hours on
 two cores. `python -m eagle_server.training --help` names the stages, and how to train a head for a target of
 your own.
 

@@ -21,7 +21,7 @@ from eagle_server.models.draft import TargetWeights
 from eagle_server.models.redrafter import RedrafterConfig, RedrafterHead
 from eagle_server.models.target import TargetModel
 from eagle_server.training.corpus import Corpus
-from eagle_server.training.eagle3 import OwnTexts, own_texts, text_window, written_part
+from eagle_server.training.eagle3 import OwnTexts, at_most, own_texts, text_window, written_part
 from eagle_server.training.loop import Job, Schedule, train
 from eagle_server.training.target import evenly_spaced
 from eagle_server.training.ttt import PASS_DECAY, Lesson, teach
@@ -34,6 +34,7 @@ class RedrafterRecipe:
     exit_dim: None takes twice the target's width, so that there is no input projection.
     rollout: steps that are trained; more can be served, with less acceptance.
     sampled_texts: how many texts the target writes for every second step; 0 trains on the corpus alone.
+    texts: at most so many in a step, fewer of the longer ones.
     """
 
     kind: str = "redrafter"
@@ -43,6 +44,7 @@ class RedrafterRecipe:
     exit_dim: int | None = None
     draft_layers: int = 2
     rnn: bool = True
+    texts: int = 24
     length: int = 256
     sampled_texts: int = 4096
     compiled: bool = False
@@ -59,7 +61,10 @@ class NewRedrafter:
 def new_redrafter(
     target: TargetModel, *, exit_dim: int | None = None, draft_layers: int = 2, rnn: bool = True
 ) -> NewRedrafter:
-    """A fresh head: residual blocks that change nothing yet, and no aux boundaries for `target`."""
+    """A fresh head: residual blocks that change nothing yet, and no aux boundaries for `target`.
+
+    One of the target's width begins with its lm_head over its feature, so that it guesses what the target does.
+    """
     hidden = target.config.hidden_size
     config = RedrafterConfig(target.config.vocab_size, hidden, exit_dim or 2 * hidden, draft_layers, rnn)
     with torch.device(target.embed.device):
@@ -71,6 +76,10 @@ def new_redrafter(
             nn.init.zeros_(parameter)
     for block in head.blocks:
         nn.init.zeros_(block.weight)  # type: ignore[arg-type]
+    if head.input_proj is not None and config.exit_dim == hidden:
+        with torch.no_grad():
+            nn.init.eye_(head.input_proj.weight)
+            head.lm_head.weight.copy_(target.lm_head.dense_weight())
     published = {
         "architectures": ["Drafter"],
         "model_type": "recurrent_drafting_drafter",
@@ -100,9 +109,9 @@ def train_redrafter(target: TargetModel, corpus: Corpus, recipe: RedrafterRecipe
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
         window = text_window(corpus, own, recipe, target.config.max_position, step).to(device)
+        window = at_most(recipe.texts, window, recipe.length)
         with torch.autocast(device.type, torch.bfloat16):
-            value, hits = loss_of(new.head, lesson_of(target, window, everything), recipe.rollout)
-        return value, {f"train step {k + 1}": rate for k, rate in enumerate(accuracies(hits))}
+            return loss_of(new.head, lesson_of(target, window, everything), recipe.rollout)[0], {}
 
     @torch.no_grad()
     def evaluate() -> dict[str, float]:

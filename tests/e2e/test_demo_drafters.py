@@ -1,4 +1,4 @@
-"""The demo, served with n-grams by its options: the plain text."""
+"""The demo, served with each of its drafters by its options: the plain text."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def answers(algorithm: str) -> tuple[dict[str, list[int]], str, int]:
     return outcome, engine.ready().speculative_algorithm, engine.stats().accepted_tokens
 
 
-def test_the_demo_with_ngrams_writes_the_plain_text() -> None:
+def test_the_demo_with_any_drafter_writes_the_plain_text() -> None:
     plain, name, _ = answers("NONE")
     assert name == "NONE"
-    for algorithm in ("NGRAM", "EAGLE3+NGRAM"):
+    for algorithm in ("MEDUSA", "REDRAFTER", "NGRAM", "EAGLE3+NGRAM"):
         outcome, name, accepted = answers(algorithm)
         assert outcome == plain
         assert name == algorithm
