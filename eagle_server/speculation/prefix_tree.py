@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_server.speculation.tree import TreeNodes
@@ -76,21 +77,25 @@ def tree_nodes(packed: PackedBeam, draft_token_num: int, scores: Tensor | None =
     """A proposal of `draft_token_num` nodes with the root, which is the token that all sequences begin with.
 
     Where a tree has more nodes, those with the best `scores` [B, L] are kept; a node must not outscore its parent, so
-    the choice is closed under ancestors. Without scores the first ones are kept. Where it has fewer, padding is added.
+    the choice is closed under ancestors. Without scores the first ones are kept. Where it has fewer, padding is added,
+    whose score is -inf.
     """
     device, places = packed.packed_beam.device, packed.packed_beam.shape[1]
     number = torch.arange(places, device=device)
     above = packed.attention_mask & (number != number[:, None])
     parents = torch.where(above, number, 0).amax(-1)  # the nearest ancestor has the highest number; padding: the root
     tokens, kept = packed.packed_beam, min(draft_token_num, places)
+    if scores is not None:
+        scores = torch.where(tokens == PADDING, float("-inf"), scores.nan_to_num(nan=float("-inf")))
     if kept < places and scores is not None:
-        worth = torch.where(tokens == PADDING, float("-inf"), scores.nan_to_num(nan=float("-inf")))
-        worth = torch.where(number == 0, float("inf"), worth)
+        worth = torch.where(number == 0, float("inf"), scores)
         chosen = worth.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
-        tokens, parents = tokens.gather(1, chosen), torch.searchsorted(chosen, parents.gather(1, chosen))
-    tokens, parents = tokens[:, 1:kept], parents[:, 1:kept]
-    missing = draft_token_num - kept
-    if missing:
-        tokens = torch.cat([tokens, tokens.new_full((len(tokens), missing), PADDING)], dim=1)
-        parents = torch.cat([parents, parents.new_zeros(len(parents), missing)], dim=1)
-    return TreeNodes(tokens, parents, spec_steps=packed.unpack_map.shape[2] - 1)
+        tokens, scores = tokens.gather(1, chosen), scores.gather(1, chosen)
+        parents = torch.searchsorted(chosen, parents.gather(1, chosen))
+    missing = (0, draft_token_num - kept)
+    return TreeNodes(
+        F.pad(tokens[:, 1:kept], missing, value=PADDING),
+        F.pad(parents[:, 1:kept], missing),
+        spec_steps=packed.unpack_map.shape[2] - 1,
+        scores=None if scores is None else F.pad(scores[:, 1:kept], missing, value=float("-inf")),
+    )

@@ -40,6 +40,7 @@ class TreeNodes:
     tokens: Tensor  # int64 [bs, n], target vocabulary, -1: padding
     parents: Tensor  # int64 [bs, n], node numbers
     spec_steps: int  # no node is deeper
+    scores: Tensor | None = None  # float32 [bs, n], log-probabilities of the paths, if the drafter has them
 
 
 Proposal = Candidates | TreeNodes

@@ -183,3 +183,17 @@ def test_nodes_beyond_the_length_are_dropped(length: int) -> None:
     assert short.packed_beam.equal(whole.packed_beam[:, :length])
     assert short.attention_mask.equal(whole.attention_mask[:, :length, :length])
     assert short.unpack_map.equal(whole.unpack_map)
+
+
+def test_scores_go_with_their_nodes() -> None:
+    beam = torch.tensor([[[7, 1, 2], [7, 1, 3], [7, 4, 5]]])
+    scores = torch.tensor([[[0.0, -0.5, -2.0], [0.0, -0.5, -1.0], [0.0, -1.5, -3.0]]])
+    packed = pack(beam, 7)
+    worth = pack_like(scores, packed.unpack_map, 7, padding=float("-inf"))
+    few, all_of_them = tree_nodes(packed, 4, worth), tree_nodes(packed, 8, worth)
+    assert few.tokens.tolist() == [[1, 3, 4]]
+    assert few.scores is not None
+    assert few.scores.tolist() == [[-0.5, -1.0, -1.5]]
+    assert all_of_them.scores is not None
+    assert all_of_them.tokens.tolist() == [[1, 2, 3, 4, 5, -1, -1]]
+    assert all_of_them.scores.tolist() == [[-0.5, -2.0, -1.0, -1.5, -3.0, float("-inf"), float("-inf")]]

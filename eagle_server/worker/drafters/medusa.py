@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_server.models.medusa_head import MedusaHeads
@@ -33,19 +34,25 @@ class MedusaDrafter(FeatureDrafter):
         graph_sizes: Collection[int] = (),
     ) -> None:
         super().__init__(graphs, graph_sizes)
-        self.heads, self.depth, self.ranks = heads, depth_of(choices), ranks_of(choices)
-        places = [(len(choice) - 1) * self.ranks + choice[-1] for choice in sorted_choices(choices)]
-        self._places = torch.tensor(places, device=device)  # [n], of the best tokens of all heads
+        self.heads, self.num_steps, self.ranks = heads, depth_of(choices), ranks_of(choices)
+        # Of a node's path, its own token last: places among the best tokens of all heads, and behind those of all.
+        nobody = self.num_steps * self.ranks
+        lines = [[head * self.ranks + rank for head, rank in enumerate(choice)] for choice in sorted_choices(choices)]
+        padded = [[nobody] * (self.num_steps - len(line)) + line for line in lines]
+        self._lines = torch.tensor(padded, device=device)  # [n, num_steps]
         self._parents = torch.tensor([choice_parents(choices)], device=device)  # [1, n]
 
     def propose(self, draft: Tensor, batch: DecodeBatch) -> TreeNodes:
         size = len(batch.seq_lens_host)
-        tokens = self.graphs.run(self.graph_key("medusa", batch), self._best, draft)
-        return TreeNodes(tokens, self._parents.expand(size, -1), spec_steps=self.depth)
+        tokens, scores = self.graphs.run(self.graph_key("medusa", batch), self._best, draft)
+        return TreeNodes(tokens, self._parents.expand(size, -1), spec_steps=self.num_steps, scores=scores)
 
-    def _best(self, feature: Tensor) -> Tensor:
-        """The tokens [bs, n] of the tree's nodes."""
-        logits: Tensor = self.heads(feature, self.depth)  # [depth, bs, V]
-        _, ids = topk_logprobs(logits.flatten(0, 1), self.ranks)
-        flat: Tensor = ids.unflatten(0, (self.depth, -1)).transpose(0, 1).flatten(1)  # [bs, depth * ranks]
-        return flat.index_select(1, self._places)
+    def _best(self, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens of the tree's nodes and the log-probabilities of their paths, [bs, n]."""
+        logits: Tensor = self.heads(feature, self.num_steps)  # [num_steps, bs, V]
+        logp, ids = (
+            each.unflatten(0, (self.num_steps, -1)).transpose(0, 1).flatten(1)  # [bs, num_steps * ranks]
+            for each in topk_logprobs(logits.flatten(0, 1), self.ranks)
+        )
+        steps = F.pad(logp, (0, 1)).index_select(1, self._lines.view(-1)).unflatten(1, self._lines.shape)
+        return ids.index_select(1, self._lines[:, -1]), steps.sum(-1)
