@@ -15,11 +15,10 @@ from eagle_server.config.sections import (
     ModelSection,
     SchedulerSection,
     ServerSection,
-    SpeculativeParams,
-    SpeculativeSection,
-    resolve_speculative,
 )
 from eagle_server.config.sources import parse_args
+from eagle_server.config.speculative import SpeculativeSection, resolve_speculative
+from eagle_server.config.trees import SpeculativeParams
 
 __all__ = [
     "DEMO_DRAFT",

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SecretStr,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from eagle_server.config.base import ConfigError, Count, ModelLocation, Section, Text, file_location, json_object
+from eagle_server.config.base import ConfigError, Count, ModelLocation, Section, Text
 from eagle_server.config.device import DeviceSection
-
-logger = logging.getLogger(__name__)
+from eagle_server.config.speculative import SpeculativeSection
 
 _DEMO = Path(__file__).parents[1] / "assets" / "demo"
 DEMO_TARGET = _DEMO / "target"
 DEMO_DRAFT = _DEMO / "eagle3"
 _OTHER_DEMO_DRAFTS = {"MEDUSA": _DEMO / "medusa", "REDRAFTER": _DEMO / "redrafter"}
-NGRAM_DEPTH = 8  # longer guesses are seldom right to their end
 
 
 class ModelSection(Section):
@@ -49,135 +37,6 @@ class ModelSection(Section):
     context_length: Count | None = Field(
         default=None, description="most tokens of a request, prompt and output together; without it, the model's own"
     )
-
-
-def _as_text(value: object) -> object:
-    return str(value) if isinstance(value, list) else value  # YAML's own lists
-
-
-Algorithm = Literal[
-    "NONE", "EAGLE", "EAGLE3", "MEDUSA", "NEXTN", "REDRAFTER", "NGRAM", "EAGLE+NGRAM", "EAGLE3+NGRAM", "NEXTN+NGRAM"
-]
-
-
-class SpeculativeSection(Section):
-    """How tokens are drafted. The output is the same, whatever stands here."""
-
-    prefix: ClassVar[str] = "speculative-"
-
-    algorithm: Algorithm | None = Field(
-        default=None,
-        description="NONE decodes plainly, NEXTN (or MTP) drafts with the MTP layer in the target's own files, NGRAM "
-        "with what followed the same tokens earlier in the request, which needs no draft; X+NGRAM joins X's tree and "
-        "that; without it, detected from the draft's files",
-    )
-    draft_model_path: ModelLocation | None = Field(
-        default=None,
-        description="the draft head: a Hugging Face id or a local directory; the demo brings its own, NEXTN needs none",
-    )
-    num_steps: Count | None = Field(
-        default=None,
-        description="depth of the draft tree; given with topk, or both are chosen by architecture; NGRAM: 8 without it",
-    )
-    eagle_topk: Count | None = Field(
-        default=None,
-        description="children that each drafted node may have; 1 drafts a chain; not for NGRAM, which "
-        "branches as its counts call for",
-    )
-    num_draft_tokens: Count | None = Field(
-        default=None,
-        description="nodes that the target verifies at once, the root included; without it, steps * topk + 1; "
-        "always steps + 1 where topk is 1; NGRAM: 16 without it; X+NGRAM: of both together",
-    )
-    token_map: Annotated[str, AfterValidator(file_location)] | None = Field(
-        default=None, description="FR-Spec: a file of frequent token ids; the draft proposes no others"
-    )
-    draft_config_override: Annotated[dict[str, Any], BeforeValidator(json_object)] | None = Field(
-        default=None, description="a JSON object whose values replace those of the draft's config.json"
-    )
-
-    medusa_choices: Annotated[Text, BeforeValidator(_as_text)] | None = Field(
-        default=None,
-        description="Medusa's tree: a published one by name, or a list of ranks for each node, like [(0,), (0, 0), "
-        "(1,)]; without it, mc_sim_7b_63 as deep as there are heads",
-    )
-
-    token_tree: Annotated[Text, BeforeValidator(_as_text)] | None = Field(
-        default=None,
-        description="the nodes that an EAGLE or MTP head drafts, whatever their scores, each as a list of ranks: "
-        "[(0,), (0, 0), (1,)]; in the place of steps, topk and draft tokens",
-    )
-
-    @field_validator("algorithm", mode="before")
-    @classmethod
-    def _name_of_alias(cls, value: object) -> object:
-        return {"MTP": "NEXTN", "MTP+NGRAM": "NEXTN+NGRAM"}.get(value, value) if isinstance(value, str) else value
-
-    @property
-    def drafts_ngrams(self) -> bool:
-        """Whether n-grams are drafted, alone or beside a head's tree."""
-        return self.algorithm is not None and self.algorithm.endswith("NGRAM")
-
-    @property
-    def head_algorithm(self) -> str | None:
-        """What the draft's files must hold; None: whatever they do, or there are none."""
-        return None if self.algorithm in (None, "NONE", "NGRAM") else str(self.algorithm).removesuffix("+NGRAM")
-
-    @model_validator(mode="after")
-    def _parameters_agree(self) -> Self:
-        self.given_parameters()
-        if self.medusa_choices is not None and self.algorithm not in (None, "NONE", "MEDUSA"):
-            raise ConfigError(f"--medusa-choices has no effect with --speculative-algorithm {self.algorithm}: drop one")
-        if self.token_tree is not None:
-            self._token_tree_stands_alone()
-        return self
-
-    def _token_tree_stands_alone(self) -> None:
-        if self.algorithm not in (None, "NONE", "EAGLE", "EAGLE3", "NEXTN"):
-            flag = f"--speculative-algorithm {self.algorithm}"
-            raise ConfigError(f"--speculative-token-tree has no effect with {flag}: drop one of them")
-        for field in ("num_steps", "eagle_topk", "num_draft_tokens"):
-            if getattr(self, field) is not None:
-                flag = f"--speculative-{field.replace('_', '-')}"
-                raise ConfigError(f"{flag}: the tree is that of --speculative-token-tree; drop one of them")
-
-    def given_parameters(self) -> SpeculativeParams | None:
-        """The tree parameters completed and checked, None if none is given.
-
-        Raises:
-            ConfigError: only some of the parameters are given, or they contradict each other.
-        """
-        steps, topk = self.num_steps, self.eagle_topk
-        if self.algorithm == "MEDUSA":
-            self._refuse_tree_parameters()
-        if self.algorithm == "NGRAM":
-            return self._ngram_parameters()
-        if steps is not None and topk is not None:
-            if self.drafts_ngrams:
-                return _joined(steps, topk, self.num_draft_tokens or steps * topk + 1)
-            return _tree_parameters(steps, topk, self.num_draft_tokens)
-        flags = {"num-steps": steps, "eagle-topk": topk, "num-draft-tokens": self.num_draft_tokens}
-        given = " and ".join(f"--speculative-{name}" for name, value in flags.items() if value is not None)
-        missing = " and ".join(f"--speculative-{name}" for name in ("num-steps", "eagle-topk") if flags[name] is None)
-        if given:
-            raise ConfigError(f"{given} needs {missing} as well; give none of them for automatic values")
-        return None
-
-    def _ngram_parameters(self) -> SpeculativeParams:
-        for field in ("draft_model_path", "eagle_topk", "token_map", "draft_config_override"):
-            if getattr(self, field) is not None:
-                flag = f"--speculative-{field.replace('_', '-')}"
-                raise ConfigError(f"{flag} has no effect with --speculative-algorithm NGRAM: drop one of them")
-        steps, nodes = self.num_steps or NGRAM_DEPTH, self.num_draft_tokens or 2 * NGRAM_DEPTH
-        if nodes == 1:
-            raise ConfigError("--speculative-num-draft-tokens 1: should be 2 or more: the root is one of them")
-        return SpeculativeParams(steps, 0, nodes, ngram_depth=steps)
-
-    def _refuse_tree_parameters(self) -> None:
-        for field in ("num_steps", "eagle_topk", "num_draft_tokens"):
-            if getattr(self, field) is not None:
-                flag = f"--speculative-{field.replace('_', '-')}"
-                raise ConfigError(f"{flag}: Medusa's trees follow from --medusa-choices alone; drop it")
 
 
 class CacheSection(Section):
@@ -263,6 +122,11 @@ class Config(BaseModel):
         values["model"].update(model_path=self.target_path, served_model_name=self.served_model_name)
         given = self.speculative.given_parameters()
         values["speculative"].update(asdict(given) if given else {}, draft_model_path=self.draft_path)
+        if self.speculative.ngram_share:
+            values["speculative"].update(ngram_share_tokens=self.speculative.shared_tokens)
+        if self.speculative.posterior is not None:
+            threshold, alpha = self.speculative.posterior
+            values["speculative"].update(typical_posterior_threshold=threshold, typical_posterior_alpha=alpha)
         values["server"]["api_key"] = None if self.server.api_key is None else "(set)"
         return values
 
@@ -286,7 +150,7 @@ class Config(BaseModel):
         return self
 
     def _refuse_speculative_options(self) -> None:
-        values = self.speculative.model_dump(exclude={"algorithm"}, exclude_none=True)
+        values = self.speculative.model_dump(exclude={"algorithm"}, exclude_defaults=True)
         flags = [f"--speculative-{field.replace('_', '-')}" for field in values]
         algorithm = self.speculative.algorithm
         if algorithm == "NONE" and flags:
@@ -294,56 +158,3 @@ class Config(BaseModel):
         if algorithm != "NONE" and (algorithm or flags):
             needy = f"--speculative-algorithm {algorithm}" if algorithm else flags[0]
             raise ConfigError(f"{needy} needs --speculative-draft-model-path, or a target with an MTP layer and NEXTN")
-
-
-@dataclass(frozen=True)
-class SpeculativeParams:
-    """The shape of draft trees: depth, children per node (0: any), and nodes verified at once (root included)."""
-
-    num_steps: int
-    eagle_topk: int
-    num_draft_tokens: int
-    ngram_depth: int = 0  # of n-gram tries, 0: there are none
-
-
-# SGLang's choice: a tree of 8, but a short chain for targets whose own MTP layer drafts.
-_AUTO = {"DeepseekV2ForCausalLM": SpeculativeParams(3, 1, 4), "DeepseekV3ForCausalLM": SpeculativeParams(3, 1, 4)}
-_AUTO_OTHERWISE = SpeculativeParams(5, 4, 8)  # Llama, Grok and all others
-
-
-def resolve_speculative(section: SpeculativeSection, architecture: str) -> SpeculativeParams:
-    """The trees' shape: as given, or by the target's architecture (`architectures[0]`) where nothing is given."""
-    params = section.given_parameters() or _AUTO.get(architecture, _AUTO_OTHERWISE)
-    if section.drafts_ngrams and not params.ngram_depth:
-        return _joined(
-            params.num_steps, params.eagle_topk, max(params.num_draft_tokens, _AUTO_OTHERWISE.num_draft_tokens)
-        )
-    if section.num_draft_tokens not in (None, params.num_draft_tokens):
-        logger.warning(
-            "--speculative-num-draft-tokens %d is adjusted to %d: with topk 1 the draft is a chain of %d and its root",
-            section.num_draft_tokens,
-            params.num_draft_tokens,
-            params.num_steps,
-        )
-    return params
-
-
-def _joined(steps: int, topk: int, nodes: int) -> SpeculativeParams:
-    """A head's tree and tries: any number of nodes, as the tries fill what the head leaves free."""
-    if nodes == 1:
-        raise ConfigError("--speculative-num-draft-tokens 1: should be 2 or more: the root is one of them")
-    return SpeculativeParams(steps, topk, nodes, ngram_depth=NGRAM_DEPTH)
-
-
-def _tree_parameters(steps: int, topk: int, draft_tokens: int | None) -> SpeculativeParams:
-    if topk == 1:
-        return SpeculativeParams(steps, 1, steps + 1)
-    # The first level has topk candidates; each of topk frontier nodes of every further level adds topk children.
-    pool = topk + (steps - 1) * topk * topk
-    nodes = steps * topk + 1 if draft_tokens is None else draft_tokens
-    if not 1 < nodes <= pool + 1:
-        raise ConfigError(
-            f"--speculative-num-draft-tokens {nodes}: should be from 2 to {pool + 1}: {steps} steps with topk {topk} "
-            f"give {topk} + {steps - 1} * {topk} * {topk} = {pool} candidates, and the root"
-        )
-    return SpeculativeParams(steps, topk, nodes)

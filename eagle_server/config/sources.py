@@ -85,7 +85,13 @@ def _options() -> dict[str, Option]:
 
 OPTIONS = _options()
 _ALGORITHM = "speculative-algorithm"
-_ALIASES = {"speculative-eagle-topk": ["--topk"], "speculative-medusa-choices": ["--medusa-choices"]}
+_ALIASES = {
+    "speculative-eagle-topk": ["--topk"],
+    "speculative-medusa-choices": ["--medusa-choices"],
+    "speculative-acceptance": ["--acceptance"],
+    "speculative-typical-posterior-threshold": ["--typical-posterior-threshold"],
+    "speculative-typical-posterior-alpha": ["--typical-posterior-alpha"],
+}
 
 
 def parse_args(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Config:

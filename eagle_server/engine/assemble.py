@@ -72,7 +72,7 @@ def assemble(
     )
     attention = backends.make(target, pools[0], (shape.draft_token_num,), shape.verify_attention)
     batches = Batches(table, device, spec_steps=steps, sizes=shape.graph_sizes)
-    worker = Worker(Verifier(target, attention, pools[0], graphs), drafter, batches)
+    worker = Worker(Verifier(target, attention, pools[0], graphs), drafter, batches, shape.acceptance)
     if shape.graph_sizes:
         _capture(worker, graphs, backends, shape)
     ready = Ready(

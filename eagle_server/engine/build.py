@@ -29,6 +29,8 @@ from eagle_server.models.loader import load_target
 from eagle_server.models.medusa_head import MedusaHeads
 from eagle_server.models.target import TargetModel
 from eagle_server.models.weights import resolve_checkpoint, resolve_file
+from eagle_server.speculation.accept import Acceptance, Lossless
+from eagle_server.speculation.typical import Typical
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +99,19 @@ def _shape(config: Config, context: int, trees: SpeculativeParams | None) -> Sha
         topk=trees.eagle_topk,
         draft_token_num=trees.num_draft_tokens,
         ngram_depth=trees.ngram_depth,
+        ngram_share_tokens=config.speculative.shared_tokens,
+        acceptance=_acceptance(config),
     )
+
+
+def _acceptance(config: Config) -> Acceptance:
+    posterior = config.speculative.posterior
+    if posterior is None:
+        return Lossless()
+    logger.warning(
+        "--acceptance typical is LOSSY: texts of requests with temperature above 0 do not follow the target's law"
+    )
+    return Typical(*posterior)
 
 
 def _lookahead(config: Config, shape: Shape) -> int:
@@ -105,8 +119,10 @@ def _lookahead(config: Config, shape: Shape) -> int:
     choices, tree = config.speculative.medusa_choices, config.speculative.token_tree
     if tree is not None:
         return max(shape.window, len(given_choices(tree, "--speculative-token-tree")) + 1)
-    may_be_medusa = config.speculates and config.speculative.algorithm in (None, "MEDUSA")
-    return max(shape.window, len(given_choices(choices)) + 1) if may_be_medusa else shape.window
+    section = config.speculative
+    if not config.speculates or (section.head_algorithm or section.algorithm) not in (None, "MEDUSA"):
+        return shape.window
+    return max(shape.window, len(given_choices(choices)) + 1, section.num_draft_tokens or 0)
 
 
 def _with_medusa(config: Config, shape: Shape, draft: LoadedDraft | None) -> Shape:
@@ -118,7 +134,9 @@ def _with_medusa(config: Config, shape: Shape, draft: LoadedDraft | None) -> Sha
         return shape
     if config.speculative.given_parameters() is not None:
         raise ConfigError("--speculative-num-steps: Medusa's trees follow from --medusa-choices alone; drop it")
-    return with_choices(shape, draft.head, choices)
+    shape = with_choices(shape, draft.head, choices)
+    # Only tries beside it leave the number of nodes open.
+    return replace(shape, draft_token_num=config.speculative.num_draft_tokens or shape.draft_token_num)
 
 
 def _load_draft(config: Config, target: TargetModel, shape: Shape, *, progress: bool) -> LoadedDraft:
@@ -165,10 +183,9 @@ def _resolved(
     )
     values["speculative"].update(algorithm=algorithm)
     if trees is not None:
-        names = asdict(trees)
-        values["speculative"].update(names)
+        values["speculative"].update(asdict(trees))
     if shape.choices:
-        drafted = SpeculativeParams(shape.num_steps, shape.topk, shape.draft_token_num)
+        drafted = SpeculativeParams(shape.num_steps, shape.topk, shape.draft_token_num, shape.ngram_depth)
         name = "medusa_choices" if config.speculative.token_tree is None else "token_tree"
         values["speculative"].update(asdict(drafted) | {name: [list(node) for node in shape.choices]})
     values["cache"].update(max_total_tokens=shape.max_total_tokens)

@@ -17,10 +17,10 @@ from eagle_server.models.medusa_head import MedusaHeads
 from eagle_server.models.redrafter import RedrafterHead
 from eagle_server.speculation.static_tree import static_tree
 from eagle_server.worker.drafters.eagle import EagleDrafter
-from eagle_server.worker.drafters.interface import Drafter
+from eagle_server.worker.drafters.interface import Drafter, ModelDrafter
 from eagle_server.worker.drafters.medusa import MedusaDrafter
 from eagle_server.worker.drafters.mixture import MixtureDrafter
-from eagle_server.worker.drafters.ngram import NgramDrafter
+from eagle_server.worker.drafters.ngram import NgramDrafter, NgramTries
 from eagle_server.worker.drafters.none import NoDrafter
 from eagle_server.worker.drafters.redrafter import RedrafterDrafter
 from eagle_server.worker.drafters.static_eagle import StaticEagleDrafter
@@ -47,8 +47,21 @@ def kv_config(draft: Draft) -> ModelConfig | None:
 
 def make_drafter(draft: Draft | None, bench: Workbench) -> tuple[Drafter[Any], list[KVPool | LatentPool]]:
     """The drafter, and the KV pools that it brought."""
+    shape = bench.shape
     if draft is None:
-        return _without_model(bench.shape), []
+        return (NgramDrafter(_tries(shape)) if shape.ngram_depth else NoDrafter()), []
+    model, pools = _model_drafter(draft, bench)
+    if not shape.ngram_depth:
+        return model, pools
+    device, graphs = bench.device, bench.graphs
+    return MixtureDrafter(model, _tries(shape), device=device, graphs=graphs, graph_sizes=shape.graph_sizes), pools
+
+
+def _tries(shape: Shape) -> NgramTries:
+    return NgramTries(shape.ngram_depth, shape.draft_token_num - 1)
+
+
+def _model_drafter(draft: Draft, bench: Workbench) -> tuple[ModelDrafter[Any], list[KVPool | LatentPool]]:
     shape = bench.shape
     if isinstance(draft, RedrafterHead):
         return _redrafter(draft, bench), []
@@ -70,27 +83,7 @@ def make_drafter(draft: Draft | None, bench: Workbench) -> tuple[Drafter[Any], l
         graphs=bench.graphs,
         beams=shape.backend == "flashinfer" and shape.draft_attention == "beams",
     )
-    return _with_ngrams(drafter, bench), [pool]
-
-
-def _without_model(shape: Shape) -> Drafter[Any]:
-    if shape.ngram_depth:
-        return NgramDrafter(num_steps=shape.ngram_depth, draft_token_num=shape.draft_token_num)
-    return NoDrafter()
-
-
-def _with_ngrams(drafter: EagleDrafter, bench: Workbench) -> Drafter[Any]:
-    shape = bench.shape
-    if not shape.ngram_depth:
-        return drafter
-    return MixtureDrafter(
-        drafter,
-        trie_depth=shape.ngram_depth,
-        draft_token_num=shape.draft_token_num,
-        device=bench.device,
-        graphs=bench.graphs,
-        graph_sizes=shape.graph_sizes,
-    )
+    return drafter, [pool]
 
 
 def _medusa(heads: MedusaHeads, bench: Workbench) -> MedusaDrafter:
@@ -101,7 +94,7 @@ def _medusa(heads: MedusaHeads, bench: Workbench) -> MedusaDrafter:
 def _redrafter(head: RedrafterHead, bench: Workbench) -> RedrafterDrafter:
     shape = bench.shape
     most = shape.num_steps * shape.topk + 1
-    if shape.draft_token_num > most:
+    if shape.draft_token_num > most and not shape.ngram_depth:
         raise ValueError(
             f"--speculative-num-draft-tokens {shape.draft_token_num}: {shape.topk} beams of {shape.num_steps} tokens "
             f"have at most {most} nodes, the root included"
@@ -110,7 +103,7 @@ def _redrafter(head: RedrafterHead, bench: Workbench) -> RedrafterDrafter:
         head,
         num_steps=shape.num_steps,
         beam_width=shape.topk,
-        draft_token_num=shape.draft_token_num,
+        draft_token_num=min(shape.draft_token_num, most),
         graphs=bench.graphs,
         graph_sizes=shape.graph_sizes,
     )

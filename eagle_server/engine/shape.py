@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from eagle_server.speculation.accept import Acceptance, Lossless
+
 Backend = Literal["torch_native", "flashinfer"]
 TreeMode = Literal["auto", "mask", "cascade", "beams"]
 
@@ -24,6 +26,7 @@ class Shape:
     topk: int = 1
     draft_token_num: int = 1
     ngram_depth: int = 0
+    ngram_share_tokens: int = 0  # of all requests' texts that tries are made of too; 0: of each request's own alone
     choices: tuple[tuple[int, ...], ...] = ()  # a static tree, see `speculation.medusa_choices`
     page_size: int = 1
     max_running: int = 48
@@ -33,6 +36,7 @@ class Shape:
     graph_sizes: tuple[int, ...] = ()  # batch sizes that CUDA graphs are captured for
     verify_attention: Literal["auto", "mask", "cascade"] = "auto"  # how flashinfer computes trees
     draft_attention: TreeMode = "auto"  # and draft steps
+    acceptance: Acceptance = Lossless()
     poison: bool = False  # fill freed slots with NaN, so that a read of stale KV shows (tests)
     resolved: Mapping[str, Any] = field(default_factory=dict)
 

@@ -66,21 +66,27 @@ def _walk_torch(
     finite_rows: Tensor,
     spec_steps: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    bs, size = parents.shape
     # A node is reached when it and every ancestor equals its parent's draw.
     agrees = draft_token[:, 1:] == drawn.gather(1, parents[:, 1:])  # [bs, D - 1]
     broken = (mask[:, :, 1:] & ~agrees[:, None, :]).any(dim=2)  # [bs, D]
     reached_depth = depths.masked_fill(broken, -1)
     accept_length, last = reached_depth.max(dim=1)
-    # The path is the last node's ancestors, each at its depth; everything else lands in a spare column.
-    on_path = mask.gather(1, last[:, None, None].expand(-1, 1, size))[:, 0]  # [bs, D]
-    width = spec_steps + 1
-    column = torch.where(on_path, depths, width)
-    empty = depths.new_full((bs, width + 1), -1)
-    nodes = torch.arange(size, device=column.device).expand(bs, -1)
-    path = empty.scatter(1, column, nodes)[:, :width]
-    tokens = empty.scatter(1, column, drawn)[:, :width]
+    path, on_path = path_to(last, depths, mask, spec_steps)
+    tokens = torch.where(path < 0, -1, drawn.gather(1, path.clamp(min=0)))
     return path, accept_length, tokens, (finite_rows | ~on_path).all(dim=1)
+
+
+def path_to(last: Tensor, depths: Tensor, mask: Tensor, spec_steps: int) -> tuple[Tensor, Tensor]:
+    """The path from the root to a node [bs] of each tree: path int64 [bs, spec_steps + 1], and its nodes bool [bs, D].
+
+    depths int64 [bs, D] and mask bool [bs, D, D] as in `walk_tree`.
+    """
+    bs, size = depths.shape
+    on_path = mask.gather(1, last[:, None, None].expand(-1, 1, size))[:, 0]  # its ancestors and itself
+    column = torch.where(on_path, depths, spec_steps + 1)  # everything else lands in a spare column
+    nodes = torch.arange(size, device=depths.device).expand(bs, -1)
+    path = depths.new_full((bs, spec_steps + 2), -1).scatter(1, column, nodes)
+    return path[:, :-1], on_path
 
 
 def _greedy_torch(

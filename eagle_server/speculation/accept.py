@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +15,11 @@ from eagle_server.speculation.tree import EagleVerifyInput
 
 @dataclass(frozen=True)
 class Accepted:
-    """The longest lossless path of each request.
+    """The longest path of each request that the rule allows.
 
-    `accept_length` a counts drafted nodes, without root and bonus, so a + 1 tokens are emitted. `tokens[:, j]` is the
-    target's draw at node `path[:, j]`: the next path node's token for j < a, the bonus for j = a. Unused places of
-    `path` and `tokens` are -1.
+    `accept_length` a counts drafted nodes, without root and bonus, so a + 1 tokens are emitted. `tokens[:, j]` comes
+    after node `path[:, j]`: the next path node's token for j < a, the bonus for j = a. Unused places of `path` and
+    `tokens` are -1.
     """
 
     path: Tensor  # int64 [bs, spec_steps + 1], node numbers, path[:, 0] = 0
@@ -26,6 +27,22 @@ class Accepted:
     tokens: Tensor  # int64 [bs, spec_steps + 1]
     drafted: Tensor  # int64 [bs], nodes that were proposed: without root and padding
     finite: Tensor  # bool [bs], False where a path node's best score is not: NaN or inf, or no token is allowed
+
+
+class Acceptance(Protocol):
+    """The rule by which drafts are kept; chosen once, when the engine is assembled."""
+
+    def accept(self, tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
+        """The kept path of each tree; target_logits float32 [bs * D, vocab], one row per node."""
+        ...
+
+
+@dataclass(frozen=True)
+class Lossless:
+    """Every emitted token is the target's own draw; see `accept`."""
+
+    def accept(self, tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
+        return accept(tree, target_logits, sampling)
 
 
 def accept(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:

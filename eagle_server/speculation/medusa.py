@@ -1,7 +1,8 @@
 """Medusa's static trees as tensors, and its own rules for candidates and acceptance.
 
 The server proposes these trees and accepts by the one rule of `accept.py`, which is lossless. `evaluate_posterior` is
-the rule of the Medusa paper; above temperature 0 it is lossy, and nothing here serves it.
+the rule of the Medusa paper over candidate paths; above temperature 0 it is lossy, and it is served, over trees, only
+where it is asked for (`typical.py`).
 
 Source: Medusa (arXiv 2401.10774), sections 2.1 and 2.3.
 """
@@ -136,7 +137,7 @@ def evaluate_posterior(  # noqa: PLR0913
     elif sampling == "typical":
         probability = (before / temperature).softmax(-1)
         own = probability.gather(-1, drafted.clamp(min=0)[..., None])[..., 0]
-        accepted = own > _typical_threshold(probability, posterior_threshold, posterior_alpha)
+        accepted = own > typical_threshold(probability, posterior_threshold, posterior_alpha)
         score = own.log()
     else:
         law = _kept_law(before, temperature, sampling, posterior_threshold, posterior_alpha, top_p)
@@ -151,7 +152,7 @@ def evaluate_posterior(  # noqa: PLR0913
     return torch.where(longest == 0, 0, best), longest
 
 
-def _typical_threshold(probability: Tensor, posterior_threshold: float, posterior_alpha: float) -> Tensor:
+def typical_threshold(probability: Tensor, posterior_threshold: float, posterior_alpha: float) -> Tensor:
     """min(eps, alpha * exp(-H(p))), [..] of laws [.., V]."""
     entropy = -(probability * (probability + 1e-5).log()).sum(-1)
     return (posterior_alpha * (-entropy).exp()).clamp(max=posterior_threshold)
@@ -163,7 +164,7 @@ def _kept_law(  # noqa: PLR0913, PLR0917
     """The law at a temperature, without what the rule cuts off, renormalized; [.., V]."""
     law = (logits / temperature).softmax(-1)
     if sampling == "typical":
-        kept = law >= _typical_threshold(law, posterior_threshold, posterior_alpha)[..., None]
+        kept = law >= typical_threshold(law, posterior_threshold, posterior_alpha)[..., None]
     else:
         ordered, ids = law.sort(dim=-1, descending=True, stable=True)
         mass_before = ordered.cumsum(-1) - ordered

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.tree import ancestors, link_tree
-from eagle_server.speculation.tree import Candidates, TreeNodes
+from eagle_server.speculation.tree import Candidates, Proposal, TreeNodes
 
 REFUSED = 0.0  # the source guessed other children of the same parent
 UNASKED = -1.0  # it guessed none there
@@ -24,15 +24,14 @@ class ScoredNodes:
     estimates: Tensor  # float32 [bs, n]
 
     @classmethod
-    def of(cls, candidates: Candidates) -> ScoredNodes:
-        """Cumulative log-probabilities, as ratios to the parents'."""
-        assert candidates.scores is not None
-        links = link_tree(candidates.selected_index, candidates.parent_list, candidates.topk, candidates.spec_steps)
-        parents = links[0][:, 1:]
-        scores = candidates.scores.float()
+    def of(cls, proposal: Proposal) -> ScoredNodes:
+        """Log-probabilities of paths, as ratios to the parents'."""
+        assert proposal.scores is not None
+        parents = _parents(proposal) if isinstance(proposal, Candidates) else proposal.parents
+        scores = proposal.scores.float()
         above = torch.cat([torch.zeros_like(scores[:, :1]), scores], dim=1).gather(1, parents)
         estimates = (scores - above).exp().nan_to_num(nan=0.0)
-        return cls(candidates.tokens, parents, estimates)
+        return cls(proposal.tokens, parents, estimates)
 
 
 @dataclass(frozen=True)
@@ -112,6 +111,11 @@ def best(union: Union, chances: Tensor, count: int, depth: int) -> tuple[TreeNod
     parents = numbers.gather(1, union.parents.gather(1, order))
     tokens = torch.where(kept, union.tokens.gather(1, order), -1)
     return TreeNodes(tokens, torch.where(kept, parents, 0), spec_steps=depth), order
+
+
+def _parents(candidates: Candidates) -> Tensor:
+    links = link_tree(candidates.selected_index, candidates.parent_list, candidates.topk, candidates.spec_steps)
+    return links[0][:, 1:]
 
 
 def _opinion(estimates: Tensor, found: Tensor, parents: Tensor, own: slice) -> Tensor:

@@ -67,12 +67,7 @@ def draw(logits: Tensor, positions: Tensor, sampling: SamplingBatch, span: int =
     Returns:
         tokens int64 [bs, rows] and scores float32 [bs, rows].
     """
-    if sampling.forbidden:
-        logits = logits.clone()  # the caller's stay raw: log-probabilities are read from them
-    for request, tokens, allowed_from in sampling.forbidden:
-        early = positions[request] < allowed_from
-        scores = logits[request].index_select(1, tokens).masked_fill(early[:, None], float("-inf"))
-        logits[request].index_copy_(1, tokens, scores)
+    logits = _allowed(logits, positions, sampling)
     if on_gpu(logits):
         return _draw_fused(_truncated(logits, sampling), positions, sampling)
     scores, drawn = logits.max(dim=-1)
@@ -85,6 +80,27 @@ def draw(logits: Tensor, positions: Tensor, sampling: SamplingBatch, span: int =
     where = positions.index_select(0, sampling.stochastic)
     best, tokens_drawn = chosen.add_(_noise(sampling.keys, where, logits.shape[-1], span)).max(dim=-1)
     return drawn.index_copy(0, sampling.stochastic, tokens_drawn), scores.index_copy(0, sampling.stochastic, best)
+
+
+def law(logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> Tensor:
+    """The law that `draw` draws from, after all transforms: probabilities [s, rows, vocab] of the stochastic requests.
+
+    Arguments as in `draw`; at least one request is stochastic.
+    """
+    assert sampling.stochastic is not None
+    kept = _truncated(_allowed(logits, positions, sampling), sampling)
+    return (kept.index_select(0, sampling.stochastic) / sampling.temperature[:, None, None]).softmax(-1)
+
+
+def _allowed(logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> Tensor:
+    """The logits with -inf at forbidden tokens; the caller's stay raw: log-probabilities are read from them."""
+    if sampling.forbidden:
+        logits = logits.clone()
+    for request, tokens, allowed_from in sampling.forbidden:
+        early = positions[request] < allowed_from
+        scores = logits[request].index_select(1, tokens).masked_fill(early[:, None], float("-inf"))
+        logits[request].index_copy_(1, tokens, scores)
+    return logits
 
 
 def _truncated(logits: Tensor, sampling: SamplingBatch) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, CyclePlan, CycleResult
-from eagle_server.speculation.accept import Accepted, accept
+from eagle_server.speculation.accept import Acceptance, Accepted
 from eagle_server.speculation.sampling import SamplingBatch, draw
 from eagle_server.speculation.tree import EagleVerifyInput, build_tree
 from eagle_server.worker.batch import Batches, DecodeBatch
@@ -21,8 +21,8 @@ from eagle_server.worker.verifier import Verified, Verifier
 class Worker:
     """Runs plans. Owns nothing of a request but what its drafter has yet to see."""
 
-    def __init__(self, verifier: Verifier, drafter: Drafter[Any], batches: Batches) -> None:
-        self.verifier, self.drafter, self.batches = verifier, drafter, batches
+    def __init__(self, verifier: Verifier, drafter: Drafter[Any], batches: Batches, acceptance: Acceptance) -> None:
+        self.verifier, self.drafter, self.batches, self.acceptance = verifier, drafter, batches, acceptance
 
     @torch.inference_mode()
     def run(self, plan: CyclePlan) -> CycleResult:
@@ -45,7 +45,7 @@ class Worker:
             with clock.stage("verify"):
                 verified = self.verifier.verify(batch, tree)
             with clock.stage("accept"):
-                accepted = accept(tree, verified.logits, batch.sampling)
+                accepted = self.acceptance.accept(tree, verified.logits, batch.sampling)
                 self.drafter.observe(batch, tree, accepted)
             with clock.stage("keep"):
                 self.verifier.keep(batch, tree, accepted)

@@ -122,7 +122,8 @@ def speculative(  # noqa: PLR0913
 
 def pools(engine: Engine) -> tuple[KVPool, KVPool | None]:
     """The KV pools of target and draft."""
-    attention = getattr(engine.worker.drafter, "attention", None)
+    drafter = engine.worker.drafter
+    attention = getattr(getattr(drafter, "model", drafter), "attention", None)  # of a mixture, its model's
     return engine.worker.verifier.pool, None if attention is None else attention.pool
 
 

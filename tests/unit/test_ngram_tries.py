@@ -59,7 +59,7 @@ def test_a_text_that_was_cut_is_read_anew() -> None:
 
 def test_requests_without_a_match_and_padding_draft_nothing() -> None:
     """Of a batch of 4 the first finds something; the second does not, and the others are padding."""
-    drafter = NgramDrafter(num_steps=DEPTH, draft_token_num=BUDGET + 1)
+    drafter = NgramDrafter(NgramTries(DEPTH, BUDGET))
     decodes = (turn(0, [1, 2, 1]), turn(1, [1, 2, 3]))
     batch = SimpleNamespace(decodes=decodes, seq_lens_host=(2, 2, 1, 1), rows=torch.tensor([0, 1, 9, 9]))
     nodes = drafter.propose(None, cast(DecodeBatch, cast(Any, batch)))

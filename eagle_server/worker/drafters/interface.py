@@ -35,3 +35,9 @@ class Drafter(Protocol[State]):
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
         """What became of the candidates proposed last; on the device still."""
         ...
+
+
+class ModelDrafter(Drafter[State], Protocol[State]):
+    """A drafter whose proposals have scores, and are `num_steps` deep at most."""
+
+    num_steps: int

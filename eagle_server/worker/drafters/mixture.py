@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import Generic
 
 import torch
 from torch import Tensor
 
 from eagle_server.ops.upload import upload
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.draft_input import EagleDraftInput
 from eagle_server.speculation.merge import ScoredNodes, best, unite
-from eagle_server.speculation.tree import Candidates, EagleVerifyInput, TreeNodes
+from eagle_server.speculation.tree import EagleVerifyInput, Proposal, TreeNodes
 from eagle_server.worker.batch import DecodeBatch, PromptFeatures
 from eagle_server.worker.calibration import Calibration
-from eagle_server.worker.drafters.eagle import EagleDrafter
+from eagle_server.worker.drafters.interface import ModelDrafter, State
 from eagle_server.worker.drafters.ngram import SCALE, NgramTries, packed
 from eagle_server.worker.graphs import Graphs
 
 CERTAIN = 0.95  # of the tokens that a trie could give at most, so many are expected of it
 
 
-class MixtureDrafter:
-    """draft_token_num - 1 nodes of the model's candidates and the tries, by their calibrated chances of acceptance.
+class MixtureDrafter(Generic[State]):
+    """As many nodes as the tries may have, of theirs and the model's, by their calibrated chances of acceptance.
 
     The model is not asked where the tries of all requests are as good as certain: its forwards could not pay then.
 
@@ -34,17 +36,15 @@ class MixtureDrafter:
 
     def __init__(  # noqa: PLR0913
         self,
-        model: EagleDrafter,
+        model: ModelDrafter[State],
+        tries: NgramTries,
         *,
-        trie_depth: int,
-        draft_token_num: int,
         device: torch.device,
         graphs: Graphs | None = None,
         graph_sizes: Sequence[int] = (),
     ) -> None:
-        self.model, self.tries = model, NgramTries(trie_depth, draft_token_num - 1)
-        self.attention = model.attention
-        self.depth = max(model.num_steps, trie_depth)
+        self.model, self.tries = model, tries
+        self.depth = max(model.num_steps, tries.depth)
         self.graphs, self.graph_sizes = graphs or Graphs(), frozenset(graph_sizes)
         self.calibration = Calibration(device)
         self._proposed: tuple[Tensor, Tensor] | None = None  # bins and priors of the nodes proposed last
@@ -56,10 +56,10 @@ class MixtureDrafter:
     def prefill(self, prompts: PromptFeatures) -> None:
         self.model.prefill(prompts)
 
-    def extend(self, batch: DecodeBatch) -> EagleDraftInput:
+    def extend(self, batch: DecodeBatch) -> State:
         return self.model.extend(batch)
 
-    def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> TreeNodes:
+    def propose(self, draft: State, batch: DecodeBatch) -> TreeNodes:
         """The model's candidates and the tries, joined."""
         tries = [self.tries.of(decode) for decode in batch.decodes]
         size = len(batch.seq_lens_host)
@@ -69,10 +69,9 @@ class MixtureDrafter:
             self._proposed = None
             return TreeNodes(numbers[0], numbers[1], spec_steps=self.depth)
         found = self.model.propose(draft, batch)
-        assert found.scores is not None
-        key = ("join", size) if size in self.graph_sizes else None
-        inputs = (found.tokens, found.selected_index, found.parent_list, found.scores, numbers)
-        tokens, parents, bins, priors = self.graphs.run(key, self._join, *inputs)
+        key, tensors = ("join", size) if size in self.graph_sizes else None, _tensors(found)
+        function = partial(self._join, found, tuple(tensors))
+        tokens, parents, bins, priors = self.graphs.run(key, function, *tensors.values(), numbers)
         self._proposed = (bins, priors)
         return TreeNodes(tokens, parents, spec_steps=self.depth)
 
@@ -83,14 +82,21 @@ class MixtureDrafter:
         served = sum(bool(decode.text) for decode in batch.decodes)  # before the first request there is only warm-up
         self.calibration.observe(*self._proposed, tree, accepted, served)
 
-    def _join(
-        self, tokens: Tensor, selected_index: Tensor, parent_list: Tensor, scores: Tensor, numbers: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens and parents of the tree, bins and priors of its nodes, each [bs, draft_token_num - 1]."""
-        model = self.model
-        found = Candidates(tokens, selected_index, parent_list, model.topk, model.num_steps, scores)
+    def _join(self, kind: Proposal, names: Sequence[str], *captured: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens and parents of the tree, bins and priors of its nodes, each [bs, budget].
+
+        `captured` are the tensors of a proposal of this kind, by `names`, and the tries' numbers.
+        """
+        *proposed, numbers = captured
+        found = replace(kind, **dict(zip(names, proposed, strict=True)))
         trie = ScoredNodes(numbers[0], numbers[1], numbers[2].float() / SCALE)
         union = unite(ScoredNodes.of(found), trie, self.depth)
         chances, bins, priors = self.calibration.chances(union)
         nodes, order = best(union, chances, self.tries.budget, self.depth)
         return nodes.tokens, nodes.parents, bins.gather(1, order), priors.gather(1, order)
+
+
+def _tensors(proposal: Proposal) -> dict[str, Tensor]:
+    """What differs between proposals of one kind and shape, by the names of their fields."""
+    values = {each.name: getattr(proposal, each.name) for each in fields(proposal)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}

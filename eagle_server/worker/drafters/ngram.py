@@ -49,12 +49,12 @@ class NgramTries:
 
 
 class NgramDrafter:
-    """A trie per request, padded to draft_token_num - 1 nodes. A request without a match drafts nothing."""
+    """A trie per request, padded to as many nodes as one may have. A request without a match drafts nothing."""
 
     feeds = False
 
-    def __init__(self, *, num_steps: int, draft_token_num: int) -> None:
-        self.tries = NgramTries(num_steps, draft_token_num - 1)
+    def __init__(self, tries: NgramTries) -> None:
+        self.tries = tries
 
     def forget(self, row: int) -> None:
         self.tries.forget(row)

@@ -1,0 +1,220 @@
+"""Options of drafting and acceptance, and the rules between them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+
+from eagle_server.config.base import ConfigError, Count, ModelLocation, Section, Text, file_location, json_object
+from eagle_server.config.trees import SpeculativeParams, automatic, head_tree, joined, refuse_root_alone, tries
+
+logger = logging.getLogger(__name__)
+
+NGRAM_SHARE_TOKENS = 1 << 20
+POSTERIOR_THRESHOLD, POSTERIOR_ALPHA = 0.09, 0.3  # Medusa's
+
+
+def _as_text(value: object) -> object:
+    return str(value) if isinstance(value, list) else value  # YAML's own lists
+
+
+Algorithm = Literal[
+    "NONE",
+    "EAGLE",
+    "EAGLE3",
+    "MEDUSA",
+    "NEXTN",
+    "REDRAFTER",
+    "NGRAM",
+    "EAGLE+NGRAM",
+    "EAGLE3+NGRAM",
+    "MEDUSA+NGRAM",
+    "NEXTN+NGRAM",
+    "REDRAFTER+NGRAM",
+]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class SpeculativeSection(Section):
+    """How tokens are drafted, and which drafts are kept. The output is the same, whatever stands here, but for
+    --acceptance typical, which is lossy."""
+
+    prefix: ClassVar[str] = "speculative-"
+
+    algorithm: Algorithm | None = Field(
+        default=None,
+        description="NONE decodes plainly, NEXTN (or MTP) drafts with the MTP layer in the target's own files, NGRAM "
+        "with what followed the same tokens earlier in the request, which needs no draft; X+NGRAM joins X's tree and "
+        "that; without it, detected from the draft's files",
+    )
+    draft_model_path: ModelLocation | None = Field(
+        default=None,
+        description="the draft head: a Hugging Face id or a local directory; the demo brings its own, NEXTN needs none",
+    )
+    num_steps: Count | None = Field(
+        default=None,
+        description="depth of the draft tree; given with topk, or both are chosen by architecture; NGRAM: 8 without it",
+    )
+    eagle_topk: Count | None = Field(
+        default=None,
+        description="children that each drafted node may have; 1 drafts a chain; not for NGRAM, which "
+        "branches as its counts call for",
+    )
+    num_draft_tokens: Count | None = Field(
+        default=None,
+        description="nodes that the target verifies at once, the root included; without it, steps * topk + 1; "
+        "always steps + 1 where topk is 1; NGRAM: 16 without it; X+NGRAM: of both together, MEDUSA+NGRAM: without it, "
+        "as many as Medusa's tree has",
+    )
+    token_map: Annotated[str, AfterValidator(file_location)] | None = Field(
+        default=None, description="FR-Spec: a file of frequent token ids; the draft proposes no others"
+    )
+    draft_config_override: Annotated[dict[str, Any], BeforeValidator(json_object)] | None = Field(
+        default=None, description="a JSON object whose values replace those of the draft's config.json"
+    )
+
+    medusa_choices: Annotated[Text, BeforeValidator(_as_text)] | None = Field(
+        default=None,
+        description="Medusa's tree: a published one by name, or a list of ranks for each node, like [(0,), (0, 0), "
+        "(1,)]; without it, mc_sim_7b_63 as deep as there are heads",
+    )
+
+    token_tree: Annotated[Text, BeforeValidator(_as_text)] | None = Field(
+        default=None,
+        description="the nodes that an EAGLE or MTP head drafts, whatever their scores, each as a list of ranks: "
+        "[(0,), (0, 0), (1,)]; in the place of steps, topk and draft tokens",
+    )
+    ngram_share: bool = Field(
+        default=False,
+        description="NGRAM and X+NGRAM: draft what other requests' prompts and outputs went on with, too. Changes no "
+        "text, but how fast a text comes then tells whether others had one like it: leave it off where clients must "
+        "not learn that of each other",
+    )
+    ngram_share_tokens: Count | None = Field(
+        default=None,
+        description="how many tokens of all requests --speculative-ngram-share remembers, the newest; without it, "
+        f"{NGRAM_SHARE_TOKENS}",
+    )
+    acceptance: Literal["lossless", "typical"] = Field(
+        default="lossless",
+        description="typical: LOSSY: also keep drafts that the target merely finds likely enough, as Medusa does, "
+        "so sampled texts no longer follow the target's law; requests with temperature 0 are served as ever",
+    )
+    typical_posterior_threshold: Annotated[Positive, Field(le=1)] | None = Field(
+        default=None,
+        description="--acceptance typical keeps a draft more probable than this, or than alpha * exp(-entropy) "
+        f"where that is less; without it, {POSTERIOR_THRESHOLD}",
+    )
+    typical_posterior_alpha: Positive | None = Field(
+        default=None, description=f"the alpha of --acceptance typical; without it, {POSTERIOR_ALPHA}"
+    )
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _name_of_alias(cls, value: object) -> object:
+        return {"MTP": "NEXTN", "MTP+NGRAM": "NEXTN+NGRAM"}.get(value, value) if isinstance(value, str) else value
+
+    @property
+    def drafts_ngrams(self) -> bool:
+        """Whether n-grams are drafted, alone or beside a head's tree."""
+        return self.algorithm is not None and self.algorithm.endswith("NGRAM")
+
+    @property
+    def head_algorithm(self) -> str | None:
+        """What the draft's files must hold; None: whatever they do, or there are none."""
+        return None if self.algorithm in (None, "NONE", "NGRAM") else str(self.algorithm).removesuffix("+NGRAM")
+
+    @property
+    def shared_tokens(self) -> int:
+        """How many tokens of all requests' texts are remembered for n-grams, 0 where they are not shared."""
+        return (self.ngram_share_tokens or NGRAM_SHARE_TOKENS) if self.ngram_share else 0
+
+    @property
+    def posterior(self) -> tuple[float, float] | None:
+        """Threshold and alpha of typical acceptance, None where acceptance is lossless."""
+        if self.acceptance == "lossless":
+            return None
+        threshold, alpha = self.typical_posterior_threshold, self.typical_posterior_alpha
+        return threshold or POSTERIOR_THRESHOLD, alpha or POSTERIOR_ALPHA
+
+    @model_validator(mode="after")
+    def _options_agree(self) -> Self:
+        self.given_parameters()
+        if self.medusa_choices is not None and (self.head_algorithm or self.algorithm) not in (None, "NONE", "MEDUSA"):
+            raise ConfigError(f"--medusa-choices has no effect with --speculative-algorithm {self.algorithm}: drop one")
+        if self.token_tree is not None:
+            self._token_tree_stands_alone()
+        self._refuse_without("ngram_share_tokens", "--speculative-ngram-share", given=self.ngram_share)
+        if self.algorithm != "NONE" and self.ngram_share and not self.drafts_ngrams:
+            raise ConfigError("--speculative-ngram-share needs --speculative-algorithm NGRAM or one with +NGRAM")
+        for field in ("typical_posterior_threshold", "typical_posterior_alpha"):
+            self._refuse_without(field, "--acceptance typical", given=self.acceptance == "typical")
+        return self
+
+    def _refuse_without(self, field: str, needed: str, *, given: bool) -> None:
+        if getattr(self, field) is not None and not given:
+            raise ConfigError(f"{_flag(field)} needs {needed}")
+
+    def _token_tree_stands_alone(self) -> None:
+        if self.algorithm not in (None, "NONE", "EAGLE", "EAGLE3", "NEXTN"):
+            flag = f"--speculative-algorithm {self.algorithm}"
+            raise ConfigError(f"--speculative-token-tree has no effect with {flag}: drop one of them")
+        for field in ("num_steps", "eagle_topk", "num_draft_tokens"):
+            if getattr(self, field) is not None:
+                raise ConfigError(f"{_flag(field)}: the tree is that of --speculative-token-tree; drop one of them")
+
+    def given_parameters(self) -> SpeculativeParams | None:
+        """The tree parameters completed and checked, None if none is given.
+
+        Raises:
+            ConfigError: only some of the parameters are given, or they contradict each other.
+        """
+        steps, topk = self.num_steps, self.eagle_topk
+        if self.head_algorithm == "MEDUSA":
+            self._refuse_tree_parameters()
+            return None
+        if self.algorithm == "NGRAM":
+            self._refuse_what_shapes_a_head()
+            return tries(steps, self.num_draft_tokens)
+        if steps is not None and topk is not None:
+            if self.drafts_ngrams:
+                return joined(steps, topk, self.num_draft_tokens or steps * topk + 1)
+            return head_tree(steps, topk, self.num_draft_tokens)
+        flags = {"num-steps": steps, "eagle-topk": topk, "num-draft-tokens": self.num_draft_tokens}
+        given = " and ".join(f"--speculative-{name}" for name, value in flags.items() if value is not None)
+        missing = " and ".join(f"--speculative-{name}" for name in ("num-steps", "eagle-topk") if flags[name] is None)
+        if given:
+            raise ConfigError(f"{given} needs {missing} as well; give none of them for automatic values")
+        return None
+
+    def _refuse_what_shapes_a_head(self) -> None:
+        for field in ("draft_model_path", "eagle_topk", "token_map", "draft_config_override"):
+            if getattr(self, field) is not None:
+                raise ConfigError(f"{_flag(field)} has no effect with --speculative-algorithm NGRAM: drop one of them")
+
+    def _refuse_tree_parameters(self) -> None:
+        """Medusa's trees have none; beside tries, how many nodes of both are verified may be given."""
+        shaping = ("num_steps", "eagle_topk") if self.drafts_ngrams else ("num_steps", "eagle_topk", "num_draft_tokens")
+        for field in shaping:
+            if getattr(self, field) is not None:
+                raise ConfigError(f"{_flag(field)}: Medusa's trees follow from --medusa-choices alone; drop it")
+        refuse_root_alone(self.num_draft_tokens)
+
+
+def resolve_speculative(section: SpeculativeSection, architecture: str) -> SpeculativeParams:
+    """The trees' shape: as given, or by the target's architecture (`architectures[0]`) where nothing is given."""
+    params = section.given_parameters() or automatic(architecture, ngrams=section.drafts_ngrams)
+    if not section.drafts_ngrams and section.num_draft_tokens not in (None, params.num_draft_tokens):
+        logger.warning(
+            "--speculative-num-draft-tokens %d is adjusted to %d: with topk 1 the draft is a chain of %d and its root",
+            section.num_draft_tokens,
+            params.num_draft_tokens,
+            params.num_steps,
+        )
+    return params
+
+
+def _flag(field: str) -> str:
+    return f"--speculative-{field.replace('_', '-')}"

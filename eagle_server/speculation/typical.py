@@ -1,0 +1,77 @@
+"""Typical acceptance, Medusa's: a draft is kept if the target finds it likely enough. LOSSY above temperature 0.
+
+The only rule that changes the law of the output; `accept.Lossless` is the default. It serves any drafter's trees.
+
+Source: Medusa (arXiv 2401.10774), section 2.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle_server.ops.accept import path_to
+from eagle_server.speculation.accept import Accepted
+from eagle_server.speculation.medusa import typical_threshold
+from eagle_server.speculation.sampling import SamplingBatch, draw, law
+from eagle_server.speculation.tree import EagleVerifyInput
+
+_ROWS = 64  # of laws at a time, of which the entropy takes two copies
+
+
+@dataclass(frozen=True)
+class Typical:
+    """A child is acceptable if p(child) > min(posterior_threshold, posterior_alpha * exp(-H(p))).
+
+    p is its parent's law after all transforms. The longest acceptable path is kept, of several the most probable; the
+    bonus is the target's own draw at its last node. Requests with temperature 0 are served losslessly.
+    """
+
+    posterior_threshold: float
+    posterior_alpha: float
+
+    def accept(self, tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
+        """As `Lossless.accept`, but that `tokens` are the path's own, and a draw only at its end."""
+        bs, size = tree.parents.shape
+        logits, positions = target_logits.view(bs, size, -1), tree.positions.view(bs, size) + 1
+        drawn, scores = draw(logits, positions, sampling, tree.spec_steps + 1)
+        tokens, parents = tree.draft_token.view(bs, size), tree.parents[:, 1:]
+        agrees = tokens[:, 1:] == drawn.gather(1, parents)  # [bs, D - 1], what greedy requests go by
+        logp = torch.zeros_like(agrees, dtype=torch.float32)
+        if sampling.stochastic is not None:
+            some = sampling.stochastic
+            likely = self._likely(law(logits, positions, sampling), tokens[some], parents[some])
+            agrees, logp = (old.index_copy(0, some, new) for old, new in zip((agrees, logp), likely, strict=True))
+        last = _best_end(tree, agrees, logp)
+        path, on_path = path_to(last, tree.depths, tree.custom_mask, tree.spec_steps)
+        following = torch.cat([path[:, 1:], torch.full_like(path[:, :1], -1)], dim=1)
+        drafted, own = tokens.gather(1, following.clamp(min=0)), drawn.gather(1, path.clamp(min=0))
+        emitted = torch.where(path < 0, -1, torch.where(following < 0, own, drafted))
+        finite = (scores.isfinite() | ~on_path).all(dim=1)
+        return Accepted(path, (path >= 0).sum(1) - 1, emitted, (tokens >= 0).sum(1) - 1, finite)
+
+    def _likely(self, probability: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
+        """Which drafted nodes [s, D - 1] are acceptable after their parents, and their log-probabilities there.
+
+        probability [s, D, V], tokens [s, D], parents [s, D - 1]. Whatever the transforms exclude has probability 0,
+        which is above no threshold.
+        """
+        drafted = tokens[:, 1:]
+        places = parents * probability.shape[2] + drafted.clamp(min=0)
+        own = probability.flatten(1).gather(1, places)
+        rows = probability.flatten(0, 1).split(_ROWS)
+        thresholds = [typical_threshold(row, self.posterior_threshold, self.posterior_alpha) for row in rows]
+        needed = torch.cat(thresholds).view(tokens.shape).gather(1, parents)
+        return (own > needed) & (drafted >= 0), own.log()
+
+
+def _best_end(tree: EagleVerifyInput, agrees: Tensor, logp: Tensor) -> Tensor:
+    """The last node int64 [bs] of the longest path of acceptable nodes, of several the most probable one."""
+    above = tree.custom_mask[:, :, 1:]  # [bs, D, D - 1]
+    reached = ~(above & ~agrees[:, None]).any(dim=2)
+    depth = tree.depths.masked_fill(~reached, -1)
+    likelihood = torch.where(above, logp[:, None], 0.0).sum(2)
+    longest = depth == depth.amax(dim=1, keepdim=True)
+    return likelihood.masked_fill(~longest, float("-inf")).argmax(dim=1)

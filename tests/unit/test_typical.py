@@ -1,0 +1,103 @@
+"""Typical acceptance over trees: Medusa's rule over paths, greedy at temperature 0, never a token that is excluded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle_server.plan import Sampling
+from eagle_server.speculation.accept import Lossless
+from eagle_server.speculation.medusa import choice_parents, evaluate_posterior, generate_medusa_buffers
+from eagle_server.speculation.medusa_choices import PRESETS, Choices
+from eagle_server.speculation.sampling import SamplingBatch
+from eagle_server.speculation.tree import EagleVerifyInput, TreeNodes, build_tree
+from eagle_server.speculation.typical import Typical
+
+CPU, VOCAB = torch.device("cpu"), 12
+TEMPERATURES = (0.3, 0.7, 1.0, 1.6, 0.0)
+SMALL: Choices = ((0,), (0, 0), (0, 1), (1,), (1, 0), (0, 0, 0), (2,))
+
+
+def settings(temperature: float, **other: object) -> Sampling:
+    return Sampling(**{"key": 1, "temperature": temperature, "top_k": 0, "top_p": 1.0, **other})  # type: ignore[arg-type]
+
+
+def random_tree(choices: Choices, requests: int, generator: torch.Generator) -> EagleVerifyInput:
+    """Random tokens, siblings different: each node's rank picks from a permutation of its depth's own."""
+    nodes = generate_medusa_buffers(choices)["sorted_medusa_choices"]
+    depths = [len(node) - 1 for node in nodes]
+    tokens = torch.rand(requests, max(depths) + 1, VOCAB, generator=generator).argsort(-1)
+    picked = tokens[:, depths, [node[-1] for node in nodes]]
+    parents = torch.tensor([choice_parents(choices)]).expand(requests, -1)
+    proposal = TreeNodes(picked, parents, spec_steps=max(depths) + 1)
+    return build_tree(proposal, torch.zeros(requests, dtype=torch.int64), torch.full((requests,), 9))
+
+
+@pytest.mark.parametrize("choices", [SMALL, PRESETS["mc_sim_7b_63"]], ids=["small", "published"])
+@pytest.mark.parametrize(("threshold", "alpha"), [(0.09, 0.3), (0.3, 0.09), (0.02, 0.9)])
+def test_a_tree_is_walked_as_its_paths_are_judged(choices: Choices, threshold: float, alpha: float) -> None:
+    generator = torch.Generator().manual_seed(len(choices))
+    paths, rule, lengths = generate_medusa_buffers(choices)["retrieve_indices"], Typical(threshold, alpha), set[int]()
+    sampling = SamplingBatch.of([settings(t) for t in TEMPERATURES], CPU)
+    for _ in range(25):
+        tree = random_tree(choices, len(TEMPERATURES), generator)
+        logits = 2 * torch.randn(tree.draft_token.numel(), VOCAB, generator=generator)
+        accepted, plain = rule.accept(tree, logits, sampling), Lossless().accept(tree, logits, sampling)
+        for i, temperature in enumerate(TEMPERATURES):
+            own, length = logits.view(len(TEMPERATURES), -1, VOCAB)[i], int(accepted.accept_length[i])
+            by_path = torch.where(paths < 0, -1, tree.draft_token.view(len(TEMPERATURES), -1)[i][paths.clamp(min=0)])
+            best, expected = evaluate_posterior(own[paths.clamp(min=0)], by_path, temperature, threshold, alpha)
+            path = paths[best][: length + 1].tolist()
+            assert length == int(expected)
+            assert accepted.path[i].tolist() == path + [-1] * (tree.spec_steps - length)
+            assert accepted.tokens[i, :length].tolist() == by_path[best][1 : length + 1].tolist()
+            lengths.add(length)
+        for typical, lossless in zip(fields(accepted, -1), fields(plain, -1), strict=True):
+            assert torch.equal(typical, lossless), "temperature 0"
+    assert lengths >= {0, 1, 2}
+
+
+def fields(accepted: object, request: int) -> list[Tensor]:
+    return [getattr(accepted, name)[request] for name in ("path", "accept_length", "tokens", "drafted", "finite")]
+
+
+def test_the_bonus_is_the_targets_own_draw_at_the_last_node() -> None:
+    tree = random_tree(((0,),), 1, torch.Generator().manual_seed(0))
+    token, sampling = int(tree.draft_token[1]), SamplingBatch.of([settings(1.0)], CPU)
+    logits = torch.zeros(2, VOCAB)
+    logits[0, token], logits[1, 5] = 3.0, 30.0
+    accepted = Typical(0.09, 0.3).accept(tree, logits, sampling)
+    assert accepted.tokens.tolist() == [[token, 5]]
+    refused = Typical(0.9, 5.0).accept(tree, logits, sampling)
+    drawn = Lossless().accept(tree, logits, sampling).tokens[0, 0]
+    assert refused.accept_length.tolist() == [0]
+    assert refused.tokens.tolist() == [[int(drawn), -1]]
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 1}, {"top_p": 0.3}, {"forbidden": (3,), "allowed_from": 99}], ids=str)
+def test_what_the_transforms_exclude_is_never_accepted(limits: dict[str, object]) -> None:
+    """Token 3 is the second best at first, the best where it is forbidden; without limits it is accepted."""
+    proposal = TreeNodes(torch.tensor([[3]]), torch.tensor([[0]]), spec_steps=1)
+    tree = build_tree(proposal, torch.tensor([0]), torch.tensor([9]))
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 2], logits[:, 3] = 4.0, 5.0 if "forbidden" in limits else 3.5
+    for temperature in (0.5, 1.0):
+        free, bound = (
+            Typical(0.09, 0.3).accept(tree, logits, SamplingBatch.of([settings(temperature, **each)], CPU))
+            for each in ({}, limits)
+        )
+        assert free.accept_length.tolist() == [1]
+        assert bound.accept_length.tolist() == [0]
+        assert 3 not in bound.tokens[0]
+
+
+def test_padding_is_never_accepted_and_a_row_that_is_not_finite_fails_its_request() -> None:
+    proposal = TreeNodes(torch.tensor([[-1, -1], [4, -1]]), torch.tensor([[0, 0], [0, 0]]), spec_steps=1)
+    tree = build_tree(proposal, torch.tensor([0, 0]), torch.tensor([9, 9]))
+    logits = torch.zeros(6, VOCAB)
+    logits[4] = torch.nan
+    accepted = Typical(0.01, 0.01).accept(tree, logits, SamplingBatch.of([settings(1.0)] * 2, CPU))
+    assert accepted.accept_length.tolist() == [0, 1]
+    assert accepted.drafted.tolist() == [0, 1]
+    assert accepted.finite.tolist() == [True, False]
