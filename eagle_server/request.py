@@ -57,11 +57,13 @@ class SpecStats(msgspec.Struct, kw_only=True):
     """Counters of one request's speculative cycles; everything published is derived from them.
 
     histogram[a] counts cycles that accepted exactly a drafted tokens (bonus not included), so it has spec_steps + 1
-    buckets, and sum(histogram) is the number of cycles. `drafted` counts proposed tree nodes without the root.
+    buckets, and sum(histogram) is the number of cycles. `drafted` counts proposed tree nodes without the root. `lossy`
+    names the rule that kept drafts which plain decoding might not have written, if there was one.
     """
 
     histogram: list[int]
     drafted: int = 0
+    lossy: str | None = None
 
     @property
     def cycles(self) -> int:

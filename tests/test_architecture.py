@@ -37,7 +37,7 @@ ARROWS: dict[str, set[str]] = {
 SEE_CONFIG = {
     "__main__",
     "api.app",
-    "bench.drafters",
+    "bench.demo",
     "engine.build",
     "engine.devices",
     "training",

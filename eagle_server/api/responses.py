@@ -55,6 +55,7 @@ class SpeculativeMetrics(msgspec.Struct):
 
     A step is one verify cycle. acceptance_histogram[a] counts the steps that accepted a drafted tokens; the bonus token
     is in mean_acceptance_length only. num_draft_tokens counts proposed tree nodes, num_spec_tokens is the tree's depth.
+    `acceptance` names the rule where it was a lossy one.
     """
 
     mean_acceptance_length: float
@@ -64,6 +65,7 @@ class SpeculativeMetrics(msgspec.Struct):
     num_accepted_draft_tokens: int
     num_draft_tokens: int
     num_spec_tokens: int
+    acceptance: str | UnsetType = UNSET
 
     @classmethod
     def of(cls, spec: SpecStats | None) -> SpeculativeMetrics | None:
@@ -78,6 +80,7 @@ class SpeculativeMetrics(msgspec.Struct):
             num_accepted_draft_tokens=spec.accepted,
             num_draft_tokens=spec.drafted,
             num_spec_tokens=len(spec.histogram) - 1,
+            acceptance=spec.lossy or UNSET,
         )
 
 

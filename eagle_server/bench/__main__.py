@@ -18,6 +18,7 @@ from eagle_server.bench.report import PLAIN, SPECULATIVE, plot, print_table, rat
 from eagle_server.bench.servers import BenchError, running
 
 TABLE_WIDTH = 96  # the tables need it, also where the output is no terminal
+DRAFTING = ("--speculative-", "--topk", "--medusa-choices", "--acceptance", "--typical-")  # flags that plain refuses
 DEMO_PROMPTS = Path(__file__).parent.parent / "assets" / "demo" / "prompts.json"
 
 
@@ -93,8 +94,8 @@ def _without_draft(flags: Sequence[str]) -> list[str]:
     for flag in flags:
         if skip:
             skip = False
-        elif flag.startswith(("--speculative-", "--topk")):
-            skip = "=" not in flag
+        elif flag.startswith(DRAFTING):
+            skip = "=" not in flag and flag != "--speculative-ngram-share"
         else:
             kept.append(flag)
     return kept

@@ -4,51 +4,22 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from eagle_server.config import parse_args
-from eagle_server.engine.build import build_engine
+from eagle_server.bench.demo import Tally, demo_engine, held_out, measure
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.tokenizer import load_tokenizer
-from eagle_server.request import Request, SamplingParams
 from eagle_server.speculation.medusa_choices import PRESETS
 
-DEMO = Path(__file__).parents[1] / "assets" / "demo"
 SETTLING = 160  # tokens after which the demo's greedy answers repeat themselves; it copies little from its prompts
 
 
-@dataclass
-class Tally:
-    """What one drafter did for one kind of text; the first token of each answer came from its prompt."""
-
-    tokens: int = 0
-    forwards: int = 0
-    drafting: int = 0  # forwards that had drafts to verify
-    accepted: int = 0
-    seconds: float = 0.0
-
-    @property
-    def accept_length(self) -> float:
-        """Tokens per forward that verified drafts, the bonus included."""
-        return self.accepted / self.drafting + 1 if self.drafting else 1.0
-
-    @property
-    def tokens_per_forward(self) -> float:
-        return self.tokens / self.forwards
-
-
-def kinds(held_out: Sequence[Sequence[int]], engine: Engine) -> dict[str, list[list[int]]]:
+def kinds(ordinary: list[list[int]], engine: Engine) -> dict[str, list[list[int]]]:
     """Prompts of each kind: long answers to go on with, which go in circles, held-out text, and both in turn."""
-    ordinary = [list(prompt) for prompt in held_out]
     repetitive = [
         prompt + measure(engine, str(number), prompt, SETTLING, Tally()) for number, prompt in enumerate(ordinary)
     ]
@@ -69,35 +40,10 @@ def engines(steps: int, topk: int, size: int, threads: int) -> dict[str, Callabl
         "REDRAFTER": tree,
         "NGRAM": nodes,
         "EAGLE3+NGRAM": tree,
+        "MEDUSA+NGRAM": choices,
+        "REDRAFTER+NGRAM": tree,
     }
-    common = ["--disable-radix-cache", "--max-running-requests", "1", "--cpu-threads", str(threads)]
-
-    def build(name: str, own: Sequence[str]) -> Engine:
-        config = parse_args(["--speculative-algorithm", name, *own, *common], environ={})
-        return build_engine(config, progress=False)
-
-    return {name: partial(build, name, own) for name, own in options.items()}
-
-
-def measure(engine: Engine, name: str, prompt: Sequence[int], max_tokens: int, tally: Tally) -> list[int]:
-    """One greedy answer, by itself; its tokens."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, ignore_eos=True)
-    engine.add(Request(request_id=name, prompt_token_ids=list(prompt), sampling=sampling))
-    tokens: list[int] = []
-    start = 0.0
-    while engine.has_work():
-        for delta in engine.step():
-            if tokens:
-                tally.forwards += 1
-                tally.tokens += len(delta.token_ids)
-            else:
-                start = time.perf_counter()
-            tokens.extend(delta.token_ids)
-            if delta.spec is not None:
-                tally.drafting += delta.spec.cycles
-                tally.accepted += delta.spec.accepted
-    tally.seconds += time.perf_counter() - start
-    return tokens
+    return {name: partial(demo_engine, name, *own, threads=threads) for name, own in options.items()}
 
 
 def compare(
@@ -135,7 +81,7 @@ def print_table(tallies: Mapping[tuple[str, str], Tally], console: Console) -> N
             f"{tally.tokens_per_forward:.2f}",
             f"{speed:.0f}",
             f"{speed / plain.tokens * plain.seconds:.2f}",
-            end_section=name == "EAGLE3+NGRAM",
+            end_section=name == "REDRAFTER+NGRAM",
         )
     console.print(table)
 
@@ -150,11 +96,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--topk", type=int, default=4, help="of the head's tree (4)")
     parser.add_argument("--nodes", type=int, default=8, help="verified at once, of every drafter (8)")
     arguments = parser.parse_args(argv)
-    held_out: list[str] = json.loads((DEMO / "prompts.json").read_text())
-    tokenizer = load_tokenizer(str(DEMO / "target"))
     builders = engines(arguments.steps, arguments.topk, arguments.nodes, arguments.threads)
-    prompts = [tokenizer.encode(text) for text in held_out[: arguments.prompts]]
-    texts = kinds(prompts, builders["EAGLE3+NGRAM"]())
+    texts = kinds(held_out(arguments.prompts), builders["EAGLE3+NGRAM"]())
     tallies, departures = compare(builders, texts, arguments.max_tokens)
     print_table(tallies, Console(width=96))
     answers = len(tallies) * arguments.prompts

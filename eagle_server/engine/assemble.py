@@ -69,6 +69,7 @@ def assemble(
         window=shape.window,
         spec_steps=steps,
         draft_feeds=drafter.feeds,
+        lossy=shape.acceptance.lossy,
     )
     attention = backends.make(target, pools[0], (shape.draft_token_num,), shape.verify_attention)
     batches = Batches(table, device, spec_steps=steps, sizes=shape.graph_sizes)

@@ -15,6 +15,7 @@ from eagle_server.models.config import ModelConfig
 from eagle_server.models.draft import DraftHead
 from eagle_server.models.medusa_head import MedusaHeads
 from eagle_server.models.redrafter import RedrafterHead
+from eagle_server.speculation.shared_texts import SharedTexts
 from eagle_server.speculation.static_tree import static_tree
 from eagle_server.worker.drafters.eagle import EagleDrafter
 from eagle_server.worker.drafters.interface import Drafter, ModelDrafter
@@ -58,7 +59,8 @@ def make_drafter(draft: Draft | None, bench: Workbench) -> tuple[Drafter[Any], l
 
 
 def _tries(shape: Shape) -> NgramTries:
-    return NgramTries(shape.ngram_depth, shape.draft_token_num - 1)
+    shared = SharedTexts(shape.ngram_share_tokens, shape.ngram_depth) if shape.ngram_share_tokens else None
+    return NgramTries(shape.ngram_depth, shape.draft_token_num - 1, shared)
 
 
 def _model_drafter(draft: Draft, bench: Workbench) -> tuple[ModelDrafter[Any], list[KVPool | LatentPool]]:

@@ -21,7 +21,8 @@ from eagle_server.scheduling.sequence import Sequence
 class Limits:
     """`window` lookahead slots stand behind every decoding request; `spec_steps` is the depth of its trees.
 
-    `draft_feeds`: draft KV is written too, one cycle after the target's.
+    `draft_feeds`: draft KV is written too, one cycle after the target's. `lossy` names the acceptance rule of requests
+    that are not greedy, if it changes their law.
     """
 
     context_length: int
@@ -30,6 +31,7 @@ class Limits:
     window: int
     spec_steps: int
     draft_feeds: bool
+    lossy: str | None = None
 
 
 @dataclass
@@ -80,7 +82,8 @@ class Scheduler:
         """Queue a request that `refusal` has nothing against."""
         self._arrivals += 1
         tokens = list(request.prompt_token_ids)
-        spec = SpecStats(histogram=[0] * (self.limits.spec_steps + 1))
+        lossy = self.limits.lossy if sampling.temperature > 0 else None
+        spec = SpecStats(histogram=[0] * (self.limits.spec_steps + 1), lossy=lossy)
         self.waiting.append(Sequence(request, sampling, stop_ids, self._arrivals, tokens, spec))
 
     def abort(self, request_id: str) -> TokenDelta | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,10 @@ class Accepted:
 
 
 class Acceptance(Protocol):
-    """The rule by which drafts are kept; chosen once, when the engine is assembled."""
+    """The rule by which drafts are kept; chosen once, when the engine is assembled. `lossy`: its name if it is."""
+
+    @property
+    def lossy(self) -> str | None: ...
 
     def accept(self, tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
         """The kept path of each tree; target_logits float32 [bs * D, vocab], one row per node."""
@@ -40,6 +43,8 @@ class Acceptance(Protocol):
 @dataclass(frozen=True)
 class Lossless:
     """Every emitted token is the target's own draw; see `accept`."""
+
+    lossy: ClassVar[None] = None
 
     def accept(self, tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
         return accept(tree, target_logits, sampling)

@@ -16,19 +16,21 @@ LONGEST = 16  # tokens of context that are told apart; a longer match is taken a
 _FAN_OUT = 8  # continuations per context that are looked at
 _CERTAIN = 0.999  # no estimate is higher
 _DOUBT = 2.0  # occurrences that an estimate from one token of context is worth
-_NEGLIGIBLE = 0.02  # weight of a context that is not worth looking at
+_NEGLIGIBLE = 0.05  # weight of a context that is not worth looking at
 
 
 @dataclass(frozen=True)
 class Trie:
     """Nodes 1, 2, ... by falling estimate of their path, parents first; the root is 0 and not listed.
 
-    `estimates` are chances of acceptance given that the parent was accepted.
+    `estimates` are chances of acceptance given that the parent was accepted. `context`: tokens at the end of the text
+    that occurred before.
     """
 
     tokens: list[int]
     parents: list[int]
     estimates: list[float]
+    context: int = 0
 
     @property
     def expected(self) -> float:
@@ -79,44 +81,52 @@ class SuffixAutomaton:
 
     def continuations(self, budget: int) -> Trie:
         """The `budget` continuations of the text of the highest estimates, up to `depth` tokens deep."""
-        trie = Trie([], [], [])
         heap: list[tuple[float, int, int, int, float, int, int, int]] = []
         state, length = self.match()
+        trie = Trie([], [], [], length)
         node = depth = pushed = 0
         chance = 1.0
-        while True:
+        while len(trie.tokens) < budget:
             if depth < self.depth and length >= SHORTEST:
                 for token, (estimate, successor, reached) in self._following(state, length).items():
                     pushed += 1
                     likely = min(estimate, _CERTAIN)
                     entry = (-chance * likely, pushed, token, node, likely, successor, reached, depth + 1)
                     heappush(heap, entry)
-            if not heap or len(trie.tokens) == budget:
-                return trie
+            if not heap:
+                break
             negative, _, token, parent, estimate, state, length, depth = heappop(heap)
             chance = -negative
             trie.tokens.append(token)
             trie.parents.append(parent)
             trie.estimates.append(estimate)
             node = len(trie.tokens)
+        return trie
 
     def _following(self, state: int, length: int) -> dict[int, tuple[float, int, int]]:
         """By token that followed a suffix of the context: its estimate, and the longest context that it makes."""
-        found: dict[int, tuple[float, int, int]] = {}
+        count, found = self._count, dict[int, tuple[float, int, int]]()
         weight = 1.0  # of this context's counts; what they leave undecided goes to the next shorter one
         while length >= SHORTEST and weight > _NEGLIGIBLE:
-            successors = [(self._count[to], token, to) for token, to in self._next[state].items()]
-            total = sum(count for count, _, _ in successors)
-            if len(successors) > _FAN_OUT:
-                successors = nlargest(_FAN_OUT, successors)
+            successors, total = self._next[state], 0
+            for to in successors.values():
+                total += count[to]
             doubt = _DOUBT / length
-            for count, token, to in successors:
-                estimate, longest, reached = found.get(token, (0.0, to, length + 1))
-                found[token] = (estimate + weight * count / (total + doubt), longest, reached)
-            weight *= doubt / (total + doubt)
+            share = weight / (total + doubt)
+            for token in successors if len(successors) <= _FAN_OUT else self._commonest(successors):
+                to = successors[token]
+                if token in found:
+                    estimate, longest, reached = found[token]
+                    found[token] = (estimate + share * count[to], longest, reached)
+                else:
+                    found[token] = (share * count[to], to, length + 1)
+            weight = share * doubt
             state = self._link[state]
             length = self._longest[state]
         return found
+
+    def _commonest(self, successors: dict[int, int]) -> list[int]:
+        return nlargest(_FAN_OUT, successors, key=lambda token: (self._count[successors[token]], token))
 
     def _ending_in(self, state: int, limit: int) -> tuple[int, int]:
         """From a suffix's state to that of the suffix of `limit` tokens, and its length; the state if it is shorter."""

@@ -8,6 +8,7 @@ Source: Medusa (arXiv 2401.10774), section 2.3.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class Typical:
 
     posterior_threshold: float
     posterior_alpha: float
+    lossy: ClassVar[str] = "typical"
 
     def accept(self, tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
         """As `Lossless.accept`, but that `tokens` are the path's own, and a draw only at its end."""

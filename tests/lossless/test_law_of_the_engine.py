@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from scipy import stats
@@ -19,11 +20,12 @@ from torch import Tensor
 from eagle_server.engine.engine import Engine
 from eagle_server.models.target import TargetModel
 from eagle_server.request import Request
+from eagle_server.speculation import accept as rules
 from eagle_server.speculation.accept import Accepted, accept
 from eagle_server.speculation.sampling import SamplingBatch, draw
 from eagle_server.speculation.tree import EagleVerifyInput
-from eagle_server.worker import worker
-from tests.support.engines import Finished, plain, random_head, random_target, request, run, speculative
+from eagle_server.speculation.typical import Typical
+from tests.support.engines import Finished, plain, random_head, random_target, request, run, speculative, tokens_of
 from tests.support.scoring import in_float64, law, logits_of
 
 ALPHA, TEXTS, LENGTH, VOCAB = 1e-6, 20_000, 3, 16
@@ -72,10 +74,10 @@ def p_value(texts: Sequence[Text], expected: Law) -> float:
     return float(stats.chi2.sf(statistic, len(cells) - 1))
 
 
-def drafting(target: TargetModel, kind: str) -> Engine:
+def drafting(target: TargetModel, kind: str, **settings: Any) -> Engine:
     """Untrained heads guess badly, so their trees are wide: about every second cycle accepts something."""
     head = random_head(target, kind, seed=2)
-    return speculative(target, head, steps=2, topk=6, draft_token_num=25, max_running=64)
+    return speculative(target, head, steps=2, topk=6, draft_token_num=25, max_running=64, **settings)
 
 
 def test_plain_decoding_follows_the_models_law(target: TargetModel, exact_law: Law) -> None:
@@ -118,5 +120,18 @@ MUTANTS = (fresh_bonus_after_a_miss, root_and_first_level_share_their_noise, noi
 def test_a_planted_bias_is_caught(
     target: TargetModel, exact_law: Law, mutant: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "accept", mutant)
+    monkeypatch.setattr(rules, "accept", mutant)
     assert p_value(texts_of(run(drafting(target, "EAGLE"), requests(TEXTS // 4))), exact_law) < ALPHA
+
+
+def test_typical_acceptance_follows_another_law_and_says_so(target: TargetModel, exact_law: Law) -> None:
+    outcome = run(drafting(target, "EAGLE", acceptance=Typical(0.09, 0.3)), requests(TEXTS // 4))
+    assert p_value(texts_of(outcome), exact_law) < ALPHA
+    assert {each.spec.lossy for each in outcome.values() if each.spec is not None} == {"typical"}
+
+
+def test_typical_acceptance_leaves_greedy_requests_alone(target: TargetModel) -> None:
+    greedy = [request(i, [*PROMPT, i], ignore_eos=True) for i in range(8)]
+    outcome = run(drafting(target, "EAGLE", acceptance=Typical(0.09, 0.3)), greedy)
+    assert tokens_of(outcome) == tokens_of(run(plain(target), greedy))
+    assert {each.spec.lossy for each in outcome.values() if each.spec is not None} == {None}

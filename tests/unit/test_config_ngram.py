@@ -10,7 +10,7 @@ from eagle_server.config.sections import Config, ModelSection
 LLAMA, DEEPSEEK = "LlamaForCausalLM", "DeepseekV3ForCausalLM"
 
 
-def config(algorithm: str, model_path: str | None = None, **options: object) -> Config:
+def config(algorithm: str | None, model_path: str | None = None, **options: object) -> Config:
     section = SpeculativeSection.model_validate({"algorithm": algorithm, **options})
     return Config(model=ModelSection(model_path=model_path), speculative=section)
 
@@ -83,3 +83,43 @@ def test_a_mixture_has_the_drafts_of_its_head():
         config("EAGLE+NGRAM", "owner/model")
     with pytest.raises((ConfigError, ValueError), match="needs --model-path"):
         config("NEXTN+NGRAM")
+
+
+@pytest.mark.parametrize(("options", "nodes"), [({}, None), ({"num_draft_tokens": 20}, 20)])
+def test_medusa_beside_ngrams_may_say_how_many_nodes_are_verified(options, nodes):
+    drafting = config("MEDUSA+NGRAM", "owner/model", draft_model_path="owner/heads", **options)
+    assert drafting.speculative.head_algorithm == "MEDUSA"
+    assert drafting.speculative.num_draft_tokens == nodes
+    assert resolve_speculative(drafting.speculative, LLAMA).ngram_depth == 8
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "message"),
+    [
+        ("MEDUSA+NGRAM", {"num_steps": 3, "eagle_topk": 2}, "trees follow from --medusa-choices alone"),
+        ("MEDUSA+NGRAM", {"num_draft_tokens": 1}, "should be 2 or more"),
+        ("MEDUSA", {"num_draft_tokens": 20}, "trees follow from --medusa-choices alone"),
+        ("REDRAFTER+NGRAM", {"medusa_choices": "mc_sim_7b_63"}, "--medusa-choices has no effect"),
+        ("EAGLE", {"ngram_share": True}, "--speculative-ngram-share needs --speculative-algorithm NGRAM"),
+        (None, {"ngram_share": True}, "--speculative-ngram-share needs --speculative-algorithm NGRAM"),
+        ("NGRAM", {"ngram_share_tokens": 99}, "--speculative-ngram-share-tokens needs --speculative-ngram-share"),
+        ("NGRAM", {"typical_posterior_alpha": 0.5}, "--speculative-typical-posterior-alpha needs --acceptance typical"),
+        ("NONE", {"acceptance": "typical"}, "--speculative-acceptance has no effect"),
+        ("NONE", {"ngram_share": True}, "--speculative-ngram-share has no effect"),
+        ("NGRAM", {"acceptance": "typical", "typical_posterior_threshold": 0.0}, "greater than 0"),
+    ],
+    ids=str,
+)
+def test_what_has_no_effect_or_no_sense_is_refused(algorithm, options, message):
+    with pytest.raises((ConfigError, ValueError), match=message):
+        config(algorithm, "owner/model", **options)
+
+
+def test_sharing_and_typical_acceptance_are_shown_with_their_numbers():
+    shown = config("NGRAM", ngram_share=True, acceptance="typical", typical_posterior_alpha=0.5).public_dict()
+    assert shown["speculative"]["ngram_share_tokens"] == 1 << 20
+    assert shown["speculative"]["acceptance"] == "typical"
+    assert shown["speculative"]["typical_posterior_threshold"] == 0.09
+    assert shown["speculative"]["typical_posterior_alpha"] == 0.5
+    assert config("NGRAM").speculative.shared_tokens == 0
+    assert config("NGRAM").public_dict()["speculative"]["typical_posterior_alpha"] is None

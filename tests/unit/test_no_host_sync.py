@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from eagle_server.models.medusa_head import MedusaHeads
 from eagle_server.models.target import TargetModel
 from eagle_server.speculation.medusa_choices import PRESETS, truncated
+from eagle_server.speculation.typical import Typical
 from eagle_server.training.medusa import new_heads
 from eagle_server.worker import emission
 from tests.support.engines import random_head, random_target, request, run, speculative
@@ -163,16 +164,24 @@ def test_no_cycle_of_redrafter_waits_for_the_device(monkeypatch: pytest.MonkeyPa
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
 
 
-@pytest.mark.parametrize("kind", ["NGRAM", "EAGLE3"])
+def test_no_cycle_with_typical_acceptance_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, count = cycles(monkeypatch, 4, {"acceptance": Typical(0.09, 0.3)})
+    assert count > 5
+    assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
+
+
+@pytest.mark.parametrize("kind", ["NGRAM", "EAGLE3", "REDRAFTER"])
 def test_no_cycle_with_ngrams_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     device, count = cycles(monkeypatch, 4, {"ngram_depth": 5}, kind)
     assert count > 5
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
 
 
-def test_no_cycle_of_medusa_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ngram_depth", [0, 5])
+def test_no_cycle_of_medusa_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, ngram_depth: int) -> None:
     choices = truncated(PRESETS["mc_sim_7b_63"], 3)
-    device, count = cycles(monkeypatch, 10, {"choices": choices, "draft_token_num": len(choices) + 1}, "MEDUSA")
+    shape = {"choices": choices, "draft_token_num": len(choices) + 1, "ngram_depth": ngram_depth}
+    device, count = cycles(monkeypatch, 10, shape, "MEDUSA")
     assert count > 5
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
 

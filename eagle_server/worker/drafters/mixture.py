@@ -20,8 +20,6 @@ from eagle_server.worker.drafters.interface import ModelDrafter, State
 from eagle_server.worker.drafters.ngram import SCALE, NgramTries, packed
 from eagle_server.worker.graphs import Graphs
 
-CERTAIN = 0.95  # of the tokens that a trie could give at most, so many are expected of it
-
 
 class MixtureDrafter(Generic[State]):
     """As many nodes as the tries may have, of theirs and the model's, by their calibrated chances of acceptance.
@@ -64,8 +62,7 @@ class MixtureDrafter(Generic[State]):
         tries = [self.tries.of(decode) for decode in batch.decodes]
         size = len(batch.seq_lens_host)
         numbers = upload(packed(tries, size, self.tries.budget), batch.rows.device)
-        fullest = min(self.tries.depth, self.tries.budget)
-        if all(trie.expected >= CERTAIN * fullest for trie in tries):
+        if all(map(self.tries.is_certain, tries)):
             self._proposed = None
             return TreeNodes(numbers[0], numbers[1], spec_steps=self.depth)
         found = self.model.propose(draft, batch)

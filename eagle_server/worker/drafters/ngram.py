@@ -11,41 +11,66 @@ from numpy.typing import NDArray
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Decode
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.suffix_automaton import SuffixAutomaton, Trie
+from eagle_server.speculation.shared_texts import SharedTexts, blended
+from eagle_server.speculation.suffix_automaton import LONGEST, SuffixAutomaton, Trie
 from eagle_server.speculation.tree import EagleVerifyInput, TreeNodes
 from eagle_server.worker.batch import DecodeBatch, PromptFeatures
 
+CERTAIN = 0.95  # of the tokens that a trie could give at most, so many are expected of it
+_PIECE = 64  # new tokens of a running request that are worth telling the others
 
-@dataclass(frozen=True)
+
+@dataclass
 class _Reader:
-    """A request's automaton, and the list of tokens that it reads as that grows."""
+    """A request's automaton, the list of tokens that it reads as that grows, and how many of them others know."""
 
     text: Sequence[int]
     automaton: SuffixAutomaton
+    told: int = 0
 
 
 class NgramTries:
-    """The automata of the running requests, by row. A trie is a function of its request's text alone.
+    """The automata of the running requests, by row, and what all requests wrote, if it is shared.
 
-    An automaton costs about 0.5 kB of host memory per token, and a few microseconds, a prompt's in its first cycle.
+    Without sharing a trie is a function of its request's text alone. An automaton costs about 0.5 kB of host memory per
+    token, and a few microseconds, a prompt's in its first cycle.
     """
 
-    def __init__(self, depth: int, budget: int) -> None:
-        self.depth, self.budget = depth, budget
+    def __init__(self, depth: int, budget: int, shared: SharedTexts | None = None) -> None:
+        self.depth, self.budget, self.shared = depth, budget, shared
         self._readers: dict[int, _Reader] = {}
 
     def forget(self, row: int) -> None:
-        self._readers.pop(row, None)
+        reader = self._readers.pop(row, None)
+        if reader is not None:
+            self._tell(reader, least=1)
+
+    def is_certain(self, trie: Trie) -> bool:
+        """Whether it leaves nothing to be gained from other guesses."""
+        return trie.expected >= CERTAIN * min(self.depth, self.budget)
 
     def of(self, decode: Decode) -> Trie:
-        """Guesses of what follows the request's text: `budget` nodes at most, none if nothing in it repeats."""
+        """Guesses of what follows the request's text: `budget` nodes at most, none if it repeats nothing known."""
         reader = self._readers.get(decode.row)
         # The list is the request's own and only grows; another one is another request's, whatever it holds.
         if reader is None or reader.text is not decode.text or len(decode.text) < reader.automaton.length:
             reader = self._readers[decode.row] = _Reader(decode.text, SuffixAutomaton(self.depth))
         known = reader.automaton.length
         reader.automaton.extend(decode.text[known:])
-        return reader.automaton.continuations(self.budget)
+        own = reader.automaton.continuations(self.budget)
+        if self.shared is None:
+            return own
+        self._tell(reader, least=_PIECE)
+        if self.is_certain(own):
+            return own
+        return blended(own, self.shared.continuations(decode.text, self.budget), self.budget)
+
+    def _tell(self, reader: _Reader, least: int) -> None:
+        """Share what is new of a text, if it is so much."""
+        if self.shared is not None and len(reader.text) - reader.told >= least:
+            start = max(reader.told - LONGEST, 0)
+            self.shared.add(reader.text[start:], known=reader.told - start)
+            reader.told = len(reader.text)
 
 
 class NgramDrafter:

@@ -1,0 +1,81 @@
+"""The embedded demo as an engine of this process, and one request after the other sent through it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from eagle_server.config import parse_args
+from eagle_server.engine.build import build_engine
+from eagle_server.engine.engine import Engine
+from eagle_server.engine.tokenizer import load_tokenizer
+from eagle_server.request import Request, SamplingParams
+
+DIRECTORY = Path(__file__).parents[1] / "assets" / "demo"
+
+
+@dataclass
+class Tally:
+    """What one drafter did for one kind of text; the first token of each answer came from its prompt."""
+
+    tokens: int = 0
+    forwards: int = 0
+    drafting: int = 0  # forwards that had drafts to verify
+    accepted: int = 0
+    seconds: float = 0.0
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per forward that verified drafts, the bonus included."""
+        return self.accepted / self.drafting + 1 if self.drafting else 1.0
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.tokens / self.forwards
+
+
+def demo_engine(algorithm: str, *flags: str, threads: int = 1) -> Engine:
+    """The demo with one of its drafters, for one request at a time."""
+    common = ["--disable-radix-cache", "--max-running-requests", "1", "--cpu-threads", str(threads)]
+    config = parse_args(["--speculative-algorithm", algorithm, *flags, *common], environ={})
+    return build_engine(config, progress=False)
+
+
+def held_out(count: int) -> list[list[int]]:
+    """The first `count` of the demo's held-out prompts, in tokens."""
+    texts: list[str] = json.loads((DIRECTORY / "prompts.json").read_text())
+    tokenizer = load_tokenizer(str(DIRECTORY / "target"))
+    return [tokenizer.encode(text) for text in texts[:count]]
+
+
+def measure(  # noqa: PLR0913
+    engine: Engine,
+    name: str,
+    prompt: Sequence[int],
+    max_tokens: int,
+    tally: Tally,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[int]:
+    """One answer, by itself; its tokens."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
+    engine.add(Request(request_id=name, prompt_token_ids=list(prompt), sampling=sampling))
+    tokens: list[int] = []
+    start = 0.0
+    while engine.has_work():
+        for delta in engine.step():
+            if tokens:
+                tally.forwards += 1
+                tally.tokens += len(delta.token_ids)
+            else:
+                start = time.perf_counter()
+            tokens.extend(delta.token_ids)
+            if delta.spec is not None:
+                tally.drafting += delta.spec.cycles
+                tally.accepted += delta.spec.accepted
+    tally.seconds += time.perf_counter() - start
+    return tokens
