@@ -15,7 +15,7 @@ from eagle_server.speculation.suffix_automaton import LONGEST, Trie
 
 CONTEXT = 2  # tokens of context that are worth a guess
 _BOUNDARY = -1  # between pieces of text; no token
-_CANDIDATES = 16  # places with the same context that are looked at, the newest
+_CANDIDATES = 24  # places with the same context that are looked at, the newest
 _DOUBT = 2.0  # tokens of agreement that an estimate is worth beforehand
 _MIX = 0x9E3779B97F4A7C15  # odd, of random bits
 

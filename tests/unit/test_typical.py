@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from eagle_server.api.responses import SpeculativeMetrics
 from eagle_server.plan import Sampling
+from eagle_server.request import SpecStats
 from eagle_server.speculation.accept import Lossless
 from eagle_server.speculation.medusa import choice_parents, evaluate_posterior, generate_medusa_buffers
 from eagle_server.speculation.medusa_choices import PRESETS, Choices
@@ -101,3 +104,9 @@ def test_padding_is_never_accepted_and_a_row_that_is_not_finite_fails_its_reques
     assert accepted.accept_length.tolist() == [0, 1]
     assert accepted.drafted.tolist() == [0, 1]
     assert accepted.finite.tolist() == [True, False]
+
+
+def test_answers_name_the_rule_only_where_it_was_lossy() -> None:
+    for lossy in (None, "typical"):
+        metrics = msgspec.to_builtins(SpeculativeMetrics.of(SpecStats(histogram=[1, 1], drafted=3, lossy=lossy)))
+        assert metrics.get("acceptance") == lossy
