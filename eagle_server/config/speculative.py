@@ -149,6 +149,11 @@ class SpeculativeSection(Section):
         self._refuse_without("ngram_share_tokens", "--speculative-ngram-share", given=self.ngram_share)
         if self.algorithm != "NONE" and self.ngram_share and not self.drafts_ngrams:
             raise ConfigError("--speculative-ngram-share needs --speculative-algorithm NGRAM or one with +NGRAM")
+        if self.ngram_share and self.acceptance == "typical":
+            raise ConfigError(
+                "--speculative-ngram-share with --acceptance typical: drop one of them, as together they would let "
+                "one client's text into another's answer"
+            )
         for field in ("typical_posterior_threshold", "typical_posterior_alpha"):
             self._refuse_without(field, "--acceptance typical", given=self.acceptance == "typical")
         return self

@@ -104,6 +104,7 @@ def test_medusa_beside_ngrams_may_say_how_many_nodes_are_verified(options, nodes
         (None, {"ngram_share": True}, "--speculative-ngram-share needs --speculative-algorithm NGRAM"),
         ("NGRAM", {"ngram_share_tokens": 99}, "--speculative-ngram-share-tokens needs --speculative-ngram-share"),
         ("NGRAM", {"typical_posterior_alpha": 0.5}, "--speculative-typical-posterior-alpha needs --acceptance typical"),
+        ("NGRAM", {"ngram_share": True, "acceptance": "typical"}, "one client's text into another's answer"),
         ("NONE", {"acceptance": "typical"}, "--speculative-acceptance has no effect"),
         ("NONE", {"ngram_share": True}, "--speculative-ngram-share has no effect"),
         ("NGRAM", {"acceptance": "typical", "typical_posterior_threshold": 0.0}, "greater than 0"),
@@ -116,8 +117,8 @@ def test_what_has_no_effect_or_no_sense_is_refused(algorithm, options, message):
 
 
 def test_sharing_and_typical_acceptance_are_shown_with_their_numbers():
-    shown = config("NGRAM", ngram_share=True, acceptance="typical", typical_posterior_alpha=0.5).public_dict()
-    assert shown["speculative"]["ngram_share_tokens"] == 1 << 20
+    assert config("NGRAM", ngram_share=True).public_dict()["speculative"]["ngram_share_tokens"] == 1 << 20
+    shown = config("NGRAM", acceptance="typical", typical_posterior_alpha=0.5).public_dict()
     assert shown["speculative"]["acceptance"] == "typical"
     assert shown["speculative"]["typical_posterior_threshold"] == 0.09
     assert shown["speculative"]["typical_posterior_alpha"] == 0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -85,7 +85,8 @@ class MixtureDrafter(Generic[State]):
         `captured` are the tensors of a proposal of this kind, by `names`, and the tries' numbers.
         """
         *proposed, numbers = captured
-        found = replace(kind, **dict(zip(names, proposed, strict=True)))
+        named: dict[str, Any] = dict(zip(names, proposed, strict=True))
+        found = replace(kind, **named)
         trie = ScoredNodes(numbers[0], numbers[1], numbers[2].float() / SCALE)
         union = unite(ScoredNodes.of(found), trie, self.depth)
         chances, bins, priors = self.calibration.chances(union)
