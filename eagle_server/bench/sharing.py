@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     prompts, nodes = held_out(arguments.prompts), ["--speculative-num-draft-tokens", str(arguments.nodes)]
     trees = {"NGRAM": nodes, "EAGLE3+NGRAM": ["--speculative-num-steps", "5", "--topk", "4", *nodes]}
-    table = Table(title=f"tokens per forward, temperature {arguments.temperature}, one request at a time")
+    table = Table(title=f"tokens per forward at temperature {arguments.temperature}")
     columns = ["drafter", "shared", *(f"round {number + 1}" for number in range(arguments.rounds)), "tokens/s"]
     for column in columns:
         table.add_column(column, justify="left" if column in columns[:2] else "right")
