@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from eagle_server.request import TokenLogprob
 
@@ -16,7 +17,8 @@ from eagle_server.request import TokenLogprob
 class Sampling:
     """What drawing one request's tokens needs. `key` seeds its counter-based random numbers.
 
-    `forbidden` tokens (end of sequence, stop ids) have probability zero at positions below `allowed_from`.
+    `forbidden` tokens (end of sequence, stop ids) have probability zero at positions below `allowed_from`. The first
+    `prompt_length` tokens of its text are the prompt. The rest is as in `SamplingParams`, where the order stands too.
     """
 
     key: int
@@ -26,13 +28,32 @@ class Sampling:
     forbidden: tuple[int, ...] = ()
     allowed_from: int = 0
     logprobs: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_length: int = 0
+
+    @cached_property
+    def penalized(self) -> bool:
+        """Whether a draw depends on how often tokens occurred."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @cached_property
+    def lookback(self) -> int:
+        """How many of a text's last tokens decide which bad word the next one would complete."""
+        return max(map(len, self.bad_words), default=1) - 1
 
 
 @dataclass(frozen=True)
 class Chunk:
     """A piece of prompt to prefill: `tokens` at positions start, start + 1, ...
 
-    `next_token` is the prompt token after the chunk; None on the last chunk, whose last row draws it.
+    `next_token` is the prompt token after the chunk; None on the last chunk, whose last row draws it. `text` is as a
+    Decode's.
     """
 
     row: int
@@ -41,6 +62,7 @@ class Chunk:
     next_token: int | None
     sampling: Sampling
     prompt_logprobs: bool = False
+    text: Sequence[int] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -48,7 +70,7 @@ class Decode:
     """A running request's turn: draft, verify, accept.
 
     `text` is all of its tokens, prompt and output, the verified_id last: the scheduler's own list, which grows after
-    the cycle.
+    the cycle. Without `speculative` no draft of it is looked at.
     """
 
     row: int
@@ -56,6 +78,7 @@ class Decode:
     verified_id: int
     sampling: Sampling
     text: Sequence[int] = field(default=(), compare=False, repr=False)
+    speculative: bool = True
 
 
 @dataclass(frozen=True)
@@ -77,7 +100,8 @@ class Emitted:
     """What one request got: for a decode the accepted tokens and the bonus, for a last chunk the drawn token.
 
     `drafted` counts the proposed nodes; accepted drafts are len(tokens) - 1 of a decode. `failed` is a reason to end
-    the request (its logits were not finite).
+    the request after these tokens, if they do not end it: the next one's logits are not finite, or allow no token. All
+    tokens of such a decode are accepted drafts.
     """
 
     tokens: tuple[int, ...] = ()

@@ -72,14 +72,15 @@ def assemble(
         lossy=shape.acceptance.lossy,
     )
     attention = backends.make(target, pools[0], (shape.draft_token_num,), shape.verify_attention)
-    batches = Batches(table, device, spec_steps=steps, sizes=shape.graph_sizes)
+    vocab_size = target.config.vocab_size
+    batches = Batches(table, device, vocab_size=vocab_size, spec_steps=steps, sizes=shape.graph_sizes)
     worker = Worker(Verifier(target, attention, pools[0], graphs), drafter, batches, shape.acceptance)
     if shape.graph_sizes:
         _capture(worker, graphs, backends, shape)
     ready = Ready(
         context_length=shape.context_length,
         max_request_tokens=min(shape.context_length, allocator.num_pages * shape.page_size - shape.window),
-        vocab_size=target.config.vocab_size,
+        vocab_size=vocab_size,
         eos_token_ids=target.config.eos_token_ids,
         speculative_algorithm=algorithm,
         num_steps=steps,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from eagle_server.engine.refusals import refusal
 from eagle_server.plan import Sampling
 from eagle_server.request import EngineStats, FinishReason, Ready, Request, TokenDelta
 from eagle_server.scheduling.scheduler import Scheduler
@@ -26,10 +27,10 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. One that can never be served gets its error with the next `step`."""
-        refusal = self.scheduler.refusal(request) or self._bad_token(request)
-        if refusal is not None:
+        reason = self.scheduler.refusal(request) or refusal(request, self._ready.vocab_size)
+        if reason is not None:
             error = TokenDelta(
-                request_id=request.request_id, token_ids=[], finish_reason=FinishReason.REFUSED, error=refusal
+                request_id=request.request_id, token_ids=[], finish_reason=FinishReason.REFUSED, error=reason
             )
             self._outbox.append(error)
             return
@@ -45,6 +46,14 @@ class Engine:
             forbidden=tuple(sorted(stop_ids)) if params.min_tokens else (),
             allowed_from=len(request.prompt_token_ids) + params.min_tokens,
             logprobs=params.logprobs,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            logit_bias=params.logit_bias,
+            allowed_token_ids=params.allowed_token_ids,
+            bad_words=params.bad_words,
+            prompt_length=len(request.prompt_token_ids),
         )
         self.scheduler.add(request, sampling, stop_ids)
 
@@ -88,8 +97,3 @@ class Engine:
     def check(self) -> None:
         """Assert that no KV page is lost or held twice."""
         self.scheduler.kv.check()
-
-    def _bad_token(self, request: Request) -> str | None:
-        size = self._ready.vocab_size
-        wrong = next((t for t in request.prompt_token_ids if not 0 <= t < size), None)
-        return None if wrong is None else f"token id {wrong} is outside the vocabulary of {size}"

@@ -105,7 +105,7 @@ class Scheduler:
                 chunks.append(_chunk(sequence, budget))
                 chunked.append(sequence)
                 budget -= len(chunks[-1].tokens)
-        decodes = tuple(Decode(s.row, s.committed, s.tokens[-1], s.sampling, s.tokens) for s in decoding)
+        decodes = tuple(map(_decode, decoding))
         released, self._released = tuple(self._released), []
         plan = CyclePlan(tuple(chunks), decodes, released)
         self._planned = (plan, chunked, decoding)
@@ -178,10 +178,9 @@ class Scheduler:
 
     def _take(self, sequence: Sequence, emitted: Emitted, *, decoded: bool) -> TokenDelta:
         """Append emitted tokens one by one, and cut at the first that ends the sequence."""
-        if emitted.failed is not None:
-            return self._finish(sequence, [], FinishReason.ERROR, error=emitted.failed, cache=False)
         kept: list[int] = []
-        reason: FinishReason | None = FinishReason.LENGTH if sequence.request.sampling.max_tokens == 0 else None
+        wants_none = sequence.request.sampling.max_tokens == 0 and emitted.failed is None
+        reason: FinishReason | None = FinishReason.LENGTH if wants_none else None
         for token in emitted.tokens:
             if reason is not None:
                 break
@@ -191,13 +190,16 @@ class Scheduler:
         sequence.allow_ends()
         self.totals.generated += len(kept)
         if decoded and emitted.drafted:
-            accepted = min(len(kept), len(emitted.tokens) - 1)
+            bonus = emitted.failed is None
+            accepted = min(len(kept), len(emitted.tokens) - bonus)
             sequence.spec.histogram[accepted] += 1
             sequence.spec.drafted += emitted.drafted
             self.totals.accepted += accepted
             self.totals.drafted += emitted.drafted
         if reason is not None:
             return self._finish(sequence, kept, reason, emitted=emitted)
+        if emitted.failed is not None:
+            return self._finish(sequence, kept, FinishReason.ERROR, emitted=emitted, error=emitted.failed, cache=False)
         return self._delta(sequence, kept, emitted)
 
     def _finish(
@@ -242,4 +244,16 @@ def _chunk(sequence: Sequence, budget: int) -> Chunk:
         next_token=sequence.tokens[end] if end < sequence.goal else None,
         sampling=sequence.sampling,
         prompt_logprobs=sequence.request.prompt_logprobs and sequence.output_length == 0,
+        text=sequence.tokens,
+    )
+
+
+def _decode(sequence: Sequence) -> Decode:
+    return Decode(
+        row=sequence.row,
+        seq_len=sequence.committed,
+        verified_id=sequence.tokens[-1],
+        sampling=sequence.sampling,
+        text=sequence.tokens,
+        speculative=sequence.request.speculative,
     )

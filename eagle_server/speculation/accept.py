@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eagle_server.ops.accept import walk_tree
 from eagle_server.speculation.sampling import SamplingBatch, draw
+from eagle_server.speculation.transforms import Paths
 from eagle_server.speculation.tree import EagleVerifyInput
 
 
@@ -27,6 +28,7 @@ class Accepted:
     tokens: Tensor  # int64 [bs, spec_steps + 1]
     drafted: Tensor  # int64 [bs], nodes that were proposed: without root and padding
     finite: Tensor  # bool [bs], False where a path node's best score is not: NaN or inf, or no token is allowed
+    scores: Tensor  # float32 [bs, D], every node's best
 
 
 class Acceptance(Protocol):
@@ -50,6 +52,12 @@ class Lossless:
         return accept(tree, target_logits, sampling)
 
 
+def paths_of(tree: EagleVerifyInput) -> Paths | None:
+    """What stands between the committed texts and each node; None for trees of one node."""
+    tokens = tree.draft_token.view_as(tree.parents)
+    return Paths(tokens, tree.parents, tree.custom_mask) if tree.draft_token_num > 1 else None
+
+
 def accept(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
     """Walk each tree along the target's draws.
 
@@ -62,12 +70,12 @@ def accept(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatc
     """
     bs, size = tree.parents.shape
     logits = target_logits.view(bs, size, -1)
-    drawn, scores = draw(logits, tree.positions.view(bs, size) + 1, sampling, tree.spec_steps + 1)
+    tokens_of = tree.draft_token.view(bs, size)
+    drawn, scores = draw(logits, tree.positions.view(bs, size) + 1, sampling, tree.spec_steps + 1, paths_of(tree))
     if size == 1:
         root = torch.zeros_like(drawn)
-        return Accepted(root, root[:, 0], drawn, root[:, 0], scores.isfinite()[:, 0])
-    tokens_of = tree.draft_token.view(bs, size)
+        return Accepted(root, root[:, 0], drawn, root[:, 0], scores.isfinite()[:, 0], scores)
     path, accept_length, tokens, finite = walk_tree(
         tokens_of, tree.parents, tree.depths, tree.custom_mask, drawn, scores.isfinite(), tree.spec_steps
     )
-    return Accepted(path, accept_length, tokens, (tokens_of >= 0).sum(1) - 1, finite)
+    return Accepted(path, accept_length, tokens, (tokens_of >= 0).sum(1) - 1, finite, scores)

@@ -1,13 +1,13 @@
 """The target's own draw at each row: one function for plain decoding, prefill and verification.
 
-Order of transforms: forbidden tokens, temperature, top-k, top-p on the renormalized remainder. Then
+Order: the `transforms` of logits, temperature, top-k, top-p on the renormalized remainder, min_p. Then
 y = argmax(logits / T + Gumbel(key, position)), which is a draw from the transformed softmax; plain argmax at T = 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from eagle_server.ops.gumbel import gumbel
 from eagle_server.ops.triton_support import on_gpu
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Sampling
+from eagle_server.speculation.transforms import History, Paths, Rows, Transform, transforms_of
 
 _SORTED_ROWS = 64  # of logits at a time, on a GPU: some 56 bytes for each of their tokens
 
@@ -33,13 +34,17 @@ class SamplingBatch:
     truncated: Tensor | None  # int64 [t], indices into the s stochastic ones with top-k or top-p on
     top_k: Tensor  # int64 [t], beyond any vocabulary where off
     top_p: Tensor  # float32 [t]
-    forbidden: tuple[tuple[int, Tensor, int], ...]  # (request, tokens int64 [k], first position where allowed)
+    floored: Tensor | None  # int64 [m], indices into the s stochastic ones with min_p on
+    min_p: Tensor  # float32 [m]
+    transforms: tuple[Transform, ...]
+    history: History = field(default_factory=History)  # of the texts at this cycle's start
 
     @classmethod
     def of(cls, settings: Sequence[Sampling], device: torch.device) -> SamplingBatch:
         stochastic = [i for i, s in enumerate(settings) if s.temperature > 0]
         truncated = [n for n, i in enumerate(stochastic) if settings[i].top_k > 0 or settings[i].top_p < 1]
         limits = [settings[stochastic[n]] for n in truncated]
+        floored = [n for n, i in enumerate(stochastic) if settings[i].min_p > 0]
         return cls(
             all_keys=upload([s.key for s in settings], device),
             all_temperature=upload([s.temperature for s in settings], device, torch.float32),
@@ -49,25 +54,28 @@ class SamplingBatch:
             truncated=_indices(truncated, device),
             top_k=upload([s.top_k or 1 << 40 for s in limits], device),
             top_p=upload([s.top_p for s in limits], device, torch.float32),
-            forbidden=tuple(
-                (i, upload(s.forbidden, device), s.allowed_from) for i, s in enumerate(settings) if s.forbidden
-            ),
+            floored=_indices(floored, device),
+            min_p=upload([settings[stochastic[n]].min_p for n in floored], device, torch.float32),
+            transforms=transforms_of(settings, device),
         )
 
 
-def draw(logits: Tensor, positions: Tensor, sampling: SamplingBatch, span: int = 1) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, positions: Tensor, sampling: SamplingBatch, span: int = 1, paths: Paths | None = None
+) -> tuple[Tensor, Tensor]:
     """One token per row, and its score (not finite where the row's logits hold NaN or inf, or allow no token).
 
     Args:
-        logits: float32 [bs, rows, vocab].
+        logits: float32 [bs, rows, vocab]. They stay raw: log-probabilities are read from them.
         positions: int64 [bs, rows], the sequence position that each row's draw fills. It keys the noise, so rows that
             fill the same position of the same request see the same noise. Row 0 fills the first position.
         span: how many distinct positions a request's rows fill at most (a tree's depth + 1).
+        paths: the tokens between the committed text and each row, where there is more than one row.
 
     Returns:
         tokens int64 [bs, rows] and scores float32 [bs, rows].
     """
-    logits = _allowed(logits, positions, sampling)
+    logits = transformed(logits, positions, sampling, paths)
     if on_gpu(logits):
         return _draw_fused(_truncated(logits, sampling), positions, sampling)
     scores, drawn = logits.max(dim=-1)
@@ -77,46 +85,64 @@ def draw(logits: Tensor, positions: Tensor, sampling: SamplingBatch, span: int =
     if sampling.truncated is not None:
         kept = truncate(chosen.index_select(0, sampling.truncated), sampling.top_k, sampling.top_p)
         chosen.index_copy_(0, sampling.truncated, kept)
+    if sampling.floored is not None:
+        kept = above_min_p(chosen.index_select(0, sampling.floored), sampling.min_p)
+        chosen.index_copy_(0, sampling.floored, kept)
     where = positions.index_select(0, sampling.stochastic)
     best, tokens_drawn = chosen.add_(_noise(sampling.keys, where, logits.shape[-1], span)).max(dim=-1)
     return drawn.index_copy(0, sampling.stochastic, tokens_drawn), scores.index_copy(0, sampling.stochastic, best)
 
 
-def law(logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> Tensor:
+def law(logits: Tensor, positions: Tensor, sampling: SamplingBatch, paths: Paths | None = None) -> Tensor:
     """The law that `draw` draws from, after all transforms: probabilities [s, rows, vocab] of the stochastic requests.
 
     Arguments as in `draw`; at least one request is stochastic.
     """
     assert sampling.stochastic is not None
-    kept = _truncated(_allowed(logits, positions, sampling), sampling)
+    kept = _truncated(transformed(logits, positions, sampling, paths), sampling)
     return (kept.index_select(0, sampling.stochastic) / sampling.temperature[:, None, None]).softmax(-1)
 
 
-def _allowed(logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> Tensor:
-    """The logits with -inf at forbidden tokens; the caller's stay raw: log-probabilities are read from them."""
-    if sampling.forbidden:
-        logits = logits.clone()
-    for request, tokens, allowed_from in sampling.forbidden:
-        early = positions[request] < allowed_from
-        scores = logits[request].index_select(1, tokens).masked_fill(early[:, None], float("-inf"))
-        logits[request].index_copy_(1, tokens, scores)
+def transformed(logits: Tensor, positions: Tensor, sampling: SamplingBatch, paths: Paths | None = None) -> Tensor:
+    """The logits after all that precedes the temperature: the same tensor where no request asks for anything.
+
+    Arguments as `draw`'s.
+    """
+    if not sampling.transforms:
+        return logits
+    logits, rows = logits.clone(), Rows(positions, paths, sampling.history)
+    for transform in sampling.transforms:
+        transform.apply(logits, rows)
     return logits
 
 
 def _truncated(logits: Tensor, sampling: SamplingBatch) -> Tensor:
-    """The logits with -inf where top-k or top-p leave a token out; a few requests at a time: sorting takes memory."""
-    if sampling.truncated is None or sampling.stochastic is None:
+    """The logits with -inf where top-k, top-p or min_p leave a token out."""
+    if sampling.truncated is None and sampling.floored is None:
         return logits
-    requests = sampling.stochastic.index_select(0, sampling.truncated)
-    temperature = sampling.temperature.index_select(0, sampling.truncated)[:, None, None]
-    logits, step = logits.clone(), max(1, _SORTED_ROWS // logits.shape[1])
-    for some, t, k, p in zip(
-        *(x.split(step) for x in (requests, temperature, sampling.top_k, sampling.top_p)), strict=True
-    ):
-        rows = logits.index_select(0, some)
-        dropped = truncate(rows / t, k, p) == float("-inf")
-        logits.index_copy_(0, some, rows.masked_fill_(dropped, float("-inf")))
+    logits = logits.clone()
+    if sampling.truncated is not None:
+        _drop(logits, sampling, sampling.truncated, truncate, sampling.top_k, sampling.top_p)
+    if sampling.floored is not None:
+        _drop(logits, sampling, sampling.floored, above_min_p, sampling.min_p)
     return logits
+
+
+def _drop(
+    logits: Tensor, sampling: SamplingBatch, chosen: Tensor, kept: Callable[..., Tensor], *limits: Tensor
+) -> None:
+    """-inf in place where `kept` leaves a token of the `chosen` stochastic requests out.
+
+    A few requests at a time: sorting takes memory.
+    """
+    assert sampling.stochastic is not None
+    requests = sampling.stochastic.index_select(0, chosen)
+    temperature = sampling.temperature.index_select(0, chosen)[:, None, None]
+    step = max(1, _SORTED_ROWS // logits.shape[1])
+    for some, t, *own in zip(*(x.split(step) for x in (requests, temperature, *limits)), strict=True):
+        rows = logits.index_select(0, some)
+        dropped = kept(rows / t, *own) == float("-inf")
+        logits.index_copy_(0, some, rows.masked_fill_(dropped, float("-inf")))
 
 
 def _draw_fused(logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
@@ -140,6 +166,12 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     mass_before = probs.cumsum(-1) - probs
     dropped = (mass_before >= top_p[:, None, None]) & (rank > 0)
     return torch.empty_like(logits).scatter_(-1, tokens, ordered.masked_fill(dropped, float("-inf")))
+
+
+def above_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    """-inf where a token has less than min_p [n] times the best one's probability; as `truncate` else."""
+    least = logits.amax(dim=-1, keepdim=True) + min_p.log()[:, None, None]
+    return logits.masked_fill(logits < least, float("-inf"))
 
 
 def _noise(keys: Tensor, positions: Tensor, vocab_size: int, span: int) -> Tensor:

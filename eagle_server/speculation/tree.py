@@ -117,8 +117,13 @@ def verify_attention(
     return batch_arguments(rows, seq_lens + depths.shape[1], req_to_token, mask, layout)
 
 
-def build_tree(candidates: Proposal, verified_id: Tensor, seq_lens: Tensor) -> EagleVerifyInput:
-    """Root every request's candidates at its verified_id [bs], which stands at position seq_lens [bs]."""
+def build_tree(
+    candidates: Proposal, verified_id: Tensor, seq_lens: Tensor, undrafted: Tensor | None = None
+) -> EagleVerifyInput:
+    """Root every request's candidates at its verified_id [bs], which stands at position seq_lens [bs].
+
+    All nodes of requests in `undrafted`, bool [bs], become padding.
+    """
     if isinstance(candidates, TreeNodes):
         root = candidates.parents.new_full((len(verified_id), 1), -1)
         parents, topk = torch.cat([root, candidates.parents], dim=1), 0
@@ -128,8 +133,9 @@ def build_tree(candidates: Proposal, verified_id: Tensor, seq_lens: Tensor) -> E
         parents, depths, mask = link_tree(
             candidates.selected_index, candidates.parent_list, topk, candidates.spec_steps
         )
+    tokens = candidates.tokens if undrafted is None else candidates.tokens.masked_fill(undrafted[:, None], -1)
     return EagleVerifyInput(
-        draft_token=torch.cat([verified_id[:, None], candidates.tokens], dim=1).view(-1),
+        draft_token=torch.cat([verified_id[:, None], tokens], dim=1).view(-1),
         custom_mask=mask,
         positions=(seq_lens[:, None] + depths).view(-1),
         parents=parents,

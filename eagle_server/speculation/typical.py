@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.accept import path_to
-from eagle_server.speculation.accept import Accepted
+from eagle_server.speculation.accept import Accepted, paths_of
 from eagle_server.speculation.medusa import typical_threshold
 from eagle_server.speculation.sampling import SamplingBatch, draw, law
 from eagle_server.speculation.tree import EagleVerifyInput
@@ -38,13 +38,14 @@ class Typical:
         """As `Lossless.accept`, but that `tokens` are the path's own, and a draw only at its end."""
         bs, size = tree.parents.shape
         logits, positions = target_logits.view(bs, size, -1), tree.positions.view(bs, size) + 1
-        drawn, scores = draw(logits, positions, sampling, tree.spec_steps + 1)
+        paths = paths_of(tree)
+        drawn, scores = draw(logits, positions, sampling, tree.spec_steps + 1, paths)
         tokens, parents = tree.draft_token.view(bs, size), tree.parents[:, 1:]
         agrees = tokens[:, 1:] == drawn.gather(1, parents)  # [bs, D - 1], what greedy requests go by
         logp = torch.zeros_like(agrees, dtype=torch.float32)
         if sampling.stochastic is not None:
             some = sampling.stochastic
-            likely = self._likely(law(logits, positions, sampling), tokens[some], parents[some])
+            likely = self._likely(law(logits, positions, sampling, paths), tokens[some], parents[some])
             agrees, logp = (old.index_copy(0, some, new) for old, new in zip((agrees, logp), likely, strict=True))
         last = _best_end(tree, agrees, logp)
         path, on_path = path_to(last, tree.depths, tree.custom_mask, tree.spec_steps)
@@ -52,7 +53,7 @@ class Typical:
         drafted, own = tokens.gather(1, following.clamp(min=0)), drawn.gather(1, path.clamp(min=0))
         emitted = torch.where(path < 0, -1, torch.where(following < 0, own, drafted))
         finite = (scores.isfinite() | ~on_path).all(dim=1)
-        return Accepted(path, (path >= 0).sum(1) - 1, emitted, (tokens >= 0).sum(1) - 1, finite)
+        return Accepted(path, (path >= 0).sum(1) - 1, emitted, (tokens >= 0).sum(1) - 1, finite, scores)
 
     def _likely(self, probability: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
         """Which drafted nodes [s, D - 1] are acceptable after their parents, and their log-probabilities there.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, CyclePlan, Decode, Sampling
 from eagle_server.speculation.attention_args import batch_arguments
 from eagle_server.speculation.sampling import SamplingBatch
+from eagle_server.worker.histories import Histories
 
 _PADDING = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0)
 
@@ -84,6 +85,7 @@ class DecodeBatch:
     extend_width: int
     carry: Carry
     sampling: SamplingBatch
+    undrafted: Tensor | None  # bool [bs], requests whose drafts are not looked at; None: there are none
     req_to_token: Tensor  # int32 [rows, width]
 
 
@@ -106,17 +108,24 @@ class PromptFeatures:
 
 
 class Batches:
-    """Builds a cycle's batches, and keeps what the drafter has yet to see of each row.
+    """Builds a cycle's batches, and keeps what the drafter has yet to see of each row, and what its draws look back on.
 
     `spec_steps` is the depth of the trees. `sizes`: batch sizes that decodes are padded to, if there are any.
     """
 
     def __init__(
-        self, table: PageTable, device: torch.device, *, spec_steps: int = 0, sizes: Sequence[int] = ()
+        self,
+        table: PageTable,
+        device: torch.device,
+        *,
+        vocab_size: int,
+        spec_steps: int = 0,
+        sizes: Sequence[int] = (),
     ) -> None:
         self.device, self.sizes = device, tuple(sizes)
         self.req_to_token = ReqToToken(table, device)
         self.carry = Carry(table.pad_row + 1, spec_steps + 1, device)
+        self.histories = Histories(table.pad_row + 1, vocab_size, device)
         self.pad_row = table.pad_row
         self._sampling: tuple[tuple[Sampling, ...], SamplingBatch] = ((), SamplingBatch.of((), device))
 
@@ -124,12 +133,18 @@ class Batches:
         """Forget the rows that ended, bring the page table over; the decoding requests, if there are any."""
         for row in plan.released:
             self.carry.counts.pop(row, None)
+            self.histories.forget(row)
         self.req_to_token.refresh()
         return self._decode(plan.decodes) if plan.decodes else None
 
     def prefill(self, chunks: Sequence[Chunk]) -> PromptBatch:
         """The target's rows of all chunks."""
         return self._prompt([(c.row, c.start, c.tokens) for c in chunks])
+
+    def prompt_sampling(self, chunks: Sequence[Chunk]) -> SamplingBatch:
+        """How the first tokens after prompts are drawn, given their last chunks."""
+        sampling = SamplingBatch.of([chunk.sampling for chunk in chunks], self.device)
+        return self._with_history(sampling, chunks)
 
     def prompt_features(self, chunks: Sequence[Chunk], features: Tensor) -> PromptFeatures | None:
         """The drafter's rows: each feature beside the prompt's next token.
@@ -166,7 +181,8 @@ class Batches:
             counts_host=counts,
             extend_width=self.carry.width if self.sizes else max(counts),
             carry=self.carry,
-            sampling=self._sampling_of(decodes, padding),
+            sampling=self._with_history(self._sampling_of(decodes, padding), decodes),
+            undrafted=self._undrafted(decodes, padding),
             req_to_token=self.req_to_token.tensor,
         )
 
@@ -191,3 +207,12 @@ class Batches:
         if len(settings) != len(kept) or not all(map(operator.is_, settings, kept)):
             self._sampling = (settings, SamplingBatch.of(settings, self.device))
         return self._sampling[1]
+
+    def _with_history(self, sampling: SamplingBatch, turns: Sequence[Decode | Chunk]) -> SamplingBatch:
+        return replace(sampling, history=self.histories.of(turns)) if sampling.transforms else sampling
+
+    def _undrafted(self, decodes: Sequence[Decode], padding: int) -> Tensor | None:
+        if all(decode.speculative for decode in decodes):
+            return None
+        flags = [not decode.speculative for decode in decodes] + [False] * padding
+        return upload(flags, self.device, torch.bool)

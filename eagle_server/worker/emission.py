@@ -11,9 +11,12 @@ from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, CyclePlan, Decode, Emitted
 from eagle_server.request import TokenLogprob
 from eagle_server.speculation.accept import Accepted
-from eagle_server.worker.host import logprobs_to_host, to_host
+from eagle_server.worker.host import all_finite, leading_finite, logprobs_to_host, to_host
 
 NOT_FINITE = "the model's logits are not finite (NaN or inf); its weights or the prompt's numerics are broken"
+NONE_ALLOWED = (
+    "no token may follow: allowed_token_ids, bad_words, logit_bias, min_tokens and penalties together leave none"
+)
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,12 @@ def _decodes(
     out = []
     for number, decode in enumerate(decodes):  # what follows them is padding
         rows = [node + number * decoded.size for node in paths[number] if node >= 0]
+        failed = None
+        if not finite[number]:  # what comes before the failure was drawn as ever
+            good = leading_finite(decoded.accepted.scores.view(-1), rows)
+            failed, rows = _failure(decoded.logits, rows[good]), rows[:good]
         kept = tokens[number][: len(rows)]
         logprobs = _logprobs(decoded.logits, rows, kept, decode.sampling.logprobs)
-        failed = None if finite[number] else NOT_FINITE
         out.append(Emitted(tuple(kept), drafted[number], logprobs, failed=failed))
     return tuple(out)
 
@@ -77,9 +83,12 @@ def _chunks(
         logprobs = prompt_logprobs = tuple[TokenLogprob, ...]()
         failed = None
         if chunk.next_token is None:
-            own = tuple(tokens[last])
-            failed = None if finite[last][0] else NOT_FINITE
-            logprobs = _logprobs(drawn.logits, [start + count - 1], own, chunk.sampling.logprobs)
+            newest = start + count - 1
+            if finite[last][0]:
+                own = tuple(tokens[last])
+                logprobs = _logprobs(drawn.logits, [newest], own, chunk.sampling.logprobs)
+            else:
+                failed = _failure(drawn.logits, newest)
             last += 1
         if chunk.prompt_logprobs:
             following = chunk.tokens[1:] + (() if chunk.next_token is None else (chunk.next_token,))
@@ -90,10 +99,15 @@ def _chunks(
     return tuple(out)
 
 
+def _failure(logits: Tensor, row: int) -> str:
+    """Why a row's best score is not finite, by the raw logits."""
+    return NONE_ALLOWED if all_finite(logits[row]) else NOT_FINITE
+
+
 def _logprobs(
     logits: Tensor, rows: Sequence[int], tokens: Sequence[int], count: int | None
 ) -> tuple[TokenLogprob, ...]:
-    if count is None:
+    if count is None or not rows:
         return ()
     chosen = logits.index_select(0, upload(rows, logits.device))
     return logprobs_to_host(chosen, upload(tokens, logits.device), count)

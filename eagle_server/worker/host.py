@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,16 @@ def to_host(*tensors: Tensor) -> tuple[Any, ...]:
     flat = torch.cat([t.reshape(-1).to(torch.int64) for t in tensors]).cpu()
     pieces = flat.split([t.numel() for t in tensors])
     return tuple(piece.view(t.shape).to(t.dtype).tolist() for piece, t in zip(pieces, tensors, strict=True))
+
+
+def all_finite(values: Tensor) -> bool:
+    return bool(values.isfinite().all().item())
+
+
+def leading_finite(values: Tensor, places: Sequence[int]) -> int:
+    """How many of `values` at these places are finite before the first that is not."""
+    finite = values[list(places)].isfinite().tolist()
+    return len(finite) if all(finite) else finite.index(False)
 
 
 def logprobs_to_host(logits: Tensor, tokens: Tensor, count: int) -> tuple[TokenLogprob, ...]:

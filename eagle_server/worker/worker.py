@@ -9,7 +9,7 @@ import torch
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, CyclePlan, CycleResult
 from eagle_server.speculation.accept import Acceptance, Accepted
-from eagle_server.speculation.sampling import SamplingBatch, draw
+from eagle_server.speculation.sampling import draw
 from eagle_server.speculation.tree import EagleVerifyInput, build_tree
 from eagle_server.worker.batch import Batches, DecodeBatch
 from eagle_server.worker.clock import StageClock
@@ -41,7 +41,7 @@ class Worker:
             with clock.stage("propose"):
                 candidates = self.drafter.propose(draft, batch)
             with clock.stage("build_tree"):
-                tree = build_tree(candidates, batch.verified_id, batch.seq_lens)
+                tree = build_tree(candidates, batch.verified_id, batch.seq_lens, batch.undrafted)
             with clock.stage("verify"):
                 verified = self.verifier.verify(batch, tree)
             with clock.stage("accept"):
@@ -77,7 +77,7 @@ class Worker:
         last = [i for i, chunk in enumerate(chunks) if chunk.next_token is None]
         ends = [sum(done.logit_rows[: i + 1]) - 1 for i in last]
         positions = upload([chunks[i].start + len(chunks[i].tokens) for i in last], device)
-        sampling = SamplingBatch.of([chunks[i].sampling for i in last], device)
+        sampling = self.batches.prompt_sampling([chunks[i] for i in last])
         logits = done.logits.index_select(0, upload(ends, device))[:, None]
         tokens, scores = draw(logits, positions[:, None], sampling)
         if self.drafter.feeds:

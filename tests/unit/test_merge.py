@@ -102,7 +102,12 @@ def test_calibration_follows_what_was_accepted() -> None:
         rooted = build_tree(nodes, torch.tensor([9]), torch.tensor([3]))
         hit = nodes.tokens[0].tolist().index(2) + 1
         accepted = Accepted(
-            torch.tensor([[0, hit]]), torch.tensor([1]), torch.tensor([[2, 7]]), torch.tensor([2]), torch.tensor([True])
+            torch.tensor([[0, hit]]),
+            torch.tensor([1]),
+            torch.tensor([[2, 7]]),
+            torch.tensor([2]),
+            torch.tensor([True]),
+            torch.zeros(1, 3),
         )
         calibration.observe(bins.gather(1, order), priors.gather(1, order), rooted, accepted, 1)
     kept, given_up = chances[0, 1].item(), chances[0, 0].item()
@@ -124,6 +129,7 @@ def test_nodes_below_a_refused_one_and_padding_teach_nothing() -> None:
         torch.tensor([[7, -1], [7, -1]]),
         torch.tensor([2, 2]),
         torch.tensor([True, True]),
+        torch.zeros(2, 4),
     )
     calibration.observe(bins.gather(1, order), priors.gather(1, order), rooted, nothing, 1)
     assert calibration.accepted.sum() == 0

@@ -278,7 +278,7 @@ def test_a_failed_request_leaves_nothing_of_its_own_in_the_cache(page: int) -> N
     add(it, "b", [*range(13), *range(40, 55)], max_tokens=1)
     plan = it.schedule()
     assert plan.chunks[0].start > 0
-    (delta,) = it.commit(CycleResult((Emitted((1,), failed="broken"),), ()))
+    (delta,) = it.commit(CycleResult((Emitted(failed="broken"),), ()))
     it.kv.check()
     assert (delta.finish_reason, delta.error, delta.token_ids) == (FinishReason.ERROR, "broken", [])
     assert it.kv.radix.cached_pages == cached
