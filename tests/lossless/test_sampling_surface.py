@@ -1,0 +1,294 @@
+"""Every sampling parameter means under speculation what it means without: alone, all together, and in any batch.
+
+The expected texts are written by plain Python over float64 logits (tests/support/sampling_reference.py), one token at a
+time, so that plain decoding and verification cannot be wrong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace as with_fields
+
+from eagle_server.engine.assemble import assemble
+from eagle_server.engine.engine import Engine
+from eagle_server.engine.shape import Shape
+from eagle_server.request import FinishReason, Grammar, Request
+from eagle_server.speculation import accept as accept_module
+from eagle_server.speculation.medusa_choices import depth_of, parse_choices, ranks_of
+from eagle_server.speculation.sampling import draw
+from tests.lossless.conftest import Pair
+from tests.lossless.test_flashinfer import as_on_a_gpu
+from tests.lossless.test_requests import assert_logprobs
+from tests.support.engines import CONTEXT, Finished, plain, request, run, speculative, tokens_of
+from tests.support.sampling_reference import text_of
+from tests.support.scoring import NEAR_TIE, in_float64, logits_of
+
+VOCAB, LENGTH = 62, 22
+TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)]"
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+PROMPT = prompt(37, 5)
+
+
+def surface(free: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Settings by name, for the prompt whose `free` output they are to change."""
+    half = tuple(range(0, VOCAB, 2))
+    words = ((free[0], free[1]), tuple(free[3:6]), (PROMPT[-1], free[0]), (free[7],), (1, 2, 3, 4, 5))
+    biases = ((free[2], -3.0), (free[5], 1.5), (free[8], -100.0), (7, 2.5))
+    alone: dict[str, dict[str, Any]] = {
+        "repetition up": {"repetition_penalty": 1.6},
+        "repetition down": {"repetition_penalty": 0.7},
+        "frequency": {"frequency_penalty": 0.6},
+        "frequency down": {"frequency_penalty": -0.4},
+        "presence": {"presence_penalty": 1.1},
+        "bias": {"logit_bias": biases},
+        "allowed": {"allowed_token_ids": half},
+        "words": {"bad_words": words},
+        "min_tokens": {"min_tokens": 12, "stop_token_ids": half, "ignore_eos": False},
+        "min_p": {"min_p": 0.3},
+        "truncation": {"top_k": 9, "top_p": 0.8},
+    }
+    together = {
+        "repetition_penalty": 1.15,
+        "frequency_penalty": 0.2,
+        "presence_penalty": 0.3,
+        "logit_bias": ((7, 1.5), (8, -2.0), (9, 0.7)),
+        "allowed_token_ids": tuple(t for t in range(VOCAB) if t % 5),
+        "bad_words": words,
+        "min_tokens": 15,
+        "stop_token_ids": (11, 12, 13),
+        "min_p": 0.02,
+        "top_k": 30,
+        "top_p": 0.97,
+        "ignore_eos": False,
+    }
+    return alone | {"all": together}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests, with the texts that they must give."""
+
+    requests: list[Request]
+    texts: dict[str, list[int]]
+
+
+@pytest.fixture(scope="module")
+def case(pair: Pair) -> Case:
+    """Every parameter at temperature 0 and 0.8, each of which changes its text, by draws that are no near-ties."""
+    exact = in_float64(pair.target)
+    requests, texts = [], {}
+    for temperature in (0.0, 0.8):
+        common = {"temperature": temperature, "ignore_eos": True, "max_tokens": LENGTH, "logprobs": 2}
+        base = request("free", PROMPT, seed=3, **common)
+        free = text_of(exact, base)
+        for name, settings in surface(free.tokens).items():
+            if temperature == 0 and name in ("min_p", "truncation"):
+                continue
+            for seed in range(3, 30):
+                asked = request(f"{name} {temperature}", PROMPT, **{"seed": seed, **common, **settings})
+                text = text_of(exact, asked)
+                if text.slack > NEAR_TIE or temperature == 0:
+                    break
+            assert text.slack > NEAR_TIE, name
+            without = text_of(exact, request("without", PROMPT, seed=seed, **common))
+            assert text.tokens != without.tokens[: len(text.tokens)], f"{name} changes nothing"
+            requests.append(asked)
+            texts[asked.request_id] = text.tokens
+    return Case(requests, texts)
+
+
+def alone(build: Callable[..., Engine], requests: list[Request]) -> dict[str, Finished]:
+    """One after the other in one engine, so that rows are used again."""
+    engine = build(radix=False)
+    return {name: finished for each in requests for name, finished in run(engine, [each]).items()}
+
+
+def batch(build: Callable[..., Engine], requests: list[Request]) -> dict[str, Finished]:
+    """They join over several cycles, with prompts in chunks."""
+    engine = build(chunk_tokens=16, max_running=8)
+    return run(engine, requests[:5], joining={2: requests[5:9], 3: requests[9:14], 7: requests[14:]})
+
+
+def preempted(build: Callable[..., Engine], requests: list[Request]) -> dict[str, Finished]:
+    """The pool holds four as they are admitted and not a page more, so that the youngest must go."""
+    sized = build(radix=False)
+    kv, window = sized.scheduler.kv, sized.scheduler.limits.window
+    pages = 4 * kv.pages_for(len(PROMPT) + window)
+    engine = build(max_total_tokens=pages * kv.page_size, chunk_tokens=64)
+    outcome = run(engine, requests)
+    assert engine.stats().preemptions > 0
+    return outcome
+
+
+def prefix_hit(build: Callable[..., Engine], requests: list[Request]) -> dict[str, Finished]:
+    engine = build()
+    run(engine, requests[-1:])
+    outcome = run(engine, requests)
+    assert min(finished.cached_tokens for finished in outcome.values()) >= 32
+    return outcome
+
+
+SCENES = {scene.__name__: scene for scene in (alone, batch, preempted, prefix_hit)}
+
+
+def dynamic(pair: Pair, **settings: Any) -> Engine:
+    return speculative(pair.target, pair.head, 4, 4, **settings)
+
+
+def static(pair: Pair, **settings: Any) -> Engine:
+    choices = parse_choices(TREE)
+    numbers = {"draft_token_num": len(choices) + 1, "choices": choices, **settings}
+    return speculative(pair.target, pair.head, depth_of(choices), ranks_of(choices), **numbers)
+
+
+def ngram(pair: Pair, **settings: Any) -> Engine:
+    numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "poison": True, "ngram_depth": 5}
+    return assemble(pair.target, None, Shape(**{**numbers, "draft_token_num": 9, **settings}))
+
+
+def mixture(pair: Pair, **settings: Any) -> Engine:
+    return speculative(pair.target, pair.head, 3, 4, **{"ngram_depth": 5, **settings})
+
+
+def captured(pair: Pair, **settings: Any) -> Engine:
+    """Batches padded for graphs."""
+    return dynamic(pair, **{**as_on_a_gpu(), **settings})
+
+
+DRAFTERS = {build.__name__: build for build in (dynamic, static, ngram, mixture, captured)}
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_plain_text_is_the_references(pair: Pair, case: Case, scene: str) -> None:
+    outcome = SCENES[scene](lambda **settings: plain(pair.target, **settings), case.requests)
+    assert tokens_of(outcome) == case.texts
+
+
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_speculative_text_is_the_references(pair: Pair, case: Case, drafter: str, scene: str) -> None:
+    engines: list[Engine] = []
+
+    def build(**settings: Any) -> Engine:
+        engines.append(DRAFTERS[drafter](pair, **settings))
+        return engines[-1]
+
+    outcome = SCENES[scene](build, case.requests)
+    assert tokens_of(outcome) == case.texts
+    totals = [engine.stats() for engine in engines]
+    assert 0 < sum(t.accepted_tokens for t in totals) < sum(t.drafted_tokens for t in totals)
+
+
+def test_every_parameter_was_speculated_with(pair: Pair, case: Case) -> None:
+    """Drafts of every single request are accepted, and refused."""
+    for name, finished in run(dynamic(pair), case.requests).items():
+        assert finished.spec is not None
+        assert 0 < finished.spec.accepted < finished.spec.drafted, name
+
+
+def test_log_probabilities_are_the_raw_models_whatever_is_asked_for(pair: Pair, case: Case) -> None:
+    exact = in_float64(pair.target)
+    for engine in (plain(pair.target), dynamic(pair), ngram(pair)):
+        outcome = run(engine, [with_prompt_logprobs(each) for each in case.requests])
+        for name, finished in outcome.items():
+            assert finished.tokens == case.texts[name]
+            dense = logits_of(exact, [*PROMPT, *finished.tokens])[:-1]
+            assert_logprobs(finished.logprobs, finished.tokens, dense[len(PROMPT) - 1 :], 2)
+            assert_logprobs(finished.prompt_logprobs, PROMPT[1:], dense[: len(PROMPT) - 1], 2)
+
+
+def with_prompt_logprobs(asked: Request) -> Request:
+    return with_fields(asked, prompt_logprobs=True)
+
+
+PATH_DEPENDENT = ("repetition up", "frequency", "presence", "words")
+
+
+def test_nodes_that_forget_their_path_are_caught(pair: Pair, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the history of the root at every node would be: the relaxed rule."""
+
+    def relaxed(*args: Any) -> Any:
+        return draw(*args[:4], None)
+
+    monkeypatch.setattr(accept_module, "draw", relaxed)
+    wanted = [each for each in case.requests if each.request_id.rsplit(" ", 1)[0] in PATH_DEPENDENT]
+    got = tokens_of(run(dynamic(pair), wanted))
+    departed = {name.rsplit(" ", 1)[0] for name, text in got.items() if text != case.texts[name]}
+    assert departed == set(PATH_DEPENDENT)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_requests_without_speculation_leave_it_to_their_neighbours(pair: Pair, case: Case, drafter: str) -> None:
+    requests = [with_fields(each, speculative=number % 2 == 0) for number, each in enumerate(case.requests[:8])]
+    outcome = run(DRAFTERS[drafter](pair), requests)
+    whole = run(DRAFTERS[drafter](pair), case.requests[:8])
+    assert tokens_of(outcome) == {each.request_id: case.texts[each.request_id] for each in requests}
+    for each in requests:
+        spec = outcome[each.request_id].spec
+        if not each.speculative:
+            assert spec is None
+        elif drafter != "mixture":  # whose trees depend on what all requests had accepted
+            assert spec == whole[each.request_id].spec
+
+
+def outcomes(pair: Pair, asked: Request) -> list[tuple[list[int], FinishReason | None, str | None]]:
+    """Text, reason and error, plain and with every drafter."""
+    builds: Mapping[str, Any] = {"plain": lambda pair: plain(pair.target), **DRAFTERS}
+    found = [run(build(pair), [asked])[asked.request_id] for build in builds.values()]
+    return [(each.tokens, each.reason, each.error) for each in found]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_dead_end_is_an_error_of_its_request_unless_its_text_ends_before(pair: Pair, temperature: float) -> None:
+    """Only 5 is allowed, and not three in a row. The prompt makes n-grams draft across the dead end."""
+    settings = {"allowed_token_ids": (5,), "bad_words": ((5, 5, 5),), "temperature": temperature, "logprobs": 0}
+    for length, reason in ((1, FinishReason.LENGTH), (2, FinishReason.LENGTH), (3, FinishReason.ERROR)):
+        asked = request("a", [7, 5, 5, 5, 5, 5, 7, 5, 5, 5, 5, 7], max_tokens=length, **settings)
+        for tokens, why, error in outcomes(pair, asked):
+            assert (tokens, why) == ([5] * min(length, 2), reason)
+            assert (error is None) == (why is FinishReason.LENGTH)
+            assert error is None or error.startswith("no token may follow")
+    stopping = request("b", [7, 5, 5, 5, 7, 5, 5, 5, 7], stop_token_ids=(5,), min_tokens=1, **settings)
+    assert {(*tokens, why) for tokens, why, _ in outcomes(pair, stopping)} == {(FinishReason.ERROR,)}
+    stopping = with_fields(stopping, sampling=with_fields(stopping.sampling, min_tokens=0))
+    assert {(*tokens, why) for tokens, why, _ in outcomes(pair, stopping)} == {(5, FinishReason.STOP)}
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "logit_bias: token id 62 is outside the vocabulary of 62": {"logit_bias": ((3, 1.0), (62, 1.0))},
+    "allowed_token_ids: token id -1 is outside": {"allowed_token_ids": (4, -1)},
+    "bad_words: token id 99 is outside": {"bad_words": ((1, 2), (3, 99))},
+    "allowed_token_ids is empty": {"allowed_token_ids": ()},
+    "bad_words: a word has no tokens": {"bad_words": ((1,), ())},
+    "the logit_bias of token id 3 is inf": {"logit_bias": ((3, float("inf")),)},
+    "repetition_penalty is 0.0": {"repetition_penalty": 0.0},
+    "repetition_penalty is nan": {"repetition_penalty": float("nan")},
+    "presence_penalty is inf": {"presence_penalty": float("inf")},
+    "frequency_penalty is nan": {"frequency_penalty": float("nan")},
+    "temperature is -1.0": {"temperature": -1.0},
+    "top_p is 0.0": {"top_p": 0.0},
+    "min_p is 1.5": {"min_p": 1.5},
+    "top_k is -1": {"top_k": -1},
+    "grammar: this engine cannot follow one": {"grammar": Grammar(kind="json_object")},
+}
+
+
+def test_what_cannot_be_served_is_refused_and_disturbs_nobody(pair: Pair, case: Case) -> None:
+    engine = dynamic(pair)
+    wrong = [request(reason, PROMPT, **settings) for reason, settings in REFUSED.items()]
+    outcome = run(engine, [*wrong, case.requests[0]])
+    for reason in REFUSED:
+        assert outcome[reason].reason is FinishReason.REFUSED
+        assert (outcome[reason].error or "").startswith(reason)
+    first = case.requests[0].request_id
+    assert outcome[first].tokens == case.texts[first]
