@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace as with_fields
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,6 +28,17 @@ from tests.support.redrafter import random_redrafter
 from tests.support.replay import FirstCallRecorder
 
 aten = torch.ops.aten
+EVERYTHING: dict[str, Any] = {
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.2,
+    "presence_penalty": 0.1,
+    "logit_bias": ((5, 1.0), (6, -2.0)),
+    "allowed_token_ids": tuple(range(40)),
+    "bad_words": ((3,), (4, 5), (6, 7, 8)),
+    "min_tokens": 4,
+    "ignore_eos": True,
+    "stop_token_ids": (9,),
+}
 SYNCHRONIZE = {
     aten.item.default,  # under inference mode; and bool(tensor)
     aten._local_scalar_dense.default,
@@ -141,6 +153,8 @@ def cycles(
         request(1, range(1, 9), seed=1, temperature=0.8, ignore_eos=True),
         request(2, range(3, 40), seed=2, temperature=1.0, top_k=5, top_p=0.9),
         request(3, range(5, 9), seed=3, temperature=0.7, min_tokens=6),
+        request(4, range(2, 19), seed=4, temperature=0.7, min_p=0.05, **EVERYTHING),
+        with_fields(request(5, range(2, 19), **EVERYTHING), speculative=False),
     ]
     with device:
         run(engine, requests[:2], joining={2: requests[2:]})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,9 @@ from eagle_server.ops import draw, gumbel
 from eagle_server.plan import Sampling
 from eagle_server.speculation import sampling
 from eagle_server.speculation.random import request_key
+from eagle_server.speculation.transforms import History, Paths
 from tests.support.kernels import DEVICE, each_way, generator, needs_triton, on_device
+from tests.support.trees import tree_input
 
 NEAR_TIE = 1e-4  # scores this close may be rounded either way (docs/architecture.md)
 INF = float("inf")
@@ -104,3 +108,32 @@ def test_a_batch_of_requests_is_drawn_as_it_is_without_the_kernel() -> None:
     fused_tokens, fused_scores = sampling._draw_fused(logits, positions, batch)
     assert torch.equal(tokens, fused_tokens)
     torch.testing.assert_close(scores, fused_scores)
+
+
+@each_way
+def test_transformed_and_truncated_logits_are_drawn_alike_on_a_gpu(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parameters of neighbours in one batch over trees, by the GPU's way through `sampling.draw` and the CPU's."""
+    common = {"key": 4, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.5, "frequency_penalty": 0.4}
+    settings = [
+        Sampling(**{**common, "temperature": 0.0, "bad_words": ((1, 2), (3,)), "logit_bias": ((4, 3.0), (5, -INF))}),
+        Sampling(**{**common, "temperature": 0.7, "min_p": 0.1, "allowed_token_ids": tuple(range(30))}),
+        Sampling(key=5, temperature=1.0, top_k=9, top_p=0.9, min_p=0.05, forbidden=(1, 7), allowed_from=12),
+        Sampling(key=6, temperature=1.0, top_k=9, top_p=1.0),
+    ]
+    source = generator(8)
+    logits = torch.randn(4, 6, 50, generator=source)
+    tree = tree_input([[-1, 0, 0, 1, 1, 3]] * 4, torch.randint(8, (4, 6), generator=source).tolist(), [9] * 4, 3)
+    paths = Paths(tree.draft_token.view(4, 6), tree.parents, tree.custom_mask)
+    counts, prompts = torch.randint(3, (2, 50), generator=source).float(), torch.rand(2, 50, generator=source) < 0.3
+    history = History(counts, prompts, paths.tokens[:1, :1])
+    batch = replace(sampling.SamplingBatch.of(settings, torch.device("cpu")), history=history)
+    rows = (logits, tree.positions.view(4, 6) + 1, batch, 4, paths)
+    expected_tokens, expected_scores = sampling.draw(*rows)
+    if way == "kernel":
+        monkeypatch.setattr(draw, "on_gpu", lambda _: True)
+    monkeypatch.setattr(sampling, "on_gpu", lambda _: True)
+    if DEVICE.type == "cuda" and way == "kernel":
+        pytest.skip("the kernel would be given the CPU's tensors")
+    tokens, scores = sampling.draw(*rows)
+    assert torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(scores, expected_scores)
