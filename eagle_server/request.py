@@ -19,7 +19,7 @@ class FinishReason(enum.Enum):
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
-    """What the output must be: `source` is a JSON schema, a regular expression, an EBNF grammar, or a JSON list of texts.
+    """What the output must be. `source` is a JSON schema, a regular expression, an EBNF grammar, a JSON list of texts.
 
     `json_object` is any JSON object; its source is empty.
     """
@@ -81,6 +81,10 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """The client went away, or a stop string was found: end this request and free its KV."""
 
     request_id: str
+
+
+class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
+    """Drop the prefix cache; answered with Flushed."""
 
 
 class SpecStats(msgspec.Struct, kw_only=True):
@@ -168,5 +172,17 @@ class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
     stats: EngineStats
 
 
-Inbound = Request | Abort
-Outbound = Ready | Deltas
+class Flushed(msgspec.Struct, frozen=True, kw_only=True, tag="flushed"):
+    """KV slots of the prefix cache that are free now. Nothing is flushed while requests are running or waiting."""
+
+    freed_slots: int = 0
+    running: int = 0
+    waiting: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        return not (self.running or self.waiting)
+
+
+Inbound = Request | Abort | FlushCache
+Outbound = Ready | Deltas | Flushed
