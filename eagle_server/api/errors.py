@@ -20,6 +20,12 @@ CLIENT_CLOSED_REQUEST = 499
 RETRY_AFTER = {"retry-after": "1"}
 
 
+KINDS: dict[int, str] = {
+    HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+
+
 class ErrorObject(msgspec.Struct, frozen=True):
     """What went wrong, in OpenAI's words."""
 
@@ -53,10 +59,15 @@ class ApiError(Exception):
         self.headers = headers
 
     @property
+    def kind(self) -> str:
+        """`type` of the error object, in the words that clients know from OpenAI."""
+        if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            return "server_error"
+        return KINDS.get(self.status, "invalid_request_error")
+
+    @property
     def body(self) -> bytes:
-        kind = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
-        kind = "rate_limit_error" if self.status == HTTPStatus.TOO_MANY_REQUESTS else kind
-        return msgspec.json.encode(ErrorBody(ErrorObject(self.message, kind, self.param, self.code)))
+        return msgspec.json.encode(ErrorBody(ErrorObject(self.message, self.kind, self.param, self.code)))
 
     @property
     def response(self) -> Response:
@@ -75,7 +86,7 @@ def unavailable(message: str) -> ApiError:
 OUTCOMES: dict[type[Exception], tuple[int, str, Mapping[str, str]]] = {
     EngineUnavailable: (HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable", RETRY_AFTER),
     QueueFull: (HTTPStatus.TOO_MANY_REQUESTS, "queue_full", RETRY_AFTER),
-    GenerationTimeout: (HTTPStatus.GATEWAY_TIMEOUT, "timeout", {}),
+    GenerationTimeout: (HTTPStatus.REQUEST_TIMEOUT, "timeout", {}),
     SlowReader: (HTTPStatus.REQUEST_TIMEOUT, "slow_reader", {}),
 }
 EXPECTED = (ApiError, HTTPException, *OUTCOMES)

@@ -21,6 +21,7 @@ from eagle_server.request import Request as EngineRequest
 from eagle_server.request import SamplingParams
 
 SERVING = ("context_length", "max_request_tokens", "vocab_size", "speculative_algorithm", "num_steps")
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/server_info", "/health", "/openapi.json"]
 PROBE_SECONDS = 20.0  # SGLang's
 
 router = APIRouter()
@@ -146,8 +147,7 @@ async def flush_cache(request: Request) -> Response:
 
 @router.get("/")
 async def index(request: Request) -> Response:
-    paths = sorted({str(getattr(route, "path", "")) for route in request.app.routes} - {"/", ""})
-    return json_response(Index("eagle_server", version(), service_of(request).model_name, paths))
+    return json_response(Index("eagle_server", version(), service_of(request).model_name, PATHS))
 
 
 def _check_health(service: Service) -> None:

@@ -29,12 +29,11 @@ ERRORS = {
     "400": "A parameter is wrong; `error.param` names it.",
     "401": "The API key is missing or wrong.",
     "404": "There is no such model.",
-    "408": "The body came too slowly.",
+    "408": "The request's timeout is over, or its body came too slowly.",
     "413": "The body is too large.",
     "429": "Too many requests are waiting; try again after `retry-after` seconds.",
     "500": "Generation failed.",
     "503": "There is no engine now: it is starting, or the server is shutting down.",
-    "504": "The request's timeout is over.",
 }
 WITH_BODY = ("400", "401", "404", "408", "413", "503")
 GENERATING = tuple(ERRORS)

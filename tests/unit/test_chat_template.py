@@ -48,7 +48,8 @@ def test_it_renders_as_transformers_does() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     source = (
-        "{%- if tools %}\n    {{- tools | tojson }}\n{%- endif %}\n{% for m in messages %}\n  {% if m.role == 'user' %}\n"
+        "{%- if tools %}\n    {{- tools | tojson }}\n{%- endif %}\n"
+        "{% for m in messages %}\n  {% if m.role == 'user' %}\n"
         "U:{{ m.content | trim }}\n  {% else %}\nA:{{ m.content }}\n  {% endif %}\n{% endfor %}\n"
         "{% if add_generation_prompt %}{{ 'A:' }}{% endif %}"
     )
@@ -63,7 +64,7 @@ def test_it_renders_as_transformers_does() -> None:
     [
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
-        "{{ raise_exception.__globals__ }}",
+        "{{ raise_exception.__globals__.os }}",
         "{% for i in range(10**9) %}x{% endfor %}",
         "{{ messages[0].content + 1 }}",
         "{{ raise_exception('no') }}",
