@@ -35,9 +35,9 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
-class ChatMessage(msgspec.Struct):
-    content: str
+class ChatMessage(msgspec.Struct, kw_only=True):
     role: str = ROLE
+    content: str
     refusal: None = None
 
 
@@ -107,7 +107,7 @@ class ChatShape:
             created=header.created,
             model=header.model,
             choices=[
-                ChatChoice(each.index, ChatMessage(each.text), self._logprobs(each.tokens), each.finish_reason)
+                ChatChoice(each.index, ChatMessage(content=each.text), self._logprobs(each.tokens), each.finish_reason)
                 for each in choices
             ],
             usage=totals.usage,

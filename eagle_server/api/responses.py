@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 from fastapi import Response
+from msgspec import UNSET, UnsetType
 
 from eagle_server.request import SpecStats, TokenLogprob
 
