@@ -103,7 +103,8 @@ def check_service(model: str | None, service: Service) -> Ready:
 async def _call(body: GenerationBody, wanted: Wanted, service: Service, ready: Ready, name: str) -> Call:
     most = min(MAX_SEQUENCES, service.client.max_waiting or MAX_SEQUENCES)
     if not 1 <= body.sequences <= most:
-        raise bad_request(f"prompt: from 1 to {most} sequences in one request, prompts times n", "prompt")
+        param = "n" if body.n > most else "prompt"
+        raise bad_request(f"{param}: from 1 to {most} sequences in one request, prompts times n", param)
     for field in ("stop_token_ids", "allowed_token_ids"):
         check_token_ids(field, getattr(body, field) or [], ready.vocab_size)
     # Long prompts take long, and the tokenizer releases the interpreter lock.
