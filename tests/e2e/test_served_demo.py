@@ -76,7 +76,7 @@ def test_openai_client_chats(served: Served) -> None:
 
 
 def test_flushing_makes_prompts_new_again(served: Served) -> None:
-    asked = {"prompt": PROMPTS[2], "max_tokens": 1}
+    asked = {"prompt": PROMPTS[2], "max_tokens": 8}
 
     def cached() -> int:
         answer = httpx.post(f"{served.url}/v1/completions", json=asked, timeout=60).json()
