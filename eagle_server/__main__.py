@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from eagle_server.api.app import create_app
 from eagle_server.api.server import INTERRUPTED_STATUS, HttpServer, Lifecycle, listen
 from eagle_server.config import Config, parse_args
+from eagle_server.engine.chat_template_files import load_chat_template
 from eagle_server.engine.client import EngineClient
 from eagle_server.engine.process import CONFIGURATION_STATUS, FAILURE_STATUS, Engine, EngineFactory, configure_logging
 from eagle_server.engine.supervisor import EngineFailed, Supervisor
@@ -33,13 +34,15 @@ def run(config: Config, build: Callable[[], Engine]) -> int:
     logger.info("configuration: %s", json.dumps(config.public_dict()))
     try:
         listener = listen(config.server.host, config.server.port)
-        tokenizer = load_tokenizer(config.model.tokenizer_path or config.target_path)
+        tokenizer_path = config.model.tokenizer_path or config.target_path
+        tokenizer = load_tokenizer(tokenizer_path)
+        chat_template = load_chat_template(tokenizer_path, tokenizer, config.model.chat_template)
     except (OSError, ValueError) as error:
         return _fail(str(error), CONFIGURATION_STATUS)
-    client = EngineClient()
-    app = create_app(config, client, tokenizer)
+    client = EngineClient(max_waiting=config.server.max_queue_size)
+    app = create_app(config, client, tokenizer, chat_template)
     server = HttpServer(app, access_log=config.server.log_level == "debug")
-    supervisor = Supervisor(build, client, log_level=config.server.log_level)
+    supervisor = Supervisor(build, client, log_level=config.server.log_level, watchdog=config.server.watchdog_timeout)
     lifecycle = Lifecycle(supervisor, client, app.state.service.admission)
     try:
         with listener, asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
