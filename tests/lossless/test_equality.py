@@ -5,42 +5,48 @@ What holds for every drafter is in `test_every_drafter`, and the reason why text
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from eagle_server.engine.engine import Engine
 from tests.lossless.pairs import Pair
-from tests.lossless.scenes import REQUESTS, check
+from tests.lossless.scenes import SCENES, check, play
 from tests.support.engines import plain, random_head, random_target, request, run, speculative, tokens_of
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
+SHAPES = [  # steps, topk, nodes, page size
+    (1, 1, 2, 16),
+    (1, 4, 5, 1),
+    (1, 8, 9, 16),
+    (3, 1, 4, 1),
+    (3, 4, 2, 1),  # one drafted node of a pool of 36
+    (3, 8, 25, 16),
+    (6, 1, 7, 16),
+    (6, 4, 25, 1),
+    (6, 8, 49, 4),
+    (3, 4, 37, 16),  # the whole pool
+    (6, 8, 5, 4),  # drafting needs more slots than verifying
+    (8, 1, 9, 5),
+]
 
-@pytest.mark.parametrize(
-    ("steps", "topk", "size", "page"),
-    [
-        (1, 1, 2, 16),
-        (1, 4, 5, 1),
-        (1, 8, 9, 16),
-        (3, 1, 4, 1),
-        (3, 4, 13, 5),
-        (3, 8, 25, 16),
-        (6, 1, 7, 16),
-        (6, 4, 25, 1),
-        (6, 8, 49, 4),
-        (3, 4, 2, 1),  # one drafted node of a pool of 36
-        (3, 4, 37, 16),  # the whole pool
-        (6, 8, 5, 4),  # drafting needs more slots than verifying
-    ],
-)
+
+@pytest.mark.parametrize(("shape", "scene"), list(zip(SHAPES, itertools.cycle(SCENES), strict=False)), ids=str)
 def test_any_dynamic_tree_gives_the_same_text(
-    pair: Pair, texts: Mapping[str, Sequence[int]], steps: int, topk: int, size: int, page: int
+    pair: Pair, texts: Mapping[str, Sequence[int]], shape: tuple[int, int, int, int], scene: str
 ) -> None:
-    engine = speculative(pair.target, pair.head, steps, topk, draft_token_num=size, page_size=page, chunk_tokens=5)
-    outcome = run(engine, REQUESTS[:4], joining={3: REQUESTS[4:]})
-    assert outcome.keys() == texts.keys()
-    check(pair.target, outcome, texts, [engine])
+    """The scenes take turns: what matters in them beside the shape is shown for every drafter."""
+    steps, topk, size, page = shape
+
+    def build(**given: Any) -> Engine:
+        settings = {"draft_token_num": size, "page_size": page, "chunk_tokens": 5, **given}
+        return speculative(pair.target, pair.head, steps, topk, **settings)
+
+    outcome, engines = play(scene, build)
+    check(pair.target, outcome, texts, engines)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
