@@ -20,7 +20,7 @@ class Case:
     """A drafter: what makes its pair, and the trees that it drafts.
 
     `size`: nodes that are verified, all that fit a dynamic tree of `steps` and `topk` if None. `tree`: a static one, by
-    name or list. `stages`: functions that are captured into graphs, per batch size.
+    name or list. `shared`: tokens of other requests' texts that n-grams are looked up in, too. `stages`: functions that are captured into graphs, per batch size.
     """
 
     maker: Maker
@@ -29,6 +29,7 @@ class Case:
     size: int | None = None
     tree: str = ""
     ngrams: int = 0  # depth of the tries
+    shared: int = 0
     stages: int = 3
 
     @property
@@ -38,12 +39,13 @@ class Case:
 
     @property
     def numbers(self) -> dict[str, Any]:
+        ngrams = {"ngram_depth": self.ngrams, "ngram_share_tokens": self.shared}
         if self.tree:
             choices = parse_choices(self.tree)
-            depth, ranks, size = depth_of(choices), ranks_of(choices), len(choices) + 1
-            return {"choices": choices, "num_steps": depth, "topk": ranks, "draft_token_num": size}
+            depth, ranks, size = depth_of(choices), ranks_of(choices), self.size or len(choices) + 1
+            return {"choices": choices, "num_steps": depth, "topk": ranks, "draft_token_num": size, **ngrams}
         size = self.size or (tree_size(self.steps, self.topk) if self.steps else 1)
-        return {"num_steps": self.steps, "topk": self.topk, "draft_token_num": size, "ngram_depth": self.ngrams}
+        return {"num_steps": self.steps, "topk": self.topk, "draft_token_num": size, **ngrams}
 
     def engine(self, pair: Pair, *, stand_ins: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
         """An engine with freed slots poisoned; `settings` as in `Shape`, `stand_ins` as for `assemble`."""
@@ -69,7 +71,8 @@ CASES = {
     "REDRAFTER": Case(pairs.redrafter, 3, 4, stages=2),
     "REDRAFTER drafting more than it verifies": Case(pairs.redrafter, 5, 3, size=6, stages=2),
     "MEDUSA+NGRAM": Case(pairs.medusa, tree=UNSORTED, size=10, ngrams=5, stages=3),
-    "REDRAFTER+NGRAM": Case(pairs.redrafter, 3, 4, size=12, ngrams=5, stages=3),
+    "REDRAFTER+NGRAM, shared": Case(pairs.redrafter, 3, 4, size=12, ngrams=5, shared=300, stages=3),
+    "NGRAM, shared": Case(pairs.alone, size=9, ngrams=5, shared=300, stages=1),
     "NGRAM": Case(pairs.alone, size=9, ngrams=5, stages=1),
     "EAGLE3+NGRAM": Case(pairs.eagle3, 3, 4, size=12, ngrams=5, stages=4),
     "NEXTN+NGRAM": Case(pairs.nextn, 3, 4, size=12, ngrams=5, stages=4),
