@@ -21,7 +21,7 @@ from eagle_server.request import Request, SamplingParams
 from eagle_server.view.picture import draw_cycle
 from eagle_server.view.record import DraftedTree, RecordingDrafter
 from eagle_server.view.spelling import visible
-from eagle_server.view.terminal import ACCEPTED, QUIET, print_cycle
+from eagle_server.view.terminal import ACCEPTED, QUIET, console_for, print_cycle
 
 DEFAULT_PROMPT = "def fibonacci(n):\n"
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     own, flags = _parser().split(argv, dict.fromkeys(flags_of("server"), "nothing is served here"))
     config = parse_args(flags)
     try:
-        show(own, config, Console(highlight=False))
+        show(own, config, console_for(sys.stdout))
     except (OSError, ValueError) as error:
         sys.stderr.write(f"eagle_server: error: {error}\n")
         return 2
@@ -126,8 +126,8 @@ def tell(engine: Engine, request: Request) -> Story:
 
 def _print_prompt(console: Console, engine: Engine, prompt: str, story: Story, spelling: TokenSpelling) -> None:
     name = engine.ready().speculative_algorithm
-    console.print(Text.assemble(("drafter ", QUIET), name), soft_wrap=True)
-    console.print(Text.assemble(("prompt  ", QUIET), visible(prompt)), soft_wrap=True)
+    console.print(Text.assemble(("drafter ", QUIET), name))
+    console.print(Text.assemble(("prompt  ", QUIET), visible(prompt)))
     first = "".join(spelling(token) for token in story.first)
     console.print(Text.assemble(("first   ", QUIET), (visible(first), ACCEPTED), ("  drawn after the prompt", QUIET)))
     console.print()
@@ -137,11 +137,11 @@ def _print_end(console: Console, story: Story, tokenizer: Tokenizer, shown: int)
     left = len(story.cycles) - shown
     if left > 0:
         console.print(Text(f"{left} more cycles; --cycles {len(story.cycles)} shows them\n", style=QUIET))
-    console.print(Text.assemble(("text    ", QUIET), visible(tokenizer.decode(story.tokens))), soft_wrap=True)
+    console.print(Text.assemble(("text    ", QUIET), visible(tokenizer.decode(story.tokens))))
     if story.cycles:
         mean = sum(len(cycle.tree.emitted) for cycle in story.cycles) / len(story.cycles)
         total = f"{len(story.tokens)} tokens, {len(story.cycles)} cycles, {mean:.2f} tokens per cycle"
-        console.print(Text.assemble(("in all  ", QUIET), total), soft_wrap=True)
+        console.print(Text.assemble(("in all  ", QUIET), total))
 
 
 def _parser() -> CommandParser:

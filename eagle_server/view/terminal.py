@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import IO
 
 from rich.console import Console
 from rich.text import Text
@@ -13,6 +14,7 @@ from eagle_server.view.spelling import visible
 
 Spelling = Callable[[int], str]  # the text of a token id
 
+_UNFOLDED = 10_000  # characters of a line
 ACCEPTED, BONUS, REFUSED, QUIET = "bold green", "bold yellow", "default", "dim"
 
 
@@ -33,9 +35,15 @@ def cycle_tree(number: int, tree: DraftedTree, spelling: Spelling) -> Tree:
     return root
 
 
+def console_for(file: IO[str]) -> Console:
+    """Prints to `file`; lines are folded at the edge of a terminal, and nowhere else."""
+    console = Console(file=file, highlight=False)
+    return console if console.is_terminal else Console(file=file, highlight=False, width=_UNFOLDED)
+
+
 def print_cycle(console: Console, number: int, tree: DraftedTree, spelling: Spelling) -> None:
-    """Print the tree and a blank line; long lines are not folded, so that the guides stay whole."""
-    console.print(cycle_tree(number, tree, spelling), soft_wrap=True)
+    """Print the tree and a blank line."""
+    console.print(cycle_tree(number, tree, spelling))
     console.print()
 
 

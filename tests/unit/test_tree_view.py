@@ -16,7 +16,7 @@ from eagle_server.view.layout import GAP, breadths, depths
 from eagle_server.view.picture import draw_cycle
 from eagle_server.view.record import DraftedTree
 from eagle_server.view.spelling import visible
-from eagle_server.view.terminal import print_cycle
+from eagle_server.view.terminal import console_for, print_cycle
 
 WORDS = {9: " def", 11: " $x$", 12: "\n", 13: "\u5806\u6808", 14: "a" * 40, 99: "\t."}
 TREE = DraftedTree((9, 11, 12, 13, 14), (-1, 0, 0, 1, 1), (0.0, -0.5, -1.0, -0.7, -2.5), (0, 1, 3), (11, 13, 99))
@@ -58,7 +58,7 @@ def test_what_cannot_be_seen_is_escaped():
 
 def test_the_terminal_marks_the_path_and_the_bonus_and_pipes_have_no_colour():
     out = io.StringIO()
-    print_cycle(Console(file=out, width=30, highlight=False), 3, TREE, WORDS.__getitem__)
+    print_cycle(console_for(out), 3, TREE, WORDS.__getitem__)
     lines = out.getvalue().splitlines()
     assert lines[0].startswith("cycle 3  4 drafted, 2 accepted + 1 = 3 tokens")
     assert [line.split()[-1] for line in lines if "\u2423def" in line] == ["root"]

@@ -119,17 +119,15 @@ def run(own: argparse.Namespace, flags: Sequence[str]) -> None:
     _tell(Findings(lab.algorithm, lab.option, counts, accuracies, chosen, timed, trials, settings), own)
 
 
-def _choose(lab: Lab, accuracies: Accuracies, own: argparse.Namespace) -> tuple[list[Candidate], Candidate]:
-    """All that was timed, and the tree of --nodes, or else the fastest."""
-    timed = time_sizes(lab, accuracies, own.rounds, own.nodes)
+def _choose(lab: Lab, accuracies: Accuracies, own: argparse.Namespace) -> tuple[list[list[Candidate]], Candidate]:
+    """All that was timed, in rounds, and the tree of --nodes, or else the fastest of the last round."""
+    timed = [time_sizes(lab, accuracies, own.rounds, own.nodes)]
     if own.nodes is None and lab.option is not None:
-        timed += time_shallower(lab, accuracies, timed, own.rounds)
-    drafting = [candidate for candidate in timed if candidate.nodes]
-    if own.nodes is not None:
-        chosen = next((c for c in drafting if c.nodes == own.nodes), drafting[-1])
-    else:
-        chosen = max(drafting, key=lambda candidate: candidate.speed)
-    return timed, chosen
+        timed.append(time_shallower(lab, accuracies, timed[0], own.rounds))
+    drafting = [candidate for candidate in timed[-1] if candidate.nodes]
+    if own.nodes is None:
+        return timed, max(drafting, key=lambda candidate: candidate.speed)
+    return timed, next((c for c in drafting if c.nodes == own.nodes), drafting[-1])
 
 
 def _tell(found: Findings, own: argparse.Namespace) -> None:
@@ -155,7 +153,7 @@ def _tell(found: Findings, own: argparse.Namespace) -> None:
         print(f"Of its own trees --speculative-num-draft-tokens {chosen.nodes + 1} was the fastest that was timed.")
         return
     print(f"serve it with {found.option} {own.out / 'choices.txt'}")
-    plain = next(candidate.speed for candidate in found.timed if not candidate.nodes)
+    plain = next(candidate.speed for candidate in found.timed[-1] if not candidate.nodes)
     if chosen.speed < plain:
         print("but plain decoding was faster than every tree: --speculative-algorithm NONE")
 

@@ -25,7 +25,7 @@ class Findings:
     counts: RankCounts
     accuracies: Accuracies
     chosen: Candidate
-    timed: Sequence[Candidate]
+    timed: Sequence[Sequence[Candidate]]  # in groups that were timed together
     trials: Sequence[Trial]
     settings: dict[str, Any]
 
@@ -57,7 +57,7 @@ def write_json(path: Path, found: Findings) -> None:
             "cycles": counts.cycles,
             "tokens": counts.emitted,
         },
-        "costs": [_cost(candidate) for candidate in found.timed],
+        "costs": [[_cost(candidate) for candidate in group] for group in found.timed],
         "check": [trial.__dict__ for trial in found.trials],
     }
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -93,19 +93,21 @@ def print_costs(found: Findings, console: Console, batch: int) -> None:
     table = Table(title=f"cost on this machine, {batch} request{'s' if batch > 1 else ''} at a time (medians)")
     for column in ("nodes", "depth", f"tokens per cycle, {what}", "cycle, ms", "tokens/s", "to plain", ""):
         table.add_column(column, justify="right")
-    plain = next((c.speed for c in found.timed if not c.nodes), None)
-    for candidate in found.timed:
-        ratio = "" if plain is None else f"{candidate.speed / plain:.2f}"
-        mark = "chosen" if candidate is found.chosen else "plain" if not candidate.nodes else ""
-        cells = (
-            f"{candidate.tokens:.2f}",
-            f"{candidate.cost.seconds * 1e3:.2f}",
-            f"{candidate.speed:.0f}",
-            ratio,
-            mark,
-        )
-        style = "bold green" if candidate is found.chosen else None
-        table.add_row(str(candidate.nodes), str(candidate.depth), *cells, style=style)
+    for group in found.timed:  # timed together, so that they compare
+        plain = next(candidate.speed for candidate in group if not candidate.nodes)
+        for candidate in group:
+            mark = "chosen" if candidate is found.chosen else "plain" if not candidate.nodes else ""
+            table.add_row(
+                str(candidate.nodes),
+                str(candidate.depth),
+                f"{candidate.tokens:.2f}",
+                f"{candidate.cost.seconds * 1e3:.2f}",
+                f"{candidate.speed:.0f}",
+                f"{candidate.speed / plain:.2f}",
+                mark,
+                style="bold green" if mark == "chosen" else None,
+                end_section=candidate is group[-1],
+            )
     console.print(table)
 
 

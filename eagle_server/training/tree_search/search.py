@@ -72,7 +72,10 @@ def time_sizes(lab: Lab, accuracies: Accuracies, rounds: int, nodes: int | None)
 
 
 def time_shallower(lab: Lab, accuracies: Accuracies, timed: Sequence[Candidate], rounds: int) -> list[Candidate]:
-    """The fastest of `timed` and its neighbours in size, each with every depth that it can have, timed once more."""
+    """The fastest of `timed` and its neighbours in size, each with every depth that it can have, and plain decoding.
+
+    All are timed anew, as the machine may be busier or idler than before.
+    """
     drafting = [candidate for candidate in timed if candidate.choices]
     best = max(range(len(drafting)), key=lambda place: drafting[place].speed)
     near = drafting[max(0, best - _NEAR // 2) : best + _NEAR // 2 + 1]
@@ -81,7 +84,7 @@ def time_shallower(lab: Lab, accuracies: Accuracies, timed: Sequence[Candidate],
         for candidate in near
         for depth in range(1, candidate.depth + 1)
     )
-    return _time(lab, accuracies, list(trees), rounds)
+    return _time(lab, accuracies, [(), *trees], rounds)
 
 
 def check(lab: Lab, task: Task, accuracies: Accuracies, found: Candidate) -> list[Trial]:
@@ -90,8 +93,9 @@ def check(lab: Lab, task: Task, accuracies: Accuracies, found: Candidate) -> lis
     guesses = [("full levels, all nodes alike", level_tree(found.nodes, lab.depth, lab.ranks))]
     guesses += [("alternatives to the best path only", comb_tree(found.nodes, found.depth))]
     trees = [("the tree found", list(found.choices)), *guesses]
+    distinct = {frozenset(tree): (name, tree) for name, tree in reversed(trees)}  # a guess may be the tree found
     runs: list[tuple[str, float | None, tuple[str, ...]]] = [
-        (name, expected_tokens(accuracies, tree), lab.static(tree)) for name, tree in trees
+        (name, expected_tokens(accuracies, tree), lab.static(tree)) for name, tree in reversed(distinct.values())
     ]
     if lab.algorithm != "MEDUSA" and found.nodes <= lab.most_own_nodes():
         runs.append(("the head's own trees, best by its scores", None, lab.own_trees(found.nodes)))
