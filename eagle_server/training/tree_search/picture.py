@@ -38,6 +38,10 @@ def draw_choices(
         if node:
             _draw_edge(canvas, spots[place[node[:-1]]], spot, worth_of(accuracies, node))
         _draw_node(canvas, node, spot, accuracies)
+        if node:  # on the side that the edge does not come from
+            side = -1 if spots[place[node[:-1]]][0] > spot[0] else 1
+            anchor = "right" if side < 0 else "left"
+            canvas.text(spot[0] + side * 0.05, spot[1] - _RADIUS - 0.08, str(node[-1]), 6, color=QUIET, ha=anchor)
     _legend(canvas)
     return canvas.save(stem)
 
@@ -61,7 +65,6 @@ def _draw_node(canvas: Canvas, node: Choice, spot: tuple[float, float], accuraci
     percent = 100 * accuracies[len(node) - 1][node[-1]]
     ink = "white" if worth > _PALE_BELOW else INK
     canvas.text(x, y, f"{percent:.0f}" if percent >= 1 else f"{percent:.1f}", _SIZE, color=ink, ha="center")
-    canvas.text(x + 0.05, y - _RADIUS - 0.08, str(node[-1]), 6, color=QUIET)
 
 
 def _legend(canvas: Canvas) -> None:
