@@ -117,9 +117,9 @@ def _draw_edge(canvas: Canvas, start: tuple[float, float], end: tuple[float, flo
     color = _STYLES[kind][1]
     middle = end[0] - _GAP / 2  # edges bend in the space before a column, past the widest box of the one before
     points = [start, (max(middle, start[0]), start[1]), (middle, end[1]), end]
-    solid = kind != "bonus"
-    width = 0.8 if kind == "refused" else 2.0
-    canvas.curve(points, edgecolor=color, linewidth=width, linestyle="solid" if solid else (0, (3, 2)))
+    dashes = (0, (3, 2)) if kind == "bonus" else "solid"
+    width, order = (0.8, 1) if kind == "refused" else (2.0, 2)
+    canvas.curve(points, edgecolor=color, linewidth=width, linestyle=dashes, zorder=order)
 
 
 def _legend(canvas: Canvas) -> None:
