@@ -14,7 +14,7 @@ _HEAD, _FOOT, _LEFT, _RIGHT = 0.95, 0.55, 0.85, 0.35
 _LIGHT, _DARK = (0.93, 0.96, 0.94), (0.05, 0.42, 0.27)  # worth 0 and 1
 _LEAST_WIDTH = 7.5
 _SIZE, _BAR = 8.0, 1.6
-_PALE_BELOW = 0.55  # worth above which white is easier to read
+_WHITE_ABOVE = 0.4  # worth; white is easier to read on the darker half
 
 
 def draw_choices(
@@ -63,7 +63,7 @@ def _draw_node(canvas: Canvas, node: Choice, spot: tuple[float, float], accuraci
     worth = worth_of(accuracies, node)
     canvas.disc(x, y, _RADIUS, facecolor=_color(worth), edgecolor=_color(max(worth, 0.35)), linewidth=0.9)
     percent = 100 * accuracies[len(node) - 1][node[-1]]
-    ink = "white" if worth > _PALE_BELOW else INK
+    ink = "white" if worth > _WHITE_ABOVE else INK
     canvas.text(x, y, f"{percent:.0f}" if percent >= 1 else f"{percent:.1f}", _SIZE, color=ink, ha="center")
 
 
