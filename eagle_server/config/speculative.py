@@ -78,13 +78,14 @@ class SpeculativeSection(Section):
     medusa_choices: Annotated[Text, BeforeValidator(_as_text)] | None = Field(
         default=None,
         description="Medusa's tree: a published one by name, or a list of ranks for each node, like [(0,), (0, 0), "
-        "(1,)]; without it, mc_sim_7b_63 as deep as there are heads",
+        "(1,)], or a file that holds the list; without it, mc_sim_7b_63 as deep as there are heads",
     )
 
     token_tree: Annotated[Text, BeforeValidator(_as_text)] | None = Field(
         default=None,
         description="the nodes that an EAGLE or MTP head drafts, whatever their scores, each as a list of ranks: "
-        "[(0,), (0, 0), (1,)]; in the place of steps, topk and draft tokens",
+        "[(0,), (0, 0), (1,)], or a file that holds the list (python -m eagle_server.training.tree_search writes one); "
+        "in the place of steps, topk and draft tokens",
     )
     ngram_share: bool = Field(
         default=False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -35,6 +35,14 @@ from eagle_server.speculation.typical import Typical
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Models:
+    """A target and its draft, loaded: what engines that differ in their trees can share."""
+
+    target: TargetModel
+    draft: LoadedDraft | None
+
+
 def build_engine(config: Config, *, progress: bool = True) -> Engine:
     """Load target and draft and assemble the engine.
 
@@ -42,22 +50,42 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
         ValueError: a value or checkpoint that cannot be served; the message says what to change.
         OSError: a file that cannot be read.
     """
+    return engine_over(load_models(config, progress=progress), config)
+
+
+def load_models(config: Config, *, lookahead: int = 0, progress: bool = True) -> Models:
+    """Target and draft on their device, for the trees of `config` and any that need no more than `lookahead` slots.
+
+    Raises:
+        ValueError, OSError: see `build_engine`.
+    """
     device = resolve_device(config)
     directory = resolve_checkpoint(config.target_path)
     facts = ModelConfig.from_dict(read_config(directory), str(directory / "config.json"))
     context = _context_length(config, facts)
-    trees = resolve_speculative(config.speculative, facts.architecture) if config.speculates else None
-    shape = _shape(config, context, trees)
+    shape = _shape(config, context, _trees(config, facts))
     target = load_target(
         config.target_path,
         dtype=config.model.dtype,
         context=context,
-        lookahead=_lookahead(config, shape),
+        lookahead=max(_lookahead(config, shape), lookahead),
         device=device,
         progress=progress,
     )
     torch.set_num_threads(config.device.cpu_threads or threads_for(facts))
-    draft = _load_draft(config, target, shape, progress=progress) if config.draft_path is not None else None
+    window = max(shape.window, lookahead)
+    return Models(target, None if config.draft_path is None else _load_draft(config, target, window, progress=progress))
+
+
+def engine_over(models: Models, config: Config) -> Engine:
+    """An engine of `config` over models that `load_models` loaded for it.
+
+    Raises:
+        ValueError: a value that cannot be served; the message says what to change.
+    """
+    target, draft = models.target, models.draft if config.draft_path is not None else None
+    device, trees = target.embed.device, _trees(config, target.config)
+    shape = _shape(config, _context_length(config, target.config), trees)
     shape = with_token_tree(_with_medusa(config, shape, draft), draft, config.speculative.token_tree)
     algorithm = _algorithm(config, draft)
     backend = resolve_backend(config, device, target.config.dtype)
@@ -68,6 +96,10 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
     resolved = _resolved(config, shape, target, trees, algorithm)
     logger.info("resolved configuration: %s", resolved)
     return assemble(target, draft.head if draft else None, replace(shape, resolved=resolved), algorithm=algorithm)
+
+
+def _trees(config: Config, facts: ModelConfig) -> SpeculativeParams | None:
+    return resolve_speculative(config.speculative, facts.architecture) if config.speculates else None
 
 
 def _algorithm(config: Config, draft: LoadedDraft | None) -> str:
@@ -139,15 +171,15 @@ def _with_medusa(config: Config, shape: Shape, draft: LoadedDraft | None) -> Sha
     return replace(shape, draft_token_num=config.speculative.num_draft_tokens or shape.draft_token_num)
 
 
-def _load_draft(config: Config, target: TargetModel, shape: Shape, *, progress: bool) -> LoadedDraft:
+def _load_draft(config: Config, target: TargetModel, window: int, *, progress: bool) -> LoadedDraft:
     assert config.draft_path is not None
     algorithm, token_map = cast("Algorithm | None", config.speculative.head_algorithm), config.speculative.token_map
     return load_draft(
         config.draft_path,
         target,
         algorithm=algorithm,
-        context=shape.context_length,
-        lookahead=shape.window,
+        context=_context_length(config, target.config),
+        lookahead=window,
         token_map=None if token_map is None else resolve_file(token_map),
         overrides=config.speculative.draft_config_override,
         target_path=config.target_path,

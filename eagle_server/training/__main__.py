@@ -37,6 +37,8 @@ Train draft heads, and the demo pair that this package carries.
   Medusa heads for it: the same with `medusa` for eagle3 and, when serving, --speculative-algorithm MEDUSA
   the demo, all stages in order (tokenizer, target, eagle3, export, demo-heads):
     python -m eagle_server.training demo --work DIR
+  the static tree that suits a draft, your text and your machine:
+    python -m eagle_server.training.tree_search --help
 
 Every stage resumes: run the same command again. Progress bars go to stderr, loss curves to PNG files in the working
 directory."""
