@@ -34,7 +34,8 @@ class ModelSection(Section):
 
     model_path: ModelLocation | None = Field(
         default=None,
-        description="the target: a Hugging Face id or a local directory; without it, the embedded demo is served",
+        description="the target: a Hugging Face id or a local directory; without it, the embedded demo is served; an "
+        "architecture without a class of its own here is run by transformers' code",
     )
     tokenizer_path: ModelLocation | None = Field(
         default=None, description="where the tokenizer is, if not beside the target's weights"
@@ -55,7 +56,18 @@ def _as_text(value: object) -> object:
 
 
 Algorithm = Literal[
-    "NONE", "EAGLE", "EAGLE3", "MEDUSA", "NEXTN", "REDRAFTER", "NGRAM", "EAGLE+NGRAM", "EAGLE3+NGRAM", "NEXTN+NGRAM"
+    "NONE",
+    "EAGLE",
+    "EAGLE3",
+    "MEDUSA",
+    "NEXTN",
+    "REDRAFTER",
+    "STANDALONE",
+    "NGRAM",
+    "EAGLE+NGRAM",
+    "EAGLE3+NGRAM",
+    "NEXTN+NGRAM",
+    "STANDALONE+NGRAM",
 ]
 
 
@@ -66,13 +78,15 @@ class SpeculativeSection(Section):
 
     algorithm: Algorithm | None = Field(
         default=None,
-        description="NONE decodes plainly, NEXTN (or MTP) drafts with the MTP layer in the target's own files, NGRAM "
-        "with what followed the same tokens earlier in the request, which needs no draft; X+NGRAM joins X's tree and "
-        "that; without it, detected from the draft's files",
+        description="NONE decodes plainly, NEXTN (or MTP) drafts with the MTP layer in the target's own files, "
+        "STANDALONE with a smaller language model of the same vocabulary, NGRAM with what followed the same tokens "
+        "earlier in the request, which needs no draft; X+NGRAM joins X's tree and that; without it, detected from the "
+        "draft's files",
     )
     draft_model_path: ModelLocation | None = Field(
         default=None,
-        description="the draft head: a Hugging Face id or a local directory; the demo brings its own, NEXTN needs none",
+        description="the draft head, or the smaller model of STANDALONE: a Hugging Face id or a local directory; the "
+        "demo brings its own, NEXTN needs none",
     )
     num_steps: Count | None = Field(
         default=None,
@@ -151,6 +165,8 @@ class SpeculativeSection(Section):
             self._refuse_tree_parameters()
         if self.algorithm == "NGRAM":
             return self._ngram_parameters()
+        if self.head_algorithm == "STANDALONE":
+            self._refuse("token_map", "draft_config_override")
         if steps is not None and topk is not None:
             if self.drafts_ngrams:
                 return _joined(steps, topk, self.num_draft_tokens or steps * topk + 1)
@@ -163,14 +179,19 @@ class SpeculativeSection(Section):
         return None
 
     def _ngram_parameters(self) -> SpeculativeParams:
-        for field in ("draft_model_path", "eagle_topk", "token_map", "draft_config_override"):
-            if getattr(self, field) is not None:
-                flag = f"--speculative-{field.replace('_', '-')}"
-                raise ConfigError(f"{flag} has no effect with --speculative-algorithm NGRAM: drop one of them")
+        self._refuse("draft_model_path", "eagle_topk", "token_map", "draft_config_override")
         steps, nodes = self.num_steps or NGRAM_DEPTH, self.num_draft_tokens or 2 * NGRAM_DEPTH
         if nodes == 1:
             raise ConfigError("--speculative-num-draft-tokens 1: should be 2 or more: the root is one of them")
         return SpeculativeParams(steps, 0, nodes, ngram_depth=steps)
+
+    def _refuse(self, *fields: str) -> None:
+        for field in fields:
+            if getattr(self, field) is not None:
+                flag = f"--speculative-{field.replace('_', '-')}"
+                raise ConfigError(
+                    f"{flag} has no effect with --speculative-algorithm {self.algorithm}: drop one of them"
+                )
 
     def _refuse_tree_parameters(self) -> None:
         for field in ("num_steps", "eagle_topk", "num_draft_tokens"):
@@ -273,6 +294,11 @@ class Config(BaseModel):
             )
         if algorithm == "NEXTN" and target is None:
             raise ConfigError("--speculative-algorithm NEXTN needs --model-path: the demo's target has no MTP layer")
+        if algorithm == "STANDALONE" and draft is None:
+            raise ConfigError(
+                "--speculative-algorithm STANDALONE needs --model-path and, for the smaller model that drafts, "
+                "--speculative-draft-model-path"
+            )
         same = draft is not None and target is not None and Path(draft).resolve() == Path(target).resolve()
         if same and algorithm in ("EAGLE", "EAGLE3", "REDRAFTER"):
             raise ConfigError(
@@ -305,12 +331,14 @@ class SpeculativeParams:
 
 # SGLang's choice: a tree of 8, but a short chain for targets whose own MTP layer drafts.
 _AUTO = {"DeepseekV2ForCausalLM": SpeculativeParams(3, 1, 4), "DeepseekV3ForCausalLM": SpeculativeParams(3, 1, 4)}
+_AUTO_STANDALONE = SpeculativeParams(3, 1, 4)  # a model's forwards cost more than a head's
 _AUTO_OTHERWISE = SpeculativeParams(5, 4, 8)  # Llama, Grok and all others
 
 
 def resolve_speculative(section: SpeculativeSection, architecture: str) -> SpeculativeParams:
     """The trees' shape: as given, or by the target's architecture (`architectures[0]`) where nothing is given."""
-    params = section.given_parameters() or _AUTO.get(architecture, _AUTO_OTHERWISE)
+    auto = _AUTO_STANDALONE if section.head_algorithm == "STANDALONE" else _AUTO.get(architecture, _AUTO_OTHERWISE)
+    params = section.given_parameters() or auto
     if section.drafts_ngrams and not params.ngram_depth:
         return _joined(
             params.num_steps, params.eagle_topk, max(params.num_draft_tokens, _AUTO_OTHERWISE.num_draft_tokens)

@@ -12,7 +12,7 @@ from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.draft_input import EagleDraftInput
 from eagle_server.speculation.merge import ScoredNodes, best, unite
 from eagle_server.speculation.tree import Candidates, EagleVerifyInput, TreeNodes
-from eagle_server.worker.batch import DecodeBatch, PromptFeatures
+from eagle_server.worker.batch import DecodeBatch, Prompts
 from eagle_server.worker.calibration import Calibration
 from eagle_server.worker.drafters.eagle import EagleDrafter
 from eagle_server.worker.drafters.ngram import SCALE, NgramTries, packed
@@ -53,7 +53,7 @@ class MixtureDrafter:
         self.model.forget(row)
         self.tries.forget(row)
 
-    def prefill(self, prompts: PromptFeatures) -> None:
+    def prefill(self, prompts: Prompts) -> None:
         self.model.prefill(prompts)
 
     def extend(self, batch: DecodeBatch) -> EagleDraftInput:

@@ -13,7 +13,7 @@ from eagle_server.plan import Decode
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.suffix_automaton import SuffixAutomaton, Trie
 from eagle_server.speculation.tree import EagleVerifyInput, TreeNodes
-from eagle_server.worker.batch import DecodeBatch, PromptFeatures
+from eagle_server.worker.batch import DecodeBatch, Prompts
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class NgramDrafter:
     def forget(self, row: int) -> None:
         self.tries.forget(row)
 
-    def prefill(self, prompts: PromptFeatures) -> None:
+    def prefill(self, prompts: Prompts) -> None:
         return None
 
     def extend(self, batch: DecodeBatch) -> None:
