@@ -61,7 +61,8 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
     algorithm = _algorithm(config, draft)
     models = [target, draft.head] if draft else [target]
     backend = resolve_backend(config, device, target.config.dtype, capped=any(map(caps_scores, models)))
-    sizes = graph_sizes(config, backend, native=all(model.config.native for model in models))
+    drafted = kv_config(draft.head) if draft else None
+    sizes = graph_sizes(config, backend, native=target.config.native and (drafted is None or drafted.native))
     memory = memory_for_kv(config, device, graph_memory(sizes, shape.draft_token_num, target.config))
     slots = config.cache.max_total_tokens or _slots_that_fit(shape, target.config, draft, memory)
     shape = replace(shape, max_total_tokens=slots, backend=backend, graph_sizes=sizes)

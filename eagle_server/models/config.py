@@ -235,7 +235,8 @@ def native_family(raw: Mapping[str, Any]) -> str | None:
 
 def named_family(raw: Mapping[str, Any]) -> str | None:
     """What a config.json calls its architecture."""
-    return (raw.get("architectures") or [raw.get("model_type")])[0]
+    name = (raw.get("architectures") or [raw.get("model_type")])[0]
+    return None if name is None else str(name)
 
 
 def _windows(raw: Mapping[str, Any], family: str, layers: int, source: str) -> tuple[int, ...]:

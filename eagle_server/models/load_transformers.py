@@ -7,6 +7,7 @@ that is kept elsewhere than in keys and values, or rows that look at each other 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,8 +21,10 @@ from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, 
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.cache.pool import KVPool
 from eagle_server.models.config import CheckpointError, ModelConfig
-from eagle_server.models.transformers_config import check_rope, read_theirs, window_of
+from eagle_server.models.transformers_config import TESTED, check_rope, read_theirs, window_of
 from eagle_server.models.transformers_target import ATTENTION, AttentionCall, TransformersTarget
+
+log = logging.getLogger(__name__)
 
 _KNOWN = {"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids", "use_cache", "target_dtype"}
 _NAMES = {"s_aux": "attention sinks", "position_bias": "a position bias", "attention_mask": "a mask of its own"}
@@ -37,6 +40,12 @@ def load_transformers(
     Raises:
         CheckpointError: the files are inexact, or the architecture needs what paged attention does not give.
     """
+    log.info("%s has no class of its own here: transformers' code runs it, on paged attention", config.architecture)
+    if config.architecture not in TESTED:
+        log.warning(
+            "%s is not among the architectures whose texts were compared with transformers': %s",
+            *(config.architecture, ", ".join(TESTED)),
+        )
     theirs = read_theirs(directory)
     check_rope(theirs, context, str(directory / "config.json"))
     model = _load(directory, config.dtype).to(device)
@@ -62,7 +71,7 @@ def _load(directory: Path, dtype: torch.dtype) -> Any:
     if not any(directory.glob("*.safetensors")):
         raise CheckpointError(f"{directory}: no *.safetensors here; other formats are read for native families only")
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
             attn_implementation="eager",
@@ -74,6 +83,7 @@ def _load(directory: Path, dtype: torch.dtype) -> Any:
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{directory}: transformers cannot load it ({reason})") from None
+    model, found = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if keys := sorted(map(str, found[kind])):
             raise CheckpointError(f"{directory}: {kind.replace('_keys', '')} tensors: {', '.join(keys[:8])}")

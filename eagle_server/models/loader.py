@@ -74,6 +74,26 @@ def load_target(
     return model
 
 
+def load_native_target(
+    path: str | Path,
+    *,
+    dtype: DtypeName = "auto",
+    context: int | None = None,
+    device: str | torch.device = "cpu",
+    progress: bool = True,
+    pack: bool = True,
+) -> TargetModel:
+    """`load_target` where the layers must be those that are written here: to train heads, or to rebuild the model.
+
+    Raises:
+        CheckpointError: also for an architecture that transformers' code would run.
+    """
+    model = load_target(path, dtype=dtype, context=context, device=device, progress=progress, pack=pack)
+    if not isinstance(model, TargetModel):
+        raise CheckpointError(f"{path}: {model.config.architecture} has no class of its own here, which this needs")
+    return model
+
+
 def read_model_config(directory: Path) -> ModelConfig:
     """What config.json says of a target.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,8 +54,6 @@ TESTED = (
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LENGTH_DEPENDENT = ("dynamic", "longrope")  # RoPE that turns all keys anew once a text is long
 
-log = logging.getLogger(__name__)
-
 
 def transformers_config(directory: Path) -> ModelConfig:
     """The facts of an architecture that is not native, from transformers' reading of its config.json.
@@ -74,12 +71,6 @@ def transformers_config(directory: Path) -> ModelConfig:
             reason = " ".join(str(error).split())[:200]
     if reason is not None:
         raise CheckpointError(f"{source}: architecture {named_family(raw)!r} cannot be served: {reason}")
-    log.info("%s has no class of its own here: transformers' code runs it, on paged attention", config.architecture)
-    if config.architecture not in TESTED:
-        log.warning(
-            "%s is not among the architectures whose texts were compared with transformers': %s",
-            *(config.architecture, ", ".join(TESTED)),
-        )
     return config
 
 

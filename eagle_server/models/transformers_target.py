@@ -63,7 +63,7 @@ AttentionInterface.register(ATTENTION, attend)
 
 
 @dataclass
-class _Hidden(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
+class _Hidden(BaseModelOutputWithPastAndCrossAttentions):
     """The result of any kind of decoder: heads of mixtures of experts look at one more field."""
 
     router_logits: None = None
@@ -84,12 +84,13 @@ class _Echo(nn.Module):
 class TransformersTarget(nn.Module):
     """A `Target` around a causal language model of transformers.
 
-    Positions stop at the last of `context`: trees reach past it, and what stands there is never emitted.
+    Positions stop at the last that it knows, or that `context` has: trees reach past it, and what stands there is never
+    emitted. (A draft model may be asked for longer texts than it knows: then its guesses get worse.)
     """
 
     def __init__(self, model: Any, config: ModelConfig, context: int) -> None:
         super().__init__()
-        self.model, self.config, self._last = model, config, context - 1
+        self.model, self.config, self._last = model, config, min(context, config.max_position) - 1
         self.aux_boundaries: tuple[int, ...] = ()
         self.link = Link()
         for module in model.modules():
@@ -113,6 +114,7 @@ class TransformersTarget(nn.Module):
     def adopt(self, specs: list[tuple[nn.Module, LayerSpec]], config: ModelConfig) -> None:
         """Take what a survey found: each attention module's layer, and the shapes of its KV."""
         self.config = config
+        self.link.calls.clear()
         for module, spec in specs:
             module.spec = spec  # type: ignore[assignment]
         layers = _layers(self.model, [module for module, _ in specs])

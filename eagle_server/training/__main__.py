@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from eagle_server.models.config import CheckpointError
-from eagle_server.models.loader import load_target
+from eagle_server.models.loader import load_native_target
 from eagle_server.models.target import TargetModel
 from eagle_server.models.weights import resolve_checkpoint
 from eagle_server.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library
@@ -202,7 +202,7 @@ def _redrafter(parsed: argparse.Namespace) -> None:
 
 def _target_and_corpus(parsed: argparse.Namespace) -> tuple[TargetModel, Corpus]:
     directory = resolve_checkpoint(parsed.target)
-    target = load_target(directory, dtype="float32", device=parsed.device, pack=False)
+    target = load_native_target(directory, dtype="float32", device=parsed.device, pack=False)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     end = target.config.eos_token_ids[0] if target.config.eos_token_ids else 0
     cache = parsed.out / "training" / "corpus.npz"
@@ -218,7 +218,7 @@ def _export(parsed: argparse.Namespace) -> None:
 def _demo(parsed: argparse.Namespace) -> None:
     _target(parsed)
     recipe = dataclasses.replace(DEMO_HEAD, steps=parsed.head_steps, compiled=parsed.compile)
-    target = load_target(parsed.work / "target", pack=False)
+    target = load_native_target(parsed.work / "target", pack=False)
     _train_and_write(target, _demo_corpus(parsed.work), recipe, parsed.work / "eagle3")
     _export(parsed)
 
