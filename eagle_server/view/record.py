@@ -9,7 +9,7 @@ from typing import Any
 
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Candidates, EagleVerifyInput, Proposal
-from eagle_server.worker.batch import DecodeBatch, PromptFeatures
+from eagle_server.worker.batch import DecodeBatch, Prompts
 from eagle_server.worker.drafters.interface import Drafter
 
 PADDING = -1
@@ -68,7 +68,7 @@ class RecordingDrafter:
     def forget(self, row: int) -> None:
         self.drafter.forget(row)
 
-    def prefill(self, prompts: PromptFeatures) -> None:
+    def prefill(self, prompts: Prompts) -> None:
         self.drafter.prefill(prompts)
 
     def extend(self, batch: DecodeBatch) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -86,6 +86,10 @@ class DecodeBatch:
     sampling: SamplingBatch
     req_to_token: Tensor  # int32 [rows, width]
 
+    def past_verified(self) -> DecodeBatch:
+        """The same requests as if their verified_id were committed: everything stands one position further on."""
+        return replace(self, seq_lens=self.seq_lens + 1, seq_lens_host=tuple(n + 1 for n in self.seq_lens_host))
+
 
 @dataclass(frozen=True)
 class PromptBatch:
@@ -103,6 +107,14 @@ class PromptFeatures:
 
     batch: PromptBatch
     features: Tensor
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Pieces of prompt as drafters read them: by token alone, or in pairs. A piece of one last token makes no pair."""
+
+    rows: PromptBatch  # the target's own
+    pairs: PromptFeatures | None
 
 
 class Batches:

@@ -20,7 +20,8 @@ class Case:
     """A drafter: what makes its pair, and the trees that it drafts.
 
     `size`: nodes that are verified, all that fit a dynamic tree of `steps` and `topk` if None. `tree`: a static one, by
-    name or list. `shared`: tokens of other requests' texts that n-grams are looked up in, too. `stages`: functions that are captured into graphs, per batch size.
+    name or list. `shared`: tokens of other requests' texts that n-grams are looked up in, too. `stages`: functions that
+    are captured into graphs, per batch size.
     """
 
     maker: Maker
@@ -70,6 +71,9 @@ CASES = {
     "MEDUSA unsorted": Case(pairs.medusa, tree=UNSORTED, stages=2),
     "REDRAFTER": Case(pairs.redrafter, 3, 4, stages=2),
     "REDRAFTER drafting more than it verifies": Case(pairs.redrafter, 5, 3, size=6, stages=2),
+    "STANDALONE": Case(pairs.standalone, 3, 4),
+    "STANDALONE chain": Case(pairs.standalone, 4, 1),
+    "STANDALONE+NGRAM": Case(pairs.standalone, 2, 2, size=4, ngrams=8, stages=4),
     "MEDUSA+NGRAM": Case(pairs.medusa, tree=UNSORTED, size=10, ngrams=5, stages=3),
     "REDRAFTER+NGRAM, shared": Case(pairs.redrafter, 3, 4, size=12, ngrams=5, shared=300, stages=3),
     "NGRAM, shared": Case(pairs.alone, size=9, ngrams=5, shared=300, stages=1),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 
+from eagle_server.models.config import ModelConfig
 from eagle_server.models.load_draft import load_draft
 from eagle_server.models.loader import load_target, save_checkpoint
 from eagle_server.models.target import TargetModel
@@ -17,7 +20,7 @@ from eagle_server.training.heads import Kind
 from eagle_server.training.tiny import tiny_medusa, tiny_pair
 from tests.lossless.scenes import REQUESTS
 from tests.support import deepseek
-from tests.support.engines import plain, run, tokens_of
+from tests.support.engines import MARGIN, plain, run, tokens_of
 from tests.support.redrafter import trained_redrafter
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
@@ -70,6 +73,20 @@ def nextn(directory: Path) -> Pair:
     return _loaded("NEXTN", saved, saved)
 
 
+def standalone(directory: Path) -> Pair:
+    """A target, and in smaller/ its first two layers, which often say the same."""
+    files, smaller = tiny_pair(directory, kind="eagle", steps=1), directory / "smaller"
+    whole = load_target(files.target, dtype="float32", progress=False, pack=False)
+    raw = json.loads((files.target / "config.json").read_text()) | {"num_hidden_layers": 2}
+    part, theirs = TargetModel(ModelConfig.from_dict(raw), 8), dict(whole.weight_views())
+    with torch.no_grad():
+        for name, mine in part.weight_views():
+            mine.copy_(theirs[name])
+    save_checkpoint(part, smaller, raw, torch.float32)
+    shutil.copy(files.target / "tokenizer.json", smaller)
+    return _loaded("STANDALONE", files.target, smaller)
+
+
 class Pairs:
     """What the makers made, once each, below `directory`."""
 
@@ -103,6 +120,9 @@ def _loaded(kind: str, directory: Path, draft: Path | None) -> Pair:
     if draft is None:
         return Pair(kind, directory, None, target, None)
     context = target.rope.cos.shape[0]
-    loaded = load_draft(draft, target, context=context, target_path=directory, progress=False)
+    algorithm = "STANDALONE" if kind == "STANDALONE" else None
+    loaded = load_draft(
+        draft, target, algorithm=algorithm, context=context, lookahead=MARGIN, target_path=directory, progress=False
+    )
     assert loaded.kind == kind
     return Pair(kind, directory, draft, target, loaded.head)
