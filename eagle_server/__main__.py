@@ -1,4 +1,4 @@
-"""`python -m eagle_server`: read the configuration, start the engine process, serve HTTP."""
+"""`python -m eagle_server`: read the configuration, start the engine process, serve HTTP; `tree` looks at trees."""
 
 from __future__ import annotations
 
@@ -19,12 +19,18 @@ from eagle_server.engine.tokenizer import load_tokenizer
 
 logger = logging.getLogger("eagle_server")
 
+TREE = "tree"  # the one command beside serving
 EXAMPLE_BODY = r'{"prompt": "def fibonacci(n):\n", "max_tokens": 64, "temperature": 0}'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal comes; the exit status. What the user can mend is one line on stderr and status 2."""
-    config = parse_args(sys.argv[1:] if argv is None else argv)
+    arguments = sys.argv[1:] if argv is None else argv
+    if list(arguments[:1]) == [TREE]:
+        from eagle_server.view.command import main as show_trees  # torch, which the API process does without
+
+        return show_trees(arguments[1:])
+    config = parse_args(arguments)
     return run(config, EngineFactory("eagle_server.engine.build", "build_engine", (config,)))
 
 

@@ -18,11 +18,15 @@ from eagle_server.cache.pool import Pool
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What attention must know of a layer: its index in the KV pool, softmax scale and sliding window (0 = full)."""
+    """What attention must know of a layer: its index in the KV pool, softmax scale and sliding window (0 = full).
+
+    `softcap` c > 0 puts c * tanh(score / c) in the place of every scaled score (Gemma 2).
+    """
 
     index: int
     scale: float
     window: int = 0
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True)

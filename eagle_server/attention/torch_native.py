@@ -101,9 +101,21 @@ class PlannedTorchNative:
         queries = q.view(group.size, group.q_len, kv_heads, shared, dim).permute(0, 2, 3, 1, 4)
         queries = queries.reshape(group.size, kv_heads, shared * group.q_len, dim)
         bias = group.bias(layer.window, shared, q.dtype)
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=layer.scale)
+        if layer.softcap:
+            out = _capped(queries, keys, values, bias, layer)
+        else:
+            out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=layer.scale)
         out = out.view(group.size, kv_heads, shared, group.q_len, width).permute(0, 3, 1, 2, 4)
         return out.reshape(group.size * group.q_len, heads, width)
+
+
+def _capped(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, layer: LayerSpec) -> Tensor:
+    """Attention [.., Q, value_dim] whose scaled scores are bent to at most `layer.softcap`, the softmax in float32."""
+    scores = queries @ keys.transpose(-1, -2) * layer.scale
+    scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    if bias is not None:
+        scores = scores + bias
+    return scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
 
 
 def _groups(batch: AttentionBatch) -> Iterator[_Group]:

@@ -42,7 +42,7 @@ from eagle_server.models.draft import TargetWeights
 from eagle_server.models.eagle3 import Eagle3Config, Eagle3Head
 from eagle_server.models.layers import pack_linears
 from eagle_server.models.load_draft import load_draft
-from eagle_server.models.loader import HasWeightViews, created_as, load_target, save_checkpoint
+from eagle_server.models.loader import HasWeightViews, created_as, load_native_target, save_checkpoint
 from eagle_server.models.target import TargetModel
 
 DEMO = Path(__file__).parent.parent / "assets" / "demo"
@@ -150,7 +150,7 @@ def pad_demo(
 
 def load_demo(context: int) -> tuple[TargetModel, Eagle3Head]:
     """The embedded demo as it is, in float32 on the CPU."""
-    target = load_target(DEMO / "target", dtype="float32", context=context, progress=False)
+    target = load_native_target(DEMO / "target", dtype="float32", context=context, progress=False)
     head = load_draft(DEMO / "eagle3", target, context=context, progress=False).head
     assert isinstance(head, Eagle3Head)
     target.aux_boundaries = head.aux_boundaries

@@ -32,7 +32,8 @@ class ModelSection(Section):
 
     model_path: ModelLocation | None = Field(
         default=None,
-        description="the target: a Hugging Face id or a local directory; without it, the embedded demo is served",
+        description="the target: a Hugging Face id or a local directory; without it, the embedded demo is served; an "
+        "architecture without a class of its own here is run by transformers' code",
     )
     tokenizer_path: ModelLocation | None = Field(
         default=None, description="where the tokenizer is, if not beside the target's weights"
@@ -165,6 +166,11 @@ class Config(BaseModel):
             )
         if algorithm == "NEXTN" and target is None:
             raise ConfigError("--speculative-algorithm NEXTN needs --model-path: the demo's target has no MTP layer")
+        if algorithm == "STANDALONE" and draft is None:
+            raise ConfigError(
+                "--speculative-algorithm STANDALONE needs --model-path and, for the smaller model that drafts, "
+                "--speculative-draft-model-path"
+            )
         same = draft is not None and target is not None and Path(draft).resolve() == Path(target).resolve()
         if same and algorithm in ("EAGLE", "EAGLE3", "REDRAFTER"):
             raise ConfigError(

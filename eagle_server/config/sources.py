@@ -40,7 +40,9 @@ examples:
   python -m eagle_server --speculative-algorithm NONE
       the demo without speculation
   python -m eagle_server --config configs/llama-3.1-8b-eagle3.yaml --port 8000 --dry-run
-      what a preset and a flag come to"""
+      what a preset and a flag come to
+  python -m eagle_server tree --prompt "def fibonacci(n):"
+      generate a text here and show the tree of each cycle, see python -m eagle_server tree --help"""
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,14 @@ Algorithm = Literal[
     "MEDUSA",
     "NEXTN",
     "REDRAFTER",
+    "STANDALONE",
     "NGRAM",
     "EAGLE+NGRAM",
     "EAGLE3+NGRAM",
     "MEDUSA+NGRAM",
     "NEXTN+NGRAM",
     "REDRAFTER+NGRAM",
+    "STANDALONE+NGRAM",
 ]
 Positive = Annotated[float, Field(gt=0)]
 
@@ -45,13 +47,15 @@ class SpeculativeSection(Section):
 
     algorithm: Algorithm | None = Field(
         default=None,
-        description="NONE decodes plainly, NEXTN (or MTP) drafts with the MTP layer in the target's own files, NGRAM "
-        "with what followed the same tokens earlier in the request, which needs no draft; X+NGRAM joins X's tree and "
-        "that; without it, detected from the draft's files",
+        description="NONE decodes plainly, NEXTN (or MTP) drafts with the MTP layer in the target's own files, "
+        "STANDALONE with a smaller language model of the same vocabulary, NGRAM with what followed the same tokens "
+        "earlier in the request, which needs no draft; X+NGRAM joins X's tree and that; without it, detected from the "
+        "draft's files",
     )
     draft_model_path: ModelLocation | None = Field(
         default=None,
-        description="the draft head: a Hugging Face id or a local directory; the demo brings its own, NEXTN needs none",
+        description="the draft head, or the smaller model of STANDALONE: a Hugging Face id or a local directory; the "
+        "demo brings its own, NEXTN needs none",
     )
     num_steps: Count | None = Field(
         default=None,
@@ -78,13 +82,14 @@ class SpeculativeSection(Section):
     medusa_choices: Annotated[Text, BeforeValidator(_as_text)] | None = Field(
         default=None,
         description="Medusa's tree: a published one by name, or a list of ranks for each node, like [(0,), (0, 0), "
-        "(1,)]; without it, mc_sim_7b_63 as deep as there are heads",
+        "(1,)], or a file that holds the list; without it, mc_sim_7b_63 as deep as there are heads",
     )
 
     token_tree: Annotated[Text, BeforeValidator(_as_text)] | None = Field(
         default=None,
         description="the nodes that an EAGLE or MTP head drafts, whatever their scores, each as a list of ranks: "
-        "[(0,), (0, 0), (1,)]; in the place of steps, topk and draft tokens",
+        "[(0,), (0, 0), (1,)], or a file that holds the list (python -m eagle_server.training.tree_search writes one); "
+        "in the place of steps, topk and draft tokens",
     )
     ngram_share: bool = Field(
         default=False,
@@ -181,8 +186,10 @@ class SpeculativeSection(Section):
             self._refuse_tree_parameters()
             return None
         if self.algorithm == "NGRAM":
-            self._refuse_what_shapes_a_head()
+            self._refuse("draft_model_path", "eagle_topk", "token_map", "draft_config_override")
             return tries(steps, self.num_draft_tokens)
+        if self.head_algorithm == "STANDALONE":
+            self._refuse("token_map", "draft_config_override")
         if steps is not None and topk is not None:
             if self.drafts_ngrams:
                 return joined(steps, topk, self.num_draft_tokens or steps * topk + 1)
@@ -194,10 +201,11 @@ class SpeculativeSection(Section):
             raise ConfigError(f"{given} needs {missing} as well; give none of them for automatic values")
         return None
 
-    def _refuse_what_shapes_a_head(self) -> None:
-        for field in ("draft_model_path", "eagle_topk", "token_map", "draft_config_override"):
+    def _refuse(self, *fields: str) -> None:
+        for field in fields:
             if getattr(self, field) is not None:
-                raise ConfigError(f"{_flag(field)} has no effect with --speculative-algorithm NGRAM: drop one of them")
+                algorithm = f"--speculative-algorithm {self.algorithm}"
+                raise ConfigError(f"{_flag(field)} has no effect with {algorithm}: drop one of them")
 
     def _refuse_tree_parameters(self) -> None:
         """Medusa's trees have none; beside tries, how many nodes of both are verified may be given."""
@@ -210,7 +218,8 @@ class SpeculativeSection(Section):
 
 def resolve_speculative(section: SpeculativeSection, architecture: str) -> SpeculativeParams:
     """The trees' shape: as given, or by the target's architecture (`architectures[0]`) where nothing is given."""
-    params = section.given_parameters() or automatic(architecture, ngrams=section.drafts_ngrams)
+    kind = "STANDALONE" if section.head_algorithm == "STANDALONE" else architecture
+    params = section.given_parameters() or automatic(kind, ngrams=section.drafts_ngrams)
     if not section.drafts_ngrams and section.num_draft_tokens not in (None, params.num_draft_tokens):
         logger.warning(
             "--speculative-num-draft-tokens %d is adjusted to %d: with topk 1 the draft is a chain of %d and its root",

@@ -19,13 +19,18 @@ class SpeculativeParams:
     ngram_depth: int = 0  # of n-gram tries, 0: there are none
 
 
-# SGLang's choice: a tree of 8, but a short chain for targets whose own MTP layer drafts.
-_AUTO = {"DeepseekV2ForCausalLM": SpeculativeParams(3, 1, 4), "DeepseekV3ForCausalLM": SpeculativeParams(3, 1, 4)}
+# SGLang's choice: a tree of 8, but a short chain for targets whose own MTP layer drafts. A draft model's forwards cost
+# more than a head's.
+_SHORT = SpeculativeParams(3, 1, 4)
+_AUTO = {"DeepseekV2ForCausalLM": _SHORT, "DeepseekV3ForCausalLM": _SHORT, "STANDALONE": _SHORT}
 _AUTO_OTHERWISE = SpeculativeParams(5, 4, 8)  # Llama, Grok and all others
 
 
 def automatic(architecture: str, *, ngrams: bool) -> SpeculativeParams:
-    """The tree for a target of this architecture (`architectures[0]`), with room for `ngrams` beside a short chain."""
+    """The tree for a target of this architecture (`architectures[0]`), with room for `ngrams` beside a short chain.
+
+    "STANDALONE" in its place: for a draft model.
+    """
     params = _AUTO.get(architecture, _AUTO_OTHERWISE)
     if not ngrams:
         return params

@@ -16,7 +16,7 @@ from eagle_server.engine.drafters import Draft, Workbench, make_drafter
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.pools import make_pool
 from eagle_server.engine.shape import Shape
-from eagle_server.models.target import TargetModel
+from eagle_server.models.target import Target
 from eagle_server.request import Ready
 from eagle_server.scheduling.scheduler import Limits, Scheduler
 from eagle_server.worker.batch import Batches
@@ -27,7 +27,7 @@ from eagle_server.worker.worker import Worker
 
 
 def assemble(
-    target: TargetModel,
+    target: Target,
     head: Draft | None,
     shape: Shape,
     *,

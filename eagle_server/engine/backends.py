@@ -63,6 +63,23 @@ class Backends:
 
 
 def layer_specs(model: Any) -> set[tuple[float, int]]:
-    """The distinct (scale, sliding window) of a module's attention layers."""
+    """The distinct (scale, sliding window) of a module's attention layers.
+
+    Raises:
+        ValueError: a layer caps its scores, which the FlashInfer backend does not do.
+    """
+    if caps_scores(model):
+        raise ValueError(
+            "--attention-backend flashinfer does not cap attention scores, which this model does: use torch_native"
+        )
+    return {(spec.scale, spec.window) for spec in _specs(model)}
+
+
+def caps_scores(model: Any) -> bool:
+    """Whether any layer of a module caps its attention scores."""
+    return any(spec.softcap for spec in _specs(model))
+
+
+def _specs(model: Any) -> list[LayerSpec]:
     specs = [getattr(module, "spec", None) for module in model.modules()]
-    return {(spec.scale, spec.window) for spec in specs if isinstance(spec, LayerSpec)}
+    return [spec for spec in specs if isinstance(spec, LayerSpec)]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
 
 from eagle_server.config import Config, ConfigError, SpeculativeParams, resolve_speculative
 from eagle_server.engine.assemble import assemble
+from eagle_server.engine.backends import caps_scores
 from eagle_server.engine.devices import (
     graph_memory,
     graph_sizes,
@@ -23,16 +24,24 @@ from eagle_server.engine.engine import Engine
 from eagle_server.engine.pools import bytes_per_slot
 from eagle_server.engine.shape import Shape
 from eagle_server.engine.static_trees import given_choices, with_choices, with_token_tree
-from eagle_server.models.config import ModelConfig, read_config
+from eagle_server.models.config import ModelConfig
 from eagle_server.models.load_draft import Algorithm, LoadedDraft, load_draft
-from eagle_server.models.loader import load_target
+from eagle_server.models.loader import load_target, read_model_config
 from eagle_server.models.medusa_head import MedusaHeads
-from eagle_server.models.target import TargetModel
+from eagle_server.models.target import Target
 from eagle_server.models.weights import resolve_checkpoint, resolve_file
 from eagle_server.speculation.accept import Acceptance, Lossless
 from eagle_server.speculation.typical import Typical
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Models:
+    """A target and its draft, loaded: what engines that differ in their trees can share."""
+
+    target: Target
+    draft: LoadedDraft | None
 
 
 def build_engine(config: Config, *, progress: bool = True) -> Engine:
@@ -42,32 +51,58 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
         ValueError: a value or checkpoint that cannot be served; the message says what to change.
         OSError: a file that cannot be read.
     """
+    return engine_over(load_models(config, progress=progress), config)
+
+
+def load_models(config: Config, *, lookahead: int = 0, progress: bool = True) -> Models:
+    """Target and draft on their device, for the trees of `config` and any that need no more than `lookahead` slots.
+
+    Raises:
+        ValueError, OSError: see `build_engine`.
+    """
     device = resolve_device(config)
     directory = resolve_checkpoint(config.target_path)
-    facts = ModelConfig.from_dict(read_config(directory), str(directory / "config.json"))
+    facts = read_model_config(directory)
     context = _context_length(config, facts)
-    trees = resolve_speculative(config.speculative, facts.architecture) if config.speculates else None
-    shape = _shape(config, context, trees)
+    shape = _shape(config, context, _trees(config, facts))
     target = load_target(
         config.target_path,
         dtype=config.model.dtype,
         context=context,
-        lookahead=_lookahead(config, shape),
+        lookahead=max(_lookahead(config, shape), lookahead),
         device=device,
         progress=progress,
     )
     torch.set_num_threads(config.device.cpu_threads or threads_for(facts))
-    draft = _load_draft(config, target, shape, progress=progress) if config.draft_path is not None else None
+    window = max(shape.window, lookahead)
+    return Models(target, None if config.draft_path is None else _load_draft(config, target, window, progress=progress))
+
+
+def engine_over(models: Models, config: Config) -> Engine:
+    """An engine of `config` over models that `load_models` loaded for it.
+
+    Raises:
+        ValueError: a value that cannot be served; the message says what to change.
+    """
+    target, draft = models.target, models.draft if config.draft_path is not None else None
+    device, trees = target.embed.device, _trees(config, target.config)
+    shape = _shape(config, _context_length(config, target.config), trees)
     shape = with_token_tree(_with_medusa(config, shape, draft), draft, config.speculative.token_tree)
     algorithm = _algorithm(config, draft)
-    backend = resolve_backend(config, device, target.config.dtype)
-    sizes = graph_sizes(config, backend)
+    capped = caps_scores(target) or (draft is not None and caps_scores(draft.head))
+    backend = resolve_backend(config, device, target.config.dtype, capped=capped)
+    drafted = kv_config(draft.head) if draft else None
+    sizes = graph_sizes(config, backend, native=target.config.native and (drafted is None or drafted.native))
     memory = memory_for_kv(config, device, graph_memory(sizes, shape.draft_token_num, target.config))
     slots = config.cache.max_total_tokens or _slots_that_fit(shape, target.config, draft, memory)
     shape = replace(shape, max_total_tokens=slots, backend=backend, graph_sizes=sizes)
     resolved = _resolved(config, shape, target, trees, algorithm)
     logger.info("resolved configuration: %s", resolved)
     return assemble(target, draft.head if draft else None, replace(shape, resolved=resolved), algorithm=algorithm)
+
+
+def _trees(config: Config, facts: ModelConfig) -> SpeculativeParams | None:
+    return resolve_speculative(config.speculative, facts.architecture) if config.speculates else None
 
 
 def _algorithm(config: Config, draft: LoadedDraft | None) -> str:
@@ -139,15 +174,15 @@ def _with_medusa(config: Config, shape: Shape, draft: LoadedDraft | None) -> Sha
     return replace(shape, draft_token_num=config.speculative.num_draft_tokens or shape.draft_token_num)
 
 
-def _load_draft(config: Config, target: TargetModel, shape: Shape, *, progress: bool) -> LoadedDraft:
+def _load_draft(config: Config, target: Target, window: int, *, progress: bool) -> LoadedDraft:
     assert config.draft_path is not None
     algorithm, token_map = cast("Algorithm | None", config.speculative.head_algorithm), config.speculative.token_map
     return load_draft(
         config.draft_path,
         target,
         algorithm=algorithm,
-        context=shape.context_length,
-        lookahead=shape.window,
+        context=_context_length(config, target.config),
+        lookahead=window,
         token_map=None if token_map is None else resolve_file(token_map),
         overrides=config.speculative.draft_config_override,
         target_path=config.target_path,
@@ -166,7 +201,7 @@ def _slots_that_fit(shape: Shape, target: ModelConfig, draft: LoadedDraft | None
 
 
 def _resolved(
-    config: Config, shape: Shape, target: TargetModel, trees: SpeculativeParams | None, algorithm: str
+    config: Config, shape: Shape, target: Target, trees: SpeculativeParams | None, algorithm: str
 ) -> dict[str, Any]:
     """What /v1/server_info shows: the configuration with every automatic value in its place."""
     values = config.public_dict()
@@ -174,6 +209,7 @@ def _resolved(
         dtype=str(target.config.dtype).removeprefix("torch."),
         context_length=shape.context_length,
         architecture=target.config.architecture,
+        implementation="eagle_server" if target.config.native else "transformers",
     )
     values["device"].update(
         device=str(target.embed.device),

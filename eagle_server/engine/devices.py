@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 
 import torch
@@ -16,6 +17,8 @@ SMALL_MODEL = 50_000_000  # parameters of a target
 CPU_MEMORY_FOR_KV = 0.25  # of the machine's memory, for both pools together
 GPU_MEMORY = 0.85  # of the GPU's memory, for weights and KV together
 LARGEST_GRAPH = 64
+
+logger = logging.getLogger(__name__)
 
 
 def resolve_device(config: Config) -> torch.device:
@@ -33,8 +36,8 @@ def resolve_device(config: Config) -> torch.device:
     return device
 
 
-def resolve_backend(config: Config, device: torch.device, dtype: torch.dtype) -> Backend:
-    """auto: flashinfer where it can run.
+def resolve_backend(config: Config, device: torch.device, dtype: torch.dtype, *, capped: bool = False) -> Backend:
+    """auto: flashinfer where it can run. `capped`: a model caps its attention scores.
 
     Raises:
         ConfigError: flashinfer was asked for, or is what a GPU needs, and cannot run.
@@ -43,6 +46,14 @@ def resolve_backend(config: Config, device: torch.device, dtype: torch.dtype) ->
     sixteen_bit = dtype in (torch.bfloat16, torch.float16)
     if wanted == "torch_native" or device.type == "cpu" or (wanted == "auto" and not sixteen_bit):
         return "torch_native"
+    if capped and wanted == "auto":
+        logger.info("attention scores are capped, which the flashinfer backend does not do: torch_native it is")
+        return "torch_native"
+    if capped:
+        raise ConfigError(
+            "--attention-backend flashinfer does not cap attention scores, which this model does: drop it, or "
+            "choose torch_native"
+        )
     if not sixteen_bit:
         raise ConfigError("--attention-backend flashinfer takes no float32: add --dtype bfloat16, or drop it")
     if importlib.util.find_spec("flashinfer") is None:
@@ -53,9 +64,20 @@ def resolve_backend(config: Config, device: torch.device, dtype: torch.dtype) ->
     return "flashinfer"
 
 
-def graph_sizes(config: Config, backend: Backend) -> tuple[int, ...]:
-    """Batch sizes to capture CUDA graphs for; none for a backend whose shapes follow the lengths."""
+def graph_sizes(config: Config, backend: Backend, *, native: bool = True) -> tuple[int, ...]:
+    """Batch sizes to capture CUDA graphs for; none for a backend whose shapes follow the lengths.
+
+    None either where not all models are `native`: transformers' code may wait for the device, which cannot be captured.
+
+    Raises:
+        ConfigError: a size was given for graphs that there are not.
+    """
     if backend == "torch_native" or config.device.disable_cuda_graph:
+        return ()
+    if not native:
+        if config.device.cuda_graph_max_bs is not None:
+            raise ConfigError("--cuda-graph-max-bs: models that transformers' code runs are not captured; drop it")
+        logger.info("no CUDA graphs: transformers' code runs a model here, and it may wait for the device")
         return ()
     running = config.scheduler.max_running_requests
     return bucket_sizes(min(running, config.device.cuda_graph_max_bs or LARGEST_GRAPH))

@@ -15,6 +15,7 @@ from eagle_server.models.config import ModelConfig
 from eagle_server.models.draft import DraftHead
 from eagle_server.models.medusa_head import MedusaHeads
 from eagle_server.models.redrafter import RedrafterHead
+from eagle_server.models.standalone import DraftLM
 from eagle_server.speculation.shared_texts import SharedTexts
 from eagle_server.speculation.static_tree import static_tree
 from eagle_server.worker.drafters.eagle import EagleDrafter
@@ -24,10 +25,11 @@ from eagle_server.worker.drafters.mixture import MixtureDrafter
 from eagle_server.worker.drafters.ngram import NgramDrafter, NgramTries
 from eagle_server.worker.drafters.none import NoDrafter
 from eagle_server.worker.drafters.redrafter import RedrafterDrafter
+from eagle_server.worker.drafters.standalone import StandaloneDrafter
 from eagle_server.worker.drafters.static_eagle import StaticEagleDrafter
 from eagle_server.worker.graphs import Graphs
 
-Draft = DraftHead | MedusaHeads | RedrafterHead  # what a drafter is made of; None: plain decoding
+Draft = DraftHead | DraftLM | MedusaHeads | RedrafterHead  # what a drafter is made of; None: plain decoding
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ def _model_drafter(draft: Draft, bench: Workbench) -> tuple[ModelDrafter[Any], l
         tree = static_tree(shape.choices, bench.device)
         attention = bench.backends.make(draft, pool, {shape.num_steps + 1, *tree.rows}, shape.draft_attention)
         return StaticEagleDrafter(draft, attention, tree, bench.graphs), [pool]
-    drafter = EagleDrafter(
+    kind = StandaloneDrafter if isinstance(draft, DraftLM) else EagleDrafter
+    drafter = kind(
         draft,
         bench.backends.make(
             draft, pool, (max(shape.num_steps, shape.ngram_depth) + 1, shape.topk), shape.draft_attention

@@ -42,6 +42,10 @@ class Shape:
 
     @property
     def window(self) -> int:
-        """Lookahead slots per decoding request: what drafting and verifying write past the committed length."""
-        drafting = 0 if self.choices else (self.num_steps - 1) * self.topk
-        return max(drafting, self.draft_token_num)
+        """Lookahead slots per decoding request: what drafting and verifying write past the committed length.
+
+        One for verified_id, which a draft that is a language model reads first; its extend writes as many rows as a
+        tree is deep, and one.
+        """
+        drafting = 0 if self.choices else (self.num_steps - 1) * self.topk + 1
+        return max(drafting, self.draft_token_num, self.ngram_depth + 1 if self.ngram_depth else 0)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 from eagle_server.engine.shape import Shape
 from eagle_server.models.load_draft import LoadedDraft
 from eagle_server.models.medusa_head import MedusaHeads
 from eagle_server.speculation.medusa_choices import (
     DEFAULT,
+    PRESETS,
     Choices,
     depth_of,
     parse_choices,
@@ -18,15 +21,29 @@ from eagle_server.speculation.medusa_choices import (
 
 
 def given_choices(text: str | None, option: str = "--medusa-choices") -> Choices:
-    """What the option says; the default where it says nothing.
+    """What the option says: a name, a list, or a file that holds a list; the default where it says nothing.
 
     Raises:
-        ValueError: it is no tree; the message names the option.
+        ValueError: it is no tree; the message names the option, and the file if there is one.
     """
+    text = (text or DEFAULT).strip()
+    path = _path_in(text)
     try:
-        return parse_choices(text or DEFAULT)
+        return parse_choices(text if path is None else path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{option} {path}: a text file is expected") from None
     except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
+        raise ValueError(f"{option}{'' if path is None else f' {path}'}: {error}") from None
+
+
+def _path_in(text: str) -> Path | None:
+    """The file that an option's text names, None where it is a list or a name."""
+    if text in PRESETS or text.startswith(("[", "(")):
+        return None
+    path = Path(text).expanduser()
+    return path if os.path.isfile(path) or path.suffix or len(path.parts) > 1 else None
 
 
 def with_choices(shape: Shape, heads: MedusaHeads, text: str | None) -> Shape:

@@ -78,10 +78,11 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a decoder (Llama, Mistral, Qwen2, Qwen3, DeepSeek-V2 and V3) or of a draft head's layers.
+    """Shape of a decoder, or of a draft head's layers.
 
     `windows` holds one sliding-window size per layer, 0 for full attention. `head_dim` is what RoPE turns: with `mla`,
-    the rotary part of a head. `nextn_layers` is how many further layers in the same files draft.
+    the rotary part of a head. `nextn_layers` is how many further layers in the same files draft. A decoder that is not
+    `native` is run by transformers' code, and no more is filled in than others ask for.
     """
 
     architecture: str
@@ -107,6 +108,7 @@ class ModelConfig:
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
     nextn_layers: int = 0
+    native: bool = True
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
@@ -115,7 +117,11 @@ class ModelConfig:
         Raises:
             CheckpointError: a required key is absent or has a value that is not supported.
         """
-        family = _family(raw, source)
+        family = native_family(raw)
+        if family is None:
+            raise CheckpointError(
+                f"{source}: architecture {named_family(raw)!r} is not supported; supported are {', '.join(SUPPORTED)}"
+            )
         heads = _integer(raw, "num_attention_heads", source)
         hidden = _integer(raw, "hidden_size", source)
         layers = _integer(raw, "num_hidden_layers", source)
@@ -137,14 +143,14 @@ class ModelConfig:
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope=rope_config(raw, max_position, source),
             max_position=max_position,
-            dtype=_dtype(raw),
+            dtype=stored_dtype(raw),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=attention_bias or family == "Qwen2ForCausalLM",
             o_bias=attention_bias and family in ("LlamaForCausalLM", "Qwen3ForCausalLM", *_DEEPSEEK),
             mlp_bias=bool(raw.get("mlp_bias", False)) and family != "DeepseekV3ForCausalLM",
             qk_norm=family == "Qwen3ForCausalLM",
             windows=_windows(raw, family, layers, source),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),)),
+            eos_token_ids=token_ids(eos),
             bos_token_id=raw.get("bos_token_id"),
             mla=mla,
             moe=_moe(raw, family, source) if family in _DEEPSEEK else None,
@@ -215,17 +221,22 @@ def windows_by_type(raw: Mapping[str, Any], layers: int, source: str) -> tuple[i
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
 
 
-def _family(raw: Mapping[str, Any], source: str) -> str:
+def native_family(raw: Mapping[str, Any]) -> str | None:
+    """The architecture, if its layers are written here."""
     architectures = raw.get("architectures") or []
     for name in architectures:
         if name in SUPPORTED:
             return str(name)
     index = _BY_MODEL_TYPE.get(raw.get("model_type", ""))
     if index is None or (architectures and not str(architectures[0]).startswith(("Llama", "Mistral", "Qwen", "Eagle"))):
-        found = architectures[0] if architectures else raw.get("model_type")
-        known = ", ".join(SUPPORTED)
-        raise CheckpointError(f"{source}: architecture {found!r} is not supported; supported are {known}")
+        return None
     return SUPPORTED[index]
+
+
+def named_family(raw: Mapping[str, Any]) -> str | None:
+    """What a config.json calls its architecture."""
+    name = (raw.get("architectures") or [raw.get("model_type")])[0]
+    return None if name is None else str(name)
 
 
 def _windows(raw: Mapping[str, Any], family: str, layers: int, source: str) -> tuple[int, ...]:
@@ -286,6 +297,11 @@ def _moe(raw: Mapping[str, Any], family: str, source: str) -> MoEConfig | None:
     )
 
 
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """What config.json gives as one id, several, or null."""
+    return tuple(value) if isinstance(value, list) else () if value is None else (int(value),)
+
+
 def _integer(raw: Mapping[str, Any], key: str, source: str) -> int:
     value = raw.get(key)
     if not isinstance(value, int) or value <= 0:
@@ -293,6 +309,6 @@ def _integer(raw: Mapping[str, Any], key: str, source: str) -> int:
     return value
 
 
-def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
+def stored_dtype(raw: Mapping[str, Any]) -> torch.dtype:
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     return DTYPES.get(name, torch.float32)

@@ -111,11 +111,22 @@ def detect(files: DraftFiles) -> DraftKind:
                 f"{files.config_source}: speculators_model_type {declared!r} is not supported yet, only 'eagle3' is"
             )
         return DraftKind.EAGLE3
-    for kind, matches in _RULES:
-        if matches(files):
-            return kind
+    found = find(files)
+    if found is not None:
+        return found
     some = ", ".join(sorted(files.tensors)[:8])
     raise CheckpointError(f"{files.directory}: not a draft format known here; its tensors are {some}, ...")
+
+
+def find(files: DraftFiles) -> DraftKind | None:
+    """The format by the rules alone, None where none fits."""
+    return next((kind for kind, matches in _RULES if matches(files)), None)
+
+
+def is_causal_lm(files: DraftFiles) -> bool:
+    """Whether these are the tensors of a Llama-like language model."""
+    needed = {"embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.weight"}
+    return needed <= set(files.tensors) and "fc.weight" not in files.tensors
 
 
 def _is_medusa(files: DraftFiles) -> bool:
@@ -142,9 +153,9 @@ def _is_eagle(files: DraftFiles) -> bool:
     return width == 2 * hidden > 0 and not files.has_prefix("layers.0.input_layernorm.")
 
 
-def _is_causal_lm(files: DraftFiles) -> bool:
-    needed = {"embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.weight"}
-    return needed <= set(files.tensors) and "fc.weight" not in files.tensors
+def _is_other_lm(files: DraftFiles) -> bool:
+    """By the name of its class: other families have other tensors."""
+    return any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in files.config.get("architectures") or ())
 
 
 _RULES: tuple[tuple[DraftKind, Callable[[DraftFiles], bool]], ...] = (
@@ -158,5 +169,5 @@ _RULES: tuple[tuple[DraftKind, Callable[[DraftFiles], bool]], ...] = (
     (DraftKind.EAGLE_MLA, lambda f: _is_eagle3(f) and f.has_part("qkv_a", "kv_a_proj", "q_a_proj")),
     (DraftKind.EAGLE3, _is_eagle3),
     (DraftKind.EAGLE, _is_eagle),
-    (DraftKind.DRAFT_LM, _is_causal_lm),
+    (DraftKind.DRAFT_LM, lambda f: is_causal_lm(f) or _is_other_lm(f)),
 )

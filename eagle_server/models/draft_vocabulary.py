@@ -11,14 +11,14 @@ from torch import Tensor
 
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.draft_format import DraftFiles
-from eagle_server.models.target import TargetModel
+from eagle_server.models.target import Target
 from eagle_server.models.weights import load_pickle
 
 _SAME = 1e-6  # a float16 copy of a bfloat16 tensor differs by less: the subnormal step of float16 is 6e-8
 _ROWS = 4096
 
 
-def check_vocabulary(files: DraftFiles, target: TargetModel, draft_vocab: int) -> None:
+def check_vocabulary(files: DraftFiles, target: Target, draft_vocab: int) -> None:
     """Compare what the files and the config say about V and Vd with the target.
 
     Raises:
@@ -43,7 +43,7 @@ def check_vocabulary(files: DraftFiles, target: TargetModel, draft_vocab: int) -
         raise CheckpointError(f"{source}: lm_head.weight: missing; the target's has {vocab} rows, not {draft_vocab}")
 
 
-def without_copies(files: DraftFiles, target: TargetModel) -> DraftFiles:
+def without_copies(files: DraftFiles, target: Target) -> DraftFiles:
     """`files` without an embedding or lm_head that equals the target's: those are shared instead."""
     own, shape = dict(files.tensors), (target.config.vocab_size, target.config.hidden_size)
     theirs: dict[str, Callable[[], Tensor]] = {

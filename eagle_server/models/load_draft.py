@@ -11,7 +11,15 @@ from typing import Any, Literal
 from eagle_server.models.config import CheckpointError, ModelConfig, read_config
 from eagle_server.models.draft import DraftHead, TargetWeights
 from eagle_server.models.draft_config import eagle3_config, eagle_config, flatten
-from eagle_server.models.draft_format import DraftFiles, DraftKind, canonical_name, clean_names, detect
+from eagle_server.models.draft_format import (
+    DraftFiles,
+    DraftKind,
+    canonical_name,
+    clean_names,
+    detect,
+    find,
+    is_causal_lm,
+)
 from eagle_server.models.draft_vocabulary import (
     check_map,
     check_vocabulary,
@@ -29,10 +37,11 @@ from eagle_server.models.mtp_files import mtp_config, mtp_layer, mtp_name
 from eagle_server.models.post_norm_head import PostNormHead
 from eagle_server.models.redrafter import RedrafterHead, redrafter_config
 from eagle_server.models.rope import at_context
-from eagle_server.models.target import TargetModel
+from eagle_server.models.standalone import DraftLM, load_standalone
+from eagle_server.models.target import Target
 from eagle_server.models.weights import copy_weights, open_weights, refuse_quantized, resolve_checkpoint
 
-Algorithm = Literal["EAGLE", "EAGLE3", "MEDUSA", "NEXTN", "REDRAFTER"]
+Algorithm = Literal["EAGLE", "EAGLE3", "MEDUSA", "NEXTN", "REDRAFTER", "STANDALONE"]
 _HEADS: dict[DraftKind, tuple[Algorithm, str]] = {
     DraftKind.EAGLE: ("EAGLE", "an EAGLE head"),
     DraftKind.EAGLE3: ("EAGLE3", "an EAGLE3 head"),
@@ -52,12 +61,12 @@ class LoadedDraft:
     """A draft head, and the algorithm that it is for."""
 
     kind: Algorithm
-    head: DraftHead | MedusaHeads | RedrafterHead
+    head: DraftHead | DraftLM | MedusaHeads | RedrafterHead
 
 
 def load_draft(  # noqa: PLR0913
     path: str | Path,
-    target: TargetModel,
+    target: Target,
     *,
     context: int,
     lookahead: int = 0,
@@ -67,7 +76,7 @@ def load_draft(  # noqa: PLR0913
     target_path: str | Path | None = None,
     progress: bool = True,
 ) -> LoadedDraft:
-    """The EAGLE-1/2 or EAGLE-3 head or MTP layer of a directory or Hub id, in the target's dtype and on its device.
+    """The draft of a directory or Hub id, in the target's dtype and on its device.
 
     `path` may be `target_path` itself, if the target brings Medusa heads or an MTP layer. The head's RoPE table covers
     `context` and `lookahead`, whatever the draft's max_position_embeddings is. `token_map` is an FR-Spec file.
@@ -83,6 +92,8 @@ def load_draft(  # noqa: PLR0913
     refuse_quantized(raw, str(directory / "config.json"))
     files = DraftFiles(directory, raw, clean_names(open_weights(directory), directory))
     how = _Options(overrides, context, lookahead, is_target, progress)
+    if algorithm == "STANDALONE":
+        return _standalone(files, target, target_path, how)
     kind = _supported(_found(files, is_target=is_target), algorithm, directory)
     if kind != "MEDUSA" and not raw:
         read_config(directory)  # says what is missing
@@ -119,7 +130,31 @@ def _found(files: DraftFiles, *, is_target: bool) -> DraftKind:
     return DraftKind.MEDUSA if files.has_prefix(MEDUSA_2) else DraftKind.MTP
 
 
+def _standalone(files: DraftFiles, target: Target, target_path: str | Path | None, how: _Options) -> LoadedDraft:
+    """A language model; whether these files are one, its own loader knows best, but for heads that it may not say."""
+    head = None if is_causal_lm(files) else find(files)
+    if head is not None and head in _HEADS:
+        found = _HEADS[head][1]
+        raise CheckpointError(
+            f"{files.directory}: --speculative-algorithm STANDALONE was asked for, but the files hold {found}"
+        )
+    model = load_standalone(
+        files.directory,
+        target,
+        target_path=target_path,
+        context=how.context,
+        lookahead=how.lookahead,
+        progress=how.progress,
+    )
+    return LoadedDraft("STANDALONE", model)
+
+
 def _supported(found: DraftKind, algorithm: Algorithm | None, directory: Path) -> Algorithm:
+    if found == DraftKind.DRAFT_LM:
+        raise CheckpointError(
+            f"{directory}: holds a language model, not a draft head; to draft with it, add "
+            "--speculative-algorithm STANDALONE"
+        )
     if found not in _HEADS:
         raise CheckpointError(f"{directory}: recognized as {found}; this draft format is not supported yet")
     kind, name = _HEADS[found]
@@ -130,7 +165,7 @@ def _supported(found: DraftKind, algorithm: Algorithm | None, directory: Path) -
     return kind
 
 
-def _load_eagle(flat: Mapping[str, Any], files: DraftFiles, target: TargetModel, how: _Options) -> EagleHead:
+def _load_eagle(flat: Mapping[str, Any], files: DraftFiles, target: Target, how: _Options) -> EagleHead:
     config = eagle_config(flat, files, target.config)
     check_vocabulary(files, target, target.config.vocab_size)
     files = without_copies(files, target)
@@ -145,7 +180,7 @@ def _load_eagle(flat: Mapping[str, Any], files: DraftFiles, target: TargetModel,
     return head
 
 
-def _load_eagle3(flat: Mapping[str, Any], files: DraftFiles, target: TargetModel, how: _Options) -> Eagle3Head:
+def _load_eagle3(flat: Mapping[str, Any], files: DraftFiles, target: Target, how: _Options) -> Eagle3Head:
     config = eagle3_config(flat, files, target.config, overridden=how.overrides)
     check_vocabulary(files, target, config.draft_vocab_size)
     files = without_copies(files, target)
@@ -164,7 +199,7 @@ def _load_eagle3(flat: Mapping[str, Any], files: DraftFiles, target: TargetModel
     return head
 
 
-def _load_mtp(flat: Mapping[str, Any], files: DraftFiles, target: TargetModel, how: _Options) -> MtpHead:
+def _load_mtp(flat: Mapping[str, Any], files: DraftFiles, target: Target, how: _Options) -> MtpHead:
     index, files = mtp_layer(files, target.config.num_layers if how.is_target else None)
     config = mtp_config(flat, files, target.config, index)
     check_vocabulary(files, target, target.config.vocab_size)
@@ -181,14 +216,14 @@ def _load_mtp(flat: Mapping[str, Any], files: DraftFiles, target: TargetModel, h
     return head
 
 
-def _load_redrafter(flat: Mapping[str, Any], files: DraftFiles, target: TargetModel, how: _Options) -> RedrafterHead:
+def _load_redrafter(flat: Mapping[str, Any], files: DraftFiles, target: Target, how: _Options) -> RedrafterHead:
     config = redrafter_config(flat, files, target.config)
     head = RedrafterHead(config, TargetWeights(target.embed.detach(), target.lm_head))
     _fill(head, files, how)
     return head
 
 
-def _load_medusa(flat: Mapping[str, Any], files: DraftFiles, target: TargetModel, how: _Options) -> MedusaHeads:
+def _load_medusa(flat: Mapping[str, Any], files: DraftFiles, target: Target, how: _Options) -> MedusaHeads:
     config, tensors = medusa_files(files, target.config)
     heads = MedusaHeads(config, TargetWeights(target.embed.detach(), target.lm_head))
     copy_weights(dict(heads.weight_views()), tensors, source=files.directory, progress=how.progress)

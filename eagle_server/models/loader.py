@@ -12,11 +12,12 @@ from typing import Any, Literal, Protocol
 import torch
 from safetensors.torch import save_file
 
-from eagle_server.models.config import CheckpointError, ModelConfig, read_config
+from eagle_server.models.config import CheckpointError, ModelConfig, native_family, read_config
 from eagle_server.models.layers import Views, pack_linears
 from eagle_server.models.medusa_head import MEDUSA_2
 from eagle_server.models.rope import at_context
-from eagle_server.models.target import TargetModel
+from eagle_server.models.target import Target, TargetModel
+from eagle_server.models.transformers_config import transformers_config
 from eagle_server.models.weights import Weights, copy_weights, open_weights, refuse_quantized, resolve_checkpoint
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
@@ -38,23 +39,20 @@ def load_target(
     device: str | torch.device = "cpu",
     progress: bool = True,
     pack: bool = True,
-) -> TargetModel:
+) -> Target:
     """The target of a checkpoint directory or Hub id, frozen, in `dtype`, with packed linears.
 
     `context` (default: max_position_embeddings) and `lookahead`, the positions that drafting may write beyond it, size
     the RoPE table; a dynamic RoPE base follows `context` alone. dtype "auto" is the checkpoint's own, where float16
     becomes bfloat16: the two that are served are float32 and bfloat16. The result's `config` has the dtype served, and
     the end-of-sequence ids of generation_config.json beside those of config.json. `pack=False` keeps every plain
-    weight, for training.
+    weight, for training. An architecture that is not native is run by transformers' code.
 
     Raises:
         CheckpointError: the files are not a supported, complete and exact checkpoint.
     """
     directory = resolve_checkpoint(path)
-    source = str(directory / "config.json")
-    raw = read_config(directory)
-    refuse_quantized(raw, source)
-    config = ModelConfig.from_dict(raw, source)
+    config = read_model_config(directory)
     context = context or config.max_position
     config = replace(
         config,
@@ -62,6 +60,10 @@ def load_target(
         rope=at_context(config.rope, config.head_dim, context),
         eos_token_ids=_eos_token_ids(directory, config),
     )
+    if not config.native:
+        from eagle_server.models.load_transformers import load_transformers  # seconds of import
+
+        return load_transformers(directory, config, context=context, device=device)
     with created_as(config.dtype, device):
         model = TargetModel(config, context + lookahead)
     stored = _without_inert(open_weights(directory), config)
@@ -70,6 +72,37 @@ def load_target(
     if pack:
         pack_linears(model)
     return model
+
+
+def load_native_target(
+    path: str | Path,
+    *,
+    dtype: DtypeName = "auto",
+    context: int | None = None,
+    device: str | torch.device = "cpu",
+    progress: bool = True,
+    pack: bool = True,
+) -> TargetModel:
+    """`load_target` where the layers must be those that are written here: to train heads, or to rebuild the model.
+
+    Raises:
+        CheckpointError: also for an architecture that transformers' code would run.
+    """
+    model = load_target(path, dtype=dtype, context=context, device=device, progress=progress, pack=pack)
+    if not isinstance(model, TargetModel):
+        raise CheckpointError(f"{path}: {model.config.architecture} has no class of its own here, which this needs")
+    return model
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """What config.json says of a target.
+
+    Raises:
+        CheckpointError: an architecture that is not supported, or quantized weights.
+    """
+    raw, source = read_config(directory), str(directory / "config.json")
+    refuse_quantized(raw, source)
+    return transformers_config(directory) if native_family(raw) is None else ModelConfig.from_dict(raw, source)
 
 
 def serving_dtype(name: DtypeName, checkpoint: torch.dtype) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +29,32 @@ class TargetOutput:
     aux: Tensor | None
 
 
+class Target(Protocol):
+    """What verification and drafters use of a target: a `TargetModel`, or transformers' own code behind this contract.
+
+    Boundary b of `aux_boundaries` is the residual stream after b layers.
+    """
+
+    config: ModelConfig
+    aux_boundaries: tuple[int, ...]
+    lm_head: Linear
+
+    @property
+    def embed(self) -> Tensor:
+        """The embedding's weight [V, H]."""
+        ...
+
+    def __call__(self, tokens: Tensor, positions: Tensor, attention: Planned) -> TargetOutput:
+        """tokens, positions [rows] -> hidden states of every row."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab] in float32."""
+        ...
+
+
 class TargetModel(nn.Module):
-    """A decoder over paged KV. Boundary b of `aux_boundaries` is the residual stream after b layers."""
+    """A `Target` of a family whose layers are written here."""
 
     def __init__(self, config: ModelConfig, context: int, aux_boundaries: Sequence[int] = ()) -> None:
         super().__init__()

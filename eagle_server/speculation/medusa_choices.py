@@ -83,7 +83,8 @@ def parse_choices(text: str) -> Choices:
         listed = None
     if not isinstance(listed, list | tuple):
         raise ValueError(
-            f"{_shortened(text)!r} is neither a list like [(0,), (0, 0), (1,)] nor one of {', '.join(PRESETS)}"
+            f"{_shortened(text)!r} is neither a list like [(0,), (0, 0), (1,)], nor a file that holds one, "
+            f"nor one of {', '.join(PRESETS)}"
         )
     return checked(listed)
 

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from eagle_server.models.config import CheckpointError
-from eagle_server.models.loader import load_target
+from eagle_server.models.loader import load_native_target
 from eagle_server.models.target import TargetModel
 from eagle_server.models.weights import resolve_checkpoint
 from eagle_server.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library
@@ -37,6 +37,8 @@ Train draft heads, and the demo pair that this package carries.
   Medusa heads for it: the same with `medusa` for eagle3 and, when serving, --speculative-algorithm MEDUSA
   the demo, all stages in order (tokenizer, target, eagle3, export, demo-heads):
     python -m eagle_server.training demo --work DIR
+  the static tree that suits a draft, your text and your machine:
+    python -m eagle_server.training.tree_search --help
 
 Every stage resumes: run the same command again. Progress bars go to stderr, loss curves to PNG files in the working
 directory."""
@@ -210,7 +212,7 @@ def _redrafter(parsed: argparse.Namespace) -> None:
 
 def _target_and_corpus(parsed: argparse.Namespace) -> tuple[TargetModel, Corpus]:
     directory = resolve_checkpoint(parsed.target)
-    target = load_target(directory, dtype="float32", device=parsed.device, pack=False)
+    target = load_native_target(directory, dtype="float32", device=parsed.device, pack=False)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     end = target.config.eos_token_ids[0] if target.config.eos_token_ids else 0
     cache = parsed.out / "training" / "corpus.npz"
@@ -226,7 +228,7 @@ def _export(parsed: argparse.Namespace) -> None:
 def _demo(parsed: argparse.Namespace) -> None:
     _target(parsed)
     recipe = dataclasses.replace(DEMO_HEAD, steps=parsed.head_steps, compiled=parsed.compile)
-    target = load_target(parsed.work / "target", pack=False)
+    target = load_native_target(parsed.work / "target", pack=False)
     _train_and_write(target, _demo_corpus(parsed.work), recipe, parsed.work / "eagle3")
     _export(parsed)
     _demo_heads(parsed)
@@ -240,7 +242,7 @@ def _demo_corpus(work: Path) -> Corpus:
 def _demo_heads(parsed: argparse.Namespace) -> None:
     """Medusa and ReDrafter heads for the demo's target, which learn from the same texts."""
     directory = parsed.out / "target"
-    target = load_target(directory, dtype="float32", device="cpu", pack=False)
+    target = load_native_target(directory, dtype="float32", device="cpu", pack=False)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     corpus = standard_library(tokenizer, target.config.eos_token_ids[0], parsed.work / "corpus.npz")
     texts = own_texts(target, corpus, DEMO_MEDUSA, parsed.work)

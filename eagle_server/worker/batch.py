@@ -88,6 +88,10 @@ class DecodeBatch:
     undrafted: Tensor | None  # bool [bs], requests whose drafts are not looked at; None: there are none
     req_to_token: Tensor  # int32 [rows, width]
 
+    def past_verified(self) -> DecodeBatch:
+        """The same requests as if their verified_id were committed: everything stands one position further on."""
+        return replace(self, seq_lens=self.seq_lens + 1, seq_lens_host=tuple(n + 1 for n in self.seq_lens_host))
+
 
 @dataclass(frozen=True)
 class PromptBatch:
@@ -105,6 +109,14 @@ class PromptFeatures:
 
     batch: PromptBatch
     features: Tensor
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Pieces of prompt as drafters read them: by token alone, or in pairs. A piece of one last token makes no pair."""
+
+    rows: PromptBatch  # the target's own
+    pairs: PromptFeatures | None
 
 
 class Batches:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eagle_server.attention.interface import AttentionBackend, Layout, Prepared
 from eagle_server.cache.pool import Pool
-from eagle_server.models.target import TargetModel, TargetOutput
+from eagle_server.models.target import Target, TargetOutput
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk
 from eagle_server.speculation.accept import Accepted
@@ -39,9 +39,7 @@ class Prefilled:
 class Verifier:
     """Runs the target over its KV pool."""
 
-    def __init__(
-        self, target: TargetModel, attention: AttentionBackend, pool: Pool, graphs: Graphs | None = None
-    ) -> None:
+    def __init__(self, target: Target, attention: AttentionBackend, pool: Pool, graphs: Graphs | None = None) -> None:
         self.target, self.attention, self.pool = target, attention, pool
         self.graphs = graphs or Graphs()
 

@@ -11,7 +11,7 @@ from eagle_server.plan import Chunk, CyclePlan, CycleResult
 from eagle_server.speculation.accept import Acceptance, Accepted
 from eagle_server.speculation.sampling import draw
 from eagle_server.speculation.tree import EagleVerifyInput, build_tree
-from eagle_server.worker.batch import Batches, DecodeBatch
+from eagle_server.worker.batch import Batches, DecodeBatch, Prompts
 from eagle_server.worker.clock import StageClock
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.emission import Decoded, Drawn, emit
@@ -81,9 +81,7 @@ class Worker:
         logits = done.logits.index_select(0, upload(ends, device))[:, None]
         tokens, scores = draw(logits, positions[:, None], sampling)
         if self.drafter.feeds:
-            prompts = self.batches.prompt_features(chunks, done.features)
-            if prompts is not None:
-                self.drafter.prefill(prompts)
+            self.drafter.prefill(Prompts(batch, self.batches.prompt_features(chunks, done.features)))
             rows = upload([chunks[i].row for i in last], device)
             newest = upload([sum(batch.counts[: i + 1]) - 1 for i in last], device)
             self.batches.carry.put(rows, tokens, done.features.index_select(0, newest)[:, None])

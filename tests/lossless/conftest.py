@@ -1,32 +1,37 @@
-"""Two trained tiny pairs, in the published formats, and the threads that tiny tensors want."""
+"""Trained tiny pairs, the drafters made of them, and the threads that tiny tensors want."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from eagle_server.models.draft import DraftHead
-from eagle_server.models.load_draft import load_draft
-from eagle_server.models.loader import load_target
-from eagle_server.models.target import TargetModel
-from eagle_server.training.tiny import tiny_pair
+from eagle_server.engine.engine import Engine
+from tests.lossless import pairs as makers
+from tests.lossless.drafters import CASES, Case
+from tests.lossless.pairs import Pair, Pairs
 
-KINDS = {"EAGLE": "eagle", "EAGLE3": "eagle3"}
+KINDS = {"EAGLE": makers.eagle, "EAGLE3": makers.eagle3}
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A target and a head that was trained for it, loaded from `directory`."""
+class Drafting:
+    """One of CASES with its pair, and the plain texts of the scenes' requests."""
 
-    kind: str
-    directory: Path
-    target: TargetModel
-    head: DraftHead
+    case: Case
+    pair: Pair
+    texts: dict[str, list[int]]
+
+    @property
+    def drafts(self) -> bool:
+        return bool(self.case.numbers["draft_token_num"] > 1)
+
+    def engine(self, **settings: Any) -> Engine:
+        return self.case.engine(self.pair, **settings)
 
 
 @contextmanager
@@ -43,11 +48,27 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", params=KINDS)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
     with _threads(1):  # set up before any fixture of a test
-        files = tiny_pair(tmp_path_factory.mktemp(request.param), kind=KINDS[request.param])
-    target = load_target(files.target, dtype="float32", progress=False)
-    draft = load_draft(files.draft, target, context=target.rope.cos.shape[0], progress=False)
-    assert draft.kind == request.param
-    return Pair(request.param, files.target, target, draft.head)
+        yield Pairs(tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def pair(request: pytest.FixtureRequest, pairs: Pairs) -> Pair:
+    with _threads(1):
+        return pairs.of(KINDS[request.param])
+
+
+@pytest.fixture
+def texts(pairs: Pairs, pair: Pair) -> dict[str, list[int]]:
+    """The plain outputs of the scenes' requests; none of their draws is a near-tie."""
+    return pairs.texts(pair)
+
+
+@pytest.fixture
+def drafting(request: pytest.FixtureRequest, pairs: Pairs) -> Drafting:
+    """Indirectly parametrised by names of CASES."""
+    case = CASES[request.param]
+    pair = pairs.of(case.maker)
+    return Drafting(case, pair, pairs.texts(pair))

@@ -12,7 +12,7 @@ from eagle_server.engine.engine import Engine
 from eagle_server.models.draft import DraftHead, DraftOutput
 from eagle_server.plan import CyclePlan, CycleResult
 from eagle_server.speculation.draft_input import Frontier
-from tests.lossless.conftest import Pair
+from tests.lossless.pairs import Pair
 from tests.support.dense import Recording, extend, features_of, follow_path
 from tests.support.engines import request, run, speculative
 

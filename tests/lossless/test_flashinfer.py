@@ -1,7 +1,6 @@
-"""The flashinfer backend changes no text: its wrappers emulated, and CUDA graphs replayed as what they do to tensors.
+"""What is particular to the flashinfer backend; its wrappers are emulated, and CUDA graphs replayed.
 
-The whole engine runs as on a GPU: batches padded to the sizes of graphs, every forward planned on the host and bound on
-the device, and every captured function called again with the Python values of its first call.
+That it changes no drafter's text is shown in `test_every_drafter`.
 """
 
 from __future__ import annotations
@@ -15,65 +14,33 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention import workspace
-from eagle_server.engine.engine import Engine
 from eagle_server.ops import accept, draw, indices, kv_move, mask, topk, tree, tree_attention
 from eagle_server.ops.triton_support import HAS_TRITON
 from eagle_server.request import Request
 from eagle_server.speculation import sampling
-from tests.lossless.conftest import Pair
-from tests.lossless.test_equality import FAMILIES, REQUESTS, SCENES, departure
+from tests.lossless.pairs import Pair
+from tests.lossless.scenes import REQUESTS, SIZES, as_on_a_gpu, check, play
+from tests.lossless.test_equality import FAMILIES
 from tests.support.engines import plain, random_head, random_target, request, run, speculative, tokens_of
-from tests.support.flashinfer_emulation import Emulation
-from tests.support.replay import FirstCallRecorder
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
-SIZES = (1, 2, 4, 8)
 KERNELS = (accept, draw, indices, kv_move, mask, sampling, topk, tree, tree_attention)  # modules that choose one
 
 
-def as_on_a_gpu(sizes: Sequence[int] = SIZES) -> dict[str, Any]:
-    stand_ins = {"flashinfer": Emulation(), "recorder": FirstCallRecorder()}
-    return {"backend": "flashinfer", "graph_sizes": sizes, "stand_ins": stand_ins, "max_running": max(SIZES)}
-
-
-@pytest.fixture(scope="module")
-def texts(pair: Pair) -> dict[str, list[int]]:
-    return tokens_of(run(plain(pair.target), REQUESTS))
-
-
-@pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.parametrize(
     ("steps", "topk", "page", "modes"),
-    [
-        (3, 4, 1, {"verify_attention": "mask", "draft_attention": "mask"}),
-        (3, 4, 16, {"verify_attention": "cascade", "draft_attention": "cascade"}),
-        (6, 8, 1, {"verify_attention": "mask", "draft_attention": "beams"}),
-        (4, 1, 16, {}),
-        (1, 4, 1, {}),
-    ],
+    [(6, 8, 1, {"verify_attention": "mask", "draft_attention": "beams"}), (4, 1, 16, {}), (1, 4, 1, {})],
     ids=str,
 )
-def test_captured_cycles_on_flashinfer_give_the_plain_text(  # noqa: PLR0917
-    pair: Pair,
-    texts: Mapping[str, Sequence[int]],
-    steps: int,
-    topk: int,
-    page: int,
-    modes: dict[str, Any],
-    scene: str,
+def test_captured_cycles_with_other_trees_and_modes_give_the_plain_text(
+    pair: Pair, texts: Mapping[str, Sequence[int]], steps: int, topk: int, page: int, modes: dict[str, Any]
 ) -> None:
-    engines: list[Engine] = []
-
-    def build(**settings: Any) -> Engine:
-        engine = speculative(pair.target, pair.head, steps, topk, page_size=page, **as_on_a_gpu(), **modes, **settings)
-        engines.append(engine)
-        return engine
-
-    outcome = SCENES[scene](build)
-    for name, finished in outcome.items():
-        assert finished.tokens == texts[name], departure(pair, name, texts[name], finished.tokens)
-    totals = [engine.stats() for engine in engines]
-    assert 0 < sum(t.accepted_tokens for t in totals) < sum(t.drafted_tokens for t in totals)
+    """Beams, and what is chosen where nothing is asked for."""
+    settings = {"page_size": page, **as_on_a_gpu(), **modes}
+    outcome, engines = play(
+        "batch", lambda **given: speculative(pair.target, pair.head, steps, topk, **{**settings, **given})
+    )
+    check(pair.target, outcome, texts, engines)
 
 
 @pytest.mark.parametrize("sizes", [(), (1, 2), SIZES], ids=str)

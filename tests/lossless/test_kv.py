@@ -15,7 +15,7 @@ from eagle_server.cache.pool import Pool
 from eagle_server.cache.radix import Node, RadixCache
 from eagle_server.engine.engine import Engine
 from eagle_server.worker.verifier import Verifier
-from tests.lossless.conftest import Pair
+from tests.lossless.pairs import Pair
 from tests.support.dense import Recording, extend, features_of
 from tests.support.engines import pools, request, run, speculative
 

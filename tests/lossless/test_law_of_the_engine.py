@@ -2,8 +2,9 @@
 
 Every request has its own seed, so the texts are independent. The cells are the joint outcomes of three tokens under
 top-k 4: 64 of them, merged where fewer than five are expected. A true law is refused with probability 1e-6 (the seeds
-are fixed, so a pass stays one). N = 20,000 texts miss a law at a total variation of .05 with probability below 1e-6,
-and one at .04 with probability below 1e-2. A drafted tree reaches over all the tokens that decoding adds.
+are fixed, so a pass stays one). 20,000 texts miss a law at a total variation of .05 with probability below 1e-6, and
+one at .04 with probability below 1e-2; so many are drawn with one drafter. 2,000 texts miss one at .15
+with probability below 1e-5; so many are drawn with every drafter, whose texts `test_every_drafter` compares anyway.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from eagle_server.speculation.accept import Accepted, accept
 from eagle_server.speculation.sampling import SamplingBatch, draw
 from eagle_server.speculation.tree import EagleVerifyInput
 from eagle_server.speculation.typical import Typical
+from tests.lossless.conftest import Drafting
+from tests.lossless.drafters import CASES
 from tests.support.engines import Finished, plain, random_head, random_target, request, run, speculative, tokens_of
 from tests.support.scoring import in_float64, law, logits_of
 
 ALPHA, TEXTS, LENGTH, VOCAB = 1e-6, 20_000, 3, 16
+SEED = 3  # of a prompt
 PROMPT = [3, 7, 1]
 Text = tuple[int, ...]
 Law = dict[Text, float]
@@ -42,18 +46,23 @@ def target() -> TargetModel:
 
 @pytest.fixture(scope="module")
 def exact_law(target: TargetModel) -> Law:
+    return law_of(target, PROMPT, SAMPLING)
+
+
+def law_of(target: TargetModel, prompt: Sequence[int], sampling: Mapping[str, Any]) -> Law:
+    """By enumeration, in float64."""
     model, texts = in_float64(target), {(): 1.0}
     for _ in range(LENGTH):
         longer = {}
         for text, mass in texts.items():
-            following = law(logits_of(model, [*PROMPT, *text])[-1], **SAMPLING)
+            following = law(logits_of(model, [*prompt, *text])[-1], **sampling)
             longer |= {(*text, token): mass * p for token, p in enumerate(following) if p}
         texts = longer
     return texts
 
 
-def requests(count: int) -> list[Request]:
-    return [request(i, PROMPT, seed=i, max_tokens=LENGTH, ignore_eos=True, **SAMPLING) for i in range(count)]
+def requests(count: int, prompt: Sequence[int] = PROMPT, sampling: Mapping[str, Any] = SAMPLING) -> list[Request]:
+    return [request(i, prompt, seed=i, max_tokens=LENGTH, ignore_eos=True, **sampling) for i in range(count)]
 
 
 def texts_of(outcome: Mapping[str, Finished]) -> list[Text]:
@@ -74,24 +83,34 @@ def p_value(texts: Sequence[Text], expected: Law) -> float:
     return float(stats.chi2.sf(statistic, len(cells) - 1))
 
 
-def drafting(target: TargetModel, kind: str, **settings: Any) -> Engine:
-    """Untrained heads guess badly, so their trees are wide: about every second cycle accepts something."""
-    head = random_head(target, kind, seed=2)
+def untrained(target: TargetModel, **settings: Any) -> Engine:
+    """An untrained head guesses badly, so its trees are wide: about every second cycle accepts something."""
+    head = random_head(target, "EAGLE3", seed=2)
     return speculative(target, head, steps=2, topk=6, draft_token_num=25, max_running=64, **settings)
 
 
-def test_plain_decoding_follows_the_models_law(target: TargetModel, exact_law: Law) -> None:
-    assert p_value(texts_of(run(plain(target, max_running=64), requests(TEXTS))), exact_law) > ALPHA
-
-
-@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
-def test_speculative_decoding_follows_the_models_law(target: TargetModel, exact_law: Law, kind: str) -> None:
-    engine = drafting(target, kind)
-    outcome = run(engine, requests(TEXTS))
+def test_speculative_decoding_follows_the_models_law(target: TargetModel, exact_law: Law) -> None:
+    outcome = run(untrained(target), requests(TEXTS))
     assert p_value(texts_of(outcome), exact_law) > ALPHA
+    assert min(accepted(outcome)) > TEXTS / 50  # refusals, part of a path, and all of one
+
+
+@pytest.mark.parametrize("drafting", CASES, indirect=True)
+def test_every_drafter_follows_the_models_law(drafting: Drafting) -> None:
+    """The prompt is the target's own text, drawn: n-grams repeat in it. A high temperature makes wide laws."""
+    target, sampling = drafting.pair.target, {"temperature": 1.6, "top_k": 4}
+    written = run(plain(target), [request(0, PROMPT, max_tokens=60, temperature=1.0, ignore_eos=True, seed=SEED)])
+    prompt = [*PROMPT, *written["0"].tokens]
+    outcome = run(drafting.engine(max_running=64), requests(TEXTS // 10, prompt, sampling))
+    assert p_value(texts_of(outcome), law_of(target, prompt, sampling)) > ALPHA
+    lengths = accepted(outcome)
+    assert min(lengths[:LENGTH]) > TEXTS / 1000 if drafting.drafts else not lengths  # as far as the tree is deep
+
+
+def accepted(outcome: Mapping[str, Finished]) -> list[int]:
+    """How often 0, 1, 2, .. drafted tokens were accepted."""
     histograms = [each.spec.histogram for each in outcome.values() if each.spec is not None]
-    lengths = [sum(counts) for counts in zip(*histograms, strict=True)]
-    assert min(lengths) > TEXTS / 50  # refusals, part of a path, and all of one
+    return [sum(counts) for counts in zip(*histograms, strict=True)]
 
 
 def fresh_bonus_after_a_miss(tree: EagleVerifyInput, logits: Tensor, sampling: SamplingBatch) -> Accepted:
@@ -121,17 +140,17 @@ def test_a_planted_bias_is_caught(
     target: TargetModel, exact_law: Law, mutant: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rules, "accept", mutant)
-    assert p_value(texts_of(run(drafting(target, "EAGLE"), requests(TEXTS // 4))), exact_law) < ALPHA
+    assert p_value(texts_of(run(untrained(target), requests(TEXTS // 4))), exact_law) < ALPHA
 
 
 def test_typical_acceptance_follows_another_law_and_says_so(target: TargetModel, exact_law: Law) -> None:
-    outcome = run(drafting(target, "EAGLE", acceptance=Typical(0.09, 0.3)), requests(TEXTS // 4))
+    outcome = run(untrained(target, acceptance=Typical(0.09, 0.3)), requests(TEXTS // 4))
     assert p_value(texts_of(outcome), exact_law) < ALPHA
     assert {each.spec.lossy for each in outcome.values() if each.spec is not None} == {"typical"}
 
 
 def test_typical_acceptance_leaves_greedy_requests_alone(target: TargetModel) -> None:
     greedy = [request(i, [*PROMPT, i], ignore_eos=True) for i in range(8)]
-    outcome = run(drafting(target, "EAGLE", acceptance=Typical(0.09, 0.3)), greedy)
+    outcome = run(untrained(target, acceptance=Typical(0.09, 0.3)), greedy)
     assert tokens_of(outcome) == tokens_of(run(plain(target), greedy))
     assert {each.spec.lossy for each in outcome.values() if each.spec is not None} == {None}

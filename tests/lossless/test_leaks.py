@@ -1,24 +1,33 @@
-"""A thousand random requests with aborts and preemptions: no page is lost, no stale KV is read, and no text changes."""
+"""Random requests with aborts, preemptions and failures: no page is lost, nothing is kept, and no text changes."""
 
 from __future__ import annotations
 
+import gc
 import random
+from dataclasses import replace
 
 import pytest
 
 from eagle_server.engine.engine import Engine
+from eagle_server.plan import CyclePlan, CycleResult
 from eagle_server.request import FinishReason, Request
+from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.worker.batch import DecodeBatch
+from eagle_server.worker.drafters.ngram import NgramTries
+from eagle_server.worker.verifier import Verified
+from tests.lossless.conftest import Drafting
+from tests.lossless.drafters import CASES
 from tests.support.engines import CONTEXT, Finished, plain, random_head, random_target, request, run, speculative
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
-REQUESTS, VOCAB, POOL = 1000, 24, 288
+VOCAB, ROWS = 24, 12
 
 
-def random_requests(rng: random.Random) -> list[Request]:
+def random_requests(rng: random.Random, count: int) -> list[Request]:
     """Prompts begin in one of a few ways, so that they hit the cache; now and then one can never be served."""
     beginnings = [[rng.randrange(1, VOCAB) for _ in range(40)] for _ in range(4)]
     requests = []
-    for i in range(REQUESTS):
+    for i in range(count):
         prompt = rng.choice(beginnings)[: rng.randrange(41)] + [
             rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 30))
         ]
@@ -30,6 +39,7 @@ def random_requests(rng: random.Random) -> list[Request]:
             "top_p": rng.choice((1.0, 0.9)),
             "min_tokens": rng.choice((0, 0, 4)),
             "ignore_eos": rng.random() < 0.2,
+            "stop_token_ids": () if i % 8 else tuple(range(0, VOCAB, 3)),
         }
         if rng.random() < 0.02:
             settings["max_tokens"] = CONTEXT
@@ -58,40 +68,118 @@ def disturbed(engine: Engine, requests: list[Request], rng: random.Random) -> di
     return run(engine, (), joining=arrivals, each_cycle=abort)
 
 
-@pytest.mark.parametrize(("kind", "page"), [("EAGLE", 1), ("EAGLE3", 16)])
-def test_a_thousand_requests_with_aborts_and_preemptions_leave_nothing_behind(kind: str, page: int) -> None:
-    rng = random.Random(page)
-    target = random_target(VOCAB, hidden=16, layers=3, seed=page)
-    requests = random_requests(rng)
-    expected = run(plain(target, max_running=64), requests)
-    head = random_head(target, kind)
-    engine = speculative(target, head, page_size=page, max_total_tokens=POOL, max_running=12, chunk_tokens=48)
+def fail_now_and_then(engine: Engine, every: int) -> None:
+    """In one of so many cycles the target's logits of the youngest decoding request are not finite."""
+    verifier, original, cycles = engine.worker.verifier, engine.worker.verifier.verify, 0
 
-    outcome = disturbed(engine, requests, rng)
+    def failing(batch: DecodeBatch, tree: EagleVerifyInput) -> Verified:
+        nonlocal cycles
+        cycles += 1
+        verified = original(batch, tree)
+        if cycles % every:
+            return verified
+        logits = verified.logits.clone()
+        last, size = len(batch.decodes), tree.draft_token_num
+        logits[(last - 1) * size : last * size] = float("nan")
+        return replace(verified, logits=logits)
 
-    reasons = [outcome[each.request_id].reason for each in requests]
-    assert len(outcome) == REQUESTS
-    assert set(reasons) == {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.REFUSED}
-    departed = [each for each in requests if not is_right(outcome[each.request_id], expected[each.request_id])]
-    exact = in_float64(target)
-    assert all(slack(exact, each, expected[each.request_id].tokens) < NEAR_TIE for each in departed)
-    assert len(departed) <= REQUESTS / 200
+    verifier.verify = failing  # type: ignore[method-assign]
 
+
+def texts_seen(engine: Engine) -> dict[int, list[int]]:
+    """By id, every request's list of tokens that the engine works on from now on; filled while it runs."""
+    worker, original, seen = engine.worker, engine.worker.run, dict[int, list[int]]()
+
+    def watched(plan: CyclePlan) -> CycleResult:
+        seen.update((id(each.tokens), each.tokens) for each in engine.scheduler.running)
+        return original(plan)
+
+    worker.run = watched  # type: ignore[method-assign]
+    return seen
+
+
+def kept_texts(engine: Engine, seen: dict[int, list[int]]) -> int:
+    """How many of the texts something still refers to, one cycle after the last of their requests has ended."""
+    texts = list(seen.values())
+    run(engine, [request("one more cycle", [1, 2, 3], max_tokens=2)])
+    seen.clear()
+    gc.collect()
+    lists = {id(text) for text in texts}
+    holders = [holder for holder in gc.get_referrers(*texts) if holder is not texts]
+    return sum(id(thing) in lists for holder in holders for thing in gc.get_referents(holder))
+
+
+def check_everything_is_free(engine: Engine) -> None:
     stats, kv = engine.stats(), engine.scheduler.kv
-    assert stats.preemptions > 20
-    assert reasons.count(FinishReason.ABORT) > 20
-    assert 0 < stats.accepted_tokens < stats.drafted_tokens
-    assert sum(finished.cached_tokens > 0 for finished in outcome.values()) > 100
     assert (stats.running, stats.waiting) == (0, 0)
     assert not kv.leases
     kv.clear()
     kv.check()
     assert kv.allocator.free_pages == kv.allocator.num_pages
-    assert kv.table.free_rows == 12
+    assert kv.table.free_rows == ROWS
+
+
+def test_a_thousand_requests_with_aborts_and_preemptions_leave_nothing_behind() -> None:
+    rng, target = random.Random(16), random_target(VOCAB, hidden=16, layers=3, seed=16)
+    requests = random_requests(rng, 1000)
+    expected = run(plain(target, max_running=64), requests)
+    head = random_head(target, "EAGLE3")
+    engine = speculative(target, head, page_size=16, max_total_tokens=288, max_running=ROWS, chunk_tokens=48)
+
+    outcome = disturbed(engine, requests, rng)
+
+    reasons = [outcome[each.request_id].reason for each in requests]
+    assert len(outcome) == len(requests)
+    assert set(reasons) == {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.REFUSED}
+    departed = [each for each in requests if not is_right(outcome[each.request_id], expected[each.request_id])]
+    exact = in_float64(target)
+    assert all(slack(exact, each, expected[each.request_id].tokens) < NEAR_TIE for each in departed)
+    assert len(departed) <= len(requests) / 200
+
+    stats = engine.stats()
+    assert stats.preemptions > 20
+    assert reasons.count(FinishReason.ABORT) > 20
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert sum(finished.cached_tokens > 0 for finished in outcome.values()) > 100
+    check_everything_is_free(engine)
+
+
+@pytest.mark.parametrize("drafting", CASES, indirect=True)
+def test_nothing_of_a_request_outlives_it(drafting: Drafting) -> None:
+    """However it ends: pages, rows, and what a drafter keeps by row; and whoever fails takes nobody with it."""
+    rng = random.Random(1)
+    requests = [*random_requests(rng, 60), request("never served", [1], max_tokens=CONTEXT)]
+    expected = run(plain(drafting.pair.target, max_running=60), requests)
+    window = drafting.engine().scheduler.limits.window
+    engine = drafting.engine(max_total_tokens=240 + 2 * window, max_running=ROWS, chunk_tokens=48)
+    fail_now_and_then(engine, every=20)
+    seen = texts_seen(engine)
+
+    outcome = disturbed(engine, requests, rng)
+
+    assert {finished.reason for finished in outcome.values()} == set(FinishReason)
+    assert engine.stats().preemptions > 0
+    assert (0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens) == drafting.drafts
+    departed = [each for each in requests if not is_right(outcome[each.request_id], expected[each.request_id])]
+    exact = in_float64(drafting.pair.target) if departed else None
+    assert all(slack(exact, each, expected[each.request_id].tokens) < NEAR_TIE for each in departed)
+    assert len(departed) <= 1
+    assert len(seen) > 30
+    assert kept_texts(engine, seen) == 0
+    check_everything_is_free(engine)
+
+
+@pytest.mark.parametrize("drafting", ["NGRAM"], indirect=True)
+def test_a_drafter_that_forgets_nothing_is_caught(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NgramTries, "forget", lambda *_: None)
+    engine = drafting.engine(max_running=ROWS)
+    seen = texts_seen(engine)
+    run(engine, [request(i, [1, 2, 1, 2, i]) for i in range(3)])
+    assert kept_texts(engine, seen) > 0
 
 
 def is_right(finished: Finished, expected: Finished) -> bool:
-    """An aborted text is the beginning of the whole one; a refused one is empty."""
-    if finished.reason in (FinishReason.ABORT, FinishReason.REFUSED):
+    """A text that was aborted or failed is the beginning of the whole one; a refused one is empty."""
+    if finished.reason in (FinishReason.ABORT, FinishReason.REFUSED, FinishReason.ERROR):
         return finished.tokens == expected.tokens[: len(finished.tokens)]
     return finished.tokens == expected.tokens and finished.reason is expected.reason

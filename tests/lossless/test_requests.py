@@ -14,7 +14,7 @@ from eagle_server.engine.engine import Engine
 from eagle_server.models.draft import DraftOutput
 from eagle_server.plan import CycleResult
 from eagle_server.request import FinishReason, TokenDelta, TokenLogprob
-from tests.lossless.conftest import Pair
+from tests.lossless.pairs import Pair
 from tests.support.engines import Finished, plain, request, run, speculative
 from tests.support.scoring import in_float64, logits_of
 

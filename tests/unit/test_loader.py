@@ -95,7 +95,7 @@ def test_inexact_checkpoint_is_refused(directory: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "'MambaForCausalLM' is not supported"),
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "'MambaForCausalLM' cannot be served"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantized weights \(awq\)"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, found None"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),

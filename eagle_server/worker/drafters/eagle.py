@@ -16,7 +16,7 @@ from eagle_server.speculation.attention_args import batch_arguments
 from eagle_server.speculation.candidates import CandidatePool
 from eagle_server.speculation.draft_input import EagleDraftInput, Frontier, beam_layout, draft_layout
 from eagle_server.speculation.tree import Candidates, EagleVerifyInput
-from eagle_server.worker.batch import Carry, DecodeBatch, PromptFeatures
+from eagle_server.worker.batch import Carry, DecodeBatch, Prompts
 from eagle_server.worker.graphs import Graphs
 
 
@@ -46,11 +46,13 @@ class EagleDrafter:
     def forget(self, row: int) -> None:
         """Nothing is kept by row but KV, which the next request there writes anew."""
 
-    def prefill(self, prompts: PromptFeatures) -> None:
+    def prefill(self, prompts: Prompts) -> None:
         """Draft KV of prompt rows, causally."""
-        batch = prompts.batch
+        if prompts.pairs is None:
+            return
+        batch = prompts.pairs.batch
         planned = self.attention.prepare(batch.attention.layout).bind(batch.attention)
-        self.head(batch.tokens, self.head.combine(prompts.features), batch.positions, planned)
+        self.head(batch.tokens, self.head.combine(prompts.pairs.features), batch.positions, planned)
 
     def extend(self, batch: DecodeBatch) -> EagleDraftInput:
         """Draft-extend: rewrite the draft KV of accepted tokens from the target's features, causally.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import EagleVerifyInput
-from eagle_server.worker.batch import DecodeBatch, PromptFeatures
+from eagle_server.worker.batch import DecodeBatch, Prompts
 from eagle_server.worker.graphs import Graphs
 
 
@@ -24,7 +24,7 @@ class FeatureDrafter:
     def forget(self, row: int) -> None:
         """Nothing is kept by row."""
 
-    def prefill(self, prompts: PromptFeatures) -> None:
+    def prefill(self, prompts: Prompts) -> None:
         """Nothing is learned from prompts: the newest feature knows them."""
 
     def extend(self, batch: DecodeBatch) -> Tensor:

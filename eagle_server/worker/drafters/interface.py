@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import EagleVerifyInput, Proposal
-from eagle_server.worker.batch import DecodeBatch, PromptFeatures
+from eagle_server.worker.batch import DecodeBatch, Prompts
 
 State = TypeVar("State")
 
@@ -20,7 +20,7 @@ class Drafter(Protocol[State]):
         """The request in this row of req_to_token has ended, or was preempted."""
         ...
 
-    def prefill(self, prompts: PromptFeatures) -> None:
+    def prefill(self, prompts: Prompts) -> None:
         """Show the drafter pieces of prompts."""
         ...
 

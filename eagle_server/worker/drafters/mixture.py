@@ -14,7 +14,7 @@ from eagle_server.ops.upload import upload
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.merge import ScoredNodes, best, unite
 from eagle_server.speculation.tree import EagleVerifyInput, Proposal, TreeNodes
-from eagle_server.worker.batch import DecodeBatch, PromptFeatures
+from eagle_server.worker.batch import DecodeBatch, Prompts
 from eagle_server.worker.calibration import Calibration
 from eagle_server.worker.drafters.interface import ModelDrafter, State
 from eagle_server.worker.drafters.ngram import SCALE, NgramTries, packed
@@ -51,7 +51,7 @@ class MixtureDrafter(Generic[State]):
         self.model.forget(row)
         self.tries.forget(row)
 
-    def prefill(self, prompts: PromptFeatures) -> None:
+    def prefill(self, prompts: Prompts) -> None:
         self.model.prefill(prompts)
 
     def extend(self, batch: DecodeBatch) -> State:

@@ -14,7 +14,7 @@ from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.shared_texts import SharedTexts, blended
 from eagle_server.speculation.suffix_automaton import LONGEST, SuffixAutomaton, Trie
 from eagle_server.speculation.tree import EagleVerifyInput, TreeNodes
-from eagle_server.worker.batch import DecodeBatch, PromptFeatures
+from eagle_server.worker.batch import DecodeBatch, Prompts
 
 CERTAIN = 0.95  # of the tokens that a trie could give at most, so many are expected of it
 _PIECE = 64  # new tokens of a running request that are worth telling the others
@@ -84,7 +84,7 @@ class NgramDrafter:
     def forget(self, row: int) -> None:
         self.tries.forget(row)
 
-    def prefill(self, prompts: PromptFeatures) -> None:
+    def prefill(self, prompts: Prompts) -> None:
         return None
 
     def extend(self, batch: DecodeBatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Candidates, EagleVerifyInput
-from eagle_server.worker.batch import DecodeBatch, PromptFeatures
+from eagle_server.worker.batch import DecodeBatch, Prompts
 
 
 class NoDrafter:
@@ -15,7 +15,7 @@ class NoDrafter:
     def forget(self, row: int) -> None:
         return None
 
-    def prefill(self, prompts: PromptFeatures) -> None:
+    def prefill(self, prompts: Prompts) -> None:
         return None
 
     def extend(self, batch: DecodeBatch) -> None:

@@ -1,0 +1,67 @@
+"""Commands that do something other than serve: options of their own, beside the server's."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping, Sequence
+from typing import NoReturn
+
+from eagle_server.config.sources import OPTIONS
+
+_FLAGS = {f"--{name}": option for name, option in OPTIONS.items()}
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parses a command's own options; what is wrong is one line and exit status 2."""
+
+    def __init__(self, prog: str, description: str, epilog: str = "") -> None:
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(
+            prog=prog,
+            usage="%(prog)s [options] [options of python -m eagle_server]",
+            description=description,
+            epilog=epilog,
+            formatter_class=raw,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"eagle_server: error: {' '.join(message.splitlines())}\n")
+
+    def split(self, argv: Sequence[str], refused: Mapping[str, str]) -> tuple[argparse.Namespace, list[str]]:
+        """The command's options, and the server's flags as they stand.
+
+        `refused` are server flags that would have no effect here, and why: "--port": "nothing is served".
+
+        Raises:
+            SystemExit: status 0 after --help, status 2 after one line if anything is wrong.
+        """
+        own, flags = self.parse_known_args(argv)
+        for flag in flags:
+            name = flag.partition("=")[0]
+            if name in refused:
+                self.error(f"{name}: {refused[name]}; drop it")
+        return own, flags
+
+
+def flags_of(*sections: str) -> Collection[str]:
+    """The flags of these sections of the configuration."""
+    return [flag for flag, option in _FLAGS.items() if option.section in sections]
+
+
+def count(text: str) -> int:
+    """A number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: should be a number, 1 or more")
+    return int(text)
+
+
+def temperature(text: str) -> float:
+    """A number from 0 on."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: should be a number, 0 or more")
+    return number

@@ -1,0 +1,161 @@
+"""What the engine must know of a target that transformers' own code runs, and which of them it cannot honour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle_server.models.config import (
+    CheckpointError,
+    ModelConfig,
+    RopeConfig,
+    named_family,
+    read_config,
+    stored_dtype,
+    token_ids,
+)
+
+TESTED = (
+    "ApertusForCausalLM",
+    "ArceeForCausalLM",
+    "CohereForCausalLM",
+    "Cohere2ForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Exaone4ForCausalLM",
+    "GemmaForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GlmForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTBigCodeForCausalLM",
+    "GPTNeoXForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "MixtralForCausalLM",
+    "NemotronForCausalLM",
+    "OlmoForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoeForCausalLM",
+    "OPTForCausalLM",
+    "PhiForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
+    "StableLmForCausalLM",
+    "Starcoder2ForCausalLM",
+)
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LENGTH_DEPENDENT = ("dynamic", "longrope")  # RoPE that turns all keys anew once a text is long
+
+
+def transformers_config(directory: Path) -> ModelConfig:
+    """The facts of an architecture that is not native, from transformers' reading of its config.json.
+
+    Raises:
+        CheckpointError: transformers does not know it without foreign code, or it needs what cannot be given.
+    """
+    raw, source = read_config(directory), str(directory / "config.json")
+    theirs = read_theirs(directory)
+    reason = _reason_against(theirs, raw)
+    if reason is None:
+        try:
+            config = _facts(theirs, raw)
+        except (AttributeError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+    if reason is not None:
+        raise CheckpointError(f"{source}: architecture {named_family(raw)!r} cannot be served: {reason}")
+    return config
+
+
+def _facts(config: Any, raw: Mapping[str, Any]) -> ModelConfig:
+    heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
+    return ModelConfig(
+        architecture=str(named_family(raw)),
+        vocab_size=int(config.vocab_size),
+        hidden_size=hidden,
+        intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * hidden),
+        num_layers=int(config.num_hidden_layers),
+        num_heads=heads,
+        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
+        rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
+        rope=RopeConfig(),
+        max_position=int(getattr(config, "max_position_embeddings", None) or 2048),
+        dtype=stored_dtype(raw),
+        tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        eos_token_ids=token_ids(getattr(config, "eos_token_id", None)),
+        bos_token_id=getattr(config, "bos_token_id", None),
+        native=False,
+    )
+
+
+def read_theirs(directory: Path) -> Any:
+    """transformers' config object of a checkpoint directory; its code is never trusted."""
+    from transformers import AutoConfig  # seconds of import that native targets never need
+
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{directory / 'config.json'}: architecture {named_family(read_config(directory))!r} is not supported "
+            f"here, and transformers cannot read it without foreign code ({reason})"
+        ) from None
+
+
+def check_rope(config: Any, context: int, source: str) -> None:
+    """Refuse a context in which RoPE would turn keys otherwise once a text is long: paged KV keeps them as they were.
+
+    Raises:
+        CheckpointError: with the context length that can be served.
+    """
+    for rope in _ropes(getattr(config, "rope_parameters", None) or {}):
+        original = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", config.max_position_embeddings
+        )
+        if rope.get("rope_type") in _LENGTH_DEPENDENT and context > original:
+            raise CheckpointError(
+                f"{source}: rope type {rope['rope_type']!r} depends on how long a text is beyond {original} tokens; "
+                f"add --context-length {original}"
+            )
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """The sliding window that config.json names for a layer, 0 for none; None where it does not say."""
+    window = int(getattr(config, "sliding_window", None) or 0)
+    if kinds := getattr(config, "layer_types", None):
+        return window if kinds[layer] == "sliding_attention" else 0
+    return None if window else 0
+
+
+def _ropes(parameters: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """One set of parameters, or one for each type of layer."""
+    if "rope_type" in parameters:
+        yield parameters
+    else:
+        yield from (each for each in parameters.values() if isinstance(each, Mapping))
+
+
+def _reason_against(config: Any, raw: Mapping[str, Any]) -> str | None:
+    """The first reason why an architecture cannot be served, as far as its config tells."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    reasons = {
+        "it is an encoder and a decoder, and only decoders are served": config.is_encoder_decoder,
+        "it reads more than text": config.get_text_config() is not config,
+        "transformers knows it as no causal language model": named_family(raw)
+        not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+        f"its layers keep more than keys and values ({', '.join(kinds)})": kinds,
+        "its attention is bidirectional": getattr(config, "use_bidirectional_attention", None),
+        "its attention has an ALiBi bias": getattr(config, "alibi", False),
+        "its attention is in chunks": getattr(config, "attention_chunk_size", None),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)

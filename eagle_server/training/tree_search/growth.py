@@ -1,0 +1,96 @@
+"""The tree with the largest expected number of accepted nodes, grown from accuracies by depth and rank.
+
+A node is written as the ranks on its path. Its worth is the chance that the target's draws lead to it, estimated as the
+product of the accuracies along its path; a cycle is expected to emit 1 + the sum of all worths.
+
+Source: Medusa (arXiv 2401.10774), section 2.3.3.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+Choice = tuple[int, ...]
+Accuracies = Sequence[Sequence[float]]  # [depth][rank], of a node given that its parent was accepted
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A node and its worth."""
+
+    choice: Choice
+    worth: float
+
+
+def grow(accuracies: Accuracies, nodes: int, depth: int | None = None) -> list[Grown]:
+    """The `nodes` nodes of largest worth, best first, no deeper than `depth`; fewer if no more are worth anything.
+
+    No child is worth more than its parent, so the list is closed under ancestors, as is every beginning of it, and no
+    tree of its size has a larger sum. Ties go to the shallower node, then to the lower ranks.
+    """
+    deepest = len(accuracies) if depth is None else min(depth, len(accuracies))
+    waiting: list[tuple[float, int, Choice]] = []
+
+    def offer_children(parent: Choice, worth: float) -> None:
+        if len(parent) < deepest:
+            for rank, accuracy in enumerate(accuracies[len(parent)]):
+                if accuracy > 0:
+                    heapq.heappush(waiting, (-worth * accuracy, len(parent) + 1, (*parent, rank)))
+
+    offer_children((), 1.0)
+    grown: list[Grown] = []
+    while waiting and len(grown) < nodes:
+        negative, _, choice = heapq.heappop(waiting)
+        grown.append(Grown(choice, -negative))
+        offer_children(choice, -negative)
+    return grown
+
+
+def expected_tokens(accuracies: Accuracies, choices: Sequence[Choice]) -> float:
+    """Tokens that a cycle with this tree is expected to emit, the bonus included."""
+    return 1.0 + sum(worth_of(accuracies, choice) for choice in choices)
+
+
+def worth_of(accuracies: Accuracies, choice: Choice) -> float:
+    """The product of the accuracies along a path; 0 beyond what was measured."""
+    worth = 1.0
+    for depth, rank in enumerate(choice):
+        known = depth < len(accuracies) and rank < len(accuracies[depth])
+        worth *= accuracies[depth][rank] if known else 0.0
+    return worth
+
+
+def wide_tree(accuracies: Accuracies, nodes: int) -> list[Choice]:
+    """A tree to measure with: whole families of all ranks, below the nodes of largest worth, `nodes` nodes at most."""
+    ranks = len(accuracies[0])
+    families = max(1, nodes // ranks)
+    inner = [(), *(grown.choice for grown in grow(accuracies, families - 1, len(accuracies) - 1))]
+    return [(*parent, rank) for parent in inner for rank in range(ranks)]
+
+
+def level_tree(nodes: int, depth: int, ranks: int) -> list[Choice]:
+    """A tree that knows nothing: every node has the same number of children, and levels are filled in turn.
+
+    As few children as `nodes` nodes in `depth` levels allow.
+    """
+    width = next((k for k in range(1, ranks) if sum(k**d for d in range(1, depth + 1)) >= nodes), ranks)
+    return _first(_by_level(width, depth), nodes)
+
+
+def comb_tree(nodes: int, depth: int) -> list[Choice]:
+    """The other tree that knows nothing: the same number of children at each level, all of the level's best node."""
+    width = -(-nodes // depth)
+    return _first(((*(0,) * level, rank) for rank in range(width) for level in range(depth)), nodes)
+
+
+def _by_level(width: int, depth: int) -> Iterator[Choice]:
+    level: list[Choice] = [()]
+    for _ in range(depth):
+        level = [(*parent, rank) for parent in level for rank in range(width)]
+        yield from level
+
+
+def _first(choices: Iterator[Choice], count: int) -> list[Choice]:
+    return [choice for choice, _ in zip(choices, range(count), strict=False)]

@@ -1,0 +1,165 @@
+"""One target and one draft, loaded once, and engines over them with whatever trees are to be tried."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from eagle_server.config import Config, ConfigError, parse_args
+from eagle_server.engine.build import Models, engine_over, load_models
+from eagle_server.engine.engine import Engine
+from eagle_server.models.medusa_head import MedusaHeads
+from eagle_server.request import Request, SamplingParams
+from eagle_server.training.tree_search.growth import Accuracies, Choice, wide_tree
+from eagle_server.view.record import DraftedTree, RecordingDrafter
+
+WIDE = 256  # nodes of a static tree to measure with
+_SERVED_BY = {
+    "EAGLE": "--speculative-token-tree",
+    "EAGLE3": "--speculative-token-tree",
+    "NEXTN": "--speculative-token-tree",
+    "MEDUSA": "--medusa-choices",
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is run: prompts as token ids, how they are continued, and how many at a time."""
+
+    prompts: list[list[int]]
+    max_tokens: int
+    temperature: float
+    batch: int
+
+    def request(self, number: int, *, endless: bool = False) -> Request:
+        """The request with this number; after the last prompt the first one comes again, with another seed."""
+        prompt = self.prompts[number % len(self.prompts)]
+        sampling = SamplingParams(
+            max_tokens=self.max_tokens, temperature=self.temperature, seed=number, ignore_eos=endless
+        )
+        return Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling)
+
+
+class Lab:
+    """`flags` choose models and device, as for serving. `depth` and `ranks` bound the trees."""
+
+    def __init__(self, flags: Sequence[str], task: Task, depth: int, ranks: int, nodes: int) -> None:
+        self.flags, self.task, self.ranks = list(flags), task, ranks
+        self._pool = ranks + (depth - 1) * ranks**2
+        self._window = max(self._pool, WIDE, nodes, 64) + 1
+        config = self._config()
+        if not config.speculates:
+            raise ConfigError(
+                "nothing is drafted here: --draft HEAD, or --algorithm NEXTN or NGRAM, says what to measure"
+            )
+        self.models: Models = load_models(config, lookahead=self._window)
+        draft = self.models.draft
+        kind = "" if draft is None else draft.kind
+        self.algorithm = "+".join(filter(None, (kind, "NGRAM" if config.speculative.drafts_ngrams else "")))
+        heads = draft.head.config.heads if draft is not None and isinstance(draft.head, MedusaHeads) else depth
+        self.depth = min(depth, heads)
+
+    @property
+    def option(self) -> str | None:
+        """The server's option that takes a static tree for this drafter; None: its trees are its own."""
+        return _SERVED_BY.get(self.algorithm)
+
+    def engine(self, *flags: str) -> Engine:
+        """An engine with these trees, for a batch of the task's requests."""
+        return engine_over(self.models, self._config(*flags))
+
+    def plain(self) -> Engine:
+        """An engine that drafts nothing. To be made before others: it tells the target that no features are wanted."""
+        base = without_drafting(self.flags)
+        return engine_over(self.models, self._config("--speculative-algorithm", "NONE", base=base))
+
+    def static(self, choices: Sequence[Choice]) -> tuple[str, ...]:
+        """Flags for a static tree."""
+        assert self.option is not None
+        return (self.option, str(list(choices)))
+
+    def own_trees(self, nodes: int) -> tuple[str, ...]:
+        """Flags for the drafter's own trees of that many nodes, the root not counted."""
+        topk = () if self.algorithm == "NGRAM" else ("--topk", str(self.ranks))
+        return ("--speculative-num-steps", str(self.depth), *topk, "--speculative-num-draft-tokens", str(nodes + 1))
+
+    def most_own_nodes(self) -> int:
+        """How large its own trees can be."""
+        return {"REDRAFTER": self.depth * self.ranks, "NGRAM": WIDE}.get(self.algorithm, self._pool)
+
+    def measuring(self, accuracies: Accuracies | None) -> tuple[str, ...]:
+        """Flags for trees to measure with.
+
+        Heads that draft level by level verify all that they ever scored. Where a tree is static, families of all ranks
+        stand below its likely nodes, by the accuracies so far or by a guess. Other drafters draft as much as they can.
+        """
+        if self.algorithm != "MEDUSA":
+            return self.own_trees(self.most_own_nodes())
+        guess = [[0.6 * 0.5**rank for rank in range(self.ranks)]] * self.depth
+        return self.static(wide_tree(accuracies or guess, WIDE))
+
+    def _config(self, *flags: str, base: Sequence[str] | None = None) -> Config:
+        longest = max(map(len, self.task.prompts)) + self.task.max_tokens + 1
+        numbers = {
+            "--max-running-requests": self.task.batch,
+            "--max-total-tokens": self.task.batch * (longest + self._window),
+        }
+        sizes = [text for flag, number in numbers.items() for text in (flag, str(number))]
+        return parse_args(
+            [*(self.flags if base is None else base), *sizes, "--disable-radix-cache", *flags], environ={}
+        )
+
+
+def complete(
+    engine: Engine, task: Task, record: Callable[[list[DraftedTree]], None], done: Callable[[], object]
+) -> None:
+    """Run all of the task's prompts to their end; `done` is called after each.
+
+    Raises:
+        ValueError: a request was refused, or failed.
+    """
+    drafter = engine.worker.drafter
+    engine.worker.drafter = RecordingDrafter(drafter, record)
+    for number in range(len(task.prompts)):
+        engine.add(task.request(number))
+    while engine.has_work():
+        for delta in engine.step():
+            if delta.error is not None:
+                raise ValueError(delta.error)
+            if delta.finish_reason is not None:
+                done()
+    engine.worker.drafter = drafter
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The names that the other trainings use, for the server's options."""
+    parser.add_argument("--target", "--model-path", metavar="TARGET", help="Hub id or directory (not given: the demo)")
+    parser.add_argument(
+        "--draft", "--speculative-draft-model-path", metavar="HEAD", help="its draft head (the demo brings its own)"
+    )
+    parser.add_argument(
+        "--algorithm", "--speculative-algorithm", metavar="NAME", help="if it does not follow from the head's files"
+    )
+
+
+def model_flags(own: argparse.Namespace) -> list[str]:
+    """The same as the server's flags."""
+    named = {
+        "--model-path": own.target,
+        "--speculative-draft-model-path": own.draft,
+        "--speculative-algorithm": own.algorithm,
+    }
+    return [text for flag, value in named.items() if value is not None for text in (flag, value)]
+
+
+def without_drafting(flags: Sequence[str]) -> list[str]:
+    """The server's flags without those of drafting, and without their values."""
+    kept: list[str] = []
+    drafting = False
+    for text in flags:
+        if text.startswith("--"):
+            drafting = text.startswith(("--speculative-", "--medusa-choices", "--topk"))
+        if not drafting:
+            kept.append(text)
+    return kept

@@ -1,0 +1,83 @@
+"""Every drafter with every kind of tree that it drafts. The shared tests run over all of CASES."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_server.engine.assemble import assemble
+from eagle_server.engine.engine import Engine
+from eagle_server.engine.shape import Shape
+from eagle_server.speculation.medusa_choices import depth_of, parse_choices, ranks_of
+from tests.lossless import pairs
+from tests.lossless.pairs import Maker, Pair
+from tests.support.engines import CONTEXT, tree_size
+
+
+@dataclass(frozen=True)
+class Case:
+    """A drafter: what makes its pair, and the trees that it drafts.
+
+    `size`: nodes that are verified, all that fit a dynamic tree of `steps` and `topk` if None. `tree`: a static one, by
+    name or list. `shared`: tokens of other requests' texts that n-grams are looked up in, too. `stages`: functions that
+    are captured into graphs, per batch size.
+    """
+
+    maker: Maker
+    steps: int = 0
+    topk: int = 1
+    size: int | None = None
+    tree: str = ""
+    ngrams: int = 0  # depth of the tries
+    shared: int = 0
+    stages: int = 3
+
+    @property
+    def branches(self) -> bool:
+        """Whether a tree may be more than a chain, so that it matters how attention treats trees."""
+        return bool(self.topk > 1 or self.tree or self.ngrams)
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        ngrams = {"ngram_depth": self.ngrams, "ngram_share_tokens": self.shared}
+        if self.tree:
+            choices = parse_choices(self.tree)
+            depth, ranks, size = depth_of(choices), ranks_of(choices), self.size or len(choices) + 1
+            return {"choices": choices, "num_steps": depth, "topk": ranks, "draft_token_num": size, **ngrams}
+        size = self.size or (tree_size(self.steps, self.topk) if self.steps else 1)
+        return {"num_steps": self.steps, "topk": self.topk, "draft_token_num": size, **ngrams}
+
+    def engine(self, pair: Pair, *, stand_ins: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
+        """An engine with freed slots poisoned; `settings` as in `Shape`, `stand_ins` as for `assemble`."""
+        numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "poison": True, **self.numbers, **settings}
+        return assemble(pair.target, pair.head, Shape(**numbers), **(stand_ins or {}))
+
+
+UNEQUAL = "[(0,), (1,), (2,), (0, 0), (0, 1), (0, 2), (2, 1), (0, 0, 0), (0, 0, 1), (2, 1, 0), (0, 0, 0, 0)]"
+UNSORTED = "[(3,), (0, 0), (0,), (3, 1), (1,), (0, 0, 2)]"
+
+CASES = {
+    "NONE": Case(pairs.alone, stages=1),
+    "EAGLE": Case(pairs.eagle, 3, 4),
+    "EAGLE3": Case(pairs.eagle3, 3, 4),
+    "EAGLE3 chain": Case(pairs.eagle3, 4, 1),
+    "EAGLE3 drafting more than it verifies": Case(pairs.eagle3, 5, 4, size=5),
+    "EAGLE static tree": Case(pairs.eagle, tree="[(0,), (1,), (3,)]", stages=2),
+    "EAGLE3 static tree": Case(pairs.eagle3, tree=UNEQUAL),
+    "NEXTN": Case(pairs.nextn, 3, 4),
+    "NEXTN chain": Case(pairs.nextn, 3, 1),
+    "MEDUSA": Case(pairs.medusa, tree="mc_sim_7b_63", stages=2),
+    "MEDUSA unsorted": Case(pairs.medusa, tree=UNSORTED, stages=2),
+    "REDRAFTER": Case(pairs.redrafter, 3, 4, stages=2),
+    "REDRAFTER drafting more than it verifies": Case(pairs.redrafter, 5, 3, size=6, stages=2),
+    "STANDALONE": Case(pairs.standalone, 3, 4),
+    "STANDALONE chain": Case(pairs.standalone, 4, 1),
+    "STANDALONE+NGRAM": Case(pairs.standalone, 2, 2, size=4, ngrams=8, stages=4),
+    "MEDUSA+NGRAM": Case(pairs.medusa, tree=UNSORTED, size=10, ngrams=5, stages=3),
+    "REDRAFTER+NGRAM, shared": Case(pairs.redrafter, 3, 4, size=12, ngrams=5, shared=300, stages=3),
+    "NGRAM, shared": Case(pairs.alone, size=9, ngrams=5, shared=300, stages=1),
+    "NGRAM": Case(pairs.alone, size=9, ngrams=5, stages=1),
+    "EAGLE3+NGRAM": Case(pairs.eagle3, 3, 4, size=12, ngrams=5, stages=4),
+    "NEXTN+NGRAM": Case(pairs.nextn, 3, 4, size=12, ngrams=5, stages=4),
+}

@@ -1,0 +1,128 @@
+"""Tiny targets with drafts that were trained for them in seconds, in the published formats; made at their first use."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle_server.models.config import ModelConfig
+from eagle_server.models.load_draft import load_draft
+from eagle_server.models.loader import load_target, save_checkpoint
+from eagle_server.models.target import TargetModel
+from eagle_server.training.heads import Kind
+from eagle_server.training.tiny import tiny_medusa, tiny_pair
+from tests.lossless.scenes import REQUESTS
+from tests.support import deepseek
+from tests.support.engines import MARGIN, plain, run, tokens_of
+from tests.support.redrafter import trained_redrafter
+from tests.support.scoring import NEAR_TIE, in_float64, slack
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and a draft that was trained for it (`head` is None: there is none), and the files of both."""
+
+    kind: str
+    directory: Path
+    draft: Path | None
+    target: TargetModel
+    head: Any
+
+
+Maker = Callable[[Path], Pair]
+
+
+def alone(directory: Path) -> Pair:
+    """No draft."""
+    return _loaded("NONE", tiny_pair(directory, kind="eagle", steps=0).target, None)
+
+
+def eagle(directory: Path) -> Pair:
+    return _tiny("EAGLE", "eagle", directory)
+
+
+def eagle3(directory: Path) -> Pair:
+    return _tiny("EAGLE3", "eagle3", directory)
+
+
+def medusa(directory: Path) -> Pair:
+    files, heads = tiny_pair(directory, kind="eagle", steps=0), directory / "heads"
+    tiny_medusa(load_target(files.target, dtype="float32", progress=False, pack=False), heads)
+    return _loaded("MEDUSA", files.target, heads)
+
+
+def redrafter(directory: Path) -> Pair:
+    files, draft = tiny_pair(directory, kind="eagle", steps=0), directory / "redrafter"
+    new = trained_redrafter(load_target(files.target, dtype="float32", progress=False, pack=False))
+    save_checkpoint(new.head, draft, new.config_json, torch.float32)
+    return _loaded("REDRAFTER", files.target, draft)
+
+
+def nextn(directory: Path) -> Pair:
+    """A DeepSeek target, whose own MTP layer drafts."""
+    target, head = deepseek.random_pair()
+    deepseek.train(target, head)
+    saved = deepseek.save(target, head, directory / "target")
+    return _loaded("NEXTN", saved, saved)
+
+
+def standalone(directory: Path) -> Pair:
+    """A target, and in smaller/ its first two layers, which often say the same."""
+    files, smaller = tiny_pair(directory, kind="eagle", steps=1), directory / "smaller"
+    whole = load_target(files.target, dtype="float32", progress=False, pack=False)
+    raw = json.loads((files.target / "config.json").read_text()) | {"num_hidden_layers": 2}
+    part, theirs = TargetModel(ModelConfig.from_dict(raw), 8), dict(whole.weight_views())
+    with torch.no_grad():
+        for name, mine in part.weight_views():
+            mine.copy_(theirs[name])
+    save_checkpoint(part, smaller, raw, torch.float32)
+    shutil.copy(files.target / "tokenizer.json", smaller)
+    return _loaded("STANDALONE", files.target, smaller)
+
+
+class Pairs:
+    """What the makers made, once each, below `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._pairs: dict[Maker, Pair] = {}
+        self._texts: dict[str, dict[str, list[int]]] = {}
+
+    def of(self, maker: Maker) -> Pair:
+        if maker not in self._pairs:
+            self._pairs[maker] = maker(self.directory / maker.__name__)
+        return self._pairs[maker]
+
+    def texts(self, pair: Pair) -> dict[str, list[int]]:
+        """What plain decoding writes for the scenes' requests; none of its draws is a near-tie. Once per target."""
+        key = sha256((pair.directory / "model.safetensors").read_bytes()).hexdigest()
+        if key not in self._texts:
+            texts, exact = tokens_of(run(plain(pair.target), REQUESTS)), in_float64(pair.target)
+            assert min(slack(exact, each, texts[each.request_id]) for each in REQUESTS) > NEAR_TIE
+            self._texts[key] = texts
+        return self._texts[key]
+
+
+def _tiny(kind: str, name: Kind, directory: Path) -> Pair:
+    files = tiny_pair(directory, kind=name)
+    return _loaded(kind, files.target, files.draft)
+
+
+def _loaded(kind: str, directory: Path, draft: Path | None) -> Pair:
+    target = load_target(directory, dtype="float32", progress=False)
+    if draft is None:
+        return Pair(kind, directory, None, target, None)
+    context = target.rope.cos.shape[0]
+    algorithm = "STANDALONE" if kind == "STANDALONE" else None
+    loaded = load_draft(
+        draft, target, algorithm=algorithm, context=context, lookahead=MARGIN, target_path=directory, progress=False
+    )
+    assert loaded.kind == kind
+    return Pair(kind, directory, draft, target, loaded.head)

@@ -1,0 +1,121 @@
+"""What the engine is put through: eight requests, the scenes that they play, and the machine that they play them on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from eagle_server.engine.engine import Engine
+from eagle_server.models.target import TargetModel
+from eagle_server.request import Request
+from tests.support.engines import Finished, request, run
+from tests.support.flashinfer_emulation import Emulation
+from tests.support.replay import FirstCallRecorder
+from tests.support.scoring import in_float64, slack
+
+SIZES = (1, 2, 4, 8)  # batches that graphs are captured for
+
+
+def as_on_a_gpu(sizes: Sequence[int] = SIZES) -> dict[str, Any]:
+    """The flashinfer backend with its wrappers emulated, and CUDA graphs replayed as what they do to tensors."""
+    stand_ins = {"flashinfer": Emulation(), "recorder": FirstCallRecorder()}
+    return {"backend": "flashinfer", "graph_sizes": sizes, "stand_ins": stand_ins, "max_running": max(SIZES)}
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(0, 62, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def mixed_requests() -> list[Request]:
+    """Eight requests of mixed lengths and settings; most go on past the end of sequence, so that texts are long."""
+    common = prompt(40, 99)
+    settings = [
+        {"temperature": 0.0, "ignore_eos": True},
+        {"temperature": 0.7, "ignore_eos": True},
+        {"temperature": 1.0, "ignore_eos": True, "top_k": 20},
+        {"temperature": 0.0, "max_tokens": 17},
+        {"temperature": 0.7, "ignore_eos": True, "top_p": 0.8},
+        {"temperature": 1.0, "ignore_eos": True, "max_tokens": 21},
+        {"temperature": 1.0, "ignore_eos": True, "top_k": 12, "top_p": 0.95},
+        {"temperature": 0.7, "min_tokens": 8, "max_tokens": 19},
+    ]
+    lengths = [41, 60, 44, 1, 47, 17, 33, 5]
+    return [
+        request(i, (common + prompt(60, i))[:length] if i in (0, 2, 4) else prompt(length, i), seed=100 + i, **setting)
+        for i, (length, setting) in enumerate(zip(lengths, settings, strict=True))
+    ]
+
+
+REQUESTS = mixed_requests()
+Build = Callable[..., Engine]
+
+
+def alone(build: Build) -> dict[str, Finished]:
+    """One request of every temperature, each with the engine to itself."""
+    engine = build()
+    outcome: dict[str, Finished] = {}
+    for each in (REQUESTS[0], REQUESTS[1], REQUESTS[6]):
+        outcome |= run(engine, [each])
+    return outcome
+
+
+def batch(build: Build) -> dict[str, Finished]:
+    """All eight, joining over several cycles, with prompts in chunks."""
+    return run(build(chunk_tokens=32), REQUESTS[:4], joining={2: REQUESTS[4:6], 3: REQUESTS[6:7], 5: REQUESTS[7:]})
+
+
+def preempted(build: Build) -> dict[str, Finished]:
+    """The pool holds the first four as they are admitted and not a page more, so that the youngest must go."""
+    sized = build(radix=False)
+    kv, window = sized.scheduler.kv, sized.scheduler.limits.window
+    pages = sum(kv.pages_for(len(each.prompt_token_ids) + window) for each in REQUESTS[:4])
+    engine = build(max_total_tokens=pages * kv.page_size, chunk_tokens=64)
+    outcome = run(engine, REQUESTS)
+    assert engine.stats().preemptions > 0
+    return outcome
+
+
+def prefix_hit(build: Build) -> dict[str, Finished]:
+    """Prompts that share their beginning, after one of them; and prompts that the engine wrote itself in part."""
+    engine = build()
+    first = run(engine, REQUESTS[:1])
+    outcome = run(engine, [REQUESTS[i] for i in (2, 4)])
+    again = run(engine, [REQUESTS[i] for i in (0, 1)])
+    for name in ("2", "4"):
+        assert outcome[name].cached_tokens >= 32
+    assert again["0"].cached_tokens >= 32
+    assert again["0"].tokens == first["0"].tokens
+    return outcome | again
+
+
+SCENES = {scene.__name__: scene for scene in (alone, batch, preempted, prefix_hit)}
+
+
+def play(scene: str, build: Build) -> tuple[dict[str, Finished], list[Engine]]:
+    """What came of a scene, and the engines that were built for it."""
+    engines: list[Engine] = []
+
+    def kept(**settings: Any) -> Engine:
+        engines.append(build(**settings))
+        return engines[-1]
+
+    return SCENES[scene](kept), engines
+
+
+def check(
+    target: TargetModel, outcome: Mapping[str, Finished], texts: Mapping[str, Sequence[int]], engines: Sequence[Engine]
+) -> None:
+    """The texts are the plain ones, and some drafts were accepted and some refused."""
+    for name, finished in outcome.items():
+        assert finished.tokens == texts[name], departure(target, name, texts[name], finished.tokens)
+    totals = [engine.stats() for engine in engines]
+    assert 0 < sum(t.accepted_tokens for t in totals) < sum(t.drafted_tokens for t in totals)
+
+
+def departure(target: TargetModel, name: str, expected: Sequence[int], got: Sequence[int]) -> str:
+    """Where and how clearly a text departed: for the message of a failure."""
+    at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(len(expected), len(got)))
+    gap = slack(in_float64(target), REQUESTS[int(name)], expected[: at + 1])
+    return f"request {name} departs at token {at} of {len(expected)}; the smallest gap up to there is {gap:.2e}"

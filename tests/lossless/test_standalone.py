@@ -1,0 +1,167 @@
+"""A language model that drafts for another changes no text; and what it is shown is the whole text, in its places."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_server.config import Config, parse_args
+from eagle_server.engine.build import build_engine
+from eagle_server.models.standalone import DraftLM, load_standalone
+from eagle_server.models.target import TargetModel
+from eagle_server.plan import CyclePlan, CycleResult
+from eagle_server.training.tiny import tiny_pair
+from eagle_server.worker.worker import Worker
+from tests.lossless.pairs import Pair, Pairs, standalone
+from tests.lossless.scenes import REQUESTS, as_on_a_gpu
+from tests.support import deepseek
+from tests.support.engines import plain, random_target, request, run, speculative, tokens_of
+from tests.support.scoring import NEAR_TIE, in_float64, slack
+
+MACHINES: dict[str, dict[str, Any]] = {
+    "cpu": {},
+    "mask": {"verify_attention": "mask", "draft_attention": "mask"},
+    "beams": {"verify_attention": "cascade", "draft_attention": "beams"},
+}
+GREEDY = [
+    request(i, each[: 5 + 13 * i], max_tokens=20 + i, ignore_eos=True)
+    for i, each in enumerate(torch.randint(1, 48, (5, 60), generator=torch.Generator().manual_seed(5)).tolist())
+]
+
+
+@pytest.fixture(scope="module")
+def pair(pairs: Pairs) -> Pair:
+    return pairs.of(standalone)
+
+
+@pytest.fixture
+def directory(pair: Pair) -> Path:
+    """target/ and smaller/."""
+    return pair.directory.parent
+
+
+@pytest.fixture
+def target(pair: Pair) -> TargetModel:
+    return pair.target
+
+
+@pytest.fixture
+def texts(pairs: Pairs, pair: Pair) -> dict[str, list[int]]:
+    return pairs.texts(pair)
+
+
+def on(machine: str) -> dict[str, Any]:
+    return {} if machine == "cpu" else {**as_on_a_gpu(), **MACHINES[machine]}
+
+
+def latent() -> TargetModel:
+    return deepseek.random_pair()[0].requires_grad_(requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "machine"),
+    [(random_target, "cpu"), (random_target, "beams"), (latent, "cpu"), (latent, "mask")],
+)
+def test_a_draft_that_is_the_target_is_accepted_whole_in_every_cycle(
+    family: Callable[[], TargetModel], machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof that it reads every token, the first too, in its place, after hits, chunks and preemption alike."""
+    target, steps = family(), 4
+    expected = run(plain(target), GREEDY)
+    exact = in_float64(target)
+    assert min(slack(exact, each, expected[each.request_id].tokens) for each in GREEDY) > NEAR_TIE
+    emitted: list[int] = []
+    cycle = Worker.run
+
+    def noting(self: Worker, plan: CyclePlan) -> CycleResult:
+        result = cycle(self, plan)
+        emitted.extend(
+            len(each.tokens) for each, decode in zip(result.decodes, plan.decodes, strict=True) if decode.text
+        )
+        return result
+
+    monkeypatch.setattr(Worker, "run", noting)
+    roomy = speculative(target, DraftLM(target), steps, 1, chunk_tokens=16, **on(machine))
+    for again in (False, True):
+        outcome = run(roomy, GREEDY[:2], joining={3: GREEDY[2:4], 6: GREEDY[4:]})
+        assert tokens_of(outcome) == tokens_of(expected)
+        assert (sum(finished.cached_tokens for finished in outcome.values()) > 0) == again
+    small = speculative(target, DraftLM(target), steps, 1, max_total_tokens=120, **on(machine))
+    assert tokens_of(run(small, GREEDY)) == tokens_of(expected)
+    assert small.stats().preemptions > 0
+    assert len(emitted) > 50
+    assert set(emitted) == {steps + 1}
+
+
+@pytest.mark.parametrize("algorithm", ["STANDALONE", "STANDALONE+NGRAM"])
+def test_a_draft_model_is_served_by_its_options(directory: Path, texts: dict[str, list[int]], algorithm: str) -> None:
+    threads = torch.get_num_threads()
+    engine = build_engine(options(directory, "--speculative-algorithm", algorithm), progress=False)
+    torch.set_num_threads(threads)
+    resolved = engine.ready().resolved["speculative"]
+    assert (resolved["algorithm"], resolved["num_steps"], resolved["eagle_topk"]) == (algorithm, 3, 1)
+    assert tokens_of(run(engine, REQUESTS)) == texts
+    assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens
+
+
+def options(directory: Path, *more: str, draft: str = "smaller") -> Config:
+    paths = ["--model-path", str(directory / "target"), "--speculative-draft-model-path", str(directory / draft)]
+    return parse_args([*paths, "--max-total-tokens", "2048", *more], {})
+
+
+def test_a_model_without_its_algorithm_is_recognized(directory: Path) -> None:
+    with pytest.raises(ValueError, match="holds a language model, .* add --speculative-algorithm STANDALONE"):
+        build_engine(options(directory), progress=False)
+
+
+def test_a_head_is_no_model(directory: Path) -> None:
+    with pytest.raises(ValueError, match="STANDALONE was asked for, but the files hold an EAGLE head"):
+        build_engine(options(directory, "--speculative-algorithm", "STANDALONE", draft="eagle"), progress=False)
+
+
+def test_another_vocabulary_is_refused(directory: Path, target: TargetModel, tmp_path: Path) -> None:
+    files = tiny_pair(tmp_path, kind="eagle", steps=0, vocab=60).target
+    with pytest.raises(ValueError, match="vocab_size 60, but the target's is 64"):
+        load_standalone(files, target, context=256, progress=False)
+    shutil.copytree(directory / "smaller", tmp_path / "renamed")
+    tokenizer = tmp_path / "renamed" / "tokenizer.json"
+    values = json.loads(tokenizer.read_text())
+    values["model"]["vocab"] |= {"a": 1, "b": 0}
+    tokenizer.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="another vocabulary than .*: token 'a' is 1 there and 0 in the target's"):
+        load_standalone(tmp_path / "renamed", target, target_path=directory / "target", context=256, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--model-path", "x/y"], "needs --model-path and, for the smaller model that drafts"),
+        (
+            ["--model-path", "x/y", "--speculative-draft-model-path", "x/z", "--speculative-token-tree", "[(0,)]"],
+            "no effect",
+        ),
+        (
+            [
+                "--model-path",
+                "x/y",
+                "--speculative-draft-model-path",
+                "x/z",
+                "--speculative-draft-config-override",
+                "{}",
+            ],
+            "no effect",
+        ),
+    ],
+)
+def test_options_that_contradict_it_are_refused(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--speculative-algorithm", "STANDALONE", *given], {})
+    assert message in capsys.readouterr().err

@@ -1,0 +1,243 @@
+"""Targets that transformers' code runs: logits over paged KV against transformers' own, and the engine's texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from eagle_server.attention.dense import DenseCausal
+from eagle_server.models.config import CheckpointError
+from eagle_server.models.loader import load_target, read_model_config
+from eagle_server.models.standalone import DraftLM
+from eagle_server.models.transformers_config import TESTED
+from eagle_server.models.transformers_target import TransformersTarget
+from tests.lossless.scenes import as_on_a_gpu
+from tests.parity.test_target_parity import TOLERANCE, Pages
+from tests.support.engines import CONTEXT, plain, random_head, request, run, speculative, tokens_of
+
+VOCAB = 131
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+_GROUPED = {"num_key_value_heads": 2}
+_WINDOWED = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_GEMMA = {**_GROUPED, "head_dim": 32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model_type of transformers, and what its config says beyond `_SHAPE`."""
+
+    model_type: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "apertus": Case("apertus", _GROUPED),
+    "arcee": Case("arcee", _GROUPED),
+    "cohere": Case("cohere", {**_GROUPED, "logit_scale": 0.3, "use_qk_norm": True}),
+    "cohere2": Case("cohere2", {**_GROUPED, **_WINDOWED}),
+    "ernie4.5": Case("ernie4_5", _GROUPED),
+    "exaone4": Case("exaone4", {**_GROUPED, **_WINDOWED}),
+    "gemma": Case("gemma", _GEMMA),
+    "gemma2": Case(
+        "gemma2",
+        {
+            **_GEMMA,
+            **_WINDOWED,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": Case("gemma3_text", {**_GEMMA, **_WINDOWED, "query_pre_attn_scalar": 20}),
+    "glm": Case("glm", {**_GROUPED, "head_dim": 16}),
+    "glm4-moe": Case("glm4_moe", {**_GROUPED, **_EXPERTS, "head_dim": 16, "n_routed_experts": 4}),
+    "glm4": Case("glm4", {**_GROUPED, "head_dim": 16, "partial_rotary_factor": 0.5}),
+    "gpt2": Case("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt-bigcode": Case("gpt_bigcode", {"multi_query": True}),
+    "gpt-neox": Case("gpt_neox", {"use_parallel_residual": True}),
+    "granite": Case("granite", {**_GROUPED, "logits_scaling": 3.0, "residual_multiplier": 0.4}),
+    "granite-moe": Case("granitemoe", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "hunyuan": Case("hunyuan_v1_dense", {**_GROUPED, "head_dim": 16}),
+    "mixtral": Case("mixtral", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "nemotron": Case("nemotron", {**_GROUPED, "head_dim": 16}),
+    "olmo": Case("olmo", {**_GROUPED, "clip_qkv": 2.0}),
+    "olmo2": Case("olmo2", _GROUPED),
+    "olmo3": Case("olmo3", {**_GROUPED, **_WINDOWED}),
+    "olmoe": Case("olmoe", {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
+    "opt": Case("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "phi": Case("phi", _GROUPED),
+    "phi3": Case("phi3", {**_GROUPED, "sliding_window": 7}),
+    "qwen2-moe": Case("qwen2_moe", {**_GROUPED, **_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32}),
+    "qwen3-moe": Case("qwen3_moe", {**_GROUPED, **_EXPERTS, "num_experts": 4, "head_dim": 16}),
+    "seed-oss": Case("seed_oss", {**_GROUPED, "head_dim": 16}),
+    "smollm3": Case("smollm3", _GROUPED),
+    "stablelm": Case("stablelm", {**_GROUPED, "use_qkv_bias": True}),
+    "starcoder2": Case("starcoder2", {**_GROUPED, "sliding_window": 7}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
+
+
+def write(case: Case, directory: Path, **settings: Any) -> PreTrainedModel:
+    """Save a random checkpoint of the case in float32 and return transformers' model of it."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[case.model_type](**{**_SHAPE, **case.settings, **settings})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean, spread = (1.0, 0.3) if "norm" in name else (0.0, 0.15)
+            parameter.normal_(mean, spread)
+    model.tie_weights()
+    model.eval().save_pretrained(directory)
+    return model
+
+
+def test_the_list_of_tested_architectures_is_true() -> None:
+    names = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[case.model_type] for case in CASES.values()}
+    assert names == set(TESTED)
+
+
+def load(directory: Path, **settings: Any) -> TransformersTarget:
+    target = load_target(directory, dtype="float32", progress=False, **settings)
+    assert isinstance(target, TransformersTarget)
+    return target
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", CASES)
+def test_paged_logits_and_features_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Unequal prompts in two chunks and then one token each; and the residual streams that EAGLE-3 heads read."""
+    theirs, ours = write(CASES[name], tmp_path), load(tmp_path)
+    ours.aux_boundaries = (0, 2)
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(VOCAB, (n,), generator=generator) for n in (5, 16, 17, 45)]
+    lens = [len(prompt) for prompt in prompts]
+    pages = Pages(ours, len(prompts), 3)
+    steps = [([0] * 4, [n // 2 for n in lens]), ([n // 2 for n in lens], [n - 1 for n in lens])]
+    chunks = [pages.logits(prompts, start, stop) for start, stop in [*steps, ([n - 1 for n in lens], lens)]]
+    for prompt, *parts in zip(prompts, *chunks, strict=True):
+        torch.testing.assert_close(torch.cat(parts), theirs(prompt[None]).logits[0], atol=TOLERANCE, rtol=0)
+    if any(ours.config.windows) or name == "gemma2":
+        return  # what follows is dense
+    out = ours(prompts[1], torch.arange(16), DenseCausal(1))
+    states = theirs(prompts[1][None], output_hidden_states=True).hidden_states
+    assert out.aux is not None
+    torch.testing.assert_close(out.aux, torch.cat([states[0], states[2]], -1)[0], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(out.hidden, states[-1][0], atol=TOLERANCE, rtol=0)
+
+
+def generated(theirs: PreTrainedModel, prompts: Sequence[list[int]], count: int) -> dict[str, list[int]]:
+    settings = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0}
+    theirs.generation_config.eos_token_id = None
+    texts = {}
+    for i, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt])
+        texts[str(i)] = theirs.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
+    return texts
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "mixtral"])
+def test_greedy_text_with_any_drafter_is_what_transformers_generates(name: str, tmp_path: Path) -> None:
+    """N-grams, a draft model (itself) and an EAGLE-3 head; with preemption, prefix hits, chunks; and on FlashInfer."""
+    theirs, ours = write(CASES[name], tmp_path), load(tmp_path, context=CONTEXT)
+    drawn = torch.randint(1, VOCAB, (4, 40), generator=torch.Generator().manual_seed(3)).tolist()
+    prompts = [each[: 10 * i + 3] for i, each in enumerate(drawn)]
+    expected = generated(theirs, prompts, 24)
+    requests = [request(i, prompt, max_tokens=24, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    drafts: list[tuple[Any, dict[str, Any]]] = [
+        (None, {"steps": 0, "topk": 1, "ngram_depth": 4, "draft_token_num": 8, "chunk_tokens": 7}),
+        (DraftLM(ours), {"max_total_tokens": 112, "page_size": 4}),
+        (random_head(ours, "EAGLE3"), {"chunk_tokens": 16}),  # type: ignore[arg-type]
+    ]
+    if name != "gemma2":  # whose capped scores it refuses
+        drafts.append((DraftLM(ours), as_on_a_gpu(())))
+    for draft, settings in drafts:
+        engine = speculative(ours, draft, **settings)  # type: ignore[arg-type]
+        for again in (False, True):
+            outcome = run(engine, requests[:2], joining={3: requests[2:]})
+            assert tokens_of(outcome) == expected
+            if "max_total_tokens" not in settings:
+                assert (sum(finished.cached_tokens for finished in outcome.values()) > 0) == again
+        assert engine.stats().accepted_tokens > 0 or not isinstance(draft, DraftLM)
+        assert (engine.stats().preemptions > 0) == ("max_total_tokens" in settings)
+
+
+def test_capped_scores_are_refused_on_flashinfer(tmp_path: Path) -> None:
+    write(CASES["gemma2"], tmp_path)
+    with pytest.raises(ValueError, match="does not cap attention scores, which this model does: use torch_native"):
+        plain(load(tmp_path, context=CONTEXT), **as_on_a_gpu(()))
+
+
+REFUSED = {
+    "sinks": (Case("gpt_oss", {**_GROUPED, **_EXPERTS, "num_local_experts": 4, "head_dim": 16}), "attention sinks"),
+    "state": (Case("mamba"), r"keep more than keys and values \(linear_attention\)"),
+    "alibi": (Case("bloom"), "should ask transformers' attention interface once each, and ask 0 times"),
+    "bidirectional": (Case("bert", {"is_decoder": False}), "its attention is not causal"),
+    "long rope": (
+        Case(
+            "phi3",
+            {
+                "original_max_position_embeddings": 32,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 10000.0,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [2.0] * 8,
+                    "factor": 8.0,
+                },
+            },
+        ),
+        "'longrope' depends on how long a text is beyond 32 tokens; add --context-length 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_honoured_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    case, message = REFUSED[name]
+    write(case, tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def test_a_short_context_makes_length_dependent_rope_a_constant_one(tmp_path: Path) -> None:
+    write(REFUSED["long rope"][0], tmp_path)
+    assert load(tmp_path, context=32).config.max_position == CONTEXT
+
+
+def test_inexact_files_are_refused(tmp_path: Path) -> None:
+    write(CASES["olmo2"], tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 4, "layer_types": None}))
+    with pytest.raises(CheckpointError, match="missing tensors: model.layers.3"):
+        load(tmp_path)
+
+
+def test_unknown_architectures_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MarsForCausalLM"], "model_type": "mars"}))
+    with pytest.raises(CheckpointError, match="'MarsForCausalLM' is not supported here, and transformers cannot read"):
+        read_model_config(tmp_path)
