@@ -85,6 +85,7 @@ def use(container: str, config: dict[str, Any]) -> None:
     try:
         wait_until_healthy(server, [*run, *config["Healthcheck"]["Test"][1:]])
         pid = process_of(server.pid, config["Entrypoint"])
+        assert pid, "the server's process is not below buildah's"
         uid = int(re.findall(r"^Uid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[0])
         print(f"healthy, user {uid}", flush=True)
         assert str(uid) == config["User"].partition(":")[0] != "0", f"it runs as user {uid}, not {config['User']}"
@@ -93,7 +94,10 @@ def use(container: str, config: dict[str, Any]) -> None:
         status = server.wait(STOP_SECONDS)
         assert status == 0, f"exit status {status} after SIGTERM"
     finally:
-        server.kill()
+        if server.poll() is None:  # something was not as it should be: leave no server behind
+            for left in (process_of(server.pid, config["Entrypoint"]), server.pid):
+                if left:
+                    os.kill(left, signal.SIGKILL)
 
 
 def wait_until_healthy(server: subprocess.Popen[bytes], check: list[str]) -> None:
@@ -106,9 +110,10 @@ def wait_until_healthy(server: subprocess.Popen[bytes], check: list[str]) -> Non
 
 def process_of(ancestor: int, command: list[str]) -> int:
     """The process below `ancestor` that was started as `command`: the container's process 1, were there an engine."""
-    for child in Path(f"/proc/{ancestor}/task/{ancestor}/children").read_text().split():
+    threads = Path(f"/proc/{ancestor}/task").iterdir()  # a child is listed under the thread that started it
+    for child in [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]:
         words = Path(f"/proc/{child}/cmdline").read_bytes().decode().rstrip("\0").split("\0")
-        found = int(child) if words == command else process_of(int(child), command)
+        found = child if words[1:] == command[1:] else process_of(child, command)  # buildah resolves the program
         if found:
             return found
     return 0
