@@ -1,0 +1,122 @@
+"""What docker/ promises, as far as files show it; docker/check.py builds and runs the image."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from eagle_server.__main__ import main
+from eagle_server.config.sources import OPTIONS
+
+ROOT = Path(__file__).parents[1]
+COMPOSE = ROOT / "docker" / "compose.yaml"
+DOCKERFILES = [ROOT / "docker" / name for name in ("Dockerfile", "Dockerfile.cuda")]
+PROFILES = {"cpu": ["cpu"], "gpu": ["gpu"], "monitoring": ["prometheus", "grafana"]}
+PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def tool(name: str) -> str:
+    """A program of the test extra, which pip puts beside Python."""
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed (pip install -e '.[test]')")
+    return found
+
+
+def run(*words: str) -> str:
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def instructions(dockerfile: Path) -> list[tuple[str, str]]:
+    """(instruction, rest) in order, continuation lines joined."""
+    text = re.sub(r"^\s*#.*\n", "", dockerfile.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return [(line.split(" ", 1)[0], line.split(" ", 1)[1].strip()) for line in text.splitlines() if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict:
+    return yaml.safe_load(COMPOSE.read_text())
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_resolves_by_the_command_that_its_user_types(preset, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--config", str(preset), "--dry-run"])
+    assert stopped.value.code == 0
+    resolved = json.loads(capsys.readouterr().out)
+    written = yaml.safe_load(preset.read_text())
+    assert resolved["model"]["model_path"].endswith(written.get("model-path", "demo/target"))
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_hadolint_finds_nothing(dockerfile):
+    run(tool("hadolint"), str(dockerfile))
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_an_image_starts_the_server_as_no_root_and_checks_its_health(dockerfile):
+    given = instructions(dockerfile)
+    by_name = dict(given)  # the last of each
+    assert json.loads(by_name["ENTRYPOINT"]) == ["python", "-m", "eagle_server"]
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", by_name["USER"])
+    assert "/health" in json.loads(by_name["HEALTHCHECK"].partition("CMD ")[2])[2]
+    assert "HF_HOME=/models" in by_name["ENV"]
+    assert "/models" in by_name["VOLUME"]
+    bases = [rest.split()[0] for name, rest in given if name == "FROM"]
+    stages = {rest.split()[2] for name, rest in given if name == "FROM" and " AS " in rest}
+    assert all(re.search(r":\d+\.\d+", base) for base in bases if base not in stages), "bases are pinned"
+
+
+def test_images_have_the_version_and_the_torch_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = [name for name in project["dependencies"] if name.startswith("torch==")]
+    for dockerfile in DOCKERFILES:
+        text = dockerfile.read_text()
+        assert re.findall(r"torch==[\w.]+", text) == [torch]
+        assert re.findall(r"ARG VERSION=(.+)", text) == [project["version"]]
+
+
+def test_the_build_context_has_what_is_copied_and_little_else():
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    for dockerfile in DOCKERFILES:
+        for name, rest in instructions(dockerfile):
+            sources = rest.split()[:-1] if name == "COPY" else []
+            assert all((ROOT / source).exists() for source in sources)
+            assert all(any(fnmatch.fnmatch(source, pattern) for pattern in kept) for source in sources)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_compose_understands_every_profile(profile):
+    services = run(tool("docker-compose"), "-f", str(COMPOSE), "--profile", profile, "config", "--services")
+    assert sorted(services.split()) == sorted(PROFILES[profile])
+
+
+def test_compose_publishes_on_this_machine_only_unless_told_otherwise(compose):
+    ports = [port for service in compose["services"].values() for port in service["ports"]]
+    assert all(port.startswith(("127.0.0.1:", "${EAGLE_SERVER_HOST:-127.0.0.1}:")) for port in ports), ports
+
+
+def test_compose_passes_every_option_on(compose):
+    options = {f"EAGLE_SERVER_{name.upper().replace('-', '_')}" for name in (*OPTIONS, "config")}
+    passed = {name for name in compose["x-server"]["environment"] if name.startswith("EAGLE_SERVER_")}
+    options -= {"EAGLE_SERVER_HOST", "EAGLE_SERVER_PORT"}  # the container's own; there they say where to publish
+    assert passed == options, f"x-server in docker/compose.yaml: add {options - passed}, remove {passed - options}"
+    assert not any(compose["x-server"]["environment"].values()), "no value, and so no secret, is written there"
+
+
+def test_the_readme_command_is_one_of_composes(compose):
+    (profile,) = re.findall(
+        r"docker compose -f docker/compose.yaml --profile (\w+) up", (ROOT / "README.md").read_text()
+    )
+    assert profile in compose["services"]["cpu"]["profiles"]
