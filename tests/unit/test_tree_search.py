@@ -102,7 +102,9 @@ def test_without_nodes_the_fastest_is_chosen(pair, data, tmp_path, capsys):
 
 
 def test_a_drafter_whose_trees_are_its_own_is_measured_and_said_not_to_serve_one(pair, data, tmp_path, capsys):
-    found = search(pair, data, tmp_path / "tree", "--algorithm", "NGRAM", "--nodes", "4", draft="")
+    found = search(
+        pair, data, tmp_path / "tree", "--algorithm", "NGRAM", "--nodes", "4", "--max-tokens", "80", draft=""
+    )
     assert found["served_by"] is None
     assert found["check"] == []
     shown = capsys.readouterr().out
