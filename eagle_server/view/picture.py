@@ -125,7 +125,7 @@ def _draw_edge(canvas: Canvas, start: tuple[float, float], end: tuple[float, flo
 def _legend(canvas: Canvas) -> None:
     y, left = canvas.height - 0.24, _MARGIN
     for kind, label in (
-        ("accepted", "accepted: the target drew the same"),
+        ("accepted", "accepted by the target"),
         ("bonus", "bonus: the target's own next token"),
         ("refused", "not on the path"),
     ):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import Candidates, EagleVerifyInput, Proposal
+from eagle_server.speculation.tree import EagleVerifyInput, Proposal
 from eagle_server.worker.batch import DecodeBatch, Prompts
 from eagle_server.worker.drafters.interface import Drafter
 
@@ -19,8 +19,8 @@ PADDING = -1
 class DraftedTree:
     """One request's tree of one cycle, without padding. Node 0 is the root; parents come before children.
 
-    `emitted` are the target's draws along `path`: the tokens of the nodes after the root, and the bonus. A request that
-    ends within them (stop, max_tokens) sends fewer.
+    `emitted` are the tokens of the nodes of `path` after the root, and the bonus. A request that ends within them
+    (stop, max_tokens) sends fewer.
     """
 
     tokens: tuple[int, ...]
@@ -47,7 +47,9 @@ class DraftedTree:
         if node == 0:
             return None
         own, above = self.scores[node], self.scores[self.parents[node]]
-        return None if own is None or above is None else math.exp(min(own - above, 0.0))
+        if own is None or above is None:
+            return None
+        return math.exp(min(own - above, 0.0)) if math.isfinite(own) else 0.0
 
     def _preference(self, node: int) -> tuple[float, int]:
         score = self.scores[node]
@@ -89,7 +91,7 @@ def drafted_trees(proposal: Proposal, tree: EagleVerifyInput, accepted: Accepted
     size = tree.draft_token_num
     tokens = tree.draft_token.view(-1, size)[:requests].tolist()
     parents = tree.parents[:requests].tolist()
-    given = proposal.scores if isinstance(proposal, Candidates) else None
+    given = proposal.scores
     scores: list[list[float | None]] = [[0.0, *[None] * (size - 1)] for _ in range(requests)]
     if given is not None and size > 1:
         scores = [[0.0, *row] for row in given[:requests].tolist()]

@@ -75,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         [*(f"--speculative-{name}" for name in shape), "--topk", "--medusa-choices"],
         "the tree is what is searched for; --depth, --ranks and --nodes bound it",
     )
+    refused["--acceptance"] = refused["--speculative-acceptance"] = "what is counted here are the target's own draws"
     own, flags = _parser().split(sys.argv[1:] if argv is None else argv, refused)
     try:
         run(own, [*model_flags(own), *flags])
@@ -150,7 +151,8 @@ def _tell(found: Findings, own: argparse.Namespace) -> None:
     print(f"{own.out}: choices.txt, measurements.json, tree.png, tree.svg")
     if found.option is None:
         print(f"{found.algorithm} makes its trees from each request: it cannot serve choices.txt, which is to compare.")
-        print(f"Of its own trees --speculative-num-draft-tokens {chosen.nodes + 1} was the fastest that was timed.")
+        verb = "was the fastest that was timed" if own.nodes is None else "is what --nodes asked for"
+        print(f"Of its own trees --speculative-num-draft-tokens {chosen.nodes + 1} {verb}.")
         return
     print(f"serve it with {found.option} {own.out / 'choices.txt'}")
     plain = next(candidate.speed for candidate in found.timed[-1] if not candidate.nodes)

@@ -81,12 +81,17 @@ class Lab:
 
     def own_trees(self, nodes: int) -> tuple[str, ...]:
         """Flags for the drafter's own trees of that many nodes, the root not counted."""
+        size = ("--speculative-num-draft-tokens", str(nodes + 1))
+        if self.algorithm == "MEDUSA+NGRAM":  # Medusa's part keeps its default tree
+            return size
         topk = () if self.algorithm == "NGRAM" else ("--topk", str(self.ranks))
-        return ("--speculative-num-steps", str(self.depth), *topk, "--speculative-num-draft-tokens", str(nodes + 1))
+        return ("--speculative-num-steps", str(self.depth), *topk, *size)
 
     def most_own_nodes(self) -> int:
         """How large its own trees can be."""
-        return {"REDRAFTER": self.depth * self.ranks, "NGRAM": WIDE}.get(self.algorithm, self._pool)
+        return {"REDRAFTER": self.depth * self.ranks, "NGRAM": WIDE, "MEDUSA+NGRAM": WIDE}.get(
+            self.algorithm, self._pool
+        )
 
     def measuring(self, accuracies: Accuracies | None) -> tuple[str, ...]:
         """Flags for trees to measure with.
@@ -159,7 +164,7 @@ def without_drafting(flags: Sequence[str]) -> list[str]:
     drafting = False
     for text in flags:
         if text.startswith("--"):
-            drafting = text.startswith(("--speculative-", "--medusa-choices", "--topk"))
+            drafting = text.startswith(("--speculative-", "--topk"))
         if not drafting:
             kept.append(text)
     return kept
