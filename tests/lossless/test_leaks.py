@@ -149,18 +149,25 @@ def test_nothing_of_a_request_outlives_it(drafting: Drafting) -> None:
     """However it ends: pages, rows, and what a drafter keeps by row; and whoever fails takes nobody with it."""
     rng = random.Random(1)
     requests = [*random_requests(rng, 60), request("never served", [1], max_tokens=CONTEXT)]
-    expected = run(plain(drafting.pair.target, max_running=60), requests)
+    growing = [
+        request(f"growing {i}", [5, i], seed=i, max_tokens=40, temperature=1.0, ignore_eos=True) for i in range(6)
+    ]
+    expected = run(plain(drafting.pair.target, max_running=60), [*requests, *growing])
     window = drafting.engine().scheduler.limits.window
-    engine = drafting.engine(max_total_tokens=240 + 2 * window, max_running=ROWS, chunk_tokens=48)
+    engine = drafting.engine(max_total_tokens=110 + 2 * window, max_running=ROWS, chunk_tokens=48)
     fail_now_and_then(engine, every=20)
     seen = texts_seen(engine)
+    for each in growing:  # more than the pool can hold at their end, so that one is preempted
+        engine.add(each)
 
     outcome = disturbed(engine, requests, rng)
 
+    assert len(outcome) == len(expected)
     assert {finished.reason for finished in outcome.values()} == set(FinishReason)
     assert engine.stats().preemptions > 0
     assert (0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens) == drafting.drafts
-    departed = [each for each in requests if not is_right(outcome[each.request_id], expected[each.request_id])]
+    both = [*requests, *growing]
+    departed = [each for each in both if not is_right(outcome[each.request_id], expected[each.request_id])]
     exact = in_float64(drafting.pair.target) if departed else None
     assert all(slack(exact, each, expected[each.request_id].tokens) < NEAR_TIE for each in departed)
     assert len(departed) <= 1
