@@ -18,11 +18,12 @@ from eagle_server.speculation.medusa import TOPK, generate_medusa_buffers, sorte
 from eagle_server.speculation.medusa_choices import Choices, depth_of, ranks_of
 from eagle_server.speculation.merge import ScoredNodes, best, unite
 from eagle_server.speculation.prefix_tree import pack, pack_like, tree_nodes
+from eagle_server.speculation.shared_texts import SharedTexts
 from eagle_server.speculation.static_tree import static_tree
 from eagle_server.speculation.tree import Proposal, TreeNodes, build_tree
 from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.drafters.medusa import MedusaDrafter
-from eagle_server.worker.drafters.ngram import NgramDrafter
+from eagle_server.worker.drafters.ngram import NgramDrafter, NgramTries
 from tests.support import drafts
 from tests.support.trees import children, lineage
 
@@ -87,12 +88,16 @@ def packed_beam(draw: st.DrawFn) -> Proposal:
 
 
 def trie(draw: st.DrawFn) -> Proposal:
-    """As n-gram drafting proposes it, for texts that repeat themselves, or not, and a request of padding."""
+    """As n-gram drafting proposes it, for texts that repeat themselves or others, or not, and a request of padding."""
     texts = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=3))
     greedy = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0)
     decodes = tuple(Decode(row, len(text) - 1, text[-1], greedy, text) for row, text in enumerate(texts))
     batch = SimpleNamespace(decodes=decodes, seq_lens_host=(1,) * (len(texts) + 1), rows=torch.zeros(1))
-    drafter = NgramDrafter(num_steps=draw(st.integers(1, 5)), draft_token_num=draw(st.integers(2, 12)))
+    depth = draw(st.integers(1, 5))
+    shared = SharedTexts(64, depth) if draw(st.booleans()) else None
+    if shared is not None:
+        shared.add(draw(st.lists(st.integers(0, 2), max_size=20)), known=0)
+    drafter = NgramDrafter(NgramTries(depth, draw(st.integers(1, 11)), shared))
     return drafter.propose(None, cast(DecodeBatch, cast(Any, batch)))
 
 
