@@ -12,8 +12,8 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["MPLBACKEND"] = "Agg"
-# The tests' tensors are tiny: more threads cost more than they bring.
-os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
+# The tests' tensors are tiny, and `pytest -n` has a process for every core: more threads cost more than they bring.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where there is no GPU, Triton's kernels run in its interpreter, on CPU tensors. It looks when it is imported.
 os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists() else "1")
 
