@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,12 +18,30 @@ class FinishReason(enum.Enum):
     ERROR = "error"
 
 
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """What the output must be: `source` is a JSON schema, a regular expression, an EBNF grammar, or a JSON list of texts.
+
+    `json_object` is any JSON object; its source is empty.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
+    source: str = ""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is drawn. Every value is concrete: the API fills in defaults, and draws a seed if need be.
 
-    temperature 0 is greedy. top_k 0 and top_p 1 are off. The order is temperature, top-k, top-p on what remains.
-    `logprobs` asks for that many alternatives beside each emitted token's own log-probability (None: no logprobs);
-    they are those of the raw model distribution, before temperature and truncation.
+    Transforms of a row's logits, in this order, each given the text up to that row, drafted tokens included:
+
+        logit_bias is added; tokens outside allowed_token_ids, tokens that would complete one of bad_words, end and stop
+        tokens before min_tokens, and tokens that the grammar forbids get probability zero
+        repetition_penalty r, for tokens of prompt or output: l / r where l > 0, else l * r
+        frequency_penalty and presence_penalty, for tokens of the output: l - f * count - p
+        temperature (0: the best token now, nothing further), top-k, top-p on what remains, min_p times the best
+
+    top_k 0, top_p 1, min_p 0, penalties 0 and repetition_penalty 1 are off. `logprobs` asks for that many alternatives
+    beside each emitted token's own log-probability (None: no logprobs); they are those of the raw model distribution,
+    before all transforms.
     """
 
     max_tokens: int
@@ -32,19 +50,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
-    """One sequence to generate. `choice` numbers the n choices of one API request and keys their random numbers."""
+    """One sequence to generate. `choice` numbers the n choices of one API request and keys their random numbers.
+
+    `speculative` False: nothing is drafted for it. Its text is the same either way.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
     choice: int = 0
     prompt_logprobs: bool = False
+    speculative: bool = True
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
