@@ -127,7 +127,7 @@ class Completion:
                 else:
                     piece = choice.advance(delta)
                 if choice.is_stopped and not was_stopped:
-                    generation.abort(delta.request_id)
+                    generation.complete(delta.request_id, choice.completion_tokens)
                 yield piece
 
     def _event(self, piece: Piece) -> bytes:

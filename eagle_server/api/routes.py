@@ -82,7 +82,7 @@ async def server_info(request: Request) -> Response:
 
 @router.get("/")
 async def index(request: Request) -> Response:
-    paths = ["/v1/completions", "/v1/models", "/v1/server_info", "/health"]
+    paths = ["/v1/completions", "/v1/models", "/v1/server_info", "/health", "/metrics"]
     return json_response(
         {"name": "eagle_server", "version": version(), "model": service_of(request).model_name, "endpoints": paths}
     )

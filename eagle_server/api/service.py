@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import Request
 
+from eagle_server.api.telemetry.metrics import Metrics
 from eagle_server.engine.client import EngineClient
 from eagle_server.engine.detokenizer import TokenSpelling
 
@@ -52,6 +53,7 @@ class Service:
     client: EngineClient
     spelling: TokenSpelling
     model_name: str
+    metrics: Metrics
     configuration: Mapping[str, Any] = field(default_factory=dict)
     admission: Admission = field(default_factory=Admission)
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from eagle_server.config.base import ConfigError, Count, ModelLocation, Section, Text
 from eagle_server.config.device import DeviceSection
+from eagle_server.config.observability import ObservabilitySection
 from eagle_server.config.speculative import SpeculativeSection
 
 _DEMO = Path(__file__).parents[1] / "assets" / "demo"
@@ -84,6 +85,7 @@ class Config(BaseModel):
     cache: CacheSection = Field(default_factory=CacheSection)
     scheduler: SchedulerSection = Field(default_factory=SchedulerSection)
     server: ServerSection = Field(default_factory=ServerSection)
+    observability: ObservabilitySection = Field(default_factory=ObservabilitySection)
 
     @property
     def speculates(self) -> bool:

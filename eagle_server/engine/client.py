@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
+from eagle_server.engine.observer import Observer, Unobserved
 from eagle_server.request import Abort, Deltas, EngineStats, Inbound, Ready, Request, TokenDelta
 
 Send = Callable[[Inbound], None]
@@ -23,6 +24,7 @@ class EngineClient:
     """
 
     def __init__(self) -> None:
+        self._observer: Observer = Unobserved()
         self.ready: Ready | None = None
         self.stats: EngineStats | None = None
         self._send: Send | None = None
@@ -33,6 +35,12 @@ class EngineClient:
     def is_available(self) -> bool:
         return self._send is not None
 
+    def observe(self, observer: Observer) -> None:
+        """Tell `observer` everything from now on, and at once of an engine that is up."""
+        self._observer = observer
+        if self.ready is not None and self.is_available:
+            observer.attached(self.ready)
+
     async def until_available(self) -> Ready:
         await self._attached.wait()
         assert self.ready is not None
@@ -41,12 +49,14 @@ class EngineClient:
     def attach(self, send: Send, ready: Ready) -> None:
         """An engine process is up; `send` never blocks."""
         self._send, self.ready = send, ready
+        self._observer.attached(ready)
         self._attached.set()
 
     def detach(self, reason: str) -> None:
         """The engine process is gone: everybody who waits for it gets an error now."""
         self._send = self.stats = None
         self._attached.clear()
+        self._observer.detached()
         waiting, self._waiting = self._waiting, {}
         for generation in dict.fromkeys(waiting.values()):
             generation.fail(EngineUnavailable(reason))
@@ -54,6 +64,7 @@ class EngineClient:
     def dispatch(self, message: Deltas) -> None:
         """Hand out what a cycle produced. Deltas that nobody waits for belong to aborted requests."""
         self.stats = message.stats
+        self._observer.dispatched(message)
         for delta in message.deltas:
             generation = self._waiting.get(delta.request_id)
             if generation is not None:
@@ -81,17 +92,23 @@ class EngineClient:
         for request in requests:
             self._waiting[request.request_id] = generation
             self._send(request)
+        self._observer.submitted(requests)
 
-    def abort(self, request_id: str) -> None:
-        """End a request, if it still runs; its last delta follows."""
+    def complete(self, request_id: str, kept: int) -> None:
+        """The first `kept` tokens of a request are its answer: end it, if it still runs; its last delta follows."""
+        self._observer.completed(request_id, kept)
+        self._abort(request_id)
+
+    def _abort(self, request_id: str) -> None:
         if self._send is not None and request_id in self._waiting:
             self._send(Abort(request_id))
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Nobody waits for these any more: abort those that still run."""
         for request in requests:
-            self.abort(request.request_id)
+            self._abort(request.request_id)
             self._waiting.pop(request.request_id, None)
+        self._observer.left(requests)
 
 
 class Generation:
@@ -134,6 +151,6 @@ class Generation:
     def fail(self, error: EngineUnavailable) -> None:
         self._inbox.put_nowait(error)
 
-    def abort(self, request_id: str) -> None:
-        """End one of the requests; its last delta still comes."""
-        self._client.abort(request_id)
+    def complete(self, request_id: str, kept: int) -> None:
+        """The first `kept` tokens of one of the requests are all that is wanted: end it; its last delta still comes."""
+        self._client.complete(request_id, kept)

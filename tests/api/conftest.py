@@ -61,7 +61,7 @@ class LocalEngine:
                         self.engine.abort(message.request_id)
             self.inbox.clear()
             deltas = self.engine.step() if self.engine.has_work() else []
-            self.client.dispatch(Deltas(deltas, self.engine.stats()))
+            self.client.dispatch(Deltas(deltas, self.engine.stats(), self.engine.take_cycle()))
 
 
 @pytest.fixture
