@@ -131,6 +131,7 @@ class Families:
             buckets=CYCLE_SECONDS,
             registry=self._registry,
         )
+        self._bound_stages: dict[str, Histogram] = {}
         self.batch_size = self._histogram("eagle_server_batch_size", "Requests decoded in a cycle.", BATCH_SIZES)
         self.tree_nodes = self._histogram(
             "eagle_server_tree_nodes", "Nodes of a request's tree in a cycle, the root included.", NODES
@@ -149,7 +150,9 @@ class Families:
         return self._accepted.labels(*self._labels, str(position))
 
     def stage(self, name: str) -> Histogram:
-        return self._stages.labels(*self._labels, name)
+        if name not in self._bound_stages:  # looked up several times a cycle, and labels() is slow
+            self._bound_stages[name] = self._stages.labels(*self._labels, name)
+        return self._bound_stages[name]
 
     def _gauge(self, name: str, wording: str) -> Gauge:
         return Gauge(name, wording, LABELS, registry=self._registry).labels(*self._labels)

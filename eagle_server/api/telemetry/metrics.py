@@ -62,19 +62,22 @@ class Metrics:
             families.stage(stage).observe(seconds)
         if cycle.verified:
             families.batch_size.observe(len(cycle.verified))
-        for drafted, accepted in cycle.verified:
+        for drafted, _ in cycle.verified:
             families.tree_nodes.observe(drafted + 1)
-            if drafted:
-                self._draft(drafted, accepted)
+        accepted = [accepted for drafted, accepted in cycle.verified if drafted]
+        if accepted:
+            families.draft_tokens.inc(sum(drafted for drafted, _ in cycle.verified))
+            self._accept(accepted)
 
-    def _draft(self, drafted: int, accepted: int) -> None:
+    def _accept(self, accepted: list[int]) -> None:
+        """As many trees were drafted, of which so many tokens were accepted."""
         families = self._running_families
-        families.accept_length.observe(accepted + 1)
-        families.drafts.inc()
-        families.draft_tokens.inc(drafted)
-        families.accepted_tokens.inc(accepted)
-        for position in range(accepted):
-            families.accepted_at(position).inc()
+        families.drafts.inc(len(accepted))
+        families.accepted_tokens.inc(sum(accepted))
+        for position in range(max(accepted)):
+            families.accepted_at(position).inc(sum(length > position for length in accepted))
+        for length in accepted:
+            families.accept_length.observe(length + 1)
 
     def first_token(self, seconds: float) -> None:
         """A request's first token came so long after its submission."""
