@@ -56,7 +56,9 @@ async def test_one_line_per_request_with_its_id_and_numbers(http: httpx.AsyncCli
 
 
 async def test_the_line_has_the_acceptance_of_the_answer(http: httpx.AsyncClient, json_lines: list[str]) -> None:
-    answer = (await http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 40, "stop": "bc"})).json()
+    answer = (
+        await http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 40, "stop": "abca", "seed": 1})
+    ).json()
     line = json.loads(json_lines[0])
     assert line["output_tokens"] == answer["usage"]["completion_tokens"]
     spec = answer["metrics"]["speculative_decoding"]
