@@ -19,7 +19,7 @@ class FinishReason(enum.Enum):
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
-    """What the output must be: `source` is a JSON schema, a regular expression, an EBNF grammar, or a JSON list of texts.
+    """What the output must be: `source` is a JSON schema, regular expression, EBNF grammar, or a JSON list of texts.
 
     `json_object` is any JSON object; its source is empty.
     """
