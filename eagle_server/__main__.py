@@ -12,6 +12,7 @@ from eagle_server.api.app import create_app
 from eagle_server.api.server import INTERRUPTED_STATUS, HttpServer, Lifecycle, listen
 from eagle_server.api.telemetry.calls import log_context
 from eagle_server.config import Config, parse_args
+from eagle_server.engine.chat_template_files import load_chat_template
 from eagle_server.engine.client import EngineClient
 from eagle_server.engine.logs import LogStyle, configure_logging
 from eagle_server.engine.process import CONFIGURATION_STATUS, FAILURE_STATUS, Engine, EngineFactory
@@ -36,13 +37,15 @@ def run(config: Config, build: Callable[[], Engine]) -> int:
     logger.info("configuration: %s", json.dumps(config.public_dict()))
     try:
         listener = listen(config.server.host, config.server.port)
-        tokenizer = load_tokenizer(config.model.tokenizer_path or config.target_path)
-        client = EngineClient()
-        app = create_app(config, client, tokenizer)
+        tokenizer_path = config.model.tokenizer_path or config.target_path
+        tokenizer = load_tokenizer(tokenizer_path)
+        chat_template = load_chat_template(tokenizer_path, tokenizer, config.model.chat_template)
+        client = EngineClient(max_waiting=config.server.max_queue_size)
+        app = create_app(config, client, tokenizer, chat_template)
     except (OSError, ValueError) as error:
         return _fail(str(error), CONFIGURATION_STATUS)
     server = HttpServer(app)
-    supervisor = Supervisor(build, client, logs=logs)
+    supervisor = Supervisor(build, client, logs=logs, watchdog=config.server.watchdog_timeout)
     lifecycle = Lifecycle(supervisor, client, app.state.service.admission)
     try:
         with listener, asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:

@@ -83,6 +83,10 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
 
 
+class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
+    """Drop the prefix cache; answered with Flushed."""
+
+
 class SpecStats(msgspec.Struct, kw_only=True):
     """Counters of one request's speculative cycles; everything published is derived from them.
 
@@ -201,5 +205,17 @@ class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
     cycle: CycleStats | None = None
 
 
-Inbound = Request | Abort
-Outbound = Ready | Deltas
+class Flushed(msgspec.Struct, frozen=True, kw_only=True, tag="flushed"):
+    """KV slots of the prefix cache that are free now. Nothing is flushed while requests are running or waiting."""
+
+    freed_slots: int = 0
+    running: int = 0
+    waiting: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        return not (self.running or self.waiting)
+
+
+Inbound = Request | Abort | FlushCache
+Outbound = Ready | Deltas | Flushed

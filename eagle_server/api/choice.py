@@ -1,4 +1,4 @@
-"""One choice while it is generated: token deltas in, pieces of text and log-probabilities out."""
+"""One choice while it is generated: token deltas in, pieces of text and scored tokens out."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from eagle_server.api.errors import ApiError, bad_request, unavailable
-from eagle_server.api.responses import Logprobs
 from eagle_server.engine.detokenizer import IncrementalDetokenizer, StopStrings, TokenSpelling
 from eagle_server.request import FinishReason, Request, SpecStats, TokenDelta, TokenLogprob
-
-LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 @dataclass(frozen=True)
@@ -22,18 +19,37 @@ class Prompt:
     text: str
 
 
+@dataclass(frozen=True)
+class Scored:
+    """A token with its log-probability, None for the prompt's first. `offset` counts characters of the choice's text.
+
+    `top` has the most likely alternatives, best first.
+    """
+
+    token_id: int
+    logprob: float | None
+    top: Sequence[tuple[int, float]]
+    offset: int
+
+
 @dataclass
 class Piece:
     """What one delta added to a choice."""
 
     index: int
     text: str = ""
-    logprobs: Logprobs = field(default_factory=Logprobs)
+    tokens: list[Scored] = field(default_factory=list)
     finish_reason: str | None = None
 
     @property
     def is_empty(self) -> bool:
-        return not (self.text or self.logprobs.tokens or self.finish_reason)
+        return not (self.text or self.tokens or self.finish_reason)
+
+    def extend(self, other: Piece) -> None:
+        """Join the piece that follows."""
+        self.text += other.text
+        self.tokens += other.tokens
+        self.finish_reason = other.finish_reason
 
 
 class Choice:
@@ -56,10 +72,11 @@ class Choice:
     ) -> None:
         self.index = index
         self.request = request
+        self.prompt = prompt
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.spec: SpecStats | None = None
-        self._prompt = prompt
+        self.prompt_logprobs: list[TokenLogprob] = []
         self._spelling = spelling
         self._detokenizer = IncrementalDetokenizer(spelling.tokenizer, prompt.token_ids)
         self._stops = StopStrings(stops)
@@ -81,10 +98,11 @@ class Choice:
         self._check(delta)
         self.cached_tokens = delta.cached_tokens or self.cached_tokens
         self.spec = delta.spec or self.spec
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         piece = Piece(self.index)
         if self._echo_due:
             self._echo_due = False
-            self._add_prompt(piece, delta.prompt_logprobs)
+            self._add_prompt(piece)
         if not self.is_stopped:
             self._add_tokens(piece, delta)
         if delta.finish_reason is not None:
@@ -110,7 +128,8 @@ class Choice:
             ends = position == last and delta.finish_reason is FinishReason.STOP and token_id in self._end_token_ids
             fresh = "" if ends else self._detokenizer.push(token_id)
             if delta.logprobs is not None:
-                self._add_logprob(piece.logprobs, delta.logprobs[position], self._characters)
+                entry = delta.logprobs[position]
+                piece.tokens.append(Scored(token_id, entry.logprob, entry.top, self._characters))
             self.completion_tokens += 1
             self._characters += len(fresh)
             if self.completion_tokens < self.request.sampling.min_tokens:
@@ -120,29 +139,13 @@ class Choice:
             if self.is_stopped:
                 return
 
-    def _add_prompt(self, piece: Piece, logprobs: list[TokenLogprob] | None) -> None:
-        piece.text = self._prompt.text
-        self._characters = len(self._prompt.text)
+    def _add_prompt(self, piece: Piece) -> None:
+        piece.text = self.prompt.text
+        self._characters = len(self.prompt.text)
         if not self.request.prompt_logprobs:
             return
         detokenizer, offset = IncrementalDetokenizer(self._spelling.tokenizer), 0
-        entries = [None, *(logprobs or [])]
-        for token_id, entry in zip(self._prompt.token_ids, entries, strict=True):
-            if entry is None:
-                piece.logprobs.tokens.append(self._spelling(token_id))
-                piece.logprobs.token_logprobs.append(None)
-                piece.logprobs.top_logprobs.append(None)
-                piece.logprobs.text_offset.append(0)
-            else:
-                self._add_logprob(piece.logprobs, entry, offset)
+        for token_id, entry in zip(self.prompt.token_ids, [None, *self.prompt_logprobs], strict=True):
+            logprob, top = (None, []) if entry is None else (entry.logprob, entry.top)
+            piece.tokens.append(Scored(token_id, logprob, top, offset))
             offset += len(detokenizer.push(token_id))
-
-    def _add_logprob(self, logprobs: Logprobs, entry: TokenLogprob, offset: int) -> None:
-        """`top_logprobs` holds the alternatives and the token itself, so up to one more than were asked for."""
-        top: dict[str, float] = {}
-        for token_id, value in (*entry.top, (entry.token_id, entry.logprob)):
-            top.setdefault(self._spelling(token_id), max(value, LOWEST_LOGPROB))
-        logprobs.tokens.append(self._spelling(entry.token_id))
-        logprobs.token_logprobs.append(max(entry.logprob, LOWEST_LOGPROB))
-        logprobs.top_logprobs.append(top)
-        logprobs.text_offset.append(offset)

@@ -11,11 +11,19 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from eagle_server.engine.client import EngineUnavailable
+from eagle_server.engine.client import QueueFull
+from eagle_server.engine.generation import EngineUnavailable, GenerationTimeout, SlowReader
 
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
+RETRY_AFTER = {"retry-after": "1"}
+
+
+KINDS: dict[int, str] = {
+    HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
 
 
 class ErrorObject(msgspec.Struct, frozen=True):
@@ -51,9 +59,15 @@ class ApiError(Exception):
         self.headers = headers
 
     @property
+    def kind(self) -> str:
+        """`type` of the error object, in the words that clients know from OpenAI."""
+        if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            return "server_error"
+        return KINDS.get(self.status, "invalid_request_error")
+
+    @property
     def body(self) -> bytes:
-        kind = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
-        return msgspec.json.encode(ErrorBody(ErrorObject(self.message, kind, self.param, self.code)))
+        return msgspec.json.encode(ErrorBody(ErrorObject(self.message, self.kind, self.param, self.code)))
 
     @property
     def response(self) -> Response:
@@ -65,18 +79,34 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def unavailable(message: str) -> ApiError:
-    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="service_unavailable", headers={"retry-after": "1"})
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="service_unavailable", headers=RETRY_AFTER)
+
+
+# What else may become of a request: status, code and headers.
+OUTCOMES: dict[type[Exception], tuple[int, str, Mapping[str, str]]] = {
+    EngineUnavailable: (HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable", RETRY_AFTER),
+    QueueFull: (HTTPStatus.TOO_MANY_REQUESTS, "queue_full", RETRY_AFTER),
+    GenerationTimeout: (HTTPStatus.REQUEST_TIMEOUT, "timeout", {}),
+    SlowReader: (HTTPStatus.REQUEST_TIMEOUT, "slow_reader", {}),
+}
+EXPECTED = (ApiError, HTTPException, *OUTCOMES)
+
+
+def is_expected(error: Exception) -> bool:
+    """Whether it is an outcome that requests may have, and no bug."""
+    return isinstance(error, EXPECTED)
 
 
 def as_api_error(error: Exception) -> ApiError:
     """How an exception looks to the client. One that nobody expected tells nothing about itself."""
-    match error:
-        case ApiError():
-            return error
-        case EngineUnavailable():
-            return unavailable(f"{error}; try again")
-        case HTTPException():
-            return ApiError(error.status_code, error.detail, headers=error.headers)
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, error.detail, headers=error.headers)
+    if type(error) in OUTCOMES:
+        status, code, headers = OUTCOMES[type(error)]
+        message = f"{error}; try again" if headers else str(error)
+        return ApiError(status, message, code=code, headers=headers)
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; the server's log has the details")
 
 
@@ -98,7 +128,7 @@ def install_handlers(app: FastAPI) -> None:
         message = f"{request.url.path} does not answer {request.method}"
         return ApiError(HTTPStatus.METHOD_NOT_ALLOWED, message, code="method_not_allowed", headers=headers).response
 
-    for kind in (ApiError, EngineUnavailable, HTTPException, Exception):
+    for kind in EXPECTED:
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(ClientDisconnect, answer_nobody)
     app.add_exception_handler(HTTPStatus.NOT_FOUND, not_found)

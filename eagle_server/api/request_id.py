@@ -1,19 +1,25 @@
-"""A name for every request: the client's x-request-id where it is sane, else one of ours."""
+"""A name for every request: the client's x-request-id where it is sane, else one of ours; on the answer, in the log."""
 
 from __future__ import annotations
 
+import logging
 import re
 import uuid
 
+from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from eagle_server.api.errors import as_api_error
+
+logger = logging.getLogger(__name__)
 
 HEADER = "x-request-id"
 SANE = re.compile(r"[A-Za-z0-9._:+/=-]{1,128}")
 
 
 class RequestId:
-    """ASGI middleware."""
+    """ASGI middleware. An exception that nobody answered ends here: in the log with its id, as a 500 to the client."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -25,10 +31,24 @@ class RequestId:
         given = Headers(scope=scope).get(HEADER, "")
         request_id = given if SANE.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
+        status = 0
 
         async def send_named(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 MutableHeaders(scope=message)[HEADER] = request_id
             await send(message)
 
-        await self._app(scope, receive, send_named)
+        try:
+            await self._app(scope, receive, send_named)
+        except Exception as error:
+            logger.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
+            if status:
+                raise  # the connection is closed: half an answer must not look like a whole one
+            await as_api_error(error).response(scope, receive, send_named)
+
+
+def request_id_of(request: Request) -> str:
+    request_id: str = request.state.request_id
+    return request_id

@@ -1,36 +1,16 @@
-"""The bodies of /v1/completions answers, in OpenAI's shape with vLLM's metrics."""
+"""What both kinds of answers carry beside their choices: token counts and vLLM's metrics."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import msgspec
 from fastapi import Response
 from msgspec import UNSET, UnsetType
 
-from eagle_server.request import SpecStats
+from eagle_server.request import SpecStats, TokenLogprob
 
-
-class Logprobs(msgspec.Struct):
-    """One entry per token. `text_offset` counts characters from the start of the choice's text."""
-
-    tokens: list[str] = msgspec.field(default_factory=list)
-    token_logprobs: list[float | None] = msgspec.field(default_factory=list)
-    top_logprobs: list[dict[str, float] | None] = msgspec.field(default_factory=list)
-    text_offset: list[int] = msgspec.field(default_factory=list)
-
-    def extend(self, other: Logprobs) -> None:
-        self.tokens += other.tokens
-        self.token_logprobs += other.token_logprobs
-        self.top_logprobs += other.top_logprobs
-        self.text_offset += other.text_offset
-
-
-class ChoiceBody(msgspec.Struct):
-    """A choice, or on a stream a piece of one."""
-
-    index: int
-    text: str
-    logprobs: Logprobs | None = None
-    finish_reason: str | None = None
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -88,16 +68,35 @@ class Metrics(msgspec.Struct):
     speculative_decoding: SpeculativeMetrics | None
 
 
-class CompletionBody(msgspec.Struct, kw_only=True):
-    """An answer, or an event of a stream."""
+class PromptLogprob(msgspec.Struct):
+    """vLLM's. `rank` is 1 for the best token; null for one that is not among the alternatives asked for."""
 
-    id: str
-    object: str = "text_completion"
-    created: int
-    model: str
-    choices: list[ChoiceBody]
-    usage: Usage | None | UnsetType = UNSET
-    metrics: Metrics | UnsetType = UNSET
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# One entry per prompt token, null for the first: the token itself and the alternatives, by token id.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def prompt_logprobs_of(entries: list[TokenLogprob], count: int, spell: Callable[[int], str]) -> PromptLogprobs:
+    """The first `count` alternatives of each entry, and the token itself."""
+    scores: PromptLogprobs = [None]
+    for entry in entries:
+        top = entry.top[:count]
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(top, start=1)}
+        scores.append(
+            {
+                str(token_id): PromptLogprob(finite(logprob), ranks.get(token_id), spell(token_id))
+                for token_id, logprob in ((entry.token_id, entry.logprob), *top)
+            }
+        )
+    return scores
 
 
 def json_response(content: object) -> Response:

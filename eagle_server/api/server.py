@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they never send into a closing one
+GRACE_SECONDS = 60  # for clients to take what was answered, once all is answered
 INTERRUPTED_STATUS = 130
 
 
@@ -52,6 +53,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,  # the application writes a line with more in it
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=GRACE_SECONDS,
             )
         )
 

@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from importlib import metadata
 from typing import Any
 
 from fastapi import Request
 
+from eagle_server.api.errors import ApiError
 from eagle_server.api.telemetry.metrics import Metrics
+from eagle_server.engine.chat_template import ChatTemplate
 from eagle_server.engine.client import EngineClient
 from eagle_server.engine.detokenizer import TokenSpelling
 
@@ -48,14 +51,32 @@ class Admission:
 
 @dataclass(frozen=True)
 class Service:
-    """The engine, the tokenizer (in `spelling`) and the names that answers carry. `configuration` is public."""
+    """The engine, the tokenizer (in `spelling`), the template of chats and the names that answers carry.
+
+    `configuration` is public; `timeout` is how many seconds any request may take, None for as long as it takes.
+    """
 
     client: EngineClient
     spelling: TokenSpelling
+    chat_template: ChatTemplate
     model_name: str
     metrics: Metrics
+    timeout: float | None = None
     configuration: Mapping[str, Any] = field(default_factory=dict)
     admission: Admission = field(default_factory=Admission)
+
+    def check_model(self, name: str | None) -> None:
+        """
+        Raises:
+            ApiError: status 404, the model is not this one.
+        """
+        if name not in (None, self.model_name):
+            message = f"the model {name!r} does not exist; this server has {self.model_name!r}"
+            raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
+
+    def timeout_of(self, wanted: float | None) -> float | None:
+        """Seconds that a request may take which asks for `wanted`: never more than the server's own."""
+        return min((each for each in (wanted, self.timeout) if each is not None), default=None)
 
 
 def service_of(request: Request) -> Service:

@@ -16,6 +16,9 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 
+# A client that reads nothing for so long is gone, or as good as gone; its connection is closed.
+SEND_SECONDS = 60.0
+
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -64,11 +67,19 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
             with suppress(ClientDisconnect):
-                await while_connected(receive, self._send(send))
+                await while_connected(receive, self._send_all(send))
 
-    async def _send(self, send: Send) -> None:
+    async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        await self._send(send, self._first)
         async for data in self._events:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._send(send, data)
+        await self._send(send, b"", more=False)
+
+    async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        """Wait for the connection to take the data: what a client does not read is not generated into memory."""
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+        except TimeoutError:
+            raise ClientDisconnect from None

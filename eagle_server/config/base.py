@@ -32,6 +32,17 @@ def file_location(value: str) -> str:
     raise ValueError("no such file, and not a file on Hugging Face (owner/name/file)")
 
 
+def local_file(value: str) -> str:
+    path = Path(value).expanduser()
+    if not path.is_file():
+        raise ValueError("no such file")
+    return str(path)
+
+
+def comma_separated(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
 def json_object(value: object) -> object:
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
@@ -43,6 +54,7 @@ def json_object(value: object) -> object:
 
 
 Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
 ModelLocation = Annotated[Text, AfterValidator(model_location)]
 

@@ -6,9 +6,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
-from eagle_server.config.base import ConfigError, Count, ModelLocation, Section, Text
+from eagle_server.config.base import (
+    ConfigError,
+    Count,
+    ModelLocation,
+    Seconds,
+    Section,
+    Text,
+    comma_separated,
+    local_file,
+)
 from eagle_server.config.device import DeviceSection
 from eagle_server.config.observability import ObservabilitySection
 from eagle_server.config.speculative import SpeculativeSection
@@ -31,6 +40,9 @@ class ModelSection(Section):
     )
     served_model_name: Text | None = Field(
         default=None, description="the name clients ask for; without it, the id or the directory's name"
+    )
+    chat_template: Annotated[str, AfterValidator(local_file)] | None = Field(
+        default=None, description="a file with the Jinja template of chats; without it, the model's own or a default"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="what weights and KV are held in; auto: what the checkpoint says"
@@ -68,6 +80,19 @@ class ServerSection(Section):
     port: Annotated[int, Field(ge=1, le=65535)] = Field(default=30000, description="port to listen on")
     api_key: Annotated[SecretStr, Field(min_length=1)] | None = Field(
         default=None, description="bearer token that clients must send; set it in the environment: ps shows flags"
+    )
+    max_queue_size: Count = Field(
+        default=1024, description="most requests that wait for their first token; further ones get status 429"
+    )
+    request_timeout: Seconds | None = Field(
+        default=None, description="seconds that a request may take; a request's own timeout may only be shorter"
+    )
+    watchdog_timeout: Seconds = Field(
+        default=300.0,
+        description="seconds after which an engine that has work but says nothing is killed and started again",
+    )
+    cors_allow_origins: Annotated[tuple[Text, ...], BeforeValidator(comma_separated)] = Field(
+        default=(), description="origins whose pages may call this server, separated by commas; *: all"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least severity that is logged"

@@ -110,23 +110,30 @@ class TokenSpelling:
         # Decoders may drop the space before the first token, so every token is decoded behind this one.
         self._anchor = tokenizer.encode("a", special=False)[-1:]
         self._anchor_length = len(tokenizer.decode(self._anchor))
-        self._known: dict[int, str] = {}
+        self._known: dict[int, tuple[str, bytes]] = {}
 
     def __call__(self, token_id: int) -> str:
-        spelling = self._known.get(token_id)
-        if spelling is None:
-            spelling = self._known[token_id] = self._spell(token_id)
-        return spelling
+        return self._spelled(token_id)[0]
 
-    def _spell(self, token_id: int) -> str:
+    def raw(self, token_id: int) -> bytes:
+        """What the token stands for, also where it is only a part of a character."""
+        return self._spelled(token_id)[1]
+
+    def _spelled(self, token_id: int) -> tuple[str, bytes]:
+        spelled = self._known.get(token_id)
+        if spelled is None:
+            spelled = self._known[token_id] = self._spell(token_id)
+        return spelled
+
+    def _spell(self, token_id: int) -> tuple[str, bytes]:
         text = self.tokenizer.decode([*self._anchor, token_id])[self._anchor_length :]
-        if text and REPLACEMENT not in text:
-            return text
         piece = self.tokenizer.piece(token_id)
-        if piece is None:
-            return text
+        if piece is None or (text and REPLACEMENT not in text):
+            return text, text.encode()
         raw = _piece_bytes(piece) if text else None
-        return piece if raw is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        if raw is None:
+            return piece, piece.encode()
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
 
 
 def _piece_bytes(piece: str) -> bytes | None:

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 
 from eagle_server.plan import Sampling
-from eagle_server.request import CycleStats, EngineStats, FinishReason, Ready, Request, TokenDelta
+from eagle_server.request import CycleStats, EngineStats, FinishReason, Flushed, Ready, Request, TokenDelta
 from eagle_server.scheduling.scheduler import Scheduler
 from eagle_server.speculation.random import request_key
 from eagle_server.worker.worker import Worker
@@ -95,6 +95,15 @@ class Engine:
             preemptions=totals.preemptions,
             stage_seconds=dict(self._stages),
         )
+
+    def flush_cache(self) -> Flushed:
+        """Drop the prefix cache, unless there are requests."""
+        scheduler = self.scheduler
+        if scheduler.has_work():
+            return Flushed(running=len(scheduler.running), waiting=len(scheduler.waiting))
+        free = scheduler.kv.allocator.free_pages
+        scheduler.kv.clear()
+        return Flushed(freed_slots=(scheduler.kv.allocator.free_pages - free) * scheduler.kv.page_size)
 
     def check(self) -> None:
         """Assert that no KV page is lost or held twice."""

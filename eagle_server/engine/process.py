@@ -20,7 +20,18 @@ import msgspec
 import zmq
 
 from eagle_server.engine.logs import LogStyle, configure_logging
-from eagle_server.request import Abort, CycleStats, Deltas, EngineStats, Inbound, Ready, Request, TokenDelta
+from eagle_server.request import (
+    Abort,
+    CycleStats,
+    Deltas,
+    EngineStats,
+    FlushCache,
+    Flushed,
+    Inbound,
+    Ready,
+    Request,
+    TokenDelta,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +64,10 @@ class Engine(Protocol):
 
     def take_cycle(self) -> CycleStats | None:
         """What the cycle did that was run since the last call."""
+        ...
+
+    def flush_cache(self) -> Flushed:
+        """Drop the prefix cache, unless there are requests."""
         ...
 
     def check(self) -> None:
@@ -88,7 +103,13 @@ def run_engine(build: Callable[[], Engine], inbound_address: str, outbound_addre
         inbox = _Inbox(inbound)
         while True:
             for message in inbox.take(wait=not engine.has_work()):
-                _apply(engine, message)
+                match message:
+                    case Request():
+                        engine.add(message)
+                    case Abort():
+                        engine.abort(message.request_id)
+                    case FlushCache():
+                        outbound.send(encode(engine.flush_cache()))
             deltas = engine.step() if engine.has_work() else []
             outbound.send(encode(Deltas(deltas, engine.stats(), engine.take_cycle())))
             if deltas and not engine.has_work():
@@ -110,14 +131,6 @@ class _Inbox:
         while self._socket.poll(0):
             messages.append(self._decode(self._socket.recv()))
         return messages
-
-
-def _apply(engine: Engine, message: Inbound) -> None:
-    match message:
-        case Request():
-            engine.add(message)
-        case Abort():
-            engine.abort(message.request_id)
 
 
 def child_main(

@@ -21,17 +21,18 @@ import zmq.asyncio
 from eagle_server.engine.client import EngineClient
 from eagle_server.engine.logs import LogStyle
 from eagle_server.engine.process import CONFIGURATION_STATUS, Engine, child_main
-from eagle_server.request import Deltas, Inbound, Outbound, Ready
+from eagle_server.request import Deltas, Flushed, Inbound, Outbound, Ready
 
 logger = logging.getLogger(__name__)
 
 
 class EngineFailed(Exception):
-    """The engine could not be started. The message is one line; `is_configuration` if the user can mend it."""
+    """The engine could not be started, died or hangs. One line; `is_configuration` if the user can mend it."""
 
-    def __init__(self, message: str, *, is_configuration: bool) -> None:
+    def __init__(self, message: str, *, is_configuration: bool, is_hang: bool = False) -> None:
         super().__init__(message)
         self.is_configuration = is_configuration
+        self.is_hang = is_hang
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,15 @@ class Supervisor:
         *,
         logs: LogStyle | None = None,
         backoff: Backoff | None = None,
+        watchdog: float = 300.0,
     ) -> None:
+        """`watchdog`: seconds after which an engine that has work but says nothing is taken for hanging, and killed."""
         self._build = build
         self._client = client
         self._logs = logs or LogStyle()
         self._backoff = backoff or Backoff()
+        self._watchdog = watchdog
+        self._heard = False
         self._process: EngineProcess | None = None
         self._attached_at: float | None = None  # loading is not living
 
@@ -80,7 +85,8 @@ class Supervisor:
             lived = 0.0 if self._attached_at is None else loop.time() - self._attached_at
             failures = 0 if lived > self._backoff.healthy else failures + 1
             delay = self._backoff.delay(failures - 1) if failures else 0.0
-            logger.error("the engine died: %s; starting it again in %.1f s", reason, delay)
+            ended = "hung" if reason.is_hang else "died"
+            logger.error("the engine %s: %s; starting it again in %.1f s", ended, reason, delay)
             await asyncio.sleep(delay)
 
     def kill(self) -> None:
@@ -92,24 +98,43 @@ class Supervisor:
         """One life of the engine, and how it ended."""
         process = self._process = EngineProcess(self._build, self._logs)
         pump = asyncio.create_task(self._pump(process))
-        death = asyncio.create_task(process.death())
+        ends = [asyncio.create_task(process.death()), asyncio.create_task(self._silence())]
+        reason = "the engine died"
         try:
-            await asyncio.wait({pump, death}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({pump, *ends}, return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
                 pump.result()
-            return death.result()
+            failure = next(end for end in ends if end in done).result()
+            reason = "the engine hung" if failure.is_hang else reason
+            return failure
         finally:
             self._process = None
-            self._client.detach("the engine died")
+            self._client.detach(reason)
             process.kill()
-            for task in (pump, death):
+            for task in (pump, *ends):
                 task.cancel()
-            await asyncio.gather(pump, death, return_exceptions=True)
+            await asyncio.gather(pump, *ends, return_exceptions=True)
             process.close()
+
+    async def _silence(self) -> EngineFailed:
+        """Wait until somebody has waited for an answer, and the engine said nothing, for as long as `watchdog`.
+
+        Time is counted in short sleeps, so that a machine that was suspended meanwhile does not look like a hang.
+        """
+        tick = min(1.0, self._watchdog / 10)
+        silent = 0.0
+        while silent < self._watchdog:
+            await asyncio.sleep(tick)
+            silent = 0.0 if self._heard or not self._client.is_waiting else silent + tick
+            self._heard = False
+        message = f"it had work and said nothing for {self._watchdog:g} seconds (--watchdog-timeout)"
+        return EngineFailed(message, is_configuration=False, is_hang=True)
 
     async def _pump(self, process: EngineProcess) -> NoReturn:
         while True:
-            match await process.receive():
+            message = await process.receive()
+            self._heard = True
+            match message:
                 case Ready() as ready:
                     process.connect()
                     self._client.attach(process.send, ready)
@@ -117,6 +142,8 @@ class Supervisor:
                     logger.info("the engine is ready (process %d)", process.pid)
                 case Deltas() as deltas:
                     self._client.dispatch(deltas)
+                case Flushed() as flushed:
+                    self._client.flushed(flushed)
             await asyncio.sleep(0)  # a burst of messages must not keep the loop from everybody else
 
 

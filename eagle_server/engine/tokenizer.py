@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import tokenizers
 
+from eagle_server.engine.model_files import find_file
+
 TOKENIZER_FILE = "tokenizer.json"
 OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")  # transformers may know these
 
@@ -24,12 +26,16 @@ class Tokenizer(Protocol):
         """Token ids of `text`, with the tokens that the model expects around a prompt (BOS) if `special`."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`; special tokens have none, and broken UTF-8 becomes U+FFFD."""
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of `token_ids`; special tokens have none unless `special`, and broken UTF-8 becomes U+FFFD."""
         ...
 
     def piece(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token, None for an id without entry."""
+        ...
+
+    def token_id(self, piece: str) -> int | None:
+        """The token that the vocabulary spells so, None if there is none."""
         ...
 
 
@@ -48,13 +54,17 @@ class FastTokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=not special)
         return text
 
     def piece(self, token_id: int) -> str | None:
         piece: str | None = self._tokenizer.id_to_token(token_id)
         return piece
+
+    def token_id(self, piece: str) -> int | None:
+        token_id: int | None = self._tokenizer.token_to_id(piece)
+        return token_id
 
 
 class TransformersTokenizer:
@@ -69,14 +79,19 @@ class TransformersTokenizer:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=special))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return str(
-            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        text = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
+        return str(text)
 
     def piece(self, token_id: int) -> str | None:
         piece = self._tokenizer.convert_ids_to_tokens(token_id)
         return piece if isinstance(piece, str) else None
+
+    def token_id(self, piece: str) -> int | None:
+        token_id = self._tokenizer.get_vocab().get(piece)
+        return token_id if isinstance(token_id, int) else None
 
 
 def load_tokenizer(location: str) -> Tokenizer:
@@ -96,20 +111,9 @@ def load_tokenizer(location: str) -> Tokenizer:
 
 
 def _find(location: str) -> Path | None:
-    """Path of the tokenizer.json, None if there is none."""
-    if Path(location).is_dir():
-        file = Path(location) / TOKENIZER_FILE
-        if file.exists():
-            return file
-        if not any((Path(location) / name).exists() for name in OTHER_FILES):
-            raise FileNotFoundError(f"it has no {TOKENIZER_FILE}")
-        return None
-    from huggingface_hub import hf_hub_download  # not needed for a directory
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(location, TOKENIZER_FILE))
-    except LocalEntryNotFoundError:
-        raise
-    except EntryNotFoundError:
-        return None
+    """Path of the tokenizer.json, None if there is none but another format."""
+    file = find_file(location, TOKENIZER_FILE)
+    directory = Path(location)
+    if file is None and directory.is_dir() and not any((directory / name).exists() for name in OTHER_FILES):
+        raise FileNotFoundError(f"it has no {TOKENIZER_FILE}")
+    return file

@@ -19,9 +19,10 @@ import pytest
 
 from eagle_server.api.app import create_app
 from eagle_server.config import Config, parse_args
+from eagle_server.engine.chat_template_files import load_chat_template
 from eagle_server.engine.client import EngineClient
 from eagle_server.engine.tokenizer import load_tokenizer
-from eagle_server.request import Abort, Deltas, Inbound, Request
+from eagle_server.request import Abort, Deltas, FlushCache, Inbound, Request
 from tests.api.fake_engine import FakeEngine, byte_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -59,6 +60,8 @@ class LocalEngine:
                         self.engine.add(message)
                     case Abort():
                         self.engine.abort(message.request_id)
+                    case FlushCache():
+                        self.client.flushed(self.engine.flush_cache())
             self.inbox.clear()
             deltas = self.engine.step() if self.engine.has_work() else []
             self.client.dispatch(Deltas(deltas, self.engine.stats(), self.engine.take_cycle()))
@@ -85,7 +88,9 @@ async def running(engine: FakeEngine, engine_client: EngineClient) -> AsyncItera
 
 
 def http_client(config: Config, engine_client: EngineClient, tokenizer_dir: Path) -> httpx.AsyncClient:
-    app = create_app(config, engine_client, load_tokenizer(str(tokenizer_dir)))
+    tokenizer = load_tokenizer(str(tokenizer_dir))
+    template = load_chat_template(str(tokenizer_dir), tokenizer, config.model.chat_template)
+    app = create_app(config, engine_client, tokenizer, template)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://server")
 

@@ -18,6 +18,7 @@ from eagle_server.request import (
     CycleStats,
     EngineStats,
     FinishReason,
+    Flushed,
     Ready,
     Request,
     SpecStats,
@@ -34,8 +35,9 @@ SLOW = "<|slow|>"  # one token per 50 ms
 BURN = "<|burn|>"  # every cycle computes for 0.2 s
 CRASH = "<|crash|>"  # the engine process dies with an exception
 EXIT = "<|exit|>"  # it dies without one
+HANG = "<|hang|>"  # it never comes back from its cycle
 PLAIN = "<|plain|>"  # nothing is speculated
-CONTROLS = (EOS, REFUSE, BREAK, STALL, SLOW, BURN, CRASH, EXIT, PLAIN)
+CONTROLS = (EOS, REFUSE, BREAK, STALL, SLOW, BURN, CRASH, EXIT, HANG, PLAIN)
 ID = {text: 256 + index for index, text in enumerate(CONTROLS)}
 
 CONTEXT_LENGTH = 2048
@@ -85,6 +87,7 @@ class FakeEngine:
         self._said: list[TokenDelta] = []
         self._cycles = self._tokens = 0
         self._cycle: CycleStats | None = None
+        self.cached = 0
 
     def ready(self) -> Ready:
         return Ready(
@@ -151,6 +154,12 @@ class FakeEngine:
         cycle, self._cycle = self._cycle, None
         return cycle
 
+    def flush_cache(self) -> Flushed:
+        if self.sequences:
+            return Flushed(running=len(self.sequences))
+        freed, self.cached = self.cached, 0
+        return Flushed(freed_slots=freed)
+
     def _end(
         self, request_id: str, reason: FinishReason, error: str | None = None, spec: SpecStats | None = None
     ) -> None:
@@ -159,6 +168,8 @@ class FakeEngine:
     def _misbehave(self, sequence: Sequence) -> None:
         if sequence.asks_for(CRASH):
             raise RuntimeError("asked to crash")
+        if sequence.asks_for(HANG):
+            time.sleep(3600)
         if sequence.asks_for(EXIT) and sequence.emitted >= 3:
             os._exit(7)
         if sequence.asks_for(BURN):
@@ -220,6 +231,8 @@ class FakeEngine:
             token = sequence.token(sequence.emitted)
             tokens.append(token)
             sequence.emitted += 1
+            self._tokens += 1
+            self.cached += 1
             self._tokens += 1
             if token in ends and sequence.emitted >= params.min_tokens:
                 return tokens, FinishReason.STOP

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle_server.engine.client import EngineClient, EngineUnavailable
+from eagle_server.engine.client import EngineClient
+from eagle_server.engine.generation import EngineUnavailable
 from eagle_server.engine.process import EngineFactory
 from eagle_server.engine.supervisor import Backoff, EngineFailed, Supervisor
 from eagle_server.request import FinishReason, Request, SamplingParams

@@ -79,10 +79,45 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "unknown parameter"),
         ({"stream": True, "stream_options": 1}, "stream_options", "stream_options"),
         ({"suffix": "end"}, "suffix", "not supported"),
-        ({"logit_bias": {"50256": -100}}, "logit_bias", "not supported"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
-        ({"min_p": 0.1}, "min_p", "not supported"),
+        ({"logit_bias": {"50256": -100}}, "logit_bias", "token id 50256 is outside the vocabulary"),
+        ({"logit_bias": {"7": -101}}, "logit_bias", "from -100 to 100"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "token ids, as strings"),
+        ({"logit_bias": [7]}, "logit_bias", "should map"),
+        ({"presence_penalty": 2.1}, "presence_penalty", "less than or equal to 2"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty", "greater than or equal to -2"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        ({"min_p": 1.1}, "min_p", "less than or equal to 1"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "at least 1"),
+        ({"allowed_token_ids": [99999]}, "allowed_token_ids", "99999"),
+        ({"bad_words": [""]}, "bad_words.0", "at least 1 character"),
+        ({"bad_words": ["  "]}, "bad_words", "has no tokens"),
+        ({"bad_words": "a"}, "bad_words", "list"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
+        ({"speculative": 1}, "speculative", "boolean"),
+        ({"timeout": 0}, "timeout", "greater than 0"),
+        ({"stream_pacing": True, "stream": False}, "stream_pacing", "needs stream: true"),
+        ({"stream_pacing": True, "stream": True, "n": 2}, "stream_pacing", "single choice"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema belongs to"),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format", "belongs to"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+            "required",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one of"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "a JSON schema"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "unknown"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "two things",
+        ),
+        ({"use_beam_search": True}, "use_beam_search", "not supported"),
+        ({"add_special_tokens": False}, "add_special_tokens", "not supported"),
         ({"max_token": 3}, "max_token", "unknown parameter"),
         ({"guided_json": {}}, "guided_json", "unknown parameter"),
     ],
@@ -224,12 +259,21 @@ async def locked(tokenizer_dir: Path, engine_client: EngineClient, running: None
 
 
 @pytest.mark.parametrize("header", [None, "Bearer", "Bearer nope", "sésame", "bearer sésame", "Bearer sésame "])
-async def test_without_the_key_v1_is_closed(locked: httpx.AsyncClient, header: str | None) -> None:
+async def test_without_the_key_all_but_health_is_closed(locked: httpx.AsyncClient, header: str | None) -> None:
     headers = {} if header is None else {"authorization": header.encode()}
-    for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/v1/server_info")):
+    closed = [
+        ("GET", "/v1/models"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("GET", "/v1/server_info"),
+        ("POST", "/tokenize"),
+        ("POST", "/flush_cache"),
+    ]
+    for method, path in closed:
         response = await locked.request(method, path, headers=headers, json={"prompt": "abc"})
         assert error_of(response, 401)["code"] == "invalid_api_key"
-    assert (await locked.get("/health")).status_code == 200
+    for path in ("/health", "/health_generate", "/metrics", "/version", "/openapi.json", "/"):
+        assert (await locked.get(path)).status_code == 200
 
 
 async def test_with_the_key_v1_is_open_and_never_shows_it(locked: httpx.AsyncClient) -> None:

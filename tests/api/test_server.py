@@ -56,7 +56,7 @@ def test_the_openai_client_sees_typed_errors(server: Server) -> None:
             client.completions.create(model="other", prompt="a")
         assert not_found.value.code == "model_not_found"
         with pytest.raises(openai.BadRequestError) as bad:
-            client.completions.create(model="fake", prompt="a", frequency_penalty=1)
+            client.completions.create(model="fake", prompt="a", frequency_penalty=3)
         assert bad.value.param == "frequency_penalty"
 
 

@@ -19,6 +19,7 @@ from eagle_server.api.app import create_app
 from eagle_server.api.telemetry.access import Access
 from eagle_server.api.telemetry.tracing import Tracing
 from eagle_server.config import Config, ObservabilitySection, parse_args
+from eagle_server.engine.chat_template_files import load_chat_template
 from eagle_server.engine.client import EngineClient
 from eagle_server.engine.tokenizer import load_tokenizer
 from tests.api.conftest import REPOSITORY
@@ -119,9 +120,9 @@ async def test_spans_reach_the_collector(
     config: Config, engine_client: EngineClient, tokenizer_dir: Path, running: None, collector: Collector
 ) -> None:
     observability = ObservabilitySection(otlp_traces_endpoint=collector.url)
-    app = create_app(
-        config.model_copy(update={"observability": observability}), engine_client, load_tokenizer(str(tokenizer_dir))
-    )
+    tokenizer = load_tokenizer(str(tokenizer_dir))
+    template = load_chat_template(str(tokenizer_dir), tokenizer, None)
+    app = create_app(config.model_copy(update={"observability": observability}), engine_client, tokenizer, template)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as http:
         assert (await http.post("/v1/completions", json={"prompt": "abc"})).status_code == 200
     app.state.tracing.close()

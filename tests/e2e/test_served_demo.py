@@ -50,6 +50,45 @@ def test_openai_client_streams_what_it_gets_in_one_piece(served: Served) -> None
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
+def test_openai_client_chats(served: Served) -> None:
+    """The demo has no chat template, so the conversation is a dialogue as text."""
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused")
+    asked = {
+        "model": client.models.list().data[0].id,
+        "messages": [{"role": "system", "content": "import os"}, {"role": "user", "content": "def area(r):"}],
+        "max_completion_tokens": 24,
+        "temperature": 0.8,
+        "seed": 7,
+    }
+    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=1)
+    assert whole.choices[0].message.content
+    text = b"".join(bytes(entry.bytes) for entry in whole.choices[0].logprobs.content)
+    assert text.decode().startswith(whole.choices[0].message.content)
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    shown = httpx.post(f"{served.url}/tokenize", json={"messages": asked["messages"]}).json()
+    assert shown["count"] == whole.usage.prompt_tokens
+    text = httpx.post(f"{served.url}/detokenize", json={"tokens": shown["tokens"]}).json()["prompt"]
+    assert text == "import os\n\nUser: def area(r):\nAssistant:"
+    plain = client.chat.completions.create(**asked, extra_body={"speculative": False})
+    assert plain.choices[0].message.content == whole.choices[0].message.content
+
+
+def test_flushing_makes_prompts_new_again(served: Served) -> None:
+    asked = {"prompt": PROMPTS[2], "max_tokens": 8}
+
+    def cached() -> int:
+        answer = httpx.post(f"{served.url}/v1/completions", json=asked, timeout=60).json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    cached()
+    assert cached() > 0
+    assert httpx.post(f"{served.url}/flush_cache").json()["freed_tokens"] > 0
+    assert cached() == 0
+    assert httpx.get(f"{served.url}/health_generate").status_code == 200
+
+
 def test_same_seed_same_text_whatever_runs_beside_it(served: Served) -> None:
     asked = {"prompt": PROMPTS[1], "max_tokens": 32, "temperature": 1.0, "seed": 3}
 
@@ -72,7 +111,7 @@ def test_same_seed_same_text_whatever_runs_beside_it(served: Served) -> None:
         (b'{"prompt": "x", "model": "gpt-9"}', 404),
         (b'{"prompt": [99999]}', 400),
         (b'{"prompt": "x", "max_tokens": 100000}', 400),
-        (b'{"prompt": "x", "presence_penalty": 0.5}', 400),
+        (b'{"prompt": "x", "presence_penalty": 2.5}', 400),
     ],
 )
 def test_bad_input_gets_an_openai_error_and_the_server_goes_on(served: Served, body: bytes, status: int) -> None:

@@ -173,3 +173,21 @@ def test_numbers_with_which_nothing_could_be_served_are_refused(target: TargetMo
         build(target, "EAGLE", max_total_tokens=12)
     with pytest.raises(ValueError, match="--speculative-eagle-topk 24: the head drafts from 23 tokens"):
         speculative(target, random_head(target, "EAGLE", draft_vocab=BROKEN), steps=1, topk=24)
+
+
+def test_flushing_drops_the_prefix_cache_but_not_under_requests(target: TargetModel) -> None:
+    engine = build(target, "NONE")
+    asked = request("a", [1, 2, 3, 4, 5], max_tokens=4)
+    run(engine, [asked])
+    engine.add(asked)
+    refused = engine.flush_cache()
+    assert (refused.is_done, refused.running + refused.waiting, refused.freed_slots) == (False, 1, 0)
+    engine.abort("a")
+    while engine.has_work():
+        engine.step()
+    cached = engine.stats().kv_slots_cached
+    flushed = engine.flush_cache()
+    assert flushed.is_done
+    assert flushed.freed_slots == cached > 0
+    assert engine.stats().kv_slots_cached == 0
+    engine.check()

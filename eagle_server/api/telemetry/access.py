@@ -16,7 +16,7 @@ from eagle_server.api.telemetry.calls import Call, current_call
 
 logger = logging.getLogger(__name__)
 
-POLLED = frozenset({"/health", "/metrics"})  # every few seconds, by machines
+POLLED = frozenset({"/health", "/health_generate", "/metrics"})  # every few seconds, by machines
 
 OnGenerated = Callable[[Call], None]
 

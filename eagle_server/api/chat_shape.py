@@ -1,0 +1,156 @@
+"""Answers of /v1/chat/completions, in OpenAI's shape with vLLM's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from eagle_server.api.choice import Piece, Scored
+from eagle_server.api.responses import Metrics, PromptLogprobs, Usage, finite, prompt_logprobs_of
+from eagle_server.api.shape import Header, Totals
+from eagle_server.engine.detokenizer import TokenSpelling
+from eagle_server.request import TokenLogprob
+
+ROLE = "assistant"
+
+
+class ChatToken(msgspec.Struct):
+    """A token; `bytes` are those of its text, also where it is only a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(ChatToken):
+    top_logprobs: list[ChatToken]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """One entry per token."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    role: str = ROLE
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatBody(msgspec.Struct, kw_only=True):
+    """An answer."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    metrics: Metrics | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Delta(msgspec.Struct):
+    """What a message gained; the first of a choice has the role."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChunkBody(msgspec.Struct, kw_only=True):
+    """An event of a stream."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None | UnsetType = UNSET
+    metrics: Metrics | UnsetType = UNSET
+
+
+class ChatShape:
+    """`logprobs` and `prompt_logprobs` are how many alternatives to show, None for no log-probabilities at all."""
+
+    def __init__(self, spelling: TokenSpelling, logprobs: int | None, prompt_logprobs: int | None) -> None:
+        self._spelling = spelling
+        self._alternatives = logprobs
+        self._prompt_alternatives = prompt_logprobs
+        self._begun: set[int] = set()
+
+    def answer(
+        self, header: Header, choices: Sequence[Piece], prompt_logprobs: Sequence[list[TokenLogprob]], totals: Totals
+    ) -> ChatBody:
+        scores: PromptLogprobs | UnsetType = UNSET
+        if self._prompt_alternatives is not None:  # of the one prompt that all choices share
+            scores = prompt_logprobs_of(prompt_logprobs[0], self._prompt_alternatives, self._spelling)
+        return ChatBody(
+            id=header.id,
+            created=header.created,
+            model=header.model,
+            choices=[
+                ChatChoice(each.index, ChatMessage(content=each.text), self._logprobs(each.tokens), each.finish_reason)
+                for each in choices
+            ],
+            usage=totals.usage,
+            metrics=totals.metrics,
+            prompt_logprobs=scores,
+        )
+
+    def events(self, header: Header, piece: Piece, usage: Usage | None | UnsetType) -> Sequence[ChunkBody]:
+        """The role once, then content, then the reason why it ended, each in an event of its own."""
+        choices = []
+        if piece.index not in self._begun:
+            self._begun.add(piece.index)
+            choices.append(ChunkChoice(piece.index, Delta(role=ROLE, content="")))
+        if piece.text or piece.tokens:
+            choices.append(ChunkChoice(piece.index, Delta(content=piece.text), self._logprobs(piece.tokens)))
+        if piece.finish_reason is not None:
+            choices.append(ChunkChoice(piece.index, Delta(), finish_reason=piece.finish_reason))
+        return [_chunk(header, [choice], usage) for choice in choices]
+
+    def closing(self, header: Header, totals: Totals) -> ChunkBody:
+        return _chunk(header, [], totals.usage, totals.metrics)
+
+    def _logprobs(self, tokens: Sequence[Scored]) -> ChatLogprobs | None:
+        if self._alternatives is None:
+            return None
+        return ChatLogprobs([self._scored(token) for token in tokens])
+
+    def _scored(self, token: Scored) -> ChatLogprob:
+        assert token.logprob is not None  # only a prompt's first token has none, and chats do not echo
+        plain = self._token(token.token_id, token.logprob)
+        top = [self._token(token_id, logprob) for token_id, logprob in token.top[: self._alternatives]]
+        return ChatLogprob(plain.token, plain.logprob, plain.bytes, top)
+
+    def _token(self, token_id: int, logprob: float) -> ChatToken:
+        return ChatToken(self._spelling(token_id), finite(logprob), list(self._spelling.raw(token_id)))
+
+
+def _chunk(
+    header: Header,
+    choices: list[ChunkChoice],
+    usage: Usage | None | UnsetType,
+    metrics: Metrics | UnsetType = UNSET,
+) -> ChunkBody:
+    return ChunkBody(
+        id=header.id, created=header.created, model=header.model, choices=choices, usage=usage, metrics=metrics
+    )

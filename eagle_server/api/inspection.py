@@ -1,0 +1,183 @@
+"""The endpoints about the server itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from http import HTTPStatus
+from itertools import count
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from eagle_server.api.errors import ApiError, unavailable
+from eagle_server.api.responses import json_response
+from eagle_server.api.service import Service, service_of, version
+from eagle_server.api.sse import while_connected
+from eagle_server.engine.client import EngineClient
+from eagle_server.request import Request as EngineRequest
+from eagle_server.request import SamplingParams
+
+SERVING = ("context_length", "max_request_tokens", "vocab_size", "speculative_algorithm", "num_steps")
+PATHS = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/models",
+    "/v1/server_info",
+    "/health",
+    "/metrics",
+    "/openapi.json",
+]
+PROBE_SECONDS = 20.0  # SGLang's
+
+router = APIRouter()
+STARTED = int(time.time())
+_probes = count()
+
+
+class Model(msgspec.Struct):
+    """OpenAI's, and vLLM's `max_model_len`: most tokens of a request, prompt and output together."""
+
+    id: str
+    created: int
+    max_model_len: int | None
+    object: str = "model"
+    owned_by: str = "eagle_server"
+
+
+class Models(msgspec.Struct):
+    data: list[Model]
+    object: str = "list"
+
+
+class Health(msgspec.Struct):
+    status: str
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+class CacheFlushed(msgspec.Struct):
+    """How many tokens' KV the prefix cache held that is free now."""
+
+    freed_tokens: int
+
+
+class ServerInfo(msgspec.Struct):
+    """`config` as given, `resolved` as in force; `engine` is its load, KV use and totals since its start."""
+
+    version: str
+    model: str
+    config: dict[str, Any]
+    resolved: dict[str, Any] | None
+    serving: dict[str, Any] | None
+    engine: dict[str, Any]
+    active_requests: int
+
+
+class Index(msgspec.Struct):
+    name: str
+    version: str
+    model: str
+    endpoints: list[str]
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    return json_response(Models([_model(service_of(request))]))
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(request: Request, name: str) -> Response:
+    service = service_of(request)
+    service.check_model(name)
+    return json_response(_model(service))
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 while completions are served."""
+    _check_health(service_of(request))
+    return json_response(Health("ok"))
+
+
+@router.get("/health_generate")
+async def health_generate(request: Request) -> Response:
+    """200 if a token can be generated in time. On a busy engine anybody's token counts: the probe may wait long."""
+    service = service_of(request)
+    _check_health(service)
+    client = service.client
+    before = client.stats.generated_tokens if client.stats else 0
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            await while_connected(request.receive, _generate_one(client))
+    except TimeoutError:
+        if client.stats is None or client.stats.generated_tokens <= before:
+            raise unavailable(f"no token was generated within {PROBE_SECONDS:g} seconds") from None
+    return json_response(Health("ok"))
+
+
+@router.get("/version")
+async def get_version() -> Response:
+    return json_response(Version(version()))
+
+
+@router.get("/v1/server_info")
+async def server_info(request: Request) -> Response:
+    """What is served, how it was configured and the engine's state."""
+    service = service_of(request)
+    client, ready = service.client, service.client.ready
+    engine = {"available": client.is_available, **(msgspec.structs.asdict(client.stats) if client.stats else {})}
+    info = ServerInfo(
+        version=version(),
+        model=service.model_name,
+        config=dict(service.configuration),
+        resolved=ready.resolved if ready else None,
+        serving={name: getattr(ready, name) for name in SERVING} if ready else None,
+        engine=engine,
+        active_requests=service.admission.active,
+    )
+    return json_response(info)
+
+
+@router.post("/flush_cache")
+async def flush_cache(request: Request) -> Response:
+    """Drop the prefix cache. As in SGLang, not while requests are running or waiting."""
+    flushed = await service_of(request).client.flush_cache()
+    if not flushed.is_done:
+        message = f"the cache was not flushed: {flushed.running} requests are running and {flushed.waiting} waiting"
+        raise ApiError(HTTPStatus.BAD_REQUEST, message, code="requests_in_progress")
+    return json_response(CacheFlushed(flushed.freed_slots))
+
+
+@router.get("/")
+async def index(request: Request) -> Response:
+    return json_response(Index("eagle_server", version(), service_of(request).model_name, PATHS))
+
+
+def _check_health(service: Service) -> None:
+    if service.admission.is_draining:
+        raise unavailable("the server is shutting down")
+    if not service.client.is_available:
+        started = service.client.ready is not None
+        raise unavailable("the engine died and is starting again" if started else "the engine is starting")
+
+
+async def _generate_one(client: EngineClient) -> None:
+    probe = EngineRequest(
+        request_id=f"health-{next(_probes)}",
+        prompt_token_ids=[0],
+        sampling=SamplingParams(max_tokens=1, seed=0, temperature=0.0),
+    )
+    async with aclosing(client.generate(probe)) as deltas:  # type: ignore[type-var]
+        async for delta in deltas:
+            if delta.error is not None:
+                raise unavailable(f"generation failed: {delta.error}")
+
+
+def _model(service: Service) -> Model:
+    ready = service.client.ready
+    return Model(service.model_name, STARTED, ready.max_request_tokens if ready else None)

@@ -1,0 +1,141 @@
+"""The OpenAPI document: what each endpoint takes and gives, from the types that parse and encode it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+from pydantic.json_schema import models_json_schema
+
+from eagle_server.api import inspection, tokens
+from eagle_server.api.chat_shape import ChatBody, ChunkBody
+from eagle_server.api.errors import ErrorBody
+from eagle_server.api.responses import json_response
+from eagle_server.api.schemas.base import Body
+from eagle_server.api.schemas.chat import ChatRequest
+from eagle_server.api.schemas.completion import CompletionRequest
+from eagle_server.api.schemas.tokens import DetokenizeRequest, TokenizeRequest
+from eagle_server.api.service import version
+from eagle_server.api.text_shape import CompletionBody
+
+Schema = dict[str, Any]
+
+REFERENCE = "#/components/schemas/"
+ERRORS = {
+    "400": "A parameter is wrong; `error.param` names it.",
+    "401": "The API key is missing or wrong.",
+    "404": "There is no such model.",
+    "408": "The request's timeout is over, or its body came too slowly.",
+    "413": "The body is too large.",
+    "429": "Too many requests are waiting; try again after `retry-after` seconds.",
+    "500": "Generation failed.",
+    "503": "There is no engine now: it is starting, or the server is shutting down.",
+}
+WITH_BODY = ("400", "401", "404", "408", "413", "503")
+GENERATING = tuple(ERRORS)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """`events` is what a stream's events hold, None where there are no streams."""
+
+    method: str
+    path: str
+    summary: str
+    answer: type[msgspec.Struct]
+    errors: tuple[str, ...] = ()
+    body: type[Body] | None = None
+    events: type[msgspec.Struct] | None = None
+    parameters: tuple[Schema, ...] = ()
+
+
+MODEL_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+ENDPOINTS = (
+    Endpoint(
+        "post",
+        "/v1/completions",
+        "Continue a prompt",
+        CompletionBody,
+        GENERATING,
+        CompletionRequest,
+        CompletionBody,
+    ),
+    Endpoint("post", "/v1/chat/completions", "Answer a conversation", ChatBody, GENERATING, ChatRequest, ChunkBody),
+    Endpoint("post", "/tokenize", "Tokens of a text or of messages", tokens.Tokenized, WITH_BODY, TokenizeRequest),
+    Endpoint("post", "/detokenize", "Text of tokens", tokens.Detokenized, WITH_BODY, DetokenizeRequest),
+    Endpoint("get", "/tokenizer_info", "Vocabulary and chat template", tokens.TokenizerInfo, ("401", "503")),
+    Endpoint("get", "/v1/models", "What is served", inspection.Models, ("401",)),
+    Endpoint("get", "/v1/models/{name}", "One model", inspection.Model, ("401", "404"), parameters=(MODEL_NAME,)),
+    Endpoint("get", "/v1/server_info", "Configuration and load", inspection.ServerInfo, ("401",)),
+    Endpoint("post", "/flush_cache", "Drop the prefix cache", inspection.CacheFlushed, ("400", "401", "503")),
+    Endpoint("get", "/health", "Whether completions are served", inspection.Health, ("503",)),
+    Endpoint("get", "/health_generate", "Whether a token can be generated", inspection.Health, ("429", "503")),
+    Endpoint("get", "/version", "The server's version", inspection.Version),
+)
+
+
+async def document(_: Request) -> Response:
+    return json_response(openapi())
+
+
+@cache
+def openapi() -> Schema:
+    """The document as a JSON-ready object."""
+    paths: dict[str, dict[str, Schema]] = {}
+    for endpoint in ENDPOINTS:
+        paths.setdefault(endpoint.path, {})[endpoint.method] = _operation(endpoint)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "eagle_server", "version": version(), "description": "docs/api.md explains every parameter."},
+        "paths": paths,
+        "components": {
+            "schemas": _schemas(),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(endpoint: Endpoint) -> Schema:
+    content: Schema = {"application/json": {"schema": _reference(endpoint.answer)}}
+    if endpoint.events is not None:
+        words = f"Events `data: ` with a {endpoint.events.__name__} or an ErrorBody each, the last one `[DONE]`."
+        content["text/event-stream"] = {"schema": {"type": "string", "description": words}}
+    responses: Schema = {"200": {"description": endpoint.summary, "content": content}}
+    for status in endpoint.errors:
+        error = {"application/json": {"schema": _reference(ErrorBody)}}
+        responses[status] = {"description": ERRORS[status], "content": error}
+    operation: Schema = {"summary": endpoint.summary, "responses": responses}
+    if endpoint.parameters:
+        operation["parameters"] = list(endpoint.parameters)
+    if endpoint.body is not None:
+        schema = {"application/json": {"schema": _reference(endpoint.body)}}
+        operation["requestBody"] = {"required": True, "content": schema}
+    return operation
+
+
+def _reference(model: type[Any]) -> Schema:
+    return {"$ref": f"{REFERENCE}{model.__name__}"}
+
+
+def _schemas() -> dict[str, Schema]:
+    bodies = [(endpoint.body, "validation") for endpoint in ENDPOINTS if endpoint.body is not None]
+    _, definitions = models_json_schema(bodies, ref_template=f"{REFERENCE}{{model}}")  # type: ignore[arg-type]
+    structs: Sequence[type] = [ErrorBody, ChunkBody, *(endpoint.answer for endpoint in ENDPOINTS)]
+    _, answers = msgspec.json.schema_components(structs, ref_template=f"{REFERENCE}{{name}}")
+    taken: Mapping[str, Schema] = definitions["$defs"]
+    return {name: _with_nulls(schema) for name, schema in taken.items()} | answers
+
+
+def _with_nulls(schema: Schema) -> Schema:
+    """An object of a body: null stands for every parameter that need not be given."""
+    required = schema.get("required", ())
+    properties = {
+        name: value if name in required else {"anyOf": [value, {"type": "null"}]}
+        for name, value in schema.get("properties", {}).items()
+    }
+    return {**schema, "properties": properties} if properties else schema

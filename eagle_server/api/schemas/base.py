@@ -1,0 +1,80 @@
+"""What bodies are made of: strict models, and how a wrong body becomes one error that names the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails, from_json
+
+from eagle_server.api.errors import ApiError, bad_request
+
+B = TypeVar("B", bound="Body")
+
+
+class Part(BaseModel):
+    """An object of a body. A null parameter is one that was not given."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        return {n: v for n, v in values.items() if v is not None} if isinstance(values, dict) else values
+
+
+class Body(Part):
+    """A whole body.
+
+    `neutral` holds parameters of OpenAI's and of other servers' API that are not supported, with the values that ask
+    for nothing. `expected` has a sentence for parameters of several types, where it says more than one error per type.
+    """
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    expected: ClassVar[dict[str, str]] = {}
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Broken rules between parameters, as (parameter, what is wrong with it)."""
+        yield from ()
+
+
+def parse(model: type[B], body: bytes) -> B:
+    """The checked body.
+
+    Raises:
+        ApiError: status 400, naming the parameter.
+    """
+    try:
+        values = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(values, dict):
+        raise bad_request("the body should be a JSON object")
+    for name in model.neutral.keys() & values.keys():
+        value = values.pop(name)
+        if value is not None and not _is_one_of(value, model.neutral[name]):
+            raise bad_request(f"{name} is not supported", name, "unsupported_parameter")
+    try:
+        request = model.model_validate(values)
+    except ValidationError as error:
+        raise _refusal(model, error.errors(include_url=False, include_input=False)[0]) from None
+    for name, problem in request.problems():
+        raise bad_request(f"{name} {problem}", name, "invalid_value")
+    return request
+
+
+def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed)
+
+
+def _refusal(model: type[Body], error: ErrorDetails) -> ApiError:
+    name = ".".join(str(part) for part in error["loc"]) or None
+    top = str(error["loc"][0]) if error["loc"] else ""
+    if error["type"] == "missing":
+        return bad_request(f"{name} is required", name, "missing_parameter")
+    if error["type"] == "extra_forbidden":
+        return bad_request(f"unknown parameter {name}", name, "unknown_parameter")
+    if top in model.expected:
+        return bad_request(f"{top} {model.expected[top]}", top, "invalid_value")
+    return bad_request(f"{name}: {error['msg']}", name, "invalid_value")

@@ -1,0 +1,192 @@
+"""The body of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from eagle_server.api.schemas.base import Body, Part
+from eagle_server.api.schemas.generation import MAX_LOGPROBS, GenerationBody, NonEmpty
+
+Values = dict[str, Any]
+
+
+class TextPart(Part):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Part):
+    """A call that the model made: `arguments` is a JSON object as text."""
+
+    name: NonEmpty
+    arguments: str = "{}"
+
+    @property
+    def values(self) -> Values:
+        """The arguments as an object, which is what templates expect."""
+        values = json.loads(self.arguments or "{}")
+        return {"name": self.name, "arguments": values}
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_an_object(cls, arguments: str) -> str:
+        try:
+            fits = isinstance(json.loads(arguments or "{}"), dict)
+        except (ValueError, RecursionError):
+            fits = False
+        if not fits:
+            raise PydanticCustomError("arguments", "should be a JSON object as text")
+        return arguments
+
+
+class ToolCall(Part):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Part):
+    """One message. `refusal`, `annotations` and the like come back from clients as null or empty, and are left out."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_only(cls, content: Any) -> Any:
+        if not isinstance(content, str | list):
+            raise PydanticCustomError("content", "should be a string or a list of text parts")
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                raise PydanticCustomError("part", f"part {number} is of type {kind!r}; only text is supported")
+            if kind is None or not isinstance(part.get("text"), str):
+                raise PydanticCustomError("part", f'part {number} should be {{"type": "text", "text": "..."}}')
+        return content
+
+    @model_validator(mode="after")
+    def _something_is_said(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise PydanticCustomError("content", "content is required")
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("tool_calls", "tool_calls belong to messages of the assistant")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content as one text; parts are joined by line breaks, as in vLLM."""
+        content = self.content or ""
+        return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+    @property
+    def values(self) -> Values:
+        """What the template sees."""
+        values: Values = {"role": self.role, "content": self.text}
+        if self.tool_calls:
+            values["tool_calls"] = [
+                {"type": "function", "id": call.id, "function": call.function.values} for call in self.tool_calls
+            ]
+        for field in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, field)) is not None:
+                values[field] = value
+        return values
+
+
+class Function(Part):
+    name: NonEmpty
+    description: str | None = None
+    parameters: Values | None = None
+    strict: bool | None = None
+
+
+class Tool(Part):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+Messages = Annotated[list[Message], Field(min_length=1)]
+
+
+class Rendering(Body):
+    """How the template turns messages into text."""
+
+    tools: list[Values] = Field(default_factory=list)  # as given: templates print them, and the order of keys matters
+    chat_template_kwargs: Values = Field(default_factory=dict)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+    @field_validator("tools")
+    @classmethod
+    def _are_functions(cls, tools: list[Values]) -> list[Values]:
+        for tool in tools:
+            Tool.model_validate(tool)
+        return tools
+
+    @property
+    def generation_prompt(self) -> bool:
+        """Whether the text ends with the beginning of the assistant's turn."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+    @property
+    def offered_tools(self) -> list[Values]:
+        return self.tools
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        if self.continue_final_message and self.add_generation_prompt:
+            yield "continue_final_message", "and add_generation_prompt exclude each other"
+
+
+class ChatRequest(GenerationBody, Rendering):
+    """A conversation to answer."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **GenerationBody.neutral,
+        "add_special_tokens": (False,),
+        "echo": (False,),
+        "modalities": (["text"],),
+        "parallel_tool_calls": (True,),
+        "functions": ([],),
+        "function_call": ("none",),
+        "include_reasoning": (True,),
+    }
+
+    messages: Messages
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tool_choice: Literal["none", "auto"] | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """As given; None for as many as fit."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def offered_tools(self) -> list[Values]:
+        return [] if self.tool_choice == "none" else self.tools
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            yield "max_tokens", f"differs from max_completion_tokens, {self.max_completion_tokens}; drop one of them"
+        if self.most_tokens is not None and self.min_tokens > self.most_tokens:
+            yield "min_tokens", f"exceeds max_completion_tokens, {self.most_tokens}"
+        if self.top_logprobs is not None and not self.logprobs:
+            yield "top_logprobs", "needs logprobs: true"
+        if self.tool_choice == "auto" and not self.tools:
+            yield "tool_choice", "needs tools"

@@ -1,0 +1,55 @@
+"""The body of POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from eagle_server.api.schemas.generation import MAX_LOGPROBS, GenerationBody, TokenIds
+
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True)]
+
+
+class CompletionRequest(GenerationBody):
+    """A prompt to go on from."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **GenerationBody.neutral,
+        "suffix": ("",),
+        "add_special_tokens": (True,),
+    }
+    expected: ClassVar[dict[str, str]] = {
+        **GenerationBody.expected,
+        "prompt": "should be a string, a list of strings, a list of token ids or a list of lists of token ids",
+    }
+
+    prompt: str | Texts | TokenIds | TokenIdLists
+    max_tokens: int = Field(16, ge=0)
+    best_of: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt; token ids where they were given so."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+
+    @property
+    def sequences(self) -> int:
+        return len(self.prompts) * self.n
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        if self.best_of not in (None, self.n):
+            yield "best_of", f"is not supported unless it equals n, {self.n}"
+        if self.min_tokens > self.max_tokens:
+            yield "min_tokens", f"exceeds max_tokens, {self.max_tokens}"
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            yield "max_tokens", "should be at least 1 without echo or prompt_logprobs"

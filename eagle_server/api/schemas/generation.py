@@ -1,0 +1,109 @@
+"""What completions and chat completions have in common: how text is drawn, ended and sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from eagle_server.api.schemas.base import Body, Part
+from eagle_server.api.schemas.grammar import ResponseFormat, StructuredOutputs
+from eagle_server.request import Grammar
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 1024
+MAX_TEMPERATURE = 100.0  # the law is flat long before
+MAX_REPETITION_PENALTY = 100.0
+MAX_TIMEOUT = 24 * 3600.0
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+
+NonEmpty = Annotated[str, Field(min_length=1)]
+# A list of a million token ids is not a list of strings: one error says so.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class StreamOptions(Part):
+    """`continuous_usage_stats` puts the usage so far on every event, since one event may carry several tokens."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationBody(Body):
+    """Parameters of both endpoints; docs/api.md explains each."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "length_penalty": (1,),
+        "use_beam_search": (False,),
+        "early_stopping": (False,),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "include_stop_str_in_output": (False,),
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+    }
+    expected: ClassVar[dict[str, str]] = {
+        "stop": f"should be a string or a list of at most {MAX_STOPS} strings, none of them empty",
+        "logit_bias": f"should map at most {MAX_BIASES} token ids, as strings, to numbers from -100 to 100",
+    }
+
+    model: str | None = None
+    min_tokens: int = Field(0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=MAX_TEMPERATURE)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, le=INT32_MAX)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=MAX_REPETITION_PENALTY)
+    logit_bias: dict[TokenId, Bias] = Field(default_factory=dict, max_length=MAX_BIASES)
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    bad_words: list[NonEmpty] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
+    seed: int | None = Field(None, ge=-INT64_MAX, le=INT64_MAX)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field(default_factory=list)
+    ignore_eos: bool = False
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    speculative: bool = True
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stream_pacing: bool = False
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT)
+    user: str | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def grammar(self) -> Grammar | None:
+        if self.structured_outputs is not None:
+            return self.structured_outputs.grammar
+        return None if self.response_format is None else self.response_format.grammar
+
+    @property
+    def sequences(self) -> int:
+        """How many are generated."""
+        return self.n
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        if self.stream_options is not None and not self.stream:
+            yield "stream_options", "needs stream: true"
+        if self.prompt_logprobs is not None and self.stream:
+            yield "prompt_logprobs", "is not supported with stream: true"
+        if self.stream_pacing and not (self.stream and self.sequences == 1):
+            yield "stream_pacing", "needs stream: true and a single choice"
+        asks_for_format = self.response_format is not None and self.response_format.type != "text"
+        if asks_for_format and self.structured_outputs is not None:
+            yield "structured_outputs", "and response_format ask for two things; drop one of them"

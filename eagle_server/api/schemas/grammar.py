@@ -1,0 +1,96 @@
+"""What the output may be asked to be: `response_format` as OpenAI has it, `structured_outputs` as vLLM does."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from eagle_server.api.schemas.base import Part
+from eagle_server.request import Grammar
+
+MAX_GRAMMAR_CHARACTERS = 256 * 1024
+MAX_TEXTS = 1024
+
+Source = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+Schema = dict[str, Any] | bool
+
+
+class JsonSchema(Part):
+    """`name`, `description` and `strict` change nothing: what is returned always follows the schema."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Schema = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Part):
+    """OpenAI's."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_due(self) -> ResponseFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise PydanticCustomError("schema", "json_schema belongs to type json_schema, and to no other")
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        if self.type == "text":
+            return None
+        if self.json_schema is None:
+            return Grammar(kind="json_object")
+        return Grammar(kind="json_schema", source=_text(self.json_schema.schema_))
+
+
+class StructuredOutputs(Part):
+    """vLLM's; exactly one of them. `json` is a schema, as an object or as text; `grammar` is EBNF."""
+
+    json_: Schema | Source | None = Field(None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: Source | None = None
+    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_TEXTS)] | None = (
+        None
+    )
+    grammar_: Source | None = Field(None, alias="grammar")
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> StructuredOutputs:
+        given = [value for value in (self.json_, self.json_object, self.regex, self.choice, self.grammar_)]
+        if sum(value is not None for value in given) != 1:
+            raise PydanticCustomError("count", "should have exactly one of json, json_object, regex, choice, grammar")
+        if isinstance(self.json_, str):
+            _parsed(self.json_)
+        return self
+
+    @property
+    def grammar(self) -> Grammar:
+        if self.json_ is not None:
+            schema = _parsed(self.json_) if isinstance(self.json_, str) else self.json_
+            return Grammar(kind="json_schema", source=_text(schema))
+        if self.regex is not None:
+            return Grammar(kind="regex", source=self.regex)
+        if self.choice is not None:
+            return Grammar(kind="choice", source=json.dumps(self.choice, ensure_ascii=False))
+        if self.grammar_ is not None:
+            return Grammar(kind="ebnf", source=self.grammar_)
+        return Grammar(kind="json_object")
+
+
+def _parsed(text: str) -> Schema:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        raise PydanticCustomError("json", "json should be a JSON schema, as an object or as its text") from None
+    if not isinstance(schema, dict | bool):
+        raise PydanticCustomError("json", "json should be a JSON schema, as an object or as its text")
+    return schema
+
+
+def _text(schema: Schema) -> str:
+    return json.dumps(schema, ensure_ascii=False)

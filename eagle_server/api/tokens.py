@@ -1,0 +1,97 @@
+"""Endpoints about tokens, in vLLM's shapes: /tokenize, /detokenize, /tokenizer_info."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from eagle_server.api.errors import bad_request
+from eagle_server.api.preparation import check_service
+from eagle_server.api.prompts import check_token_ids, encode, render
+from eagle_server.api.reading import read
+from eagle_server.api.responses import json_response
+from eagle_server.api.schemas.tokens import DetokenizeRequest, TokenizeRequest
+from eagle_server.api.service import Service, service_of
+from eagle_server.engine.detokenizer import TokenSpelling
+
+router = APIRouter()
+
+MAX_TEXT_TOKENS = 1_000_000  # of a text to tokenize; one may well be longer than the model takes
+
+
+class Tokenized(msgspec.Struct):
+    """Token ids of a text. `token_strs` are the tokens as the vocabulary spells them, if asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct):
+    """Text of token ids, special tokens included."""
+
+    prompt: str
+
+
+class TokenizerInfo(msgspec.Struct):
+    """What clients need to build prompts themselves."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    eos_tokens: list[str]
+    chat_template: str
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request) -> Response:
+    body, service = await read(TokenizeRequest, request), service_of(request)
+    limit = check_service(body.model, service).max_request_tokens
+    return json_response(await asyncio.to_thread(_tokenized, body, service, limit))
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request) -> Response:
+    body, service = await read(DetokenizeRequest, request), service_of(request)
+    ready = check_service(body.model, service)
+    check_token_ids("tokens", body.tokens, ready.vocab_size)
+    text = await asyncio.to_thread(service.spelling.tokenizer.decode, body.tokens, special=True)
+    return json_response(Detokenized(text))
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    service = service_of(request)
+    ready = check_service(None, service)
+    ends = list(ready.eos_token_ids)
+    info = TokenizerInfo(
+        vocab_size=ready.vocab_size,
+        max_model_len=ready.max_request_tokens,
+        eos_token_ids=ends,
+        eos_tokens=[_piece(token_id, service.spelling) for token_id in ends],
+        chat_template=service.chat_template.source,
+    )
+    return json_response(info)
+
+
+def _tokenized(body: TokenizeRequest, service: Service, limit: int) -> Tokenized:
+    template, tokenizer = service.chat_template, service.spelling.tokenizer
+    if body.messages is not None:
+        text, special, param = render(body.messages, body, template), template.adds_special, "messages"
+    else:
+        text, special, param = body.prompt or "", True, "prompt"
+    special = special if body.add_special_tokens is None else body.add_special_tokens
+    tokens = encode(text, tokenizer, MAX_TEXT_TOKENS, param, special=special)
+    if len(tokens) > MAX_TEXT_TOKENS:
+        raise bad_request(f"the text has more than {MAX_TEXT_TOKENS} tokens", param, "context_length_exceeded")
+    pieces = [_piece(token_id, service.spelling) for token_id in tokens] if body.return_token_strs else None
+    return Tokenized(len(tokens), limit, tokens, pieces)
+
+
+def _piece(token_id: int, spelling: TokenSpelling) -> str:
+    """The vocabulary's spelling; that of the text for an id that has none."""
+    piece = spelling.tokenizer.piece(token_id)
+    return spelling(token_id) if piece is None else piece

@@ -1,0 +1,59 @@
+"""Small files that lie beside a model's weights, in a directory or on Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def find_file(location: str, name: str, *, required: bool = True) -> Path | None:
+    """Path of a model's file, None if the model has no such file.
+
+    Raises:
+        OSError: it cannot be known, because the hub cannot be reached; only if `required`.
+    """
+    if Path(location).is_dir():
+        file = Path(location) / name
+        return file if file.is_file() else None
+    from huggingface_hub import hf_hub_download  # not needed for a directory
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(location, name))
+    except LocalEntryNotFoundError:
+        if required:
+            raise
+        logger.warning(
+            "%s of %s is not in the cache and the hub cannot be reached: going on without it", name, location
+        )
+        return None
+    except EntryNotFoundError:
+        return None
+
+
+def read_json(location: str, name: str) -> dict[str, Any]:
+    """An object of a JSON file that a model need not have; empty if there is none.
+
+    Raises:
+        ValueError: the file holds something else; the message is one line.
+    """
+    file = find_file(location, name, required=False)
+    if file is None:
+        return {}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{name} of {location}: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{name} of {location} should hold a JSON object")
+    return values
+
+
+def read_text(location: str, name: str) -> str | None:
+    """A text file that a model need not have; None if there is none."""
+    file = find_file(location, name, required=False)
+    return None if file is None else file.read_text(encoding="utf-8")

@@ -1,0 +1,182 @@
+"""The endpoints beside those that generate, and what every answer carries."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from eagle_server.api import generating, inspection, tokens
+from eagle_server.config import parse_args
+from eagle_server.engine.client import EngineClient
+from tests.api.calls import complete
+from tests.api.conftest import PATIENCE, http_client
+from tests.api.fake_engine import EOS, ID, STALL, FakeEngine
+
+
+async def post(http: httpx.AsyncClient, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
+    response = await http.post(path, json=body)
+    assert response.status_code == status, response.text
+    parsed: dict[str, Any] = response.json()
+    return parsed
+
+
+# --- Tokens ---
+
+
+async def test_tokenize_and_detokenize(http: httpx.AsyncClient) -> None:
+    answer = await post(http, "/tokenize", prompt=f"é{EOS}")
+    assert answer == {"count": 3, "max_model_len": 2000, "tokens": [0xC3, 0xA9, ID[EOS]], "token_strs": None}
+    assert await post(http, "/detokenize", tokens=answer["tokens"]) == {"prompt": f"é{EOS}"}
+    answer = await post(http, "/tokenize", prompt="é a", return_token_strs=True, model="fake")
+    assert answer["token_strs"] == ["Ã", "©", "Ġ", "a"]
+    assert (await post(http, "/tokenize", prompt=""))["tokens"] == []
+
+
+async def test_tokenize_shows_what_a_chat_would_send(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    messages = [{"role": "user", "content": "hé"}]
+    expected = (await post(http, "/tokenize", messages=messages))["tokens"]
+    await post(http, "/v1/chat/completions", messages=messages, max_tokens=1)
+    assert engine.requests[-1].prompt_token_ids == expected
+    begun = [*messages, {"role": "assistant", "content": "So"}]
+    text = bytes((await post(http, "/tokenize", messages=begun, continue_final_message=True))["tokens"]).decode()
+    assert text == "User: hé\nAssistant: So"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "prompt"),
+        ("/tokenize", {"prompt": [1]}, "prompt"),
+        ("/detokenize", {"tokens": [99999]}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+async def test_wrong_bodies_are_named(http: httpx.AsyncClient, path: str, body: dict[str, Any], param: str) -> None:
+    assert (await post(http, path, 400, **body))["error"]["param"] == param
+
+
+async def test_the_tokenizer_tells_about_itself(http: httpx.AsyncClient) -> None:
+    info = (await http.get("/tokenizer_info")).json()
+    assert (info["vocab_size"], info["eos_tokens"], info["eos_token_ids"]) == (266, [EOS], [ID[EOS]])
+    assert "Assistant:" in info["chat_template"]
+    assert (await post(http, "/tokenize", 404, prompt="a", model="x"))["error"]["code"] == "model_not_found"
+
+
+# --- The server ---
+
+
+async def test_health_generate_asks_the_engine_for_a_token(
+    http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await http.get("/health_generate")).json() == {"status": "ok"}
+    assert engine.requests[-1].sampling.max_tokens == 1
+    monkeypatch.setattr(inspection, "PROBE_SECONDS", 0.05)
+    monkeypatch.setattr(engine, "_advance", lambda sequence: 1 / 0)
+    monkeypatch.setattr(engine, "step", list)
+    response = await http.get("/health_generate")
+    assert response.status_code == 503
+    assert "no token" in response.json()["error"]["message"]
+
+
+async def test_version(http: httpx.AsyncClient) -> None:
+    assert set((await http.get("/version")).json()) == {"version"}
+
+
+async def test_flushing_the_cache(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    await complete(http, prompt="abc", max_tokens=5)
+    assert (await http.post("/flush_cache")).json() == {"freed_tokens": 5}
+    assert (await http.post("/flush_cache")).json() == {"freed_tokens": 0}
+    stalled = asyncio.create_task(http.post("/v1/completions", json={"prompt": STALL}))
+    async with asyncio.timeout(PATIENCE):
+        while not engine.sequences:
+            await asyncio.sleep(0.001)
+    refused = await http.post("/flush_cache")
+    assert refused.status_code == 400
+    assert "1 requests are running" in refused.json()["error"]["message"]
+    stalled.cancel()
+
+
+async def test_without_an_engine_there_is_nothing_to_flush_or_probe(config: Any, tokenizer_dir: Path) -> None:
+    async with http_client(config, EngineClient(), tokenizer_dir) as http:
+        answers = [
+            await http.post("/flush_cache"),
+            await http.get("/health_generate"),
+            await http.get("/tokenizer_info"),
+        ]
+    assert [answer.status_code for answer in answers] == [503, 503, 503]
+
+
+async def test_the_document_names_every_path(http: httpx.AsyncClient) -> None:
+    document = (await http.get("/openapi.json")).json()
+    routes = [route for module in (generating, tokens, inspection) for route in module.router.routes]
+    served = {getattr(route, "path", "").replace(":path}", "}") for route in routes} - {"/"}
+    assert served == set(document["paths"])
+    assert set((await http.get("/")).json()["endpoints"]) < served | {"/metrics", "/openapi.json"}
+    assert (await http.get("/docs")).status_code == 404
+
+
+# --- What every answer carries ---
+
+
+@pytest.mark.parametrize("name", ["a-b.c:1/2", "x" * 128])
+async def test_the_clients_request_id_comes_back(
+    http: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    with caplog.at_level(logging.INFO, "eagle_server.api.telemetry.access"):
+        response = await http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": name})
+    assert response.headers["x-request-id"] == name
+    assert response.json()["id"] == f"cmpl-{name}"
+    assert "POST /v1/completions 200" in caplog.text
+    # The same id again is another request.
+    await http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": name})
+    assert len({request.request_id for request in engine.requests}) == 2
+
+
+@pytest.mark.parametrize("name", ["", "x" * 129, "a b", 'a"b', "é"])
+async def test_other_request_ids_are_replaced(http: httpx.AsyncClient, name: str) -> None:
+    response = await http.get("/health", headers={"x-request-id": name.encode()})
+    assert len(response.headers["x-request-id"]) == 32
+    assert (await http.get("/nothing")).headers["x-request-id"]
+
+
+async def test_an_unexpected_error_is_logged_with_its_request(
+    http: httpx.AsyncClient, engine_client: EngineClient, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(engine_client, "submit", lambda *_, **__: 1 / 0)
+    response = await http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "me"})
+    assert response.status_code == 500
+    assert response.headers["x-request-id"] == "me"
+    assert "request me failed" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+    assert "Zero" not in response.text
+
+
+async def test_cors_is_off_unless_asked_for(
+    http: httpx.AsyncClient, engine_client: EngineClient, tokenizer_dir: Path
+) -> None:
+    asked = {"origin": "https://a.org", "access-control-request-method": "POST"}
+    assert (await http.options("/v1/completions", headers=asked)).status_code == 405
+    assert "access-control-allow-origin" not in (await http.get("/health", headers=asked)).headers
+    flags = [
+        "--model-path",
+        str(tokenizer_dir),
+        "--cors-allow-origins",
+        "https://a.org, https://b.org",
+        "--api-key",
+        "k",
+    ]
+    async with http_client(parse_args(flags, environ={}), engine_client, tokenizer_dir) as open_to:
+        before = await open_to.options("/v1/completions", headers=asked)
+        assert before.status_code == 200
+        assert before.headers["access-control-allow-origin"] == "https://a.org"
+        assert (await open_to.post("/v1/completions", headers=asked)).headers["access-control-allow-origin"]
+        other = await open_to.get("/health", headers={"origin": "https://c.org"})
+        assert "access-control-allow-origin" not in other.headers

@@ -1,0 +1,227 @@
+"""What bounds a request: the queue, timeouts, slow readers, a hanging engine. And the pacing of its stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from eagle_server.api.pacing import paced
+from eagle_server.config import parse_args
+from eagle_server.engine import generation
+from eagle_server.engine.client import EngineClient
+from eagle_server.engine.generation import EngineUnavailable, Generation, SlowReader
+from eagle_server.engine.process import EngineFactory
+from eagle_server.engine.supervisor import Backoff, Supervisor
+from eagle_server.request import FinishReason, Request, SamplingParams, TokenDelta
+from tests.api.calls import stream, text_of
+from tests.api.conftest import PATIENCE, Server, http_client
+from tests.api.fake_engine import HANG, ID, SLOW, STALL, FakeEngine
+from tests.api.servers import stats, wait_until_idle
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
+# --- The queue ---
+
+
+@pytest.fixture
+def engine_client() -> EngineClient:
+    return EngineClient(max_waiting=3)
+
+
+@contextlib.asynccontextmanager
+async def posted(http: httpx.AsyncClient, **body: Any) -> AsyncIterator[asyncio.Task[httpx.Response]]:
+    task = asyncio.create_task(http.post("/v1/completions", json=body))
+    yield task
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_more_requests_than_may_wait_are_turned_away(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    async with posted(http, prompt=[STALL, STALL]):
+        await until(lambda: len(engine.sequences) == 2)
+        for streamed in (False, True):  # two more do not fit, one does
+            response = await http.post("/v1/completions", json={"prompt": ["a", "b"], "stream": streamed})
+            error = error_of(response, 429)
+            assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+            assert response.headers["retry-after"] == "1"
+        assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+        async with posted(http, prompt=STALL):
+            await until(lambda: len(engine.sequences) == 3)
+            # Turned away at the door: its body is not even looked at.
+            error_of(await http.post("/v1/completions", content=b"{"), 429)
+            assert (await http.get("/v1/models")).status_code == 200
+    await until(lambda: not engine.sequences)
+    assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+
+
+async def test_running_requests_do_not_wait(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    async with posted(http, prompt=[f"{SLOW}a"] * 3, max_tokens=1000):
+        await until(lambda: len(engine.sequences) == 3 and all(s.emitted for s in engine.sequences.values()))
+        assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+
+
+async def test_a_request_that_never_fits_the_queue_is_wrong(http: httpx.AsyncClient) -> None:
+    assert "from 1 to 3" in error_of(await http.post("/v1/completions", json={"prompt": "a", "n": 4}), 400)["message"]
+
+
+# --- Timeouts ---
+
+
+@pytest.fixture
+async def hasty(tokenizer_dir: Path, engine_client: EngineClient, running: None) -> AsyncIterator[httpx.AsyncClient]:
+    flags = ["--model-path", str(tokenizer_dir), "--served-model-name", "fake", "--request-timeout", "0.2"]
+    async with http_client(parse_args(flags, environ={}), engine_client, tokenizer_dir) as client:
+        yield client
+
+
+@pytest.mark.parametrize("asked", [{}, {"timeout": 3600}])
+async def test_the_servers_timeout_ends_a_request(
+    hasty: httpx.AsyncClient, engine: FakeEngine, asked: dict[str, Any]
+) -> None:
+    error = error_of(await hasty.post("/v1/completions", json={"prompt": STALL, **asked}), 408)
+    assert error["code"] == "timeout"
+    assert "0.2 seconds" in error["message"]
+    await until(lambda: engine.aborted)
+    assert not engine.sequences
+
+
+async def test_a_requests_own_timeout_ends_it(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    error_of(await http.post("/v1/completions", json={"prompt": STALL, "timeout": 0.05, "stream": True}), 408)
+    body = {"prompt": f"{SLOW}abc", "timeout": 0.3, "stream": True, "max_tokens": 1000}
+    frames = (await http.post("/v1/completions", json=body)).text.strip().split("\n\n")
+    assert frames[-1] == "data: [DONE]"
+    assert json.loads(frames[-2].removeprefix("data: "))["error"]["code"] == "timeout"
+    assert len(frames) > 3
+    await until(lambda: len(engine.aborted) == 2)
+    assert (await http.post("/v1/completions", json={"prompt": "abc", "timeout": PATIENCE})).status_code == 200
+
+
+# --- Slow readers ---
+
+
+def a_request(name: str, prompt: str = "abc") -> Request:
+    ids = [ID[prompt]] if prompt in ID else list(prompt.encode())
+    return Request(request_id=name, prompt_token_ids=ids, sampling=SamplingParams(max_tokens=10**6, seed=0))
+
+
+async def test_deltas_that_nobody_reads_are_bounded(
+    engine: FakeEngine, engine_client: EngineClient, running: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "MAX_UNREAD_DELTAS", 50)
+    with engine_client.submit([a_request("a")]) as unread:
+        await until(lambda: engine.aborted)
+        assert not engine.sequences
+        read = 0
+        with pytest.raises(SlowReader):
+            async for _ in unread:
+                read += 1
+        assert read == 50
+
+
+def test_a_client_that_does_not_read_stalls_nobody(server: Server) -> None:
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        body = json.dumps({"prompt": "abc", "n": 16, "max_tokens": 1900, "stream": True, "logprobs": 20})
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        connection.sendall((head + body).encode())
+        assert connection.recv(15) == b"HTTP/1.1 200 OK"
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc", "max_tokens": 30}, timeout=PATIENCE)
+        assert answer.json()["choices"][0]["text"] == "abc" * 10
+        deadline = time.monotonic() + PATIENCE
+        while stats(server)["running"]:  # what it asked for is generated and waits, bounded, in memory
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert httpx.get(f"{server.url}/v1/server_info").json()["active_requests"] == 1
+    wait_until_idle(server)
+
+
+# --- A hanging engine ---
+
+
+async def test_a_hanging_engine_is_killed_and_started_again() -> None:
+    client = EngineClient()
+    factory = EngineFactory("tests.api.fake_engine", "build")
+    supervisor = Supervisor(factory, client, backoff=Backoff(first=0.05), watchdog=0.5)
+    task = asyncio.create_task(supervisor.run())
+    try:
+        await client.until_available()
+        await asyncio.sleep(0.7)  # an engine without work may be silent
+        assert client.is_available
+        stalled = asyncio.create_task(_all(client, a_request("stalled", STALL)))
+        await asyncio.sleep(0.7)  # it works, if to no avail
+        assert client.is_available
+        with pytest.raises(EngineUnavailable, match="the engine hung"):
+            await _all(client, a_request("hanging", HANG))
+        with pytest.raises(EngineUnavailable, match="the engine hung"):
+            await stalled
+        async with asyncio.timeout(PATIENCE):
+            await client.until_available()
+        ended = Request(request_id="c", prompt_token_ids=[97], sampling=SamplingParams(max_tokens=2, seed=0))
+        assert sum(len(delta.token_ids) for delta in await _all(client, ended)) == 2
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def _all(client: EngineClient, request: Request) -> list[TokenDelta]:
+    return [delta async for delta in client.generate(request)]
+
+
+# --- Pacing ---
+
+
+async def test_a_paced_stream_has_one_token_per_event(http: httpx.AsyncClient) -> None:
+    body = {"prompt": "abcdefg", "max_tokens": 21, "seed": 1, "logprobs": 0}
+    plain = await stream(http, **body)
+    events = await stream(http, **body, stream_pacing=True)
+    assert len(plain) < 21 == len(events)
+    assert text_of(events) == text_of(plain) == "abcdefg" * 3
+    assert [e["choices"][0]["logprobs"]["text_offset"] for e in events] == [[i] for i in range(21)]
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_pacing_spreads_a_cycle_and_never_delays_the_next() -> None:
+    client = EngineClient()
+    sent: list[Any] = []
+    client._send = sent.append
+    with Generation(client, [a_request("a")], None) as deltas:
+        pacing = paced(deltas)
+        deltas.put(TokenDelta(request_id="a", token_ids=[1, 2]))
+        assert [(await anext(pacing)).token_ids for _ in range(2)] == [[1], [2]]  # nothing is known of cycles yet
+        await asyncio.sleep(0.4)
+        deltas.put(TokenDelta(request_id="a", token_ids=[3, 4, 5]))
+        assert (await anext(pacing)).token_ids == [3]
+        held = asyncio.ensure_future(anext(pacing))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not held.done()  # 4 waits for its third of the cycle
+        deltas.put(TokenDelta(request_id="a", token_ids=[6], finish_reason=FinishReason.LENGTH))
+        rest = [await held] + [delta async for delta in pacing]
+        assert [(delta.token_ids, delta.finish_reason) for delta in rest] == [
+            ([4], None),
+            ([5], None),
+            ([6], FinishReason.LENGTH),
+        ]
