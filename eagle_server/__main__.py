@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 
 from eagle_server.api.app import create_app
 from eagle_server.api.server import INTERRUPTED_STATUS, HttpServer, Lifecycle, listen
+from eagle_server.api.telemetry.calls import log_context
 from eagle_server.config import Config, parse_args
 from eagle_server.engine.chat_template_files import load_chat_template
 from eagle_server.engine.client import EngineClient
-from eagle_server.engine.process import CONFIGURATION_STATUS, FAILURE_STATUS, Engine, EngineFactory, configure_logging
+from eagle_server.engine.logs import LogStyle, configure_logging
+from eagle_server.engine.process import CONFIGURATION_STATUS, FAILURE_STATUS, Engine, EngineFactory
 from eagle_server.engine.supervisor import EngineFailed, Supervisor
 from eagle_server.engine.tokenizer import load_tokenizer
 
@@ -36,19 +38,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: Config, build: Callable[[], Engine]) -> int:
     """Serve the engine that `build` makes in a process of its own."""
-    configure_logging(config.server.log_level)
+    logs = LogStyle(config.server.log_level, config.observability.log_format)
+    configure_logging(logs, log_context)
     logger.info("configuration: %s", json.dumps(config.public_dict()))
     try:
         listener = listen(config.server.host, config.server.port)
         tokenizer_path = config.model.tokenizer_path or config.target_path
         tokenizer = load_tokenizer(tokenizer_path)
         chat_template = load_chat_template(tokenizer_path, tokenizer, config.model.chat_template)
+        client = EngineClient(max_waiting=config.server.max_queue_size)
+        app = create_app(config, client, tokenizer, chat_template)
     except (OSError, ValueError) as error:
         return _fail(str(error), CONFIGURATION_STATUS)
-    client = EngineClient(max_waiting=config.server.max_queue_size)
-    app = create_app(config, client, tokenizer, chat_template)
-    server = HttpServer(app, access_log=config.server.log_level == "debug")
-    supervisor = Supervisor(build, client, log_level=config.server.log_level, watchdog=config.server.watchdog_timeout)
+    server = HttpServer(app)
+    supervisor = Supervisor(build, client, logs=logs, watchdog=config.server.watchdog_timeout)
     lifecycle = Lifecycle(supervisor, client, app.state.service.admission)
     try:
         with listener, asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
@@ -57,6 +60,9 @@ def run(config: Config, build: Callable[[], Engine]) -> int:
         return _fail(str(error), CONFIGURATION_STATUS if error.is_configuration else FAILURE_STATUS)
     except KeyboardInterrupt:
         return INTERRUPTED_STATUS
+    finally:
+        if app.state.tracing is not None:
+            app.state.tracing.close()
 
 
 def _announce(config: Config) -> None:

@@ -121,10 +121,19 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     top: list[tuple[int, float]]
 
 
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of a request in the engine: until first scheduled, until its prompt was computed, until its end."""
+
+    queue: float
+    prefill: float
+    decode: float
+
+
 class TokenDelta(msgspec.Struct, kw_only=True):
     """What one cycle added to one request. The last delta of a request has a finish_reason (and may have no tokens).
 
-    prompt_logprobs, if asked for, comes with the first delta: one entry per prompt token but the first.
+    prompt_logprobs, if asked for, comes with the first delta: one entry per prompt token but the first. The last delta
+    has the timing, unless the request ended before its prompt was computed.
     """
 
     request_id: str
@@ -135,6 +144,7 @@ class TokenDelta(msgspec.Struct, kw_only=True):
     error: str | None = None
     cached_tokens: int = 0
     spec: SpecStats | None = None
+    timing: Timing | None = None
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
@@ -153,8 +163,29 @@ class EngineStats(msgspec.Struct, kw_only=True):
     stage_seconds: dict[str, float]
 
 
+class CycleStats(msgspec.Struct, kw_only=True):
+    """What one cycle did and how many seconds it took, all of it and stage by stage.
+
+    `verified` has (drafted, accepted) of every request that decoded, counted as in SpecStats; 0 drafted is no draft.
+    `computed` prompt tokens went through the target. `prompt_tokens` are those of the requests whose prompts were
+    computed to their end, of which `cache_queries` were looked up in the prefix cache and `cache_hits` found.
+    """
+
+    seconds: float = 0.0
+    stage_seconds: dict[str, float] = msgspec.field(default_factory=dict)
+    verified: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    computed: int = 0
+    prompt_tokens: int = 0
+    cache_queries: int = 0
+    cache_hits: int = 0
+    preemptions: int = 0
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The engine's first message: what it serves. max_request_tokens, prompt and output, is the tightest limit."""
+    """The engine's first message: what it serves. max_request_tokens, prompt and output, is the tightest limit.
+
+    `pid` is the engine process; None where it has none of its own.
+    """
 
     context_length: int
     max_request_tokens: int
@@ -163,13 +194,15 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     speculative_algorithm: str
     num_steps: int
     resolved: dict[str, Any]
+    pid: int | None = None
 
 
 class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
-    """Everything one cycle produced, and the engine's state after it."""
+    """Everything one cycle produced, and the engine's state after it. `cycle` is None where none was run."""
 
     deltas: list[TokenDelta]
     stats: EngineStats
+    cycle: CycleStats | None = None
 
 
 class Flushed(msgspec.Struct, frozen=True, kw_only=True, tag="flushed"):

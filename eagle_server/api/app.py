@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
@@ -11,32 +13,52 @@ from eagle_server.api.gate import Gate
 from eagle_server.api.openapi import document
 from eagle_server.api.request_id import HEADER, RequestId
 from eagle_server.api.service import Service
+from eagle_server.api.telemetry import exposition
+from eagle_server.api.telemetry.access import Access
+from eagle_server.api.telemetry.metrics import Metrics
+from eagle_server.api.telemetry.observer import Telemetry
+from eagle_server.api.telemetry.summary import Summary
 from eagle_server.config import Config
 from eagle_server.engine.chat_template import ChatTemplate
 from eagle_server.engine.client import EngineClient
 from eagle_server.engine.detokenizer import TokenSpelling
 from eagle_server.engine.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from eagle_server.api.telemetry.tracing import Tracing
+
 
 def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate) -> FastAPI:
-    """The application in front of `client`; its `state.service` holds what the routes share."""
+    """The application in front of `client`; its `state.service` holds what the routes share.
+
+    `state.tracing`, if spans are wanted, has to be closed in the end.
+
+    Raises:
+        ValueError: what an option asks for is not installed.
+    """
+    metrics = Metrics(config.served_model_name, lambda: client.stats)
+    client.observe(Telemetry(metrics, Summary(config.observability.log_stats_interval)))
+    tracing = _tracing(config)
     key = config.server.api_key
     service = Service(
         client=client,
         spelling=TokenSpelling(tokenizer),
         chat_template=chat_template,
         model_name=config.served_model_name,
+        metrics=metrics,
         timeout=config.server.request_timeout,
         configuration=config.public_dict(),
     )
     # FastAPI's pages of documentation load scripts from elsewhere, so they are off.
     app = FastAPI(title="eagle_server", openapi_url=None)
     app.state.service = service
-    for module in (generating, tokens, inspection):
+    app.state.tracing = tracing
+    for module in (generating, tokens, inspection, exposition):
         app.include_router(module.router)
     app.add_api_route("/openapi.json", document, methods=["GET"])
     # From the inside out: whoever is added last sees a request first.
     app.add_middleware(Gate, service=service, api_key=key.get_secret_value() if key else None)
+    app.add_middleware(Access, on_generated=tracing.record if tracing else None)
     if config.server.cors_allow_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -48,3 +70,15 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
     app.add_middleware(RequestId)
     install_handlers(app)
     return app
+
+
+def _tracing(config: Config) -> Tracing | None:
+    endpoint = config.observability.otlp_traces_endpoint
+    if endpoint is None:
+        return None
+    try:
+        from eagle_server.api.telemetry.tracing import Tracing, otlp_processor  # packages that few servers need
+    except ImportError as error:
+        extra = "pip install 'eagle-server[otlp]'"
+        raise ValueError(f"--otlp-traces-endpoint needs packages that are missing ({error.name}): {extra}") from None
+    return Tracing(config.served_model_name, otlp_processor(endpoint))

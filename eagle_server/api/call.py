@@ -99,7 +99,7 @@ class Call:
                 else:
                     piece = choice.advance(delta)
                 if choice.is_stopped and not was_stopped:
-                    generation.abort(delta.request_id)
+                    generation.complete(delta.request_id, choice.completion_tokens)
                 yield piece
 
     def _usage_of_event(self) -> Usage | None | msgspec.UnsetType:

@@ -13,7 +13,7 @@ from eagle_server.api.service import Service
 from eagle_server.engine.client import QueueFull
 
 # What a load balancer, a probe or a curious visitor may see without the key.
-OPEN = frozenset({"/", "/health", "/health_generate", "/version", "/openapi.json"})
+OPEN = frozenset({"/", "/health", "/metrics", "/health_generate", "/version", "/openapi.json"})
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
 
 

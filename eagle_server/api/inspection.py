@@ -21,7 +21,15 @@ from eagle_server.request import Request as EngineRequest
 from eagle_server.request import SamplingParams
 
 SERVING = ("context_length", "max_request_tokens", "vocab_size", "speculative_algorithm", "num_steps")
-PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/server_info", "/health", "/openapi.json"]
+PATHS = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/models",
+    "/v1/server_info",
+    "/health",
+    "/metrics",
+    "/openapi.json",
+]
 PROBE_SECONDS = 20.0  # SGLang's
 
 router = APIRouter()

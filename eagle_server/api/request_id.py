@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 import uuid
 
 from fastapi import Request
@@ -32,7 +31,7 @@ class RequestId:
         given = Headers(scope=scope).get(HEADER, "")
         request_id = given if SANE.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        status, began = 0, time.monotonic()
+        status = 0
 
         async def send_named(message: Message) -> None:
             nonlocal status
@@ -48,9 +47,6 @@ class RequestId:
             if status:
                 raise  # the connection is closed: half an answer must not look like a whole one
             await as_api_error(error).response(scope, receive, send_named)
-        finally:
-            took = time.monotonic() - began
-            logger.debug("request %s: %s %s %d in %.3f s", request_id, scope["method"], scope["path"], status, took)
 
 
 def request_id_of(request: Request) -> str:

@@ -42,15 +42,15 @@ def listen(host: str, port: int) -> socket.socket:
 class HttpServer(uvicorn.Server):
     """uvicorn, but for signals: those are handled here, by draining before it stops."""
 
-    def __init__(self, app: ASGIApp, *, access_log: bool) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 lifespan="off",
                 ws="none",
                 log_config=None,
-                log_level="warning" if not access_log else "info",
-                access_log=access_log,
+                log_level="warning",
+                access_log=False,  # the application writes a line with more in it
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=GRACE_SECONDS,

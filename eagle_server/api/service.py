@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import Request
 
 from eagle_server.api.errors import ApiError
+from eagle_server.api.telemetry.metrics import Metrics
 from eagle_server.engine.chat_template import ChatTemplate
 from eagle_server.engine.client import EngineClient
 from eagle_server.engine.detokenizer import TokenSpelling
@@ -59,6 +60,7 @@ class Service:
     spelling: TokenSpelling
     chat_template: ChatTemplate
     model_name: str
+    metrics: Metrics
     timeout: float | None = None
     configuration: Mapping[str, Any] = field(default_factory=dict)
     admission: Admission = field(default_factory=Admission)

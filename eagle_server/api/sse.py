@@ -74,6 +74,7 @@ class EventStream(Response):
         await self._send(send, self._first)
         async for data in self._events:
             await self._send(send, data)
+            await asyncio.sleep(0)  # a backlog goes out without waiting for anything, least of all for the client's end
         await self._send(send, b"", more=False)
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:

@@ -7,6 +7,7 @@ from that: `SpeculativeSection.num_steps` is `--speculative-num-steps`, `specula
 
 from eagle_server.config.base import ConfigError
 from eagle_server.config.device import DeviceSection
+from eagle_server.config.observability import ObservabilitySection
 from eagle_server.config.sections import (
     DEMO_DRAFT,
     DEMO_TARGET,
@@ -28,6 +29,7 @@ __all__ = [
     "ConfigError",
     "DeviceSection",
     "ModelSection",
+    "ObservabilitySection",
     "SchedulerSection",
     "ServerSection",
     "SpeculativeParams",

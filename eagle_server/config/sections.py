@@ -19,6 +19,7 @@ from eagle_server.config.base import (
     local_file,
 )
 from eagle_server.config.device import DeviceSection
+from eagle_server.config.observability import ObservabilitySection
 from eagle_server.config.speculative import SpeculativeSection
 
 _DEMO = Path(__file__).parents[1] / "assets" / "demo"
@@ -110,6 +111,7 @@ class Config(BaseModel):
     cache: CacheSection = Field(default_factory=CacheSection)
     scheduler: SchedulerSection = Field(default_factory=SchedulerSection)
     server: ServerSection = Field(default_factory=ServerSection)
+    observability: ObservabilitySection = Field(default_factory=ObservabilitySection)
 
     @property
     def speculates(self) -> bool:

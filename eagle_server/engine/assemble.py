@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ def assemble(
         speculative_algorithm=algorithm,
         num_steps=steps,
         resolved=dict(shape.resolved),
+        pid=os.getpid(),
     )
     return Engine(Scheduler(limits, kv), worker, ready)
 

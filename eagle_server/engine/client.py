@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from eagle_server.engine.generation import EngineUnavailable, Generation
+from eagle_server.engine.observer import Observer, Unobserved
 from eagle_server.request import Abort, Deltas, EngineStats, FlushCache, Flushed, Inbound, Ready, Request, TokenDelta
 
 Send = Callable[[Inbound], None]
@@ -25,6 +26,7 @@ class EngineClient:
 
     def __init__(self, max_waiting: int | None = None) -> None:
         self.max_waiting = max_waiting
+        self._observer: Observer = Unobserved()
         self.ready: Ready | None = None
         self.stats: EngineStats | None = None
         self._send: Send | None = None
@@ -36,6 +38,12 @@ class EngineClient:
     @property
     def is_available(self) -> bool:
         return self._send is not None
+
+    def observe(self, observer: Observer) -> None:
+        """Tell `observer` everything from now on, and at once of an engine that is up."""
+        self._observer = observer
+        if self.ready is not None and self.is_available:
+            observer.attached(self.ready)
 
     @property
     def is_waiting(self) -> bool:
@@ -54,12 +62,14 @@ class EngineClient:
     def attach(self, send: Send, ready: Ready) -> None:
         """An engine process is up; `send` never blocks."""
         self._send, self.ready = send, ready
+        self._observer.attached(ready)
         self._attached.set()
 
     def detach(self, reason: str) -> None:
         """The engine process is gone: everybody who waits for it gets an error now."""
         self._send = self.stats = None
         self._attached.clear()
+        self._observer.detached()
         self._unanswered.clear()
         running, self._running = self._running, {}
         for generation in dict.fromkeys(running.values()):
@@ -72,6 +82,7 @@ class EngineClient:
     def dispatch(self, message: Deltas) -> None:
         """Hand out what a cycle produced. Deltas that nobody waits for belong to aborted requests."""
         self.stats = message.stats
+        self._observer.dispatched(message)
         for delta in message.deltas:
             generation = self._running.get(delta.request_id)
             if generation is not None:
@@ -126,15 +137,21 @@ class EngineClient:
             self._running[request.request_id] = generation
             self._unanswered.add(request.request_id)
             self._send(request)
+        self._observer.submitted(requests)
 
-    def abort(self, request_id: str) -> None:
-        """End a request, if it still runs; its last delta follows."""
+    def complete(self, request_id: str, kept: int) -> None:
+        """The first `kept` tokens of a request are its answer: end it, if it still runs; its last delta follows."""
+        self._observer.completed(request_id, kept)
+        self._abort(request_id)
+
+    def _abort(self, request_id: str) -> None:
         if self._send is not None and request_id in self._running:
             self._send(Abort(request_id))
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Nobody waits for these any more: abort those that still run."""
         for request in requests:
-            self.abort(request.request_id)
+            self._abort(request.request_id)
             self._running.pop(request.request_id, None)
             self._unanswered.discard(request.request_id)
+        self._observer.left(requests)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 
 from eagle_server.engine.refusals import refusal
 from eagle_server.plan import Sampling
-from eagle_server.request import EngineStats, FinishReason, Flushed, Ready, Request, TokenDelta
+from eagle_server.request import CycleStats, EngineStats, FinishReason, Flushed, Ready, Request, TokenDelta
 from eagle_server.scheduling.scheduler import Scheduler
 from eagle_server.speculation.random import request_key
 from eagle_server.worker.worker import Worker
@@ -20,6 +21,7 @@ class Engine:
         self._ready = ready
         self._outbox: list[TokenDelta] = []
         self._stages: defaultdict[str, float] = defaultdict(float)
+        self._cycle: CycleStats | None = None
 
     def ready(self) -> Ready:
         """What this engine serves."""
@@ -70,12 +72,21 @@ class Engine:
         """One cycle."""
         deltas, self._outbox = self._outbox, []
         if self.scheduler.has_work():
+            began = time.perf_counter()
             plan = self.scheduler.schedule()
             result = self.worker.run(plan)
             deltas.extend(self.scheduler.commit(result))
             for stage, seconds in result.stage_seconds.items():
                 self._stages[stage] += seconds
+            self._cycle = self.scheduler.cycle
+            self._cycle.stage_seconds = result.stage_seconds
+            self._cycle.seconds = time.perf_counter() - began
         return deltas
+
+    def take_cycle(self) -> CycleStats | None:
+        """What the cycle did that was run since the last call."""
+        cycle, self._cycle = self._cycle, None
+        return cycle
 
     def stats(self) -> EngineStats:
         """Load, KV use and totals since start."""

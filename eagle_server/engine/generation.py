@@ -31,7 +31,7 @@ class Engine(Protocol):
 
     def enter(self, requests: Sequence[Request], generation: Generation) -> None: ...
 
-    def abort(self, request_id: str) -> None: ...
+    def complete(self, request_id: str, kept: int) -> None: ...
 
     def leave(self, requests: Sequence[Request]) -> None: ...
 
@@ -85,9 +85,9 @@ class Generation:
     def fail(self, error: Exception) -> None:
         self._inbox.put_nowait(error)
 
-    def abort(self, request_id: str) -> None:
-        """End one of the requests; its last delta still comes."""
-        self._client.abort(request_id)
+    def complete(self, request_id: str, kept: int) -> None:
+        """The first `kept` tokens of one of the requests are its answer: end it; its last delta still comes."""
+        self._client.complete(request_id, kept)
 
     def _expire(self, seconds: float) -> None:
         self._leave()  # now: whoever should read the error may be stuck with a client that does not read

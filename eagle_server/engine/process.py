@@ -19,7 +19,19 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from eagle_server.request import Abort, Deltas, EngineStats, FlushCache, Flushed, Inbound, Ready, Request, TokenDelta
+from eagle_server.engine.logs import LogStyle, configure_logging
+from eagle_server.request import (
+    Abort,
+    CycleStats,
+    Deltas,
+    EngineStats,
+    FlushCache,
+    Flushed,
+    Inbound,
+    Ready,
+    Request,
+    TokenDelta,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +61,10 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineStats: ...
+
+    def take_cycle(self) -> CycleStats | None:
+        """What the cycle did that was run since the last call."""
+        ...
 
     def flush_cache(self) -> Flushed:
         """Drop the prefix cache, unless there are requests."""
@@ -95,7 +111,7 @@ def run_engine(build: Callable[[], Engine], inbound_address: str, outbound_addre
                     case FlushCache():
                         outbound.send(encode(engine.flush_cache()))
             deltas = engine.step() if engine.has_work() else []
-            outbound.send(encode(Deltas(deltas, engine.stats())))
+            outbound.send(encode(Deltas(deltas, engine.stats(), engine.take_cycle())))
             if deltas and not engine.has_work():
                 engine.check()
 
@@ -118,7 +134,7 @@ class _Inbox:
 
 
 def child_main(
-    build: Callable[[], Engine], inbound_address: str, outbound_address: str, report: Connection, log_level: str
+    build: Callable[[], Engine], inbound_address: str, outbound_address: str, report: Connection, logs: LogStyle
 ) -> None:
     """Entry of the engine process. Why an engine could not be built goes to `report` as one line.
 
@@ -128,7 +144,7 @@ def child_main(
         signal.signal(signal_number, signal.SIG_IGN)
     sockets = Path(inbound_address.removeprefix("ipc://")).parent
     threading.Thread(target=_exit_with_parent, args=(sockets,), name="exit-with-parent", daemon=True).start()
-    configure_logging(log_level)
+    configure_logging(logs)
     from tqdm import tqdm  # not for the API process, which imports this module too
 
     # Progress bars would lock between processes otherwise, with a semaphore that outlives a killed engine.
@@ -160,10 +176,3 @@ def _exit_with_parent(sockets: Path) -> None:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def configure_logging(level: str) -> None:
-    """Log to stderr. Both processes do it alike."""
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(processName)s %(name)s: %(message)s", force=True
-    )

@@ -19,6 +19,7 @@ import zmq
 import zmq.asyncio
 
 from eagle_server.engine.client import EngineClient
+from eagle_server.engine.logs import LogStyle
 from eagle_server.engine.process import CONFIGURATION_STATUS, Engine, child_main
 from eagle_server.request import Deltas, Flushed, Inbound, Outbound, Ready
 
@@ -54,14 +55,14 @@ class Supervisor:
         build: Callable[[], Engine],
         client: EngineClient,
         *,
-        log_level: str = "info",
+        logs: LogStyle | None = None,
         backoff: Backoff | None = None,
         watchdog: float = 300.0,
     ) -> None:
         """`watchdog`: seconds after which an engine that has work but says nothing is taken for hanging, and killed."""
         self._build = build
         self._client = client
-        self._log_level = log_level
+        self._logs = logs or LogStyle()
         self._backoff = backoff or Backoff()
         self._watchdog = watchdog
         self._heard = False
@@ -95,7 +96,7 @@ class Supervisor:
 
     async def _live(self) -> EngineFailed:
         """One life of the engine, and how it ended."""
-        process = self._process = EngineProcess(self._build, self._log_level)
+        process = self._process = EngineProcess(self._build, self._logs)
         pump = asyncio.create_task(self._pump(process))
         ends = [asyncio.create_task(process.death()), asyncio.create_task(self._silence())]
         reason = "the engine died"
@@ -149,7 +150,7 @@ class Supervisor:
 class EngineProcess:
     """One life of the engine: the process, and two sockets to it in a private directory."""
 
-    def __init__(self, build: Callable[[], Engine], log_level: str) -> None:
+    def __init__(self, build: Callable[[], Engine], logs: LogStyle) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="eagle_server-"))
         inbound, outbound = (f"ipc://{self._directory / name}" for name in ("inbound", "outbound"))
         self._context = zmq.Context()
@@ -163,7 +164,7 @@ class EngineProcess:
         self._decode: Callable[[bytes], Outbound] = msgspec.msgpack.Decoder(Outbound).decode
         spawn = multiprocessing.get_context("spawn")
         self._report, report = spawn.Pipe(duplex=False)
-        arguments = (build, inbound, outbound, report, log_level)
+        arguments = (build, inbound, outbound, report, logs)
         self._process = spawn.Process(target=child_main, args=arguments, name="engine")
         # The child inherits the mask: a Ctrl-C at the terminal reaches it too, and is not its to answer.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})

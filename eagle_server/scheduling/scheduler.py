@@ -7,13 +7,14 @@ output does not change by a single token.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from eagle_server.cache.lease import KVLeases
 from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, Emitted, Sampling
-from eagle_server.request import FinishReason, Request, SpecStats, TokenDelta
+from eagle_server.request import CycleStats, FinishReason, Request, SpecStats, TokenDelta
 from eagle_server.scheduling.sequence import Sequence
 
 
@@ -46,13 +47,17 @@ class Totals:
 
 
 class Scheduler:
-    """Owns the sequences: `waiting` in order of arrival, `running` (prefilling or decoding) likewise."""
+    """Owns the sequences: `waiting` in order of arrival, `running` (prefilling or decoding) likewise.
+
+    `cycle` tells of the plan made last and its result; how long they took is for others to add.
+    """
 
     def __init__(self, limits: Limits, kv: KVLeases) -> None:
         self.limits, self.kv = limits, kv
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.totals = Totals()
+        self.cycle = CycleStats()
         self._arrivals = 0
         self._released: list[int] = []
         self._planned: tuple[CyclePlan, list[Sequence], list[Sequence]] = (CyclePlan(), [], [])
@@ -95,6 +100,7 @@ class Scheduler:
 
     def schedule(self) -> CyclePlan:
         """The next cycle's plan. Decodes come first: they keep their pace while prompts are prefilled in chunks."""
+        self.cycle = CycleStats()
         decoding = self._growable()
         self._admit()
         chunked: list[Sequence] = []
@@ -105,6 +111,7 @@ class Scheduler:
                 chunks.append(_chunk(sequence, budget))
                 chunked.append(sequence)
                 budget -= len(chunks[-1].tokens)
+                self.cycle.computed += len(chunks[-1].tokens)
         decodes = tuple(map(_decode, decoding))
         released, self._released = tuple(self._released), []
         plan = CyclePlan(tuple(chunks), decodes, released)
@@ -123,8 +130,19 @@ class Scheduler:
             self._advance(sequence, chunk.start + len(chunk.tokens))
             sequence.prompt_logprobs.extend(emitted.prompt_logprobs)
             if not sequence.prefilling:
+                self._prefilled(sequence)
                 deltas.append(self._take(sequence, emitted, decoded=False))
         return deltas
+
+    def _prefilled(self, sequence: Sequence) -> None:
+        """Count a prompt that has been computed, unless it is a preempted request's, which was counted before."""
+        if sequence.times.prefilled is not None:
+            return
+        sequence.times.prefilled = time.monotonic()
+        self.cycle.prompt_tokens += sequence.prompt_length
+        if self.kv.radix is not None and not sequence.request.prompt_logprobs:
+            self.cycle.cache_queries += sequence.prompt_length
+            self.cycle.cache_hits += sequence.cached_tokens
 
     def _advance(self, sequence: Sequence, committed: int) -> None:
         """Target KV now reaches `committed`; draft KV, extended at the cycle's start, where the target's was."""
@@ -152,6 +170,8 @@ class Scheduler:
             if lease is None:
                 return
             self.waiting.popleft()
+            if sequence.times.scheduled is None:
+                sequence.times.scheduled = time.monotonic()
             sequence.lease = lease
             sequence.committed = sequence.extended = lease.shared * self.kv.page_size
             sequence.goal = len(sequence.tokens)
@@ -162,6 +182,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.totals.preemptions += 1
+        self.cycle.preemptions += 1
         self._release(sequence)
         sequence.prompt_logprobs.clear()
         self.waiting.appendleft(sequence)
@@ -189,9 +210,11 @@ class Scheduler:
             reason = sequence.finish_after(token)
         sequence.allow_ends()
         self.totals.generated += len(kept)
+        bonus = emitted.failed is None
+        accepted = min(len(kept), len(emitted.tokens) - bonus) if emitted.drafted else 0
+        if decoded:
+            self.cycle.verified.append((emitted.drafted, accepted))
         if decoded and emitted.drafted:
-            bonus = emitted.failed is None
-            accepted = min(len(kept), len(emitted.tokens) - bonus)
             sequence.spec.histogram[accepted] += 1
             sequence.spec.drafted += emitted.drafted
             self.totals.accepted += accepted
@@ -219,6 +242,7 @@ class Scheduler:
         delta = self._delta(sequence, kept, emitted or Emitted())
         delta.finish_reason, delta.error = reason, error
         delta.spec = sequence.spec if sequence.spec.cycles else None
+        delta.timing = sequence.times.timing()
         return delta
 
     def _delta(self, sequence: Sequence, kept: Seq[int], emitted: Emitted) -> TokenDelta:

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 
 from eagle_server.cache.lease import Lease
 from eagle_server.plan import Sampling
-from eagle_server.request import FinishReason, Request, SpecStats, TokenLogprob
+from eagle_server.request import FinishReason, Request, SpecStats, Timing, TokenLogprob
+
+
+@dataclass
+class Times:
+    """When a request was queued, first scheduled, and had its prompt computed; seconds of time.monotonic()."""
+
+    queued: float = field(default_factory=time.monotonic)
+    scheduled: float | None = None
+    prefilled: float | None = None
+
+    def timing(self) -> Timing | None:
+        """That of a request which ends now; None before its prompt has been computed."""
+        if self.scheduled is None or self.prefilled is None:
+            return None
+        return Timing(
+            queue=self.scheduled - self.queued,
+            prefill=self.prefilled - self.scheduled,
+            decode=time.monotonic() - self.prefilled,
+        )
 
 
 @dataclass(eq=False)
@@ -28,6 +48,7 @@ class Sequence:
     goal: int = 0
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    times: Times = field(default_factory=Times)
 
     @property
     def prompt_length(self) -> int:

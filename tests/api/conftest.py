@@ -64,7 +64,7 @@ class LocalEngine:
                         self.client.flushed(self.engine.flush_cache())
             self.inbox.clear()
             deltas = self.engine.step() if self.engine.has_work() else []
-            self.client.dispatch(Deltas(deltas, self.engine.stats()))
+            self.client.dispatch(Deltas(deltas, self.engine.stats(), self.engine.take_cycle()))
 
 
 @pytest.fixture

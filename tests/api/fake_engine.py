@@ -15,12 +15,14 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from eagle_server.request import (
+    CycleStats,
     EngineStats,
     FinishReason,
     Flushed,
     Ready,
     Request,
     SpecStats,
+    Timing,
     TokenDelta,
     TokenLogprob,
 )
@@ -84,6 +86,7 @@ class FakeEngine:
         self.requests: list[Request] = []
         self._said: list[TokenDelta] = []
         self._cycles = self._tokens = 0
+        self._cycle: CycleStats | None = None
         self.cached = 0
 
     def ready(self) -> Ready:
@@ -120,6 +123,7 @@ class FakeEngine:
         said, self._said = self._said, []
         time.sleep(self.step_seconds)
         self._cycles += 1
+        self._cycle = CycleStats(seconds=0.01, stage_seconds={"verify": 0.008, "emit": 0.001})
         for sequence in list(self.sequences.values()):
             self._misbehave(sequence)
             if not sequence.asks_for(STALL) and time.monotonic() >= sequence.resume:
@@ -145,6 +149,10 @@ class FakeEngine:
             preemptions=0,
             stage_seconds={},
         )
+
+    def take_cycle(self) -> CycleStats | None:
+        cycle, self._cycle = self._cycle, None
+        return cycle
 
     def flush_cache(self) -> Flushed:
         if self.sequences:
@@ -176,9 +184,10 @@ class FakeEngine:
         sequence.resume = time.monotonic() + 0.05 if sequence.asks_for(SLOW) else 0.0
         sequence.cycles += 1
         tokens, reason = self._take(sequence, count)
-        if not first:
-            sequence.spec.histogram[max(len(tokens) - 1, 0)] += 1
-            sequence.spec.drafted += DRAFTED_PER_CYCLE
+        if first:
+            self._count_prompt(request)
+        else:
+            self._count_draft(sequence, max(len(tokens) - 1, 0))
         error = None
         if sequence.asks_for(BREAK) and not first:
             reason, error = FinishReason.ERROR, "the logits are not finite"
@@ -196,7 +205,23 @@ class FakeEngine:
             error=error,
             cached_tokens=len(request.prompt_token_ids) // 2,
             spec=sequence.spec if speculated else None,
+            timing=None if reason is None else Timing(queue=0.25, prefill=0.5, decode=1.0),
         )
+
+    def _count_prompt(self, request: Request) -> None:
+        assert self._cycle is not None
+        length = len(request.prompt_token_ids)
+        self._cycle.prompt_tokens += length
+        self._cycle.computed += length - length // 2
+        self._cycle.cache_queries += length
+        self._cycle.cache_hits += length // 2
+
+    def _count_draft(self, sequence: Sequence, accepted: int) -> None:
+        assert self._cycle is not None
+        plain = sequence.asks_for(PLAIN)
+        self._cycle.verified.append((0, 0) if plain else (DRAFTED_PER_CYCLE, accepted))
+        sequence.spec.histogram[accepted] += 1
+        sequence.spec.drafted += DRAFTED_PER_CYCLE
 
     def _take(self, sequence: Sequence, count: int) -> tuple[list[int], FinishReason | None]:
         params = sequence.request.sampling

@@ -93,8 +93,8 @@ async def test_leaving_early_aborts() -> None:
 async def test_an_aborted_request_gets_its_last_delta() -> None:
     async with supervised() as (client, _):
         with client.submit([request("a", STALL), request("b")]) as generation:
-            generation.abort("a")
-            generation.abort("nobody")
+            generation.complete("a", 0)
+            generation.complete("nobody", 0)
             reasons = {delta.request_id: delta.finish_reason async for delta in generation}
         assert reasons == {"a": FinishReason.ABORT, "b": FinishReason.LENGTH}
 

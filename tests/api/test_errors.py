@@ -272,7 +272,7 @@ async def test_without_the_key_all_but_health_is_closed(locked: httpx.AsyncClien
     for method, path in closed:
         response = await locked.request(method, path, headers=headers, json={"prompt": "abc"})
         assert error_of(response, 401)["code"] == "invalid_api_key"
-    for path in ("/health", "/health_generate", "/version", "/openapi.json", "/"):
+    for path in ("/health", "/health_generate", "/metrics", "/version", "/openapi.json", "/"):
         assert (await locked.get(path)).status_code == 200
 
 

@@ -1,0 +1,177 @@
+"""Names, types, labels and buckets of all metrics.
+
+Those with vLLM's prefix have the name, type, labels and buckets that they have there (its V1 engine), so that
+dashboards and autoscalers made for it work here; docs/observability.md tells where a meaning differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count, takewhile
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from eagle_server.request import FinishReason, Ready
+
+LABELS = ("model_name", "engine")
+ENGINE = "0"  # there is one
+
+FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+REQUEST_SECONDS = (
+    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
+    *(120, 240, 480, 960, 1920, 7680),
+)
+ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+CHOICES = (1, 2, 5, 10, 20)
+CYCLE_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+NODES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+
+
+class Families:
+    """Every metric, bound to its labels; families with a label more have a method instead."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, ready: Ready) -> None:
+        self._registry = registry
+        self._labels = (model_name, ENGINE)
+        self._add_state(ready)
+        self._add_counters(ready)
+        self._add_requests(ready)
+        self._add_cycles(ready)
+
+    def _add_state(self, ready: Ready) -> None:
+        self.running = self._gauge("vllm:num_requests_running", "Requests that are prefilled or decoded.")
+        self.waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled.")
+        self.kv_cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of the KV cache that is in use, 0 to 1.")
+        cache = ready.resolved.get("cache", {})
+        page_size, slots = cache.get("page_size", 1), cache.get("max_total_tokens") or 0
+        values = {
+            "block_size": page_size,
+            "cache_dtype": ready.resolved.get("model", {}).get("dtype", "auto"),
+            "enable_prefix_caching": not cache.get("disable_radix_cache", False),
+            "num_gpu_blocks": slots // page_size,
+        }
+        info = Gauge(
+            "vllm:cache_config_info",
+            "How the KV cache is configured; its blocks are pages. Always 1.",
+            (*LABELS, *values),
+            registry=self._registry,
+        )
+        info.labels(*self._labels, *values.values()).set(1)
+
+    def _add_counters(self, ready: Ready) -> None:
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts that have been prefilled.")
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens that the engine generated.")
+        self.prefix_cache_queries = self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache."
+        )
+        self.prefix_cache_hits = self._counter(
+            "vllm:prefix_cache_hits", "Prompt tokens that were found in the prefix cache."
+        )
+        self.preemptions = self._counter("vllm:num_preemptions", "Requests that gave their KV up for others.")
+        self._success = Counter(
+            "vllm:request_success",
+            "Requests that ended, whatever way.",
+            (*LABELS, "finished_reason"),
+            registry=self._registry,
+        )
+        for reason in FinishReason:
+            self.finished(reason)
+        self.drafts = self._counter("vllm:spec_decode_num_drafts", "Trees that were drafted and verified.")
+        self.draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Nodes of these trees, without roots.")
+        self.accepted_tokens = self._counter(
+            "vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."
+        )
+        self._accepted = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens by their depth in the tree, from 0.",
+            (*LABELS, "position"),
+            registry=self._registry,
+        )
+        for position in range(ready.num_steps):
+            self.accepted_at(position)
+        self.engine_restarts = self._counter("eagle_server_engine_restarts", "Times the engine was started again.")
+
+    def _add_requests(self, ready: Ready) -> None:
+        sizes = one_two_five(ready.context_length)
+        self.request_prompt_tokens = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", sizes)
+        self.request_generation_tokens = self._histogram(
+            "vllm:request_generation_tokens", "Tokens of a request's answer.", sizes
+        )
+        self.params_n = self._histogram("vllm:request_params_n", "The parameter n.", CHOICES)
+        self.params_max_tokens = self._histogram("vllm:request_params_max_tokens", "The parameter max_tokens.", sizes)
+        self.time_to_first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", "From submission to the first token.", FIRST_TOKEN_SECONDS
+        )
+        self.inter_token_latency = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between a request's cycles that brought tokens.", TOKEN_SECONDS
+        )
+        self.time_per_output_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Decoding time by tokens after the first.", TOKEN_SECONDS
+        )
+        self.e2e_latency = self._seconds("e2e_request_latency", "From submission to the last token.")
+        self.queue_time = self._seconds("request_queue_time", "From submission until it was first scheduled.")
+        self.prefill_time = self._seconds("request_prefill_time", "From then until its prompt was prefilled.")
+        self.decode_time = self._seconds("request_decode_time", "From then to its end.")
+        self.inference_time = self._seconds("request_inference_time", "From when it was first scheduled to its end.")
+
+    def _add_cycles(self, ready: Ready) -> None:
+        self.iteration_tokens = self._histogram(
+            "vllm:iteration_tokens_total", "Prompt tokens computed and tokens generated in a cycle.", ITERATION_TOKENS
+        )
+        self.cycle_seconds = self._histogram("eagle_server_cycle_seconds", "Time of a cycle.", CYCLE_SECONDS)
+        self._stages = Histogram(
+            "eagle_server_stage_seconds",
+            "Time of a cycle's stage; on a GPU by its own clock.",
+            (*LABELS, "stage"),
+            buckets=CYCLE_SECONDS,
+            registry=self._registry,
+        )
+        self._bound_stages: dict[str, Histogram] = {}
+        self.batch_size = self._histogram("eagle_server_batch_size", "Requests decoded in a cycle.", BATCH_SIZES)
+        self.tree_nodes = self._histogram(
+            "eagle_server_tree_nodes", "Nodes of a request's tree in a cycle, the root included.", NODES
+        )
+        lengths = range(1, ready.num_steps + 2)
+        self.accept_length = self._histogram(
+            "eagle_server_accept_length",
+            "Tokens that a drafted tree gave in a cycle, the bonus token included.",
+            lengths,
+        )
+
+    def finished(self, reason: FinishReason) -> Counter:
+        return self._success.labels(*self._labels, reason.value)
+
+    def accepted_at(self, position: int) -> Counter:
+        return self._accepted.labels(*self._labels, str(position))
+
+    def stage(self, name: str) -> Histogram:
+        if name not in self._bound_stages:  # looked up several times a cycle, and labels() is slow
+            self._bound_stages[name] = self._stages.labels(*self._labels, name)
+        return self._bound_stages[name]
+
+    def _gauge(self, name: str, wording: str) -> Gauge:
+        return Gauge(name, wording, LABELS, registry=self._registry).labels(*self._labels)
+
+    def _counter(self, name: str, wording: str) -> Counter:
+        return Counter(name, wording, LABELS, registry=self._registry).labels(*self._labels)
+
+    def _histogram(self, name: str, wording: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(name, wording, LABELS, buckets=buckets, registry=self._registry).labels(*self._labels)
+
+    def _seconds(self, name: str, wording: str) -> Histogram:
+        return self._histogram(f"vllm:{name}_seconds", wording, REQUEST_SECONDS)
+
+
+def one_two_five(limit: int) -> list[float]:
+    """1, 2, 5, 10, 20, 50, ... up to `limit`."""
+    return list(takewhile(lambda value: value <= limit, _one_two_five()))
+
+
+def _one_two_five() -> Iterator[int]:
+    for exponent in count():
+        yield from (mantissa * 10**exponent for mantissa in (1, 2, 5))

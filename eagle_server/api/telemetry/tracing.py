@@ -1,0 +1,105 @@
+"""Spans for OpenTelemetry, sent to an OTLP endpoint over HTTP. One per call that generates.
+
+Attribute names are those of the semantic conventions for generative AI, and vLLM's where these have none. The SDK reads
+its OTEL_* variables itself: service name, sampler, headers, batches.
+"""
+
+from __future__ import annotations
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+from eagle_server.api.telemetry.calls import Call, Generation
+
+NANOSECONDS = 10**9
+SPAN = "llm_request"
+FIRST_SERVER_ERROR = 500
+
+
+class Tracing:
+    """Makes spans of calls that have ended. No global state: a provider of its own."""
+
+    def __init__(self, model_name: str, processor: SpanProcessor) -> None:
+        resource = Resource.create()
+        if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
+            resource = resource.merge(Resource({SERVICE_NAME: "eagle_server"}))
+        self._model_name = model_name
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("eagle_server")
+        self._propagator = TraceContextTextMapPropagator()
+
+    def record(self, call: Call) -> None:
+        """A span from the call's first byte until now, below the span that its traceparent names."""
+        span = self._tracer.start_span(
+            SPAN,
+            context=self._propagator.extract(call.headers),
+            kind=SpanKind.SERVER,
+            attributes=attributes(call, self._model_name),
+            start_time=call.began_ns,
+        )
+        if call.status >= FIRST_SERVER_ERROR:
+            span.set_status(Status(StatusCode.ERROR))
+        span.end()
+
+    def close(self) -> None:
+        """Send what has not been sent."""
+        self._provider.shutdown()
+
+
+def otlp_processor(endpoint: str) -> SpanProcessor:
+    """Sends spans in batches, from a thread of its own, to the URL `endpoint`."""
+    return BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint))
+
+
+def attributes(call: Call, model_name: str) -> dict[str, AttributeValue]:
+    """Latencies are in seconds: those of the generation that ended last."""
+    first = call.generations[0].request
+    values: dict[str, AttributeValue] = {
+        "http.request.method": call.method,
+        "url.path": call.path,
+        "http.response.status_code": int(call.status),
+        "gen_ai.operation.name": "chat" if call.path.endswith("/chat/completions") else "text_completion",
+        "gen_ai.response.model": model_name,
+        "gen_ai.request.id": call.request_id,
+        "gen_ai.request.n": next(each.n for each in call.generations if each.n is not None),
+        "gen_ai.request.max_tokens": first.sampling.max_tokens,
+        "gen_ai.request.temperature": first.sampling.temperature,
+        "gen_ai.request.top_p": first.sampling.top_p,
+        "gen_ai.response.finish_reasons": [each.reason.value for each in call.generations],
+        "gen_ai.usage.num_sequences": len(call.generations),
+        "gen_ai.usage.prompt_tokens": call.prompt_tokens,
+        "gen_ai.usage.input_tokens": call.prompt_tokens,
+        "gen_ai.usage.completion_tokens": call.output_tokens,
+        "gen_ai.usage.output_tokens": call.output_tokens,
+    }
+    firsts = [each.first_token - each.submitted for each in call.generations if each.first_token is not None]
+    if firsts:
+        values["gen_ai.latency.time_to_first_token"] = min(firsts)
+    ended = [each for each in call.generations if each.ended is not None]
+    if ended:
+        values |= _latencies(max(ended, key=lambda each: each.ended or 0.0))
+    spec = call.spec
+    if spec is not None:
+        values["eagle_server.accept_length"] = spec.mean_acceptance_length
+        values["eagle_server.draft_tokens"] = spec.drafted
+        values["eagle_server.accepted_tokens"] = spec.accepted
+    return values
+
+
+def _latencies(generation: Generation) -> dict[str, AttributeValue]:
+    values: dict[str, AttributeValue] = {}
+    if generation.ended is not None:
+        values["gen_ai.latency.e2e"] = generation.ended - generation.submitted
+    if generation.last is not None and generation.last.timing is not None:
+        timing = generation.last.timing
+        values["gen_ai.latency.time_in_queue"] = timing.queue
+        values["gen_ai.latency.time_in_model_prefill"] = timing.prefill
+        values["gen_ai.latency.time_in_model_decode"] = timing.decode
+        values["gen_ai.latency.time_in_model_inference"] = timing.prefill + timing.decode
+    return values

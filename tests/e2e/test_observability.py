@@ -1,0 +1,121 @@
+"""The demo's metrics against its own answers, and every panel of the dashboard over a real Prometheus."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.conftest import PROMPTS, REPOSITORY, Served
+from tests.support.prometheus import BINARY, scraping
+
+DASHBOARD = REPOSITORY / "docker" / "grafana" / "dashboards" / "eagle_server.json"
+COUNTED = {
+    "vllm:prompt_tokens_total": ("usage", "prompt_tokens"),
+    "vllm:generation_tokens_total": ("usage", "completion_tokens"),
+    "vllm:prefix_cache_queries_total": ("usage", "prompt_tokens"),
+    "vllm:prefix_cache_hits_total": ("usage", "prompt_tokens_details", "cached_tokens"),
+    "vllm:spec_decode_num_drafts_total": ("metrics", "speculative_decoding", "num_spec_steps"),
+    "vllm:spec_decode_num_draft_tokens_total": ("metrics", "speculative_decoding", "num_draft_tokens"),
+    "vllm:spec_decode_num_accepted_tokens_total": ("metrics", "speculative_decoding", "num_accepted_draft_tokens"),
+    "eagle_server_accept_length_count": ("metrics", "speculative_decoding", "num_spec_steps"),
+}
+
+
+def scrape(url: str) -> dict[str, float]:
+    """Values by name and the labels beside model_name and engine."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+        for sample in family.samples:
+            labels = [value for name, value in sample.labels.items() if name not in ("model_name", "engine")]
+            found["|".join([sample.name, *labels])] = sample.value
+    return found
+
+
+def complete(url: str, **body: object) -> dict[str, Any]:
+    answer: dict[str, Any] = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()
+    assert "usage" in answer, answer
+    return answer
+
+
+def at(answer: dict[str, Any], path: tuple[str, ...]) -> float:
+    value: Any = answer
+    for name in path:
+        value = value[name]
+    return float(value)
+
+
+def test_counters_are_exactly_what_the_answers_say(served: Served) -> None:
+    before = scrape(served.url)
+    bodies = [
+        {"prompt": PROMPTS[number % 3], "max_tokens": 8 + 5 * number, "temperature": number % 2, "seed": number}
+        for number in range(8)
+    ]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda body: complete(served.url, **body), bodies))
+    after = scrape(served.url)
+
+    def gained(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    for name, path in COUNTED.items():
+        assert gained(name) == sum(at(answer, path) for answer in answers) > 0, name
+    for position in range(3):
+        histograms = [answer["metrics"]["speculative_decoding"]["acceptance_histogram"] for answer in answers]
+        reached = sum(sum(histogram[position + 1 :]) for histogram in histograms)
+        assert gained(f"vllm:spec_decode_num_accepted_tokens_per_pos_total|{position}") == reached
+    reasons = [answer["choices"][0]["finish_reason"] for answer in answers]
+    for reason in ("stop", "length"):
+        assert gained(f"vllm:request_success_total|{reason}") == reasons.count(reason)
+    assert gained("vllm:e2e_request_latency_seconds_count") == len(answers)
+    assert gained("vllm:request_params_max_tokens_sum") == sum(int(body["max_tokens"]) for body in bodies)
+    stages = ("extend", "propose", "build_tree", "verify", "accept", "keep")
+    cycles = gained("eagle_server_batch_size_count")
+    assert {gained(f"eagle_server_stage_seconds_count|{stage}") for stage in stages} == {cycles}
+    assert after["eagle_server_engine_process_resident_memory_bytes"] > 0
+
+
+def expressions() -> list[tuple[str, str]]:
+    """(panel, expression) of the dashboard, with Grafana's variables filled in."""
+    found = []
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for target in panel.get("targets", []):
+            expression = target["expr"].replace("$model_name", ".*").replace("$__rate_interval", "60s")
+            found.append((f"{panel['title']} {target['refId']}", expression))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BINARY is None, reason="there is no prometheus (Debian: apt-get install prometheus)")
+def test_every_panel_of_the_dashboard_shows_something_under_load(served: Served, tmp_path: Path) -> None:
+    assert len(expressions()) > 40
+    done = threading.Event()
+
+    def load(number: int) -> None:
+        while not done.is_set():
+            complete(served.url, prompt=PROMPTS[number % len(PROMPTS)], max_tokens=12, temperature=0.7)
+
+    config = REPOSITORY / "docker" / "prometheus.yml"
+    with scraping(served.url.removeprefix("http://"), tmp_path, config) as prometheus, ThreadPoolExecutor(2) as pool:
+        clients = [pool.submit(load, number) for number in range(2)]
+        try:
+            prometheus.until(
+                "rate(vllm:request_success_total[60s]) > 0 and on() vllm:generation_tokens_total offset 5s"
+            )
+            problems = []
+            for panel, expression in expressions():
+                values = [float(series["value"][1]) for series in prometheus.query(expression)]
+                if not values or any(math.isnan(value) for value in values):
+                    problems.append(f"{panel}: {expression}: {values}")
+        finally:
+            done.set()
+        for client in clients:
+            client.result()
+    assert not problems, "\n".join(problems)
