@@ -87,8 +87,16 @@ def measure(server: Server, workload: Workload, concurrency: int) -> Measurement
     return _summary(server, concurrency, seconds, [answers[i] for i in sorted(answers)], before)
 
 
-def ask(server: Server, prompt: str, workload: Workload) -> Answer:
-    """One streamed completion that runs to max_tokens."""
+class Leaving(Exception):
+    """The client has left before its answer was complete."""
+
+
+def ask(server: Server, prompt: str, workload: Workload, leave_after: int | None = None) -> Answer:
+    """One streamed completion that runs to max_tokens.
+
+    Raises:
+        Leaving: `leave_after` events came, and the connection is closed.
+    """
     body = {
         "prompt": prompt,
         "max_tokens": workload.max_tokens,
@@ -105,16 +113,19 @@ def ask(server: Server, prompt: str, workload: Workload) -> Answer:
         response = connection.getresponse()
         if response.status != http.HTTPStatus.OK:
             raise BenchError(f"status {response.status}: {response.read(300).decode(errors='replace')}")
-        return _read_stream(response, start)
+        return _read_stream(response, start, leave_after)
     finally:
         connection.close()
 
 
-def _read_stream(response: http.client.HTTPResponse, start: float) -> Answer:
-    first, pieces, usage, speculative = math.nan, list[str](), 0, None
+def _read_stream(response: http.client.HTTPResponse, start: float, leave_after: int | None) -> Answer:
+    first, pieces, usage, speculative, events = math.nan, list[str](), 0, None, 0
     for line in response:
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
             continue
+        events += 1
+        if events == leave_after:
+            raise Leaving
         event = json.loads(line[6:])
         if "error" in event:
             raise BenchError(str(event["error"]))

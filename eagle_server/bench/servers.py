@@ -31,9 +31,14 @@ class Server:
 
     def get(self, path: str) -> dict[str, Any]:
         """GET a JSON document."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as response:
-            document: dict[str, Any] = json.load(response)
+        document: dict[str, Any] = json.loads(self.text(path))
         return document
+
+    def text(self, path: str) -> str:
+        """GET a text."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as response:
+            body: bytes = response.read()
+        return body.decode()
 
     def stats(self) -> dict[str, Any]:
         """The engine's counters."""
