@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from typing import Any
 
 import pytest
@@ -38,6 +39,8 @@ def requests(**settings: Any) -> list[Request]:
     for number, kind in enumerate(KINDS):
         for temperature in (0.0, 1.0):
             own: dict[str, Any] = {"grammar": kind and GRAMMARS[kind], "seed": number, "temperature": temperature}
+            if kind is not None:  # a random target would write nothing but the space between JSON's parts
+                own["logit_bias"] = tuple((1 + string.printable.index(space), -100.0) for space in " \t\n\r")
             own |= {"max_tokens": 40, "presence_penalty": 0.5 * (number % 2), **settings}
             out.append(request(f"{kind} {temperature:g}", PROMPT[number:], **own))
     return out
