@@ -57,20 +57,23 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
     if "enum" in schema:
         return value in schema["enum"]
     own: dict[str, Any] = schema.get("properties", {})
+    kind = schema["type"]
     match value:
         case dict():
-            right = schema["type"] == "object" and set(schema["required"]) <= value.keys() <= own.keys()
-            return right and all(fits(value[name], own[name]) for name in value)
+            right = kind == "object" and set(schema["required"]) <= value.keys() <= own.keys()
+            right = right and all(fits(value[name], own[name]) for name in value)
         case list():
-            right = schema["type"] == "array" and schema["minItems"] <= len(value) <= schema["maxItems"]
-            return right and all(fits(item, schema["items"]) for item in value)
+            right = kind == "array" and schema["minItems"] <= len(value) <= schema["maxItems"]
+            right = right and all(fits(item, schema["items"]) for item in value)
         case bool():
-            return bool(schema["type"] == "boolean")
+            right = kind == "boolean"
         case int():
-            return schema["type"] == "integer" and bool(schema["minimum"] <= value <= schema["maximum"])
+            right = kind == "integer" and schema["minimum"] <= value <= schema["maximum"]
         case str():
-            return schema["type"] == "string" and len(value) <= schema["maxLength"]
-    return value is None and schema["type"] == "null"
+            right = kind == "string" and len(value) <= schema["maxLength"]
+        case _:
+            right = value is None and kind == "null"
+    return bool(right)
 
 
 @dataclass
