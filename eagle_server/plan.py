@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from eagle_server.request import TokenLogprob
 
@@ -48,6 +52,19 @@ class Sampling:
         return max(map(len, self.bad_words), default=1) - 1
 
 
+class Constraint(Protocol):
+    """What one request's output must be, as far as it is written; it lives as long as the request."""
+
+    def masks(self, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> NDArray[np.int32]:
+        """Which tokens may come after each node of a tree: bits of int32 [nodes, vocab / 32], the lowest first.
+
+        `text` is the request's own list, which has grown since the last call; its last token is the root, node 0.
+        Parents, node numbers, come before children; token -1 is padding. A node that may not stand where it does, or
+        follows such a node or the output's end, has all bits set: no draw leads there.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Chunk:
     """A piece of prompt to prefill: `tokens` at positions start, start + 1, ...
@@ -63,6 +80,7 @@ class Chunk:
     sampling: Sampling
     prompt_logprobs: bool = False
     text: Sequence[int] = field(default=(), compare=False, repr=False)
+    constraint: Constraint | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -79,6 +97,7 @@ class Decode:
     sampling: Sampling
     text: Sequence[int] = field(default=(), compare=False, repr=False)
     speculative: bool = True
+    constraint: Constraint | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,9 @@ class Tally:
         return self.tokens / self.forwards
 
 
-def demo_engine(algorithm: str, *flags: str, threads: int = 1) -> Engine:
-    """The demo with one of its drafters, for one request at a time."""
-    common = ["--disable-radix-cache", "--max-running-requests", "1", "--cpu-threads", str(threads)]
+def demo_engine(algorithm: str, *flags: str, threads: int = 1, running: int = 1) -> Engine:
+    """The demo with one of its drafters, for one request at a time or `running` of them."""
+    common = ["--disable-radix-cache", "--max-running-requests", str(running), "--cpu-threads", str(threads)]
     config = parse_args(["--speculative-algorithm", algorithm, *flags, *common], environ={})
     return build_engine(config, progress=False)
 

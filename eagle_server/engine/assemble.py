@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from eagle_server.cache.allocator import PageAllocator
@@ -15,8 +17,10 @@ from eagle_server.cache.radix import RadixCache
 from eagle_server.engine.backends import Backends
 from eagle_server.engine.drafters import Draft, Workbench, make_drafter
 from eagle_server.engine.engine import Engine
+from eagle_server.engine.grammars import Grammars
 from eagle_server.engine.pools import make_pool
 from eagle_server.engine.shape import Shape
+from eagle_server.models.config import ModelConfig
 from eagle_server.models.target import Target
 from eagle_server.request import Ready
 from eagle_server.scheduling.scheduler import Limits, Scheduler
@@ -35,10 +39,12 @@ def assemble(
     algorithm: str = "NONE",
     flashinfer: Any = None,
     recorder: Recorder | None = None,
+    tokenizer: Callable[[], Tokenizer] | None = None,
 ) -> Engine:
     """An engine over `target`, drafting with `head` (None: plain decoding).
 
-    `flashinfer` and `recorder` stand in for the library and for CUDA graphs (tests).
+    `flashinfer` and `recorder` stand in for the library and for CUDA graphs (tests). `tokenizer` is read with the first
+    grammar that a request asks for; without it no grammar is followed.
     """
     device = target.embed.device
     _check(head, shape)
@@ -88,7 +94,13 @@ def assemble(
         resolved=dict(shape.resolved),
         pid=os.getpid(),
     )
-    return Engine(Scheduler(limits, kv), worker, ready)
+    return Engine(Scheduler(limits, kv), worker, ready, _grammars(tokenizer, target.config))
+
+
+def _grammars(tokenizer: Callable[[], Tokenizer] | None, config: ModelConfig) -> Grammars | None:
+    """None for models that no grammar could end."""
+    ends = [token for token in config.eos_token_ids if 0 <= token < config.vocab_size]
+    return Grammars(tokenizer, config.vocab_size, ends) if tokenizer is not None and ends else None
 
 
 def _capture(worker: Worker, graphs: Graphs, backends: Backends, shape: Shape) -> None:

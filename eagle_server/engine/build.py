@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from eagle_server.engine.engine import Engine
 from eagle_server.engine.pools import bytes_per_slot
 from eagle_server.engine.shape import Shape
 from eagle_server.engine.static_trees import given_choices, with_choices, with_token_tree
+from eagle_server.engine.tokenizer import read_tokenizer_file
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.load_draft import Algorithm, LoadedDraft, load_draft
 from eagle_server.models.loader import load_target, read_model_config
@@ -98,7 +100,14 @@ def engine_over(models: Models, config: Config) -> Engine:
     shape = replace(shape, max_total_tokens=slots, backend=backend, graph_sizes=sizes)
     resolved = _resolved(config, shape, target, trees, algorithm)
     logger.info("resolved configuration: %s", resolved)
-    return assemble(target, draft.head if draft else None, replace(shape, resolved=resolved), algorithm=algorithm)
+    location = config.model.tokenizer_path or config.target_path
+    return assemble(
+        target,
+        draft.head if draft else None,
+        replace(shape, resolved=resolved),
+        algorithm=algorithm,
+        tokenizer=partial(read_tokenizer_file, location),
+    )
 
 
 def _trees(config: Config, facts: ModelConfig) -> SpeculativeParams | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
+from eagle_server.engine.grammars import Compiled, Grammars
 from eagle_server.engine.refusals import refusal
 from eagle_server.plan import Sampling
 from eagle_server.request import CycleStats, EngineStats, FinishReason, Flushed, Ready, Request, TokenDelta
@@ -12,13 +14,17 @@ from eagle_server.scheduling.scheduler import Scheduler
 from eagle_server.speculation.random import request_key
 from eagle_server.worker.worker import Worker
 
+CANNOT_FOLLOW = "grammar: this engine cannot follow one: the model names no end of sequence"
+_MOMENT = 0.01  # seconds, after which the engine looks at its messages again
+
 
 class Engine:
     """Requests in, token deltas out, one cycle per `step`."""
 
-    def __init__(self, scheduler: Scheduler, worker: Worker, ready: Ready) -> None:
+    def __init__(self, scheduler: Scheduler, worker: Worker, ready: Ready, grammars: Grammars | None = None) -> None:
         self.scheduler, self.worker = scheduler, worker
-        self._ready = ready
+        self._ready, self._grammars = ready, grammars
+        self._compiling: dict[str, tuple[Request, Future[Compiled]]] = {}
         self._outbox: list[TokenDelta] = []
         self._stages: defaultdict[str, float] = defaultdict(float)
         self._cycle: CycleStats | None = None
@@ -30,46 +36,57 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. One that can never be served gets its error with the next `step`."""
         reason = self.scheduler.refusal(request) or refusal(request, self._ready.vocab_size)
+        grammar = request.sampling.grammar
+        if reason is None and grammar is not None and self._grammars is None:
+            reason = CANNOT_FOLLOW
         if reason is not None:
-            error = TokenDelta(
-                request_id=request.request_id, token_ids=[], finish_reason=FinishReason.REFUSED, error=reason
-            )
-            self._outbox.append(error)
-            return
-        params = request.sampling
+            self._refuse(request, reason)
+        elif grammar is None or self._grammars is None:
+            self._queue(request)
+        else:
+            self._compiling[request.request_id] = (request, self._grammars.compile(grammar))
+            self._take_compiled()
+
+    def _take_compiled(self, seconds: float = 0.0) -> None:
+        """Queue the requests whose grammars are ready, after waiting `seconds` at most for one of them."""
+        wait([future for _, future in self._compiling.values()], seconds, FIRST_COMPLETED)
+        for name, (request, future) in list(self._compiling.items()):
+            if not future.done():
+                continue
+            del self._compiling[name]
+            error = future.exception()
+            if error is None:
+                self._queue(request, future.result())
+            else:
+                self._refuse(request, str(error))
+
+    def _refuse(self, request: Request, reason: str) -> None:
+        name = request.request_id
+        self._outbox.append(TokenDelta(request_id=name, token_ids=[], finish_reason=FinishReason.REFUSED, error=reason))
+
+    def _queue(self, request: Request, compiled: Compiled | None = None) -> None:
+        params, prompt_length = request.sampling, len(request.prompt_token_ids)
         ends = () if params.ignore_eos else self._ready.eos_token_ids
         # A checkpoint's config may name an end of sequence beyond its vocabulary; it can never be drawn.
         stop_ids = frozenset(i for i in (*ends, *params.stop_token_ids) if 0 <= i < self._ready.vocab_size)
-        sampling = Sampling(
-            key=request_key(params.seed, request.choice),
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            forbidden=tuple(sorted(stop_ids)) if params.min_tokens else (),
-            allowed_from=len(request.prompt_token_ids) + params.min_tokens,
-            logprobs=params.logprobs,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            frequency_penalty=params.frequency_penalty,
-            presence_penalty=params.presence_penalty,
-            logit_bias=params.logit_bias,
-            allowed_token_ids=params.allowed_token_ids,
-            bad_words=params.bad_words,
-            prompt_length=len(request.prompt_token_ids),
-        )
-        self.scheduler.add(request, sampling, stop_ids)
+        constraint = None if compiled is None else compiled.follow(prompt_length, stop_ids)
+        self.scheduler.add(request, _sampling(request, stop_ids), stop_ids, constraint)
 
     def abort(self, request_id: str) -> None:
         """End a request and free its KV; an unknown id is ignored."""
         delta = self.scheduler.abort(request_id)
+        if self._compiling.pop(request_id, None) is not None:
+            delta = TokenDelta(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
         if delta is not None:
             self._outbox.append(delta)
 
     def has_work(self) -> bool:
-        return bool(self._outbox) or self.scheduler.has_work()
+        return bool(self._outbox or self._compiling) or self.scheduler.has_work()
 
     def step(self) -> list[TokenDelta]:
-        """One cycle."""
+        """One cycle. Where there is nothing to do but wait for a grammar, that, for a moment."""
+        if self._compiling:
+            self._take_compiled(0.0 if self._outbox or self.scheduler.has_work() else _MOMENT)
         deltas, self._outbox = self._outbox, []
         if self.scheduler.has_work():
             began = time.perf_counter()
@@ -93,7 +110,7 @@ class Engine:
         kv, totals = self.scheduler.kv, self.scheduler.totals
         return EngineStats(
             running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
+            waiting=len(self.scheduler.waiting) + len(self._compiling),
             kv_slots_total=kv.allocator.num_pages * kv.page_size,
             kv_slots_free=kv.available_pages * kv.page_size,
             kv_slots_cached=(kv.radix.cached_pages if kv.radix else 0) * kv.page_size,
@@ -108,8 +125,9 @@ class Engine:
     def flush_cache(self) -> Flushed:
         """Drop the prefix cache, unless there are requests."""
         scheduler = self.scheduler
-        if scheduler.has_work():
-            return Flushed(running=len(scheduler.running), waiting=len(scheduler.waiting))
+        if scheduler.has_work() or self._compiling:
+            waiting = len(scheduler.waiting) + len(self._compiling)
+            return Flushed(running=len(scheduler.running), waiting=waiting)
         free = scheduler.kv.allocator.free_pages
         scheduler.kv.clear()
         return Flushed(freed_slots=(scheduler.kv.allocator.free_pages - free) * scheduler.kv.page_size)
@@ -117,3 +135,24 @@ class Engine:
     def check(self) -> None:
         """Assert that no KV page is lost or held twice."""
         self.scheduler.kv.check()
+
+
+def _sampling(request: Request, stop_ids: frozenset[int]) -> Sampling:
+    params, prompt_length = request.sampling, len(request.prompt_token_ids)
+    return Sampling(
+        key=request_key(params.seed, request.choice),
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        forbidden=tuple(sorted(stop_ids)) if params.min_tokens else (),
+        allowed_from=prompt_length + params.min_tokens,
+        logprobs=params.logprobs,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        logit_bias=params.logit_bias,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=params.bad_words,
+        prompt_length=prompt_length,
+    )

@@ -36,7 +36,10 @@ def _wrong(params: SamplingParams) -> Iterator[str]:
         if not math.isfinite(value):
             yield f"{name} is {value}; it must be finite"
     checks = (
-        (params.grammar is None, "grammar: this engine cannot follow one"),
+        (
+            params.grammar is None or not params.ignore_eos,
+            "ignore_eos: with a grammar the text ends where the grammar does; drop one of the two",
+        ),
         (params.allowed_token_ids != (), "allowed_token_ids is empty: no token could be drawn"),
         (() not in params.bad_words, "bad_words: a word has no tokens"),
         (params.repetition_penalty > 0, f"repetition_penalty is {params.repetition_penalty}; it must be above 0"),

@@ -110,6 +110,18 @@ def load_tokenizer(location: str) -> Tokenizer:
         raise ValueError(f"no usable tokenizer in {location}: {reason}") from error
 
 
+def read_tokenizer_file(location: str) -> tokenizers.Tokenizer:
+    """The tokenizer.json of a directory or of a Hugging Face id.
+
+    Raises:
+        ValueError: there is none; the message is one line.
+    """
+    file = find_file(location, TOKENIZER_FILE)
+    if file is None:
+        raise ValueError(f"{location} has no {TOKENIZER_FILE}, which grammars need")
+    return tokenizers.Tokenizer.from_file(str(file))
+
+
 def _find(location: str) -> Path | None:
     """Path of the tokenizer.json, None if there is none but another format."""
     file = find_file(location, TOKENIZER_FILE)

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def upload(values: Sequence[Any] | NDArray[np.int64], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def upload(
+    values: Sequence[Any] | NDArray[np.integer[Any]], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
     """`values` (numbers, nested sequences of one shape, an array) as a tensor on `device`; never synchronizes."""
     tensor = torch.as_tensor(values, dtype=dtype)
     if device.type == "cpu":

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from eagle_server.cache.lease import KVLeases
-from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, Emitted, Sampling
+from eagle_server.plan import Chunk, Constraint, CyclePlan, CycleResult, Decode, Emitted, Sampling
 from eagle_server.request import CycleStats, FinishReason, Request, SpecStats, TokenDelta
 from eagle_server.scheduling.sequence import Sequence
 
@@ -83,13 +83,15 @@ class Scheduler:
             )
         return None
 
-    def add(self, request: Request, sampling: Sampling, stop_ids: frozenset[int]) -> None:
+    def add(
+        self, request: Request, sampling: Sampling, stop_ids: frozenset[int], constraint: Constraint | None = None
+    ) -> None:
         """Queue a request that `refusal` has nothing against."""
         self._arrivals += 1
         tokens = list(request.prompt_token_ids)
         lossy = self.limits.lossy if sampling.temperature > 0 else None
         spec = SpecStats(histogram=[0] * (self.limits.spec_steps + 1), lossy=lossy)
-        self.waiting.append(Sequence(request, sampling, stop_ids, self._arrivals, tokens, spec))
+        self.waiting.append(Sequence(request, sampling, stop_ids, self._arrivals, tokens, spec, constraint))
 
     def abort(self, request_id: str) -> TokenDelta | None:
         """End a request wherever it is; None if it is not here."""
@@ -269,6 +271,7 @@ def _chunk(sequence: Sequence, budget: int) -> Chunk:
         sampling=sequence.sampling,
         prompt_logprobs=sequence.request.prompt_logprobs and sequence.output_length == 0,
         text=sequence.tokens,
+        constraint=sequence.constraint,
     )
 
 
@@ -280,4 +283,5 @@ def _decode(sequence: Sequence) -> Decode:
         sampling=sequence.sampling,
         text=sequence.tokens,
         speculative=sequence.request.speculative,
+        constraint=sequence.constraint,
     )

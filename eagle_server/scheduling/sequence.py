@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from eagle_server.cache.lease import Lease
-from eagle_server.plan import Sampling
+from eagle_server.plan import Constraint, Sampling
 from eagle_server.request import FinishReason, Request, SpecStats, Timing, TokenLogprob
 
 
@@ -42,6 +42,7 @@ class Sequence:
     arrival: int
     tokens: list[int]
     spec: SpecStats
+    constraint: Constraint | None = None
     lease: Lease | None = None
     committed: int = 0
     extended: int = 0

@@ -20,6 +20,7 @@ from eagle_server.plan import Sampling
 _OFF = float("-inf")
 BEGINNING = -2  # in a tail, what stands before the text
 _ANY = -1  # in a bad word, what need not match
+_WORD = 32  # tokens to one of a bitmask's numbers
 _PENALIZED_ROWS = 256  # of logits at a time, with some 20 bytes for each of their tokens
 
 
@@ -64,6 +65,22 @@ class Transform(Protocol):
     def apply(self, logits: Tensor, rows: Rows) -> None:
         """Edit logits float32 [bs, rows, vocab] in place."""
         ...
+
+
+@dataclass(frozen=True)
+class Masks:
+    """-inf for the tokens that a grammar forbids: each row's bits, of the requests that have one."""
+
+    requests: tuple[int, ...]
+    bits: Tensor  # int32 [len(requests), rows, vocab / 32], the lowest first
+
+    def apply(self, logits: Tensor, rows: Rows) -> None:
+        """One request at a time, for the memory of the bits spread out."""
+        tokens = torch.arange(logits.shape[2], device=logits.device)
+        word, place = tokens // _WORD, (tokens % _WORD).to(torch.int32)
+        for request, bits in zip(self.requests, self.bits, strict=True):
+            allowed = bits.index_select(1, word) >> place & 1  # [rows, vocab]
+            logits[request].masked_fill_(allowed == 0, _OFF)
 
 
 @dataclass(frozen=True)
@@ -189,7 +206,7 @@ class Penalties:
 
 
 def transforms_of(settings: Sequence[Sampling], device: torch.device) -> tuple[Transform, ...]:
-    """What a batch of these settings needs, in order. What masks tokens, as a grammar does, goes before Penalties."""
+    """What a batch of these settings needs, in order. Grammars' Masks, new in every cycle, come before."""
     found: tuple[Transform | None, ...] = (
         LogitBias.of(settings, device),
         AllowedTokens.of(settings, device),

@@ -15,7 +15,8 @@ from eagle_server.worker.host import all_finite, leading_finite, logprobs_to_hos
 
 NOT_FINITE = "the model's logits are not finite (NaN or inf); its weights or the prompt's numerics are broken"
 NONE_ALLOWED = (
-    "no token may follow: allowed_token_ids, bad_words, logit_bias, min_tokens and penalties together leave none"
+    "no token may follow: the grammar, allowed_token_ids, bad_words, logit_bias, min_tokens and penalties together "
+    "leave none"
 )
 
 

@@ -20,6 +20,26 @@ def to_host(*tensors: Tensor) -> tuple[Any, ...]:
     return tuple(piece.view(t.shape).to(t.dtype).tolist() for piece, t in zip(pieces, tensors, strict=True))
 
 
+class HostCopy:
+    """Integer tensors on their way to the host, while the device goes on with what comes after them."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors = tensors
+        self._arrived: torch.cuda.Event | None = None
+        if tensors[0].device.type == "cuda":
+            flats = [t.reshape(-1) for t in tensors]
+            pinned = [torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in flats]
+            self._tensors = tuple(p.view(t.shape) for p, t in zip(pinned, tensors, strict=True))
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def lists(self) -> tuple[Any, ...]:
+        """As nested lists. Waits for the copies, not for what was started since."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return tuple(t.tolist() for t in self._tensors)
+
+
 def all_finite(values: Tensor) -> bool:
     return bool(values.isfinite().all().item())
 

@@ -13,6 +13,7 @@ from eagle_server.speculation.sampling import draw
 from eagle_server.speculation.tree import EagleVerifyInput, build_tree
 from eagle_server.worker.batch import Batches, DecodeBatch, Prompts
 from eagle_server.worker.clock import StageClock
+from eagle_server.worker.constraints import Constrained
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.emission import Decoded, Drawn, emit
 from eagle_server.worker.verifier import Verified, Verifier
@@ -28,7 +29,8 @@ class Worker:
     def run(self, plan: CyclePlan) -> CycleResult:
         """One cycle: every decoding request emits at least one token, every chunk advances its prompt.
 
-        The device works ahead of the host until `emit` copies what was accepted.
+        The device works ahead of the host until `emit` copies what was accepted; with grammars the host walks the
+        trees in between, while they are verified.
         """
         clock = StageClock(self.batches.device)
         batch = self.batches.begin(plan)
@@ -43,9 +45,11 @@ class Worker:
             with clock.stage("build_tree"):
                 tree = build_tree(candidates, batch.verified_id, batch.seq_lens, batch.undrafted)
             with clock.stage("verify"):
+                constrained = Constrained.of(batch.decodes, self.batches.device, tree)
                 verified = self.verifier.verify(batch, tree)
             with clock.stage("accept"):
-                accepted = self.acceptance.accept(tree, verified.logits, batch.sampling)
+                sampling = constrained.sampling(batch.sampling)
+                accepted = self.acceptance.accept(tree, verified.logits, sampling)
                 self.drafter.observe(batch, tree, accepted)
             with clock.stage("keep"):
                 self.verifier.keep(batch, tree, accepted)
@@ -77,7 +81,8 @@ class Worker:
         last = [i for i, chunk in enumerate(chunks) if chunk.next_token is None]
         ends = [sum(done.logit_rows[: i + 1]) - 1 for i in last]
         positions = upload([chunks[i].start + len(chunks[i].tokens) for i in last], device)
-        sampling = self.batches.prompt_sampling([chunks[i] for i in last])
+        turns = [chunks[i] for i in last]
+        sampling = Constrained.of(turns, device).sampling(self.batches.prompt_sampling(turns))
         logits = done.logits.index_select(0, upload(ends, device))[:, None]
         tokens, scores = draw(logits, positions[:, None], sampling)
         if self.drafter.feeds:

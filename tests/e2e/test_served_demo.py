@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import subprocess
 import sys
@@ -48,6 +49,33 @@ def test_openai_client_streams_what_it_gets_in_one_piece(served: Served) -> None
     assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_openai_client_gets_json_of_its_schema(served: Served) -> None:
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused")
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"type": "integer", "minimum": 0}},
+        "required": ["name", "size"],
+        "additionalProperties": False,
+    }
+    asked = {
+        "model": client.models.list().data[0].id,
+        "messages": [{"role": "user", "content": "settings = "}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "settings", "schema": schema}},
+        "max_completion_tokens": 120,
+        "temperature": 0.7,
+        "seed": 3,
+    }
+    answer = client.chat.completions.create(**asked)
+    assert answer.choices[0].finish_reason == "stop"
+    settings = json.loads(answer.choices[0].message.content or "")
+    assert settings.keys() == {"name", "size"}
+    plain = client.chat.completions.create(**asked, extra_body={"speculative": False})
+    assert plain.choices[0].message.content == answer.choices[0].message.content
+    asked["response_format"]["json_schema"]["schema"] = {"type": "objec"}
+    with pytest.raises(openai.BadRequestError, match="Unsupported type"):
+        client.chat.completions.create(**asked)
 
 
 def test_openai_client_chats(served: Served) -> None:

@@ -1,0 +1,212 @@
+"""Grammars that outputs must follow, by xgrammar: compiled beside the engine's loop, followed by one matcher a request.
+
+A token's mask depends on the text before it alone, so a request's draws are the same with and without speculation.
+xgrammar is imported with the first grammar: it takes seconds, which servers without grammars need not wait for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from eagle_server.request import Grammar
+
+logger = logging.getLogger(__name__)
+
+CACHED_BYTES = 256 << 20  # of compiled grammars that no request may be using any more
+DEEPEST = 100  # brackets; xgrammar's parsers recurse, and a stack that overflows ends the process
+_WORKERS = 2  # grammars compiled at a time
+_THREADS = 4  # for each of them
+_WHITESPACE = 32  # characters between two parts of JSON; without an end a model may write nothing else for ever
+_WORD = 32  # tokens to one of a bitmask's numbers
+_ESCAPES_AND_CLASSES = r"\\.|\[(?:\\.|[^\]\\])*\]"
+_LITERALS = {
+    "regex": re.compile(_ESCAPES_AND_CLASSES, re.DOTALL),
+    "ebnf": re.compile(r'"(?:\\.|[^"\\])*"|' + _ESCAPES_AND_CLASSES, re.DOTALL),
+    "json_schema": re.compile(r'"(?:\\.|[^"\\])*"', re.DOTALL),
+}
+_SOURCE_LINE = re.compile(r"\[[\d:]+\] \S+:\d+: ")  # where in xgrammar's code an error arose
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A model's tokens as text: `pieces` as its tokenizer.json spells them, empty for special tokens."""
+
+    pieces: tuple[str, ...]
+    spelling: str  # a name of xgrammar.VocabType
+
+    @classmethod
+    def of(cls, tokenizer: tokenizers.Tokenizer, size: int) -> Vocabulary:
+        """The first `size` tokens: a model may have fewer logits than its tokenizer entries, or more."""
+        special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        pieces = [""] * size
+        for piece, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
+            if token_id < size and token_id not in special:
+                pieces[token_id] = piece
+        described = json.loads(tokenizer.to_str())
+        parts = json.dumps([described["decoder"], described["pre_tokenizer"]])
+        spellings = {'"ByteLevel"': "BYTE_LEVEL", '"ByteFallback"': "BYTE_FALLBACK"}
+        return cls(tuple(pieces), next((name for part, name in spellings.items() if part in parts), "RAW"))
+
+
+class Following:
+    """One request's way through its grammar; a `plan.Constraint`.
+
+    It reads what was emitted from the scheduler's list, so what was drafted in vain or preempted changes nothing.
+    """
+
+    def __init__(self, matcher: Any, words: int, prompt_length: int) -> None:
+        self._matcher, self._words, self._length = matcher, words, prompt_length
+        self._lost = False
+
+    def masks(self, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> NDArray[np.int32]:
+        """See `plan.Constraint`. The matcher stands where it stood: after `text`."""
+        self._advance(text)
+        masks = np.full((len(tokens), self._words), -1, dtype=np.int32)
+        if self._lost:
+            masks[0] = 0
+            return masks
+        children: list[list[int]] = [[] for _ in tokens]
+        for node in range(len(tokens) - 1, 0, -1):  # backwards, for the first child to be the last on the stack
+            if tokens[node] >= 0:
+                children[parents[node]].append(node)
+        stack, depths, depth = [0], [0] * len(tokens), 0
+        while stack:
+            node = stack.pop()
+            if node:
+                above = parents[node]
+                if not _allows(masks[above], tokens[node]):
+                    continue  # dead, with all that comes after it
+                self._matcher.rollback(depth - depths[above])
+                self._matcher.accept_token(tokens[node])
+                depth = depths[node] = depths[above] + 1
+            if not self._matcher.is_terminated():  # nothing is drawn after the end
+                self._matcher.fill_next_token_bitmask(masks, node)
+                stack.extend(children[node])
+        self._matcher.rollback(depth)
+        return masks
+
+    def _advance(self, text: Sequence[int]) -> None:
+        """Accept what was emitted since the last call. The masks allowed it; else the request cannot go on."""
+        for token in text[self._length :]:
+            if not self._lost and not self._matcher.accept_token(token):
+                logger.error("a grammar refuses token %d, which its mask allowed", token)
+                self._lost = True
+        self._length = len(text)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A grammar for one vocabulary, ready to be followed."""
+
+    grammar: Any  # xgrammar.CompiledGrammar
+    words: int  # of a bitmask
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return int(self.grammar.memory_size_bytes)
+
+    def follow(self, prompt_length: int, stop_ids: Iterable[int]) -> Following:
+        """A matcher for a request.
+
+        Where the grammar is complete, and only there, the model's end of sequence may stand, and of the request's own
+        stop_ids those that have no text. The others are part of what the grammar speaks of.
+        """
+        import xgrammar
+
+        info = self.grammar.tokenizer_info
+        stops = {*info.stop_token_ids, *set(info.special_token_ids).intersection(stop_ids)}
+        matcher = xgrammar.GrammarMatcher(self.grammar, override_stop_tokens=sorted(stops))
+        return Following(matcher, self.words, prompt_length)
+
+
+class Grammars:
+    """Compiles grammars on threads of its own, and keeps the latest ones. `read` loads the tokenizer, once."""
+
+    def __init__(self, read: Callable[[], tokenizers.Tokenizer], vocab_size: int, stops: Sequence[int]) -> None:
+        """`stops`: the model's end-of-sequence tokens, at least one."""
+        self._read, self._vocab_size, self._stops = read, vocab_size, tuple(stops)
+        self._threads = ThreadPoolExecutor(_WORKERS, thread_name_prefix="grammar")
+        self._compiler: Future[Any] | None = None
+        self._known: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
+
+    def compile(self, grammar: Grammar) -> Future[Compiled]:
+        """The compiled grammar in time; a ValueError in one line if it cannot be followed."""
+        self._forget()
+        found = self._known.get(grammar)
+        if found is None:
+            if self._compiler is None:
+                self._compiler = self._threads.submit(self._make_compiler)
+            found = self._known[grammar] = self._threads.submit(self._compile, grammar, self._compiler)
+        self._known.move_to_end(grammar)
+        return found
+
+    def _forget(self) -> None:
+        """Drop what failed, to be tried anew, and of the rest the oldest until CACHED_BYTES hold it."""
+        total = 0
+        for grammar, future in reversed(list(self._known.items())):
+            if not future.done():
+                continue
+            if future.exception() is None:
+                total += future.result().size
+            if future.exception() is not None or total > CACHED_BYTES:
+                del self._known[grammar]
+
+    def _make_compiler(self) -> Any:
+        import xgrammar
+
+        vocabulary = Vocabulary.of(self._read(), self._vocab_size)
+        info = xgrammar.TokenizerInfo(
+            list(vocabulary.pieces),
+            getattr(xgrammar.VocabType, vocabulary.spelling),
+            vocab_size=self._vocab_size,
+            stop_token_ids=list(self._stops),
+        )
+        return xgrammar.GrammarCompiler(info, max_threads=_THREADS, cache_enabled=False)
+
+    def _compile(self, grammar: Grammar, compiler: Future[Any]) -> Compiled:
+        try:
+            return Compiled(_compiled(compiler.result(), grammar), -(-self._vocab_size // _WORD))
+        except Exception as error:  # xgrammar raises RuntimeError for whatever is wrong with a grammar
+            reason = " ".join(_SOURCE_LINE.sub("", str(error)).split()) or type(error).__name__
+            raise ValueError(f"grammar: this {grammar.kind} cannot be followed: {reason}") from error
+
+
+def _compiled(compiler: Any, grammar: Grammar) -> Any:
+    """An xgrammar.CompiledGrammar."""
+    if grammar.kind in _LITERALS and _depth(_LITERALS[grammar.kind].sub("", grammar.source)) > DEEPEST:
+        raise ValueError(f"it is nested deeper than {DEEPEST} brackets")
+    if grammar.kind == "json_object":
+        return compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=_WHITESPACE)
+    if grammar.kind == "json_schema":
+        return compiler.compile_json_schema(grammar.source, max_whitespace_cnt=_WHITESPACE)
+    if grammar.kind == "regex":
+        return compiler.compile_regex(grammar.source)
+    if grammar.kind == "choice":
+        texts = " | ".join(json.dumps(text) for text in json.loads(grammar.source))
+        return compiler.compile_grammar(f"root ::= {texts}")
+    return compiler.compile_grammar(grammar.source)
+
+
+def _depth(source: str) -> int:
+    """How deep brackets are nested."""
+    deepest = depth = 0
+    for character in source:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _allows(mask: NDArray[np.int32], token: int) -> bool:
+    return bool(int(mask[token // _WORD]) >> token % _WORD & 1)

@@ -1,0 +1,50 @@
+"""Grammars at verification: which tokens may come after each node, found on the host while the device verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from eagle_server.ops.upload import upload
+from eagle_server.plan import Chunk, Decode
+from eagle_server.speculation.sampling import SamplingBatch
+from eagle_server.speculation.transforms import Masks
+from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.worker.host import HostCopy
+
+_NO_TREE: tuple[list[int], list[int]] = ([-1], [-1])  # tokens and parents of a lone root
+
+
+@dataclass(frozen=True)
+class Constrained:
+    """The turns of a batch whose outputs must follow grammars, by number, and their trees on the way to the host."""
+
+    turns: tuple[tuple[int, Decode | Chunk], ...]
+    device: torch.device
+    trees: HostCopy | None = None  # tokens and parents [bs, D]; None: no row has drafts before it
+
+    @classmethod
+    def of(
+        cls, turns: Sequence[Decode | Chunk], device: torch.device, tree: EagleVerifyInput | None = None
+    ) -> Constrained:
+        """Nothing is copied where no turn has a grammar."""
+        chosen = tuple((number, turn) for number, turn in enumerate(turns) if turn.constraint is not None)
+        if not chosen or tree is None or tree.draft_token_num == 1:
+            return cls(chosen, device)
+        return cls(chosen, device, HostCopy(tree.draft_token.view_as(tree.parents), tree.parents))
+
+    def sampling(self, sampling: SamplingBatch) -> SamplingBatch:
+        """`sampling` with the grammars' masks before its other transforms. Waits for the trees, and walks them."""
+        if not self.turns:
+            return sampling
+        tokens, parents = (None, None) if self.trees is None else self.trees.lists()
+        found = []
+        for number, turn in self.turns:
+            assert turn.constraint is not None
+            tree = _NO_TREE if tokens is None else (tokens[number], parents[number])
+            found.append(turn.constraint.masks(turn.text, *tree))
+        masks = Masks(tuple(number for number, _ in self.turns), upload(np.stack(found), self.device, torch.int32))
+        return replace(sampling, transforms=(masks, *sampling.transforms))

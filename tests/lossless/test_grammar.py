@@ -1,0 +1,127 @@
+"""A grammar means under speculation what it means without: the same text, which follows it."""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from typing import Any
+
+import pytest
+
+from eagle_server.engine.assemble import assemble
+from eagle_server.engine.engine import Engine
+from eagle_server.engine.shape import Shape
+from eagle_server.models.target import TargetModel
+from eagle_server.request import FinishReason, Grammar, Request
+from tests.support.engines import CONTEXT, Finished, plain, random_head, random_target, request, run, speculative
+from tests.support.grammars import GRAMMARS, VOCAB, json_tokenizer
+
+TOKENIZER = {"tokenizer": json_tokenizer}
+PROMPT = list(range(1, 40))
+KINDS = [*GRAMMARS, None]
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return random_target(VOCAB)
+
+
+@pytest.fixture(scope="module")
+def texts(target: TargetModel) -> dict[str, Finished]:
+    """What plain decoding writes, one request at a time."""
+    engine = plain(target, stand_ins=TOKENIZER)
+    return {each.request_id: run(engine, [each])[each.request_id] for each in requests()}
+
+
+def requests(**settings: Any) -> list[Request]:
+    out = []
+    for number, kind in enumerate(KINDS):
+        for temperature in (0.0, 1.0):
+            own: dict[str, Any] = {"grammar": kind and GRAMMARS[kind], "seed": number, "temperature": temperature}
+            if kind is not None:  # a random target would write nothing but the space between JSON's parts
+                own["logit_bias"] = tuple((1 + string.printable.index(space), -100.0) for space in " \t\n\r")
+            own |= {"max_tokens": 40, "presence_penalty": 0.5 * (number % 2), **settings}
+            out.append(request(f"{kind} {temperature:g}", PROMPT[number:], **own))
+    return out
+
+
+def eagle3(target: TargetModel, **settings: Any) -> Engine:
+    return speculative(target, random_head(target, "EAGLE3"), 3, 8, stand_ins=TOKENIZER, **settings)
+
+
+def ngram(target: TargetModel, **settings: Any) -> Engine:
+    numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "poison": True, "ngram_depth": 5}
+    return assemble(target, None, Shape(**{**numbers, "draft_token_num": 9, **settings}), **TOKENIZER)
+
+
+def spelled(finished: Finished) -> str:
+    tokenizer = json_tokenizer()
+    return tokenizer.decode(finished.tokens, skip_special_tokens=True)
+
+
+def test_plain_texts_follow_their_grammars(texts: dict[str, Finished]) -> None:
+    ended = {name: spelled(text) for name, text in texts.items() if text.reason is FinishReason.STOP}
+    for name, text in ended.items():
+        kind = name.split()[0]
+        if kind == "regex":
+            assert re.fullmatch(GRAMMARS["regex"].source, text)
+        if kind == "choice":
+            assert text in json.loads(GRAMMARS["choice"].source)
+        if kind.startswith("json"):
+            assert isinstance(json.loads(text), dict)
+    assert {"json_schema", "regex", "choice"} <= {name.split()[0] for name in ended}
+
+
+@pytest.mark.parametrize("build", [eagle3, ngram])
+@pytest.mark.parametrize("scene", ["batch", "preempted"])
+def test_texts_with_speculation_are_those_without(
+    target: TargetModel, texts: dict[str, Finished], build: Any, scene: str
+) -> None:
+    settings = {"batch": {}, "preempted": {"max_total_tokens": 260, "page_size": 4}}[scene]
+    engine = build(target, **settings)
+    outcome = run(engine, requests())
+    for name, text in texts.items():
+        assert (outcome[name].tokens, outcome[name].reason) == (text.tokens, text.reason), name
+    if scene == "preempted":
+        assert engine.stats().preemptions > 0
+    constrained = [outcome[name].spec for name in texts if not name.startswith("None")]
+    accepted = sum(spec.accepted for spec in constrained if spec is not None)
+    assert 0 < accepted < sum(spec.drafted for spec in constrained if spec is not None)
+
+
+def test_prompts_in_the_cache_change_nothing(target: TargetModel, texts: dict[str, Finished]) -> None:
+    engine = eagle3(target, page_size=4)
+    run(engine, requests())
+    outcome = run(engine, requests())
+    assert all(finished.cached_tokens > 0 for finished in outcome.values())
+    assert {name: finished.tokens for name, finished in outcome.items()} == {n: t.tokens for n, t in texts.items()}
+
+
+def test_what_cannot_be_followed_is_refused_and_disturbs_nobody(
+    target: TargetModel, texts: dict[str, Finished]
+) -> None:
+    wrong = {
+        "grammar: this regex cannot be followed": {"grammar": Grammar(kind="regex", source="(a")},
+        "ignore_eos: with a grammar": {"grammar": GRAMMARS["regex"], "ignore_eos": True},
+    }
+    refused = [request(reason, PROMPT, **settings) for reason, settings in wrong.items()]
+    outcome = run(eagle3(target), [*refused, requests()[0]])
+    for reason in wrong:
+        assert outcome[reason].reason is FinishReason.REFUSED
+        assert (outcome[reason].error or "").startswith(reason)
+    name = requests()[0].request_id
+    assert outcome[name].tokens == texts[name].tokens
+
+
+def test_neighbours_go_on_and_aborts_are_answered_while_a_grammar_is_compiled(target: TargetModel) -> None:
+    engine = eagle3(target)
+    large = {"type": "object", "properties": {f"key{i}": {"type": "string", "maxLength": 99} for i in range(40)}}
+    grammar = Grammar(kind="json_schema", source=json.dumps(large))
+    engine.add(request("waits", PROMPT, grammar=grammar))
+    assert engine.stats().waiting == 1
+    assert not engine.flush_cache().is_done
+    assert set(run(engine, [request("neighbour", PROMPT)])) >= {"neighbour"}
+    engine.add(request("gone", PROMPT, grammar=Grammar(kind="ebnf", source='root ::= "b"')))
+    engine.abort("gone")
+    assert run(engine, [])["gone"].reason is FinishReason.ABORT

@@ -1,0 +1,42 @@
+"""A tokenizer that can spell JSON, and grammars of every kind for it."""
+
+from __future__ import annotations
+
+import json
+import string
+
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from eagle_server.request import Grammar
+
+END = "<end>"
+PIECES = ('{"', '": ', '", "', "true", "false", "null", "[]", "12", "ab", "}}")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["ab", "ba", "b"]},
+        "flag": {"type": "boolean"},
+        "parts": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+    },
+    "required": ["kind", "flag", "parts"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "json_schema": Grammar(kind="json_schema", source=json.dumps(SCHEMA)),
+    "json_object": Grammar(kind="json_object"),
+    "regex": Grammar(kind="regex", source=r"(ab|ba|true){2,6}[0-9]{3}"),
+    "choice": Grammar(kind="choice", source=json.dumps(["abba", 'say "true"\\', "abab\n", "12ab12ab", "baab é"])),
+    "ebnf": Grammar(kind="ebnf", source='root ::= "(" root ")" root | [a-c]{0,2}'),
+}
+
+
+def json_tokenizer() -> Tokenizer:
+    """Token 0 ends a sequence; then characters, and pieces of several."""
+    tokens = [END, *string.printable, "é", *PIECES]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    tokenizer.add_special_tokens([AddedToken(END, special=True)])
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+VOCAB = json_tokenizer().get_vocab_size()
