@@ -52,7 +52,7 @@ def test_siblings_are_ranked_by_score_where_there_are_scores():
 
 def accepted(path: list[list[int]], tokens: list[list[int]]) -> Accepted:
     nothing = torch.zeros(len(path), dtype=torch.int64)
-    return Accepted(torch.tensor(path), nothing, torch.tensor(tokens), nothing, nothing.bool())
+    return Accepted(torch.tensor(path), nothing, torch.tensor(tokens), nothing, nothing.bool(), nothing.float())
 
 
 def test_padding_of_trees_and_of_the_batch_is_left_out():
