@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from eagle_server.request import TokenLogprob
+from eagle_server.request import DraftTree, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Decode:
     """A running request's turn: draft, verify, accept.
 
     `text` is all of its tokens, prompt and output, the verified_id last: the scheduler's own list, which grows after
-    the cycle. Without `speculative` no draft of it is looked at.
+    the cycle. Without `speculative` no draft of it is looked at. `trees`: it wants to know what was drafted.
     """
 
     row: int
@@ -79,6 +79,7 @@ class Decode:
     sampling: Sampling
     text: Sequence[int] = field(default=(), compare=False, repr=False)
     speculative: bool = True
+    trees: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Emitted:
 
     `drafted` counts the proposed nodes; accepted drafts are len(tokens) - 1 of a decode. `failed` is a reason to end
     the request after these tokens, if they do not end it: the next one's logits are not finite, or allow no token. All
-    tokens of such a decode are accepted drafts.
+    tokens of such a decode are accepted drafts. `tree` is there for decodes that asked for it.
     """
 
     tokens: tuple[int, ...] = ()
@@ -109,6 +110,7 @@ class Emitted:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     failed: str | None = None
+    tree: DraftTree | None = None
 
 
 @dataclass(frozen=True)

@@ -256,6 +256,7 @@ class Scheduler:
             logprobs=list(emitted.logprobs[: len(kept)]) if wanted else None,
             prompt_logprobs=prompt_logprobs,
             cached_tokens=sequence.cached_tokens,
+            tree=None if emitted.tree is None else emitted.tree.cut(len(kept)),
         )
 
 
@@ -280,4 +281,5 @@ def _decode(sequence: Sequence) -> Decode:
         sampling=sequence.sampling,
         text=sequence.tokens,
         speculative=sequence.request.speculative,
+        trees=sequence.request.trees,
     )
