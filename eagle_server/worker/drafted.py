@@ -27,8 +27,8 @@ def draft_tree(
 ) -> DraftTree:
     """One request's tree, its nodes numbered anew without padding.
 
-    `path` has the accepted nodes, the root first, -1 where it is over; `emitted` are the tokens after these nodes, fewer
-    where the request failed on the way.
+    `path` has the accepted nodes, the root first, -1 where it is over; `emitted` are the tokens after these nodes,
+    fewer where the request failed on the way.
     """
     kept = [node for node, token in enumerate(tokens) if token != PADDING]
     number = {PADDING: PADDING, **{node: place for place, node in enumerate(kept)}}

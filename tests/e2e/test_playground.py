@@ -1,4 +1,4 @@
-"""The playground in a real browser. Needs an installed Chromium and the package playwright (`pip install -e '.[browser]'`)."""
+"""The playground in a real browser: an installed Chromium, driven by playwright (`pip install -e '.[browser]'`)."""
 
 from __future__ import annotations
 

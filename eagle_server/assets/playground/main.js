@@ -11,7 +11,7 @@ const REPLAY_MS = 1000;
 const state = {
   answer: new Answer(), // the speculative one that is shown
   plain: null,
-  widest: 0, // px, of the trees shown
+  frame: { width: 0, height: 0 }, // px, of the trees shown
   shown: -1, // the cycle whose tree is shown
   follows: true, // the newest cycle is shown as it comes
   deepest: 0,
@@ -108,7 +108,7 @@ async function run() {
 function begin(compares) {
   stopReplay();
   complain(null);
-  Object.assign(state, { answer: new Answer(), plain: null, widest: 0, shown: -1, follows: true, running: new AbortController(), spans: 0 });
+  Object.assign(state, { answer: new Answer(), plain: null, frame: { width: 0, height: 0 }, shown: -1, follows: true, running: new AbortController(), spans: 0 });
   $("text").replaceChildren();
   $("plain").textContent = "";
   $("verdict").textContent = "";
@@ -195,10 +195,9 @@ function select(number) {
   const { answer } = state;
   if (number >= 0 && number < answer.cycles.length && number !== state.shown) {
     const tree = answer.cycles[number];
-    const [widest, height] = drawTree($("tree"), tree, `Cycle ${number + 1}`, state.widest);
-    state.widest = widest;
+    const height = drawTree($("tree"), tree, `Cycle ${number + 1}`, state.frame);
     // The panel grows to the highest tree and stays so: nothing below it jumps.
-    const least = Math.max(parseFloat($("tree").style.minHeight) || 0, height + 24);
+    const least = Math.max(parseFloat($("tree").style.minHeight) || 0, height + 16);
     $("tree").style.minHeight = `${least}px`;
     $("score-note").hidden = !tree.scores;
     for (const span of $("text").querySelectorAll(".now")) span.classList.remove("now");

@@ -1,11 +1,12 @@
-// A cycle's draft tree as SVG: the root at the left, a column per depth, likelier branches above.
+// A cycle's draft tree as SVG: the root at the left, a column per depth, the accepted path along the top.
 
 const SVG = "http://www.w3.org/2000/svg";
-const ROW = 40; // px from leaf to leaf
+const ROW = 38; // px from leaf to leaf
 const HEIGHT = 24; // of a node
 const GAP = 40; // between columns
 const LETTER = 7.25; // px that a character takes, about
-const [SMALLEST, LARGEST] = [0.7, 1.45]; // scale; what is wider than the panel even so is scrolled
+const [SMALLEST, LARGEST] = [0.7, 1.3]; // scale; what is larger than the panel even so is scrolled
+const TALLEST = 430; // px that a tree may take before it is drawn smaller
 const LONGEST = 16; // characters of a token shown in a node
 
 /** A token's text with its white space visible. */
@@ -36,14 +37,15 @@ export function placed(tree) {
     node.width = Math.max(30, node.text.length * LETTER + 18);
     if (node.parent >= 0) nodes[node.parent].children.push(node);
   }
-  // A tree without scores keeps the drafter's order; the bonus comes below its siblings.
-  for (const node of nodes) node.children.sort((a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity) || a.number - b.number);
+  // What the text went on with comes first, so that it runs straight along the top; then by score, or in the drafter's order.
+  const off = (node) => (node.kind === "refused" ? 1 : 0);
+  for (const node of nodes) node.children.sort((a, b) => off(a) - off(b) || (b.score ?? 0) - (a.score ?? 0) || a.number - b.number);
   placeRows(nodes[0], { next: 0 });
   placeColumns(nodes);
   return nodes;
 }
 
-/** A leaf takes the next row, an inner node stands beside its first child, so that likely paths run straight. */
+/** A leaf takes the next row, an inner node stands beside its first child. */
 function placeRows(node, rows) {
   if (!node.children.length) node.y = rows.next++ * ROW + HEIGHT / 2 + 14;
   for (const child of node.children) placeRows(child, rows);
@@ -98,15 +100,15 @@ function box(node) {
 }
 
 /**
- * Draw a cycle's tree into an element, in place of what it holds. `widest` is the width of the widest tree before it: what
- * follows is drawn no larger, so that a run's trees do not jump. Returns the width to go on with and the height, px.
+ * Draw a cycle's tree into an element, in place of what it holds. `frame` {width, height}
+ * holds a run's trees so far and grows: later ones are drawn no larger, so that they do not jump. Returns the height, px.
  */
-export function drawTree(parent, tree, name, widest) {
+export function drawTree(parent, tree, name, frame) {
   const nodes = placed(tree);
   const width = Math.max(...nodes.map((node) => node.x + node.width)) + 2;
   const height = Math.max(...nodes.map((node) => node.y)) + HEIGHT / 2 + 6;
-  const most = Math.max(width, widest);
-  const scale = Math.max(SMALLEST, Math.min(LARGEST, parent.clientWidth / most));
+  Object.assign(frame, { width: Math.max(width, frame.width), height: Math.max(height, frame.height) });
+  const scale = Math.max(SMALLEST, Math.min(LARGEST, parent.clientWidth / frame.width, TALLEST / frame.height));
   const size = { width: width * scale, height: height * scale };
   const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, ...size, "aria-hidden": "true" });
   // What was taken lies over what was not.
@@ -117,5 +119,5 @@ export function drawTree(parent, tree, name, widest) {
   const path = tree.accepted.map((node) => JSON.stringify(tree.tokens[node])).join(" ") || "none";
   const bonus = tree.bonus === null ? "none" : JSON.stringify(tree.bonus);
   parent.setAttribute("aria-label", `${name}: ${tree.tokens.length - 1} drafted; accepted: ${path}; then the model's own: ${bonus}`);
-  return [most, size.height];
+  return size.height;
 }
