@@ -5,7 +5,7 @@ const ROW = 38; // px from leaf to leaf
 const HEIGHT = 24; // of a node
 const GAP = 40; // between columns
 const LETTER = 7.25; // px that a character takes, about
-const [SMALLEST, LARGEST] = [0.7, 1.3]; // scale; what is larger than the panel even so is scrolled
+const [SMALLEST, LARGEST] = [0.8, 1.3]; // scale; what is larger than the panel even so is scrolled
 const TALLEST = 430; // px that a tree may take before it is drawn smaller
 const LONGEST = 16; // characters of a token shown in a node
 
