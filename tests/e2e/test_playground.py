@@ -46,7 +46,15 @@ def page(browser: Any, served: Served) -> Iterator[Any]:
     page = browser.new_page(viewport={"width": 390, "height": 844})
     page.set_default_timeout(PATIENCE)
     complaints: list[str] = []
-    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    refused = "Failed to load resource"  # Chromium's note of an answer that is an error; the page shows those itself
+    page.on(
+        "console",
+        lambda message: (
+            complaints.append(message.text)
+            if message.type == "error" and not message.text.startswith(refused)
+            else None
+        ),
+    )
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("request", lambda request: None if request.url.startswith(served.url) else complaints.append(request.url))
     page.goto(served.url)
