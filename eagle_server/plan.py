@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_server.request import TokenLogprob
+from eagle_server.request import DraftTree, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Decode:
     """A running request's turn: draft, verify, accept.
 
     `text` is all of its tokens, prompt and output, the verified_id last: the scheduler's own list, which grows after
-    the cycle. Without `speculative` no draft of it is looked at.
+    the cycle. Without `speculative` no draft of it is looked at. `trees`: it wants to know what was drafted.
     """
 
     row: int
@@ -98,6 +98,7 @@ class Decode:
     text: Sequence[int] = field(default=(), compare=False, repr=False)
     speculative: bool = True
     constraint: Constraint | None = field(default=None, compare=False, repr=False)
+    trees: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Emitted:
 
     `drafted` counts the proposed nodes; accepted drafts are len(tokens) - 1 of a decode. `failed` is a reason to end
     the request after these tokens, if they do not end it: the next one's logits are not finite, or allow no token. All
-    tokens of such a decode are accepted drafts.
+    tokens of such a decode are accepted drafts. `tree` is there for decodes that asked for it.
     """
 
     tokens: tuple[int, ...] = ()
@@ -128,6 +129,7 @@ class Emitted:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     failed: str | None = None
+    tree: DraftTree | None = None
 
 
 @dataclass(frozen=True)

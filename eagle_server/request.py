@@ -66,7 +66,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     """One sequence to generate. `choice` numbers the n choices of one API request and keys their random numbers.
 
-    `speculative` False: nothing is drafted for it. Its text is the same either way.
+    `speculative` False: nothing is drafted for it. Its text is the same either way. `trees`: its deltas tell what was
+    drafted.
     """
 
     request_id: str
@@ -75,6 +76,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     choice: int = 0
     prompt_logprobs: bool = False
     speculative: bool = True
+    trees: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -129,11 +131,32 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     decode: float
 
 
+class DraftTree(msgspec.Struct, frozen=True):
+    """What one cycle drafted for one request, and what of it was kept.
+
+    Node 0 is the root, the newest token before the cycle; parents come before children. `path` are the accepted nodes
+    after the root, so that their tokens and the bonus are the cycle's tokens. There is no bonus where the request ended
+    before it.
+    """
+
+    token_ids: list[int]
+    parents: list[int]  # node numbers, -1 for the root
+    scores: list[float] | None  # log-probabilities of the paths, 0 for the root; None where the drafter has none
+    path: list[int]
+    bonus: int | None
+
+    def cut(self, count: int) -> DraftTree:
+        """The same tree of a request that kept only the first `count` of the cycle's tokens."""
+        bonus = self.bonus if count > len(self.path) else None
+        return msgspec.structs.replace(self, path=self.path[:count], bonus=bonus)
+
+
 class TokenDelta(msgspec.Struct, kw_only=True):
     """What one cycle added to one request. The last delta of a request has a finish_reason (and may have no tokens).
 
-    prompt_logprobs, if asked for, comes with the first delta: one entry per prompt token but the first. The last delta
-    has the timing, unless the request ended before its prompt was computed.
+    prompt_logprobs, if asked for, comes with the first delta: one entry per prompt token but the first. `tree`, if
+    asked for, is there unless the token was drawn by a prompt's prefill. The last delta has the timing, unless the
+    request ended before its prompt was computed.
     """
 
     request_id: str
@@ -145,6 +168,7 @@ class TokenDelta(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     spec: SpecStats | None = None
     timing: Timing | None = None
+    tree: DraftTree | None = None
 
 
 class EngineStats(msgspec.Struct, kw_only=True):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from eagle_server.api import generating, inspection, tokens
+from eagle_server.api import generating, inspection, playground, tokens
 from eagle_server.api.errors import install_handlers
 from eagle_server.api.gate import Gate
 from eagle_server.api.openapi import document
@@ -53,7 +53,7 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
     app = FastAPI(title="eagle_server", openapi_url=None)
     app.state.service = service
     app.state.tracing = tracing
-    for module in (generating, tokens, inspection, exposition):
+    for module in (generating, tokens, inspection, exposition, playground):
         app.include_router(module.router)
     app.add_api_route("/openapi.json", document, methods=["GET"])
     # From the inside out: whoever is added last sees a request first.

@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from eagle_server.api.choice import Piece, Scored
 from eagle_server.api.responses import Metrics, PromptLogprobs, Usage, finite, prompt_logprobs_of
 from eagle_server.api.shape import Header, Totals
+from eagle_server.api.trees import Tree, trees_of
 from eagle_server.engine.detokenizer import TokenSpelling
 from eagle_server.request import TokenLogprob
 
@@ -46,6 +47,7 @@ class ChatChoice(msgspec.Struct):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    trees: list[Tree] | UnsetType = UNSET
 
 
 class ChatBody(msgspec.Struct, kw_only=True):
@@ -73,6 +75,7 @@ class ChunkChoice(msgspec.Struct):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    trees: list[Tree] | UnsetType = UNSET
 
 
 class ChunkBody(msgspec.Struct, kw_only=True):
@@ -88,10 +91,16 @@ class ChunkBody(msgspec.Struct, kw_only=True):
 
 
 class ChatShape:
-    """`logprobs` and `prompt_logprobs` are how many alternatives to show, None for no log-probabilities at all."""
+    """`logprobs` and `prompt_logprobs` are how many alternatives to show, None for no log-probabilities at all.
 
-    def __init__(self, spelling: TokenSpelling, logprobs: int | None, prompt_logprobs: int | None) -> None:
+    `trees`: whether to show what was drafted.
+    """
+
+    def __init__(
+        self, spelling: TokenSpelling, logprobs: int | None, prompt_logprobs: int | None, *, trees: bool
+    ) -> None:
         self._spelling = spelling
+        self._shows_trees = trees
         self._alternatives = logprobs
         self._prompt_alternatives = prompt_logprobs
         self._begun: set[int] = set()
@@ -107,7 +116,13 @@ class ChatShape:
             created=header.created,
             model=header.model,
             choices=[
-                ChatChoice(each.index, ChatMessage(content=each.text), self._logprobs(each.tokens), each.finish_reason)
+                ChatChoice(
+                    each.index,
+                    ChatMessage(content=each.text),
+                    self._logprobs(each.tokens),
+                    each.finish_reason,
+                    self._trees(each),
+                )
                 for each in choices
             ],
             usage=totals.usage,
@@ -121,14 +136,18 @@ class ChatShape:
         if piece.index not in self._begun:
             self._begun.add(piece.index)
             choices.append(ChunkChoice(piece.index, Delta(role=ROLE, content="")))
-        if piece.text or piece.tokens:
-            choices.append(ChunkChoice(piece.index, Delta(content=piece.text), self._logprobs(piece.tokens)))
+        if piece.text or piece.tokens or piece.trees:
+            content, logprobs = Delta(content=piece.text), self._logprobs(piece.tokens)
+            choices.append(ChunkChoice(piece.index, content, logprobs, trees=self._trees(piece)))
         if piece.finish_reason is not None:
             choices.append(ChunkChoice(piece.index, Delta(), finish_reason=piece.finish_reason))
         return [_chunk(header, [choice], usage) for choice in choices]
 
     def closing(self, header: Header, totals: Totals) -> ChunkBody:
         return _chunk(header, [], totals.usage, totals.metrics)
+
+    def _trees(self, piece: Piece) -> list[Tree] | UnsetType:
+        return trees_of(piece.trees, self._spelling) if self._shows_trees else UNSET
 
     def _logprobs(self, tokens: Sequence[Scored]) -> ChatLogprobs | None:
         if self._alternatives is None:

@@ -8,7 +8,7 @@ from http import HTTPStatus
 
 from eagle_server.api.errors import ApiError, bad_request, unavailable
 from eagle_server.engine.detokenizer import IncrementalDetokenizer, StopStrings, TokenSpelling
-from eagle_server.request import FinishReason, Request, SpecStats, TokenDelta, TokenLogprob
+from eagle_server.request import DraftTree, FinishReason, Request, SpecStats, TokenDelta, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,23 @@ class Scored:
 
 @dataclass
 class Piece:
-    """What one delta added to a choice."""
+    """What one delta added to a choice. `trees` are there only if they were asked for."""
 
     index: int
     text: str = ""
     tokens: list[Scored] = field(default_factory=list)
+    trees: list[DraftTree] = field(default_factory=list)
     finish_reason: str | None = None
 
     @property
     def is_empty(self) -> bool:
-        return not (self.text or self.tokens or self.finish_reason)
+        return not (self.text or self.tokens or self.trees or self.finish_reason)
 
     def extend(self, other: Piece) -> None:
         """Join the piece that follows."""
         self.text += other.text
         self.tokens += other.tokens
+        self.trees += other.trees
         self.finish_reason = other.finish_reason
 
 
@@ -99,7 +101,7 @@ class Choice:
         self.cached_tokens = delta.cached_tokens or self.cached_tokens
         self.spec = delta.spec or self.spec
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
-        piece = Piece(self.index)
+        piece = Piece(self.index, trees=[] if delta.tree is None or self.is_stopped else [delta.tree])
         if self._echo_due:
             self._echo_due = False
             self._add_prompt(piece)

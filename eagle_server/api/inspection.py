@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from eagle_server.api import playground
 from eagle_server.api.errors import ApiError, unavailable
 from eagle_server.api.responses import json_response
 from eagle_server.api.service import Service, service_of, version
@@ -155,7 +156,12 @@ async def flush_cache(request: Request) -> Response:
 
 @router.get("/")
 async def index(request: Request) -> Response:
-    return json_response(Index("eagle_server", version(), service_of(request).model_name, PATHS))
+    """The playground for browsers, a few facts for everybody else."""
+    if playground.is_wanted(request):
+        return playground.page()
+    answer = json_response(Index("eagle_server", version(), service_of(request).model_name, PATHS))
+    answer.headers["vary"] = "accept"
+    return answer
 
 
 def _check_health(service: Service) -> None:

@@ -43,7 +43,7 @@ async def paced(deltas: AsyncIterator[TokenDelta]) -> AsyncGenerator[TokenDelta,
 
 
 def single(delta: TokenDelta) -> Iterator[TokenDelta]:
-    """A delta as deltas of one token each; the end goes with the last, the prompt's scores with the first."""
+    """A delta as deltas of one token each; the end goes with the last, prompt's scores and tree with the first."""
     last = len(delta.token_ids) - 1
     if last < 1:
         yield delta
@@ -58,6 +58,7 @@ def single(delta: TokenDelta) -> Iterator[TokenDelta]:
             finish_reason=delta.finish_reason if ends else None,
             error=delta.error if ends else None,
             spec=delta.spec if ends else None,
+            tree=delta.tree if position == 0 else None,
         )
 
 

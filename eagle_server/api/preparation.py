@@ -58,7 +58,7 @@ async def completion_call(body: CompletionRequest, service: Service, request_id:
         ],
         max_tokens=body.max_tokens,
         logprobs=body.logprobs,
-        shape=TextShape(service.spelling, body.logprobs, body.prompt_logprobs),
+        shape=TextShape(service.spelling, body.logprobs, body.prompt_logprobs, trees=body.return_trees),
         param="prompt",
         echo=body.echo,
     )
@@ -79,7 +79,7 @@ async def chat_call(body: ChatRequest, service: Service, request_id: str) -> Cal
         ],
         max_tokens=body.most_tokens,
         logprobs=logprobs,
-        shape=ChatShape(service.spelling, logprobs, body.prompt_logprobs),
+        shape=ChatShape(service.spelling, logprobs, body.prompt_logprobs, trees=body.return_trees),
         param="messages",
         ending=service.chat_template.ending,
     )
@@ -130,6 +130,7 @@ async def _call(body: GenerationBody, wanted: Wanted, service: Service, ready: R
                 choice=index if body.seed is None else index % body.n,
                 prompt_logprobs=body.prompt_logprobs is not None or (wanted.echo and wanted.logprobs is not None),
                 speculative=body.speculative,
+                trees=body.return_trees,
             ),
             prompts[index // body.n],
             service.spelling,

@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from eagle_server.api.choice import Piece, Scored
 from eagle_server.api.responses import Metrics, PromptLogprobs, Usage, finite, prompt_logprobs_of
 from eagle_server.api.shape import Header, Totals
+from eagle_server.api.trees import Tree, trees_of
 from eagle_server.engine.detokenizer import TokenSpelling
 from eagle_server.request import TokenLogprob
 
@@ -31,6 +32,7 @@ class ChoiceBody(msgspec.Struct):
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    trees: list[Tree] | UnsetType = UNSET
 
 
 class CompletionBody(msgspec.Struct, kw_only=True):
@@ -46,10 +48,16 @@ class CompletionBody(msgspec.Struct, kw_only=True):
 
 
 class TextShape:
-    """`logprobs` and `prompt_logprobs` are how many alternatives to show, None for no log-probabilities at all."""
+    """`logprobs` and `prompt_logprobs` are how many alternatives to show, None for no log-probabilities at all.
 
-    def __init__(self, spelling: TokenSpelling, logprobs: int | None, prompt_logprobs: int | None) -> None:
+    `trees`: whether to show what was drafted.
+    """
+
+    def __init__(
+        self, spelling: TokenSpelling, logprobs: int | None, prompt_logprobs: int | None, *, trees: bool
+    ) -> None:
         self._spelling = spelling
+        self._shows_trees = trees
         self._alternatives = logprobs
         self._prompt_alternatives = prompt_logprobs
 
@@ -70,7 +78,10 @@ class TextShape:
 
     def _choice(self, piece: Piece) -> ChoiceBody:
         logprobs = None if self._alternatives is None else self._logprobs(piece.tokens)
-        return ChoiceBody(piece.index, piece.text, logprobs, piece.finish_reason)
+        return ChoiceBody(piece.index, piece.text, logprobs, piece.finish_reason, trees=self._trees(piece))
+
+    def _trees(self, piece: Piece) -> list[Tree] | UnsetType:
+        return trees_of(piece.trees, self._spelling) if self._shows_trees else UNSET
 
     def _logprobs(self, tokens: Iterable[Scored]) -> Logprobs:
         """`top_logprobs` holds the alternatives and the token itself, so up to one more than were asked for."""

@@ -258,6 +258,7 @@ class Scheduler:
             logprobs=list(emitted.logprobs[: len(kept)]) if wanted else None,
             prompt_logprobs=prompt_logprobs,
             cached_tokens=sequence.cached_tokens,
+            tree=None if emitted.tree is None else emitted.tree.cut(len(kept)),
         )
 
 
@@ -284,4 +285,5 @@ def _decode(sequence: Sequence) -> Decode:
         text=sequence.tokens,
         speculative=sequence.request.speculative,
         constraint=sequence.constraint,
+        trees=sequence.request.trees,
     )

@@ -62,6 +62,7 @@ class EagleVerifyInput:
     spec_steps: int
     topk: int  # children per node; 1: every tree is a chain; 0: nothing is known of them
     draft_token_num: int
+    scores: Tensor | None = None  # float32 [bs, D - 1], of the nodes after the root, if the drafter has them
 
     @cached_property
     def retrive_index(self) -> Tensor:
@@ -143,4 +144,5 @@ def build_tree(
         spec_steps=candidates.spec_steps,
         topk=topk,
         draft_token_num=parents.shape[1],
+        scores=candidates.scores,
     )

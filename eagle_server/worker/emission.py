@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, CyclePlan, Decode, Emitted
 from eagle_server.request import TokenLogprob
 from eagle_server.speculation.accept import Accepted
+from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.worker.drafted import draft_tree, drafted_nodes
 from eagle_server.worker.host import all_finite, leading_finite, logprobs_to_host, to_host
 
 NOT_FINITE = "the model's logits are not finite (NaN or inf); its weights or the prompt's numerics are broken"
@@ -22,11 +25,11 @@ NONE_ALLOWED = (
 
 @dataclass(frozen=True)
 class Decoded:
-    """A verified batch: logits float32 [bs * size, vocab] of trees of `size` nodes, and what was accepted."""
+    """A verified batch: logits float32 [bs * D, vocab] of the nodes of its trees, and what was accepted of these."""
 
     logits: Tensor
     accepted: Accepted
-    size: int
+    tree: EagleVerifyInput
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,16 @@ def emit(
     plan: CyclePlan, decoded: Decoded | None, drawn: Drawn | None
 ) -> tuple[tuple[Emitted, ...], tuple[Emitted, ...]]:
     """What chunks and decodes of the plan get, in its order. Waits for the device."""
-    accepted: tuple[Tensor, ...] = ()
+    accepted = drafts = tuple[Tensor, ...]()
     if decoded is not None:
         a = decoded.accepted
         accepted = (a.path, a.tokens, a.drafted, a.finite)
+        if any(decode.trees for decode in plan.decodes):
+            drafts = drafted_nodes(decoded.tree)
     first = () if drawn is None else (drawn.tokens, drawn.finite)
-    values = to_host(*accepted, *first)
-    decodes = () if decoded is None else _decodes(plan.decodes, decoded, *values[:4])
+    values = to_host(*accepted, *drafts, *first)
+    trees = values[len(accepted) : len(accepted) + len(drafts)]
+    decodes = () if decoded is None else _decodes(plan.decodes, decoded, trees, *values[:4])
     chunks = () if drawn is None else _chunks(plan.chunks, drawn, *values[-2:])
     return chunks, decodes
 
@@ -57,6 +63,7 @@ def emit(
 def _decodes(
     decodes: Sequence[Decode],
     decoded: Decoded,
+    trees: Sequence[Any],
     paths: list[list[int]],
     tokens: list[list[int]],
     drafted: list[int],
@@ -64,14 +71,18 @@ def _decodes(
 ) -> tuple[Emitted, ...]:
     out = []
     for number, decode in enumerate(decodes):  # what follows them is padding
-        rows = [node + number * decoded.size for node in paths[number] if node >= 0]
+        rows = [node + number * decoded.tree.draft_token_num for node in paths[number] if node >= 0]
         failed = None
         if not finite[number]:  # what comes before the failure was drawn as ever
             good = leading_finite(decoded.accepted.scores.view(-1), rows)
             failed, rows = _failure(decoded.logits, rows[good]), rows[:good]
         kept = tokens[number][: len(rows)]
         logprobs = _logprobs(decoded.logits, rows, kept, decode.sampling.logprobs)
-        out.append(Emitted(tuple(kept), drafted[number], logprobs, failed=failed))
+        tree = None
+        if decode.trees:
+            nodes, parents, *scores = (each[number] for each in trees)
+            tree = draft_tree(nodes, parents, scores[0] if scores else None, paths[number], kept)
+        out.append(Emitted(tuple(kept), drafted[number], logprobs, failed=failed, tree=tree))
     return tuple(out)
 
 

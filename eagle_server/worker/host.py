@@ -12,12 +12,23 @@ from eagle_server.request import TokenLogprob
 
 
 def to_host(*tensors: Tensor) -> tuple[Any, ...]:
-    """Integer or boolean tensors as nested lists; from a GPU all of them in one copy."""
+    """Tensors as nested lists; from a GPU all of them in one copy."""
     if not tensors or tensors[0].device.type == "cpu":
         return tuple(t.tolist() for t in tensors)
-    flat = torch.cat([t.reshape(-1).to(torch.int64) for t in tensors]).cpu()
+    flat = torch.cat([_as_words(t) for t in tensors]).cpu()
     pieces = flat.split([t.numel() for t in tensors])
-    return tuple(piece.view(t.shape).to(t.dtype).tolist() for piece, t in zip(pieces, tensors, strict=True))
+    return tuple(_from_words(piece, t).tolist() for piece, t in zip(pieces, tensors, strict=True))
+
+
+def _as_words(values: Tensor) -> Tensor:
+    """int64, flat. Floating point travels as the bits of float64, which holds every narrower format exactly."""
+    flat = values.reshape(-1)
+    return flat.double().view(torch.int64) if values.is_floating_point() else flat.to(torch.int64)
+
+
+def _from_words(words: Tensor, like: Tensor) -> Tensor:
+    values = words.view(torch.float64) if like.is_floating_point() else words
+    return values.view(like.shape).to(like.dtype)
 
 
 class HostCopy:

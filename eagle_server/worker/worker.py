@@ -54,7 +54,7 @@ class Worker:
             with clock.stage("keep"):
                 self.verifier.keep(batch, tree, accepted)
                 self._leave(batch, tree, verified, accepted)
-            decoded = Decoded(verified.logits, accepted, tree.draft_token_num)
+            decoded = Decoded(verified.logits, accepted, tree)
         if plan.chunks:
             with clock.stage("prefill"):
                 drawn = self._prefill(plan.chunks)

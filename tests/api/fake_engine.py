@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from eagle_server.request import (
     CycleStats,
+    DraftTree,
     EngineStats,
     FinishReason,
     Flushed,
@@ -206,6 +207,7 @@ class FakeEngine:
             cached_tokens=len(request.prompt_token_ids) // 2,
             spec=sequence.spec if speculated else None,
             timing=None if reason is None else Timing(queue=0.25, prefill=0.5, decode=1.0),
+            tree=None if first or not request.trees else tree_of(sequence, tokens),
         )
 
     def _count_prompt(self, request: Request) -> None:
@@ -242,6 +244,19 @@ class FakeEngine:
 def logprob(token: int, alternatives: int) -> TokenLogprob:
     top = [((token + i) % 256, -0.25 - i) for i in range(alternatives)]
     return TokenLogprob(token, -0.25, top)
+
+
+def tree_of(sequence: Sequence, tokens: list[int]) -> DraftTree:
+    """Under the token before: the cycle's tokens but the last, each with a wrong guess beside it."""
+    root = sequence.token(sequence.emitted - len(tokens) - 1)
+    nodes, parents, path = [root], [-1], list[int]()
+    for token in tokens[:-1]:
+        above = path[-1] if path else 0
+        nodes += [(token + 1) % 256, token]
+        parents += [above, above]
+        path.append(len(nodes) - 1)
+    scores = [-0.5 * node for node in range(len(nodes))]
+    return DraftTree(nodes, parents, scores, path, tokens[-1] if tokens else None)
 
 
 def build(step_seconds: float = 0.0) -> FakeEngine:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from eagle_server.api import generating, inspection, tokens
+from eagle_server.api import generating, inspection, playground, tokens
 from eagle_server.config import parse_args
 from eagle_server.engine.client import EngineClient
 from tests.api.calls import complete
@@ -180,3 +181,41 @@ async def test_cors_is_off_unless_asked_for(
         assert (await open_to.post("/v1/completions", headers=asked)).headers["access-control-allow-origin"]
         other = await open_to.get("/health", headers={"origin": "https://c.org"})
         assert "access-control-allow-origin" not in other.headers
+
+
+# --- The playground ---
+
+
+async def test_browsers_get_a_page_and_programs_json(http: httpx.AsyncClient) -> None:
+    page = await http.get("/", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+    assert page.headers["content-type"].startswith("text/html")
+    assert (await http.get("/")).json()["name"] == "eagle_server"
+    for name, kind in playground.FILES.items():
+        file = await http.get(f"/playground/{name}")
+        assert file.status_code == 200, name
+        assert file.headers["content-type"].startswith(kind)
+        assert file.headers["content-security-policy"] == page.headers["content-security-policy"]
+    assert (await http.get("/playground/nothing.js")).status_code == 404
+
+
+async def test_the_page_needs_nothing_from_elsewhere_and_has_no_inline_code(http: httpx.AsyncClient) -> None:
+    page = await http.get("/", headers={"accept": "text/html"})
+    assert "'unsafe" not in page.headers["content-security-policy"]
+    assert not re.search(r"<style|<script>|\son\w+=|\sstyle=|javascript:", page.text)
+    linked = set(re.findall(r'(?:src|href)="([^"]+)"', page.text))
+    assert {f"/{link}" for link in linked} <= playground.PATHS
+    for name in playground.FILES:
+        text = (await http.get(f"/playground/{name}")).text
+        assert set(re.findall(r"https?://[^\"'\s]+", text)) <= {"http://www.w3.org/2000/svg"}
+        imported = set(re.findall(r'from "\./([^"]+)"', text))
+        assert imported <= playground.FILES.keys()
+
+
+async def test_the_page_is_there_without_the_key(
+    engine_client: EngineClient, tokenizer_dir: Path, running: None
+) -> None:
+    flags = ["--model-path", str(tokenizer_dir), "--served-model-name", "fake", "--api-key", "secret"]
+    async with http_client(parse_args(flags, environ={}), engine_client, tokenizer_dir) as http:
+        assert (await http.get("/", headers={"accept": "text/html"})).status_code == 200
+        assert (await http.get("/playground/main.js")).status_code == 200
+        assert (await http.get("/v1/server_info")).status_code == 401

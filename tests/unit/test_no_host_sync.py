@@ -155,6 +155,7 @@ def cycles(
         request(3, range(5, 9), seed=3, temperature=0.7, min_tokens=6),
         request(4, range(2, 19), seed=4, temperature=0.7, min_p=0.05, **EVERYTHING),
         with_fields(request(5, range(2, 19), **EVERYTHING), speculative=False),
+        with_fields(request(6, range(1, 9)), trees=True),
     ]
     with device:
         run(engine, requests[:2], joining={2: requests[2:]})

@@ -73,6 +73,7 @@ class GenerationBody(Body):
     ignore_eos: bool = False
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     speculative: bool = True
+    return_trees: bool = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool = False

@@ -1,0 +1,52 @@
+"""The playground: a page for browsers at `/`, and the files that it loads. Everything comes from this server."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+
+from fastapi import APIRouter, Request, Response
+
+FILES = {
+    "style.css": "text/css",
+    "main.js": "text/javascript",
+    "answer.js": "text/javascript",
+    "readings.js": "text/javascript",
+    "server.js": "text/javascript",
+    "tree.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+PATHS = frozenset(f"/playground/{name}" for name in FILES)
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+router = APIRouter()
+
+
+def is_wanted(request: Request) -> bool:
+    """Whether a page is asked for: browsers say so, programs take anything."""
+    return "text/html" in request.headers.get("accept", "")
+
+
+def page() -> Response:
+    return Response(_content("index.html"), headers=HEADERS | {"vary": "accept"}, media_type="text/html")
+
+
+async def file(request: Request) -> Response:
+    """One of FILES."""
+    name = request.url.path.rpartition("/")[2]
+    return Response(_content(name), headers=HEADERS, media_type=FILES[name])
+
+
+for path in sorted(PATHS):
+    router.add_api_route(path, file, methods=["GET"])
+
+
+@cache
+def _content(name: str) -> bytes:
+    return resources.files("eagle_server").joinpath("assets", "playground", name).read_bytes()
