@@ -9,9 +9,8 @@ from msgspec import UNSET, UnsetType
 
 from eagle_server.api.choice import Piece, Scored
 from eagle_server.api.responses import Metrics, PromptLogprobs, Usage, finite, prompt_logprobs_of
-from eagle_server.api.shape import Header, Totals
-from eagle_server.api.trees import Tree, trees_of
-from eagle_server.engine.detokenizer import TokenSpelling
+from eagle_server.api.shape import Header, Shown, Totals
+from eagle_server.api.trees import Tree
 from eagle_server.request import TokenLogprob
 
 ROLE = "assistant"
@@ -91,26 +90,18 @@ class ChunkBody(msgspec.Struct, kw_only=True):
 
 
 class ChatShape:
-    """`logprobs` and `prompt_logprobs` are how many alternatives to show, None for no log-probabilities at all.
+    """Chats: a stream gives the role, the content and the reason why it ended apart."""
 
-    `trees`: whether to show what was drafted.
-    """
-
-    def __init__(
-        self, spelling: TokenSpelling, logprobs: int | None, prompt_logprobs: int | None, *, trees: bool
-    ) -> None:
-        self._spelling = spelling
-        self._shows_trees = trees
-        self._alternatives = logprobs
-        self._prompt_alternatives = prompt_logprobs
+    def __init__(self, shown: Shown) -> None:
+        self._shown, self._spelling = shown, shown.spelling
         self._begun: set[int] = set()
 
     def answer(
         self, header: Header, choices: Sequence[Piece], prompt_logprobs: Sequence[list[TokenLogprob]], totals: Totals
     ) -> ChatBody:
         scores: PromptLogprobs | UnsetType = UNSET
-        if self._prompt_alternatives is not None:  # of the one prompt that all choices share
-            scores = prompt_logprobs_of(prompt_logprobs[0], self._prompt_alternatives, self._spelling)
+        if self._shown.prompt_logprobs is not None:  # of the one prompt that all choices share
+            scores = prompt_logprobs_of(prompt_logprobs[0], self._shown.prompt_logprobs, self._spelling)
         return ChatBody(
             id=header.id,
             created=header.created,
@@ -121,7 +112,7 @@ class ChatShape:
                     ChatMessage(content=each.text),
                     self._logprobs(each.tokens),
                     each.finish_reason,
-                    self._trees(each),
+                    self._shown.trees(each),
                 )
                 for each in choices
             ],
@@ -138,7 +129,7 @@ class ChatShape:
             choices.append(ChunkChoice(piece.index, Delta(role=ROLE, content="")))
         if piece.text or piece.tokens or piece.trees:
             content, logprobs = Delta(content=piece.text), self._logprobs(piece.tokens)
-            choices.append(ChunkChoice(piece.index, content, logprobs, trees=self._trees(piece)))
+            choices.append(ChunkChoice(piece.index, content, logprobs, trees=self._shown.trees(piece)))
         if piece.finish_reason is not None:
             choices.append(ChunkChoice(piece.index, Delta(), finish_reason=piece.finish_reason))
         return [_chunk(header, [choice], usage) for choice in choices]
@@ -146,18 +137,15 @@ class ChatShape:
     def closing(self, header: Header, totals: Totals) -> ChunkBody:
         return _chunk(header, [], totals.usage, totals.metrics)
 
-    def _trees(self, piece: Piece) -> list[Tree] | UnsetType:
-        return trees_of(piece.trees, self._spelling) if self._shows_trees else UNSET
-
     def _logprobs(self, tokens: Sequence[Scored]) -> ChatLogprobs | None:
-        if self._alternatives is None:
+        if self._shown.logprobs is None:
             return None
         return ChatLogprobs([self._scored(token) for token in tokens])
 
     def _scored(self, token: Scored) -> ChatLogprob:
         assert token.logprob is not None  # only a prompt's first token has none, and chats do not echo
         plain = self._token(token.token_id, token.logprob)
-        top = [self._token(token_id, logprob) for token_id, logprob in token.top[: self._alternatives]]
+        top = [self._token(token_id, logprob) for token_id, logprob in token.top[: self._shown.logprobs]]
         return ChatLogprob(plain.token, plain.logprob, plain.bytes, top)
 
     def _token(self, token_id: int, logprob: float) -> ChatToken:

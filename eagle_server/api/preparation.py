@@ -18,7 +18,7 @@ from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.api.schemas.completion import CompletionRequest
 from eagle_server.api.schemas.generation import GenerationBody, StreamOptions
 from eagle_server.api.service import Service
-from eagle_server.api.shape import Header, Shape
+from eagle_server.api.shape import Header, Shape, Shown
 from eagle_server.api.text_shape import TextShape
 from eagle_server.engine.chat_template import Ending
 from eagle_server.engine.generation import EngineUnavailable
@@ -58,7 +58,7 @@ async def completion_call(body: CompletionRequest, service: Service, request_id:
         ],
         max_tokens=body.max_tokens,
         logprobs=body.logprobs,
-        shape=TextShape(service.spelling, body.logprobs, body.prompt_logprobs, trees=body.return_trees),
+        shape=TextShape(Shown(service.spelling, body.logprobs, body.prompt_logprobs, body.return_trees)),
         param="prompt",
         echo=body.echo,
     )
@@ -79,7 +79,7 @@ async def chat_call(body: ChatRequest, service: Service, request_id: str) -> Cal
         ],
         max_tokens=body.most_tokens,
         logprobs=logprobs,
-        shape=ChatShape(service.spelling, logprobs, body.prompt_logprobs, trees=body.return_trees),
+        shape=ChatShape(Shown(service.spelling, logprobs, body.prompt_logprobs, body.return_trees)),
         param="messages",
         ending=service.chat_template.ending,
     )

@@ -10,6 +10,8 @@ import msgspec
 
 from eagle_server.api.choice import Piece
 from eagle_server.api.responses import Metrics, Usage
+from eagle_server.api.trees import Tree, trees_of
+from eagle_server.engine.detokenizer import TokenSpelling
 from eagle_server.request import TokenLogprob
 
 Body = msgspec.Struct
@@ -30,6 +32,23 @@ class Totals:
 
     usage: Usage
     metrics: Metrics | msgspec.UnsetType
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a call's answers show beside the text.
+
+    `logprobs` and `prompt_logprobs` are how many alternatives, None for no log-probabilities at all.
+    """
+
+    spelling: TokenSpelling
+    logprobs: int | None
+    prompt_logprobs: int | None
+    drafts: bool
+
+    def trees(self, piece: Piece) -> list[Tree] | msgspec.UnsetType:
+        """What was drafted, if that is shown."""
+        return trees_of(piece.trees, self.spelling) if self.drafts else msgspec.UNSET
 
 
 class Shape(Protocol):

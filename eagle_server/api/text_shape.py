@@ -9,9 +9,8 @@ from msgspec import UNSET, UnsetType
 
 from eagle_server.api.choice import Piece, Scored
 from eagle_server.api.responses import Metrics, PromptLogprobs, Usage, finite, prompt_logprobs_of
-from eagle_server.api.shape import Header, Totals
-from eagle_server.api.trees import Tree, trees_of
-from eagle_server.engine.detokenizer import TokenSpelling
+from eagle_server.api.shape import Header, Shown, Totals
+from eagle_server.api.trees import Tree
 from eagle_server.request import TokenLogprob
 
 
@@ -48,26 +47,18 @@ class CompletionBody(msgspec.Struct, kw_only=True):
 
 
 class TextShape:
-    """`logprobs` and `prompt_logprobs` are how many alternatives to show, None for no log-probabilities at all.
+    """Completions: text, and what it has been scored with."""
 
-    `trees`: whether to show what was drafted.
-    """
-
-    def __init__(
-        self, spelling: TokenSpelling, logprobs: int | None, prompt_logprobs: int | None, *, trees: bool
-    ) -> None:
-        self._spelling = spelling
-        self._shows_trees = trees
-        self._alternatives = logprobs
-        self._prompt_alternatives = prompt_logprobs
+    def __init__(self, shown: Shown) -> None:
+        self._shown, self._spelling = shown, shown.spelling
 
     def answer(
         self, header: Header, choices: Sequence[Piece], prompt_logprobs: Sequence[list[TokenLogprob]], totals: Totals
     ) -> CompletionBody:
         bodies = [self._choice(choice) for choice in choices]
-        if self._prompt_alternatives is not None:
+        if self._shown.prompt_logprobs is not None:
             for body, entries in zip(bodies, prompt_logprobs, strict=True):
-                body.prompt_logprobs = prompt_logprobs_of(entries, self._prompt_alternatives, self._spelling)
+                body.prompt_logprobs = prompt_logprobs_of(entries, self._shown.prompt_logprobs, self._spelling)
         return _body(header, bodies, totals.usage, totals.metrics)
 
     def events(self, header: Header, piece: Piece, usage: Usage | None | UnsetType) -> Sequence[CompletionBody]:
@@ -77,11 +68,8 @@ class TextShape:
         return _body(header, [], totals.usage, totals.metrics)
 
     def _choice(self, piece: Piece) -> ChoiceBody:
-        logprobs = None if self._alternatives is None else self._logprobs(piece.tokens)
-        return ChoiceBody(piece.index, piece.text, logprobs, piece.finish_reason, trees=self._trees(piece))
-
-    def _trees(self, piece: Piece) -> list[Tree] | UnsetType:
-        return trees_of(piece.trees, self._spelling) if self._shows_trees else UNSET
+        logprobs = None if self._shown.logprobs is None else self._logprobs(piece.tokens)
+        return ChoiceBody(piece.index, piece.text, logprobs, piece.finish_reason, trees=self._shown.trees(piece))
 
     def _logprobs(self, tokens: Iterable[Scored]) -> Logprobs:
         """`top_logprobs` holds the alternatives and the token itself, so up to one more than were asked for."""
@@ -94,7 +82,7 @@ class TextShape:
                 logprobs.top_logprobs.append(None)
                 continue
             top: dict[str, float] = {}
-            for token_id, value in (*token.top[: self._alternatives], (token.token_id, token.logprob)):
+            for token_id, value in (*token.top[: self._shown.logprobs], (token.token_id, token.logprob)):
                 top.setdefault(self._spelling(token_id), finite(value))
             logprobs.token_logprobs.append(finite(token.logprob))
             logprobs.top_logprobs.append(top)
