@@ -86,7 +86,7 @@ def test_sliding_windows_are_measured_along_the_path(family: str, modes: str) ->
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed: its interpreter runs the kernels on a CPU")
-@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize(("pair", "topk"), [("EAGLE", 1), ("EAGLE3", 4)], indirect=["pair"])
 def test_the_gpu_kernels_in_the_cycle_give_the_plain_text(
     pair: Pair, texts: Mapping[str, Sequence[int]], monkeypatch: pytest.MonkeyPatch, topk: int
 ) -> None:
