@@ -19,7 +19,7 @@ from eagle_server.engine.engine import Engine
 from eagle_server.engine.tokenizer import Tokenizer, load_tokenizer
 from eagle_server.request import Request, SamplingParams
 from eagle_server.view.picture import draw_cycle
-from eagle_server.view.record import DraftedTree, RecordingDrafter
+from eagle_server.view.record import DraftedTree, recorded
 from eagle_server.view.spelling import visible
 from eagle_server.view.terminal import ACCEPTED, QUIET, console_for, print_cycle
 
@@ -107,20 +107,18 @@ def tell(engine: Engine, request: Request) -> Story:
     Raises:
         ValueError: it was refused, or failed; the message says why.
     """
-    recorded: list[DraftedTree] = []
-    drafter = engine.worker.drafter
-    engine.worker.drafter = RecordingDrafter(drafter, recorded.extend)
+    trees: list[DraftedTree] = []
     engine.add(request)
     story = Story()
-    while engine.has_work():
-        for delta in engine.step():
-            if delta.error is not None:
-                raise ValueError(delta.error)
-            if recorded:
-                story.cycles.append(Cycle(recorded.pop(), delta.token_ids))
-            else:
-                story.first += delta.token_ids
-    engine.worker.drafter = drafter
+    with recorded(engine.worker, trees.extend):
+        while engine.has_work():
+            for delta in engine.step():
+                if delta.error is not None:
+                    raise ValueError(delta.error)
+                if trees:
+                    story.cycles.append(Cycle(trees.pop(), delta.token_ids))
+                else:
+                    story.first += delta.token_ids
     return story
 
 

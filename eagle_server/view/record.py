@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from eagle_server.request import DraftTree
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import EagleVerifyInput, Proposal
 from eagle_server.worker.batch import DecodeBatch, Prompts
+from eagle_server.worker.drafted import draft_tree, drafted_nodes
 from eagle_server.worker.drafters.interface import Drafter
-
-PADDING = -1
+from eagle_server.worker.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,12 @@ class DraftedTree:
     scores: tuple[float | None, ...]  # log-probability of the path, where the drafter gives one; 0 for the root
     path: tuple[int, ...]  # the accepted nodes, the root first
     emitted: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tree: DraftTree, emitted: Sequence[int]) -> DraftedTree:
+        """What a request is told of its tree, and all that the cycle drew."""
+        scores = [0.0, *[None] * (len(tree.token_ids) - 1)] if tree.scores is None else tree.scores
+        return cls(tuple(tree.token_ids), tuple(tree.parents), tuple(scores), (0, *tree.path), tuple(emitted))
 
     @property
     def bonus(self) -> int:
@@ -65,7 +73,6 @@ class RecordingDrafter:
     def __init__(self, drafter: Drafter[Any], record: Callable[[list[DraftedTree]], None]) -> None:
         self.drafter, self.feeds = drafter, drafter.feeds
         self._record = record
-        self._proposal: Proposal | None = None
 
     def forget(self, row: int) -> None:
         self.drafter.forget(row)
@@ -77,42 +84,31 @@ class RecordingDrafter:
         return self.drafter.extend(batch)
 
     def propose(self, draft: Any, batch: DecodeBatch) -> Proposal:
-        self._proposal = self.drafter.propose(draft, batch)
-        return self._proposal
+        return self.drafter.propose(draft, batch)
 
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
         self.drafter.observe(batch, tree, accepted)
-        assert self._proposal is not None, "observed before anything was proposed"
-        self._record(drafted_trees(self._proposal, tree, accepted, len(batch.decodes)))
+        self._record(drafted_trees(tree, accepted, len(batch.decodes)))
 
 
-def drafted_trees(proposal: Proposal, tree: EagleVerifyInput, accepted: Accepted, requests: int) -> list[DraftedTree]:
+@contextmanager
+def recorded(worker: Worker, record: Callable[[list[DraftedTree]], None]) -> Iterator[None]:
+    """While this lasts, `record` is given the trees of every cycle that the worker runs."""
+    drafter = worker.drafter
+    worker.drafter = RecordingDrafter(drafter, record)
+    try:
+        yield
+    finally:
+        worker.drafter = drafter
+
+
+def drafted_trees(tree: EagleVerifyInput, accepted: Accepted, requests: int) -> list[DraftedTree]:
     """The trees of the first `requests` of a batch; what follows them is padding."""
-    size = tree.draft_token_num
-    tokens = tree.draft_token.view(-1, size)[:requests].tolist()
-    parents = tree.parents[:requests].tolist()
-    given = proposal.scores
-    scores: list[list[float | None]] = [[0.0, *[None] * (size - 1)] for _ in range(requests)]
-    if given is not None and size > 1:
-        scores = [[0.0, *row] for row in given[:requests].tolist()]
-    paths, emitted = accepted.path[:requests].tolist(), accepted.tokens[:requests].tolist()
-    return [_without_padding(*row) for row in zip(tokens, parents, scores, paths, emitted, strict=True)]
-
-
-def _without_padding(
-    tokens: Sequence[int],
-    parents: Sequence[int],
-    scores: Sequence[float | None],
-    path: Sequence[int],
-    emitted: Sequence[int],
-) -> DraftedTree:
-    kept = [node for node, token in enumerate(tokens) if token != PADDING]
-    number = {PADDING: PADDING, **{node: place for place, node in enumerate(kept)}}
-    walked = [number[node] for node in path if node >= 0]
-    return DraftedTree(
-        tokens=tuple(tokens[node] for node in kept),
-        parents=tuple(number[parents[node]] for node in kept),
-        scores=tuple(scores[node] for node in kept),
-        path=tuple(walked),
-        emitted=tuple(emitted[: len(walked)]),
-    )
+    tokens, parents, *scores = (each[:requests].tolist() for each in drafted_nodes(tree))
+    paths, drawn = accepted.path[:requests].tolist(), accepted.tokens[:requests].tolist()
+    found = []
+    for number, path in enumerate(paths):
+        emitted = drawn[number][: sum(node >= 0 for node in path)]
+        given = scores[0][number] if scores else None
+        found.append(DraftedTree.of(draft_tree(tokens[number], parents[number], given, path, emitted), emitted))
+    return found

@@ -65,7 +65,7 @@ def test_padding_of_trees_and_of_the_batch_is_left_out():
     outcome = accepted(
         [[0, 1, 3, -1], [0, -1, -1, -1], [0, -1, -1, -1]], [[5, 6, 2, -1], [3, -1, -1, -1], [0, -1, -1, -1]]
     )
-    first, second = drafted_trees(proposal, tree, outcome, requests=2)
+    first, second = drafted_trees(tree, outcome, requests=2)
     assert first.tokens == (1, 5, 6)
     assert first.parents == (-1, 0, 1)
     assert first.path == (0, 1, 2)
@@ -86,7 +86,7 @@ def test_chances_are_those_given_the_parent():
         scores=torch.tensor([[0.5, 0.25, 0.1]]).log(),
     )
     tree = build_tree(candidates, torch.tensor([1]), torch.tensor([4]))
-    [found] = drafted_trees(candidates, tree, accepted([[0, 1, -1]], [[5, 3, -1]]), requests=1)
+    [found] = drafted_trees(tree, accepted([[0, 1, -1]], [[5, 3, -1]]), requests=1)
     assert found.parents == (-1, 0, 0, 1)
     chances = [found.chance(node) for node in range(4)]
     assert chances[0] is None

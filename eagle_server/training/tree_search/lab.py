@@ -12,7 +12,7 @@ from eagle_server.engine.engine import Engine
 from eagle_server.models.medusa_head import MedusaHeads
 from eagle_server.request import Request, SamplingParams
 from eagle_server.training.tree_search.growth import Accuracies, Choice, wide_tree
-from eagle_server.view.record import DraftedTree, RecordingDrafter
+from eagle_server.view.record import DraftedTree, recorded
 
 WIDE = 256  # nodes of a static tree to measure with
 _SERVED_BY = {
@@ -124,17 +124,15 @@ def complete(
     Raises:
         ValueError: a request was refused, or failed.
     """
-    drafter = engine.worker.drafter
-    engine.worker.drafter = RecordingDrafter(drafter, record)
     for number in range(len(task.prompts)):
         engine.add(task.request(number))
-    while engine.has_work():
-        for delta in engine.step():
-            if delta.error is not None:
-                raise ValueError(delta.error)
-            if delta.finish_reason is not None:
-                done()
-    engine.worker.drafter = drafter
+    with recorded(engine.worker, record):
+        while engine.has_work():
+            for delta in engine.step():
+                if delta.error is not None:
+                    raise ValueError(delta.error)
+                if delta.finish_reason is not None:
+                    done()
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
