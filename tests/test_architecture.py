@@ -39,6 +39,7 @@ ARROWS: dict[str, set[str]] = {
 SEE_CONFIG = {
     "__main__",
     "api.app",
+    "bench.__main__",
     "bench.demo",
     "engine.build",
     "engine.devices",

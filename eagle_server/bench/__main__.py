@@ -16,9 +16,9 @@ from rich.progress import Progress
 from eagle_server.bench.load import Measurement, Workload, measure
 from eagle_server.bench.report import PLAIN, SPECULATIVE, plot, print_table, ratios, rows_of, write_json
 from eagle_server.bench.servers import BenchError, running
+from eagle_server.config.commands import without_drafting
 
 TABLE_WIDTH = 96  # the tables need it, also where the output is no terminal
-DRAFTING = ("--speculative-", "--topk", "--medusa-choices", "--acceptance", "--typical-")  # flags that plain refuses
 DEMO_PROMPTS = Path(__file__).parent.parent / "assets" / "demo" / "prompts.json"
 
 
@@ -67,7 +67,7 @@ def _run(arguments: argparse.Namespace, workload: Workload, console: Console) ->
     measurements: list[Measurement] = []
     with (
         running(SPECULATIVE, flags) as fast,
-        running(PLAIN, [*_without_draft(flags), "--speculative-algorithm", "NONE"]) as slow,
+        running(PLAIN, [*without_drafting(flags), "--speculative-algorithm", "NONE"]) as slow,
         Progress(console=console) as progress,
     ):
         task = progress.add_task("measuring", total=len(arguments.concurrency) * 2 * (arguments.rounds + 1))
@@ -86,19 +86,6 @@ def _report_text(measurements: Sequence[Measurement], console: Console) -> None:
     fast, slow = ([t for m in measurements if m.label == label for t in m.texts] for label in (SPECULATIVE, PLAIN))
     equal, total = sum(a == b for a, b in zip(fast, slow, strict=True)), len(fast)
     console.print(f"answers with the same text from both servers: {equal} of {total}")
-
-
-def _without_draft(flags: Sequence[str]) -> list[str]:
-    """The flags without those that only a speculating server takes."""
-    kept, skip = [], False
-    for flag in flags:
-        if skip:
-            skip = False
-        elif flag.startswith(DRAFTING):
-            skip = "=" not in flag and flag != "--speculative-ngram-share"
-        else:
-            kept.append(flag)
-    return kept
 
 
 def _prompts(path: Path) -> tuple[str, ...]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Mapping, Sequence
-from typing import NoReturn
 
-from eagle_server.config.sources import OPTIONS
-
-_FLAGS = {f"--{name}": option for name, option in OPTIONS.items()}
+from eagle_server.config.sources import ALIASES, OPTIONS, OneLineParser
 
 
-class CommandParser(argparse.ArgumentParser):
+class CommandParser(OneLineParser):
     """Parses a command's own options; what is wrong is one line and exit status 2."""
 
     def __init__(self, prog: str, description: str, epilog: str = "") -> None:
@@ -24,9 +21,6 @@ class CommandParser(argparse.ArgumentParser):
             formatter_class=raw,
             allow_abbrev=False,
         )
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"eagle_server: error: {' '.join(message.splitlines())}\n")
 
     def split(self, argv: Sequence[str], refused: Mapping[str, str]) -> tuple[argparse.Namespace, list[str]]:
         """The command's options, and the server's flags as they stand.
@@ -45,8 +39,20 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def flags_of(*sections: str) -> Collection[str]:
-    """The flags of these sections of the configuration."""
-    return [flag for flag, option in _FLAGS.items() if option.section in sections]
+    """The flags of these sections of the configuration, by all of their names."""
+    named = [name for name, option in OPTIONS.items() if option.section in sections]
+    return [flag for name in named for flag in (f"--{name}", *ALIASES.get(name, ()))]
+
+
+def without_drafting(flags: Sequence[str]) -> list[str]:
+    """The server's flags without those of drafting and acceptance, and without their values."""
+    own, kept, dropping = frozenset(flags_of("speculative")), list[str](), False
+    for text in flags:
+        if text.startswith("--"):
+            dropping = text.partition("=")[0] in own
+        if not dropping:
+            kept.append(text)
+    return kept
 
 
 def count(text: str) -> int:

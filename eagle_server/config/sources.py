@@ -87,7 +87,7 @@ def _options() -> dict[str, Option]:
 
 OPTIONS = _options()
 _ALGORITHM = "speculative-algorithm"
-_ALIASES = {
+ALIASES = {
     "speculative-eagle-topk": ["--topk"],
     "speculative-medusa-choices": ["--medusa-choices"],
     "speculative-acceptance": ["--acceptance"],
@@ -124,14 +124,14 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
     return config
 
 
-class _Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line and exit status 2, without the usage that argparse would add."""
         self.exit(2, f"eagle_server: error: {' '.join(message.splitlines())}\n")
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
         prog="python -m eagle_server",
         usage="%(prog)s [options]",
         description=_DESCRIPTION,
@@ -153,7 +153,7 @@ def _parser() -> _Parser:
             keywords |= {"action": "store_const", "const": "true"}
         else:
             keywords |= {"metavar": option.metavar}
-        groups[option.section].add_argument(f"--{option.name}", *_ALIASES.get(option.name, ()), **keywords)
+        groups[option.section].add_argument(f"--{option.name}", *ALIASES.get(option.name, ()), **keywords)
     return parser
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from eagle_server.config import parse_args
+from eagle_server.config.commands import without_drafting
 from eagle_server.engine.build import build_engine
 from eagle_server.engine.static_trees import given_choices
 from eagle_server.engine.tokenizer import load_tokenizer
@@ -16,7 +17,6 @@ from eagle_server.models.loader import load_target
 from eagle_server.training.__main__ import main as train
 from eagle_server.training.tiny import TinyPair, tiny_medusa, tiny_pair
 from eagle_server.training.tree_search.__main__ import main
-from eagle_server.training.tree_search.lab import without_drafting
 from eagle_server.training.tree_search.texts import PIECE, prompts_of
 from tests.support.engines import request, run, tokens_of
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from eagle_server.config import Config, ConfigError, parse_args
+from eagle_server.config.commands import without_drafting
 from eagle_server.engine.build import Models, engine_over, load_models
 from eagle_server.engine.engine import Engine
 from eagle_server.models.medusa_head import MedusaHeads
@@ -154,15 +155,3 @@ def model_flags(own: argparse.Namespace) -> list[str]:
         "--speculative-algorithm": own.algorithm,
     }
     return [text for flag, value in named.items() if value is not None for text in (flag, value)]
-
-
-def without_drafting(flags: Sequence[str]) -> list[str]:
-    """The server's flags without those of drafting, and without their values."""
-    kept: list[str] = []
-    drafting = False
-    for text in flags:
-        if text.startswith("--"):
-            drafting = text.startswith(("--speculative-", "--topk"))
-        if not drafting:
-            kept.append(text)
-    return kept
