@@ -52,6 +52,9 @@ class Sampling:
         return max(map(len, self.bad_words), default=1) - 1
 
 
+MASK_WORD = 32  # tokens to one number of a Constraint's masks
+
+
 class Constraint(Protocol):
     """What one request's output must be, as far as it is written; it lives as long as the request."""
 

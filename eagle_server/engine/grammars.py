@@ -19,6 +19,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from eagle_server.plan import MASK_WORD
 from eagle_server.request import Grammar
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,6 @@ DEEPEST = 100  # brackets; xgrammar's parsers recurse, and a stack that overflow
 _WORKERS = 2  # grammars compiled at a time
 _THREADS = 4  # for each of them
 _WHITESPACE = 32  # characters between two parts of JSON; without an end a model may write nothing else for ever
-_WORD = 32  # tokens to one of a bitmask's numbers
 _ESCAPES_AND_CLASSES = r"\\.|\[(?:\\.|[^\]\\])*\]"
 _LITERALS = {
     "regex": re.compile(_ESCAPES_AND_CLASSES, re.DOTALL),
@@ -177,7 +177,7 @@ class Grammars:
 
     def _compile(self, grammar: Grammar, compiler: Future[Any]) -> Compiled:
         try:
-            return Compiled(_compiled(compiler.result(), grammar), -(-self._vocab_size // _WORD))
+            return Compiled(_compiled(compiler.result(), grammar), -(-self._vocab_size // MASK_WORD))
         except Exception as error:  # xgrammar raises RuntimeError for whatever is wrong with a grammar
             reason = " ".join(_SOURCE_LINE.sub("", str(error)).split()) or type(error).__name__
             raise ValueError(f"grammar: this {grammar.kind} cannot be followed: {reason}") from error
@@ -209,4 +209,4 @@ def _depth(source: str) -> int:
 
 
 def _allows(mask: NDArray[np.int32], token: int) -> bool:
-    return bool(int(mask[token // _WORD]) >> token % _WORD & 1)
+    return bool(int(mask[token // MASK_WORD]) >> token % MASK_WORD & 1)

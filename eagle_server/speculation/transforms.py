@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.upload import upload
-from eagle_server.plan import Sampling
+from eagle_server.plan import MASK_WORD, Sampling
 
 _OFF = float("-inf")
 BEGINNING = -2  # in a tail, what stands before the text
 _ANY = -1  # in a bad word, what need not match
-_WORD = 32  # tokens to one of a bitmask's numbers
 _PENALIZED_ROWS = 256  # of logits at a time, with some 20 bytes for each of their tokens
 
 
@@ -77,7 +76,7 @@ class Masks:
     def apply(self, logits: Tensor, rows: Rows) -> None:
         """One request at a time, for the memory of the bits spread out."""
         tokens = torch.arange(logits.shape[2], device=logits.device)
-        word, place = tokens // _WORD, (tokens % _WORD).to(torch.int32)
+        word, place = tokens // MASK_WORD, (tokens % MASK_WORD).to(torch.int32)
         for request, bits in zip(self.requests, self.bits, strict=True):
             allowed = bits.index_select(1, word) >> place & 1  # [rows, vocab]
             logits[request].masked_fill_(allowed == 0, _OFF)
