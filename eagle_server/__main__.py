@@ -15,7 +15,7 @@ from eagle_server.config import Config, parse_args
 from eagle_server.engine.chat_template_files import load_chat_template
 from eagle_server.engine.client import EngineClient
 from eagle_server.engine.logs import LogStyle, configure_logging
-from eagle_server.engine.process import CONFIGURATION_STATUS, FAILURE_STATUS, Engine, EngineFactory
+from eagle_server.engine.process import CONFIGURATION_STATUS, FAILURE_STATUS, Engine, EngineFactory, freeze
 from eagle_server.engine.supervisor import EngineFailed, Supervisor
 from eagle_server.engine.tokenizer import load_tokenizer
 
@@ -53,6 +53,7 @@ def run(config: Config, build: Callable[[], Engine]) -> int:
     server = HttpServer(app)
     supervisor = Supervisor(build, client, logs=logs, watchdog=config.server.watchdog_timeout)
     lifecycle = Lifecycle(supervisor, client, app.state.service.admission)
+    freeze()
     try:
         with listener, asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
             return runner.run(lifecycle.run(server, listener, lambda: _announce(config)))

@@ -73,9 +73,9 @@ class Call:
             async with aclosing(self._pieces()) as pieces:
                 async for piece in pieces:
                     if not piece.is_empty:
-                        for body in self._shape.events(self._header, piece, self._usage_of_event()):
-                            yield event(body)
-                            started = True
+                        bodies = self._shape.events(self._header, piece, self._usage_of_event())
+                        yield b"".join(map(event, bodies))
+                        started = True
             if self._delivery.stream.include_usage:
                 yield event(self._shape.closing(self._header, self._totals()))
         except Exception as error:

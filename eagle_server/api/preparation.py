@@ -26,6 +26,7 @@ from eagle_server.engine.tokenizer import Tokenizer
 from eagle_server.request import Ready, Request, SamplingParams
 
 MAX_SEQUENCES = 1024
+SHORT = 4096  # bytes of a body whose prompts take less time to tokenize than a thread takes to start on them
 GREEDY_BELOW = 1e-5  # a temperature this low only divides by nearly zero
 
 _serial = count()  # a client may send the same x-request-id twice; the engine's ids differ all the same
@@ -107,8 +108,10 @@ async def _call(body: GenerationBody, wanted: Wanted, service: Service, ready: R
         raise bad_request(f"{param}: from 1 to {most} sequences in one request, prompts times n", param)
     for field in ("stop_token_ids", "allowed_token_ids"):
         check_token_ids(field, getattr(body, field) or [], ready.vocab_size)
-    # Long prompts take long, and the tokenizer releases the interpreter lock.
-    prompts = await asyncio.to_thread(wanted.prompts, ready.max_request_tokens)
+    if body.size <= SHORT:
+        prompts = wanted.prompts(ready.max_request_tokens)
+    else:  # long prompts take long, and the tokenizer releases the interpreter lock
+        prompts = await asyncio.to_thread(wanted.prompts, ready.max_request_tokens)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     room = ready.max_request_tokens - longest
     max_tokens = room if wanted.max_tokens is None else wanted.max_tokens

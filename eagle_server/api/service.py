@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from http import HTTPStatus
 from importlib import metadata
 from typing import Any
@@ -84,7 +85,9 @@ def service_of(request: Request) -> Service:
     return service
 
 
+@cache
 def version() -> str:
+    """Of the installed package; looked up once, for that reads files."""
     try:
         return metadata.version("eagle-server")
     except metadata.PackageNotFoundError:  # run from a source tree

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import random
 import statistics
@@ -32,7 +33,8 @@ class Sample:
     """The server at one moment, `seconds` after the start."""
 
     seconds: float
-    memory: int  # bytes resident, of all processes of the server
+    api_memory: int  # bytes resident
+    engine_memory: int
     kv_used: int  # slots that no other request could get
     running: int
     waiting: int
@@ -115,8 +117,8 @@ class Soak:
     def _sample(self) -> Sample:
         stats = self.server.stats()
         used = stats["kv_slots_total"] - stats["kv_slots_free"]
-        memory = sum(map(resident, family(self.server.process.pid)))
-        return Sample(time.monotonic() - self.start, memory, used, stats["running"], stats["waiting"])
+        api, *engine = map(resident, family(self.server.process.pid) or [0])
+        return Sample(time.monotonic() - self.start, api, sum(engine), used, stats["running"], stats["waiting"])
 
     def _await_idle(self) -> None:
         deadline = time.monotonic() + IDLE_SECONDS
@@ -146,24 +148,31 @@ def resident(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), 0)
 
 
-def growth(samples: Sequence[Sample]) -> float:
+def growth(seconds: Sequence[float], memory: Sequence[int]) -> float:
     """Bytes per minute, by least squares, after the first quarter of the time."""
-    late = [s for s in samples if s.seconds >= WARM * samples[-1].seconds]
-    if len({s.seconds for s in late}) < 2:  # noqa: PLR2004  a line needs two points
+    late = [(at / 60, float(size)) for at, size in zip(seconds, memory, strict=True) if at >= WARM * seconds[-1]]
+    if len({at for at, _ in late}) < 2:  # noqa: PLR2004  a line needs two points
         return 0.0
-    slope, _ = statistics.linear_regression([s.seconds / 60 for s in late], [float(s.memory) for s in late])
+    slope, _ = statistics.linear_regression([at for at, _ in late], [size for _, size in late])
     return slope
 
 
-def overhead(server: Server, count: int) -> float:
-    """Seconds that HTTP, tokenizer and processes add to a request of one token: the mean of `count`, one at a time."""
-    prompt = "def area(radius):\n"
-    before, workload = _engine_seconds(server), Workload((prompt,), 1, 0.0)
-    start = time.perf_counter()
+def overhead(server: Server, count: int) -> list[float]:
+    """Seconds that client, HTTP, tokenizer and processes add to a request, for `count` of them, one at a time.
+
+    Each is a stream of one token over a connection that stays, as clients' libraries have it.
+    """
+    body = json.dumps({"prompt": "def area(radius):\n", "max_tokens": 1, "temperature": 0, "stream": True})
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    added = []
     for _ in range(count):
-        ask(server, prompt, workload)
-    elapsed = time.perf_counter() - start
-    return (elapsed - (_engine_seconds(server) - before)) / count
+        before, start = _engine_seconds(server), time.perf_counter()
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        connection.getresponse().read()
+        elapsed = time.perf_counter() - start
+        added.append(elapsed - (_engine_seconds(server) - before))
+    connection.close()
+    return added
 
 
 def _engine_seconds(server: Server) -> float:
@@ -173,9 +182,13 @@ def _engine_seconds(server: Server) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(sums))
 
 
-def report(record: Record, seconds: float, added: float, console: Console) -> bool:
+def report(record: Record, seconds: float, added: Sequence[float], console: Console) -> bool:
     """Print the table; whether all went well."""
-    last, slope = record.samples[-1], growth(record.samples)
+    last, times = record.samples[-1], [s.seconds for s in record.samples]
+    memory = {
+        "API": [s.api_memory for s in record.samples],
+        "engine": [s.engine_memory for s in record.samples],
+    }
     firsts = sorted(record.first_tokens) or [float("nan")]
     middle, late = firsts[len(firsts) // 2], firsts[len(firsts) * 99 // 100]
     rows: dict[str, Any] = {
@@ -186,9 +199,14 @@ def report(record: Record, seconds: float, added: float, console: Console) -> bo
         "tokens per second": f"{record.tokens / seconds:.0f}",
         "first token, median and 99th percentile": f"{middle:.2f} s, {late:.2f} s",
         "most running, waiting": f"{max(s.running for s in record.samples)}, {max(s.waiting for s in record.samples)}",
-        "memory, growth after the first quarter": f"{last.memory / 2**20:.0f} MiB, {slope / 2**20:+.2f} MiB per minute",
+        **{
+            f"memory of the {name}, growth after the first quarter": (
+                f"{sizes[-1] / 2**20:.0f} MiB, {growth(times, sizes) / 2**20:+.2f} MiB per minute"
+            )
+            for name, sizes in memory.items()
+        },
         "KV slots in use at the end": last.kv_used,
-        "added by the API to an answer": f"{added * 1e3:.2f} ms",
+        "added by the API to an answer, median": f"{statistics.median(added) * 1e3:.2f} ms",
     }
     table = Table(show_header=False)
     for name, value in rows.items():
@@ -208,7 +226,8 @@ def plot(record: Record, path: Path) -> None:
 
     seconds = [s.seconds for s in record.samples]
     curves = {
-        "MiB in memory": [s.memory / 2**20 for s in record.samples],
+        "API, MiB": [s.api_memory / 2**20 for s in record.samples],
+        "engine, MiB": [s.engine_memory / 2**20 for s in record.samples],
         "KV slots in use": [s.kv_used for s in record.samples],
         "requests running": [s.running for s in record.samples],
         "requests waiting": [s.waiting for s in record.samples],
@@ -243,7 +262,7 @@ def main(argv: Sequence[str]) -> int:
     seconds = None if arguments.minutes is None else 60 * arguments.minutes
     try:
         with running("soak", arguments.server_flags) as server:
-            added = overhead(server, 100)
+            added = overhead(server, 200)
             start = time.monotonic()
             with Progress(console=console) as progress:
                 record = Soak(server, arguments.streams, requests, seconds, arguments.leaving).run(progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -91,6 +92,7 @@ class EngineFactory:
 def run_engine(build: Callable[[], Engine], inbound_address: str, outbound_address: str) -> None:
     """Build an engine and serve it for ever: messages in from one socket, one message per cycle out to the other."""
     engine = build()
+    freeze()
     with zmq.Context() as context, context.socket(zmq.PULL) as inbound, context.socket(zmq.PUSH) as outbound:
         for socket in (inbound, outbound):
             socket.set_hwm(0)  # the API bounds what is in flight; a cycle never waits for a reader
@@ -114,6 +116,15 @@ def run_engine(build: Callable[[], Engine], inbound_address: str, outbound_addre
             outbound.send(encode(Deltas(deltas, engine.stats(), engine.take_cycle())))
             if deltas and not engine.has_work():
                 engine.check()
+
+
+def freeze() -> None:
+    """What exists now stays: the collector need not go through it again, in some later cycle or request.
+
+    A full collection of an engine's modules takes longer than a cycle.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class _Inbox:

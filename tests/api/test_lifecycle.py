@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from eagle_server.api.server import listen
 from tests.api.conftest import PATIENCE, REPOSITORY, Server, serving, start_server
 from tests.api.fake_engine import CRASH, EXIT, SLOW, STALL
 from tests.api.servers import wait_for_running, wait_until_draining, wait_until_gone
@@ -193,3 +194,11 @@ def test_the_api_process_imports_neither_torch_nor_transformers(tokenizer_dir: P
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_token_never_waits_for_the_acknowledgement_of_the_one_before(host: str) -> None:
+    with listen(host, 0) as listener, socket.create_connection(listener.getsockname()[:2]):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

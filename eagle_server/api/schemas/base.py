@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
 from pydantic_core import ErrorDetails, from_json
 
 from eagle_server.api.errors import ApiError, bad_request
@@ -34,6 +34,13 @@ class Body(Part):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
     expected: ClassVar[dict[str, str]] = {}
 
+    _size: int = PrivateAttr(0)
+
+    @property
+    def size(self) -> int:
+        """Bytes it came in."""
+        return self._size
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Broken rules between parameters, as (parameter, what is wrong with it)."""
         yield from ()
@@ -61,6 +68,7 @@ def parse(model: type[B], body: bytes) -> B:
         raise _refusal(model, error.errors(include_url=False, include_input=False)[0]) from None
     for name, problem in request.problems():
         raise bad_request(f"{name} {problem}", name, "invalid_value")
+    request._size = len(body)
     return request
 
 
