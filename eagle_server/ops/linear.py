@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,10 @@ from torch import Tensor
 
 _ROWS_HINT = 16  # the row count that oneDNN chooses a blocking for: a verify window's
 _SMALL = 1 << 19  # elements; below this one float32 row is faster through F.linear (256x512: 7 us against 13)
+
+# (up to, in steps of) row counts that are computed. oneDNN generates code for each count at its first use, in 1 ms, and
+# keeps it, in half a megabyte, for the last 1024 of them and their weights' shapes. A batch's may be any.
+_STEPS = ((32, 1), (256, 8), (512, 32), (sys.maxsize, 128))
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,18 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tenso
     """x [rows, in] times the packed weight's transpose, plus bias."""
     if weight.plain is not None and (weight.blocked is None or x.shape[0] == 1):
         return F.linear(x, weight.plain, bias)
-    return torch.ops.mkldnn._linear_pointwise(x, weight.blocked, bias, "none", [], "")  # type: ignore[no-any-return]
+    rows = x.shape[0]
+    padding = computed_rows(rows) - rows
+    padded = F.pad(x, (0, 0, 0, padding)) if padding else x
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(padded, weight.blocked, bias, "none", [], "")
+    return y[:rows]
+
+
+@cache
+def computed_rows(rows: int) -> int:
+    """The least row count that is computed and holds `rows`."""
+    step = next(step for limit, step in _STEPS if rows <= limit)
+    return -(-rows // step) * step
 
 
 def _packable(weight: Tensor) -> bool:

@@ -18,7 +18,7 @@ from eagle_server.models.layers import Linear
 from eagle_server.models.loader import load_target, save_checkpoint
 from eagle_server.models.target import TargetModel
 from eagle_server.models.weights import resolve_file
-from eagle_server.ops.linear import pack_weight, packed_linear, unpack_weight
+from eagle_server.ops.linear import computed_rows, pack_weight, packed_linear, unpack_weight
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -225,12 +225,18 @@ def test_packed_linear_equals_the_plain_one(dtype: torch.dtype, rows_out: int, r
     weight, bias = torch.randn(rows_out, rows_in, dtype=dtype), torch.randn(rows_out, dtype=dtype)
     packed = pack_weight(weight)
     assert torch.equal(unpack_weight(packed), weight)
-    for rows in (1, 2, 17):
+    for rows in (1, 2, 17, 33, 257, 513):  # the last three are computed as more
         x = torch.randn(rows, rows_in, dtype=dtype)
         expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
         found = packed_linear(x, packed, bias).double()
         tolerance = 1e-4 if dtype == torch.float32 else 2e-2 * float(expected.abs().max())
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+
+
+def test_batches_of_any_size_are_computed_in_few_sizes() -> None:
+    counts = {rows: computed_rows(rows) for rows in range(1, 2049)}
+    assert all(rows <= count <= 1.25 * rows for rows, count in counts.items())
+    assert len(set(counts.values())) < 100  # times some ten shapes of weights: what oneDNN's cache holds
 
 
 def test_packing_gives_up_a_large_plain_weight_and_can_restore_it() -> None:
