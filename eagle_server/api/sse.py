@@ -34,17 +34,19 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     Raises:
         ClientDisconnect: the client went away.
     """
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnection(receive))
+    leaving, is_working = asyncio.ensure_future(_disconnection(receive)), True
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        async with asyncio.timeout(None) as connection:
+            leaving.add_done_callback(lambda _: connection.reschedule(0.0) if is_working else None)
+            try:
+                return await work
+            finally:
+                is_working = False
+                leaving.cancel()
+    except TimeoutError:
+        if connection.expired():
+            raise ClientDisconnect from None
+        raise
 
 
 async def _disconnection(receive: Receive) -> None:
