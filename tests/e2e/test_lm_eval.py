@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import REPOSITORY, Served, serving
+from tests.e2e.conftest import README_FLAGS, REPOSITORY, Served, serving
 
+ONE_THREAD = ("--cpu-threads", "1")  # two servers and lm-eval share the machine with other tests
 RUNS = REPOSITORY / "tests" / "support" / "lm_eval_runs.py"
 
 pytestmark = [
@@ -27,9 +28,15 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("plain") / "log", "--speculative-algorithm", "NONE") as up:
+@pytest.fixture
+def drafting(tmp_path: Path) -> Iterator[Served]:
+    with serving(tmp_path / "drafting.log", *ONE_THREAD, *README_FLAGS) as up:
+        yield up
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Iterator[Served]:
+    with serving(tmp_path / "plain.log", *ONE_THREAD, "--speculative-algorithm", "NONE") as up:
         yield up
 
 
@@ -79,16 +86,16 @@ def accepted_drafts(server: Served) -> float:
     return float(found[1]) if found else 0.0
 
 
-def test_scores_and_answers_are_those_of_plain_decoding(served: Served, plain: Served, tmp_path: Path) -> None:
-    before = accepted_drafts(served)
+def test_scores_and_answers_are_those_of_plain_decoding(drafting: Served, plain: Served, tmp_path: Path) -> None:
+    before = accepted_drafts(drafting)
     fast, slow, chatted, undrafted = evaluate(
         tmp_path,
-        completions(served),
+        completions(drafting),
         completions(plain),
-        chats(served),
-        chats(served, gen_kwargs={"speculative": False}),
+        chats(drafting),
+        chats(drafting, gen_kwargs={"speculative": False}),
     )
-    assert accepted_drafts(served) > before
+    assert accepted_drafts(drafting) > before
     assert accepted_drafts(plain) == 0
     assert fast == slow
     assert chatted == undrafted
