@@ -37,10 +37,13 @@ class Detokenized(msgspec.Struct):
 
 
 class TokenizerInfo(msgspec.Struct):
-    """What clients need to build prompts themselves."""
+    """What clients need to build prompts themselves. `bos_token` and `eos_token` are the tokenizer's own, as in vLLM;
+    generation ends at any of `eos_tokens`."""
 
     vocab_size: int
     max_model_len: int
+    bos_token: str | None
+    eos_token: str | None
     eos_token_ids: list[int]
     eos_tokens: list[str]
     chat_template: str
@@ -67,11 +70,15 @@ async def tokenizer_info(request: Request) -> Response:
     service = service_of(request)
     ready = check_service(None, service)
     ends = list(ready.eos_token_ids)
+    pieces = [_piece(token_id, service.spelling) for token_id in ends]
+    special_tokens = service.chat_template.special_tokens
     info = TokenizerInfo(
         vocab_size=ready.vocab_size,
         max_model_len=ready.max_request_tokens,
+        bos_token=special_tokens.get("bos_token"),
+        eos_token=special_tokens.get("eos_token", next(iter(pieces), None)),
         eos_token_ids=ends,
-        eos_tokens=[_piece(token_id, service.spelling) for token_id in ends],
+        eos_tokens=pieces,
         chat_template=service.chat_template.source,
     )
     return json_response(info)

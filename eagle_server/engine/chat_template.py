@@ -126,7 +126,7 @@ class ChatTemplate:
         """
         self._plain = _Compiled.of(source)
         self._tools = self._plain if tool_source is None else _Compiled.of(tool_source)
-        self._special_tokens = dict(special_tokens or {})
+        self.special_tokens = dict(special_tokens or {})
         self.ending = ending or Ending()
         self.adds_special = adds_special
 
@@ -145,7 +145,7 @@ class ChatTemplate:
         messages = self._messages(template, turn)
         try:
             text = template.render(
-                **{**self._special_tokens, **turn.variables},
+                **{**self.special_tokens, **turn.variables},
                 messages=messages,
                 tools=list(turn.tools) or None,
                 documents=None,
@@ -165,7 +165,7 @@ class ChatTemplate:
         if turn.tools and "tools" not in template.variables:
             raise TemplateError("this model's chat template has no place for tools", "tools")
         for name in turn.variables:
-            if name in GIVEN or name in self._special_tokens:
+            if name in GIVEN or name in self.special_tokens:
                 raise TemplateError(f"{VARIABLES} may not replace {name}", VARIABLES)
             if name not in template.variables:
                 raise TemplateError(f"this model's chat template has no variable {name}", VARIABLES)

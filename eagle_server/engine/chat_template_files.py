@@ -54,7 +54,7 @@ def load_chat_template(location: str, tokenizer: Tokenizer, file: str | None = N
         return ChatTemplate(source, special_tokens)
     if source:
         return _named(source, special_tokens)
-    return _default(tokenizer)
+    return _default(tokenizer, special_tokens)
 
 
 def _named(entries: Any, special_tokens: dict[str, str]) -> ChatTemplate:
@@ -66,13 +66,13 @@ def _named(entries: Any, special_tokens: dict[str, str]) -> ChatTemplate:
         raise ValueError(f"{CONFIG_FILE}: chat_template should be a text, or a list with one named default") from None
 
 
-def _default(tokenizer: Tokenizer) -> ChatTemplate:
+def _default(tokenizer: Tokenizer, special_tokens: dict[str, str]) -> ChatTemplate:
     end = tokenizer.token_id(IM_END)
     if end is not None and tokenizer.token_id(IM_START) is not None:
         logger.info("the model has no chat template; chats are written as ChatML, whose tokens it has")
-        return ChatTemplate(CHATML, ending=Ending(token_ids=(end,)))
+        return ChatTemplate(CHATML, special_tokens, ending=Ending(token_ids=(end,)))
     logger.info("the model has no chat template; chats are written as a dialogue of User and Assistant")
-    return ChatTemplate(DIALOGUE, ending=Ending(stops=DIALOGUE_STOPS), adds_special=True)
+    return ChatTemplate(DIALOGUE, special_tokens, ending=Ending(stops=DIALOGUE_STOPS), adds_special=True)
 
 
 def _special_tokens(values: dict[str, Any]) -> dict[str, str]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,9 +54,16 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The README's command on a free port; at the end SIGTERM must drain it to a clean exit."""
-    port, log = free_port(), tmp_path_factory.mktemp("served") / "log"
-    command = [sys.executable, "-m", "eagle_server", "--port", str(port), *README_FLAGS]
+    """The README's command."""
+    with serving(tmp_path_factory.mktemp("served") / "log", *README_FLAGS) as up:
+        yield up
+
+
+@contextmanager
+def serving(log: Path, *flags: str) -> Iterator[Served]:
+    """The demo on a free port; at the end SIGTERM must drain it to a clean exit."""
+    port = free_port()
+    command = [sys.executable, "-m", "eagle_server", "--port", str(port), *flags]
     with log.open("wb") as sink:
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=sink, stderr=sink, env={**os.environ})
     url = f"http://127.0.0.1:{port}"

@@ -6,11 +6,13 @@ import importlib.util
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Served
+from tests.e2e.conftest import README_FLAGS, Served, serving
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ARGUMENTS = [
@@ -40,8 +42,8 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture
-def page(browser: Any, served: Served) -> Iterator[Any]:
+@contextmanager
+def opened(browser: Any, url: str) -> Iterator[Any]:
     """The page, which must load nothing from elsewhere and report no error."""
     page = browser.new_page(viewport={"width": 390, "height": 844})
     page.set_default_timeout(PATIENCE)
@@ -56,12 +58,18 @@ def page(browser: Any, served: Served) -> Iterator[Any]:
         ),
     )
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("request", lambda request: None if request.url.startswith(served.url) else complaints.append(request.url))
-    page.goto(served.url)
-    page.locator("#served", has_text="demo").wait_for()
+    page.on("request", lambda request: None if request.url.startswith(url) else complaints.append(request.url))
+    page.goto(url)
     yield page
     page.close()
     assert complaints == []
+
+
+@pytest.fixture
+def page(browser: Any, served: Served) -> Iterator[Any]:
+    with opened(browser, served.url) as page:
+        page.locator("#served", has_text="demo").wait_for()
+        yield page
 
 
 def test_a_run_shows_its_trees_and_the_same_text_from_plain_decoding(page: Any) -> None:
@@ -82,6 +90,10 @@ def test_a_run_shows_its_trees_and_the_same_text_from_plain_decoding(page: Any) 
     page.focus("#cycle")
     page.keyboard.press("Home")
     assert page.inner_text("#cycle-name") == f"cycle 1 of {cycles}"
+    page.focus("#back")
+    page.keyboard.press("Enter")  # there is nothing before: a button that is off keeps the focus all the same
+    assert page.evaluate("() => document.activeElement.id") == "back"
+    assert page.inner_text("#cycle-name") == f"cycle 1 of {cycles}"
     said = page.locator("#text [data-cycle='0']")
     accepted, bonus = page.locator("#tree .node.accepted"), page.locator("#tree .node.bonus")
     assert accepted.count() + bonus.count() == said.count()
@@ -97,7 +109,7 @@ def test_escape_stops_a_run(page: Any) -> None:
     page.locator("#tree svg").wait_for()
     page.keyboard.press("Escape")
     page.locator("#status", has_text="stopped").wait_for()
-    assert page.is_enabled("#run")
+    assert page.get_attribute("#run", "aria-disabled") == "false"
 
 
 def test_chats_and_errors(page: Any) -> None:
@@ -111,3 +123,28 @@ def test_chats_and_errors(page: Any) -> None:
     page.click("#run")
     page.locator("#status", has_text="failed").wait_for()
     assert re.search("status 400", page.inner_text("#error"))
+
+
+def test_a_server_with_an_api_key(browser: Any, tmp_path: Path) -> None:
+    key = "clé 🔑"  # of bytes that fetch does not take as they are
+    with serving(tmp_path / "log", "--api-key", key, *README_FLAGS) as up, opened(browser, up.url) as page:
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.locator("#key-field").wait_for()
+        assert not page.is_visible("#error")
+        assert page.evaluate("() => document.activeElement.id") == "key"
+        page.keyboard.type("wrong")
+        page.keyboard.press("Tab")
+        page.locator("#error", has_text="does not accept this API key").wait_for()
+        page.fill("#key", f" {key}")
+        page.fill("#max_tokens", "12")
+        page.click("#run")
+        page.locator("#status", has_text="done").wait_for()
+        page.locator("#served", has_text="demo").wait_for()
+        assert page.inner_text("#verdict").startswith("identical text")
+        assert not page.is_visible("#error")
+        # No key in an address, and none is kept.
+        called = {url for url in asked if "/playground/" not in url}
+        assert called == {f"{up.url}/{path}" for path in ("v1/server_info", "tokenizer_info", "v1/completions")}
+        assert page.url == f"{up.url}/"
+        assert page.evaluate("() => [localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]

@@ -122,6 +122,8 @@ def test_models_without_a_template_speak_chatml_if_they_have_its_tokens(tmp_path
     assert template.render(Turn(MESSAGES)) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert template.ending.token_ids == (2,)
     assert not template.adds_special
+    write(tmp_path, tokenizer_config__json={"eos_token": "<|im_end|>"})
+    assert load_chat_template(str(tmp_path), tokenizer()).special_tokens == {"eos_token": "<|im_end|>"}
     dialogue = load_chat_template(str(tmp_path), tokenizer())
     system = [{"role": "system", "content": "Be kind."}, *MESSAGES]
     assert dialogue.render(Turn(system)) == "Be kind.\n\nUser: hi\nAssistant:"

@@ -23,16 +23,17 @@ const state = {
 
 // --- What is served ---
 
+const key = () => $("key").value.trim(); // pasted ones come with white space
+
 async function greet() {
-  const key = $("key").value;
   try {
-    const info = await get("v1/server_info", key);
+    const info = await get("v1/server_info", key());
     const serving = info.serving ?? {};
     state.deepest = serving.num_steps ?? 0;
     $("served").textContent = [info.model, serving.speculative_algorithm, state.deepest ? `${state.deepest} steps` : ""].filter(Boolean).join(" · ");
     if (serving.max_request_tokens) $("max_tokens").max = serving.max_request_tokens;
     drawHistogram($("histogram"), [], state.deepest);
-    const tokenizer = await get("tokenizer_info", key);
+    const tokenizer = await get("tokenizer_info", key());
     $("mode").hidden = !tokenizer.chat_template;
     complain(null);
   } catch (error) {
@@ -46,8 +47,10 @@ function complain(error) {
   $("error").textContent = words;
   $("error").hidden = !words;
   if (error?.status === 401) {
+    // The server's words are for programs.
     $("key-field").hidden = false;
-    if (!$("key").value) $("error").hidden = true; // the field says it
+    $("error").textContent = "The server does not accept this API key.";
+    $("error").hidden = !key(); // without one the field says it
     $("key").focus();
   }
 }
@@ -76,18 +79,18 @@ async function run() {
   const typed = $("seed").valueAsNumber;
   const seed = Number.isNaN(typed) ? randomSeed() : typed;
   const [path, body] = request(seed);
-  const [key, compares] = [$("key").value, $("compare").checked];
+  const [secret, compares] = [key(), $("compare").checked];
   begin(compares);
   const signal = state.running.signal;
   try {
-    for await (const event of events(path, { ...body, return_trees: true }, key, signal)) {
+    for await (const event of events(path, { ...body, return_trees: true }, secret, signal)) {
       state.answer.take(event, performance.now());
       changed();
     }
     if (compares) {
       say("the same request, without speculation …");
       state.plain = new Answer();
-      for await (const event of events(path, { ...body, speculative: false }, key, signal)) {
+      for await (const event of events(path, { ...body, speculative: false }, secret, signal)) {
         state.plain.take(event, performance.now());
         changed();
       }
@@ -115,8 +118,8 @@ function begin(compares) {
   $("verdict").className = "";
   $("comparison").hidden = !compares;
   $("tree").style.minHeight = "";
-  $("run").disabled = true;
-  $("stop").disabled = false;
+  switchOff("run", true);
+  switchOff("stop", false);
   document.body.classList.add("running");
   say("running …");
   changed();
@@ -124,8 +127,8 @@ function begin(compares) {
 
 function end() {
   state.running = null;
-  $("run").disabled = false;
-  $("stop").disabled = true;
+  switchOff("run", false);
+  switchOff("stop", true);
   document.body.classList.remove("running");
   changed();
 }
@@ -210,14 +213,17 @@ function select(number) {
 function showControls() {
   const count = state.answer.cycles.length;
   const none = count === 0;
-  for (const id of ["cycle", "back", "on"]) $(id).disabled = none;
-  $("replay").disabled = none || state.running !== null;
-  $("back").disabled ||= state.shown <= 0;
-  $("on").disabled ||= state.shown >= count - 1;
+  $("cycle").disabled = none;
+  switchOff("replay", none || state.running !== null);
+  switchOff("back", none || state.shown <= 0);
+  switchOff("on", none || state.shown >= count - 1);
   $("cycle").max = Math.max(count - 1, 0);
   $("cycle").value = Math.max(state.shown, 0);
   $("cycle-name").textContent = none ? "" : `cycle ${state.shown + 1} of ${count}`;
 }
+
+/** Buttons that are off do nothing but keep the focus: people at a keyboard stay where they are. */
+const switchOff = (id, isOff) => $(id).setAttribute("aria-disabled", isOff);
 
 function look(number) {
   state.follows = false;
@@ -233,6 +239,7 @@ function stopReplay() {
 
 function toggleReplay() {
   if (state.replay) return stopReplay();
+  if (state.running || !state.answer.cycles.length) return;
   document.body.classList.add("replaying");
   look(state.shown >= state.answer.cycles.length - 1 ? 0 : state.shown + 1);
   $("replay").textContent = "Pause";

@@ -8,7 +8,11 @@ export class Refusal extends Error {
   }
 }
 
-const headers = (key) => (key ? { authorization: `Bearer ${key}` } : {});
+/** The key in UTF-8, each byte as a character, which is how fetch takes one; others than ASCII would fail otherwise. */
+function headers(key) {
+  const bytes = new TextEncoder().encode(key);
+  return key ? { authorization: `Bearer ${String.fromCharCode(...bytes)}` } : {};
+}
 
 async function checked(response) {
   if (response.ok) return response;
