@@ -51,8 +51,10 @@ def main() -> int:
         if "/cuda:" in base:
             resolve()
     image = f"localhost/eagle-server:check-{given.dockerfile.name.lower()}"
-    build = ("build", *ISOLATION, "--layers", "--format", "docker", *(["--pull-never"] if given.stand_in else []))
-    buildah(*build, *build_options, "--file", str(given.dockerfile), "--tag", image, str(ROOT))
+    # No cache: buildah 1.28 mounts an empty directory where `from=` names a stage that its cache has.
+    build = ("build", *ISOLATION, "--layers", "--no-cache", "--format", "docker", "--file", str(given.dockerfile))
+    pull = ["--pull-never"] if given.stand_in else []
+    buildah(*build, *pull, *build_options, "--tag", image, str(ROOT))
     config = json.loads(buildah("inspect", "--type", "image", image, capture=True))["Docker"]["config"]
     container = buildah("from", "--pull-never", image, capture=True)
     try:
