@@ -115,6 +115,27 @@ def test_compose_passes_every_option_on(compose):
     assert not any(compose["x-server"]["environment"].values()), "no value, and so no secret, is written there"
 
 
+def test_the_parts_of_monitoring_find_each_other(compose):
+    def read(path: str) -> dict:
+        return yaml.safe_load((ROOT / "docker" / path).read_text())
+
+    services, server = compose["services"], compose["x-server"]
+    (job,) = read("prometheus.yml")["scrape_configs"]
+    host, port = job["static_configs"][0]["targets"][0].split(":")
+    assert host in server["networks"]["default"]["aliases"]
+    assert server["ports"][0].endswith(f":{port}")
+    (source,) = read("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
+    assert "prometheus" in services
+    assert source["url"] == "http://prometheus:9090"
+    assert source["jsonData"]["timeInterval"] == read("prometheus.yml")["global"]["scrape_interval"]
+    dashboard = read("grafana/dashboards/eagle_server.json")
+    used = {panel["datasource"]["uid"] for panel in dashboard["panels"] if panel["type"] != "row"}
+    assert used == {source["uid"]}
+    (provider,) = read("grafana/provisioning/dashboards/eagle_server.yaml")["providers"]
+    assert f"./grafana/dashboards:{provider['options']['path']}:ro" in services["grafana"]["volumes"]
+    assert f"http://127.0.0.1:3000/d/{dashboard['uid']}>" in (ROOT / "docs" / "deployment.md").read_text()
+
+
 def test_the_readme_command_is_one_of_composes(compose):
     (profile,) = re.findall(
         r"docker compose -f docker/compose.yaml --profile (\w+) up", (ROOT / "README.md").read_text()
