@@ -58,14 +58,20 @@ MASK_WORD = 32  # tokens to one number of a Constraint's masks
 class Constraint(Protocol):
     """What one request's output must be, as far as it is written; it lives as long as the request."""
 
-    def masks(self, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> NDArray[np.int32]:
-        """Which tokens may come after each node of a tree: bits of int32 [nodes, vocab / 32], the lowest first.
+    words: int  # of a mask, vocab / MASK_WORD rounded up
 
-        `text` is the request's own list, which has grown since the last call; its last token is the root, node 0.
-        Parents, node numbers, come before children; token -1 is padding. A node that may not stand where it does, or
-        follows such a node or the output's end, has all bits set: no draw leads there.
+    def mask(self, text: Sequence[int], path: tuple[int, ...] = ()) -> NDArray[np.int32] | None:
+        """Which tokens may come after `text` and `path`: bits of int32 [words], the lowest first, not to be changed.
+
+        None: the path may not stand there, or goes on after the output's end. `text` is the request's own list, which
+        grows. What was asked since it grew last is remembered: a tree costs as much level by level as at once.
         """
         ...
+
+
+def allows(mask: NDArray[np.int32], token: int) -> bool:
+    """Whether a token's bit is set."""
+    return bool(int(mask[token // MASK_WORD]) >> token % MASK_WORD & 1)
 
 
 @dataclass(frozen=True)

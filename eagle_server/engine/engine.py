@@ -33,6 +33,11 @@ class Engine:
         """What this engine serves."""
         return self._ready
 
+    def preload(self) -> None:
+        """Begin to load, beside the engine, what only the first request with a grammar would wait for."""
+        if self._grammars is not None:
+            self._grammars.preload()
+
     def add(self, request: Request) -> None:
         """Queue a request. One that can never be served gets its error with the next `step`."""
         reason = self.scheduler.refusal(request) or refusal(request, self._ready.vocab_size)

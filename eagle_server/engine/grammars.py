@@ -1,7 +1,7 @@
 """Grammars that outputs must follow, by xgrammar: compiled beside the engine's loop, followed by one matcher a request.
 
 A token's mask depends on the text before it alone, so a request's draws are the same with and without speculation.
-xgrammar is imported with the first grammar: it takes seconds, which servers without grammars need not wait for.
+xgrammar is imported beside the loop too, with `preload` or the first grammar: it takes seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from eagle_server.plan import MASK_WORD
+from eagle_server.plan import MASK_WORD, allows
 from eagle_server.request import Grammar
 
 logger = logging.getLogger(__name__)
@@ -66,43 +66,53 @@ class Following:
     """
 
     def __init__(self, matcher: Any, words: int, prompt_length: int) -> None:
-        self._matcher, self._words, self._length = matcher, words, prompt_length
+        self.words = words
+        self._matcher, self._length = matcher, prompt_length
+        self._path: tuple[int, ...] = ()  # where the matcher stands, after the text
+        self._known: dict[tuple[int, ...], NDArray[np.int32] | None] = {}
         self._lost = False
 
-    def masks(self, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> NDArray[np.int32]:
-        """See `plan.Constraint`. The matcher stands where it stood: after `text`."""
-        self._advance(text)
-        masks = np.full((len(tokens), self._words), -1, dtype=np.int32)
+    def mask(self, text: Sequence[int], path: tuple[int, ...] = ()) -> NDArray[np.int32] | None:
+        """See `plan.Constraint`."""
+        if len(text) > self._length:
+            self._advance(text)
+        if path not in self._known:
+            self._known[path] = self._find(text, path)
+        return self._known[path]
+
+    def _find(self, text: Sequence[int], path: tuple[int, ...]) -> NDArray[np.int32] | None:
         if self._lost:
-            masks[0] = 0
-            return masks
-        children: list[list[int]] = [[] for _ in tokens]
-        for node in range(len(tokens) - 1, 0, -1):  # backwards, for the first child to be the last on the stack
-            if tokens[node] >= 0:
-                children[parents[node]].append(node)
-        stack, depths, depth = [0], [0] * len(tokens), 0
-        while stack:
-            node = stack.pop()
-            if node:
-                above = parents[node]
-                if not _allows(masks[above], tokens[node]):
-                    continue  # dead, with all that comes after it
-                self._matcher.rollback(depth - depths[above])
-                self._matcher.accept_token(tokens[node])
-                depth = depths[node] = depths[above] + 1
-            if not self._matcher.is_terminated():  # nothing is drawn after the end
-                self._matcher.fill_next_token_bitmask(masks, node)
-                stack.extend(children[node])
-        self._matcher.rollback(depth)
-        return masks
+            return None if path else np.zeros(self.words, dtype=np.int32)
+        if path:
+            above = self.mask(text, path[:-1])
+            if above is None or not allows(above, path[-1]):
+                return None
+        self._go(path)
+        if self._matcher.is_terminated():
+            return None
+        mask = np.empty(self.words, dtype=np.int32)
+        self._matcher.fill_next_token_bitmask(mask[None], 0)
+        return mask
+
+    def _go(self, path: tuple[int, ...]) -> None:
+        """Lead the matcher to a path that is allowed."""
+        common = 0
+        while common < min(len(path), len(self._path)) and path[common] == self._path[common]:
+            common += 1
+        self._matcher.rollback(len(self._path) - common)
+        for token in path[common:]:
+            self._matcher.accept_token(token)
+        self._path = path
 
     def _advance(self, text: Sequence[int]) -> None:
         """Accept what was emitted since the last call. The masks allowed it; else the request cannot go on."""
+        self._go(())
         for token in text[self._length :]:
             if not self._lost and not self._matcher.accept_token(token):
                 logger.error("a grammar refuses token %d, which its mask allowed", token)
                 self._lost = True
         self._length = len(text)
+        self._known.clear()
 
 
 @dataclass(frozen=True)
@@ -146,11 +156,15 @@ class Grammars:
         self._forget()
         found = self._known.get(grammar)
         if found is None:
-            if self._compiler is None:
-                self._compiler = self._threads.submit(self._make_compiler)
-            found = self._known[grammar] = self._threads.submit(self._compile, grammar, self._compiler)
+            found = self._known[grammar] = self._threads.submit(self._compile, grammar, self.preload())
         self._known.move_to_end(grammar)
         return found
+
+    def preload(self) -> Future[Any]:
+        """Begin to load what every grammar needs, unless that is done: xgrammar and the model's tokens."""
+        if self._compiler is None:
+            self._compiler = self._threads.submit(self._make_compiler)
+        return self._compiler
 
     def _forget(self) -> None:
         """Drop what failed, to be tried anew, and of the rest the oldest until CACHED_BYTES hold it."""
@@ -206,7 +220,3 @@ def _depth(source: str) -> int:
         depth += (character in "([{") - (character in ")]}")
         deepest = max(deepest, depth)
     return deepest
-
-
-def _allows(mask: NDArray[np.int32], token: int) -> bool:
-    return bool(int(mask[token // MASK_WORD]) >> token % MASK_WORD & 1)

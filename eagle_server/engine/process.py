@@ -45,6 +45,10 @@ class Engine(Protocol):
 
     def ready(self) -> Ready: ...
 
+    def preload(self) -> None:
+        """Begin to load, on threads, what the engine can do without as long as no request asks for it."""
+        ...
+
     def add(self, request: Request) -> None:
         """Queue a request. A bad one is answered with a delta that ends it, never with an exception."""
         ...
@@ -102,6 +106,7 @@ def run_engine(build: Callable[[], Engine], inbound_address: str, outbound_addre
         encode = msgspec.msgpack.Encoder().encode
         outbound.send(encode(engine.ready()))
         outbound.send(encode(Deltas([], engine.stats())))
+        engine.preload()
         inbox = _Inbox(inbound)
         while True:
             for message in inbox.take(wait=not engine.has_work()):

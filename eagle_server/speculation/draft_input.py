@@ -25,6 +25,7 @@ class EagleDraftInput:
     hidden_states: Tensor  # [bs, H], the draft's feedback at the last extended row
     verified_id: Tensor  # int64 [bs]
     accept_length: Tensor  # int64 [bs], rows extended this cycle: accepted drafts + 1, or the prompt rows
+    normed: Tensor | None = None  # [bs, H], of which the head made the logits behind topk
 
     def generate_attn_arg_prefill(
         self, req_pool_indices: Tensor, paged_kernel_lens: Tensor, req_to_token: Tensor

@@ -76,10 +76,14 @@ class Masks:
     def apply(self, logits: Tensor, rows: Rows) -> None:
         """One request at a time, for the memory of the bits spread out."""
         tokens = torch.arange(logits.shape[2], device=logits.device)
-        word, place = tokens // MASK_WORD, (tokens % MASK_WORD).to(torch.int32)
         for request, bits in zip(self.requests, self.bits, strict=True):
-            allowed = bits.index_select(1, word) >> place & 1  # [rows, vocab]
-            logits[request].masked_fill_(allowed == 0, _OFF)
+            logits[request].masked_fill_(~allowed_by(bits, tokens), _OFF)
+
+
+def allowed_by(bits: Tensor, tokens: Tensor) -> Tensor:
+    """Whether rows of a grammar's bits, int32 [rows, vocab / 32], have those of tokens int64 [n]: bool [rows, n]."""
+    word, place = tokens // MASK_WORD, (tokens % MASK_WORD).to(torch.int32)
+    return (bits.index_select(1, word) >> place & 1) != 0
 
 
 @dataclass(frozen=True)

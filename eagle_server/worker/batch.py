@@ -15,6 +15,7 @@ from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, CyclePlan, Decode, Sampling
 from eagle_server.speculation.attention_args import batch_arguments
 from eagle_server.speculation.sampling import SamplingBatch
+from eagle_server.worker.guide import Guide, guide_of
 from eagle_server.worker.histories import Histories
 
 _PADDING = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0)
@@ -87,6 +88,7 @@ class DecodeBatch:
     sampling: SamplingBatch
     undrafted: Tensor | None  # bool [bs], requests whose drafts are not looked at; None: there are none
     req_to_token: Tensor  # int32 [rows, width]
+    guide: Guide  # what grammars allow the drafter to guess
 
     def past_verified(self) -> DecodeBatch:
         """The same requests as if their verified_id were committed: everything stands one position further on."""
@@ -196,6 +198,7 @@ class Batches:
             sampling=self._with_history(self._sampling_of(decodes, padding), decodes),
             undrafted=self._undrafted(decodes, padding),
             req_to_token=self.req_to_token.tensor,
+            guide=guide_of(decodes),
         )
 
     def _padded_size(self, size: int) -> int:

@@ -1,4 +1,7 @@
-"""Grammars at verification: which tokens may come after each node, found on the host while the device verifies."""
+"""Grammars at verification: which tokens may come after each node, found on the host while the device verifies.
+
+`guide.py` has the same grammars for drafting; a node that a drafter asked about is not looked up again.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from eagle_server.ops.upload import upload
-from eagle_server.plan import Chunk, Decode
+from eagle_server.plan import Chunk, Constraint, Decode
 from eagle_server.speculation.sampling import SamplingBatch
 from eagle_server.speculation.transforms import Masks
 from eagle_server.speculation.tree import EagleVerifyInput
@@ -45,6 +49,26 @@ class Constrained:
         for number, turn in self.turns:
             assert turn.constraint is not None
             tree = _NO_TREE if tokens is None else (tokens[number], parents[number])
-            found.append(turn.constraint.masks(turn.text, *tree))
+            found.append(tree_masks(turn.constraint, turn.text, *tree))
         masks = Masks(tuple(number for number, _ in self.turns), upload(np.stack(found), self.device, torch.int32))
         return replace(sampling, transforms=(masks, *sampling.transforms))
+
+
+def tree_masks(
+    constraint: Constraint, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
+) -> NDArray[np.int32]:
+    """Which tokens may come after each node of a tree after `text`: bits of int32 [nodes, words], see `Constraint`.
+
+    The root, node 0, is the text's last token; parents come before children; token -1 is padding. A node that may not
+    stand where it does, or follows such a node or the output's end, has all bits set: no draw leads there.
+    """
+    masks = np.full((len(tokens), constraint.words), -1, dtype=np.int32)
+    paths: list[tuple[int, ...] | None] = []
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        above = paths[parent] if node else ()
+        path = None if above is None or (node and token < 0) else (*above, token) if node else ()
+        mask = None if path is None else constraint.mask(text, path)
+        paths.append(None if mask is None else path)
+        if mask is not None:
+            masks[node] = mask
+    return masks

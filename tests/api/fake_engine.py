@@ -90,6 +90,9 @@ class FakeEngine:
         self._cycle: CycleStats | None = None
         self.cached = 0
 
+    def preload(self) -> None:
+        pass
+
     def ready(self) -> Ready:
         return Ready(
             context_length=CONTEXT_LENGTH,

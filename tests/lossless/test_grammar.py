@@ -8,12 +8,18 @@ import string
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as with_fields
+from tokenizers import Tokenizer
 
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
+from eagle_server.engine.grammars import Grammars
 from eagle_server.engine.shape import Shape
 from eagle_server.models.target import TargetModel
-from eagle_server.request import FinishReason, Grammar, Request
+from eagle_server.plan import allows
+from eagle_server.request import DraftTree, FinishReason, Grammar, Request
+from tests.lossless.conftest import Drafting
+from tests.lossless.scenes import as_on_a_gpu, prompt
 from tests.support.engines import CONTEXT, Finished, plain, random_head, random_target, request, run, speculative
 from tests.support.grammars import GRAMMARS, VOCAB, json_tokenizer
 
@@ -125,3 +131,66 @@ def test_neighbours_go_on_and_aborts_are_answered_while_a_grammar_is_compiled(ta
     engine.add(request("gone", PROMPT, grammar=Grammar(kind="ebnf", source='root ::= "b"')))
     engine.abort("gone")
     assert run(engine, [])["gone"].reason is FinishReason.ABORT
+
+
+LETTERS = Grammar(kind="regex", source="(([a-m][n-z]){1,2}[A-Z0-9]|[0-9]{2}[ab ]|[C-Z][c-x]{3}){12}")
+FREE, FOLLOWING = [0, 1], [2, 3, 4]
+
+
+def joined() -> tuple[list[Request], dict[int, list[Request]]]:
+    """Two requests that may write anything, and three that join them and may not, and that tell of their trees."""
+    settings = [{"temperature": 0.7 * (n % 2), "seed": n, "ignore_eos": n in FREE, "max_tokens": 40} for n in range(5)]
+    free = [request(n, prompt(20 + n, n), **settings[n]) for n in FREE]
+    following = [request(n, prompt(9 + n, n), grammar=LETTERS, **settings[n]) for n in FOLLOWING]
+    return free, {3: [with_fields(each, trees=True) for each in following]}
+
+
+@pytest.mark.parametrize(
+    "drafting",
+    ["EAGLE3", "EAGLE3 static tree", "MEDUSA unsorted", "REDRAFTER", "STANDALONE", "EAGLE3+NGRAM", "NGRAM, shared"],
+    indirect=True,
+)
+def test_no_drafter_guesses_what_a_grammar_refuses(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where cycles without grammars are captured and replayed before, between and after the others."""
+    file = str(drafting.pair.directory / "tokenizer.json")
+    settings = as_on_a_gpu()
+    settings["stand_ins"]["tokenizer"] = reading = lambda: Tokenizer.from_file(file)
+    engine = drafting.engine(**settings)
+    trees: list[tuple[str, DraftTree | None, list[int]]] = []
+    step = engine.step
+
+    def watched() -> Any:
+        deltas = step()
+        trees.extend((delta.request_id, delta.tree, delta.token_ids) for delta in deltas)
+        return deltas
+
+    monkeypatch.setattr(engine, "step", watched)
+    free, joining = joined()
+    captured = len(engine.worker.verifier.graphs.keys)
+    outcome = run(engine, free, joining=joining)
+    assert len(engine.worker.verifier.graphs.keys) == captured
+    slow = plain(drafting.pair.target, stand_ins={"tokenizer": reading})
+    expected = run(slow, [*free, *joining[3]])
+    assert {n: f.tokens for n, f in outcome.items()} == {n: f.tokens for n, f in expected.items()}
+    compiled = Grammars(reading, 64, [63]).compile(LETTERS).result()
+    for number in map(str, FOLLOWING):
+        constraint, text, guesses = compiled.follow(0, [63]), list[int](), 0
+        for tree, tokens in [(tree, tokens) for name, tree, tokens in trees if name == number]:
+            for node in range(1, 0 if tree is None else len(tree.token_ids)):
+                *path, token = path_to(tree, node)
+                mask = constraint.mask(text, tuple(path))
+                assert mask is not None, (text, path)
+                assert allows(mask, token), (text, path, token)
+                guesses += 1
+            text += tokens
+        spec = outcome[number].spec
+        assert spec is not None
+        assert 0 < spec.accepted < spec.drafted == guesses
+
+
+def path_to(tree: DraftTree | None, node: int) -> list[int]:
+    path: list[int] = []
+    while tree is not None and node > 0:
+        path.insert(0, tree.token_ids[node])
+        node = tree.parents[node]
+    return path

@@ -12,6 +12,7 @@ from eagle_server.engine.grammars import DEEPEST, Compiled, Grammars
 from eagle_server.plan import Constraint
 from eagle_server.request import Grammar
 from eagle_server.speculation.transforms import History, Masks, Rows
+from eagle_server.worker.constraints import tree_masks
 from tests.support.grammars import GRAMMARS, VOCAB, json_tokenizer
 
 PROMPT = [5, 6, 7]
@@ -28,6 +29,10 @@ def compiled(grammars: Grammars, kind: str) -> Compiled:
 
 def allowed(mask: np.ndarray) -> set[int]:
     return {token for token in range(VOCAB) if int(mask[token // 32]) >> token % 32 & 1}
+
+
+def root_mask(constraint: Constraint, text: list[int]) -> np.ndarray:
+    return tree_masks(constraint, text, [text[-1]], [-1])[0]
 
 
 def brute_force(found: Compiled, output: list[int]) -> set[int] | None:
@@ -74,8 +79,8 @@ def test_every_nodes_mask_is_what_a_fresh_matcher_accepts_there(grammars: Gramma
     dead = 0
     for _ in range(5):
         tokens, parents = random_tree(found, output, chance)
-        first = constraint.masks(PROMPT + output, tokens, parents)
-        again = constraint.masks(PROMPT + output, tokens, parents)  # the matcher has gone back
+        first = tree_masks(constraint, PROMPT + output, tokens, parents)
+        again = tree_masks(constraint, PROMPT + output, tokens, parents)  # the matcher has gone back
         assert (first == again).all()
         for node in range(len(tokens)):
             path = path_to(tokens, parents, node)
@@ -91,13 +96,14 @@ def test_the_end_stands_where_the_grammar_is_complete_and_only_there(grammars: G
     constraint = compiled(grammars, "choice").follow(0, [0])
     spelled = [json_tokenizer().token_to_id(piece) for piece in ("12", "ab", "12", "a", "b")]
     for length in range(1, 5):
-        assert 0 not in allowed(constraint.masks(spelled[:length], [0], [-1])[0])
-    assert allowed(constraint.masks(spelled, [0], [-1])[0]) == {0}
+        assert 0 not in allowed(root_mask(constraint, spelled[:length]))
+    assert allowed(root_mask(constraint, spelled)) == {0}
 
 
 def test_a_lost_matcher_allows_nothing(grammars: Grammars) -> None:
     constraint = compiled(grammars, "choice").follow(0, [0])
-    assert allowed(constraint.masks([1], [1, 2], [-1, 0])[0]) == set()
+    assert allowed(root_mask(constraint, [1])) == set()
+    assert constraint.mask([1], (2,)) is None
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from eagle_server.attention.interface import AttentionBackend, Causal, Layout, Prepared
 from eagle_server.models.draft import DraftHead
-from eagle_server.ops.topk import topk_logprobs
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.attention_args import batch_arguments
 from eagle_server.speculation.candidates import CandidatePool
@@ -18,6 +18,7 @@ from eagle_server.speculation.draft_input import EagleDraftInput, Frontier, beam
 from eagle_server.speculation.tree import Candidates, EagleVerifyInput
 from eagle_server.worker.batch import Carry, DecodeBatch, Prompts
 from eagle_server.worker.graphs import Graphs
+from eagle_server.worker.guide import UNGUIDED, Guide
 
 
 class EagleDrafter:
@@ -66,7 +67,12 @@ class EagleDrafter:
         prepared = self.attention.prepare(layout)
         function = partial(self._extend, prepared, layout, batch.carry, batch.req_to_token)
         key = None if prepared.graph_key is None else ("extend", prepared.graph_key)
-        return self.graphs.run(key, function, batch.rows, batch.seq_lens, batch.verified_id, batch.counts)
+        draft = self.graphs.run(key, function, batch.rows, batch.seq_lens, batch.verified_id, batch.counts)
+        if not batch.guide.constrains:
+            return draft
+        assert draft.normed is not None
+        logp, tokens = self._best(draft.normed, batch.guide)
+        return replace(draft, topk_logp=logp, topk_index=tokens)
 
     def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> Candidates:
         """num_steps - 1 forwards over the frontier; the first level is what draft-extend already found."""
@@ -78,8 +84,8 @@ class EagleDrafter:
         distinct = {layout: self.attention.prepare(layout) for layout in layouts}
         prepared = [distinct[layout] for layout in layouts]
         keys = tuple(each.graph_key for each in distinct.values())
-        key = None if None in keys or not keys else ("propose", keys)
-        function = partial(self._propose, prepared, layouts, batch.req_to_token)
+        key = None if None in keys or not keys or batch.guide.constrains else ("propose", keys)
+        function = partial(self._propose, prepared, layouts, batch.req_to_token, batch.guide)
         inputs = (draft.topk_logp, draft.topk_index, draft.hidden_states, draft.verified_id, draft.accept_length)
         return self.graphs.run(key, function, batch.rows, batch.seq_lens, *inputs)
 
@@ -104,14 +110,17 @@ class EagleDrafter:
         planned = prepared.bind(batch_arguments(rows, first + width, req_to_token, Causal(), layout))
         out = self.head(tokens, self.head.combine(features), positions, planned)
         newest = counts - 1 + torch.arange(0, len(tokens), width, device=rows.device)
-        logp, best = self._best(out.normed.index_select(0, newest))
-        return EagleDraftInput(logp, best, out.feedback.index_select(0, newest), verified_id, accept_length=counts)
+        normed = out.normed.index_select(0, newest)
+        logp, best = self._best(normed, UNGUIDED)
+        feedback = out.feedback.index_select(0, newest)
+        return EagleDraftInput(logp, best, feedback, verified_id, accept_length=counts, normed=normed)
 
-    def _propose(
+    def _propose(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
         self,
         prepared: Sequence[Prepared],
         layouts: Sequence[Layout],
         req_to_token: Tensor,
+        guide: Guide,
         rows: Tensor,
         seq_lens: Tensor,
         *draft: Tensor,
@@ -120,18 +129,22 @@ class EagleDrafter:
         pool = CandidatePool(frontier.tokens, frontier.scores)
         if not self.beams:
             self._clear_window(rows, seq_lens, req_to_token)
+        chosen: Tensor | None = None
         for step, (ready, layout) in enumerate(zip(prepared, layouts, strict=True)):
+            guide = guide.advance(frontier.tokens, chosen, self.topk)
             planned = ready.bind(frontier.attention_batch(rows, seq_lens, req_to_token, layout))
             positions = (seq_lens + step).repeat_interleave(self.topk)
             out = self.head(frontier.tokens.view(-1), frontier.hidden, positions, planned)
-            logp, tokens = self._best(out.normed)
+            logp, tokens = self._best(out.normed, guide)
             shape = (*frontier.tokens.shape, self.topk)
             scores = frontier.scores[:, :, None] + logp.view(shape)
             pool.add(tokens.view(shape), scores)
             if step < self.num_steps - 2:
                 frontier, chosen = frontier.advance(tokens.view(shape), scores, out.feedback)
                 pool.expand(chosen)
-        return pool.best(self.draft_token_num - 1)
+        best = pool.best(self.draft_token_num - 1)
+        assert best.scores is not None
+        return replace(best, tokens=guide.without_refused(best.tokens, best.scores))
 
     def _clear_window(self, rows: Tensor, seq_lens: Tensor, req_to_token: Tensor) -> None:
         """Steps read the slots of later steps, masked; whatever freed KV stands there must not be NaN."""
@@ -140,7 +153,6 @@ class EagleDrafter:
             slots = req_to_token[rows[:, None], seq_lens[:, None] + later]
             self.attention.pool.clear(slots.view(-1).long())
 
-    def _best(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+    def _best(self, normed: Tensor, guide: Guide) -> tuple[Tensor, Tensor]:
         """Log-probabilities over the draft vocabulary and target ids of the topk children, [rows, topk]."""
-        logp, ids = topk_logprobs(self.head.logits(normed), self.topk)
-        return logp, self.head.target_ids(ids)
+        return guide.best(self.head.logits(normed), self.topk, self.head.target_ids)

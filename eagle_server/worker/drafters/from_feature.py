@@ -39,4 +39,4 @@ class FeatureDrafter:
     def graph_key(self, name: str, batch: DecodeBatch) -> Hashable | None:
         """The key of this batch's graph, None where there is none."""
         size = len(batch.seq_lens_host)
-        return (name, size) if size in self.graph_sizes else None
+        return (name, size) if size in self.graph_sizes and not batch.guide.constrains else None

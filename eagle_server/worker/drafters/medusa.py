@@ -12,10 +12,12 @@ from eagle_server.models.medusa_head import MedusaHeads
 from eagle_server.ops.topk import topk_logprobs
 from eagle_server.speculation.medusa import choice_parents, sorted_choices
 from eagle_server.speculation.medusa_choices import Choices, depth_of, ranks_of
+from eagle_server.speculation.static_tree import static_tree
 from eagle_server.speculation.tree import TreeNodes
 from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.drafters.from_feature import FeatureDrafter
 from eagle_server.worker.graphs import Graphs
+from eagle_server.worker.guide import Guide
 
 
 class MedusaDrafter(FeatureDrafter):
@@ -41,10 +43,14 @@ class MedusaDrafter(FeatureDrafter):
         padded = [[nobody] * (self.num_steps - len(line)) + line for line in lines]
         self._lines = torch.tensor(padded, device=device)  # [n, num_steps]
         self._parents = torch.tensor([choice_parents(choices)], device=device)  # [1, n]
+        self._levels = static_tree(choices, device).levels
 
     def propose(self, draft: Tensor, batch: DecodeBatch) -> TreeNodes:
         size = len(batch.seq_lens_host)
-        tokens, scores = self.graphs.run(self.graph_key("medusa", batch), self._best, draft)
+        if batch.guide.constrains:
+            tokens, scores = self._grow(draft, batch.guide)
+        else:
+            tokens, scores = self.graphs.run(self.graph_key("medusa", batch), self._best, draft)
         return TreeNodes(tokens, self._parents.expand(size, -1), spec_steps=self.num_steps, scores=scores)
 
     def _best(self, feature: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,3 +62,21 @@ class MedusaDrafter(FeatureDrafter):
         )
         steps = F.pad(logp, (0, 1)).index_select(1, self._lines.view(-1)).unflatten(1, self._lines.shape)
         return ids.index_select(1, self._lines[:, -1]), steps.sum(-1)
+
+    def _grow(self, feature: Tensor, guide: Guide) -> tuple[Tensor, Tensor]:
+        """The same level by level: the best tokens of a head are each node's own, of those that may follow it."""
+        bs = len(feature)
+        above = torch.zeros(bs, 1, device=feature.device)  # scores of the nodes that have children
+        tokens, scores = list[Tensor](), list[Tensor]()
+        logits: Tensor = self.heads(feature, self.num_steps)  # [num_steps, bs, V]
+        for depth, (level, of_head) in enumerate(zip(self._levels, logits, strict=True)):
+            if depth:
+                before = self._levels[depth - 1]
+                above = scores[-1].index_select(1, before.fed)
+                guide = guide.advance(tokens[-1].index_select(1, before.fed), before.parents.expand(bs, -1))
+            logp, ids = guide.best(of_head.repeat_interleave(above.shape[1], dim=0), self.ranks)
+            paths = above[:, :, None] + logp.view(bs, -1, self.ranks)
+            tokens.append(ids.view(bs, -1).index_select(1, level.picks))
+            scores.append(paths.flatten(1).index_select(1, level.picks))
+        found, worth = torch.cat(tokens, dim=1), torch.cat(scores, dim=1)
+        return guide.without_refused(found, worth), worth

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_server.ops.upload import upload
-from eagle_server.plan import Decode
+from eagle_server.plan import Constraint, Decode, allows
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.shared_texts import SharedTexts, blended
 from eagle_server.speculation.suffix_automaton import LONGEST, SuffixAutomaton, Trie
@@ -17,6 +17,7 @@ from eagle_server.speculation.tree import EagleVerifyInput, TreeNodes
 from eagle_server.worker.batch import DecodeBatch, Prompts
 
 CERTAIN = 0.95  # of the tokens that a trie could give at most, so many are expected of it
+_SPARE = 4  # times as many nodes are looked at where a grammar may refuse them
 _PIECE = 64  # new tokens of a running request that are worth telling the others
 
 
@@ -57,13 +58,24 @@ class NgramTries:
             reader = self._readers[decode.row] = _Reader(decode.text, SuffixAutomaton(self.depth))
         known = reader.automaton.length
         reader.automaton.extend(decode.text[known:])
-        own = reader.automaton.continuations(self.budget)
+        own = self._allowed(reader.automaton.continuations(self._wanted(decode)), decode)
         if self.shared is None:
             return own
         self._tell(reader, least=_PIECE)
         if self.is_certain(own):
             return own
-        return blended(own, self.shared.continuations(decode.text, self.budget), self.budget)
+        shared = self._allowed(self.shared.continuations(decode.text, self._wanted(decode)), decode)
+        return blended(own, shared, self.budget)
+
+    def _wanted(self, decode: Decode) -> int:
+        """Nodes to ask for, where a grammar may refuse some."""
+        return self.budget if decode.constraint is None else _SPARE * self.budget
+
+    def _allowed(self, trie: Trie, decode: Decode) -> Trie:
+        """The `budget` best nodes that the request's grammar allows, if it has one, and their estimates among such."""
+        if decode.constraint is None:
+            return trie
+        return _followable(trie, decode.text, decode.constraint, self.budget)
 
     def _tell(self, reader: _Reader, least: int) -> None:
         """Share what is new of a text, if it is so much."""
@@ -97,6 +109,25 @@ class NgramDrafter:
 
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
         return None
+
+
+def _followable(trie: Trie, text: Sequence[int], constraint: Constraint, budget: int) -> Trie:
+    """The first `budget` nodes of a trie that may come after `text`."""
+    kept = Trie([], [], [], trie.context)
+    numbers = [0]  # of the trie's nodes, among the kept ones; -1: refused
+    paths: list[tuple[int, ...]] = [()]  # of the kept ones
+    for token, parent, estimate in zip(trie.tokens, trie.parents, trie.estimates, strict=True):
+        above = numbers[parent]
+        mask = constraint.mask(text, paths[above]) if above >= 0 and len(kept.tokens) < budget else None
+        if mask is None or not allows(mask, token):
+            numbers.append(-1)
+            continue
+        numbers.append(len(paths))
+        paths.append((*paths[above], token))
+        kept.tokens.append(token)
+        kept.parents.append(above)
+        kept.estimates.append(estimate)
+    return kept
 
 
 SCALE = 1 << 20  # estimates travel as integers, with the tokens

@@ -16,6 +16,7 @@ from eagle_server.speculation.tree import TreeNodes
 from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.drafters.eagle import EagleDrafter
 from eagle_server.worker.graphs import Graphs
+from eagle_server.worker.guide import Guide
 
 
 class StaticEagleDrafter(EagleDrafter):
@@ -35,15 +36,18 @@ class StaticEagleDrafter(EagleDrafter):
         layouts = [Layout((rows,) * len(lens), lens, window=window) for rows in self.tree.rows]
         distinct = {layout: self.attention.prepare(layout) for layout in layouts}
         keys = tuple(each.graph_key for each in distinct.values())
-        key = None if None in keys or not keys else ("propose", keys)
-        function = partial(self._grow, [distinct[layout] for layout in layouts], layouts, batch.req_to_token)
-        return self.graphs.run(key, function, batch.rows, batch.seq_lens, draft.topk_index, draft.hidden_states)
+        key = None if None in keys or not keys or batch.guide.constrains else ("propose", keys)
+        prepared = [distinct[layout] for layout in layouts]
+        function = partial(self._grow, prepared, layouts, batch.req_to_token, batch.guide)
+        first = batch.guide.without_refused(draft.topk_index, draft.topk_logp)
+        return self.graphs.run(key, function, batch.rows, batch.seq_lens, first, draft.hidden_states)
 
     def _grow(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
         self,
         prepared: Sequence[Prepared],
         layouts: Sequence[Layout],
         req_to_token: Tensor,
+        guide: Guide,
         rows: Tensor,
         seq_lens: Tensor,
         topk_index: Tensor,
@@ -56,14 +60,16 @@ class StaticEagleDrafter(EagleDrafter):
         tokens, feedback = [topk_index.index_select(1, first.picks)], hidden[:, None]
         for step, (level, below) in enumerate(zip(self.tree.levels, deeper, strict=False)):
             attention = self._attention(level, step, rows, seq_lens, req_to_token, layouts[step])
-            count = len(level.fed)
+            count, fed = len(level.fed), tokens[-1].index_select(1, level.fed)
+            guide = guide.advance(fed, level.parents.expand(bs, -1))
             out = self.head(
-                tokens[-1].index_select(1, level.fed).view(-1),
+                fed.view(-1).clamp(min=0),
                 feedback.index_select(1, level.parents).flatten(0, 1),
                 (seq_lens + step)[:, None].expand(-1, count).reshape(-1),
                 prepared[step].bind(attention),
             )
-            children = self._best(out.normed)[1].view(bs, -1)  # [bs, rows * topk]
+            logp, children = self._best(out.normed, guide)
+            children = guide.without_refused(children, logp).view(bs, -1)  # [bs, rows * topk]
             tokens.append(children.index_select(1, below.picks))
             feedback = out.feedback.unflatten(0, (bs, count))
         parents = self.tree.parents.expand(bs, -1)
