@@ -70,8 +70,8 @@ class Constraint(Protocol):
 
 
 def allows(mask: NDArray[np.int32], token: int) -> bool:
-    """Whether a token's bit is set."""
-    return bool(int(mask[token // MASK_WORD]) >> token % MASK_WORD & 1)
+    """Whether a token's bit is set; padding, -1, has none."""
+    return token >= 0 and bool(int(mask[token // MASK_WORD]) >> token % MASK_WORD & 1)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def tree_masks(
     paths: list[tuple[int, ...] | None] = []
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         above = paths[parent] if node else ()
-        path = None if above is None or (node and token < 0) else (*above, token) if node else ()
+        path = above if above is None or not node else (*above, token)
         mask = None if path is None else constraint.mask(text, path)
         paths.append(None if mask is None else path)
         if mask is not None:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle_server.ops.topk import topk_logprobs
@@ -101,10 +102,9 @@ class Guided:
         )
 
     def without_refused(self, tokens: Tensor, scores: Tensor) -> Tensor:
-        refused = scores.isneginf()
-        return tokens.masked_fill(refused, -1)
+        return tokens.masked_fill(scores.isneginf(), -1)
 
-    def _masks(self, number: int) -> np.ndarray:
+    def _masks(self, number: int) -> NDArray[np.int32]:
         """Bits of int32 [nodes, words]; none after what may not stand."""
         turn = self.turns[number]
         assert turn.constraint is not None

@@ -29,8 +29,8 @@ class Worker:
     def run(self, plan: CyclePlan) -> CycleResult:
         """One cycle: every decoding request emits at least one token, every chunk advances its prompt.
 
-        The device works ahead of the host until `emit` copies what was accepted; with grammars the host walks the
-        trees in between, while they are verified.
+        The device works ahead of the host until `emit` copies what was accepted; with grammars the host follows the
+        trees in between, as they grow (`batch.guide`) and while they are verified.
         """
         clock = StageClock(self.batches.device)
         batch = self.batches.begin(plan)

@@ -72,7 +72,7 @@ class NgramTries:
         return self.budget if decode.constraint is None else _SPARE * self.budget
 
     def _allowed(self, trie: Trie, decode: Decode) -> Trie:
-        """The `budget` best nodes that the request's grammar allows, if it has one, and their estimates among such."""
+        """The `budget` best nodes that the request's grammar allows, if it has one."""
         if decode.constraint is None:
             return trie
         return _followable(trie, decode.text, decode.constraint, self.budget)

@@ -63,7 +63,7 @@ class StaticEagleDrafter(EagleDrafter):
             count, fed = len(level.fed), tokens[-1].index_select(1, level.fed)
             guide = guide.advance(fed, level.parents.expand(bs, -1))
             out = self.head(
-                fed.view(-1).clamp(min=0),
+                (fed.clamp(min=0) if guide.constrains else fed).view(-1),  # a refused node is padding
                 feedback.index_select(1, level.parents).flatten(0, 1),
                 (seq_lens + step)[:, None].expand(-1, count).reshape(-1),
                 prepared[step].bind(attention),
