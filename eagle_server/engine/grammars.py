@@ -1,7 +1,7 @@
 """Grammars that outputs must follow, by xgrammar: compiled beside the engine's loop, followed by one matcher a request.
 
 A token's mask depends on the text before it alone, so a request's draws are the same with and without speculation.
-xgrammar is imported beside the loop too, with `preload` or the first grammar: it takes seconds.
+xgrammar is imported beside the loop too, with `preload` or else the first grammar: it takes a second or more.
 """
 
 from __future__ import annotations

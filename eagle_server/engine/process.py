@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 CONFIGURATION_STATUS = 2
 FAILURE_STATUS = 1
+_QUIET = 2.0  # seconds without a message, after which the engine may be slow for a moment
 
 
 class Engine(Protocol):
@@ -46,7 +47,10 @@ class Engine(Protocol):
     def ready(self) -> Ready: ...
 
     def preload(self) -> None:
-        """Begin to load, on threads, what the engine can do without as long as no request asks for it."""
+        """Begin to load, on threads, what the engine can do without as long as no request asks for it.
+
+        Called at a quiet moment: Python's imports slow down whatever else the process does.
+        """
         ...
 
     def add(self, request: Request) -> None:
@@ -106,9 +110,11 @@ def run_engine(build: Callable[[], Engine], inbound_address: str, outbound_addre
         encode = msgspec.msgpack.Encoder().encode
         outbound.send(encode(engine.ready()))
         outbound.send(encode(Deltas([], engine.stats())))
-        engine.preload()
-        inbox = _Inbox(inbound)
+        inbox, quiet = _Inbox(inbound), False
         while True:
+            if not quiet and not engine.has_work() and inbox.stays_empty(_QUIET):
+                quiet = True
+                engine.preload()
             for message in inbox.take(wait=not engine.has_work()):
                 match message:
                     case Request():
@@ -138,6 +144,10 @@ class _Inbox:
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._decode = msgspec.msgpack.Decoder(Inbound).decode
+
+    def stays_empty(self, seconds: float) -> bool:
+        """Whether nothing arrives for so long; returns as soon as something does."""
+        return not self._socket.poll(round(1000 * seconds))
 
     def take(self, *, wait: bool) -> list[Inbound]:
         """Everything that has arrived; if `wait`, at least one message."""

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from eagle_server.engine.grammars import DEEPEST, Compiled, Grammars
 from eagle_server.plan import Constraint
@@ -104,6 +105,20 @@ def test_a_lost_matcher_allows_nothing(grammars: Grammars) -> None:
     constraint = compiled(grammars, "choice").follow(0, [0])
     assert allowed(root_mask(constraint, [1])) == set()
     assert constraint.mask([1], (2,)) is None
+
+
+def test_what_grammars_need_is_loaded_once_be_it_ahead_or_with_the_first() -> None:
+    reads = []
+
+    def read() -> Tokenizer:
+        reads.append(1)
+        return json_tokenizer()
+
+    grammars = Grammars(read, VOCAB, [0])
+    ahead = grammars.preload()
+    assert grammars.compile(GRAMMARS["choice"]).result().size > 0
+    assert grammars.preload() is ahead
+    assert reads == [1]
 
 
 @pytest.mark.parametrize(

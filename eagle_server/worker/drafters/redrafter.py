@@ -39,10 +39,10 @@ class RedrafterDrafter(FeatureDrafter):
         self.num_steps, self.beam_width, self.draft_token_num = num_steps, beam_width, draft_token_num
 
     def propose(self, draft: Tensor, batch: DecodeBatch) -> TreeNodes:
-        function = partial(self._propose, batch.guide)
+        function = partial(self._propose, guide=batch.guide)
         return self.graphs.run(self.graph_key("redrafter", batch), function, draft, batch.verified_id)
 
-    def _propose(self, guide: Guide, context: Tensor, verified_id: Tensor) -> TreeNodes:
+    def _propose(self, context: Tensor, verified_id: Tensor, guide: Guide = UNGUIDED) -> TreeNodes:
         beam, scores = beam_search(self.head, context, verified_id, self.num_steps, self.beam_width, guide)
         places = self.beam_width * self.num_steps + 1  # all beams have the root in common
         packed = pack(beam, places)
