@@ -26,7 +26,7 @@ class DeviceSection(Section):
     cpu_threads: Count | None = Field(
         default=None,
         description="threads that compute; auto: all cores, but two for a small model, whose operations are too short "
-        "to be shared out",
+        "to be shared out, and one of the two while other processes keep the cores busy",
     )
     tp_size: Annotated[int, AfterValidator(_single_device)] = Field(
         default=1, description="devices that share the target; only 1 so far"

@@ -12,7 +12,9 @@ import torch
 from eagle_server.config import Config, ConfigError, SpeculativeParams, resolve_speculative
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.backends import caps_scores
+from eagle_server.engine.cores import SharedCores
 from eagle_server.engine.devices import (
+    SMALL_MODEL_THREADS,
     graph_memory,
     graph_sizes,
     memory_for_kv,
@@ -53,7 +55,14 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
         ValueError: a value or checkpoint that cannot be served; the message says what to change.
         OSError: a file that cannot be read.
     """
-    return engine_over(load_models(config, progress=progress), config)
+    models = load_models(config, progress=progress)
+    engine = engine_over(models, config)
+    if config.device.cpu_threads is None and models.target.embed.device.type == "cpu":
+        threads = torch.get_num_threads()
+        # With more threads, less than all of them working does not mean that others want the cores.
+        if 1 < threads <= SMALL_MODEL_THREADS:
+            engine.cores = SharedCores(threads)
+    return engine
 
 
 def load_models(config: Config, *, lookahead: int = 0, progress: bool = True) -> Models:

@@ -14,6 +14,7 @@ from eagle_server.models.config import ModelConfig
 from eagle_server.worker.graphs import bucket_sizes
 
 SMALL_MODEL = 50_000_000  # parameters of a target
+SMALL_MODEL_THREADS = 2
 CPU_MEMORY_FOR_KV = 0.25  # of the machine's memory, for both pools together
 GPU_MEMORY = 0.85  # of the GPU's memory, for weights and KV together
 LARGEST_GRAPH = 64
@@ -110,4 +111,4 @@ def threads_for(config: ModelConfig) -> int:
     layer = attention + 3 * config.hidden_size * config.intermediate_size
     weights = config.num_layers * layer + config.vocab_size * config.hidden_size
     cores = os.cpu_count() or 1
-    return min(2, cores) if weights < SMALL_MODEL else cores
+    return min(SMALL_MODEL_THREADS, cores) if weights < SMALL_MODEL else cores

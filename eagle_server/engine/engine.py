@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager, nullcontext
 
 from eagle_server.engine.grammars import Compiled, Grammars
 from eagle_server.engine.refusals import refusal
@@ -23,6 +24,7 @@ class Engine:
 
     def __init__(self, scheduler: Scheduler, worker: Worker, ready: Ready, grammars: Grammars | None = None) -> None:
         self.scheduler, self.worker = scheduler, worker
+        self.cores: AbstractContextManager[None] = nullcontext()  # what cycles compute in
         self._ready, self._grammars = ready, grammars
         self._compiling: dict[str, tuple[Request, Future[Compiled]]] = {}
         self._outbox: list[TokenDelta] = []
@@ -96,7 +98,8 @@ class Engine:
         if self.scheduler.has_work():
             began = time.perf_counter()
             plan = self.scheduler.schedule()
-            result = self.worker.run(plan)
+            with self.cores:
+                result = self.worker.run(plan)
             deltas.extend(self.scheduler.commit(result))
             for stage, seconds in result.stage_seconds.items():
                 self._stages[stage] += seconds
