@@ -58,7 +58,7 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
     app.add_api_route("/openapi.json", document, methods=["GET"])
     # From the inside out: whoever is added last sees a request first.
     app.add_middleware(Gate, service=service, api_key=key.get_secret_value() if key else None)
-    app.add_middleware(Access, on_generated=tracing.record if tracing else None)
+    app.add_middleware(Access, on_generated=[metrics.answered, *([tracing.record] if tracing else [])])
     if config.server.cors_allow_origins:
         app.add_middleware(
             CORSMiddleware,

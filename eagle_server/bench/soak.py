@@ -25,6 +25,8 @@ from eagle_server.bench.servers import BenchError, Server, running
 PROMPTS = Path(__file__).parents[1] / "assets" / "demo" / "prompts.json"
 TEMPERATURES = (0.0, 0.7, 1.0)
 IDLE_SECONDS = 60.0  # in which the engine must have come to rest after the last answer
+API_SECONDS = "eagle_server_api_seconds"
+ENGINE_SECONDS = ("vllm:request_queue_time_seconds", "vllm:request_inference_time_seconds")
 WARM = 0.25  # of the time: what memory grows in it belongs to caches and pools that fill
 
 
@@ -157,8 +159,16 @@ def growth(seconds: Sequence[float], memory: Sequence[int]) -> float:
     return slope
 
 
-def overhead(server: Server, count: int) -> list[float]:
-    """Seconds that client, HTTP, tokenizer and processes add to a request, for `count` of them, one at a time.
+@dataclass(frozen=True)
+class Added:
+    """What one request took beside the engine's own time, in seconds: in the API, and with client and messages too."""
+
+    api: float
+    all: float
+
+
+def overhead(server: Server, count: int) -> list[Added]:
+    """`count` requests, one at a time.
 
     Each is a stream of one token over a connection that stays, as clients' libraries have it.
     """
@@ -166,23 +176,23 @@ def overhead(server: Server, count: int) -> list[float]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     added = []
     for _ in range(count):
-        before, start = _engine_seconds(server), time.perf_counter()
+        api, engine = _sum(server, API_SECONDS), _sum(server, *ENGINE_SECONDS)
+        start = time.perf_counter()
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         connection.getresponse().read()
         elapsed = time.perf_counter() - start
-        added.append(elapsed - (_engine_seconds(server) - before))
+        added.append(Added(_sum(server, API_SECONDS) - api, elapsed - (_sum(server, *ENGINE_SECONDS) - engine)))
     connection.close()
     return added
 
 
-def _engine_seconds(server: Server) -> float:
-    """Of all requests so far, from their arrival in the engine to their last token."""
-    sums = ("vllm:request_queue_time_seconds_sum", "vllm:request_inference_time_seconds_sum")
+def _sum(server: Server, *names: str) -> float:
+    """Seconds of all requests so far in these histograms."""
     lines = server.text("/metrics").splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(sums))
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(tuple(f"{n}_sum" for n in names)))
 
 
-def report(record: Record, seconds: float, added: Sequence[float], console: Console) -> bool:
+def report(record: Record, seconds: float, added: Sequence[Added], console: Console) -> bool:
     """Print the table; whether all went well."""
     last, times = record.samples[-1], [s.seconds for s in record.samples]
     memory = {
@@ -206,7 +216,10 @@ def report(record: Record, seconds: float, added: Sequence[float], console: Cons
             for name, sizes in memory.items()
         },
         "KV slots in use at the end": last.kv_used,
-        "added by the API to an answer, median": f"{statistics.median(added) * 1e3:.2f} ms",
+        "added to an answer, median": (
+            f"{statistics.median(each.api for each in added) * 1e3:.2f} ms by the API, "
+            f"{statistics.median(each.all for each in added) * 1e3:.2f} with client and messages"
+        ),
     }
     table = Table(show_header=False)
     for name, value in rows.items():
@@ -272,7 +285,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     good = report(record, elapsed, added, console)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    values = {**vars(record), "samples": [vars(s) for s in record.samples], "added_seconds": added}
+    values = {**vars(record), "samples": [vars(s) for s in record.samples], "added": [vars(each) for each in added]}
     (arguments.out / "soak.json").write_text(json.dumps(values))
     plot(record, arguments.out / "soak.png")
     console.print(f"written: {arguments.out / 'soak.json'}, {arguments.out / 'soak.png'}")

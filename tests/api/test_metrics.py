@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import httpx
@@ -14,7 +15,7 @@ from eagle_server.api.telemetry.families import one_two_five
 from eagle_server.config import Config, parse_args
 from eagle_server.engine.client import EngineClient
 from tests.api.conftest import LocalEngine, http_client
-from tests.api.fake_engine import BREAK, EOS, REFUSE, SPEC_STEPS, STALL, FakeEngine
+from tests.api.fake_engine import BREAK, EOS, REFUSE, SLOW, SPEC_STEPS, STALL, FakeEngine
 
 VLLM = {
     "gauge": ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"],
@@ -47,7 +48,7 @@ VLLM = {
     ],
 }
 OURS = {
-    "histogram": ["accept_length", "stage_seconds", "cycle_seconds", "batch_size", "tree_nodes"],
+    "histogram": ["api_seconds", "accept_length", "stage_seconds", "cycle_seconds", "batch_size", "tree_nodes"],
     "counter": ["engine_restarts"],
 }
 Samples = dict[str, float]
@@ -123,6 +124,16 @@ async def test_counts_are_those_of_the_answers(http: httpx.AsyncClient) -> None:
     assert found["vllm:request_inference_time_seconds_sum"] == 5 * 1.5
     assert found["vllm:request_params_max_tokens_sum"] == sum(body["max_tokens"] for body in bodies)
     assert found["vllm:request_generation_tokens_sum"] == found["vllm:generation_tokens_total"]
+
+
+async def test_the_apis_own_time_is_a_part_of_an_answers(http: httpx.AsyncClient) -> None:
+    start = time.perf_counter()
+    await complete(http, prompt=["abc", SLOW], n=2, max_tokens=4)
+    elapsed = time.perf_counter() - start
+    await http.post("/v1/completions", json={"prompt": f"ab{BREAK}", "max_tokens": 20})
+    found = await scrape(http)
+    assert found["eagle_server_api_seconds_count"] == 1
+    assert 0 < found["eagle_server_api_seconds_sum"] < elapsed - 0.1  # which the engine was slow for
 
 
 async def test_a_stop_string_ends_a_request_with_stop_and_its_answers_tokens(http: httpx.AsyncClient) -> None:

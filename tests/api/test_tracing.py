@@ -74,7 +74,7 @@ async def traced(http: httpx.AsyncClient, spans: InMemorySpanExporter) -> httpx.
     app = http._transport.app
     tracing = Tracing("fake", SimpleSpanProcessor(spans))
     [access] = [each for each in app.user_middleware if each.cls is Access]
-    access.kwargs["on_generated"] = tracing.record
+    access.kwargs["on_generated"].append(tracing.record)
     return http
 
 

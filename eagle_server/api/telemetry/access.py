@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -22,9 +22,9 @@ OnGenerated = Callable[[Call], None]
 
 
 class Access:
-    """ASGI middleware inside of RequestId. `on_generated` gets every call that reached the engine, at its end."""
+    """ASGI middleware inside of RequestId. `on_generated` get every call that reached the engine, at its end."""
 
-    def __init__(self, app: ASGIApp, on_generated: OnGenerated | None) -> None:
+    def __init__(self, app: ASGIApp, on_generated: Sequence[OnGenerated]) -> None:
         self._app = app
         self._on_generated = on_generated
 
@@ -49,8 +49,8 @@ class Access:
         finally:
             call.status = call.status or CLIENT_CLOSED_REQUEST
             _log(call)
-            if call.generations and self._on_generated is not None:
-                self._on_generated(call)
+            for observe in self._on_generated if call.generations else ():
+                observe(call)
 
 
 def _log(call: Call) -> None:

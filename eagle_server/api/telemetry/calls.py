@@ -69,6 +69,15 @@ class Call:
     def output_tokens(self) -> int:
         return sum(each.answer_tokens for each in self.generations)
 
+    def own_seconds(self, now: float) -> float:
+        """Of its time until `now`, that in which the engine had nothing to do with it. All generations have ended."""
+        return (
+            min(each.submitted for each in self.generations)
+            - self.began
+            + now
+            - max(each.ended or now for each in self.generations)
+        )
+
     @property
     def spec(self) -> SpecStats | None:
         """That of all generations together; None where nothing was drafted, or is not known yet to have been."""

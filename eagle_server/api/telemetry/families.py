@@ -25,6 +25,7 @@ REQUEST_SECONDS = (
     *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
     *(120, 240, 480, 960, 1920, 7680),
 )
+API_SECONDS = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CHOICES = (1, 2, 5, 10, 20)
 CYCLE_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -114,6 +115,11 @@ class Families:
             "vllm:request_time_per_output_token_seconds", "Decoding time by tokens after the first.", TOKEN_SECONDS
         )
         self.e2e_latency = self._seconds("e2e_request_latency", "From submission to the last token.")
+        self.api_seconds = self._histogram(
+            "eagle_server_api_seconds",
+            "What the API itself takes of a call: until the engine is told, and after its last word.",
+            API_SECONDS,
+        )
         self.queue_time = self._seconds("request_queue_time", "From submission until it was first scheduled.")
         self.prefill_time = self._seconds("request_prefill_time", "From then until its prompt was prefilled.")
         self.decode_time = self._seconds("request_decode_time", "From then to its end.")

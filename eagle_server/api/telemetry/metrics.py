@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
-from eagle_server.api.telemetry.calls import Generation
+from eagle_server.api.telemetry.calls import Call, Generation
 from eagle_server.api.telemetry.families import Families
 from eagle_server.api.telemetry.summary import kv_cache_usage
 from eagle_server.request import CycleStats, EngineStats, FinishReason, Ready
@@ -109,6 +110,12 @@ class Metrics:
         families.inference_time.observe(timing.prefill + timing.decode)
         if generation.tokens > 1:
             families.time_per_output_token.observe(timing.decode / (generation.tokens - 1))
+
+    def answered(self, call: Call) -> None:
+        """A call that reached the engine has ended now."""
+        reasons = {each.reason for each in call.generations}
+        if reasons <= set(ANSWERED):
+            self._running_families.api_seconds.observe(call.own_seconds(time.monotonic()))
 
     @property
     def _running_families(self) -> Families:
