@@ -19,12 +19,13 @@ class FinishReason(enum.Enum):
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
-    """What the output must be: `source` is a JSON schema, regular expression, EBNF grammar, or a JSON list of texts.
+    """What the output must be: `source` is a JSON schema, regular expression, EBNF grammar, a JSON list of texts, or
+    one of xgrammar's structural tags (JSON, too).
 
     `json_object` is any JSON object; its source is empty.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
+    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "structural_tag"]
     source: str = ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -18,14 +19,19 @@ from eagle_server.api.telemetry.access import Access
 from eagle_server.api.telemetry.metrics import Metrics
 from eagle_server.api.telemetry.observer import Telemetry
 from eagle_server.api.telemetry.summary import Summary
+from eagle_server.api.tools import CallSyntax
 from eagle_server.config import Config
 from eagle_server.engine.chat_template import ChatTemplate
 from eagle_server.engine.client import EngineClient
 from eagle_server.engine.detokenizer import TokenSpelling
 from eagle_server.engine.tokenizer import Tokenizer
+from eagle_server.engine.tool_formats import find_format
 
 if TYPE_CHECKING:
     from eagle_server.api.telemetry.tracing import Tracing
+
+
+logger = logging.getLogger(__name__)
 
 
 def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate) -> FastAPI:
@@ -40,14 +46,19 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
     client.observe(Telemetry(metrics, Summary(config.observability.log_stats_interval)))
     tracing = _tracing(config)
     key = config.server.api_key
+    format = find_format(config.model.tool_call_parser, chat_template)
+    configuration = config.public_dict()
+    configuration["model"]["tool_call_parser"] = "none" if format is None else format.name
+    logger.info("tool-call parser: %s", configuration["model"]["tool_call_parser"])
     service = Service(
         client=client,
         spelling=TokenSpelling(tokenizer),
         chat_template=chat_template,
+        call_syntax=None if format is None else CallSyntax.of(format, tokenizer),
         model_name=config.served_model_name,
         metrics=metrics,
         timeout=config.server.request_timeout,
-        configuration=config.public_dict(),
+        configuration=configuration,
     )
     # FastAPI's pages of documentation load scripts from elsewhere, so they are off.
     app = FastAPI(title="eagle_server", openapi_url=None)

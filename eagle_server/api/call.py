@@ -72,8 +72,9 @@ class Call:
         try:
             async with aclosing(self._pieces()) as pieces:
                 async for piece in pieces:
-                    if not piece.is_empty:
-                        bodies = self._shape.events(self._header, piece, self._usage_of_event())
+                    if piece.is_empty:
+                        continue
+                    if bodies := self._shape.events(self._header, piece, self._usage_of_event()):
                         yield b"".join(map(event, bodies))
                         started = True
             if self._delivery.stream.include_usage:

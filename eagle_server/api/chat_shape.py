@@ -11,6 +11,7 @@ from eagle_server.api.choice import Piece, Scored
 from eagle_server.api.responses import Metrics, PromptLogprobs, Usage, finite, prompt_logprobs_of
 from eagle_server.api.shape import Header, Shown, Totals
 from eagle_server.api.trees import Tree
+from eagle_server.engine.tool_calls import CallDelta
 from eagle_server.request import TokenLogprob
 
 ROLE = "assistant"
@@ -35,10 +36,37 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct):
+    """`arguments` is a JSON object as text, in a stream a piece of it."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call that the model made."""
+
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+
+class ToolCallChunk(msgspec.Struct, kw_only=True):
+    """What a call gained; its first chunk has `id` and name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
+    """`content` is null where there is nothing but calls."""
+
     role: str = ROLE
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -67,6 +95,7 @@ class Delta(msgspec.Struct):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallChunk] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct):
@@ -109,7 +138,7 @@ class ChatShape:
             choices=[
                 ChatChoice(
                     each.index,
-                    ChatMessage(content=each.text),
+                    _message(each),
                     self._logprobs(each.tokens),
                     each.finish_reason,
                     self._shown.trees(each),
@@ -127,9 +156,10 @@ class ChatShape:
         if piece.index not in self._begun:
             self._begun.add(piece.index)
             choices.append(ChunkChoice(piece.index, Delta(role=ROLE, content="")))
-        if piece.text or piece.tokens or piece.trees:
-            content, logprobs = Delta(content=piece.text), self._logprobs(piece.tokens)
-            choices.append(ChunkChoice(piece.index, content, logprobs, trees=self._shown.trees(piece)))
+        gained, logprobs = _delta(piece), self._logprobs(piece.tokens)
+        if gained is not None or piece.tokens or piece.trees:
+            delta = gained or Delta(content="")
+            choices.append(ChunkChoice(piece.index, delta, logprobs, trees=self._shown.trees(piece)))
         if piece.finish_reason is not None:
             choices.append(ChunkChoice(piece.index, Delta(), finish_reason=piece.finish_reason))
         return [_chunk(header, [choice], usage) for choice in choices]
@@ -150,6 +180,33 @@ class ChatShape:
 
     def _token(self, token_id: int, logprob: float) -> ChatToken:
         return ChatToken(self._spelling(token_id), finite(logprob), list(self._spelling.raw(token_id)))
+
+
+def _message(piece: Piece) -> ChatMessage:
+    """Calls that broke off are left out: their text is content."""
+    calls = [
+        ToolCall(id=call.id, function=CalledFunction(call.name, call.arguments))
+        for call in piece.calls
+        if call.is_complete and call.id is not None and call.name is not None
+    ]
+    if not calls:
+        return ChatMessage(content=piece.text)
+    return ChatMessage(content=piece.text or None, tool_calls=calls)
+
+
+def _delta(piece: Piece) -> Delta | None:
+    """The text and the calls of a piece, None if it has neither."""
+    calls = [_call_chunk(call) for call in piece.calls if call.id is not None or call.arguments]
+    if not (piece.text or calls):
+        return None
+    return Delta(content=piece.text or UNSET, tool_calls=calls or UNSET)
+
+
+def _call_chunk(call: CallDelta) -> ToolCallChunk:
+    if call.id is None or call.name is None:
+        return ToolCallChunk(index=call.index, function=CalledFunction(arguments=call.arguments))
+    function = CalledFunction(call.name, call.arguments)
+    return ToolCallChunk(index=call.index, id=call.id, type="function", function=function)
 
 
 def _chunk(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from eagle_server.api.errors import ApiError, bad_request, unavailable
 from eagle_server.engine.detokenizer import IncrementalDetokenizer, StopStrings, TokenSpelling
+from eagle_server.engine.tool_calls import CallDelta, Said, ToolCallParser, join
 from eagle_server.request import DraftTree, FinishReason, Request, SpecStats, TokenDelta, TokenLogprob
 
 
@@ -34,24 +35,34 @@ class Scored:
 
 @dataclass
 class Piece:
-    """What one delta added to a choice. `trees` are there only if they were asked for."""
+    """What one delta added to a choice, `text` without the `calls` in it. `trees` only if they were asked for."""
 
     index: int
     text: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
     tokens: list[Scored] = field(default_factory=list)
     trees: list[DraftTree] = field(default_factory=list)
     finish_reason: str | None = None
 
     @property
     def is_empty(self) -> bool:
-        return not (self.text or self.tokens or self.trees or self.finish_reason)
+        return not (self.text or self.calls or self.tokens or self.trees or self.finish_reason)
 
     def extend(self, other: Piece) -> None:
         """Join the piece that follows."""
         self.text += other.text
+        join(self.calls, other.calls)
         self.tokens += other.tokens
         self.trees += other.trees
         self.finish_reason = other.finish_reason
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How calls are found in a choice's text, and the special tokens that count as text for that."""
+
+    parser: ToolCallParser
+    markers: Mapping[int, str]
 
 
 class Choice:
@@ -71,6 +82,7 @@ class Choice:
         end_token_ids: frozenset[int],
         *,
         echo: bool,
+        calls: Calls | None = None,
     ) -> None:
         self.index = index
         self.request = request
@@ -80,7 +92,9 @@ class Choice:
         self.spec: SpecStats | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
         self._spelling = spelling
-        self._detokenizer = IncrementalDetokenizer(spelling.tokenizer, prompt.token_ids)
+        self._calls = None if calls is None else calls.parser
+        shown = None if calls is None else calls.markers
+        self._detokenizer = IncrementalDetokenizer(spelling.tokenizer, prompt.token_ids, shown)
         self._stops = StopStrings(stops)
         self._end_token_ids = end_token_ids
         self._echo_due = echo
@@ -88,8 +102,8 @@ class Choice:
 
     @property
     def is_stopped(self) -> bool:
-        """A stop string was found: the engine need not go on."""
-        return self._stops.found
+        """A stop string was found, or the only call that was wanted is complete: the engine need not go on."""
+        return self._stops.found or (self._calls is not None and self._calls.is_done)
 
     def advance(self, delta: TokenDelta) -> Piece:
         """Take a delta in.
@@ -109,9 +123,17 @@ class Choice:
             self._add_tokens(piece, delta)
         if delta.finish_reason is not None:
             if not self.is_stopped:
-                piece.text += self._stops.push(self._detokenizer.flush()) + self._stops.flush()
-            piece.finish_reason = "stop" if self.is_stopped else delta.finish_reason.value
+                self._add_text(piece, self._stops.push(self._detokenizer.flush()) + self._stops.flush())
+            if self._calls is not None:
+                _add(piece, self._calls.flush())
+            piece.finish_reason = self._reason(delta.finish_reason)
         return piece
+
+    def _reason(self, reason: FinishReason) -> str:
+        """OpenAI's word for why it ended."""
+        if not (self.is_stopped or reason is FinishReason.STOP):
+            return str(reason.value)
+        return "tool_calls" if self._calls is not None and self._calls.complete else "stop"
 
     def _check(self, delta: TokenDelta) -> None:
         if self.is_stopped:
@@ -134,12 +156,16 @@ class Choice:
                 piece.tokens.append(Scored(token_id, entry.logprob, entry.top, self._characters))
             self.completion_tokens += 1
             self._characters += len(fresh)
-            if self.completion_tokens < self.request.sampling.min_tokens:
-                piece.text += fresh
-                continue
-            piece.text += self._stops.push(fresh)
+            counts = self.completion_tokens >= self.request.sampling.min_tokens
+            self._add_text(piece, self._stops.push(fresh) if counts else fresh)
             if self.is_stopped:
                 return
+
+    def _add_text(self, piece: Piece, text: str) -> None:
+        if self._calls is None:
+            piece.text += text
+        elif text:
+            _add(piece, self._calls.push(text))
 
     def _add_prompt(self, piece: Piece) -> None:
         piece.text = self.prompt.text
@@ -151,3 +177,8 @@ class Choice:
             logprob, top = (None, []) if entry is None else (entry.logprob, entry.top)
             piece.tokens.append(Scored(token_id, logprob, top, offset))
             offset += len(detokenizer.push(token_id))
+
+
+def _add(piece: Piece, said: Said) -> None:
+    piece.text += said.content
+    join(piece.calls, said.calls)

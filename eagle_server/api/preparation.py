@@ -11,7 +11,7 @@ from itertools import count
 
 from eagle_server.api.call import Call, Delivery
 from eagle_server.api.chat_shape import ChatShape
-from eagle_server.api.choice import Choice, Prompt
+from eagle_server.api.choice import Calls, Choice, Prompt
 from eagle_server.api.errors import bad_request
 from eagle_server.api.prompts import chat_prompt, check_token_ids, completion_prompt, too_long
 from eagle_server.api.schemas.chat import ChatRequest
@@ -20,6 +20,7 @@ from eagle_server.api.schemas.generation import GenerationBody, StreamOptions
 from eagle_server.api.service import Service
 from eagle_server.api.shape import Header, Shape, Shown
 from eagle_server.api.text_shape import TextShape
+from eagle_server.api.tools import ToolUse, tool_use
 from eagle_server.engine.chat_template import Ending
 from eagle_server.engine.generation import EngineUnavailable
 from eagle_server.engine.tokenizer import Tokenizer
@@ -43,6 +44,12 @@ class Wanted:
     param: str  # what holds the prompt
     echo: bool = False
     ending: Ending = Ending()
+    tools: ToolUse | None = None
+
+    @property
+    def calls(self) -> Calls | None:
+        """For one choice."""
+        return None if self.tools is None else Calls(self.tools.parser(), self.tools.syntax.markers)
 
 
 async def completion_call(body: CompletionRequest, service: Service, request_id: str) -> Call:
@@ -83,6 +90,7 @@ async def chat_call(body: ChatRequest, service: Service, request_id: str) -> Cal
         shape=ChatShape(Shown(service.spelling, logprobs, body.prompt_logprobs, body.return_trees)),
         param="messages",
         ending=service.chat_template.ending,
+        tools=tool_use(body, service.call_syntax),
     )
     return await _call(body, wanted, service, ready, f"chatcmpl-{request_id}")
 
@@ -140,6 +148,7 @@ async def _call(body: GenerationBody, wanted: Wanted, service: Service, ready: R
             [*body.stops, *wanted.ending.stops],
             frozenset((*sampling.stop_token_ids, *ends)),
             echo=wanted.echo,
+            calls=wanted.calls,
         )
         for index in range(body.sequences)
     ]
@@ -166,7 +175,7 @@ def _sampling(
         logit_bias=_biases(body, ready.vocab_size),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(sorted(set(body.allowed_token_ids))),
         bad_words=_bad_words(body.bad_words, tokenizer),
-        grammar=body.grammar,
+        grammar=body.grammar if wanted.tools is None or wanted.tools.grammar is None else wanted.tools.grammar,
         ignore_eos=body.ignore_eos,
         stop_token_ids=(*body.stop_token_ids, *wanted.ending.token_ids),
         logprobs=max(asked, default=None),  # each shape shows as many as it was asked for

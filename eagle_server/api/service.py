@@ -15,6 +15,7 @@ from fastapi import Request
 
 from eagle_server.api.errors import ApiError
 from eagle_server.api.telemetry.metrics import Metrics
+from eagle_server.api.tools import CallSyntax
 from eagle_server.engine.chat_template import ChatTemplate
 from eagle_server.engine.client import EngineClient
 from eagle_server.engine.detokenizer import TokenSpelling
@@ -54,12 +55,14 @@ class Admission:
 class Service:
     """The engine, the tokenizer (in `spelling`), the template of chats and the names that answers carry.
 
+    `call_syntax` is how the model writes calls of functions, None where they are not recognized.
     `configuration` is public; `timeout` is how many seconds any request may take, None for as long as it takes.
     """
 
     client: EngineClient
     spelling: TokenSpelling
     chat_template: ChatTemplate
+    call_syntax: CallSyntax | None
     model_name: str
     metrics: Metrics
     timeout: float | None = None

@@ -45,6 +45,11 @@ class ModelSection(Section):
     chat_template: Annotated[str, AfterValidator(local_file)] | None = Field(
         default=None, description="a file with the Jinja template of chats; without it, the model's own or a default"
     )
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = Field(
+        default="auto",
+        description="how the model writes calls of functions, which chats with tools then get as tool_calls; auto: as "
+        "its chat template teaches, none if that is not known; none: calls are content",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="what weights and KV are held in; auto: what the checkpoint says"
     )

@@ -134,6 +134,11 @@ class ChatTemplate:
     def source(self) -> str:
         return self._plain.source
 
+    @property
+    def tool_source(self) -> str:
+        """The template of turns with tools."""
+        return self._tools.source
+
     def render(self, turn: Turn) -> str:
         """The prompt of a turn.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from eagle_server.engine.tokenizer import Tokenizer
 
@@ -23,8 +23,12 @@ class IncrementalDetokenizer:
     because what a token decodes to depends on its left neighbour. `_emitted` characters of the window's text are out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), shown: Mapping[int, str] | None = None
+    ) -> None:
+        """`shown` are special tokens that have text nonetheless."""
         self._tokenizer = tokenizer
+        self._shown = shown or {}
         self._window = list(prompt_token_ids[-CONTEXT_TOKENS:])
         self._settled = 0
         self._emitted = 0
@@ -32,6 +36,8 @@ class IncrementalDetokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes; empty while a character is incomplete."""
+        if token_id in self._shown:
+            return self.flush() + self._shown[token_id]
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
         end = self._stable_length(text)

@@ -19,12 +19,14 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from eagle_server.engine.tool_formats import MARKERS
 from eagle_server.plan import MASK_WORD, allows
 from eagle_server.request import Grammar
 
 logger = logging.getLogger(__name__)
 
 CACHED_BYTES = 256 << 20  # of compiled grammars that no request may be using any more
+NO_TEXT = b"\xff"  # in no UTF-8, so in nothing that a grammar spells
 DEEPEST = 100  # brackets; xgrammar's parsers recurse, and a stack that overflows ends the process
 _WORKERS = 2  # grammars compiled at a time
 _THREADS = 4  # for each of them
@@ -34,22 +36,27 @@ _LITERALS = {
     "regex": re.compile(_ESCAPES_AND_CLASSES, re.DOTALL),
     "ebnf": re.compile(r'"(?:\\.|[^"\\])*"|' + _ESCAPES_AND_CLASSES, re.DOTALL),
     "json_schema": re.compile(r'"(?:\\.|[^"\\])*"', re.DOTALL),
+    "structural_tag": re.compile(r'"(?:\\.|[^"\\])*"', re.DOTALL),
 }
 _SOURCE_LINE = re.compile(r"\[[\d:]+\] \S+:\d+: ")  # where in xgrammar's code an error arose
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A model's tokens as text: `pieces` as its tokenizer.json spells them, empty for special tokens."""
+    """A model's tokens as text: `pieces` as its tokenizer.json spells them, empty for special tokens.
 
-    pieces: tuple[str, ...]
+    But for markers of calls, which grammars may name by id: xgrammar accepts no empty token, so these have a byte that
+    is in no text.
+    """
+
+    pieces: tuple[str | bytes, ...]
     spelling: str  # a name of xgrammar.VocabType
 
     @classmethod
     def of(cls, tokenizer: tokenizers.Tokenizer, size: int) -> Vocabulary:
         """The first `size` tokens: a model may have fewer logits than its tokenizer entries, or more."""
-        special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        pieces = [""] * size
+        special = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        pieces = [NO_TEXT if special.get(i) in MARKERS else "" for i in range(size)]
         for piece, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
             if token_id < size and token_id not in special:
                 pieces[token_id] = piece
@@ -182,7 +189,7 @@ class Grammars:
 
         vocabulary = Vocabulary.of(self._read(), self._vocab_size)
         info = xgrammar.TokenizerInfo(
-            list(vocabulary.pieces),
+            list[Any](vocabulary.pieces),
             getattr(xgrammar.VocabType, vocabulary.spelling),
             vocab_size=self._vocab_size,
             stop_token_ids=list(self._stops),
@@ -205,6 +212,8 @@ def _compiled(compiler: Any, grammar: Grammar) -> Any:
         return compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=_WHITESPACE)
     if grammar.kind == "json_schema":
         return compiler.compile_json_schema(grammar.source, max_whitespace_cnt=_WHITESPACE)
+    if grammar.kind == "structural_tag":
+        return compiler.compile_structural_tag(grammar.source)
     if grammar.kind == "regex":
         return compiler.compile_regex(grammar.source)
     if grammar.kind == "choice":

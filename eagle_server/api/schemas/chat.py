@@ -110,6 +110,17 @@ class Function(Part):
     strict: bool | None = None
 
 
+class FunctionName(Part):
+    name: NonEmpty
+
+
+class NamedTool(Part):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class Tool(Part):
     """A function that the model may call."""
 
@@ -158,10 +169,14 @@ class ChatRequest(GenerationBody, Rendering):
         "add_special_tokens": (False,),
         "echo": (False,),
         "modalities": (["text"],),
-        "parallel_tool_calls": (True,),
         "functions": ([],),
         "function_call": ("none",),
         "include_reasoning": (True,),
+    }
+
+    expected: ClassVar[dict[str, str]] = {
+        **GenerationBody.expected,
+        "tool_choice": 'should be none, auto, required or {"type": "function", "function": {"name": "..."}}',
     }
 
     messages: Messages
@@ -169,7 +184,8 @@ class ChatRequest(GenerationBody, Rendering):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
 
     @property
     def most_tokens(self) -> int | None:
@@ -180,6 +196,16 @@ class ChatRequest(GenerationBody, Rendering):
     def offered_tools(self) -> list[Values]:
         return [] if self.tool_choice == "none" else self.tools
 
+    @property
+    def named_function(self) -> str | None:
+        """The one that must be called."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.tool_choice == "required" or self.named_function is not None
+
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -188,5 +214,16 @@ class ChatRequest(GenerationBody, Rendering):
             yield "min_tokens", f"exceeds max_completion_tokens, {self.most_tokens}"
         if self.top_logprobs is not None and not self.logprobs:
             yield "top_logprobs", "needs logprobs: true"
-        if self.tool_choice == "auto" and not self.tools:
+        yield from self._problems_of_tools()
+
+    def _problems_of_tools(self) -> Iterator[tuple[str, str]]:
+        if self.tool_choice not in (None, "none") and not self.tools:
             yield "tool_choice", "needs tools"
+        if not (self.parallel_tool_calls or self.tools):
+            yield "parallel_tool_calls", "needs tools"
+        name = self.named_function
+        if name is not None and all(tool["function"]["name"] != name for tool in self.tools):
+            yield "tool_choice", f"names {name!r}, which is none of the tools"
+        if self.must_call and self.grammar is not None:
+            param = "response_format" if self.structured_outputs is None else "structured_outputs"
+            yield param, "and a tool_choice that asks for a call exclude each other"

@@ -1,0 +1,79 @@
+"""Functions that a chat offers: how calls of them are recognized, and enforced where the request asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_server.api.errors import ApiError, bad_request
+from eagle_server.api.schemas.chat import ChatRequest
+from eagle_server.engine.tokenizer import Tokenizer
+from eagle_server.engine.tool_calls import ToolCallParser
+from eagle_server.engine.tool_formats import ToolFormat, marker_tokens
+from eagle_server.engine.tool_grammars import argument_schema, call_grammar
+from eagle_server.request import Grammar
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """The way in which the served model writes calls; `markers` are those of it that are special tokens, by id."""
+
+    format: ToolFormat
+    markers: Mapping[int, str]
+
+    @classmethod
+    def of(cls, format: ToolFormat, tokenizer: Tokenizer) -> CallSyntax:
+        return cls(format, marker_tokens(format, tokenizer))
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What a request makes of tools. `grammar` is there where there must be a call."""
+
+    syntax: CallSyntax
+    names: frozenset[str]
+    single: bool
+    grammar: Grammar | None
+
+    def parser(self) -> ToolCallParser:
+        """For one choice."""
+        return ToolCallParser(self.syntax.format, self.names, single=self.single)
+
+
+def tool_use(body: ChatRequest, syntax: CallSyntax | None) -> ToolUse | None:
+    """None where calls are not looked for.
+
+    Raises:
+        ApiError: calls cannot be enforced as the request asks.
+    """
+    if not body.offered_tools:
+        return None
+    if syntax is None:
+        if body.must_call or not body.parallel_tool_calls:
+            raise _no_parser("tool_choice" if body.must_call else "parallel_tool_calls")
+        return None
+    functions = [tool["function"] for tool in body.offered_tools]
+    names = frozenset(function["name"] for function in functions)
+    single = body.named_function is not None or not body.parallel_tool_calls
+    return ToolUse(syntax, names, single, _grammar(body, syntax, functions, single=single) if body.must_call else None)
+
+
+def _grammar(body: ChatRequest, syntax: CallSyntax, functions: list[dict[str, Any]], *, single: bool) -> Grammar:
+    callable_functions = []
+    for number, function in enumerate(functions):
+        if body.named_function in (None, function["name"]):
+            try:
+                callable_functions.append((function["name"], argument_schema(function.get("parameters"))))
+            except ValueError as error:
+                param = f"tools.{number}.function.parameters"
+                raise bad_request(f"{param} {error}", param, "invalid_value") from None
+    markers = {text: token for token, text in syntax.markers.items()}
+    return call_grammar(syntax.format, callable_functions, markers, single=single)
+
+
+def _no_parser(param: str) -> ApiError:
+    message = (
+        f"{param}: calls are not recognized for this model; start the server with the --tool-call-parser that fits it"
+    )
+    return bad_request(message, param, "invalid_value")
