@@ -39,7 +39,8 @@ EXIT = "<|exit|>"  # it dies without one
 HANG = "<|hang|>"  # it never comes back from its cycle
 PLAIN = "<|plain|>"  # nothing is speculated
 CONTROLS = (EOS, REFUSE, BREAK, STALL, SLOW, BURN, CRASH, EXIT, HANG, PLAIN)
-ID = {text: 256 + index for index, text in enumerate(CONTROLS)}
+MARKER = "[TOOL_CALLS]"  # no control: a special token that the reply keeps
+ID = {text: 256 + index for index, text in enumerate((*CONTROLS, MARKER))}
 
 CONTEXT_LENGTH = 2048
 MAX_REQUEST_TOKENS = 2000
@@ -53,7 +54,7 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in CONTROLS])
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ID])
     return tokenizer
 
 
@@ -97,7 +98,7 @@ class FakeEngine:
         return Ready(
             context_length=CONTEXT_LENGTH,
             max_request_tokens=MAX_REQUEST_TOKENS,
-            vocab_size=256 + len(CONTROLS),
+            vocab_size=256 + len(ID),
             eos_token_ids=(ID[EOS],),
             speculative_algorithm="EAGLE3",
             num_steps=SPEC_STEPS,

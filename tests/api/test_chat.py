@@ -216,7 +216,7 @@ async def test_without_a_template_chats_are_dialogues(http: httpx.AsyncClient, e
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
         ({"logprobs": 2}, "logprobs", "boolean"),
         ({"tools": [{"type": "function"}]}, "tools.function", "required"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "'auto'"),
+        ({"tools": [TOOL], "tool_choice": "must"}, "tool_choice", "none, auto, required or"),
         ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
         ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs", "no variable thinking"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "may not replace messages"),
@@ -225,7 +225,7 @@ async def test_without_a_template_chats_are_dialogues(http: httpx.AsyncClient, e
         ({"prompt": "a"}, "prompt", "unknown parameter"),
         ({"functions": [{}]}, "functions", "not supported"),
         ({"modalities": ["audio"]}, "modalities", "not supported"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "not supported"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", "needs tools"),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )

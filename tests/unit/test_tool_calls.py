@@ -168,6 +168,7 @@ def test_random_texts_in_random_pieces(format: str) -> None:
         "]",
         '{"name": "f", "arguments": {}}',
     ]
+    words += 2 * [style.opening + style.bracket + words[-1] + style.closing]
     found = 0
     for _ in range(3000):
         text = "".join(chance.choices(words, k=chance.randrange(1, 12)))

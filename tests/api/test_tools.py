@@ -1,0 +1,249 @@
+"""Calls of functions, as the openai package shows them. The fake engine says what the user says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from eagle_server.config import parse_args
+from eagle_server.engine.client import EngineClient
+from tests.api.conftest import http_client
+from tests.api.fake_engine import EOS, MARKER, FakeEngine
+
+# What a model's template would say of its format is a comment here, for --tool-call-parser auto.
+TEMPLATE = "{# %s #}{%% if tools %%}{%% endif %%}{{ messages[-1].content }}"
+HINTS = {
+    "hermes": '<tool_call>{"name"',
+    "llama3_json": "<|python_tag|>",
+    "mistral": "[TOOL_CALLS] [",
+}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "get_weather", "description": "now", "parameters": CITY}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+SAY = {
+    "hermes": 'Sure.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Malmö 😀"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>',
+    "llama3_json": '{"name": "get_weather", "parameters": {"city": "Malmö 😀"}}; {"name": "stop", "parameters": {}}',
+    "mistral": f'Sure.{MARKER} [{{"name": "get_weather", "arguments": {{"city": "Malmö 😀"}}}}, '
+    '{"name": "stop", "arguments": {}}]',
+}
+CALLS = [("get_weather", '{"city": "Malmö 😀"}'), ("stop", "{}")]
+each_format = pytest.mark.parametrize("format", HINTS)
+
+
+@pytest.fixture
+def format() -> str:
+    return "hermes"
+
+
+@pytest.fixture
+async def http(
+    format: str, tokenizer_dir: Path, tmp_path: Path, engine_client: EngineClient, running: None
+) -> AsyncIterator[httpx.AsyncClient]:
+    file = tmp_path / "template.jinja"
+    file.write_text(TEMPLATE % HINTS.get(format, ""))
+    flags = ["--model-path", str(tokenizer_dir), "--served-model-name", "fake", "--chat-template", str(file)]
+    async with http_client(parse_args(flags, environ={}), engine_client, tokenizer_dir) as client:
+        yield client
+
+
+@pytest.fixture
+def client(http: httpx.AsyncClient) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url="http://server/v1", api_key="none", max_retries=0, http_client=http)
+
+
+def asking(say: str, **body: Any) -> dict[str, Any]:
+    return {"model": "fake", "messages": [{"role": "user", "content": say + EOS}], "tools": TOOLS, **body}
+
+
+async def complete(client: openai.AsyncOpenAI, say: str, **body: Any) -> Any:
+    return (await client.chat.completions.create(**asking(say, **body))).choices[0]
+
+
+async def stream(client: openai.AsyncOpenAI, say: str, **body: Any) -> list[Any]:
+    return [chunk async for chunk in await client.chat.completions.create(**asking(say, stream=True, **body))]
+
+
+def calls_of(message: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
+
+
+@each_format
+async def test_calls_are_parts_of_the_message(client: openai.AsyncOpenAI, format: str) -> None:
+    choice = await complete(client, SAY[format], logprobs=True)
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == (None if format == "llama3_json" else "Sure.")
+    assert calls_of(choice.message) == CALLS
+    ids = [call.id for call in choice.message.tool_calls]
+    assert len({*ids}) == 2
+    assert all(len(each) == 9 if format == "mistral" else each.startswith("call_") for each in ids)
+    spelled = "".join(entry.token for entry in choice.logprobs.content)
+    assert spelled.startswith(("Sure", '{"name"')), "log-probabilities are of all that was generated"
+    assert len(choice.logprobs.content) == len(SAY[format].replace(MARKER, "m").encode()) + 1
+    back = [choice.message.model_dump(), {"role": "tool", "tool_call_id": ids[0], "content": "9 degrees"}]
+    again = await client.chat.completions.create(model="fake", messages=back, tools=TOOLS, max_tokens=3)
+    assert again.choices[0].message.content == "9 d"
+
+
+@each_format
+@pytest.mark.parametrize("seed", range(4))  # other numbers of tokens per event
+async def test_calls_in_streams(client: openai.AsyncOpenAI, format: str, seed: int) -> None:
+    chunks = await stream(client, SAY[format], seed=seed, logprobs=True)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    gained = [call for delta in deltas for call in delta.tool_calls or []]
+    assert "".join(delta.content or "" for delta in deltas) == ("" if format == "llama3_json" else "Sure.")
+    assert [(call.index, call.type, call.function.name) for call in gained if call.id] == [
+        (0, "function", "get_weather"),
+        (1, "function", "stop"),
+    ]
+    assert all(call.function.name is None and call.type is None for call in gained if not call.id)
+    for index, (_, arguments) in enumerate(CALLS):
+        pieces = [call.function.arguments for call in gained if call.index == index]
+        assert "".join(pieces) == arguments
+        assert len(pieces) > (2 if index == 0 else 0), "arguments come as they are written"
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    scored = [entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    assert len(scored) == len(SAY[format].replace(MARKER, "m").encode()) + 1
+
+
+@each_format
+async def test_the_package_puts_streams_together(client: openai.AsyncOpenAI, format: str) -> None:
+    async with client.chat.completions.stream(**asking(SAY[format])) as events:
+        final = (await events.get_final_completion()).choices[0]
+    assert calls_of(final.message) == CALLS
+    assert final.finish_reason == "tool_calls"
+
+
+async def test_what_is_held_back_makes_no_event(client: openai.AsyncOpenAI) -> None:
+    chunks = await stream(client, "a <tool> b <tool_call>{}")
+    texts = [chunk.choices[0].delta.content for chunk in chunks[1:-1]]
+    assert all(texts)
+    assert "".join(texts) == "a <tool> b <tool_call>{}"
+    assert not any("<" in text and not text.rstrip().endswith(("l", ">", "b", "{}")) for text in texts)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_call_that_breaks_off_is_content(client: openai.AsyncOpenAI, *, streamed: bool) -> None:
+    text = SAY["hermes"][:70]
+    if streamed:
+        chunks = await stream(client, SAY["hermes"], max_tokens=71)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        choice = await complete(client, SAY["hermes"], max_tokens=71)
+        assert (choice.message.content, choice.message.tool_calls) == (text, None)
+        reason = choice.finish_reason
+    assert reason == "length"
+
+
+async def test_a_stop_string_counts_inside_calls_too(client: openai.AsyncOpenAI) -> None:
+    choice = await complete(client, SAY["hermes"], stop="Malm")
+    assert choice.message.content == SAY["hermes"].partition("Malm")[0]
+    assert (choice.message.tool_calls, choice.finish_reason) == (None, "stop")
+
+
+@pytest.mark.parametrize("change", [{"tool_choice": "none"}, {"tools": openai.omit}])
+async def test_without_tools_calls_are_content(client: openai.AsyncOpenAI, change: dict[str, Any]) -> None:
+    choice = await complete(client, SAY["hermes"], **change)
+    assert (choice.message.content, choice.message.tool_calls) == (SAY["hermes"], None)
+    assert choice.finish_reason == "stop"
+
+
+@each_format
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_of_parallel_calls_the_first_may_be_all_that_is_wanted(
+    client: openai.AsyncOpenAI, engine: FakeEngine, format: str, *, streamed: bool
+) -> None:
+    body: dict[str, Any] = {"parallel_tool_calls": False, "max_tokens": 1000}
+    if streamed:
+        async with client.chat.completions.stream(**asking(SAY[format], **body)) as events:
+            answer = await events.get_final_completion()
+    else:
+        answer = await client.chat.completions.create(**asking(SAY[format], **body))
+        end = SAY[format].replace(MARKER, "m").index("}}") + 2
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == len(SAY[format].replace(MARKER, "m")[:end].encode())
+    assert calls_of(answer.choices[0].message) == CALLS[:1]
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert engine.requests[-1].sampling.grammar is None
+
+
+@each_format
+async def test_a_call_may_be_required(client: openai.AsyncOpenAI, engine: FakeEngine, format: str) -> None:
+    await complete(client, "a", tool_choice="required")
+    several = engine.requests[-1].sampling.grammar
+    assert several is not None
+    assert several.kind == "structural_tag"
+    assert '\\"get_weather\\"' in several.source
+    assert '\\"stop\\"' in several.source
+    await complete(client, "a", tool_choice="required", parallel_tool_calls=False)
+    one = engine.requests[-1].sampling.grammar
+    assert one is not None
+    assert ("star" in several.source, "star" in one.source) == (format != "llama3_json", False)
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    choice = await complete(client, SAY[format], tool_choice=named)
+    assert calls_of(choice.message) == CALLS[:1]
+    grammar = engine.requests[-1].sampling.grammar
+    assert grammar is not None
+    assert '\\"stop\\"' not in grammar.source
+    assert ('"token": ' in grammar.source) == (format == "mistral"), "a special token is asked for by id"
+
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+TEXT_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
+ANY_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"anyOf": [{"type": "object"}]}}}
+
+
+@pytest.mark.parametrize(
+    ("format", "change", "param", "words"),
+    [
+        ("none", {"tool_choice": "required"}, "tool_choice", "--tool-call-parser"),
+        ("none", {"tool_choice": NAMED}, "tool_choice", "--tool-call-parser"),
+        ("none", {"parallel_tool_calls": False}, "parallel_tool_calls", "--tool-call-parser"),
+        ("hermes", {"tool_choice": {**NAMED, "function": {"name": "g"}}}, "tool_choice", "none of the tools"),
+        ("hermes", {"tool_choice": {"type": "function"}}, "tool_choice", "none, auto, required or"),
+        (
+            "hermes",
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "response_format",
+            "exclude each other",
+        ),
+        (
+            "hermes",
+            {"tool_choice": NAMED, "extra_body": {"structured_outputs": {"regex": "a"}}},
+            "structured_outputs",
+            "exclude each other",
+        ),
+        ("hermes", {"tool_choice": "required", "tools": [TEXT_SCHEMA]}, "tools.0.function.parameters", "object"),
+        ("hermes", {"tool_choice": "required", "tools": [ANY_SCHEMA]}, "tools.0.function.parameters", "anyOf"),
+    ],
+)
+async def test_what_cannot_be_enforced_is_refused(
+    client: openai.AsyncOpenAI, engine: FakeEngine, change: dict[str, Any], param: str, words: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as wrong:
+        await complete(client, "a", **change)
+    assert wrong.value.param == param
+    assert words in wrong.value.message
+    assert not engine.requests
+
+
+@pytest.mark.parametrize("format", [*HINTS, "none"])
+async def test_the_server_says_what_it_recognizes(http: httpx.AsyncClient, format: str) -> None:
+    assert (await http.get("/v1/server_info")).json()["config"]["model"]["tool_call_parser"] == format
+
+
+async def test_choices_of_one_stream_do_not_mix(client: openai.AsyncOpenAI) -> None:
+    chunks = await stream(client, SAY["hermes"], n=2)
+    for index in (0, 1):
+        deltas = [c.delta for chunk in chunks for c in chunk.choices if c.index == index]
+        gained = [call for delta in deltas for call in delta.tool_calls or [] if call.index == 0]
+        assert json.loads("".join(call.function.arguments for call in gained)) == {"city": "Malmö 😀"}
