@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 from eagle_server.engine.tool_formats import ToolFormat
-
-_S = r"[ \t\n\r]*"  # JSON's white space
-# The beginning of most calls, up to the arguments; a longer name, one with escapes or other orders wait for the end.
-_HEAD = re.compile(
-    rf'\{{{_S}"name"{_S}:{_S}"([^"\\\x00-\x1f]{{1,256}})"{_S},{_S}"(?:arguments|parameters)"{_S}:{_S}(?=\{{)'
-)
-_OUTSIDE_STRINGS = re.compile(r'["{}\[\]]')
-_INSIDE_STRINGS = re.compile(r'["\\\x00-\x1f]')
-_KEY = re.compile(rf'{_S}("(?:[^"\\]|\\.)*"){_S}:{_S}')
-_NEXT = re.compile(rf"{_S}([,}}])")
+from eagle_server.engine.tool_objects import Broken, CallObject, read_call
 
 
 @dataclass
@@ -57,58 +45,6 @@ class Said:
     calls: list[CallDelta] = field(default_factory=list)
 
 
-class _Broken(ValueError):
-    """No call after all."""
-
-
-@dataclass
-class _Object:
-    """A JSON object in the held text, as far as it is known. Positions count from the beginning of that text."""
-
-    begin: int
-    at: int  # up to here it was read
-    depth: int = 0
-    in_string: bool = False
-    end: int | None = None
-    arguments_from: int | None = None
-    arguments_to: int | None = None  # found while reading on
-    sent: int = 0  # position up to which arguments are out
-
-    def read(self, text: str) -> None:
-        """Go on to the object's end, or to that of the text.
-
-        Raises:
-            _Broken: a string with a line break or the like, at `at`.
-        """
-        while self.end is None:
-            found = (_INSIDE_STRINGS if self.in_string else _OUTSIDE_STRINGS).search(text, self.at)
-            if found is None:
-                self.at = len(text)
-                return
-            self.at = found.start()
-            match found[0]:
-                case "\\":
-                    if self.at + 1 == len(text):
-                        return  # what is escaped is yet to come
-                    self.at += 1
-                case '"':
-                    self.in_string = not self.in_string
-                case "{" | "[":
-                    self.depth += 1
-                case "}" | "]":
-                    self._close()
-                case _:
-                    raise _Broken("a control character")
-            self.at += 1
-
-    def _close(self) -> None:
-        self.depth -= 1
-        if self.depth == 1 and self.arguments_to is None:
-            self.arguments_to = self.at + 1
-        if self.depth == 0:
-            self.end = self.at + 1
-
-
 class ToolCallParser:
     """Tells calls from content, whatever pieces the text comes in.
 
@@ -125,7 +61,7 @@ class ToolCallParser:
         self._held = ""
         self._ended = False
         self._state: Callable[[Said], bool] = self._at_beginning if format.bare else self._in_content
-        self._object = _Object(0, 0)
+        self._object = CallObject(0, 0)
         self._is_marked = False
         self._name: str | None = None
         self._index = 0
@@ -205,7 +141,7 @@ class ToolCallParser:
             self._send(said)
             if found.end is not None:
                 return self._complete(said, found.end)
-        except _Broken:
+        except Broken:
             self._send(said)
             return self._break(said, found.at if found.end is None else found.end)
         return self._break(said, len(self._held)) if self._ended else False
@@ -227,7 +163,7 @@ class ToolCallParser:
     # Steps of a call.
 
     def _open(self, position: int) -> None:
-        self._object = _Object(position, position)
+        self._object = CallObject(position, position)
         self._name = None
         self._state = self._in_object
 
@@ -235,25 +171,22 @@ class ToolCallParser:
         """Name and arguments, as far as they are there."""
         found = self._object
         if self._name is None:
-            head = _HEAD.match(self._held, found.begin, found.at)
-            if head is None or not self._may_be(head[1]):
+            name = found.find_name(self._held)
+            if name is None or not self._may_be(name):
                 return
-            self._name = head[1]
-            found.arguments_from = found.sent = head.end()
+            self._name = name
             join(said.calls, [CallDelta(self._index, self._format.new_id(), self._name)])
-        end = found.at if found.arguments_to is None else found.arguments_to
-        join(said.calls, [CallDelta(self._index, arguments=self._held[found.sent : end])])
-        found.sent = end
+        join(said.calls, [CallDelta(self._index, arguments=found.take_arguments(self._held))])
 
     def _complete(self, said: Said, end: int) -> bool:
         """
         Raises:
-            _Broken: the object is no call.
+            Broken: the object is no call.
         """
-        name, arguments = _call(self._held[self._object.begin : end])
+        name, arguments = read_call(self._held[self._object.begin : end])
         if self._name is None:
             if not self._may_be(name):
-                _refuse("another function")
+                raise Broken("another function")
             join(said.calls, [CallDelta(self._index, self._format.new_id(), name, arguments)])
         join(said.calls, [CallDelta(self._index, is_complete=True)])
         self.complete += 1
@@ -283,54 +216,3 @@ def _overlap(text: str, marker: str) -> int:
     """Length of the longest end of `text` with which `marker` begins."""
     lengths = range(min(len(marker) - 1, len(text)), 0, -1)
     return next((length for length in lengths if text.endswith(marker[:length])), 0)
-
-
-def _refuse(what: str) -> NoReturn:
-    raise _Broken(what)
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse)  # NaN and Infinity are Python's
-
-
-def _call(text: str) -> tuple[str, str]:
-    """Name and arguments, the latter as they are written, of an object.
-
-    Raises:
-        _Broken: it is no valid JSON or no call.
-    """
-    try:
-        fields = _fields(text)
-        name = json.loads(fields["name"])
-        [arguments] = [fields[key] for key in ("arguments", "parameters") if key in fields]
-        name.encode()  # half a surrogate pair is no text
-    except (ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise _Broken(str(error)) from None
-    if not name or not arguments.startswith("{"):
-        _refuse("no name, or arguments that are no object")
-    return name, arguments
-
-
-def _fields(text: str) -> dict[str, str]:
-    """The values of a JSON object, as text; each key once.
-
-    Raises:
-        ValueError, RecursionError: it is not valid.
-    """
-    fields: dict[str, str] = {}
-    at, following = 1, ","
-    while following == ",":
-        key = _KEY.match(text, at)
-        if key is None:
-            _refuse("no key")
-        _, at = _DECODER.raw_decode(text, key.end())
-        name = json.loads(key[1])
-        if name in fields:
-            _refuse("a key twice")
-        fields[name] = text[key.end() : at]
-        end = _NEXT.match(text, at)
-        if end is None:
-            _refuse("no end")
-        following, at = end[1], end.end()
-    if at != len(text):
-        _refuse("a bracket too many")
-    return fields

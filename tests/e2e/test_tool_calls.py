@@ -35,7 +35,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "def paint(name, rgb, comment
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     directory = tmp_path_factory.mktemp("tools")
     (directory / "template.jinja").write_text(TEMPLATE)
-    flags = ("--chat-template", str(directory / "template.jinja"), *README_FLAGS)
+    flags = ("--chat-template", str(directory / "template.jinja"), "--cpu-threads", "1", *README_FLAGS)
     with (
         serving(directory / "log", *flags) as running,
         openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as made,
