@@ -52,7 +52,7 @@ HERMES = ToolFormat(
     closing="</tool_call>",
     arguments="arguments",
     # In a string of Jinja line breaks and quotes are escaped. GLM and Qwen3-Coder write no JSON after the same marker.
-    template=re.compile(r'<tool_call>(?:\\n|\s)*\{+\s*\\?"name\\?"'),
+    template=re.compile(r"<tool_call>(?:\\n|\s)*\{+\s*\\?[\"']name"),
 )
 LLAMA3_JSON = ToolFormat(
     name="llama3_json",

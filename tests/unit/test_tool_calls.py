@@ -227,6 +227,7 @@ TEMPLATES = {
     r"""{{- "<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>" }}""": "hermes",
     r"""{{- "<tool_call>\n{{\"name\": <function-name>, \"arguments\": <args-json-object>}}\n" }}""": "hermes",
     r"""{{- '\n<tool_call>\n{"name": "' }}{{- tool_call.name }}""": "hermes",
+    r"""{{- "<tool_call>\n{'name': <function-name>, 'arguments': <args-dict>}\n</tool_call>" }}""": "hermes",
     r"""{{- "<tool_call>\n<function=example_function_name>\n" }}""": None,  # Qwen3-Coder
     r"""{{ '\n<tool_call>' + tc.name }} <tool_call>{function-name}\n<arg_key>{arg-key-1}""": None,  # GLM
     r"""{{- 'in the format {"name": function name, "parameters": dictionary of argument name ' }}""": "llama3_json",
