@@ -24,6 +24,7 @@ from eagle_server.speculation.tree import Proposal, TreeNodes, build_tree
 from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.drafters.medusa import MedusaDrafter
 from eagle_server.worker.drafters.ngram import NgramDrafter, NgramTries
+from eagle_server.worker.guide import UNGUIDED
 from tests.support import drafts
 from tests.support.trees import children, lineage
 
@@ -62,7 +63,7 @@ def medusa(draw: st.DrawFn) -> Proposal:
         return torch.rand(depth, len(features), VOCAB, generator=torch.Generator().manual_seed(3))
 
     drafter = MedusaDrafter(cast(Any, heads), tree, device=CPU)
-    batch = SimpleNamespace(seq_lens_host=(3,) * bs)
+    batch = SimpleNamespace(seq_lens_host=(3,) * bs, guide=UNGUIDED)
     return drafter.propose(torch.zeros(bs, 1), cast(DecodeBatch, cast(Any, batch)))
 
 
