@@ -27,6 +27,7 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 IDLE_SECONDS = 60.0  # in which the engine must have come to rest after the last answer
 API_SECONDS = "eagle_server_api_seconds"
 ENGINE_SECONDS = ("vllm:request_queue_time_seconds", "vllm:request_inference_time_seconds")
+PAUSE = 0.01  # seconds, for the server to be done with being asked for its metrics
 WARM = 0.25  # of the time: what memory grows in it belongs to caches and pools that fill
 
 
@@ -174,22 +175,25 @@ def overhead(server: Server, count: int) -> list[Added]:
     """
     body = json.dumps({"prompt": "def area(radius):\n", "max_tokens": 1, "temperature": 0, "stream": True})
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    added = []
+    added, before = [], _seconds(server)
     for _ in range(count):
-        api, engine = _sum(server, API_SECONDS), _sum(server, *ENGINE_SECONDS)
         start = time.perf_counter()
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         connection.getresponse().read()
         elapsed = time.perf_counter() - start
-        added.append(Added(_sum(server, API_SECONDS) - api, elapsed - (_sum(server, *ENGINE_SECONDS) - engine)))
+        api, engine = _seconds(server)
+        added.append(Added(api - before[0], elapsed - (engine - before[1])))
+        before = api, engine
+        time.sleep(PAUSE)
     connection.close()
     return added
 
 
-def _sum(server: Server, *names: str) -> float:
-    """Seconds of all requests so far in these histograms."""
-    lines = server.text("/metrics").splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(tuple(f"{n}_sum" for n in names)))
+def _seconds(server: Server) -> tuple[float, float]:
+    """What the API and the engine have taken for all requests so far."""
+    sums = dict(line.partition("{")[::2] for line in server.text("/metrics").splitlines() if "_seconds_sum{" in line)
+    api, *engine = (float(sums[f"{name}_sum"].rpartition(" ")[2]) for name in (API_SECONDS, *ENGINE_SECONDS))
+    return api, sum(engine)
 
 
 def report(record: Record, seconds: float, added: Sequence[Added], console: Console) -> bool:

@@ -133,11 +133,11 @@ class EngineClient:
             raise EngineUnavailable("the engine is not running")
         if not self.has_room(len(requests)):
             raise QueueFull(f"{len(self._unanswered)} requests are waiting, and at most {self.max_waiting} may")
+        self._observer.submitted(requests)  # first: once it is told, the engine may take this very core
         for request in requests:
             self._running[request.request_id] = generation
             self._unanswered.add(request.request_id)
             self._send(request)
-        self._observer.submitted(requests)
 
     def complete(self, request_id: str, kept: int) -> None:
         """The first `kept` tokens of a request are its answer: end it, if it still runs; its last delta follows."""
