@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from eagle_server.engine.tool_formats import ToolFormat
 from eagle_server.engine.tool_objects import Broken, CallObject, read_call
 
+WHITESPACE = 64  # characters before and within a call; without an end every token would look at all that came before it
+
 
 @dataclass
 class CallDelta:
@@ -52,7 +54,7 @@ class ToolCallParser:
     arguments follow as the model writes them, as JSON text. A call counts if its object is valid JSON with a name and
     an object of arguments; else its text, markers included, is content, so that nothing is lost. (What went out of it
     cannot be taken back: such a call never gets `is_complete`.) White space before a call and at the end, after the
-    last one, is dropped.
+    last one, is dropped, up to WHITESPACE characters; more of it between a marker and its object makes it no call.
     """
 
     def __init__(self, format: ToolFormat, names: Collection[str], *, single: bool = False) -> None:
@@ -94,11 +96,11 @@ class ToolCallParser:
     # States. Each takes what it can from the held text, and says whether the next one should go on.
 
     def _at_beginning(self, said: Said) -> bool:
-        text = self._held.lstrip()
-        if not text and not self._ended:
+        text = _unspaced(self._held)
+        if text == "" and not self._ended:
             return False
         self._state = self._in_content
-        if text.startswith("{"):
+        if text and text.startswith("{"):
             self._is_marked = False
             self._open(len(self._held) - len(text))
         return True
@@ -112,7 +114,8 @@ class ToolCallParser:
             self._held = ""
             return False
         safe = cut if cut >= 0 else len(self._held) - _overlap(self._held, marker)
-        text = self._held[:safe].rstrip()
+        spaced = max(safe - WHITESPACE, 0)
+        text = self._held[:spaced] + self._held[spaced:safe].rstrip()
         self._held = self._held[len(text) :]
         if text:
             said.content += text
@@ -123,12 +126,12 @@ class ToolCallParser:
 
     def _after_marker(self, said: Said) -> bool:
         begin = self._held.index(self._format.opening) + len(self._format.opening)
-        text = self._held[begin:].lstrip()
-        if self._format.bracket and text.startswith(self._format.bracket):
-            text = text[len(self._format.bracket) :].lstrip()
-        if not text:
+        text = _unspaced(self._held[begin:])
+        if text and self._format.bracket and text.startswith(self._format.bracket):
+            text = _unspaced(text[len(self._format.bracket) :])
+        if text == "":
             return self._break(said, len(self._held)) if self._ended else False
-        if not text.startswith("{"):
+        if text is None or not text.startswith("{"):
             return self._break(said, begin)
         self._is_marked = True
         self._open(len(self._held) - len(text))
@@ -147,12 +150,14 @@ class ToolCallParser:
         return self._break(said, len(self._held)) if self._ended else False
 
     def _after_object(self, said: Said) -> bool:
-        text, separator, closing = self._held.lstrip(), self._format.separator, self._format.closing
+        text, separator, closing = _unspaced(self._held), self._format.separator, self._format.closing
         self._state = self._in_content
+        if text is None:
+            return True
         if closing and text.startswith(closing):
             self._held = text[len(closing) :]
             return True
-        another = text[len(separator) :].lstrip() if separator and text.startswith(separator) else None
+        another = _unspaced(text[len(separator) :]) if separator and text.startswith(separator) else None
         if another and another.startswith("{"):
             self._open(len(self._held) - len(another))
         elif not self._ended and (another == "" or not text or closing.startswith(text)):
@@ -210,6 +215,12 @@ class ToolCallParser:
 
     def _may_be(self, name: str) -> bool:
         return self._is_marked or name in self._names
+
+
+def _unspaced(text: str) -> str | None:
+    """A text without the white space that it begins with; None if that is more than WHITESPACE characters."""
+    rest = text.lstrip()
+    return rest if len(text) - len(rest) <= WHITESPACE else None
 
 
 def _overlap(text: str, marker: str) -> int:

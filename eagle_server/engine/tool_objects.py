@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 _S = r"[ \t\n\r]*"  # JSON's white space
-# The beginning of most calls, up to the arguments; a longer name, one with escapes or other orders wait for the end.
+_FEW = r"[ \t\n\r]{0,64}"  # as much as is looked for again and again, while a text grows
+# The beginning of most calls, up to the arguments; a longer one, names with escapes or other orders wait for the end.
 _HEAD = re.compile(
-    rf'\{{{_S}"name"{_S}:{_S}"([^"\\\x00-\x1f]{{1,256}})"{_S},{_S}"(?:arguments|parameters)"{_S}:{_S}(?=\{{)'
+    rf'\{{{_FEW}"name"{_FEW}:{_FEW}"([^"\\\x00-\x1f]{{1,256}})"{_FEW},{_FEW}"(?:arguments|parameters)"{_FEW}:{_FEW}(?=\{{)'
 )
 _OUTSIDE_STRINGS = re.compile(r'["{}\[\]]')
 _INSIDE_STRINGS = re.compile(r'["\\\x00-\x1f]')

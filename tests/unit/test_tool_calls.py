@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import pytest
 
 from eagle_server.engine.chat_template import ChatTemplate
-from eagle_server.engine.tool_calls import CallDelta, Said, ToolCallParser, join
+from eagle_server.engine.tool_calls import WHITESPACE, CallDelta, Said, ToolCallParser, join
 from eagle_server.engine.tool_formats import FORMATS, find_format
 
 NAMES = ("f", "get_weather")
@@ -247,3 +247,38 @@ def test_a_template_tells_the_format(source: str, format: str | None) -> None:
     assert (found and found.name) == format
     assert find_format("none", template) is None
     assert find_format("mistral", template) is FORMATS["mistral"]
+
+
+SPACED = [
+    ("{s}x{s}", []),
+    ("x{s}<tool_call>{{}}", []),
+    ('x{s}<tool_call>{{"name": "f", "arguments": {{}}}}', [("f", "{}")]),
+    ('<tool_call>{s}{{"name": "f", "arguments": {{}}}}</tool_call>', []),
+    ('<tool_call>{{{s}"name"{s}:{s}"f",{s}"arguments": {{}}{s}}}{s}</tool_call>', [("f", "{}")]),
+    ('{s}{{"name": "f", "arguments": {{}}}}', []),
+]
+
+
+@pytest.mark.parametrize("format", ["hermes", "llama3_json"])
+@pytest.mark.parametrize(("text", "calls"), SPACED)
+@pytest.mark.parametrize("count", [WHITESPACE - 1, WHITESPACE, WHITESPACE + 1, 300])
+def test_white_space_in_any_pieces(format: str, text: str, calls: list[Call], count: int) -> None:
+    text = text.format(s=" \n" * (count // 2) + " " * (count % 2)).replace("<tool_call>", FORMATS[format].opening)
+    text = text.replace("</tool_call>", FORMATS[format].closing)
+    chance = random.Random(count)
+    once = parse(format, [text])
+    if count > WHITESPACE:
+        assert complete(once) == calls
+    for pieces in (text, pieces_of(text, chance), pieces_of(text, chance)):
+        assert without_ids(parse(format, pieces)) == without_ids(once)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("before", ["", "x", "marker", '{"name": "f", "arguments": {}}'])
+def test_white_space_without_an_end_is_not_held(format: str, before: str) -> None:
+    """Else each of its tokens would cost as much as all before it."""
+    parser = ToolCallParser(FORMATS[format], NAMES)
+    parser.push(FORMATS[format].opening if before == "marker" else before)
+    for _ in range(100):
+        parser.push(" \n" * 20)
+    assert len(parser._held) <= WHITESPACE
