@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +29,14 @@ logger = logging.getLogger(__name__)
 CACHED_BYTES = 256 << 20  # of compiled grammars that no request may be using any more
 NO_TEXT = b"\xff"  # in no UTF-8, so in nothing that a grammar spells
 DEEPEST = 100  # brackets; xgrammar's parsers recurse, and a stack that overflows ends the process
+LONGEST = 256 << 10  # characters; its rules may refer to each other in a row, and there xgrammar recurses too
+_STACK = 256 << 20  # bytes of address space for that; the longest row needs less than 64 MiB
 _WORKERS = 2  # grammars compiled at a time
 _THREADS = 4  # for each of them
 _WHITESPACE = 32  # characters between two parts of JSON; without an end a model may write nothing else for ever
 _ESCAPES_AND_CLASSES = r"\\.|\[(?:\\.|[^\]\\])*\]"
 _LITERALS = {
-    "regex": re.compile(_ESCAPES_AND_CLASSES, re.DOTALL),
+    "regex": re.compile(_ESCAPES_AND_CLASSES + r"|[\]{}]", re.DOTALL),  # of the brackets only round ones nest
     "ebnf": re.compile(r'"(?:\\.|[^"\\])*"|' + _ESCAPES_AND_CLASSES, re.DOTALL),
     "json_schema": re.compile(r'"(?:\\.|[^"\\])*"', re.DOTALL),
     "structural_tag": re.compile(r'"(?:\\.|[^"\\])*"', re.DOTALL),
@@ -154,7 +157,7 @@ class Grammars:
     def __init__(self, read: Callable[[], tokenizers.Tokenizer], vocab_size: int, stops: Sequence[int]) -> None:
         """`stops`: the model's end-of-sequence tokens, at least one."""
         self._read, self._vocab_size, self._stops = read, vocab_size, tuple(stops)
-        self._threads = ThreadPoolExecutor(_WORKERS, thread_name_prefix="grammar")
+        self._threads = _workers()
         self._compiler: Future[Any] | None = None
         self._known: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
 
@@ -204,9 +207,21 @@ class Grammars:
             raise ValueError(f"grammar: this {grammar.kind} cannot be followed: {reason}") from error
 
 
+def _workers() -> ThreadPoolExecutor:
+    """Threads with deep stacks, whose size Python takes when they start."""
+    before, started = threading.stack_size(_STACK), threading.Barrier(_WORKERS)
+    pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="grammar")
+    for each in [pool.submit(started.wait) for _ in range(_WORKERS)]:
+        each.result()
+    threading.stack_size(before)
+    return pool
+
+
 def _compiled(compiler: Any, grammar: Grammar) -> Any:
     """An xgrammar.CompiledGrammar."""
-    if grammar.kind in _LITERALS and _depth(_LITERALS[grammar.kind].sub("", grammar.source)) > DEEPEST:
+    if len(grammar.source) > LONGEST:
+        raise ValueError(f"it has more than {LONGEST} characters")
+    if any(_depth(_LITERALS[kind].sub("", source)) > DEEPEST for kind, source in _parts(grammar)):
         raise ValueError(f"it is nested deeper than {DEEPEST} brackets")
     if grammar.kind == "json_object":
         return compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=_WHITESPACE)
@@ -222,10 +237,27 @@ def _compiled(compiler: Any, grammar: Grammar) -> Any:
     return compiler.compile_grammar(grammar.source)
 
 
+def _parts(grammar: Grammar) -> Iterator[tuple[str, str]]:
+    """The texts of a grammar that have brackets, and what they are, the outermost first: a schema has patterns."""
+    if grammar.kind in _LITERALS:
+        yield grammar.kind, grammar.source
+    if grammar.kind in {"json_schema", "structural_tag"}:
+        values = [json.loads(grammar.source)]
+        while values:
+            value = values.pop()
+            if isinstance(value, dict):
+                pattern, patterns = value.get("pattern"), value.get("patternProperties")
+                found = [pattern, *(patterns if isinstance(patterns, dict) else ())]
+                yield from (("regex", each) for each in found if isinstance(each, str))
+                values.extend(value.values())
+            elif isinstance(value, list):
+                values.extend(value)
+
+
 def _depth(source: str) -> int:
     """How deep brackets are nested."""
     deepest = depth = 0
     for character in source:
-        depth += (character in "([{") - (character in ")]}")
+        depth = max(depth + (character in "([{") - (character in ")]}"), 0)
         deepest = max(deepest, depth)
     return deepest

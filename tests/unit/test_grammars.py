@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
 
-from eagle_server.engine.grammars import DEEPEST, Compiled, Grammars
+from eagle_server.engine.grammars import DEEPEST, LONGEST, Compiled, Grammars
 from eagle_server.plan import Constraint
 from eagle_server.request import Grammar
 from eagle_server.speculation.transforms import History, Masks, Rows
@@ -121,6 +123,10 @@ def test_what_grammars_need_is_loaded_once_be_it_ahead_or_with_the_first() -> No
     assert reads == [1]
 
 
+def schema(value: dict[str, Any], kind: Literal["json_schema", "structural_tag"] = "json_schema") -> Grammar:
+    return Grammar(kind=kind, source=json.dumps(value, separators=(",", ":")))
+
+
 @pytest.mark.parametrize(
     ("grammar", "reason"),
     [
@@ -130,6 +136,11 @@ def test_what_grammars_need_is_loaded_once_be_it_ahead_or_with_the_first() -> No
         (Grammar(kind="ebnf", source="root ::= other"), '"other" is not defined'),
         (Grammar(kind="regex", source="(" * 50_000 + "a" + ")" * 50_000), f"deeper than {DEEPEST}"),
         (Grammar(kind="ebnf", source="root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000), f"deeper than {DEEPEST}"),
+        (Grammar(kind="regex", source="(a}" * 50_000 + ")" * 50_000), f"deeper than {DEEPEST}"),
+        (schema({"items": [{"pattern": "(a" * 9_000 + ")" * 9_000}]}), f"deeper than {DEEPEST}"),
+        (schema({"patternProperties": {"(a}" * 9_000 + ")" * 9_000: {}}}), f"deeper than {DEEPEST}"),
+        (schema({"pattern": "(a" * 9_000 + ")" * 9_000}, "structural_tag"), f"deeper than {DEEPEST}"),
+        (schema({"enum": ["a" * LONGEST]}), f"more than {LONGEST} characters"),
         (Grammar(kind="json_schema", source='{"items":' * 900 + "{}" + "}" * 900), f"deeper than {DEEPEST}"),
     ],
 )
@@ -141,7 +152,18 @@ def test_what_does_not_compile_says_why_in_one_line(grammars: Grammars, grammar:
     assert ".cc" not in str(error.value)
 
 
+def test_a_row_of_references_overflows_no_stack(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash would end the process, and an engine with it. This row is longer than what is allowed."""
+    monkeypatch.setattr("eagle_server.engine.grammars.LONGEST", 1 << 20)
+    count = 6000
+    row = {f"{n}": {"type": "object", "properties": {"b": {"$ref": f"#/{n + 1}"}}} for n in range(count)}
+    long = schema({"type": "object", "properties": {"x": {"$ref": "#/0"}}, **row, f"{count}": {}})
+    assert grammars.compile(long).result().size
+
+
 def test_brackets_in_texts_are_not_nesting(grammars: Grammars) -> None:
+    named = schema({"type": "object", "properties": {"pattern": {"type": "string", "pattern": r"\((a|\(b\))[(]*"}}})
+    assert grammars.compile(named).result().size
     regex = Grammar(kind="regex", source=r"\(" * 300 + "[([{]" * 300)
     ebnf = Grammar(kind="ebnf", source='root ::= "' + "(" * 300 + '"')
     assert all(grammars.compile(grammar).result().size for grammar in (regex, ebnf))
