@@ -51,6 +51,9 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 lifespan="off",
+                # httptools is 0.2 ms faster, but bounds no headers, and drops the body of a request that offers an
+                # upgrade to HTTP/2, as Java's own client does.
+                http="h11",
                 ws="none",
                 log_config=None,
                 log_level="warning",

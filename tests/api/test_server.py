@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import random
+import socket
 import threading
 import time
 
@@ -151,3 +153,35 @@ def test_health_answers_while_the_engine_computes(server: Server) -> None:
         call.join()
     # The second bound is for machines that are too busy to answer an idle server's /health in time.
     assert busy[26] < max(0.05, 3 * idle[26]), (idle, busy)
+
+
+# --- HTTP ---
+
+
+def connect(server: Server) -> socket.socket:
+    url = httpx.URL(server.url)
+    return socket.create_connection((url.host, url.port or 80), timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("head", [b"GET /", b"GET / HTTP/1.1\r\nx: ", b"GET / HTTP/1.1\r\n"])
+def test_headers_without_an_end_are_cut_off(server: Server, head: bytes) -> None:
+    piece = b"a" * 1000 if head != b"GET / HTTP/1.1\r\n" else b"a: " + b"b" * 1000 + b"\r\n"
+    with connect(server) as connection:
+        connection.sendall(head)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            for _ in range(20_000):
+                connection.sendall(piece)
+
+
+def test_a_body_is_read_beside_the_offer_of_an_upgrade(server: Server) -> None:
+    """Java's client offers HTTP/2 with its first request of a connection."""
+    body = b'{"prompt": "abc", "max_tokens": 3}'
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n%b\r\n" % (len(body), offer)
+    with connect(server) as connection:
+        for _ in range(2):
+            connection.sendall(head + body)
+            with http.client.HTTPResponse(connection) as answer:
+                answer.begin()
+                assert answer.status == 200
+                assert b'"text":"abc"' in answer.read()
