@@ -79,6 +79,13 @@ async def test_refused_and_cancelled_requests_have_their_line(http: httpx.AsyncC
     assert len({line["request_id"] for line in lines}) == 3
 
 
+async def test_a_path_cannot_write_lines_of_its_own(http: httpx.AsyncClient, json_lines: list[str]) -> None:
+    await http.get("/x%0aERROR%1b[31m")
+    [line] = [json.loads(line) for line in json_lines]
+    assert line["path"] == "/x%0AERROR%1B%5B31m"
+    assert line["message"].startswith("GET /x%0AERROR%1B%5B31m 404")
+
+
 async def test_what_is_polled_is_not_logged(http: httpx.AsyncClient, json_lines: list[str]) -> None:
     await http.get("/health")
     await http.get("/metrics")

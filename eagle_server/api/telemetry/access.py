@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -55,13 +56,14 @@ class Access:
 
 def _log(call: Call) -> None:
     milliseconds = 1000 * (time.monotonic() - call.began)
+    path = quote(call.path)  # decoded it may hold line breaks and what else terminals obey
     fields: dict[str, Any] = {
         "method": call.method,
-        "path": call.path,
+        "path": path,
         "status": int(call.status),
         "ms": round(milliseconds, 1),
     }
-    line, values = "%s %s %d in %.1f ms", [call.method, call.path, call.status, milliseconds]
+    line, values = "%s %s %d in %.1f ms", [call.method, path, call.status, milliseconds]
     if call.generations:
         fields |= {"prompt_tokens": call.prompt_tokens, "output_tokens": call.output_tokens}
         line += ", %d prompt tokens, %d output tokens"
