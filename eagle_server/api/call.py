@@ -68,24 +68,29 @@ class Call:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events. An error before the first event is raised, a later one is an event."""
-        started = False
+        started, unfinished, last = False, len(self._choices), b""
         try:
             async with aclosing(self._pieces()) as pieces:
                 async for piece in pieces:
                     if piece.is_empty:
                         continue
-                    if bodies := self._shape.events(self._header, piece, self._usage_of_event()):
-                        yield b"".join(map(event, bodies))
+                    bodies = self._shape.events(self._header, piece, self._usage_of_event())
+                    data = b"".join(map(event, bodies))
+                    unfinished -= piece.finish_reason is not None
+                    if not unfinished:
+                        last = data  # goes with what ends the stream
+                    elif data:
+                        yield data
                         started = True
             if self._delivery.stream.include_usage:
-                yield event(self._shape.closing(self._header, self._totals()))
+                last += event(self._shape.closing(self._header, self._totals()))
         except Exception as error:
             if not started:
                 raise
             if not is_expected(error):
                 logger.exception("a stream failed")
-            yield event(as_api_error(error).body)
-        yield DONE
+            last = event(as_api_error(error).body)
+        yield last + DONE
 
     async def _pieces(self) -> AsyncGenerator[Piece, None]:
         choices = {choice.request.request_id: choice for choice in self._choices}

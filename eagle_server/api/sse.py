@@ -55,7 +55,7 @@ async def _disconnection(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends `first`, then what `events` yields; when the client goes away, `events` is closed at once."""
+    """Sends `first`, then what `events` yields until DONE; when the client goes away, `events` is closed at once."""
 
     media_type = "text/event-stream"
 
@@ -73,11 +73,12 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await self._send(send, self._first)
-        async for data in self._events:
+        data = self._first
+        while not data.endswith(DONE):
             await self._send(send, data)
             await asyncio.sleep(0)  # a backlog goes out without waiting for anything, least of all for the client's end
-        await self._send(send, b"", more=False)
+            data = await anext(self._events)
+        await self._send(send, data, more=False)
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         """Wait for the connection to take the data: what a client does not read is not generated into memory."""
