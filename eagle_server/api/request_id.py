@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
+from urllib.parse import quote
 
 from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
@@ -43,7 +44,7 @@ class RequestId:
         try:
             await self._app(scope, receive, send_named)
         except Exception as error:
-            logger.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
+            logger.exception("request %s failed: %s %s", request_id, scope["method"], quote(scope["path"]))
             if status:
                 raise  # the connection is closed: half an answer must not look like a whole one
             await as_api_error(error).response(scope, receive, send_named)

@@ -54,6 +54,11 @@ class Record:
     errors: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 
+    @property
+    def memory(self) -> dict[str, list[int]]:
+        """Bytes of each process, sample by sample."""
+        return {"API": [s.api_memory for s in self.samples], "engine": [s.engine_memory for s in self.samples]}
+
 
 class Soak:
     """`streams` clients at `server`, each sending its next request when the last has ended, until `enough`."""
@@ -199,10 +204,6 @@ def _seconds(server: Server) -> tuple[float, float]:
 def report(record: Record, seconds: float, added: Sequence[Added], console: Console) -> bool:
     """Print the table; whether all went well."""
     last, times = record.samples[-1], [s.seconds for s in record.samples]
-    memory = {
-        "API": [s.api_memory for s in record.samples],
-        "engine": [s.engine_memory for s in record.samples],
-    }
     firsts = sorted(record.first_tokens) or [float("nan")]
     middle, late = firsts[len(firsts) // 2], firsts[len(firsts) * 99 // 100]
     rows: dict[str, Any] = {
@@ -217,7 +218,7 @@ def report(record: Record, seconds: float, added: Sequence[Added], console: Cons
             f"memory of the {name}, growth after the first quarter": (
                 f"{sizes[-1] / 2**20:.0f} MiB, {growth(times, sizes) / 2**20:+.2f} MiB per minute"
             )
-            for name, sizes in memory.items()
+            for name, sizes in record.memory.items()
         },
         "KV slots in use at the end": last.kv_used,
         "added to an answer, median": (
@@ -243,8 +244,7 @@ def plot(record: Record, path: Path) -> None:
 
     seconds = [s.seconds for s in record.samples]
     curves = {
-        "API, MiB": [s.api_memory / 2**20 for s in record.samples],
-        "engine, MiB": [s.engine_memory / 2**20 for s in record.samples],
+        **{f"{name}, MiB": [size / 2**20 for size in sizes] for name, sizes in record.memory.items()},
         "KV slots in use": [s.kv_used for s in record.samples],
         "requests running": [s.running for s in record.samples],
         "requests waiting": [s.waiting for s in record.samples],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from tqdm import tqdm
 from eagle_server.cache.allocator import PageAllocator
 from eagle_server.cache.lease import KVLeases
 from eagle_server.cache.page_table import PageTable
+from eagle_server.cache.pool import Pool
 from eagle_server.cache.radix import RadixCache
 from eagle_server.engine.backends import Backends
 from eagle_server.engine.drafters import Draft, Workbench, make_drafter
@@ -55,19 +56,7 @@ def assemble(
     bench = Workbench(shape, slots, device, backends, graphs)
     drafter, draft_pools = make_drafter(head, bench)
     pools = [make_pool(target.config, slots, device), *draft_pools]
-    allocator = PageAllocator(shape.max_total_tokens // shape.page_size, shape.page_size)
-    width = shape.context_length + shape.window
-    table = PageTable(shape.max_running, width, shape.page_size, mirrored=device.type != "cpu")
-
-    def poison(pages: list[int]) -> None:
-        first = torch.tensor(pages)[:, None] * shape.page_size
-        for pool in pools:
-            pool.poison((first + torch.arange(shape.page_size)).view(-1).to(device))
-
-    if shape.poison:
-        poison(list(range(1, allocator.num_pages + 1)))
-    radix = RadixCache(shape.page_size) if shape.radix else None
-    kv = KVLeases(allocator, table, radix, poison if shape.poison else None)
+    kv = _leases(shape, pools, device)
     steps = max(shape.num_steps if head is not None else 0, shape.ngram_depth)
     limits = Limits(
         context_length=shape.context_length,
@@ -80,13 +69,13 @@ def assemble(
     )
     attention = backends.make(target, pools[0], (shape.draft_token_num,), shape.verify_attention)
     vocab_size = target.config.vocab_size
-    batches = Batches(table, device, vocab_size=vocab_size, spec_steps=steps, sizes=shape.graph_sizes)
+    batches = Batches(kv.table, device, vocab_size=vocab_size, spec_steps=steps, sizes=shape.graph_sizes)
     worker = Worker(Verifier(target, attention, pools[0], graphs), drafter, batches, shape.acceptance)
     if shape.graph_sizes:
         _capture(worker, graphs, backends, shape)
     ready = Ready(
         context_length=shape.context_length,
-        max_request_tokens=min(shape.context_length, allocator.num_pages * shape.page_size - shape.window),
+        max_request_tokens=min(shape.context_length, kv.allocator.num_pages * shape.page_size - shape.window),
         vocab_size=vocab_size,
         eos_token_ids=target.config.eos_token_ids,
         speculative_algorithm=algorithm,
@@ -95,6 +84,23 @@ def assemble(
         pid=os.getpid(),
     )
     return Engine(Scheduler(limits, kv), worker, ready, _grammars(tokenizer, target.config))
+
+
+def _leases(shape: Shape, pools: Sequence[Pool], device: torch.device) -> KVLeases:
+    """All pages free; with `poison` filled with what must never be read, now and whenever they become free again."""
+    allocator = PageAllocator(shape.max_total_tokens // shape.page_size, shape.page_size)
+    width = shape.context_length + shape.window
+    table = PageTable(shape.max_running, width, shape.page_size, mirrored=device.type != "cpu")
+
+    def poison(pages: list[int]) -> None:
+        first = torch.tensor(pages)[:, None] * shape.page_size
+        for pool in pools:
+            pool.poison((first + torch.arange(shape.page_size)).view(-1).to(device))
+
+    if shape.poison:
+        poison(list(range(1, allocator.num_pages + 1)))
+    radix = RadixCache(shape.page_size) if shape.radix else None
+    return KVLeases(allocator, table, radix, poison if shape.poison else None)
 
 
 def _grammars(tokenizer: Callable[[], Tokenizer] | None, config: ModelConfig) -> Grammars | None:

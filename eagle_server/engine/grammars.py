@@ -21,6 +21,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from eagle_server.engine.tool_formats import MARKERS
+from eagle_server.engine.tool_grammars import WHITESPACE
 from eagle_server.plan import MASK_WORD, allows
 from eagle_server.request import Grammar
 
@@ -33,7 +34,6 @@ LONGEST = 256 << 10  # characters; its rules may refer to each other in a row, a
 _STACK = 256 << 20  # bytes of address space for that; the longest row needs less than 64 MiB
 _WORKERS = 2  # grammars compiled at a time
 _THREADS = 4  # for each of them
-_WHITESPACE = 32  # characters between two parts of JSON; without an end a model may write nothing else for ever
 _ESCAPES_AND_CLASSES = r"\\.|\[(?:\\.|[^\]\\])*\]"
 _LITERALS = {
     "regex": re.compile(_ESCAPES_AND_CLASSES + r"|[\]{}]", re.DOTALL),  # of the brackets only round ones nest
@@ -224,9 +224,9 @@ def _compiled(compiler: Any, grammar: Grammar) -> Any:
     if any(_depth(_LITERALS[kind].sub("", source)) > DEEPEST for kind, source in _parts(grammar)):
         raise ValueError(f"it is nested deeper than {DEEPEST} brackets")
     if grammar.kind == "json_object":
-        return compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=_WHITESPACE)
+        return compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=WHITESPACE)
     if grammar.kind == "json_schema":
-        return compiler.compile_json_schema(grammar.source, max_whitespace_cnt=_WHITESPACE)
+        return compiler.compile_json_schema(grammar.source, max_whitespace_cnt=WHITESPACE)
     if grammar.kind == "structural_tag":
         return compiler.compile_structural_tag(grammar.source)
     if grammar.kind == "regex":

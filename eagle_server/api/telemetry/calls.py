@@ -70,7 +70,7 @@ class Call:
         return sum(each.answer_tokens for each in self.generations)
 
     def own_seconds(self, now: float) -> float:
-        """Of its time until `now`, that in which the engine had nothing to do with it. All generations have ended."""
+        """Of its time until `now`, its end, that in which the engine had nothing to do with it."""
         return (
             min(each.submitted for each in self.generations)
             - self.began
