@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from eagle_server.api.app import create_app
 from eagle_server.api.server import INTERRUPTED_STATUS, HttpServer, Lifecycle, listen
 from eagle_server.api.telemetry.calls import log_context
+from eagle_server.client.client import EngineClient
+from eagle_server.client.supervisor import EngineFailed, Supervisor
 from eagle_server.config import Config, parse_args
-from eagle_server.engine.chat_template_files import load_chat_template
-from eagle_server.engine.client import EngineClient
 from eagle_server.engine.logs import LogStyle, configure_logging
 from eagle_server.engine.process import CONFIGURATION_STATUS, FAILURE_STATUS, Engine, EngineFactory, freeze
-from eagle_server.engine.supervisor import EngineFailed, Supervisor
-from eagle_server.engine.tokenizer import load_tokenizer
+from eagle_server.text.chat_template_files import load_chat_template
+from eagle_server.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger("eagle_server")
 

@@ -52,10 +52,10 @@ class Sampling:
         return max(map(len, self.bad_words), default=1) - 1
 
 
-MASK_WORD = 32  # tokens to one number of a Constraint's masks
+MASK_WORD = 32  # tokens to one number of a GrammarMatcher's masks
 
 
-class Constraint(Protocol):
+class GrammarMatcher(Protocol):
     """What one request's output must be, as far as it is written; it lives as long as the request."""
 
     words: int  # of a mask, vocab / MASK_WORD rounded up
@@ -89,7 +89,7 @@ class Chunk:
     sampling: Sampling
     prompt_logprobs: bool = False
     text: Sequence[int] = field(default=(), compare=False, repr=False)
-    constraint: Constraint | None = field(default=None, compare=False, repr=False)
+    grammar_matcher: GrammarMatcher | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Decode:
     sampling: Sampling
     text: Sequence[int] = field(default=(), compare=False, repr=False)
     speculative: bool = True
-    constraint: Constraint | None = field(default=None, compare=False, repr=False)
+    grammar_matcher: GrammarMatcher | None = field(default=None, compare=False, repr=False)
     trees: bool = False
 
 
@@ -125,7 +125,7 @@ class CyclePlan:
 
 
 @dataclass(frozen=True)
-class Emitted:
+class SequenceOutput:
     """What one request got: for a decode the accepted tokens and the bonus, for a last chunk the drawn token.
 
     `drafted` counts the proposed nodes; accepted drafts are len(tokens) - 1 of a decode. `failed` is a reason to end
@@ -145,6 +145,6 @@ class Emitted:
 class CycleResult:
     """One entry per chunk and per decode of the plan, in its order."""
 
-    chunks: tuple[Emitted, ...] = ()
-    decodes: tuple[Emitted, ...] = ()
+    chunks: tuple[SequenceOutput, ...] = ()
+    decodes: tuple[SequenceOutput, ...] = ()
     stage_seconds: dict[str, float] = field(default_factory=dict)

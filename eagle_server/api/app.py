@@ -20,12 +20,12 @@ from eagle_server.api.telemetry.metrics import Metrics
 from eagle_server.api.telemetry.observer import Telemetry
 from eagle_server.api.telemetry.summary import Summary
 from eagle_server.api.tools import CallSyntax
+from eagle_server.client.client import EngineClient
 from eagle_server.config import Config
-from eagle_server.engine.chat_template import ChatTemplate
-from eagle_server.engine.client import EngineClient
-from eagle_server.engine.detokenizer import TokenSpelling
-from eagle_server.engine.tokenizer import Tokenizer
-from eagle_server.engine.tool_formats import find_format
+from eagle_server.text.chat_template import ChatTemplate
+from eagle_server.text.detokenizer import TokenSpelling
+from eagle_server.text.tokenizer import Tokenizer
+from eagle_server.text.tool_formats import find_format
 
 if TYPE_CHECKING:
     from eagle_server.api.telemetry.tracing import Tracing

@@ -17,7 +17,7 @@ from eagle_server.api.responses import Metrics, SpeculativeMetrics, Usage
 from eagle_server.api.schemas.generation import StreamOptions
 from eagle_server.api.shape import Header, Shape, Totals
 from eagle_server.api.sse import DONE, event
-from eagle_server.engine.client import EngineClient
+from eagle_server.client.client import EngineClient
 from eagle_server.request import TokenDelta, TokenLogprob
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from eagle_server.api.choice import Piece, Scored
 from eagle_server.api.responses import Metrics, PromptLogprobs, Usage, finite, prompt_logprobs_of
 from eagle_server.api.shape import Header, Shown, Totals
 from eagle_server.api.trees import Tree
-from eagle_server.engine.tool_calls import CallDelta
 from eagle_server.request import TokenLogprob
+from eagle_server.text.tool_parser import CallDelta
 
 ROLE = "assistant"
 

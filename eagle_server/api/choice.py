@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from eagle_server.api.errors import ApiError, bad_request, unavailable
-from eagle_server.engine.detokenizer import IncrementalDetokenizer, StopStrings, TokenSpelling
-from eagle_server.engine.tool_calls import CallDelta, Said, ToolCallParser, join
 from eagle_server.request import DraftTree, FinishReason, Request, SpecStats, TokenDelta, TokenLogprob
+from eagle_server.text.detokenizer import IncrementalDetokenizer, StopStrings, TokenSpelling
+from eagle_server.text.tool_parser import CallDelta, Said, ToolCallParser, join
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from eagle_server.engine.client import QueueFull
-from eagle_server.engine.generation import EngineUnavailable, GenerationTimeout, SlowReader
+from eagle_server.client.client import QueueFull
+from eagle_server.client.generation import EngineUnavailable, GenerationTimeout, SlowReader
 
 logger = logging.getLogger(__name__)
 

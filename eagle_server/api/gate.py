@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from eagle_server.api import playground
 from eagle_server.api.errors import ApiError, as_api_error, unavailable
 from eagle_server.api.service import Service
-from eagle_server.engine.client import QueueFull
+from eagle_server.client.client import QueueFull
 
 # What a load balancer, a probe or a curious visitor may see without the key.
 OPEN = frozenset({"/", "/health", "/metrics", "/health_generate", "/version", "/openapi.json", *playground.PATHS})

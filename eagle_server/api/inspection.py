@@ -17,7 +17,7 @@ from eagle_server.api.errors import ApiError, unavailable
 from eagle_server.api.responses import json_response
 from eagle_server.api.service import Service, service_of, version
 from eagle_server.api.sse import while_connected
-from eagle_server.engine.client import EngineClient
+from eagle_server.client.client import EngineClient
 from eagle_server.request import Request as EngineRequest
 from eagle_server.request import SamplingParams
 

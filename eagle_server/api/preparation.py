@@ -21,10 +21,10 @@ from eagle_server.api.service import Service
 from eagle_server.api.shape import Header, Shape, Shown
 from eagle_server.api.text_shape import TextShape
 from eagle_server.api.tools import ToolUse, tool_use
-from eagle_server.engine.chat_template import Ending
-from eagle_server.engine.generation import EngineUnavailable
-from eagle_server.engine.tokenizer import Tokenizer
+from eagle_server.client.generation import EngineUnavailable
 from eagle_server.request import Ready, Request, SamplingParams
+from eagle_server.text.chat_template import Ending
+from eagle_server.text.tokenizer import Tokenizer
 
 MAX_SEQUENCES = 1024
 SHORT = 4096  # bytes of a body whose prompts take less time to tokenize than a thread takes to start on them

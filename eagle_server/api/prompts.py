@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from eagle_server.api.choice import Prompt
 from eagle_server.api.errors import ApiError, bad_request
 from eagle_server.api.schemas.chat import Message, Rendering
-from eagle_server.engine.chat_template import ChatTemplate, TemplateError, Turn
-from eagle_server.engine.tokenizer import Tokenizer
+from eagle_server.text.chat_template import ChatTemplate, TemplateError, Turn
+from eagle_server.text.tokenizer import Tokenizer
 
 CHARACTERS_PER_PIECE = 4  # normalizers may compose characters, so a token may stand for a few more than it has
 

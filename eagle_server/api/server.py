@@ -14,8 +14,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from eagle_server.api.service import Admission
-from eagle_server.engine.client import EngineClient
-from eagle_server.engine.supervisor import Supervisor
+from eagle_server.client.client import EngineClient
+from eagle_server.client.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from fastapi import Request
 from eagle_server.api.errors import ApiError
 from eagle_server.api.telemetry.metrics import Metrics
 from eagle_server.api.tools import CallSyntax
-from eagle_server.engine.chat_template import ChatTemplate
-from eagle_server.engine.client import EngineClient
-from eagle_server.engine.detokenizer import TokenSpelling
+from eagle_server.client.client import EngineClient
+from eagle_server.text.chat_template import ChatTemplate
+from eagle_server.text.detokenizer import TokenSpelling
 
 
 class Admission:

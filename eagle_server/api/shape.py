@@ -11,8 +11,8 @@ import msgspec
 from eagle_server.api.choice import Piece
 from eagle_server.api.responses import Metrics, Usage
 from eagle_server.api.trees import Tree, trees_of
-from eagle_server.engine.detokenizer import TokenSpelling
 from eagle_server.request import TokenLogprob
+from eagle_server.text.detokenizer import TokenSpelling
 
 Body = msgspec.Struct
 

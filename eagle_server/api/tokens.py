@@ -14,7 +14,7 @@ from eagle_server.api.reading import read
 from eagle_server.api.responses import json_response
 from eagle_server.api.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from eagle_server.api.service import Service, service_of
-from eagle_server.engine.detokenizer import TokenSpelling
+from eagle_server.text.detokenizer import TokenSpelling
 
 router = APIRouter()
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from eagle_server.api.errors import ApiError, bad_request
 from eagle_server.api.schemas.chat import ChatRequest
-from eagle_server.engine.tokenizer import Tokenizer
-from eagle_server.engine.tool_calls import ToolCallParser
-from eagle_server.engine.tool_formats import ToolFormat, marker_tokens
-from eagle_server.engine.tool_grammars import argument_schema, call_grammar
 from eagle_server.request import Grammar
+from eagle_server.text.tokenizer import Tokenizer
+from eagle_server.text.tool_formats import ToolFormat, marker_tokens
+from eagle_server.text.tool_grammars import argument_schema, call_grammar
+from eagle_server.text.tool_parser import ToolCallParser
 
 
 @dataclass(frozen=True)

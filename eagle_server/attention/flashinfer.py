@@ -16,13 +16,13 @@ from typing import Any, Literal
 import torch
 
 from eagle_server.attention.flashinfer_forward import FlashInferBackend, Form, Wrapper
-from eagle_server.attention.flashinfer_scratch import Limits, Mode, int_buffer
+from eagle_server.attention.flashinfer_scratch import AttentionLimits, Mode, int_buffer
 from eagle_server.attention.flashinfer_wrappers import DecodeWrapper, Heads, PagedWrapper, plan_arguments
 from eagle_server.attention.interface import Layout
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool
 
-__all__ = ["FlashInferAttention", "Limits", "Workspace", "flashinfer_module"]
+__all__ = ["FlashInferAttention", "AttentionLimits", "Workspace", "flashinfer_module"]
 
 TreeMode = Literal["mask", "cascade", "beams", "auto"]
 
@@ -77,7 +77,7 @@ class FlashInferAttention(FlashInferBackend):
         *,
         heads: int,
         specs: Collection[tuple[float, int]],
-        limits: Limits,
+        limits: AttentionLimits,
         verify: TreeMode = "auto",
         draft: TreeMode = "auto",
         module: Any = None,

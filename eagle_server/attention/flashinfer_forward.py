@@ -1,10 +1,10 @@
 """What the FlashInfer backends have in common: which wrapper serves which forward, and the two steps of planning one.
 
-Static buffers and CUDA graphs: forwards with as many query rows for every request (`Limits.graph_rows`) and a batch
-size of `Limits.graph_batches` get wrappers of their own, made once and found again by `graph_key`. `prepare` plans them
-on the host before every forward; a graph captured with `bind` and `run` of the first such forward replays for all later
-ones, because every address stays, and lengths, slots and masks are read from device memory. All other forwards borrow
-wrappers that return when they are done.
+Static buffers and CUDA graphs: forwards with as many query rows for every request (`AttentionLimits.graph_rows`) and a
+batch size of `AttentionLimits.graph_batches` get wrappers of their own, made once and found again by `graph_key`.
+`plan` plans them on the host before every forward; a graph captured with `bind` and `run` of the first such forward
+replays for all later ones, because every address stays, and lengths, slots and masks are read from device memory. All
+other forwards borrow wrappers that return when they are done.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eagle_server.attention.flashinfer_scratch import Limits, Mode, Scratch, TreeBlock, tree_block
+from eagle_server.attention.flashinfer_scratch import AttentionLimits, Mode, Scratch, TreeBlock, tree_block
 from eagle_server.attention.flashinfer_wrappers import Fence, Lengths
 from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, Layout, TreeMask
 from eagle_server.attention.workspace import Workspace
@@ -54,7 +54,9 @@ class Wrapper(Protocol):
 class FlashInferBackend(ABC):
     """`AttentionBackend` over one pool; a subclass says how a forward is computed and makes the wrappers."""
 
-    def __init__(self, pool: Pool, workspace: Workspace, specs: Collection[tuple[float, int]], limits: Limits) -> None:
+    def __init__(
+        self, pool: Pool, workspace: Workspace, specs: Collection[tuple[float, int]], limits: AttentionLimits
+    ) -> None:
         self.pool, self.workspace, self.limits = pool, workspace, limits
         self.specs = tuple(dict.fromkeys(specs))
         self.scratch = Scratch(limits, pool.keys[0].device)
@@ -69,7 +71,7 @@ class FlashInferBackend(ABC):
     def make(self, form: Form) -> Wrapper:
         """A new wrapper."""
 
-    def prepare(self, layout: Layout) -> PreparedForward:
+    def plan(self, layout: Layout) -> FlashInferPlan:
         """See `AttentionBackend.prepare`.
 
         Raises:
@@ -93,7 +95,7 @@ class FlashInferBackend(ABC):
             wrappers = kept.wrappers
         for wrapper, (lengths, slots) in zip(wrappers, _planned(self.scratch, layout, modes), strict=True):
             wrapper.plan(lengths, slots)
-        prepared = PreparedForward(self, layout, modes, wrappers, key, kept)
+        prepared = FlashInferPlan(self, layout, modes, wrappers, key, kept)
         if key is None:
             for form, wrapper in zip(forms, wrappers, strict=True):
                 weakref.finalize(prepared, self._free[form].append, wrapper).atexit = False
@@ -133,8 +135,8 @@ class _Kept:
     plans: int = 0
 
 
-class PreparedForward:
-    """See `Prepared`. Wrappers and modes are by spec, in the backend's order."""
+class FlashInferPlan:
+    """See `AttentionPlan`. Wrappers and modes are by spec, in the backend's order."""
 
     def __init__(  # noqa: PLR0913, PLR0917  made in one place
         self,
@@ -151,7 +153,7 @@ class PreparedForward:
         self._bound = False
         self.token = object()  # stands for this forward where keeping the forward itself alive would keep its wrappers
 
-    def bind(self, batch: AttentionBatch) -> PlannedForward:
+    def bind(self, batch: AttentionBatch) -> BoundFlashInfer:
         """Write the forward's slots and masks. Of the layout it uses only what `graph_key` stands for."""
         if self._kept is not None and not self._bound and self._plan != self._kept.plans:
             raise RuntimeError(
@@ -173,19 +175,19 @@ class PreparedForward:
                 backend.scratch.write_mask(batch, batch.mask, sliding)
             if "cascade" in self.modes:
                 tree = tree_block(batch, batch.mask)
-        return PlannedForward(self, batch.out_slots, tree)
+        return BoundFlashInfer(self, batch.out_slots, tree)
 
 
 @dataclass(frozen=True)
-class PlannedForward:
-    """One planned forward; see `Planned`."""
+class BoundFlashInfer:
+    """One planned forward; see `BoundAttention`."""
 
-    prepared: PreparedForward
+    prepared: FlashInferPlan
     out_slots: Tensor
     tree: TreeBlock | None
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
-        """See `Planned.run`."""
+        """See `BoundAttention.run`."""
         backend = self.prepared.backend
         if backend.scratch.owner is not self.prepared.token:
             raise RuntimeError("another forward of this backend was bound meanwhile; bind it after this one has run")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eagle_server.attention.flashinfer import check_dtype, flashinfer_module
 from eagle_server.attention.flashinfer_forward import FlashInferBackend, Form, Wrapper
-from eagle_server.attention.flashinfer_scratch import Limits, Mode, int_buffer
+from eagle_server.attention.flashinfer_scratch import AttentionLimits, Mode, int_buffer
 from eagle_server.attention.flashinfer_wrappers import Fence, Lengths
 from eagle_server.attention.interface import Layout
 from eagle_server.attention.workspace import Workspace
@@ -44,7 +44,7 @@ class FlashInferMLAAttention(FlashInferBackend):
         *,
         heads: int,
         specs: Collection[tuple[float, int]],
-        limits: Limits,
+        limits: AttentionLimits,
         module: Any = None,
     ) -> None:
         super().__init__(pool, workspace, specs, limits)

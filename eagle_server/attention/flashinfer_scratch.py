@@ -24,7 +24,7 @@ Mode = Literal["decode", "prefill", "mask", "cascade", "beams"]
 
 
 @dataclass(frozen=True)
-class Limits:
+class AttentionLimits:
     """The largest forward, and which forwards may be captured in graphs."""
 
     batch: int  # requests
@@ -55,7 +55,7 @@ class Scratch:
     Invariant: `owner` is the token of the forward whose contents stand here. Any other would read the wrong slots.
     """
 
-    def __init__(self, limits: Limits, device: torch.device) -> None:
+    def __init__(self, limits: AttentionLimits, device: torch.device) -> None:
         self.owner: object = None
         self._limits, self._device = limits, device
         self._slots: dict[Hashable, Tensor] = {}

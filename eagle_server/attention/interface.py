@@ -1,7 +1,7 @@
 """The one attention contract: ragged queries over paged KV, causal or under a tree mask.
 
 A forward is planned in two steps: `prepare(layout)` with what the host knows, `bind(batch)` with the device's tensors.
-That gives a `Planned`, whose `run(q, k, v, layer)` the model calls once per layer. Models know nothing else of
+That gives a `BoundAttention`, whose `run(q, k, v, layer)` the model calls once per layer. Models know nothing else of
 attention, so one model file serves every backend and training too.
 """
 
@@ -83,7 +83,7 @@ class AttentionBatch:
     layout: Layout
 
 
-class Planned(Protocol):
+class BoundAttention(Protocol):
     """Attention of one planned forward."""
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
@@ -95,7 +95,7 @@ class Planned(Protocol):
         ...
 
 
-class Prepared(Protocol):
+class AttentionPlan(Protocol):
     """A forward whose host side is planned. What `bind` does may be captured in a CUDA graph, `prepare` may not."""
 
     @property
@@ -103,7 +103,7 @@ class Prepared(Protocol):
         """Equal keys share buffers, so a graph captured with one replays with the other; None: not to be captured."""
         ...
 
-    def bind(self, batch: AttentionBatch) -> Planned:
+    def bind(self, batch: AttentionBatch) -> BoundAttention:
         """Give the forward its device tensors; everything that is the same for all layers happens here."""
         ...
 
@@ -116,6 +116,6 @@ class AttentionBackend(Protocol):
         """Where its keys and values live."""
         ...
 
-    def prepare(self, layout: Layout) -> Prepared:
+    def plan(self, layout: Layout) -> AttentionPlan:
         """Plan one forward from host values alone: nothing is read from the device."""
         ...

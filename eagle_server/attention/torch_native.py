@@ -54,31 +54,31 @@ class TorchNativeAttention:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
 
-    def prepare(self, layout: Layout) -> PreparedTorchNative:  # noqa: ARG002  the batch brings it along
-        return PreparedTorchNative(self.pool)
+    def plan(self, layout: Layout) -> TorchNativePlan:  # noqa: ARG002  the batch brings it along
+        return TorchNativePlan(self.pool)
 
 
 @dataclass(frozen=True)
-class PreparedTorchNative:
-    """Nothing to prepare; shapes follow the lengths, so no graph is captured. See `Prepared`."""
+class TorchNativePlan:
+    """Nothing to prepare; shapes follow the lengths, so no graph is captured. See `AttentionPlan`."""
 
     pool: Pool
     graph_key: None = None
 
-    def bind(self, batch: AttentionBatch) -> PlannedTorchNative:
-        return PlannedTorchNative(self.pool, batch.out_slots, tuple(_groups(batch)))
+    def bind(self, batch: AttentionBatch) -> BoundTorchNative:
+        return BoundTorchNative(self.pool, batch.out_slots, tuple(_groups(batch)))
 
 
 @dataclass(frozen=True)
-class PlannedTorchNative:
-    """One planned forward; see `Planned`."""
+class BoundTorchNative:
+    """One planned forward; see `BoundAttention`."""
 
     pool: Pool
     out_slots: Tensor
     groups: tuple[_Group, ...]
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
-        """See `Planned.run`."""
+        """See `BoundAttention.run`."""
         self.pool.write(layer.index, self.out_slots, k, v)
         if len(self.groups) == 1 and self.groups[0].rows is None:
             return self._attend(q, self.groups[0], layer)

@@ -11,8 +11,8 @@ from pathlib import Path
 from eagle_server.config import parse_args
 from eagle_server.engine.build import build_engine
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.tokenizer import load_tokenizer
 from eagle_server.request import Request, SamplingParams
+from eagle_server.text.tokenizer import load_tokenizer
 
 DIRECTORY = Path(__file__).parents[1] / "assets" / "demo"
 

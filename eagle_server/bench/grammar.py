@@ -13,8 +13,8 @@ from typing import Any
 
 from eagle_server.bench.demo import DIRECTORY, demo_engine, held_out
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.tokenizer import load_tokenizer
 from eagle_server.request import FinishReason, Grammar, Request, SamplingParams
+from eagle_server.text.tokenizer import load_tokenizer
 
 NAMES = ("name", "size", "path", "count", "value", "kind", "x", "is_open", "line no", "größe")
 WORDS = ("red", "green", "blue", "on", "off", "unknown")

@@ -37,13 +37,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.checkpoints.load_target import HasWeightViews, created_as, load_native_target, save_checkpoint
 from eagle_server.models.config import ModelConfig, read_config
-from eagle_server.models.draft import TargetWeights
-from eagle_server.models.eagle3 import Eagle3Config, Eagle3Head
+from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
+from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.layers import pack_linears
-from eagle_server.models.load_draft import load_draft
-from eagle_server.models.loader import HasWeightViews, created_as, load_native_target, save_checkpoint
-from eagle_server.models.target import TargetModel
+from eagle_server.models.targets.interface import TargetModel
 
 DEMO = Path(__file__).parent.parent / "assets" / "demo"
 

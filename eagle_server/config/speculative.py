@@ -105,7 +105,7 @@ class SpeculativeSection(Section):
     acceptance: Literal["lossless", "typical"] = Field(
         default="lossless",
         description="typical: LOSSY: also keep drafts that the target merely finds likely enough, as Medusa does, "
-        "so sampled texts no longer follow the target's law; requests with temperature 0 are served as ever",
+        "so sampled texts no longer follow the target's distribution; requests with temperature 0 are served as ever",
     )
     typical_posterior_threshold: Annotated[Positive, Field(le=1)] | None = Field(
         default=None,

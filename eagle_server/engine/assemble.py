@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from eagle_server.cache.allocator import PageAllocator
-from eagle_server.cache.lease import KVLeases
+from eagle_server.cache.manager import KVCacheManager
 from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.pool import Pool
 from eagle_server.cache.radix import RadixCache
@@ -20,11 +20,11 @@ from eagle_server.engine.drafters import Draft, Workbench, make_drafter
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.grammars import Grammars
 from eagle_server.engine.pools import make_pool
-from eagle_server.engine.shape import Shape
+from eagle_server.engine.shape import EngineConfig
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.target import Target
+from eagle_server.models.targets.interface import Target
 from eagle_server.request import Ready
-from eagle_server.scheduling.scheduler import Limits, Scheduler
+from eagle_server.scheduling.scheduler import Scheduler, SchedulerLimits
 from eagle_server.worker.batch import Batches
 from eagle_server.worker.graphs import CudaRecorder, Graphs, Recorder
 from eagle_server.worker.verifier import Verifier
@@ -35,7 +35,7 @@ from eagle_server.worker.worker import Worker
 def assemble(
     target: Target,
     head: Draft | None,
-    shape: Shape,
+    shape: EngineConfig,
     *,
     algorithm: str = "NONE",
     flashinfer: Any = None,
@@ -56,9 +56,9 @@ def assemble(
     bench = Workbench(shape, slots, device, backends, graphs)
     drafter, draft_pools = make_drafter(head, bench)
     pools = [make_pool(target.config, slots, device), *draft_pools]
-    kv = _leases(shape, pools, device)
+    kv = _kv_cache(shape, pools, device)
     steps = max(shape.num_steps if head is not None else 0, shape.ngram_depth)
-    limits = Limits(
+    limits = SchedulerLimits(
         context_length=shape.context_length,
         max_running=shape.max_running,
         chunk_tokens=shape.chunk_tokens,
@@ -86,7 +86,7 @@ def assemble(
     return Engine(Scheduler(limits, kv), worker, ready, _grammars(tokenizer, target.config))
 
 
-def _leases(shape: Shape, pools: Sequence[Pool], device: torch.device) -> KVLeases:
+def _kv_cache(shape: EngineConfig, pools: Sequence[Pool], device: torch.device) -> KVCacheManager:
     """All pages free; with `poison` filled with what must never be read, now and whenever they become free again."""
     allocator = PageAllocator(shape.max_total_tokens // shape.page_size, shape.page_size)
     width = shape.context_length + shape.window
@@ -100,7 +100,7 @@ def _leases(shape: Shape, pools: Sequence[Pool], device: torch.device) -> KVLeas
     if shape.poison:
         poison(list(range(1, allocator.num_pages + 1)))
     radix = RadixCache(shape.page_size) if shape.radix else None
-    return KVLeases(allocator, table, radix, poison if shape.poison else None)
+    return KVCacheManager(allocator, table, radix, poison if shape.poison else None)
 
 
 def _grammars(tokenizer: Callable[[], Tokenizer] | None, config: ModelConfig) -> Grammars | None:
@@ -109,7 +109,7 @@ def _grammars(tokenizer: Callable[[], Tokenizer] | None, config: ModelConfig) ->
     return Grammars(tokenizer, config.vocab_size, ends) if tokenizer is not None and ends else None
 
 
-def _capture(worker: Worker, graphs: Graphs, backends: Backends, shape: Shape) -> None:
+def _capture(worker: Worker, graphs: Graphs, backends: Backends, shape: EngineConfig) -> None:
     """Size the workspace, and then capture every graph that serving will want."""
     lengths = (2, shape.context_length)  # attention to trees may take another form over long texts
     graphs.paused = True
@@ -121,11 +121,11 @@ def _capture(worker: Worker, graphs: Graphs, backends: Backends, shape: Shape) -
     warm_up(worker, sizes, lengths)
 
 
-def _recorder(shape: Shape, device: torch.device) -> Recorder | None:
+def _recorder(shape: EngineConfig, device: torch.device) -> Recorder | None:
     return CudaRecorder() if shape.graph_sizes and device.type == "cuda" else None
 
 
-def _check(head: Draft | None, shape: Shape) -> None:
+def _check(head: Draft | None, shape: EngineConfig) -> None:
     """Refuse numbers with which no request could be served."""
     usable = shape.max_total_tokens // shape.page_size * shape.page_size
     if usable < shape.window + 2:

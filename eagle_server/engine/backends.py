@@ -11,13 +11,13 @@ from eagle_server.attention.interface import AttentionBackend, LayerSpec
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool, LatentPool
-from eagle_server.engine.shape import Shape, TreeMode
+from eagle_server.engine.shape import EngineConfig, TreeMode
 
 
 class Backends:
     """Makes the backends of one engine, which share a workspace. `module`: FlashInfer, or what stands in for it."""
 
-    def __init__(self, shape: Shape, device: torch.device, module: Any = None) -> None:
+    def __init__(self, shape: EngineConfig, device: torch.device, module: Any = None) -> None:
         self._shape, self._module = shape, module
         self._workspace = Workspace(device) if shape.backend == "flashinfer" else None
 
@@ -31,11 +31,11 @@ class Backends:
         if self._workspace is None:
             return TorchNativeAttention(pool)
         # Imported here: a CPU has no use for them, and their Triton kernels take a second to import.
-        from eagle_server.attention.flashinfer import FlashInferAttention, Limits
+        from eagle_server.attention.flashinfer import AttentionLimits, FlashInferAttention
         from eagle_server.attention.flashinfer_mla import FlashInferMLAAttention
 
         shape, specs, heads = self._shape, layer_specs(model), model.config.num_heads
-        limits = Limits(
+        limits = AttentionLimits(
             batch=shape.max_running,
             kv_len=shape.context_length + shape.window,
             graph_batches=shape.graph_sizes,

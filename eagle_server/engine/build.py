@@ -25,17 +25,17 @@ from eagle_server.engine.devices import (
 from eagle_server.engine.drafters import kv_config
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.pools import bytes_per_slot
-from eagle_server.engine.shape import Shape
+from eagle_server.engine.shape import EngineConfig
 from eagle_server.engine.static_trees import given_choices, with_choices, with_token_tree
-from eagle_server.engine.tokenizer import read_tokenizer_file
+from eagle_server.models.checkpoints.load_draft import Algorithm, LoadedDraft, load_draft
+from eagle_server.models.checkpoints.load_target import load_target, read_model_config
+from eagle_server.models.checkpoints.weights import resolve_checkpoint, resolve_file
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.load_draft import Algorithm, LoadedDraft, load_draft
-from eagle_server.models.loader import load_target, read_model_config
-from eagle_server.models.medusa_head import MedusaHeads
-from eagle_server.models.target import Target
-from eagle_server.models.weights import resolve_checkpoint, resolve_file
+from eagle_server.models.drafts.medusa import MedusaHeads
+from eagle_server.models.targets.interface import Target
 from eagle_server.speculation.accept import Acceptance, Lossless
 from eagle_server.speculation.typical import Typical
+from eagle_server.text.tokenizer import read_tokenizer_file
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +135,8 @@ def _context_length(config: Config, facts: ModelConfig) -> int:
     return wanted or facts.max_position
 
 
-def _shape(config: Config, context: int, trees: SpeculativeParams | None) -> Shape:
-    shape = Shape(
+def _shape(config: Config, context: int, trees: SpeculativeParams | None) -> EngineConfig:
+    shape = EngineConfig(
         context_length=context,
         max_total_tokens=0,
         page_size=config.cache.page_size,
@@ -162,12 +162,13 @@ def _acceptance(config: Config) -> Acceptance:
     if posterior is None:
         return Lossless()
     logger.warning(
-        "--acceptance typical is LOSSY: texts of requests with temperature above 0 do not follow the target's law"
+        "--acceptance typical is LOSSY: texts of requests with temperature above 0 do not follow the target's "
+        "distribution"
     )
     return Typical(*posterior)
 
 
-def _lookahead(config: Config, shape: Shape) -> int:
+def _lookahead(config: Config, shape: EngineConfig) -> int:
     """Positions past the context that drafting may write, whatever kind of draft will be found."""
     choices, tree = config.speculative.medusa_choices, config.speculative.token_tree
     if tree is not None:
@@ -178,7 +179,7 @@ def _lookahead(config: Config, shape: Shape) -> int:
     return max(shape.window, len(given_choices(choices)) + 1, section.num_draft_tokens or 0)
 
 
-def _with_medusa(config: Config, shape: Shape, draft: LoadedDraft | None) -> Shape:
+def _with_medusa(config: Config, shape: EngineConfig, draft: LoadedDraft | None) -> EngineConfig:
     """`shape` with a static tree if the draft is Medusa's; options that are for other drafts are refused."""
     choices = config.speculative.medusa_choices
     if draft is None or not isinstance(draft.head, MedusaHeads):
@@ -208,7 +209,7 @@ def _load_draft(config: Config, target: Target, window: int, *, progress: bool) 
     )
 
 
-def _slots_that_fit(shape: Shape, target: ModelConfig, draft: LoadedDraft | None, memory: int) -> int:
+def _slots_that_fit(shape: EngineConfig, target: ModelConfig, draft: LoadedDraft | None, memory: int) -> int:
     """Slots for every request at full context, but no more than `memory` bytes hold."""
     drafted = None if draft is None else kv_config(draft.head)
     configs = [target] if drafted is None else [target, drafted]
@@ -219,7 +220,7 @@ def _slots_that_fit(shape: Shape, target: ModelConfig, draft: LoadedDraft | None
 
 
 def _resolved(
-    config: Config, shape: Shape, target: Target, trees: SpeculativeParams | None, algorithm: str
+    config: Config, shape: EngineConfig, target: Target, trees: SpeculativeParams | None, algorithm: str
 ) -> dict[str, Any]:
     """What /v1/server_info shows: the configuration with every automatic value in its place."""
     values = config.public_dict()

@@ -10,19 +10,19 @@ import torch
 from eagle_server.cache.pool import KVPool, LatentPool
 from eagle_server.engine.backends import Backends
 from eagle_server.engine.pools import make_pool
-from eagle_server.engine.shape import Shape
+from eagle_server.engine.shape import EngineConfig
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.draft import DraftHead
-from eagle_server.models.medusa_head import MedusaHeads
-from eagle_server.models.redrafter import RedrafterHead
-from eagle_server.models.standalone import DraftLM
-from eagle_server.speculation.shared_texts import SharedTexts
+from eagle_server.models.drafts.interface import DraftHead
+from eagle_server.models.drafts.medusa import MedusaHeads
+from eagle_server.models.drafts.redrafter import RedrafterHead
+from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.speculation.static_tree import static_tree
 from eagle_server.worker.drafters.eagle import EagleDrafter
 from eagle_server.worker.drafters.interface import Drafter, ModelDrafter
 from eagle_server.worker.drafters.medusa import MedusaDrafter
 from eagle_server.worker.drafters.mixture import MixtureDrafter
-from eagle_server.worker.drafters.ngram import NgramDrafter, NgramTries
+from eagle_server.worker.drafters.ngram.drafter import NgramDrafter, NgramTries
+from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts
 from eagle_server.worker.drafters.none import NoDrafter
 from eagle_server.worker.drafters.redrafter import RedrafterDrafter
 from eagle_server.worker.drafters.standalone import StandaloneDrafter
@@ -36,7 +36,7 @@ Draft = DraftHead | DraftLM | MedusaHeads | RedrafterHead  # what a drafter is m
 class Workbench:
     """What drafters are made with."""
 
-    shape: Shape
+    shape: EngineConfig
     slots: int
     device: torch.device
     backends: Backends
@@ -60,7 +60,7 @@ def make_drafter(draft: Draft | None, bench: Workbench) -> tuple[Drafter[Any], l
     return MixtureDrafter(model, _tries(shape), device=device, graphs=graphs, graph_sizes=shape.graph_sizes), pools
 
 
-def _tries(shape: Shape) -> NgramTries:
+def _tries(shape: EngineConfig) -> NgramTries:
     shared = SharedTexts(shape.ngram_share_tokens, shape.ngram_depth) if shape.ngram_share_tokens else None
     return NgramTries(shape.ngram_depth, shape.draft_token_num - 1, shared)
 

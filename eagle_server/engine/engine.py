@@ -76,8 +76,8 @@ class Engine:
         ends = () if params.ignore_eos else self._ready.eos_token_ids
         # A checkpoint's config may name an end of sequence beyond its vocabulary; it can never be drawn.
         stop_ids = frozenset(i for i in (*ends, *params.stop_token_ids) if 0 <= i < self._ready.vocab_size)
-        constraint = None if compiled is None else compiled.follow(prompt_length, stop_ids)
-        self.scheduler.add(request, _sampling(request, stop_ids), stop_ids, constraint)
+        grammar_matcher = None if compiled is None else compiled.follow(prompt_length, stop_ids)
+        self.scheduler.add(request, _sampling(request, stop_ids), stop_ids, grammar_matcher)
 
     def abort(self, request_id: str) -> None:
         """End a request and free its KV; an unknown id is ignored."""

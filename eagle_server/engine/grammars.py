@@ -20,10 +20,10 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from eagle_server.engine.tool_formats import MARKERS
-from eagle_server.engine.tool_grammars import WHITESPACE
 from eagle_server.plan import MASK_WORD, allows
 from eagle_server.request import Grammar
+from eagle_server.text.tool_formats import MARKERS
+from eagle_server.text.tool_grammars import WHITESPACE
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +69,8 @@ class Vocabulary:
         return cls(tuple(pieces), next((name for part, name in spellings.items() if part in parts), "RAW"))
 
 
-class Following:
-    """One request's way through its grammar; a `plan.Constraint`.
+class RequestMatcher:
+    """One request's way through its grammar; a `plan.GrammarMatcher`.
 
     It reads what was emitted from the scheduler's list, so what was drafted in vain or preempted changes nothing.
     """
@@ -83,7 +83,7 @@ class Following:
         self._lost = False
 
     def mask(self, text: Sequence[int], path: tuple[int, ...] = ()) -> NDArray[np.int32] | None:
-        """See `plan.Constraint`."""
+        """See `plan.GrammarMatcher`."""
         if len(text) > self._length:
             self._advance(text)
         if path not in self._known:
@@ -137,7 +137,7 @@ class Compiled:
         """Bytes."""
         return int(self.grammar.memory_size_bytes)
 
-    def follow(self, prompt_length: int, stop_ids: Iterable[int]) -> Following:
+    def follow(self, prompt_length: int, stop_ids: Iterable[int]) -> RequestMatcher:
         """A matcher for a request.
 
         Where the grammar is complete, and only there, the model's end of sequence may stand, and of the request's own
@@ -148,7 +148,7 @@ class Compiled:
         info = self.grammar.tokenizer_info
         stops = {*info.stop_token_ids, *set(info.special_token_ids).intersection(stop_ids)}
         matcher = xgrammar.GrammarMatcher(self.grammar, override_stop_tokens=sorted(stops))
-        return Following(matcher, self.words, prompt_length)
+        return RequestMatcher(matcher, self.words, prompt_length)
 
 
 class Grammars:

@@ -13,7 +13,7 @@ TreeMode = Literal["auto", "mask", "cascade", "beams"]
 
 
 @dataclass(frozen=True)
-class Shape:
+class EngineConfig:
     """The numbers an engine is built from; every one is concrete.
 
     `num_steps` and `topk` describe a head's trees, `ngram_depth` tries of n-grams (0: none are drafted), and

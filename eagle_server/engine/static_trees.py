@@ -6,9 +6,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from eagle_server.engine.shape import Shape
-from eagle_server.models.load_draft import LoadedDraft
-from eagle_server.models.medusa_head import MedusaHeads
+from eagle_server.engine.shape import EngineConfig
+from eagle_server.models.checkpoints.load_draft import LoadedDraft
+from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.speculation.medusa_choices import (
     DEFAULT,
     PRESETS,
@@ -46,7 +46,7 @@ def _path_in(text: str) -> Path | None:
     return path if os.path.isfile(path) or path.suffix or len(path.parts) > 1 else None
 
 
-def with_choices(shape: Shape, heads: MedusaHeads, text: str | None) -> Shape:
+def with_choices(shape: EngineConfig, heads: MedusaHeads, text: str | None) -> EngineConfig:
     """`shape` with the tree of --medusa-choices; the default tree is cut to the number of heads.
 
     Raises:
@@ -66,7 +66,7 @@ def with_choices(shape: Shape, heads: MedusaHeads, text: str | None) -> Shape:
     )
 
 
-def with_token_tree(shape: Shape, draft: LoadedDraft | None, text: str | None) -> Shape:
+def with_token_tree(shape: EngineConfig, draft: LoadedDraft | None, text: str | None) -> EngineConfig:
     """`shape` with the tree of --speculative-token-tree, if there is one, for a head that drafts level by level.
 
     Raises:

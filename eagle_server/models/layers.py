@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagle_server.attention.interface import LayerSpec, Planned
+from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.config import ModelConfig
 from eagle_server.ops.fused import Rotation, add_rms_norm, apply_rope, rms_norm, silu_mul
 from eagle_server.ops.linear import PackedWeight, pack_weight, packed_linear, unpack_weight
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         window = config.windows[layer] if config.windows else 0
         self.spec = LayerSpec(layer, self.head_dim**-0.5, window)
 
-    def forward(self, x: Tensor, rope: Rotation, attention: Planned) -> Tensor:
+    def forward(self, x: Tensor, rope: Rotation, attention: BoundAttention) -> Tensor:
         rows = x.shape[0]
         qkv = self.qkv(x).view(rows, self.heads + 2 * self.kv_heads, self.head_dim)
         queries_keys, v = qkv.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], dim=1)
@@ -137,7 +137,9 @@ class DecoderLayer(nn.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, residual: Tensor | None, rope: Rotation, attention: Planned) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rope: Rotation, attention: BoundAttention
+    ) -> tuple[Tensor, Tensor]:
         """Two summands of the stream [rows, H] (None: zero) to two summands of the next; both may be overwritten."""
         normed, residual = (self.input_norm(x), x) if residual is None else self.input_norm.after_add(x, residual)
         normed, residual = self.post_norm.after_add(self.attention(normed, rope, attention), residual)

@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from eagle_server.attention.interface import LayerSpec, Planned
+from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.config import MLAConfig, ModelConfig
 from eagle_server.models.layers import Linear, RMSNorm, Views
 from eagle_server.ops.fused import Rotation, apply_rope_pair
@@ -44,7 +44,7 @@ class MLAAttention(nn.Module):
         self.o = Linear(self.heads * mla.v_head_dim, [("o_proj", hidden)], bias=config.o_bias)
         self.spec = LayerSpec(layer, softmax_scale(config, mla))
 
-    def forward(self, x: Tensor, rope: Rotation, attention: Planned) -> Tensor:
+    def forward(self, x: Tensor, rope: Rotation, attention: BoundAttention) -> Tensor:
         mla, rows, down = self.mla, x.shape[0], self.down(x)
         if self.q_norm is not None:
             narrow, down = down.split_with_sizes([mla.q_lora_rank, down.shape[1] - (mla.q_lora_rank or 0)], dim=1)

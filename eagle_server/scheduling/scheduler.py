@@ -12,18 +12,18 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from eagle_server.cache.lease import KVLeases
-from eagle_server.plan import Chunk, Constraint, CyclePlan, CycleResult, Decode, Emitted, Sampling
+from eagle_server.cache.manager import KVCacheManager
+from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, GrammarMatcher, Sampling, SequenceOutput
 from eagle_server.request import CycleStats, FinishReason, Request, SpecStats, TokenDelta
 from eagle_server.scheduling.sequence import Sequence
 
 
 @dataclass(frozen=True)
-class Limits:
+class SchedulerLimits:
     """`window` lookahead slots stand behind every decoding request; `spec_steps` is the depth of its trees.
 
     `draft_feeds`: draft KV is written too, one cycle after the target's. `lossy` names the acceptance rule of requests
-    that are not greedy, if it changes their law.
+    that are not greedy, if it changes their distribution.
     """
 
     context_length: int
@@ -36,7 +36,7 @@ class Limits:
 
 
 @dataclass
-class Totals:
+class SchedulerTotals:
     """Counters since start."""
 
     cycles: int = 0
@@ -52,11 +52,11 @@ class Scheduler:
     `cycle` tells of the plan made last and its result; how long they took is for others to add.
     """
 
-    def __init__(self, limits: Limits, kv: KVLeases) -> None:
+    def __init__(self, limits: SchedulerLimits, kv: KVCacheManager) -> None:
         self.limits, self.kv = limits, kv
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.totals = Totals()
+        self.totals = SchedulerTotals()
         self.cycle = CycleStats()
         self._arrivals = 0
         self._released: list[int] = []
@@ -84,14 +84,18 @@ class Scheduler:
         return None
 
     def add(
-        self, request: Request, sampling: Sampling, stop_ids: frozenset[int], constraint: Constraint | None = None
+        self,
+        request: Request,
+        sampling: Sampling,
+        stop_ids: frozenset[int],
+        grammar_matcher: GrammarMatcher | None = None,
     ) -> None:
         """Queue a request that `refusal` has nothing against."""
         self._arrivals += 1
         tokens = list(request.prompt_token_ids)
         lossy = self.limits.lossy if sampling.temperature > 0 else None
         spec = SpecStats(histogram=[0] * (self.limits.spec_steps + 1), lossy=lossy)
-        self.waiting.append(Sequence(request, sampling, stop_ids, self._arrivals, tokens, spec, constraint))
+        self.waiting.append(Sequence(request, sampling, stop_ids, self._arrivals, tokens, spec, grammar_matcher))
 
     def abort(self, request_id: str) -> TokenDelta | None:
         """End a request wherever it is; None if it is not here."""
@@ -126,7 +130,7 @@ class Scheduler:
         self.totals.cycles += 1
         deltas = []
         for sequence, emitted in zip(decoding, result.decodes, strict=True):
-            self._advance(sequence, sequence.committed + len(emitted.tokens))
+            self._advance(sequence, sequence.num_computed_tokens + len(emitted.tokens))
             deltas.append(self._take(sequence, emitted, decoded=True))
         for sequence, chunk, emitted in zip(chunked, plan.chunks, result.chunks, strict=True):
             self._advance(sequence, chunk.start + len(chunk.tokens))
@@ -146,18 +150,20 @@ class Scheduler:
             self.cycle.cache_queries += sequence.prompt_length
             self.cycle.cache_hits += sequence.cached_tokens
 
-    def _advance(self, sequence: Sequence, committed: int) -> None:
-        """Target KV now reaches `committed`; draft KV, extended at the cycle's start, where the target's was."""
-        sequence.extended = sequence.committed if self.limits.draft_feeds else committed
-        sequence.committed = committed
+    def _advance(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """Target KV now has `num_computed_tokens`. Draft-extend runs at a cycle's start: draft KV is a cycle behind."""
+        sequence.draft_computed_tokens = (
+            sequence.num_computed_tokens if self.limits.draft_feeds else num_computed_tokens
+        )
+        sequence.num_computed_tokens = num_computed_tokens
 
     def _growable(self) -> list[Sequence]:
         """The decoding sequences whose window fits, after preempting as many of the youngest as that takes."""
         decoding: list[Sequence] = []
         for sequence in [s for s in self.running if not s.prefilling]:
             while sequence in self.running:
-                assert sequence.lease is not None
-                if self.kv.grow(sequence.lease, sequence.committed + self.limits.window):
+                assert sequence.allocation is not None
+                if self.kv.grow(sequence.allocation, sequence.num_computed_tokens + self.limits.window):
                     decoding.append(sequence)
                     break
                 self._preempt(max(self.running, key=lambda s: s.arrival))
@@ -168,17 +174,17 @@ class Scheduler:
         while self.waiting and len(self.running) < self.limits.max_running:
             sequence = self.waiting[0]
             share = not sequence.request.prompt_logprobs
-            lease = self.kv.admit(sequence.tokens, len(sequence.tokens) + self.limits.window, share=share)
-            if lease is None:
+            allocation = self.kv.admit(sequence.tokens, len(sequence.tokens) + self.limits.window, share=share)
+            if allocation is None:
                 return
             self.waiting.popleft()
             if sequence.times.scheduled is None:
                 sequence.times.scheduled = time.monotonic()
-            sequence.lease = lease
-            sequence.committed = sequence.extended = lease.shared * self.kv.page_size
-            sequence.goal = len(sequence.tokens)
+            sequence.allocation = allocation
+            sequence.num_computed_tokens = sequence.draft_computed_tokens = allocation.shared * self.kv.page_size
+            sequence.num_prefill_tokens = len(sequence.tokens)
             if not sequence.output_length:
-                sequence.cached_tokens = sequence.committed
+                sequence.cached_tokens = sequence.num_computed_tokens
             self.running.append(sequence)
             self.running.sort(key=lambda s: s.arrival)
 
@@ -191,15 +197,15 @@ class Scheduler:
 
     def _release(self, sequence: Sequence, *, cache: bool = True) -> None:
         """Give the KV back; what draft and target have both written goes to the prefix cache."""
-        assert sequence.lease is not None
+        assert sequence.allocation is not None
         self.running.remove(sequence)
         self._released.append(sequence.row)
-        cached = sequence.lease.shared * self.kv.page_size
-        self.kv.end(sequence.lease, sequence.tokens, sequence.extended if cache else cached)
-        sequence.lease = None
-        sequence.committed = sequence.extended = 0
+        cached = sequence.allocation.shared * self.kv.page_size
+        self.kv.end(sequence.allocation, sequence.tokens, sequence.draft_computed_tokens if cache else cached)
+        sequence.allocation = None
+        sequence.num_computed_tokens = sequence.draft_computed_tokens = 0
 
-    def _take(self, sequence: Sequence, emitted: Emitted, *, decoded: bool) -> TokenDelta:
+    def _take(self, sequence: Sequence, emitted: SequenceOutput, *, decoded: bool) -> TokenDelta:
         """Append emitted tokens one by one, and cut at the first that ends the sequence."""
         kept: list[int] = []
         wants_none = sequence.request.sampling.max_tokens == 0 and emitted.failed is None
@@ -233,21 +239,21 @@ class Scheduler:
         kept: Seq[int],
         reason: FinishReason,
         *,
-        emitted: Emitted | None = None,
+        emitted: SequenceOutput | None = None,
         error: str | None = None,
         cache: bool = True,
     ) -> TokenDelta:
-        if sequence.lease is not None:
+        if sequence.allocation is not None:
             self._release(sequence, cache=cache)
         else:
             self.waiting.remove(sequence)
-        delta = self._delta(sequence, kept, emitted or Emitted())
+        delta = self._delta(sequence, kept, emitted or SequenceOutput())
         delta.finish_reason, delta.error = reason, error
         delta.spec = sequence.spec if sequence.spec.cycles else None
         delta.timing = sequence.times.timing()
         return delta
 
-    def _delta(self, sequence: Sequence, kept: Seq[int], emitted: Emitted) -> TokenDelta:
+    def _delta(self, sequence: Sequence, kept: Seq[int], emitted: SequenceOutput) -> TokenDelta:
         prompt_logprobs = None
         if sequence.request.prompt_logprobs and sequence.prompt_logprobs:
             prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
@@ -263,27 +269,27 @@ class Scheduler:
 
 
 def _chunk(sequence: Sequence, budget: int) -> Chunk:
-    end = min(sequence.goal, sequence.committed + budget)
+    end = min(sequence.num_prefill_tokens, sequence.num_computed_tokens + budget)
     return Chunk(
         row=sequence.row,
-        start=sequence.committed,
-        tokens=tuple(sequence.tokens[sequence.committed : end]),
-        next_token=sequence.tokens[end] if end < sequence.goal else None,
+        start=sequence.num_computed_tokens,
+        tokens=tuple(sequence.tokens[sequence.num_computed_tokens : end]),
+        next_token=sequence.tokens[end] if end < sequence.num_prefill_tokens else None,
         sampling=sequence.sampling,
         prompt_logprobs=sequence.request.prompt_logprobs and sequence.output_length == 0,
         text=sequence.tokens,
-        constraint=sequence.constraint,
+        grammar_matcher=sequence.grammar_matcher,
     )
 
 
 def _decode(sequence: Sequence) -> Decode:
     return Decode(
         row=sequence.row,
-        seq_len=sequence.committed,
+        seq_len=sequence.num_computed_tokens,
         verified_id=sequence.tokens[-1],
         sampling=sequence.sampling,
         text=sequence.tokens,
         speculative=sequence.request.speculative,
-        constraint=sequence.constraint,
+        grammar_matcher=sequence.grammar_matcher,
         trees=sequence.request.trees,
     )

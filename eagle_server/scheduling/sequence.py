@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
-from eagle_server.cache.lease import Lease
-from eagle_server.plan import Constraint, Sampling
+from eagle_server.cache.manager import KVAllocation
+from eagle_server.plan import GrammarMatcher, Sampling
 from eagle_server.request import FinishReason, Request, SpecStats, Timing, TokenLogprob
 
 
@@ -31,9 +31,10 @@ class Times:
 
 @dataclass(eq=False)
 class Sequence:
-    """`tokens` is prompt plus output. Target KV holds positions 0..committed-1; of those, draft KV 0..extended-1.
+    """`tokens` is prompt plus output. Target KV holds positions 0..num_computed_tokens-1; of those, draft KV
+    0..draft_computed_tokens-1.
 
-    `goal` is how many tokens must be prefilled before it decodes: the prompt, and after a preemption all it had.
+    `num_prefill_tokens` must be prefilled before it decodes: the prompt, and after a preemption all it had.
     """
 
     request: Request
@@ -42,11 +43,11 @@ class Sequence:
     arrival: int
     tokens: list[int]
     spec: SpecStats
-    constraint: Constraint | None = None
-    lease: Lease | None = None
-    committed: int = 0
-    extended: int = 0
-    goal: int = 0
+    grammar_matcher: GrammarMatcher | None = None
+    allocation: KVAllocation | None = None
+    num_computed_tokens: int = 0
+    draft_computed_tokens: int = 0
+    num_prefill_tokens: int = 0
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     times: Times = field(default_factory=Times)
@@ -61,12 +62,12 @@ class Sequence:
 
     @property
     def prefilling(self) -> bool:
-        return self.committed < self.goal
+        return self.num_computed_tokens < self.num_prefill_tokens
 
     @property
     def row(self) -> int:
-        assert self.lease is not None
-        return self.lease.row
+        assert self.allocation is not None
+        return self.allocation.row
 
     def allow_ends(self) -> None:
         """Once min_tokens are out, no token is forbidden any more, and drawing need not look."""

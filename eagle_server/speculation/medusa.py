@@ -95,15 +95,16 @@ def generate_candidates(  # noqa: PLR0913
 ) -> tuple[Tensor, Tensor]:
     """(candidates by path [P, depth + 1], candidates by node [1, n]) of one sequence.
 
-    The root is the best token of `logits` [1, rows, V]'s last row, or a draw from what `sampling` leaves of its law;
-    then come the topk tokens of each head, of `medusa_logits` [heads, 1, rows, V]. Padding is -1, which no token is.
+    The root is the best token of `logits` [1, rows, V]'s last row, or a draw from what `sampling` leaves of its
+    distribution; then come the topk tokens of each head, of `medusa_logits` [heads, 1, rows, V]. Padding is -1, which
+    no token is.
     """
     row = logits[0, -1:]
     if temperature == 0 or fast:
         root = row.argmax(-1)
     else:
-        law = _kept_law(row, temperature, sampling, posterior_threshold, posterior_alpha, top_p)
-        root = torch.multinomial(law, 1, generator=generator)[:, 0]
+        probs = _kept_probs(row, temperature, sampling, posterior_threshold, posterior_alpha, top_p)
+        root = torch.multinomial(probs, 1, generator=generator)[:, 0]
     flat = torch.cat([root, medusa_logits[:, 0, -1].topk(topk, dim=-1).indices.view(-1)])
     by_node = flat[tree_indices]
     by_path = torch.where(retrieve_indices < 0, PAD, by_node[retrieve_indices.clamp(min=0)])
@@ -140,8 +141,8 @@ def evaluate_posterior(  # noqa: PLR0913
         accepted = own > typical_threshold(probability, posterior_threshold, posterior_alpha)
         score = own.log()
     else:
-        law = _kept_law(before, temperature, sampling, posterior_threshold, posterior_alpha, top_p)
-        accepted, score = drafted == _shared_draws(law, candidates[:, :-1], generator), None
+        probs = _kept_probs(before, temperature, sampling, posterior_threshold, posterior_alpha, top_p)
+        accepted, score = drafted == _shared_draws(probs, candidates[:, :-1], generator), None
     lengths = (accepted & (drafted >= 0)).long().cumprod(1).sum(1)
     longest = lengths.max()
     if score is None:
@@ -153,31 +154,31 @@ def evaluate_posterior(  # noqa: PLR0913
 
 
 def typical_threshold(probability: Tensor, posterior_threshold: float, posterior_alpha: float) -> Tensor:
-    """min(eps, alpha * exp(-H(p))), [..] of laws [.., V]."""
+    """min(eps, alpha * exp(-H(p))), [..] of distributions [.., V]."""
     entropy = -(probability * (probability + 1e-5).log()).sum(-1)
     return (posterior_alpha * (-entropy).exp()).clamp(max=posterior_threshold)
 
 
-def _kept_law(  # noqa: PLR0913, PLR0917
+def _kept_probs(  # noqa: PLR0913, PLR0917
     logits: Tensor, temperature: float, sampling: Rule, posterior_threshold: float, posterior_alpha: float, top_p: float
 ) -> Tensor:
-    """The law at a temperature, without what the rule cuts off, renormalized; [.., V]."""
-    law = (logits / temperature).softmax(-1)
+    """The distribution at a temperature, without what the rule cuts off, renormalized; [.., V]."""
+    probs = (logits / temperature).softmax(-1)
     if sampling == "typical":
-        kept = law >= typical_threshold(law, posterior_threshold, posterior_alpha)[..., None]
+        kept = probs >= typical_threshold(probs, posterior_threshold, posterior_alpha)[..., None]
     else:
-        ordered, ids = law.sort(dim=-1, descending=True, stable=True)
+        ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
         mass_before = ordered.cumsum(-1) - ordered
-        kept = torch.zeros_like(law, dtype=torch.bool).scatter(-1, ids, mass_before <= top_p)
-    law = torch.where(kept, law, 0.0)
-    return law / law.sum(-1, keepdim=True)
+        kept = torch.zeros_like(probs, dtype=torch.bool).scatter(-1, ids, mass_before <= top_p)
+    probs = torch.where(kept, probs, 0.0)
+    return probs / probs.sum(-1, keepdim=True)
 
 
-def _shared_draws(law: Tensor, seen: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One token per row of law [P, depth, V]; rows after equal tokens `seen` [P, depth] draw the same one.
+def _shared_draws(probs: Tensor, seen: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One token per row of distribution [P, depth, V]; rows after equal tokens `seen` [P, depth] draw the same one.
 
     Separate draws for one node would be a second chance for it.
     """
-    drawn = torch.multinomial(law.flatten(0, 1), 1, generator=generator).view(seen.shape)
+    drawn = torch.multinomial(probs.flatten(0, 1), 1, generator=generator).view(seen.shape)
     same = (seen[:, None] == seen[None]).long().cumprod(-1).bool()  # [path, other, depth]
     return drawn.gather(0, same.int().argmax(1))

@@ -17,7 +17,7 @@ from eagle_server.ops.gumbel import gumbel
 from eagle_server.ops.triton_support import on_gpu
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Sampling
-from eagle_server.speculation.transforms import History, Paths, Rows, Transform, transforms_of
+from eagle_server.speculation.transforms import Paths, PenalizerState, Rows, Transform, transforms_of
 
 _SORTED_ROWS = 64  # of logits at a time, on a GPU: some 56 bytes for each of their tokens
 
@@ -37,7 +37,7 @@ class SamplingBatch:
     floored: Tensor | None  # int64 [m], indices into the s stochastic ones with min_p on
     min_p: Tensor  # float32 [m]
     transforms: tuple[Transform, ...]
-    history: History = field(default_factory=History)  # of the texts at this cycle's start
+    penalizer_state: PenalizerState = field(default_factory=PenalizerState)  # of the texts at this cycle's start
 
     @classmethod
     def of(cls, settings: Sequence[Sampling], device: torch.device) -> SamplingBatch:
@@ -93,8 +93,9 @@ def draw(
     return drawn.index_copy(0, sampling.stochastic, tokens_drawn), scores.index_copy(0, sampling.stochastic, best)
 
 
-def law(logits: Tensor, positions: Tensor, sampling: SamplingBatch, paths: Paths | None = None) -> Tensor:
-    """The law that `draw` draws from, after all transforms: probabilities [s, rows, vocab] of the stochastic requests.
+def sampling_probs(logits: Tensor, positions: Tensor, sampling: SamplingBatch, paths: Paths | None = None) -> Tensor:
+    """The distribution that `draw` draws from, after all transforms: probabilities [s, rows, vocab] of the stochastic
+    requests.
 
     Arguments as in `draw`; at least one request is stochastic.
     """
@@ -110,7 +111,7 @@ def transformed(logits: Tensor, positions: Tensor, sampling: SamplingBatch, path
     """
     if not sampling.transforms:
         return logits
-    logits, rows = logits.clone(), Rows(positions, paths, sampling.history)
+    logits, rows = logits.clone(), Rows(positions, paths, sampling.penalizer_state)
     for transform in sampling.transforms:
         transform.apply(logits, rows)
     return logits

@@ -40,7 +40,7 @@ class Paths:
 
 
 @dataclass(frozen=True)
-class History:
+class PenalizerState:
     """What transforms read of the committed texts, in the order of the batch: counts for requests that are `penalized`,
     tails for those with a `lookback`."""
 
@@ -55,7 +55,7 @@ class Rows:
 
     positions: Tensor  # int64 [bs, rows], of the tokens to be drawn
     paths: Paths | None
-    history: History
+    penalizer_state: PenalizerState
 
 
 class Transform(Protocol):
@@ -152,9 +152,9 @@ class BadWords:
         return cls(upload(requests, device), ids, upload(beginnings, device))
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
-        assert rows.history.tails is not None
+        assert rows.penalizer_state.tails is not None
         paths = None if rows.paths is None else rows.paths.of(self.requests)
-        latest = latest_tokens(rows.history.tails, paths).index_select(0, self.words[0])  # [words, rows, width]
+        latest = latest_tokens(rows.penalizer_state.tails, paths).index_select(0, self.words[0])  # [words, rows, width]
         wanted = self.beginnings[:, None]
         completes = ((latest == wanted) | (wanted == _ANY)).all(dim=2)
         _add(logits, self.words[1], self.words[2], torch.where(completes, _OFF, 0.0))
@@ -196,7 +196,7 @@ class Penalties:
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
         """A few requests at a time, for the memory of the intermediate results."""
-        counts, prompts = rows.history.counts, rows.history.prompts
+        counts, prompts = rows.penalizer_state.counts, rows.penalizer_state.prompts
         assert counts is not None and prompts is not None
         step = max(1, _PENALIZED_ROWS // logits.shape[1])
         parts = (part.split(step) for part in (self.requests, self.strength.T, counts, prompts))

@@ -119,11 +119,11 @@ def verify_attention(
 
 
 def build_tree(
-    candidates: Proposal, verified_id: Tensor, seq_lens: Tensor, undrafted: Tensor | None = None
+    candidates: Proposal, verified_id: Tensor, seq_lens: Tensor, speculation_disabled: Tensor | None = None
 ) -> EagleVerifyInput:
     """Root every request's candidates at its verified_id [bs], which stands at position seq_lens [bs].
 
-    All nodes of requests in `undrafted`, bool [bs], become padding.
+    All nodes of requests in `speculation_disabled`, bool [bs], become padding.
     """
     if isinstance(candidates, TreeNodes):
         root = candidates.parents.new_full((len(verified_id), 1), -1)
@@ -134,7 +134,11 @@ def build_tree(
         parents, depths, mask = link_tree(
             candidates.selected_index, candidates.parent_list, topk, candidates.spec_steps
         )
-    tokens = candidates.tokens if undrafted is None else candidates.tokens.masked_fill(undrafted[:, None], -1)
+    tokens = (
+        candidates.tokens
+        if speculation_disabled is None
+        else candidates.tokens.masked_fill(speculation_disabled[:, None], -1)
+    )
     return EagleVerifyInput(
         draft_token=torch.cat([verified_id[:, None], tokens], dim=1).view(-1),
         custom_mask=mask,

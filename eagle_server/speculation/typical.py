@@ -1,6 +1,7 @@
 """Typical acceptance, Medusa's: a draft is kept if the target finds it likely enough. LOSSY above temperature 0.
 
-The only rule that changes the law of the output; `accept.Lossless` is the default. It serves any drafter's trees.
+The only rule that changes the distribution of the output; `accept.Lossless` is the default. It serves any drafter's
+trees.
 
 Source: Medusa (arXiv 2401.10774), section 2.3.
 """
@@ -16,18 +17,18 @@ from torch import Tensor
 from eagle_server.ops.accept import path_to
 from eagle_server.speculation.accept import Accepted, paths_of
 from eagle_server.speculation.medusa import typical_threshold
-from eagle_server.speculation.sampling import SamplingBatch, draw, law
+from eagle_server.speculation.sampling import SamplingBatch, draw, sampling_probs
 from eagle_server.speculation.tree import EagleVerifyInput
 
-_ROWS = 64  # of laws at a time, of which the entropy takes two copies
+_ROWS = 64  # of distributions at a time, of which the entropy takes two copies
 
 
 @dataclass(frozen=True)
 class Typical:
     """A child is acceptable if p(child) > min(posterior_threshold, posterior_alpha * exp(-H(p))).
 
-    p is its parent's law after all transforms. The longest acceptable path is kept, of several the most probable; the
-    bonus is the target's own draw at its last node. Requests with temperature 0 are served losslessly.
+    p is its parent's distribution after all transforms. The longest acceptable path is kept, of several the most
+    probable; the bonus is the target's own draw at its last node. Requests with temperature 0 are served losslessly.
     """
 
     posterior_threshold: float
@@ -45,7 +46,7 @@ class Typical:
         logp = torch.zeros_like(agrees, dtype=torch.float32)
         if sampling.stochastic is not None:
             some = sampling.stochastic
-            likely = self._likely(law(logits, positions, sampling, paths), tokens[some], parents[some])
+            likely = self._likely(sampling_probs(logits, positions, sampling, paths), tokens[some], parents[some])
             agrees, logp = (old.index_copy(0, some, new) for old, new in zip((agrees, logp), likely, strict=True))
         last = _best_end(tree, agrees, logp)
         path, on_path = path_to(last, tree.depths, tree.custom_mask, tree.spec_steps)

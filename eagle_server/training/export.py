@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from eagle_server.models.loader import save_checkpoint
+from eagle_server.models.checkpoints.load_target import save_checkpoint
 from eagle_server.training.corpus import END_OF_TEXT, standard_library_files
 from eagle_server.training.heads import NewHead
 from eagle_server.training.loop import read_history, restore

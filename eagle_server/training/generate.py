@@ -11,11 +11,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle_server.attention.interface import LayerSpec
-from eagle_server.models.target import TargetModel
+from eagle_server.models.targets.interface import TargetModel
 
 
 class GrowingCausal:
-    """Attention of `batch` sequences that grow together, first by a prompt and then row by row; a `Planned`."""
+    """Attention of `batch` sequences that grow together, first by a prompt and then row by row; a `BoundAttention`."""
 
     def __init__(self, batch: int, capacity: int) -> None:
         self.batch, self.capacity = batch, capacity

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.draft import TargetWeights
-from eagle_server.models.eagle import EagleConfig, EagleHead
-from eagle_server.models.eagle3 import Eagle3Config, Eagle3Head
-from eagle_server.models.target import TargetModel
+from eagle_server.models.drafts.eagle import EagleConfig, EagleHead
+from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
+from eagle_server.models.drafts.interface import TargetWeights
+from eagle_server.models.targets.interface import TargetModel
 
 Kind = Literal["eagle3", "eagle"]
 _SMALLEST_DEFAULT = 7  # layers; a smaller target has no three distinct default boundaries

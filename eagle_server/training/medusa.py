@@ -2,8 +2,9 @@
 
     loss = sum over heads i of 0.8^i * mean over positions t of -sum over v of p(v) log q_i(v), over the sum of weights
 
-q_i is head i's law at t, and p the target's law of the token at t + 2 + i, given the text before it. In the mean over
-texts this is the cross-entropy of the Medusa paper, whose p is one at the token that came, with less noise.
+q_i is head i's distribution at t, and p the target's distribution of the token at t + 2 + i, given the text before it.
+In the mean over texts this is the cross-entropy of the Medusa paper, whose p is one at the token that came, with less
+noise.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
-from eagle_server.models.draft import TargetWeights
-from eagle_server.models.loader import save_checkpoint
-from eagle_server.models.medusa_head import MedusaConfig, MedusaHeads
-from eagle_server.models.target import TargetModel
+from eagle_server.models.checkpoints.load_target import save_checkpoint
+from eagle_server.models.drafts.interface import TargetWeights
+from eagle_server.models.drafts.medusa import MedusaConfig, MedusaHeads
+from eagle_server.models.targets.interface import TargetModel
 from eagle_server.training.corpus import Corpus
 from eagle_server.training.eagle3 import OwnTexts, at_most, own_texts, text_window, written_part
 from eagle_server.training.loop import Job, Schedule, train
@@ -56,7 +57,7 @@ class MedusaLesson:
     """Texts and the target's view of all but their last token."""
 
     features: Tensor  # [batch, length - 1, H], the target's last hidden state at t
-    law: Tensor  # float32 [batch, length - 1, V], of the token at t + 1
+    probs: Tensor  # float32 [batch, length - 1, V], of the token at t + 1
     window: Tensor  # int64 [batch, length]
 
 
@@ -83,8 +84,8 @@ def medusa_lesson(target: TargetModel, window: Tensor) -> MedusaLesson:
     batch, length = seen.shape
     places = torch.arange(length, device=window.device).repeat(batch)
     hidden = target(seen.reshape(-1), places, DenseCausal(batch)).hidden
-    law = target.logits(hidden).softmax(-1)
-    return MedusaLesson(hidden.unflatten(0, (batch, -1)), law.unflatten(0, (batch, -1)), window)
+    probs = target.logits(hidden).softmax(-1)
+    return MedusaLesson(hidden.unflatten(0, (batch, -1)), probs.unflatten(0, (batch, -1)), window)
 
 
 def medusa_loss(model: MedusaHeads, lesson: MedusaLesson) -> tuple[Tensor, Tensor]:
@@ -97,7 +98,7 @@ def medusa_loss(model: MedusaHeads, lesson: MedusaLesson) -> tuple[Tensor, Tenso
     total, hits = logits.new_zeros(()), torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
     for i in range(heads):
         guessed, rows = logits[i, :, : length - 2 - i], slice(i, length - 2)
-        entropy = -(lesson.law[:, i + 1 : length - 1] * guessed.log_softmax(-1)).sum(-1).mean()
+        entropy = -(lesson.probs[:, i + 1 : length - 1] * guessed.log_softmax(-1)).sum(-1).mean()
         total = total + HEAD_DECAY**i * entropy
         hits[i, :, rows] = guessed.argmax(-1) == lesson.window[:, 2 + i :]
     return total / sum(HEAD_DECAY**i for i in range(heads)), hits

@@ -1,9 +1,9 @@
-"""Training of a ReDrafter head: its rollout along a text, taught by the frozen target's laws.
+"""Training of a ReDrafter head: its rollout along a text, taught by the frozen target's distributions.
 
 At row t of a text the head is given the target's feature of t and then, one after the other, the tokens from t+1 on.
 After k of them its logits are those of the token at t+k+1. The texts are the corpus and, for every second step, what
-the target wrote itself: the paper's distillation (arXiv 2403.09919, section 3.3), with the target's whole law at each
-place instead of the one token drawn from it.
+the target wrote itself: the paper's distillation (arXiv 2403.09919, section 3.3), with the target's whole distribution
+at each place instead of the one token drawn from it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from eagle_server.models.draft import TargetWeights
-from eagle_server.models.redrafter import RedrafterConfig, RedrafterHead
-from eagle_server.models.target import TargetModel
+from eagle_server.models.drafts.interface import TargetWeights
+from eagle_server.models.drafts.redrafter import RedrafterConfig, RedrafterHead
+from eagle_server.models.targets.interface import TargetModel
 from eagle_server.training.corpus import Corpus
 from eagle_server.training.eagle3 import OwnTexts, at_most, own_texts, text_window, written_part
 from eagle_server.training.loop import Job, Schedule, train
@@ -154,12 +154,12 @@ def rollout_loss(head: RedrafterHead, lesson: Lesson, steps: int) -> tuple[Tenso
 
     loss = sum over k of 0.8^k * mean over rows of -sum over v of p(v) log q_k(v), over the sum of the weights.
     """
-    law, following = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.law, lesson.following))
+    probs, following = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.probs, lesson.following))
     rows = following.shape[1] - steps + 1
-    total, hits = law.new_zeros(()), []
+    total, hits = probs.new_zeros(()), []
     for step, logits in enumerate(rollout(head, lesson, steps)):
         here = slice(step, step + rows)
-        entropy = -(law[:, here].flatten(0, 1) * logits.log_softmax(-1)).sum(-1).mean()
+        entropy = -(probs[:, here].flatten(0, 1) * logits.log_softmax(-1)).sum(-1).mean()
         total = total + PASS_DECAY**step * entropy
         hits.append(logits.detach().argmax(-1).view(lesson.batch, rows) == following[:, here])
     return total / sum(PASS_DECAY**step for step in range(steps)), torch.stack(hits)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.target import TargetModel
+from eagle_server.models.targets.interface import TargetModel
 from eagle_server.training.corpus import Corpus
 from eagle_server.training.loop import Job, Schedule, train
 

@@ -12,9 +12,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from torch import nn
 
+from eagle_server.models.checkpoints.load_target import save_checkpoint
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.loader import save_checkpoint
-from eagle_server.models.target import TargetModel
+from eagle_server.models.targets.interface import TargetModel
 from eagle_server.training.generate import continue_texts
 from eagle_server.training.heads import Kind, NewHead, new_eagle, new_eagle3
 from eagle_server.training.loop import Optimizers
@@ -24,7 +24,7 @@ from eagle_server.training.ttt import teach, ttt_loss
 BOUNDARIES = (1, 2, 3)  # of three layers: too few for EAGLE-3's defaults
 _TEXTS, _LENGTH, _BATCH, _PASSES = 384, 50, 24, 4
 _BRANCH_GAIN = 0.5  # of attention and MLP outputs: how much more than the last token decides the next one
-_SHARPNESS = 3.5  # standard deviation of the target's logits: a next-token law of one to two bits
+_SHARPNESS = 3.5  # standard deviation of the target's logits: a next-token distribution of one to two bits
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import LayerSpec
-from eagle_server.models.draft import DraftHead
-from eagle_server.models.target import TargetModel
+from eagle_server.models.drafts.interface import DraftHead
+from eagle_server.models.targets.interface import TargetModel
 
 PASS_DECAY = 0.8
 
 
 class RolloutAttention:
-    """Attention of all passes over `batch` sequences of one length; a `Planned` that remembers earlier passes.
+    """Attention of all passes over `batch` sequences of one length; a `BoundAttention` that remembers earlier passes.
 
     In pass s, row t sees the keys of pass 0 at rows 0..t-s (the prefix), and those of pass j at row t-s+j for j = 1..s
     (its own chain, itself included). Rows t < s begin before the text: they stay finite, and nothing valid sees them.
@@ -64,7 +64,8 @@ class Lesson:
     tokens: Tensor  # int64 [rows], the token at t+1
     positions: Tensor  # int64 [rows]
     features: Tensor  # [rows, n * Ht], of t
-    law: Tensor  # float32 [rows, Vd], the target's law of the token at t+2, without what the draft vocabulary lacks
+    # float32 [rows, Vd], the target's distribution of the token at t+2, without what the draft vocabulary lacks
+    probs: Tensor
     following: Tensor  # int64 [rows], the token at t+2
 
 
@@ -81,7 +82,7 @@ def teach(target: TargetModel, window: Tensor, draft_ids: Tensor) -> Lesson:
         tokens=seen[:, 1:].reshape(-1),
         positions=places[:, :-1].reshape(-1),
         features=features[:, :-1].flatten(0, 1),
-        law=target.logits(hidden[:, 1:].flatten(0, 1)).softmax(-1)[:, draft_ids],
+        probs=target.logits(hidden[:, 1:].flatten(0, 1)).softmax(-1)[:, draft_ids],
         following=window[:, 2:].reshape(-1),
     )
 
@@ -102,10 +103,10 @@ def ttt_loss(head: DraftHead, lesson: Lesson, passes: int) -> tuple[Tensor, Tens
     loss = sum over s of 0.8^s * mean over rows of -sum over v in Vd of p(v) log q_s(v), over the sum of the weights.
     A token that the draft vocabulary lacks is a miss.
     """
-    law, following = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.law, lesson.following))
-    total, hits = law.new_zeros(()), []
+    probs, following = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.probs, lesson.following))
+    total, hits = probs.new_zeros(()), []
     for index, logits in enumerate(rollout(head, lesson, passes)):
-        entropy = -(law[:, index:] * logits[:, index:].log_softmax(-1)).sum(-1).mean()
+        entropy = -(probs[:, index:] * logits[:, index:].log_softmax(-1)).sum(-1).mean()
         total = total + PASS_DECAY**index * entropy
         hits.append(head.target_ids(logits.argmax(-1)) == following)
     return total / sum(PASS_DECAY**index for index in range(passes)), torch.stack(hits)

@@ -12,7 +12,7 @@ from eagle_server.request import DraftTree
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import EagleVerifyInput, Proposal
 from eagle_server.worker.batch import DecodeBatch, Prompts
-from eagle_server.worker.drafted import draft_tree, drafted_nodes
+from eagle_server.worker.draft_tree import draft_tree, drafted_nodes
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.worker import Worker
 

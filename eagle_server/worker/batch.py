@@ -15,8 +15,8 @@ from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, CyclePlan, Decode, Sampling
 from eagle_server.speculation.attention_args import batch_arguments
 from eagle_server.speculation.sampling import SamplingBatch
-from eagle_server.worker.guide import Guide, guide_of
-from eagle_server.worker.histories import Histories
+from eagle_server.worker.draft_token_mask import DraftTokenMask, draft_token_mask
+from eagle_server.worker.penalizer_state import PenalizerStates
 
 _PADDING = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0)
 
@@ -86,9 +86,9 @@ class DecodeBatch:
     extend_width: int
     carry: Carry
     sampling: SamplingBatch
-    undrafted: Tensor | None  # bool [bs], requests whose drafts are not looked at; None: there are none
+    speculation_disabled: Tensor | None  # bool [bs], requests whose drafts are not looked at; None: there are none
     req_to_token: Tensor  # int32 [rows, width]
-    guide: Guide  # what grammars allow the drafter to guess
+    token_mask: DraftTokenMask  # what grammars allow the drafter to guess
 
     def past_verified(self) -> DecodeBatch:
         """The same requests as if their verified_id were committed: everything stands one position further on."""
@@ -139,7 +139,7 @@ class Batches:
         self.device, self.sizes = device, tuple(sizes)
         self.req_to_token = ReqToToken(table, device)
         self.carry = Carry(table.pad_row + 1, spec_steps + 1, device)
-        self.histories = Histories(table.pad_row + 1, vocab_size, device)
+        self.penalizers = PenalizerStates(table.pad_row + 1, vocab_size, device)
         self.pad_row = table.pad_row
         self._sampling: tuple[tuple[Sampling, ...], SamplingBatch] = ((), SamplingBatch.of((), device))
 
@@ -147,7 +147,7 @@ class Batches:
         """Forget the rows that ended, bring the page table over; the decoding requests, if there are any."""
         for row in plan.released:
             self.carry.counts.pop(row, None)
-            self.histories.forget(row)
+            self.penalizers.forget(row)
         self.req_to_token.refresh()
         return self._decode(plan.decodes) if plan.decodes else None
 
@@ -158,7 +158,7 @@ class Batches:
     def prompt_sampling(self, chunks: Sequence[Chunk]) -> SamplingBatch:
         """How the first tokens after prompts are drawn, given their last chunks."""
         sampling = SamplingBatch.of([chunk.sampling for chunk in chunks], self.device)
-        return self._with_history(sampling, chunks)
+        return self._with_penalizer_state(sampling, chunks)
 
     def prompt_features(self, chunks: Sequence[Chunk], features: Tensor) -> PromptFeatures | None:
         """The drafter's rows: each feature beside the prompt's next token.
@@ -195,10 +195,10 @@ class Batches:
             counts_host=counts,
             extend_width=self.carry.width if self.sizes else max(counts),
             carry=self.carry,
-            sampling=self._with_history(self._sampling_of(decodes, padding), decodes),
-            undrafted=self._undrafted(decodes, padding),
+            sampling=self._with_penalizer_state(self._sampling_of(decodes, padding), decodes),
+            speculation_disabled=self._speculation_disabled(decodes, padding),
             req_to_token=self.req_to_token.tensor,
-            guide=guide_of(decodes),
+            token_mask=draft_token_mask(decodes),
         )
 
     def _padded_size(self, size: int) -> int:
@@ -223,10 +223,10 @@ class Batches:
             self._sampling = (settings, SamplingBatch.of(settings, self.device))
         return self._sampling[1]
 
-    def _with_history(self, sampling: SamplingBatch, turns: Sequence[Decode | Chunk]) -> SamplingBatch:
-        return replace(sampling, history=self.histories.of(turns)) if sampling.transforms else sampling
+    def _with_penalizer_state(self, sampling: SamplingBatch, turns: Sequence[Decode | Chunk]) -> SamplingBatch:
+        return replace(sampling, penalizer_state=self.penalizers.of(turns)) if sampling.transforms else sampling
 
-    def _undrafted(self, decodes: Sequence[Decode], padding: int) -> Tensor | None:
+    def _speculation_disabled(self, decodes: Sequence[Decode], padding: int) -> Tensor | None:
         if all(decode.speculative for decode in decodes):
             return None
         flags = [not decode.speculative for decode in decodes] + [False] * padding

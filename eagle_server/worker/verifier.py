@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from eagle_server.attention.interface import AttentionBackend, Layout, Prepared
+from eagle_server.attention.interface import AttentionBackend, AttentionPlan, Layout
 from eagle_server.cache.pool import Pool
-from eagle_server.models.target import Target, TargetOutput
+from eagle_server.models.targets.interface import Target, TargetOutput
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk
 from eagle_server.speculation.accept import Accepted
@@ -46,7 +46,7 @@ class Verifier:
     def verify(self, batch: DecodeBatch, tree: EagleVerifyInput) -> Verified:
         """All nodes of all trees in one forward, under the tree mask."""
         layout = verify_layout(batch.seq_lens_host, tree.draft_token_num, tree.topk)
-        prepared = self.attention.prepare(layout)
+        prepared = self.attention.plan(layout)
         key = None if prepared.graph_key is None else ("verify", prepared.graph_key)
         function = partial(self._verify, prepared, layout, batch.req_to_token)
         inputs = (tree.draft_token, tree.positions, tree.custom_mask, tree.depths)
@@ -54,7 +54,7 @@ class Verifier:
 
     def _verify(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
         self,
-        prepared: Prepared,
+        prepared: AttentionPlan,
         layout: Layout,
         req_to_token: Tensor,
         rows: Tensor,
@@ -70,7 +70,7 @@ class Verifier:
 
     def prefill(self, batch: PromptBatch, chunks: tuple[Chunk, ...]) -> Prefilled:
         """Prompt chunks, causally. Logits only where a token is drawn or prompt log-probabilities are wanted."""
-        planned = self.attention.prepare(batch.attention.layout).bind(batch.attention)
+        planned = self.attention.plan(batch.attention.layout).bind(batch.attention)
         out = self.target(batch.tokens, batch.positions, planned)
         rows: list[int] = []
         counts: list[int] = []

@@ -13,10 +13,10 @@ from eagle_server.speculation.sampling import draw
 from eagle_server.speculation.tree import EagleVerifyInput, build_tree
 from eagle_server.worker.batch import Batches, DecodeBatch, Prompts
 from eagle_server.worker.clock import StageClock
-from eagle_server.worker.constraints import Constrained
 from eagle_server.worker.drafters.interface import Drafter
-from eagle_server.worker.emission import Decoded, Drawn, emit
+from eagle_server.worker.output_processing import Decoded, Drawn, emit
 from eagle_server.worker.verifier import Verified, Verifier
+from eagle_server.worker.verify_token_mask import VerifyTokenMask
 
 
 class Worker:
@@ -30,7 +30,7 @@ class Worker:
         """One cycle: every decoding request emits at least one token, every chunk advances its prompt.
 
         The device works ahead of the host until `emit` copies what was accepted; with grammars the host follows the
-        trees in between, as they grow (`batch.guide`) and while they are verified.
+        trees in between, as they grow (`batch.token_mask`) and while they are verified.
         """
         clock = StageClock(self.batches.device)
         batch = self.batches.begin(plan)
@@ -43,9 +43,9 @@ class Worker:
             with clock.stage("propose"):
                 candidates = self.drafter.propose(draft, batch)
             with clock.stage("build_tree"):
-                tree = build_tree(candidates, batch.verified_id, batch.seq_lens, batch.undrafted)
+                tree = build_tree(candidates, batch.verified_id, batch.seq_lens, batch.speculation_disabled)
             with clock.stage("verify"):
-                constrained = Constrained.of(batch.decodes, self.batches.device, tree)
+                constrained = VerifyTokenMask.of(batch.decodes, self.batches.device, tree)
                 verified = self.verifier.verify(batch, tree)
             with clock.stage("accept"):
                 sampling = constrained.sampling(batch.sampling)
@@ -82,7 +82,7 @@ class Worker:
         ends = [sum(done.logit_rows[: i + 1]) - 1 for i in last]
         positions = upload([chunks[i].start + len(chunks[i].tokens) for i in last], device)
         turns = [chunks[i] for i in last]
-        sampling = Constrained.of(turns, device).sampling(self.batches.prompt_sampling(turns))
+        sampling = VerifyTokenMask.of(turns, device).sampling(self.batches.prompt_sampling(turns))
         logits = done.logits.index_select(0, upload(ends, device))[:, None]
         tokens, scores = draw(logits, positions[:, None], sampling)
         if self.drafter.feeds:

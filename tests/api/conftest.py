@@ -18,11 +18,11 @@ import httpx
 import pytest
 
 from eagle_server.api.app import create_app
+from eagle_server.client.client import EngineClient
 from eagle_server.config import Config, parse_args
-from eagle_server.engine.chat_template_files import load_chat_template
-from eagle_server.engine.client import EngineClient
-from eagle_server.engine.tokenizer import load_tokenizer
 from eagle_server.request import Abort, Deltas, FlushCache, Inbound, Request
+from eagle_server.text.chat_template_files import load_chat_template
+from eagle_server.text.tokenizer import load_tokenizer
 from tests.api.fake_engine import FakeEngine, byte_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]

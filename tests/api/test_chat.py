@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from eagle_server.client.client import EngineClient
 from eagle_server.config import parse_args
-from eagle_server.engine.client import EngineClient
 from tests.api.conftest import http_client
 from tests.api.fake_engine import BREAK, EOS, REFUSE, FakeEngine
 

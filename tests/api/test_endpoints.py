@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from eagle_server.api import generating, inspection, playground, tokens
+from eagle_server.client.client import EngineClient
 from eagle_server.config import parse_args
-from eagle_server.engine.client import EngineClient
 from tests.api.calls import complete
 from tests.api.conftest import PATIENCE, http_client
 from tests.api.fake_engine import EOS, ID, STALL, FakeEngine

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from eagle_server.client.client import EngineClient
 from eagle_server.config import parse_args
-from eagle_server.engine.client import EngineClient
 from tests.api.conftest import PATIENCE, http_client
 from tests.api.fake_engine import BREAK, ID, REFUSE, STALL, FakeEngine
 

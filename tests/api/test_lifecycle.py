@@ -188,7 +188,7 @@ def test_a_port_in_use_is_one_line(tokenizer_dir: Path, tmp_path: Path) -> None:
 
 def test_the_api_process_imports_neither_torch_nor_transformers(tokenizer_dir: Path) -> None:
     code = (
-        "import sys; import eagle_server.__main__; from eagle_server.engine.tokenizer import load_tokenizer;"
+        "import sys; import eagle_server.__main__; from eagle_server.text.tokenizer import load_tokenizer;"
         f"load_tokenizer({str(tokenizer_dir)!r});"
         "print([m for m in ('torch', 'transformers', 'numpy', 'eagle_server.engine.build') if m in sys.modules])"
     )

@@ -15,12 +15,12 @@ import httpx
 import pytest
 
 from eagle_server.api.pacing import paced
+from eagle_server.client import generation
+from eagle_server.client.client import EngineClient
+from eagle_server.client.generation import EngineUnavailable, Generation, SlowReader
+from eagle_server.client.supervisor import Backoff, Supervisor
 from eagle_server.config import parse_args
-from eagle_server.engine import generation
-from eagle_server.engine.client import EngineClient
-from eagle_server.engine.generation import EngineUnavailable, Generation, SlowReader
 from eagle_server.engine.process import EngineFactory
-from eagle_server.engine.supervisor import Backoff, Supervisor
 from eagle_server.request import FinishReason, Request, SamplingParams, TokenDelta
 from tests.api.calls import stream, text_of
 from tests.api.conftest import PATIENCE, Server, http_client

@@ -12,8 +12,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from eagle_server.api.telemetry.families import one_two_five
+from eagle_server.client.client import EngineClient
 from eagle_server.config import Config, parse_args
-from eagle_server.engine.client import EngineClient
 from tests.api.conftest import LocalEngine, http_client
 from tests.api.fake_engine import BREAK, EOS, REFUSE, SLOW, SPEC_STEPS, STALL, FakeEngine
 

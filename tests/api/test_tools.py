@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
+from eagle_server.client.client import EngineClient
 from eagle_server.config import parse_args
-from eagle_server.engine.client import EngineClient
 from tests.api.conftest import http_client
 from tests.api.fake_engine import EOS, MARKER, FakeEngine
 

@@ -18,10 +18,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from eagle_server.api.app import create_app
 from eagle_server.api.telemetry.access import Access
 from eagle_server.api.telemetry.tracing import Tracing
+from eagle_server.client.client import EngineClient
 from eagle_server.config import Config, ObservabilitySection, parse_args
-from eagle_server.engine.chat_template_files import load_chat_template
-from eagle_server.engine.client import EngineClient
-from eagle_server.engine.tokenizer import load_tokenizer
+from eagle_server.text.chat_template_files import load_chat_template
+from eagle_server.text.tokenizer import load_tokenizer
 from tests.api.conftest import REPOSITORY
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -88,7 +88,7 @@ def accepted_drafts(server: Served) -> float:
 
 def test_scores_and_answers_are_those_of_plain_decoding(drafting: Served, plain: Served, tmp_path: Path) -> None:
     before = accepted_drafts(drafting)
-    fast, slow, chatted, undrafted = evaluate(
+    fast, slow, chatted, speculation_disabled = evaluate(
         tmp_path,
         completions(drafting),
         completions(plain),
@@ -98,7 +98,7 @@ def test_scores_and_answers_are_those_of_plain_decoding(drafting: Served, plain:
     assert accepted_drafts(drafting) > before
     assert accepted_drafts(plain) == 0
     assert fast == slow
-    assert chatted == undrafted
+    assert chatted == speculation_disabled
 
     # The tasks tell right from wrong, and sampled from greedy: nothing above is equal because it is empty.
     assert fast["samples"]["lines"] != fast["samples"]["lines_sampled"]

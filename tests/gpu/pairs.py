@@ -14,11 +14,11 @@ from torch import nn
 import eagle_server
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.shape import Shape
-from eagle_server.models.draft import DraftHead
-from eagle_server.models.load_draft import load_draft
-from eagle_server.models.loader import load_target
-from eagle_server.models.target import TargetModel
+from eagle_server.engine.shape import EngineConfig
+from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.drafts.interface import DraftHead
+from eagle_server.models.targets.interface import TargetModel
 from eagle_server.request import Request
 from tests.support.engines import random_head, random_target, request
 
@@ -47,7 +47,7 @@ class Pair:
             "max_running": 6,
             **settings,
         }
-        shape = Shape(num_steps=steps, topk=topk, draft_token_num=nodes, **numbers)
+        shape = EngineConfig(num_steps=steps, topk=topk, draft_token_num=nodes, **numbers)
         return assemble(self.target, self.head if steps else None, shape, **(stand_ins or {}))
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.flashinfer import FlashInferAttention
-from eagle_server.attention.flashinfer_forward import Limits
+from eagle_server.attention.flashinfer_forward import AttentionLimits
 from eagle_server.attention.flashinfer_mla import FlashInferMLAAttention
 from eagle_server.attention.interface import AttentionBackend, AttentionBatch, TreeMask
 from eagle_server.attention.torch_native import TorchNativeAttention
@@ -27,8 +27,8 @@ from tests.support.paged import Case, World, causal, draft_step, verify
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 WIDTH, ROWS = 320, 6
-STATIC = Limits(ROWS, WIDTH, graph_batches=(1, 2, 4), graph_rows=(1, 3, 7))
-EAGER = Limits(ROWS, WIDTH)
+STATIC = AttentionLimits(ROWS, WIDTH, graph_batches=(1, 2, 4), graph_rows=(1, 3, 7))
+EAGER = AttentionLimits(ROWS, WIDTH)
 
 CAUSAL: dict[str, Callable[[World], Case]] = {
     "plain decoding": lambda w: causal(w, [0, 1, 2, 3], [1] * 4, [1, 300, 16, 129]),
@@ -73,7 +73,7 @@ class OnDevice:
         case.arrive()
         self.pool.data.copy_(self.world.pool.data)  # type: ignore[attr-defined]
         queries = case.queries().to(self.dtype).float()
-        planned = backend.prepare(case.layout).bind(batch_on(case.batch, self.device))
+        planned = backend.plan(case.layout).bind(batch_on(case.batch, self.device))
         found = case.run(Cast(planned, self.device, self.dtype), queries)
         assert not bool(found.isnan().any()), "a slot was read that nobody had written"
         return float((found.double() - case.expected(queries)).abs().max())
@@ -85,7 +85,7 @@ class OnDevice:
 
 @dataclass
 class Cast:
-    """`Planned` for callers on the CPU."""
+    """`BoundAttention` for callers on the CPU."""
 
     planned: Any
     device: torch.device
@@ -115,7 +115,7 @@ def heads_of(device: torch.device, heads: int, kv_heads: int) -> dict[str, int]:
     return {"heads": heads, "kv_heads": kv_heads, "dim": 128 if device.type == "cuda" else 16}
 
 
-def mha(on: OnDevice, module: Any, limits: Limits, modes: str) -> FlashInferAttention:
+def mha(on: OnDevice, module: Any, limits: AttentionLimits, modes: str) -> FlashInferAttention:
     assert isinstance(on.pool, KVPool)
     verify_mode, draft_mode = MODES[modes]
     return FlashInferAttention(
@@ -135,7 +135,7 @@ def mha(on: OnDevice, module: Any, limits: Limits, modes: str) -> FlashInferAtte
 @pytest.mark.parametrize("modes", MODES)
 @pytest.mark.parametrize("phase", PHASES)
 def test_flashinfer_gives_dense_attention(  # noqa: PLR0917
-    device: torch.device, flashinfer: Any, phase: str, modes: str, limits: Limits, heads: int, kv_heads: int
+    device: torch.device, flashinfer: Any, phase: str, modes: str, limits: AttentionLimits, heads: int, kv_heads: int
 ) -> None:
     on = world_on(device, **heads_of(device, heads, kv_heads))
     backend = mha(on, flashinfer, limits, modes)
@@ -155,7 +155,7 @@ def test_flashinfer_keeps_sliding_windows(device: torch.device, flashinfer: Any,
 @pytest.mark.parametrize("limits", [EAGER, STATIC], ids=["eager", "static"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_flashinfer_mla_gives_dense_attention(
-    device: torch.device, flashinfer: Any, phase: str, limits: Limits, heads: int
+    device: torch.device, flashinfer: Any, phase: str, limits: AttentionLimits, heads: int
 ) -> None:
     rank, rope = (512, 64) if device.type == "cuda" else (16, 8)
     layers = ((0.06, 0), (0.07, 0))

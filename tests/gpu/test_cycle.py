@@ -11,7 +11,7 @@ import torch
 
 from eagle_server.engine.engine import Engine
 from eagle_server.request import Request
-from eagle_server.worker import emission
+from eagle_server.worker import output_processing
 from tests.gpu.conftest import flashinfer_on
 from tests.gpu.pairs import Pair, random_pair
 from tests.gpu.ties import MARGIN, judge
@@ -88,7 +88,7 @@ def refusing_to_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterato
     """From the start of each cycle to the copy of its results, whatever waits for the device raises."""
     gpu = engine.worker.batches.device.type == "cuda"
     told: list[str] = []
-    original, copy = engine.worker.run, emission.to_host
+    original, copy = engine.worker.run, output_processing.to_host
 
     def mode(name: str) -> None:
         told.append(name)
@@ -111,7 +111,7 @@ def refusing_to_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
     with monkeypatch.context() as patched:
         patched.setattr(engine.worker, "run", refusing(original))
-        patched.setattr(emission, "to_host", to_host)
+        patched.setattr(output_processing, "to_host", to_host)
         yield told
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.shape import Shape
+from eagle_server.engine.shape import EngineConfig
 from eagle_server.speculation.medusa_choices import depth_of, parse_choices, ranks_of
 from tests.lossless import pairs
 from tests.lossless.pairs import Maker, Pair
@@ -49,9 +49,9 @@ class Case:
         return {"num_steps": self.steps, "topk": self.topk, "draft_token_num": size, **ngrams}
 
     def engine(self, pair: Pair, *, stand_ins: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
-        """An engine with freed slots poisoned; `settings` as in `Shape`, `stand_ins` as for `assemble`."""
+        """An engine with freed slots poisoned; `settings` as in `EngineConfig`, `stand_ins` as for `assemble`."""
         numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "poison": True, **self.numbers, **settings}
-        return assemble(pair.target, pair.head, Shape(**numbers), **(stand_ins or {}))
+        return assemble(pair.target, pair.head, EngineConfig(**numbers), **(stand_ins or {}))
 
 
 UNEQUAL = "[(0,), (1,), (2,), (0, 0), (0, 1), (0, 2), (2, 1), (0, 0, 0), (0, 0, 1), (2, 1, 0), (0, 0, 0, 0)]"

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.checkpoints.load_target import load_target, save_checkpoint
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.load_draft import load_draft
-from eagle_server.models.loader import load_target, save_checkpoint
-from eagle_server.models.target import TargetModel
+from eagle_server.models.targets.interface import TargetModel
 from eagle_server.training.heads import Kind
 from eagle_server.training.tiny import tiny_medusa, tiny_pair
 from tests.lossless.scenes import REQUESTS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.engine.engine import Engine
-from eagle_server.models.draft import DraftHead, DraftOutput
+from eagle_server.models.drafts.interface import DraftHead, DraftOutput
 from eagle_server.plan import CyclePlan, CycleResult
 from eagle_server.speculation.draft_input import Frontier
 from tests.lossless.pairs import Pair

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.grammars import Grammars
-from eagle_server.engine.shape import Shape
-from eagle_server.models.target import TargetModel
+from eagle_server.engine.shape import EngineConfig
+from eagle_server.models.targets.interface import TargetModel
 from eagle_server.plan import allows
 from eagle_server.request import DraftTree, FinishReason, Grammar, Request
 from tests.lossless.conftest import Drafting
@@ -58,7 +58,7 @@ def eagle3(target: TargetModel, **settings: Any) -> Engine:
 
 def ngram(target: TargetModel, **settings: Any) -> Engine:
     numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "poison": True, "ngram_depth": 5}
-    return assemble(target, None, Shape(**{**numbers, "draft_token_num": 9, **settings}), **TOKENIZER)
+    return assemble(target, None, EngineConfig(**{**numbers, "draft_token_num": 9, **settings}), **TOKENIZER)
 
 
 def spelled(finished: Finished) -> str:
@@ -174,11 +174,11 @@ def test_no_drafter_guesses_what_a_grammar_refuses(drafting: Drafting, monkeypat
     assert {n: f.tokens for n, f in outcome.items()} == {n: f.tokens for n, f in expected.items()}
     compiled = Grammars(reading, 64, [63]).compile(LETTERS).result()
     for number in map(str, FOLLOWING):
-        constraint, text, guesses = compiled.follow(0, [63]), list[int](), 0
+        grammar_matcher, text, guesses = compiled.follow(0, [63]), list[int](), 0
         for tree, tokens in [(tree, tokens) for name, tree, tokens in trees if name == number]:
             for node in range(1, 0 if tree is None else len(tree.token_ids)):
                 *path, token = path_to(tree, node)
-                mask = constraint.mask(text, tuple(path))
+                mask = grammar_matcher.mask(text, tuple(path))
                 assert mask is not None, (text, path)
                 assert allows(mask, token), (text, path, token)
                 guesses += 1

@@ -13,7 +13,7 @@ from eagle_server.plan import CyclePlan, CycleResult
 from eagle_server.request import FinishReason, Request
 from eagle_server.speculation.tree import EagleVerifyInput
 from eagle_server.worker.batch import DecodeBatch
-from eagle_server.worker.drafters.ngram import NgramTries
+from eagle_server.worker.drafters.ngram.drafter import NgramTries
 from eagle_server.worker.verifier import Verified
 from tests.lossless.conftest import Drafting
 from tests.lossless.drafters import CASES
@@ -112,7 +112,7 @@ def kept_texts(engine: Engine, seen: dict[int, list[int]]) -> int:
 def check_everything_is_free(engine: Engine) -> None:
     stats, kv = engine.stats(), engine.scheduler.kv
     assert (stats.running, stats.waiting) == (0, 0)
-    assert not kv.leases
+    assert not kv.allocations
     kv.clear()
     kv.check()
     assert kv.allocator.free_pages == kv.allocator.num_pages

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from eagle_server.engine.engine import Engine
-from eagle_server.models.load_draft import load_draft
-from eagle_server.models.medusa_head import MedusaHeads
-from eagle_server.models.target import TargetModel
+from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.drafts.medusa import MedusaHeads
+from eagle_server.models.targets.interface import TargetModel
 from eagle_server.speculation.medusa_choices import PRESETS, Choices, depth_of, ranks_of, truncated
 from tests.lossless import pairs as makers
 from tests.lossless.pairs import Pair, Pairs

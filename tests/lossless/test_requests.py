@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 from torch import Tensor
 
 from eagle_server.engine.engine import Engine
-from eagle_server.models.draft import DraftOutput
+from eagle_server.models.drafts.interface import DraftOutput
 from eagle_server.plan import CycleResult
 from eagle_server.request import FinishReason, TokenDelta, TokenLogprob
 from tests.lossless.pairs import Pair
@@ -97,7 +97,7 @@ def test_logprobs_are_those_of_the_raw_model_with_and_without_speculation(pair: 
 
 
 def assert_logprobs(entries: Sequence[TokenLogprob], tokens: Sequence[int], logits: Tensor, count: int) -> None:
-    """Entry i is the law of logits[i], and its alternatives are the best."""
+    """Entry i is the distribution of logits[i], and its alternatives are the best."""
     assert [entry.token_id for entry in entries] == list(tokens)
     for entry, row in zip(entries, logits.log_softmax(-1), strict=True):
         assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=TOLERANCE)

@@ -16,7 +16,7 @@ from msgspec.structs import replace as with_fields
 
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.shape import Shape
+from eagle_server.engine.shape import EngineConfig
 from eagle_server.request import FinishReason, Grammar, Request
 from eagle_server.speculation import accept as accept_module
 from eagle_server.speculation.medusa_choices import depth_of, parse_choices, ranks_of
@@ -154,7 +154,7 @@ def static(pair: Pair, **settings: Any) -> Engine:
 
 def ngram(pair: Pair, **settings: Any) -> Engine:
     numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "poison": True, "ngram_depth": 5}
-    return assemble(pair.target, None, Shape(**{**numbers, "draft_token_num": 9, **settings}))
+    return assemble(pair.target, None, EngineConfig(**{**numbers, "draft_token_num": 9, **settings}))
 
 
 def mixture(pair: Pair, **settings: Any) -> Engine:
@@ -230,7 +230,7 @@ PATH_DEPENDENT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PATH_DEPENDENT)
 def test_nodes_that_forget_their_path_are_caught(pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The history of the root at every node would be a relaxed rule."""
+    """The penalizer_state of the root at every node would be a relaxed rule."""
     settings = {"temperature": 0.5, "ignore_eos": True, **PATH_DEPENDENT[name]}
     requests = [request(seed, PROMPT[seed:], seed=seed, **settings) for seed in range(8)]
     expected = tokens_of(run(plain(pair.target), requests))

@@ -14,9 +14,9 @@ from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import Causal, LayerSpec, Layout
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.engine.pools import make_pool
+from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.config import ModelConfig, read_config
-from eagle_server.models.loader import load_target
-from eagle_server.models.target import TargetModel
+from eagle_server.models.targets.interface import TargetModel
 from eagle_server.speculation.attention_args import batch_arguments
 from tests.parity.checkpoints import CASES, VOCAB, write
 
@@ -39,7 +39,7 @@ def pair(
 
 
 class DenseWindows:
-    """`Planned`: dense causal attention, with a mask made for each layer's sliding window."""
+    """`BoundAttention`: dense causal attention, with a mask made for each layer's sliding window."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length = batch, length
@@ -69,7 +69,7 @@ class Pages:
         rows, layout = torch.arange(len(prompts)), Layout(tuple(lens), tuple(stop))
         batch = batch_arguments(rows, torch.tensor(stop), self.slots.int(), Causal(), layout)
         tokens = torch.cat([prompt[span] for prompt, span in zip(prompts, spans, strict=True)])
-        output = self.model(tokens, torch.cat(spans), self.attention.prepare(layout).bind(batch))
+        output = self.model(tokens, torch.cat(spans), self.attention.plan(layout).bind(batch))
         return list(self.model.logits(output.hidden).split(lens))
 
 

@@ -15,11 +15,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from eagle_server.attention.dense import DenseCausal
+from eagle_server.models.checkpoints.load_target import load_target, read_model_config
+from eagle_server.models.checkpoints.transformers_config import TESTED
 from eagle_server.models.config import CheckpointError
-from eagle_server.models.loader import load_target, read_model_config
-from eagle_server.models.standalone import DraftLM
-from eagle_server.models.transformers_config import TESTED
-from eagle_server.models.transformers_target import TransformersTarget
+from eagle_server.models.drafts.standalone import DraftLM
+from eagle_server.models.targets.transformers import TransformersTarget
 from tests.lossless.scenes import as_on_a_gpu
 from tests.parity.test_target_parity import TOLERANCE, Pages
 from tests.support.engines import CONTEXT, plain, random_head, request, run, speculative, tokens_of

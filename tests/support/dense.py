@@ -9,12 +9,12 @@ from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import LayerSpec
-from eagle_server.models.draft import DraftHead, DraftOutput
-from eagle_server.models.target import TargetModel
+from eagle_server.models.drafts.interface import DraftHead, DraftOutput
+from eagle_server.models.targets.interface import TargetModel
 
 
 class Recording:
-    """`Planned`: plain causal attention over one sequence, which keeps every layer's keys and values."""
+    """`BoundAttention`: plain causal attention over one sequence, which keeps every layer's keys and values."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []

@@ -11,12 +11,12 @@ import torch
 from eagle_server.cache.pool import KVPool
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.shape import Shape
+from eagle_server.engine.shape import EngineConfig
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.draft import DraftHead, TargetWeights
-from eagle_server.models.eagle import EagleConfig, EagleHead
-from eagle_server.models.eagle3 import Eagle3Config, Eagle3Head
-from eagle_server.models.target import TargetModel
+from eagle_server.models.drafts.eagle import EagleConfig, EagleHead
+from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
+from eagle_server.models.drafts.interface import DraftHead, TargetWeights
+from eagle_server.models.targets.interface import TargetModel
 from eagle_server.request import FinishReason, Request, SamplingParams, SpecStats, TokenDelta, TokenLogprob
 
 CONTEXT = 256
@@ -96,16 +96,16 @@ def tree_size(steps: int, topk: int) -> int:
     return min(steps * topk, topk + (steps - 1) * topk**2) + 1
 
 
-def shape(steps: int = 3, topk: int = 4, **settings: Any) -> Shape:
+def shape(steps: int = 3, topk: int = 4, **settings: Any) -> EngineConfig:
     """An engine's numbers, with freed slots poisoned."""
     numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "draft_token_num": tree_size(steps, topk)}
-    return Shape(**{**numbers, "num_steps": steps, "topk": topk, "poison": True, **settings})
+    return EngineConfig(**{**numbers, "num_steps": steps, "topk": topk, "poison": True, **settings})
 
 
 def plain(target: TargetModel, *, stand_ins: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
     """An engine without speculation; `stand_ins`: assemble's `flashinfer` and `recorder`."""
     numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "poison": True}
-    return assemble(target, None, Shape(**{**numbers, **settings}), **(stand_ins or {}))
+    return assemble(target, None, EngineConfig(**{**numbers, **settings}), **(stand_ins or {}))
 
 
 def speculative(  # noqa: PLR0913
@@ -130,7 +130,7 @@ def pools(engine: Engine) -> tuple[KVPool, KVPool | None]:
 def random_target(
     vocab: int = 48, hidden: int = 32, layers: int = 3, *, seed: int = 0, std: float = 0.25, **config: Any
 ) -> TargetModel:
-    """A random target; its next-token laws have several bits of entropy. Token 0 ends a sequence."""
+    """A random target; its next-token probs have several bits of entropy. Token 0 ends a sequence."""
     raw = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": vocab,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, Layout, Planned, TreeMask
+from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, LayerSpec, Layout, TreeMask
 from eagle_server.cache.pool import KVPool, LatentPool, Pool
 from eagle_server.speculation.attention_args import batch_arguments
 
@@ -89,7 +89,7 @@ class Case:
         rows = sum(len(positions) for _, positions in self.new)
         return self.world.normal(len(self.world.layers), rows, self.world.heads, self.world.dim)
 
-    def run(self, planned: Planned, queries: Tensor) -> Tensor:
+    def run(self, planned: BoundAttention, queries: Tensor) -> Tensor:
         """All layers of the forward: [layers, rows, heads, value_dim]."""
         world, out = self.world, []
         for layer in world.layers:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from eagle_server.models.target import TargetModel
+from eagle_server.models.targets.interface import TargetModel
 from eagle_server.ops.gumbel import gumbel
 from eagle_server.request import Request, SamplingParams
 from eagle_server.speculation.random import request_key
@@ -45,7 +45,7 @@ def transformed(
     return values
 
 
-def law(values: Sequence[float], params: SamplingParams) -> list[float]:
+def token_probs(values: Sequence[float], params: SamplingParams) -> list[float]:
     """Probabilities of the next token: temperature, top-k, top-p, min_p, in this order; ties by id."""
     scaled = [value / params.temperature for value in values]
     order = sorted((t for t in range(len(scaled)) if scaled[t] > -INF), key=lambda token: (-scaled[token], token))
@@ -66,8 +66,8 @@ def scores(values: Sequence[float], params: SamplingParams, key: int, position: 
     if params.temperature == 0:
         return list(values)
     noise = gumbel(torch.tensor([key]), torch.tensor([position]), len(values))[0].tolist()
-    laws = law(values, params)
-    return [math.log(p) + g if p else -INF for p, g in zip(laws, noise, strict=True)]
+    probs = token_probs(values, params)
+    return [math.log(p) + g if p else -INF for p, g in zip(probs, noise, strict=True)]
 
 
 @dataclass(frozen=True)

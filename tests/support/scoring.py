@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import LayerSpec
-from eagle_server.models.target import TargetModel
+from eagle_server.models.targets.interface import TargetModel
 from eagle_server.ops.gumbel import gumbel
 from eagle_server.request import Request, SamplingParams
 from eagle_server.speculation.random import request_key
@@ -20,7 +20,7 @@ NEAR_TIE = 1e-4  # two best scores closer than this may change places between ke
 
 
 class Windowed:
-    """`Planned`: dense causal attention over one sequence, with every layer's sliding window."""
+    """`BoundAttention`: dense causal attention over one sequence, with every layer's sliding window."""
 
     def __init__(self, length: int) -> None:
         self.distance = torch.arange(length)[:, None] - torch.arange(length)
@@ -46,8 +46,9 @@ def logits_of(target: TargetModel, tokens: Sequence[int]) -> Tensor:
     return target.lm_head(hidden)
 
 
-def law(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> list[float]:
-    """The law of one draw from `logits` [vocab]: temperature, then top-k, then top-p on what remains, ties by id."""
+def token_probs(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> list[float]:
+    """The distribution of one draw from `logits` [vocab]: temperature, then top-k, then top-p on what remains, ties by
+    id."""
     scaled = [float(x) / temperature for x in logits]
     order = sorted(range(len(scaled)), key=lambda token: (-scaled[token], token))
     order = order[: top_k or len(order)]
@@ -89,4 +90,6 @@ def slack(target: TargetModel, request: Request, output: Sequence[int]) -> float
 
 def _log_law(row: Tensor, params: SamplingParams, nudge: float) -> Tensor:
     top_p = params.top_p if params.top_p == 1 else params.top_p + nudge
-    return torch.tensor(law(row, temperature=params.temperature, top_k=params.top_k, top_p=top_p)).double().log()
+    return (
+        torch.tensor(token_probs(row, temperature=params.temperature, top_k=params.top_k, top_p=top_p)).double().log()
+    )

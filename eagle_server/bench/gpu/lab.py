@@ -18,9 +18,9 @@ from eagle_server.bench.gpu.packages import installed
 from eagle_server.bench.padding import DEMO, LLAMA_8B, PaddedShape, pad_demo
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.shape import Shape
-from eagle_server.models.draft import DraftHead
-from eagle_server.models.target import TargetModel
+from eagle_server.engine.shape import EngineConfig
+from eagle_server.models.drafts.interface import DraftHead
+from eagle_server.models.targets.interface import TargetModel
 
 CONTEXT = 2048  # of engines for many requests
 CHUNK = 8192  # prompt rows per cycle
@@ -139,7 +139,7 @@ class Lab:
         if speculative:
             numbers |= {"num_steps": scale.steps, "topk": scale.topk, "draft_token_num": scale.nodes}
         target = copy.copy(pair.target)  # which residual streams it captures is the engine's choice
-        return assemble(target, pair.head if speculative else None, Shape(**{**numbers, **settings}))
+        return assemble(target, pair.head if speculative else None, EngineConfig(**{**numbers, **settings}))
 
     def forget(self, name: str) -> None:
         """Drop a cached engine and its memory."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from eagle_server.attention.flashinfer import Limits, Workspace
+from eagle_server.attention.flashinfer import AttentionLimits, Workspace
 from eagle_server.attention.flashinfer_mla import FlashInferMLAAttention
 from eagle_server.attention.interface import AttentionBackend, AttentionBatch, Causal, LayerSpec, Layout
 from eagle_server.attention.torch_native import TorchNativeAttention
@@ -66,7 +66,7 @@ class Layer:
         if not lab.flashinfer:
             return TorchNativeAttention(self.pool)
         return FlashInferMLAAttention(
-            self.pool, Workspace(lab.device), heads=self._heads, specs=[(SCALE, 0)], limits=Limits(1, width)
+            self.pool, Workspace(lab.device), heads=self._heads, specs=[(SCALE, 0)], limits=AttentionLimits(1, width)
         )
 
     def chain(self, length: int, rows: int) -> AttentionBatch:
@@ -89,11 +89,11 @@ class Layer:
         q = torch.randn(rows, self._heads, self._dim, device=self._rows.device).to(self._dtype)
         k = torch.randn(rows, 1, self._dim, device=self._rows.device).to(self._dtype)
         v, spec = k[..., : self.pool.rank], LayerSpec(0, SCALE)
-        planned = self._backend.prepare(batch.layout).bind(batch)
+        planned = self._backend.plan(batch.layout).bind(batch)
         device = self._machine.seconds(lambda: planned.run(q, k, v, spec))
         began = time.perf_counter()
         for _ in range(5):
-            self._backend.prepare(batch.layout).bind(batch)
+            self._backend.plan(batch.layout).bind(batch)
         host = (time.perf_counter() - began) / 5
         read = batch.layout.kv_lens[0] * self.bytes_per_slot
         return {"device_ms": 1e3 * device, "plan_ms": 1e3 * host, "kv_gb_per_s": read / device / GIGA}

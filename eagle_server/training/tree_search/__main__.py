@@ -12,7 +12,7 @@ from rich.console import Console
 
 from eagle_server.config import parse_args
 from eagle_server.config.commands import CommandParser, count, flags_of, temperature
-from eagle_server.engine.tokenizer import load_tokenizer
+from eagle_server.text.tokenizer import load_tokenizer
 from eagle_server.training.tree_search.counts import LEAST_TRIES
 from eagle_server.training.tree_search.growth import Accuracies, expected_tokens, grow
 from eagle_server.training.tree_search.lab import Lab, Task, add_model_options, model_flags

@@ -10,7 +10,7 @@ from eagle_server.config import Config, ConfigError, parse_args
 from eagle_server.config.commands import without_drafting
 from eagle_server.engine.build import Models, engine_over, load_models
 from eagle_server.engine.engine import Engine
-from eagle_server.models.medusa_head import MedusaHeads
+from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.request import Request, SamplingParams
 from eagle_server.training.tree_search.growth import Accuracies, Choice, wide_tree
 from eagle_server.view.record import DraftedTree, recorded

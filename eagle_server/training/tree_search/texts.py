@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle_server.engine.tokenizer import Tokenizer
+from eagle_server.text.tokenizer import Tokenizer
 
 DEMO_PROMPTS = Path(__file__).parents[2] / "assets" / "demo" / "prompts.json"
 PIECE = 64  # tokens of a prompt that is cut out of a text

@@ -29,7 +29,7 @@ class Drafter(Protocol[State]):
         ...
 
     def propose(self, draft: State, batch: DecodeBatch) -> Proposal:
-        """The candidate nodes of each decoding request, of those that `batch.guide` lets follow."""
+        """The candidate nodes of each decoding request, of those that `batch.token_mask` lets follow."""
         ...
 
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:

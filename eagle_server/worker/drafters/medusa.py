@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_server.models.medusa_head import MedusaHeads
+from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.ops.topk import topk_logprobs
 from eagle_server.speculation.medusa import choice_parents, sorted_choices
 from eagle_server.speculation.medusa_choices import Choices, depth_of, ranks_of
 from eagle_server.speculation.static_tree import static_tree
 from eagle_server.speculation.tree import TreeNodes
 from eagle_server.worker.batch import DecodeBatch
-from eagle_server.worker.drafters.from_feature import FeatureDrafter
+from eagle_server.worker.draft_token_mask import DraftTokenMask
+from eagle_server.worker.drafters.feature import FeatureDrafter
 from eagle_server.worker.graphs import Graphs
-from eagle_server.worker.guide import Guide
 
 
 class MedusaDrafter(FeatureDrafter):
@@ -47,8 +47,8 @@ class MedusaDrafter(FeatureDrafter):
 
     def propose(self, draft: Tensor, batch: DecodeBatch) -> TreeNodes:
         size = len(batch.seq_lens_host)
-        if batch.guide.constrains:
-            tokens, scores = self._grow(draft, batch.guide)
+        if batch.token_mask.is_active:
+            tokens, scores = self._grow(draft, batch.token_mask)
         else:
             tokens, scores = self.graphs.run(self.graph_key("medusa", batch), self._best, draft)
         return TreeNodes(tokens, self._parents.expand(size, -1), spec_steps=self.num_steps, scores=scores)
@@ -63,7 +63,7 @@ class MedusaDrafter(FeatureDrafter):
         steps = F.pad(logp, (0, 1)).index_select(1, self._lines.view(-1)).unflatten(1, self._lines.shape)
         return ids.index_select(1, self._lines[:, -1]), steps.sum(-1)
 
-    def _grow(self, feature: Tensor, guide: Guide) -> tuple[Tensor, Tensor]:
+    def _grow(self, feature: Tensor, token_mask: DraftTokenMask) -> tuple[Tensor, Tensor]:
         """The same level by level: the best tokens of a head are each node's own, of those that may follow it."""
         bs = len(feature)
         above = torch.zeros(bs, 1, device=feature.device)  # scores of the nodes that have children
@@ -73,10 +73,10 @@ class MedusaDrafter(FeatureDrafter):
             if depth:
                 before = self._levels[depth - 1]
                 above = scores[-1].index_select(1, before.fed)
-                guide = guide.advance(tokens[-1].index_select(1, before.fed), before.parents.expand(bs, -1))
-            logp, ids = guide.best(of_head.repeat_interleave(above.shape[1], dim=0), self.ranks)
+                token_mask = token_mask.advance(tokens[-1].index_select(1, before.fed), before.parents.expand(bs, -1))
+            logp, ids = token_mask.best(of_head.repeat_interleave(above.shape[1], dim=0), self.ranks)
             paths = above[:, :, None] + logp.view(bs, -1, self.ranks)
             tokens.append(ids.view(bs, -1).index_select(1, level.picks))
             scores.append(paths.flatten(1).index_select(1, level.picks))
         found, worth = torch.cat(tokens, dim=1), torch.cat(scores, dim=1)
-        return guide.without_refused(found, worth), worth
+        return token_mask.without_refused(found, worth), worth

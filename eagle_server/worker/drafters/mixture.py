@@ -17,7 +17,7 @@ from eagle_server.speculation.tree import EagleVerifyInput, Proposal, TreeNodes
 from eagle_server.worker.batch import DecodeBatch, Prompts
 from eagle_server.worker.calibration import Calibration
 from eagle_server.worker.drafters.interface import ModelDrafter, State
-from eagle_server.worker.drafters.ngram import SCALE, NgramTries, packed
+from eagle_server.worker.drafters.ngram.drafter import SCALE, NgramTries, packed
 from eagle_server.worker.graphs import Graphs
 
 

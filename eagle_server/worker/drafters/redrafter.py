@@ -9,13 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from eagle_server.models.redrafter import RedrafterHead
+from eagle_server.models.drafts.redrafter import RedrafterHead
 from eagle_server.speculation.prefix_tree import pack, pack_like, tree_nodes
 from eagle_server.speculation.tree import TreeNodes
 from eagle_server.worker.batch import DecodeBatch
-from eagle_server.worker.drafters.from_feature import FeatureDrafter
+from eagle_server.worker.draft_token_mask import NO_TOKEN_MASK, DraftTokenMask
+from eagle_server.worker.drafters.feature import FeatureDrafter
 from eagle_server.worker.graphs import Graphs
-from eagle_server.worker.guide import UNGUIDED, Guide
 
 
 class RedrafterDrafter(FeatureDrafter):
@@ -39,17 +39,17 @@ class RedrafterDrafter(FeatureDrafter):
         self.num_steps, self.beam_width, self.draft_token_num = num_steps, beam_width, draft_token_num
 
     def propose(self, draft: Tensor, batch: DecodeBatch) -> TreeNodes:
-        function = partial(self._propose, guide=batch.guide)
+        function = partial(self._propose, token_mask=batch.token_mask)
         return self.graphs.run(self.graph_key("redrafter", batch), function, draft, batch.verified_id)
 
-    def _propose(self, context: Tensor, verified_id: Tensor, guide: Guide = UNGUIDED) -> TreeNodes:
-        beam, scores = beam_search(self.head, context, verified_id, self.num_steps, self.beam_width, guide)
+    def _propose(self, context: Tensor, verified_id: Tensor, token_mask: DraftTokenMask = NO_TOKEN_MASK) -> TreeNodes:
+        beam, scores = beam_search(self.head, context, verified_id, self.num_steps, self.beam_width, token_mask)
         places = self.beam_width * self.num_steps + 1  # all beams have the root in common
         packed = pack(beam, places)
         worth = pack_like(scores, packed.unpack_map, places, padding=float("-inf"))
         tree = tree_nodes(packed, self.draft_token_num, worth)
         assert tree.scores is not None
-        return replace(tree, tokens=guide.without_refused(tree.tokens, tree.scores))
+        return replace(tree, tokens=token_mask.without_refused(tree.tokens, tree.scores))
 
 
 def beam_search(  # noqa: PLR0913, PLR0917
@@ -58,7 +58,7 @@ def beam_search(  # noqa: PLR0913, PLR0917
     verified_id: Tensor,
     num_steps: int,
     width: int,
-    guide: Guide = UNGUIDED,
+    token_mask: DraftTokenMask = NO_TOKEN_MASK,
 ) -> tuple[Tensor, Tensor]:
     """The `width` most probable continuations of verified_id [bs] that a search of this width finds.
 
@@ -71,16 +71,16 @@ def beam_search(  # noqa: PLR0913, PLR0917
     """
     bs = len(verified_id)
     state = head.state(verified_id, None)
-    logp, tokens = guide.best(head.logits(context, state), width)  # one beam so far, which has `width` children
+    logp, tokens = token_mask.best(head.logits(context, state), width)  # one beam so far, which has `width` children
     beams = torch.stack([verified_id[:, None].expand(-1, width), tokens], dim=-1)
     scores = torch.stack([torch.zeros_like(logp), logp], dim=-1)
     state, context = (x.repeat_interleave(width, dim=0) for x in (state, context))
     first = torch.arange(0, bs * width, width, device=verified_id.device)[:, None]
     chosen: Tensor | None = None
     for _ in range(num_steps - 1):
-        guide = guide.advance(beams[:, :, -1], chosen, width)
+        token_mask = token_mask.advance(beams[:, :, -1], chosen, width)
         state = head.state(beams[:, :, -1].reshape(-1), state)
-        logp, tokens = guide.best(head.logits(context, state), width)
+        logp, tokens = token_mask.best(head.logits(context, state), width)
         totals = scores[:, :, -1:] + logp.view(bs, width, width)
         best, chosen = totals.flatten(1).topk(width, dim=1)
         parent = torch.div(chosen, width, rounding_mode="floor")  # [bs, width]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eagle_server.models.standalone import DraftLM
+from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.speculation.draft_input import EagleDraftInput
 from eagle_server.speculation.tree import Candidates
 from eagle_server.worker.batch import DecodeBatch, Prompts
@@ -22,7 +22,7 @@ class StandaloneDrafter(EagleDrafter):
     def prefill(self, prompts: Prompts) -> None:
         """Draft KV of prompt rows, causally."""
         batch = prompts.rows
-        planned = self.attention.prepare(batch.attention.layout).bind(batch.attention)
+        planned = self.attention.plan(batch.attention.layout).bind(batch.attention)
         self.head.model(batch.tokens, batch.positions, planned)
 
     def extend(self, batch: DecodeBatch) -> EagleDraftInput:

@@ -8,15 +8,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from eagle_server.attention.interface import AttentionBackend, AttentionBatch, Layout, Prepared, TreeMask
-from eagle_server.models.draft import DraftHead
+from eagle_server.attention.interface import AttentionBackend, AttentionBatch, AttentionPlan, Layout, TreeMask
+from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.speculation.draft_input import EagleDraftInput
 from eagle_server.speculation.static_tree import Level, StaticTree
 from eagle_server.speculation.tree import TreeNodes
 from eagle_server.worker.batch import DecodeBatch
+from eagle_server.worker.draft_token_mask import DraftTokenMask
 from eagle_server.worker.drafters.eagle import EagleDrafter
 from eagle_server.worker.graphs import Graphs
-from eagle_server.worker.guide import Guide
 
 
 class StaticEagleDrafter(EagleDrafter):
@@ -34,20 +34,20 @@ class StaticEagleDrafter(EagleDrafter):
         window = self.tree.window
         lens = tuple(length + window for length in batch.seq_lens_host)
         layouts = [Layout((rows,) * len(lens), lens, window=window) for rows in self.tree.rows]
-        distinct = {layout: self.attention.prepare(layout) for layout in layouts}
+        distinct = {layout: self.attention.plan(layout) for layout in layouts}
         keys = tuple(each.graph_key for each in distinct.values())
-        key = None if None in keys or not keys or batch.guide.constrains else ("propose", keys)
+        key = None if None in keys or not keys or batch.token_mask.is_active else ("propose", keys)
         prepared = [distinct[layout] for layout in layouts]
-        function = partial(self._grow, prepared, layouts, batch.req_to_token, batch.guide)
-        first = batch.guide.without_refused(draft.topk_index, draft.topk_logp)
+        function = partial(self._grow, prepared, layouts, batch.req_to_token, batch.token_mask)
+        first = batch.token_mask.without_refused(draft.topk_index, draft.topk_logp)
         return self.graphs.run(key, function, batch.rows, batch.seq_lens, first, draft.hidden_states)
 
     def _grow(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
         self,
-        prepared: Sequence[Prepared],
+        prepared: Sequence[AttentionPlan],
         layouts: Sequence[Layout],
         req_to_token: Tensor,
-        guide: Guide,
+        token_mask: DraftTokenMask,
         rows: Tensor,
         seq_lens: Tensor,
         topk_index: Tensor,
@@ -61,15 +61,15 @@ class StaticEagleDrafter(EagleDrafter):
         for step, (level, below) in enumerate(zip(self.tree.levels, deeper, strict=False)):
             attention = self._attention(level, step, rows, seq_lens, req_to_token, layouts[step])
             count, fed = len(level.fed), tokens[-1].index_select(1, level.fed)
-            guide = guide.advance(fed, level.parents.expand(bs, -1))
+            token_mask = token_mask.advance(fed, level.parents.expand(bs, -1))
             out = self.head(
-                (fed.clamp(min=0) if guide.constrains else fed).view(-1),  # a refused node is padding
+                (fed.clamp(min=0) if token_mask.is_active else fed).view(-1),  # a refused node is padding
                 feedback.index_select(1, level.parents).flatten(0, 1),
                 (seq_lens + step)[:, None].expand(-1, count).reshape(-1),
                 prepared[step].bind(attention),
             )
-            logp, children = self._best(out.normed, guide)
-            children = guide.without_refused(children, logp).view(bs, -1)  # [bs, rows * topk]
+            logp, children = self._best(out.normed, token_mask)
+            children = token_mask.without_refused(children, logp).view(bs, -1)  # [bs, rows * topk]
             tokens.append(children.index_select(1, below.picks))
             feedback = out.feedback.unflatten(0, (bs, count))
         parents = self.tree.parents.expand(bs, -1)

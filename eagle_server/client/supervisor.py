@@ -1,0 +1,220 @@
+"""Starts the engine process, watches it, and starts it again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from eagle_server.client.client import EngineClient
+from eagle_server.engine.logs import LogStyle
+from eagle_server.engine.process import CONFIGURATION_STATUS, Engine, child_main
+from eagle_server.request import Deltas, Flushed, Inbound, Outbound, Ready
+
+logger = logging.getLogger(__name__)
+
+
+class EngineFailed(Exception):
+    """The engine could not be started, died or hangs. One line; `is_configuration` if the user can mend it."""
+
+    def __init__(self, message: str, *, is_configuration: bool, is_hang: bool = False) -> None:
+        super().__init__(message)
+        self.is_configuration = is_configuration
+        self.is_hang = is_hang
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Seconds to wait before each restart, doubling; an engine that lived for `healthy` seconds starts afresh."""
+
+    first: float = 0.5
+    limit: float = 30.0
+    healthy: float = 60.0
+
+    def delay(self, failures: int) -> float:
+        return float(min(self.limit, self.first * 2 ** min(failures, 32)))
+
+
+class Supervisor:
+    """Keeps an engine process running and the client attached to it."""
+
+    def __init__(
+        self,
+        build: Callable[[], Engine],
+        client: EngineClient,
+        *,
+        logs: LogStyle | None = None,
+        backoff: Backoff | None = None,
+        watchdog: float = 300.0,
+    ) -> None:
+        """`watchdog`: seconds after which an engine that has work but says nothing is taken for hanging, and killed."""
+        self._build = build
+        self._client = client
+        self._logs = logs or LogStyle()
+        self._backoff = backoff or Backoff()
+        self._watchdog = watchdog
+        self._heard = False
+        self._process: EngineProcess | None = None
+        self._attached_at: float | None = None  # loading is not living
+
+    async def run(self) -> NoReturn:
+        """Run until cancelled; cancelling kills the engine.
+
+        Raises:
+            EngineFailed: the very first start failed. Later ones are tried again.
+        """
+        loop = asyncio.get_running_loop()
+        failures = 0
+        while True:
+            self._attached_at = None
+            reason = await self._live()
+            if self._client.ready is None:
+                raise reason
+            lived = 0.0 if self._attached_at is None else loop.time() - self._attached_at
+            failures = 0 if lived > self._backoff.healthy else failures + 1
+            delay = self._backoff.delay(failures - 1) if failures else 0.0
+            ended = "hung" if reason.is_hang else "died"
+            logger.error("the engine %s: %s; starting it again in %.1f s", ended, reason, delay)
+            await asyncio.sleep(delay)
+
+    def kill(self) -> None:
+        """End the engine process at once."""
+        if self._process is not None:
+            self._process.kill()
+
+    async def _live(self) -> EngineFailed:
+        """One life of the engine, and how it ended."""
+        process = self._process = EngineProcess(self._build, self._logs)
+        pump = asyncio.create_task(self._pump(process))
+        ends = [asyncio.create_task(process.death()), asyncio.create_task(self._silence())]
+        reason = "the engine died"
+        try:
+            done, _ = await asyncio.wait({pump, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                pump.result()
+            failure = next(end for end in ends if end in done).result()
+            reason = "the engine hung" if failure.is_hang else reason
+            return failure
+        finally:
+            self._process = None
+            self._client.detach(reason)
+            process.kill()
+            for task in (pump, *ends):
+                task.cancel()
+            await asyncio.gather(pump, *ends, return_exceptions=True)
+            process.close()
+
+    async def _silence(self) -> EngineFailed:
+        """Wait until somebody has waited for an answer, and the engine said nothing, for as long as `watchdog`.
+
+        Time is counted in short sleeps, so that a machine that was suspended meanwhile does not look like a hang.
+        """
+        tick = min(1.0, self._watchdog / 10)
+        silent = 0.0
+        while silent < self._watchdog:
+            await asyncio.sleep(tick)
+            silent = 0.0 if self._heard or not self._client.is_waiting else silent + tick
+            self._heard = False
+        message = f"it had work and said nothing for {self._watchdog:g} seconds (--watchdog-timeout)"
+        return EngineFailed(message, is_configuration=False, is_hang=True)
+
+    async def _pump(self, process: EngineProcess) -> NoReturn:
+        while True:
+            message = await process.receive()
+            self._heard = True
+            match message:
+                case Ready() as ready:
+                    process.connect()
+                    self._client.attach(process.send, ready)
+                    self._attached_at = asyncio.get_running_loop().time()
+                    logger.info("the engine is ready (process %d)", process.pid)
+                case Deltas() as deltas:
+                    self._client.dispatch(deltas)
+                case Flushed() as flushed:
+                    self._client.flushed(flushed)
+            await asyncio.sleep(0)  # a burst of messages must not keep the loop from everybody else
+
+
+class EngineProcess:
+    """One life of the engine: the process, and two sockets to it in a private directory."""
+
+    def __init__(self, build: Callable[[], Engine], logs: LogStyle) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="eagle_server-"))
+        inbound, outbound = (f"ipc://{self._directory / name}" for name in ("inbound", "outbound"))
+        self._context = zmq.Context()
+        self._sender = self._context.socket(zmq.PUSH)  # sending only appends to a queue without limit
+        self._receiver = zmq.asyncio.Socket(self._context, zmq.PULL)
+        self._sender.set_hwm(0)
+        self._receiver.set_hwm(0)
+        self._inbound = inbound
+        self._receiver.bind(outbound)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode: Callable[[bytes], Outbound] = msgspec.msgpack.Decoder(Outbound).decode
+        spawn = multiprocessing.get_context("spawn")
+        self._report, report = spawn.Pipe(duplex=False)
+        arguments = (build, inbound, outbound, report, logs)
+        self._process = spawn.Process(target=child_main, args=arguments, name="engine")
+        # The child inherits the mask: a Ctrl-C at the terminal reaches it too, and is not its to answer.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            report.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def connect(self) -> None:
+        """Open the way in; the engine listens once it is ready."""
+        self._sender.connect(self._inbound)
+
+    def send(self, message: Inbound) -> None:
+        self._sender.send(self._encode(message), zmq.NOBLOCK)
+
+    async def receive(self) -> Outbound:
+        return self._decode(await self._receiver.recv())
+
+    async def death(self) -> EngineFailed:
+        """Wait for the process to end; what it had to say about that."""
+        loop = asyncio.get_running_loop()
+        died = asyncio.Event()
+        loop.add_reader(self._process.sentinel, died.set)
+        try:
+            await died.wait()
+        finally:
+            loop.remove_reader(self._process.sentinel)
+        while (status := self._process.exitcode) is None:  # its files are closed; the status follows at once
+            await asyncio.sleep(0.001)
+        message = f"exit status {status}"
+        with suppress(EOFError):
+            if self._report.poll():
+                message = self._report.recv()
+        return EngineFailed(message, is_configuration=status == CONFIGURATION_STATUS)
+
+    def kill(self) -> None:
+        self._process.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def close(self) -> None:
+        """Release everything; the process has been killed or has died."""
+        self._process.join()
+        self._process.close()
+        self._report.close()
+        self._sender.close(linger=0)
+        self._receiver.close(linger=0)
+        self._context.term()

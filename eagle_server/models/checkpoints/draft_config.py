@@ -1,0 +1,204 @@
+"""What a draft's config.json means, checked against its tensors: flags, nesting, biases, aux layers, vocabulary."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from eagle_server.models.checkpoints.aux_layers import aux_boundaries
+from eagle_server.models.checkpoints.draft_format import DraftFiles
+from eagle_server.models.config import CheckpointError, ModelConfig, windows_by_type
+from eagle_server.models.drafts.eagle import EagleConfig
+from eagle_server.models.drafts.eagle3 import Eagle3Config, FeatureNorm
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_FIXED_FLAGS = {  # flags of other exporters, with the one meaning that is built here
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}
+
+log = logging.getLogger(__name__)
+
+
+def flatten(files: DraftFiles, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """One flat config: a nested layer config comes up, the outer keys win over it, and overrides win over both."""
+    raw = dict(files.config)
+    nested_key = None
+    if "speculators_model_type" in raw:
+        nested_key = "transformer_layer_config"
+    elif raw.get("model_type") == "eagle" and "model" in raw:
+        nested_key = "model"  # drafts of vLLM's first EAGLE support
+    if nested_key is not None:
+        nested = raw.pop(nested_key, None)
+        if not isinstance(nested, Mapping):
+            raise CheckpointError(f"{files.config_source}: {nested_key}: the draft's layer config is expected here")
+        for key in ("architectures", "model_type", "tie_word_embeddings"):
+            raw.pop(key, None)
+        raw = {**nested, **raw}
+    rope = raw.get("rope_parameters")
+    if "rope_theta" in overrides and isinstance(rope, Mapping):
+        raw["rope_parameters"] = {**rope, "rope_theta": overrides["rope_theta"]}
+    for key, value in overrides.items():
+        both = isinstance(value, Mapping) and isinstance(raw.get(key), Mapping)
+        raw[key] = {**raw[key], **value} if both else value
+    return raw
+
+
+def eagle_config(flat: Mapping[str, Any], files: DraftFiles, target: ModelConfig) -> EagleConfig:
+    """The shape of an EAGLE-1/2 head; its fc has a bias exactly if the file holds one."""
+    layers = layer_config(flat, files, target)
+    source, has_bias = files.config_source, "fc.bias" in files.tensors
+    if layers.hidden_size != target.hidden_size:
+        raise CheckpointError(
+            f"{source}: hidden_size: an EAGLE-1/2 head is as wide as its target, expected {target.hidden_size}, "
+            f"found {layers.hidden_size}"
+        )
+    if isinstance(flat.get("bias"), bool) and flat["bias"] != has_bias:
+        found = "fc.bias" if has_bias else "no fc.bias"
+        raise CheckpointError(f"{source}: bias: config.json says {flat['bias']}, but the file holds {found}")
+    truncated = flat.get("truncated_vocab_size")
+    if truncated not in (None, flat.get("vocab_size"), target.vocab_size):
+        raise CheckpointError(f"{source}: truncated_vocab_size {truncated} is not supported; use a token map")
+    return EagleConfig(layers, fc_bias=has_bias)
+
+
+def eagle3_config(
+    flat: Mapping[str, Any], files: DraftFiles, target: ModelConfig, *, overridden: Mapping[str, Any]
+) -> Eagle3Config:
+    """The shape and flags of an EAGLE-3 head, whose fc must fit the target's width and the number of aux streams."""
+    source = files.config_source
+    layers = layer_config(flat, files, target)
+    _refuse_other_meanings(flat, source)
+    expected_width = flat.get("target_hidden_size")
+    if expected_width not in (None, target.hidden_size):
+        raise CheckpointError(
+            f"{source}: target_hidden_size: this draft is for targets of width {expected_width}, "
+            f"found {target.hidden_size}"
+        )
+    uses_aux = _flag(flat, "use_aux_hidden_state", source) is not False
+    boundaries = aux_boundaries(flat, target.num_layers, source) if uses_aux else ()
+    _check_fc(flat, files, target, boundaries, layers.hidden_size)
+    norm = _feature_norm(flat, files)
+    return Eagle3Config(
+        layers=layers,
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=int(flat.get("draft_vocab_size") or target.vocab_size),
+        aux_boundaries=boundaries,
+        norm_before_residual=_norm_before_residual(flat, source),
+        feature_norm=norm,
+        norm_output=_norm_output(flat, norm, overridden, source),
+        vocab_map="d2t" in files.tensors,
+    )
+
+
+def layer_config(flat: Mapping[str, Any], files: DraftFiles, target: ModelConfig) -> ModelConfig:
+    """The decoder shape of a draft: vocab_size and dtype are the target's, biases and q/k norms what the file holds."""
+    source = files.config_source
+    family = flat.get("model_type") if flat.get("model_type") in _FAMILIES else "llama"
+    raw = {"vocab_size": target.vocab_size, **flat, "model_type": family, "architectures": []}
+    config = ModelConfig.from_dict(raw, source)
+    windows = windows_by_type(raw, config.num_layers, source) if raw.get("layer_types") else config.windows
+    attention, mlp = "layers.0.self_attn.", "layers.0.mlp."
+    qkv_bias = f"{attention}q_proj.bias" in files.tensors
+    declared = flat.get("qkv_bias", flat.get("attention_bias"))
+    if isinstance(declared, bool) and declared != qkv_bias:
+        found = f"{attention}q_proj.bias" if qkv_bias else "no q/k/v bias"
+        raise CheckpointError(f"{source}: attention_bias: config.json says {declared}, but the file holds {found}")
+    if config.vocab_size != target.vocab_size and not {"embed_tokens.weight", "t2d"} & set(files.tensors):
+        raise CheckpointError(
+            f"{source}: vocab_size: the target's is {target.vocab_size}, found {config.vocab_size}: another target?"
+        )
+    return replace(
+        config,
+        vocab_size=target.vocab_size,
+        dtype=target.dtype,
+        windows=windows,
+        qkv_bias=qkv_bias,
+        o_bias=f"{attention}o_proj.bias" in files.tensors,
+        mlp_bias=f"{mlp}down_proj.bias" in files.tensors,
+        qk_norm=f"{attention}q_norm.weight" in files.tensors,
+    )
+
+
+def _check_fc(
+    flat: Mapping[str, Any], files: DraftFiles, target: ModelConfig, boundaries: tuple[int, ...], hidden: int
+) -> None:
+    source, (rows, width) = files.directory, files.matrix("fc.weight")
+    if not boundaries:
+        if hidden != target.hidden_size:
+            raise CheckpointError(
+                f"{files.config_source}: hidden_size: without aux hidden states the draft is as wide as its target, "
+                f"expected {target.hidden_size}, found {hidden}"
+            )
+        return
+    if not width or width % target.hidden_size:
+        raise CheckpointError(
+            f"{source}: fc.weight: expected [{hidden}, n * {target.hidden_size}] for this target, "
+            f"found [{rows}, {width}]"
+        )
+    streams = width // target.hidden_size
+    declared = flat.get("num_aux_hidden_states") or streams
+    if streams != len(boundaries) or declared != streams:
+        raise CheckpointError(
+            f"{source}: fc.weight: takes {streams} aux hidden states of width {target.hidden_size}, but the config "
+            f"names {len(boundaries)} boundaries {list(boundaries)} (num_aux_hidden_states {declared})"
+        )
+
+
+def _feature_norm(flat: Mapping[str, Any], files: DraftFiles) -> FeatureNorm:
+    """N of the EAGLE-3 formula; where the config is silent, the tensors decide."""
+    source = files.config_source
+    legacy = _flag(flat, "use_aux_norm", source)
+    declared_each = _flag(flat, "fc_norm", source)
+    each = _matching("fc_norm", legacy if declared_each is None else declared_each, files, "fc_norm.0.weight")
+    concat = _matching("norm_before_fc", _flag(flat, "norm_before_fc", source), files, "input_norm.weight")
+    if each and concat:
+        raise CheckpointError(f"{source}: norm_before_fc and fc_norm exclude each other, found both")
+    return "each" if each else "concat" if concat else "none"
+
+
+def _matching(flag: str, declared: bool | None, files: DraftFiles, tensor: str) -> bool:  # noqa: FBT001
+    present = tensor in files.tensors
+    if declared is not None and declared != present:
+        found = f"holds {tensor}" if present else f"lacks {tensor}"
+        raise CheckpointError(f"{files.config_source}: {flag}: config.json says {declared}, but the file {found}")
+    return present
+
+
+def _norm_output(flat: Mapping[str, Any], norm: FeatureNorm, overridden: Mapping[str, Any], source: str) -> bool:
+    """EAGLE-3.1 feeds norm(y) back. SpecForge 0.3.0 wrote the flag for plain EAGLE-3 too, with another meaning."""
+    declared = bool(_flag(flat, "norm_output", source))
+    settled = "norm_output" in overridden or "speculators_model_type" in flat or norm == "each"
+    if declared and not settled:
+        log.warning(
+            "%s: norm_output without fc_norm is what SpecForge 0.3.0 wrote for plain EAGLE-3 heads, so it is not "
+            "applied to the feedback; override norm_output to true if this is an EAGLE-3.1 head",
+            source,
+        )
+        return False
+    return declared
+
+
+def _norm_before_residual(flat: Mapping[str, Any], source: str) -> bool:
+    declared = _flag(flat, "norm_before_residual", source)
+    if declared is None and "speculators_model_type" in flat:
+        log.warning("%s: norm_before_residual is absent and taken as false (vLLM takes it as true)", source)
+    return bool(declared)
+
+
+def _refuse_other_meanings(flat: Mapping[str, Any], source: str) -> None:
+    for key, meaning in _FIXED_FLAGS.items():
+        if _flag(flat, key, source) not in (None, meaning):
+            raise CheckpointError(f"{source}: {key}: {not meaning} is not supported, only {meaning} is")
+
+
+def _flag(flat: Mapping[str, Any], key: str, source: str) -> bool | None:
+    """A boolean at the top level or in eagle_config; None if it is in neither."""
+    nested = flat.get("eagle_config") or {}
+    value = flat.get(key, nested.get(key))
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(f"{source}: {key}: true or false is expected, found {value!r}")
+    return value

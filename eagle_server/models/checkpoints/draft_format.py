@@ -1,0 +1,173 @@
+"""Which published draft format a checkpoint is in, judged by its files and never by a flag.
+
+The order of `_RULES` matters: an EAGLE-3 head over two aux streams has the `fc` shape of an EAGLE-1 head, and P-EAGLE
+and DFlash drafts carry some of EAGLE-3's names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from eagle_server.models.checkpoints.weights import Weights
+from eagle_server.models.config import CheckpointError
+
+
+class DraftKind(StrEnum):
+    """A recognized draft format, under the name that users know it by."""
+
+    EAGLE = "EAGLE"
+    EAGLE3 = "EAGLE3"
+    MEDUSA = "Medusa"
+    HYDRA = "Hydra"
+    REDRAFTER = "ReDrafter"
+    MTP = "MTP (NextN)"
+    DFLASH = "DFlash or DSpark"
+    PARALLEL = "P-EAGLE or PARD"
+    MLP_SPECULATOR = "MLPSpeculator"
+    EAGLE_MLA = "EAGLE-3 with MLA attention"
+    DRAFT_LM = "a causal language model (standalone draft)"
+
+
+@dataclass(frozen=True)
+class DraftFiles:
+    """A draft checkpoint before its tensors are read: config.json as it stands, and the tensors by clean name."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    tensors: Weights
+
+    @property
+    def config_source(self) -> str:
+        return str(self.directory / "config.json")
+
+    def has_prefix(self, *prefixes: str) -> bool:
+        return any(name.startswith(prefixes) for name in self.tensors)
+
+    def has_part(self, *parts: str) -> bool:
+        return any(part in name for name in self.tensors for part in parts)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, () if there is none of this name."""
+        return self.tensors[name].shape if name in self.tensors else ()
+
+    def matrix(self, name: str) -> tuple[int, int]:
+        """(rows, columns) of a matrix, (0, 0) if there is none of this name."""
+        rows, columns = (self.shape(name) + (0, 0))[:2]
+        return (rows, columns) if columns else (0, 0)
+
+
+_TRAINER_PREFIXES = ("draft_model.", "module.", "_orig_mod.", "_fsdp_wrapped_module.")
+_LEGACY_NAMES = {f"aux_norm_{part}.weight": f"fc_norm.{i}.weight" for i, part in enumerate(("low", "mid", "high"))}
+_DEEP_HIDDEN_NORM = re.compile(r"layers\.([1-9]\d*)\.hidden_norm\.")
+_MEDUSA_LAYER = re.compile(r"\d+\.\d+\.(linear\.)?(weight|bias)")
+_INERT = re.compile(r".*rotary_emb\.inv_freq|verifier_.*")
+
+
+def clean_names(stored: Weights, directory: Path) -> Weights:
+    """The tensors under canonical names: no `model.` in front, `midlayer` as `layers.0`, legacy norms as `fc_norm.{i}`.
+
+    Later layers of a multi-layer EAGLE-3 draft call their input norm `input_layernorm` or, from SGLang, `hidden_norm`.
+
+    Raises:
+        CheckpointError: a training checkpoint that was never exported, or two keys that mean the same tensor.
+    """
+    clean: Weights = {}
+    for key, tensor in stored.items():
+        if key.startswith(_TRAINER_PREFIXES):
+            raise CheckpointError(f"{tensor.file}: {key}: a training checkpoint; export it to a draft checkpoint first")
+        name = canonical_name(key)
+        if _INERT.fullmatch(name):
+            continue
+        if name in clean:
+            raise CheckpointError(f"{directory}: {clean[name].key} and {key} are two names of one tensor")
+        clean[name] = tensor
+    return clean
+
+
+def canonical_name(key: str) -> str:
+    """The one name of a draft tensor among its published aliases."""
+    name = key.removeprefix("model.")
+    if name.startswith("midlayer."):
+        name = "layers.0." + name.removeprefix("midlayer.")
+    name = _LEGACY_NAMES.get(name, name)
+    return _DEEP_HIDDEN_NORM.sub(r"layers.\1.input_layernorm.", name)
+
+
+def detect(files: DraftFiles) -> DraftKind:
+    """The format of a draft checkpoint.
+
+    Raises:
+        CheckpointError: the format is not known, or is a speculators type that is not supported.
+    """
+    declared = files.config.get("speculators_model_type")
+    if declared is not None:
+        if declared != "eagle3":
+            raise CheckpointError(
+                f"{files.config_source}: speculators_model_type {declared!r} is not supported yet, only 'eagle3' is"
+            )
+        return DraftKind.EAGLE3
+    found = find(files)
+    if found is not None:
+        return found
+    some = ", ".join(sorted(files.tensors)[:8])
+    raise CheckpointError(f"{files.directory}: not a draft format known here; its tensors are {some}, ...")
+
+
+def find(files: DraftFiles) -> DraftKind | None:
+    """The format by the rules alone, None where none fits."""
+    return next((kind for kind, matches in _RULES if matches(files)), None)
+
+
+def is_causal_lm(files: DraftFiles) -> bool:
+    """Whether these are the tensors of a Llama-like language model."""
+    needed = {"embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.weight"}
+    return needed <= set(files.tensors) and "fc.weight" not in files.tensors
+
+
+def _is_medusa(files: DraftFiles) -> bool:
+    named = "medusa_num_heads" in files.config or files.has_prefix("medusa_lm_head.", "medusa_head.", "medusa_heads.")
+    return named or (bool(files.tensors) and all(_MEDUSA_LAYER.fullmatch(name) for name in files.tensors))
+
+
+def _is_redrafter(files: DraftFiles) -> bool:
+    return (
+        files.config.get("model_type") == "recurrent_drafting_drafter"
+        or "rnn_u.weight" in files.tensors
+        or ("lm_head.0.linear.weight" in files.tensors and "exit_dim" in files.config)
+    )
+
+
+def _is_eagle3(files: DraftFiles) -> bool:
+    _, q_width = files.matrix("layers.0.self_attn.q_proj.weight")
+    hidden, _ = files.matrix("layers.0.self_attn.o_proj.weight")
+    return q_width == 2 * hidden > 0 or "d2t" in files.tensors or files.has_prefix("layers.0.hidden_norm.")
+
+
+def _is_eagle(files: DraftFiles) -> bool:
+    hidden, width = files.matrix("fc.weight")
+    return width == 2 * hidden > 0 and not files.has_prefix("layers.0.input_layernorm.")
+
+
+def _is_other_lm(files: DraftFiles) -> bool:
+    """By the name of its class: other families have other tensors."""
+    return any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in files.config.get("architectures") or ())
+
+
+_RULES: tuple[tuple[DraftKind, Callable[[DraftFiles], bool]], ...] = (
+    (DraftKind.MEDUSA, _is_medusa),
+    (DraftKind.HYDRA, lambda f: "hydra_num_heads" in f.config or f.has_prefix("hydra_")),
+    (DraftKind.REDRAFTER, _is_redrafter),
+    (DraftKind.MTP, lambda f: f.has_prefix("mtp.", "mtp_layers.") or f.has_part("eh_proj")),
+    (DraftKind.DFLASH, lambda f: "target_layer_ids" in f.config or "dflash_config" in f.config),
+    (DraftKind.PARALLEL, lambda f: "pard_token" in f.config or f.has_part("mask_hidden")),
+    (DraftKind.MLP_SPECULATOR, lambda f: "n_predict" in f.config or f.has_prefix("emb.", "proj.")),
+    (DraftKind.EAGLE_MLA, lambda f: _is_eagle3(f) and f.has_part("qkv_a", "kv_a_proj", "q_a_proj")),
+    (DraftKind.EAGLE3, _is_eagle3),
+    (DraftKind.EAGLE, _is_eagle),
+    (DraftKind.DRAFT_LM, lambda f: is_causal_lm(f) or _is_other_lm(f)),
+)

@@ -1,0 +1,99 @@
+"""The vocabularies of a draft: rows that must match the target's, copies that can be shared, maps between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eagle_server.models.checkpoints.draft_format import DraftFiles
+from eagle_server.models.checkpoints.weights import load_pickle
+from eagle_server.models.config import CheckpointError
+from eagle_server.models.targets.interface import Target
+
+_SAME = 1e-6  # a float16 copy of a bfloat16 tensor differs by less: the subnormal step of float16 is 6e-8
+_ROWS = 4096
+
+
+def check_vocabulary(files: DraftFiles, target: Target, draft_vocab: int) -> None:
+    """Compare what the files and the config say about V and Vd with the target.
+
+    Raises:
+        CheckpointError: another target's vocabulary, a map with one half, or a smaller vocabulary without a map.
+    """
+    vocab, source = target.config.vocab_size, files.directory
+    for name in ("embed_tokens.weight", "t2d"):
+        shape = files.shape(name)
+        if shape and shape[0] != vocab:
+            raise CheckpointError(
+                f"{source}: {name}: the target's vocabulary has {vocab} entries, found {shape[0]} rows: another "
+                "target, or another revision of its tokenizer?"
+            )
+    mapped = {name for name in ("d2t", "t2d") if name in files.tensors}
+    if len(mapped) == 1:
+        raise CheckpointError(f"{source}: d2t and t2d belong together, found only {mapped.pop()}")
+    if draft_vocab != vocab and not mapped:
+        raise CheckpointError(
+            f"{source}: d2t: missing; a draft vocabulary of {draft_vocab} needs a map to the target's {vocab} entries"
+        )
+    if draft_vocab != vocab and "lm_head.weight" not in files.tensors:
+        raise CheckpointError(f"{source}: lm_head.weight: missing; the target's has {vocab} rows, not {draft_vocab}")
+
+
+def without_copies(files: DraftFiles, target: Target) -> DraftFiles:
+    """`files` without an embedding or lm_head that equals the target's: those are shared instead."""
+    own, shape = dict(files.tensors), (target.config.vocab_size, target.config.hidden_size)
+    theirs: dict[str, Callable[[], Tensor]] = {
+        "embed_tokens.weight": lambda: target.embed,
+        "lm_head.weight": target.lm_head.dense_weight,
+    }
+    for name, read in theirs.items():
+        if files.shape(name) == shape and _same(own[name].read(), read()):
+            del own[name]
+    return replace(files, tensors=own)
+
+
+def check_map(d2t: Tensor, t2d: Tensor, files: DraftFiles) -> None:
+    """d2t holds offsets: target id = i + d2t[i]; t2d marks the same ids.
+
+    Raises:
+        CheckpointError: ids that repeat, leave the vocabulary, or differ from t2d's.
+    """
+    ids, vocab = torch.arange(len(d2t), device=d2t.device) + d2t, len(t2d)
+    where = f"{files.directory}: d2t: offsets (target id = i + d2t[i]) are expected"
+    if bool((ids < 0).any()) or bool((ids >= vocab).any()):
+        raise CheckpointError(f"{where} that give ids in 0..{vocab - 1}, found {int(ids.min())}..{int(ids.max())}")
+    if len(set(ids.tolist())) != len(ids):
+        raise CheckpointError(f"{where} that give distinct ids, found {len(ids) - len(set(ids.tolist()))} repeated")
+    if not torch.equal(ids.sort().values, t2d.nonzero().flatten()):
+        raise CheckpointError(f"{where} that give the {int(t2d.sum())} ids marked in t2d, found others")
+
+
+def load_token_map(path: Path, vocab: int) -> Tensor:
+    """An FR-Spec token map: int64 [Vd] target ids by falling frequency, from a file saved by torch.
+
+    Raises:
+        CheckpointError: not a 1-D list of distinct integers in 0..vocab - 1.
+    """
+    found = load_pickle(path)
+    is_list = isinstance(found, list) and all(type(item) is int for item in found)
+    ids = torch.tensor(found) if is_list else found
+    if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.is_floating_point() or not len(ids):
+        raise CheckpointError(f"{path}: a 1-D list of token ids is expected, found {type(found).__name__}")
+    ids = ids.long()
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(set(ids.tolist())) != len(ids):
+        raise CheckpointError(f"{path}: distinct token ids in 0..{vocab - 1} are expected, found others")
+    return ids
+
+
+def _same(mine: Tensor, theirs: Tensor) -> bool:
+    """Whether one is a rounded copy of the other: drafts are often stored in float16, targets in bfloat16."""
+    pairs = ((mine[row : row + _ROWS], theirs[row : row + _ROWS].to(mine.device)) for row in range(0, len(mine), _ROWS))
+    return all(_close(a.to(b.dtype), b) or _close(a, b.to(a.dtype)) for a, b in pairs)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0.0, atol=_SAME)

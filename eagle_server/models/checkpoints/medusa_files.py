@@ -1,0 +1,50 @@
+"""Medusa's checkpoint formats: what a file holds is counted from its keys, as uploaded configs are often wrong.
+
+Medusa-1      {i}.{j}.linear.weight and .bias for j < n, {i}.{n}.weight
+shared head   {i}.{j}.linear.* only: the logits are by the target's lm_head
+Medusa-2      the same under `medusa_head.`, beside the keys of the whole model
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+
+from eagle_server.models.checkpoints.draft_format import DraftFiles
+from eagle_server.models.checkpoints.weights import Weights
+from eagle_server.models.config import CheckpointError, ModelConfig
+from eagle_server.models.drafts.medusa import MEDUSA_2, MedusaConfig
+
+_PREFIXES = (MEDUSA_2, "medusa_lm_head.")
+_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(?:weight|bias)")
+_LM_HEAD = re.compile(r"(\d+)\.(\d+)\.weight")
+
+log = logging.getLogger(__name__)
+
+
+def medusa_files(files: DraftFiles, target: ModelConfig) -> tuple[MedusaConfig, Weights]:
+    """The shape of the heads in these files, and their tensors under the names of `MedusaHeads.weight_views`.
+
+    Raises:
+        CheckpointError: vLLM's early format, no heads, or heads and blocks whose numbers have gaps.
+    """
+    if files.has_prefix("medusa_heads.", "blocks.", "lm_heads."):
+        raise CheckpointError(
+            f"{files.directory}: heads in vLLM's early Medusa format (blocks.*, lm_heads.*), which is not supported; "
+            "use the checkpoint that they were converted from"
+        )
+    prefix = next((p for p in _PREFIXES if files.has_prefix(p)), "")
+    tensors = {name.removeprefix(prefix): t for name, t in files.tensors.items() if name.startswith(prefix)}
+    blocks = {(int(m[1]), int(m[2])) for name in tensors if (m := _BLOCK.fullmatch(name))}
+    lm_heads = {(int(m[1]), int(m[2])) for name in tensors if (m := _LM_HEAD.fullmatch(name))}
+    heads, layers = {i for i, _ in blocks | lm_heads}, {j for _, j in blocks}
+    if not heads:
+        raise CheckpointError(f"{files.directory}: no Medusa heads here: 0.0.linear.weight is missing")
+    for what, found in (("heads", heads), ("blocks", layers)):
+        if found != set(range(len(found))):
+            raise CheckpointError(f"{files.directory}: the {what} are numbered {sorted(found)[:8]}, not from 0 on")
+    for key, count in (("medusa_num_heads", len(heads)), ("medusa_num_layers", len(layers))):
+        said = files.config.get(key)
+        if said not in (None, count):
+            log.warning("%s: %s %s: the file has %d, which is what counts", files.config_source, key, said, count)
+    return MedusaConfig(len(heads), len(layers), target.hidden_size, target.vocab_size, bool(lm_heads)), tensors

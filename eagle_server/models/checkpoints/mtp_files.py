@@ -1,0 +1,67 @@
+"""Where a checkpoint holds its MTP layer: in the target's own files, or exported to a directory of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from eagle_server.models.checkpoints.draft_format import DraftFiles, DraftKind
+from eagle_server.models.config import CheckpointError, ModelConfig
+from eagle_server.models.drafts.mtp import MtpConfig
+
+_PROJECTION = re.compile(r"layers\.(\d+)\.eh_proj\.weight")
+
+
+def mtp_layer(files: DraftFiles, expected: int | None) -> tuple[int, DraftFiles]:
+    """(the MTP layer's number, its tensors), the vocabulary's under the names that all drafts give them.
+
+    `expected`: `files` are the target's own, where the MTP layer has this number; None: they hold nothing else.
+
+    Raises:
+        CheckpointError: there is none under the names known here, or more than one.
+    """
+    found = sorted(int(match[1]) for name in files.tensors if (match := _PROJECTION.fullmatch(name)))
+    if expected is not None and expected not in found:
+        raise CheckpointError(
+            f"{files.directory}: this is the target itself, and it has no MTP layer to draft with: there is no "
+            f"model.layers.{expected}.eh_proj.weight (quantized copies often lack it); name a draft checkpoint"
+        )
+    if not found:
+        raise CheckpointError(
+            f"{files.directory}: recognized as {DraftKind.MTP} under other names than model.layers.*.eh_proj.weight; "
+            "this draft format is not supported yet"
+        )
+    if len(found) > 1:
+        raise CheckpointError(f"{files.directory}: {len(found)} MTP layers, {found}; only one is supported yet")
+    index = found[0]
+    kept = {
+        mtp_name(name, index): tensor
+        for name, tensor in files.tensors.items()
+        if expected is None or name.startswith(f"layers.{index}.")
+    }
+    return index, replace(files, tensors=kept)
+
+
+def mtp_name(name: str, index: int) -> str:
+    """The canonical name of an MTP layer's tensor."""
+    prefix = f"layers.{index}."
+    shared = {"embed_tokens.weight": "embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    return shared.get(name.removeprefix(prefix), name) if name.startswith(prefix) else name
+
+
+def mtp_config(flat: Mapping[str, Any], files: DraftFiles, target: ModelConfig, index: int) -> MtpConfig:
+    """The shape of the MTP layer: what the config beside it says, of a target's family, width and vocabulary.
+
+    Raises:
+        CheckpointError: the config is that of another target.
+    """
+    layers = ModelConfig.from_dict({**flat, "architectures": [target.architecture]}, files.config_source)
+    for key in ("hidden_size", "vocab_size"):
+        expected, found = getattr(target, key), getattr(layers, key)
+        if found != expected:
+            raise CheckpointError(
+                f"{files.config_source}: {key}: an MTP layer has its target's, expected {expected}, found {found}"
+            )
+    return MtpConfig.of(replace(layers, dtype=target.dtype), index)

@@ -1,0 +1,87 @@
+"""The EAGLE-1/2 draft head: one Llama layer without an input norm over fc(cat(embedding of t+1, feature of t)).
+
+    h = fc(cat(e(t+1), f[t]))        f: the target's post-norm hidden state; in later passes this head's own output
+    u = h + attn(h)
+    y = u + mlp(post_attention_layernorm(u))
+    logits = target_lm_head(y);  feedback = y
+
+Source: EAGLE (arXiv 2401.15077); EAGLE-2 drafts differently with the same checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from eagle_server.attention.interface import BoundAttention
+from eagle_server.models.config import ModelConfig
+from eagle_server.models.drafts.interface import DraftOutput, TargetWeights
+from eagle_server.models.drafts.post_norm_head import PostNormHead
+from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views, llama_layer
+from eagle_server.models.rope import RotaryEmbedding
+from eagle_server.ops.fused import Rotation
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """What an EAGLE-1/2 checkpoint says of itself; `layers.hidden_size` equals the target's."""
+
+    layers: ModelConfig
+    fc_bias: bool = True
+    own_embed: bool = False
+    own_lm_head: bool = False
+
+
+class EagleLayer(nn.Module):
+    """The first layer; its attention input is not normalized. Its result is in two summands: see `DecoderLayer`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention = Attention(config, 0, config.hidden_size)
+        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(self, x: Tensor, rope: Rotation, attention: BoundAttention) -> tuple[Tensor, Tensor]:
+        """x [rows, H], which may be overwritten, to two summands of the residual stream [rows, H]."""
+        normed, residual = self.post_norm.after_add(self.attention(x, rope, attention), x)
+        return self.mlp(normed), residual
+
+    def weight_views(self, prefix: str) -> Views:
+        yield f"{prefix}post_attention_layernorm.weight", self.post_norm.weight
+        yield from self.attention.weight_views(f"{prefix}self_attn.")
+        yield from self.mlp.weight_views(f"{prefix}mlp.")
+
+
+class EagleHead(PostNormHead):
+    """A `DraftHead`."""
+
+    def __init__(self, config: EagleConfig, context: int, target: TargetWeights) -> None:
+        super().__init__(config.layers, target, own_embed=config.own_embed, own_lm_head=config.own_lm_head)
+        self.eagle, hidden = config, config.layers.hidden_size
+        self.fc = Linear(2 * hidden, [("fc", hidden)], bias=config.fc_bias)
+        self.rope = RotaryEmbedding(config.layers.rope, config.layers.head_dim, context)
+        plain = (llama_layer(config.layers, index) for index in range(1, config.layers.num_layers))
+        self.layers = nn.ModuleList([EagleLayer(config.layers), *plain])
+
+    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: BoundAttention) -> DraftOutput:
+        """tokens, positions [rows], hidden [rows, H] -> feedback and normed [rows, H], which are the same here."""
+        embedded = self.embedded(tokens)
+        rope = self.rope(positions, embedded.dtype)
+        first, *rest = self.layers
+        x, residual = first(self.fc(torch.cat([embedded, hidden], dim=-1)), rope, attention)
+        for layer in rest:
+            x, residual = layer(x, residual, rope, attention)
+        stream = residual + x
+        return DraftOutput(stream, stream)
+
+    def weight_views(self) -> Views:
+        """Every published name with its place in this head."""
+        if self.embed is not None:
+            yield "embed_tokens.weight", self.embed
+        yield from self.fc.weight_views("")
+        for index, layer in enumerate(self.layers):
+            yield from layer.weight_views(f"layers.{index}.")  # type: ignore[operator]
+        if self.lm_head is not None:
+            yield from self.lm_head.weight_views("")

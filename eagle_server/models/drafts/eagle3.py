@@ -1,0 +1,192 @@
+"""The EAGLE-3 draft head, with the EAGLE-3.1 and speculators variants of it as explicit flags.
+
+A slot pairs the embedding of token t+1 with n residual streams of the target at t; RoPE position of the slot is t:
+
+    g = fc(N(cat(aux low -> high)))              first pass; later passes take the previous pass's feedback as g
+    r = g, or hidden_norm(g) if norm_before_residual
+    u = r + attn(cat(input_layernorm(e(t+1)), hidden_norm(g)))
+    y = u + mlp(post_attention_layernorm(u))     then further plain layers, if there are any
+    logits = lm_head(norm(y)) over the draft vocabulary;  feedback = y, or norm(y) if norm_output
+
+Source: EAGLE-3 (arXiv 2503.01840) and the published checkpoints of EAGLE, SpecForge and speculators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eagle_server.attention.interface import BoundAttention
+from eagle_server.models.config import ModelConfig
+from eagle_server.models.drafts.interface import DraftOutput, TargetWeights
+from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views, llama_layer
+from eagle_server.models.rope import RotaryEmbedding
+from eagle_server.ops.fused import Rotation
+
+FeatureNorm = Literal["none", "each", "concat"]
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """What an EAGLE-3 checkpoint says of itself.
+
+    `layers` is the shape of the decoder (its vocab_size is the target's). `aux_boundaries` names the n streams that
+    `fc` takes; empty (`use_aux_hidden_state: false`) means that the feature is the target's post-norm hidden state and
+    that there is no `fc`. `feature_norm` is N above: none, "each" slice (fc_norm) or the "concat" (norm_before_fc).
+    `vocab_map` says that d2t and t2d are part of the checkpoint.
+    """
+
+    layers: ModelConfig
+    target_hidden_size: int
+    draft_vocab_size: int
+    aux_boundaries: tuple[int, ...]
+    norm_before_residual: bool = False
+    feature_norm: FeatureNorm = "none"
+    norm_output: bool = False
+    own_embed: bool = False
+    own_lm_head: bool = True
+    vocab_map: bool = False
+
+
+class Eagle3Layer(nn.Module):
+    """The first layer: attention reads the normed embedding beside the normed feature, so its input is 2H wide.
+
+    Its result is in two summands: see `DecoderLayer`.
+    """
+
+    def __init__(self, config: ModelConfig, *, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(config, 0, 2 * config.hidden_size)
+        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, rope: Rotation, attention: BoundAttention
+    ) -> tuple[Tensor, Tensor]:
+        """embedded, hidden [rows, H] -> two summands of the residual stream [rows, H]. Overwrites neither argument."""
+        normed = self.hidden_norm(hidden)
+        pair = torch.cat([self.input_norm(embedded), normed], dim=-1)  # [rows, 2H]
+        attended = self.attention(pair, rope, attention)
+        if self.norm_before_residual:
+            normed, residual = self.post_norm.after_add(attended, normed)
+        else:  # hidden is the caller's, who may use it again
+            residual = hidden + attended
+            normed = self.post_norm(residual)
+        return self.mlp(normed), residual
+
+    def weight_views(self, prefix: str) -> Views:
+        yield f"{prefix}input_layernorm.weight", self.input_norm.weight
+        yield f"{prefix}hidden_norm.weight", self.hidden_norm.weight
+        yield f"{prefix}post_attention_layernorm.weight", self.post_norm.weight
+        yield from self.attention.weight_views(f"{prefix}self_attn.")
+        yield from self.mlp.weight_views(f"{prefix}mlp.")
+
+
+class Eagle3Head(nn.Module):
+    """A `DraftHead`; what it borrows from the target (`target`) is not registered, so it is not trained or saved."""
+
+    def __init__(self, config: Eagle3Config, context: int, target: TargetWeights) -> None:
+        super().__init__()
+        self.eagle, self.config = config, config.layers
+        self.aux_boundaries = config.aux_boundaries
+        self._target = target
+        hidden, eps = config.layers.hidden_size, config.layers.rms_norm_eps
+        self.embed = nn.Parameter(torch.empty(config.layers.vocab_size, hidden)) if config.own_embed else None
+        self.feature_norms = nn.ModuleList(RMSNorm(size, eps) for size in _feature_norm_sizes(config))
+        width = len(config.aux_boundaries) * config.target_hidden_size
+        self.fc = Linear(width, [("fc", hidden)]) if config.aux_boundaries else None
+        self.rope = RotaryEmbedding(config.layers.rope, config.layers.head_dim, context)
+        plain = (llama_layer(config.layers, index) for index in range(1, config.layers.num_layers))
+        first = Eagle3Layer(config.layers, norm_before_residual=config.norm_before_residual)
+        self.layers = nn.ModuleList([first, *plain])
+        self.norm = RMSNorm(hidden, eps)
+        self.lm_head = Linear(hidden, [("lm_head", config.draft_vocab_size)]) if config.own_lm_head else None
+        self.d2t: Tensor | None
+        self.t2d: Tensor | None
+        mapped = config.vocab_map
+        offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64) if mapped else None
+        self.register_buffer("d2t", offsets, persistent=mapped)
+        used = torch.zeros(config.layers.vocab_size, dtype=torch.bool) if mapped else None
+        self.register_buffer("t2d", used, persistent=mapped)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.eagle.draft_vocab_size
+
+    def combine(self, features: Tensor) -> Tensor:
+        """Target features [rows, n * Ht] -> hidden [rows, H]. First pass only."""
+        if self.fc is None:
+            return features
+        if self.feature_norms:
+            slices = features.chunk(len(self.feature_norms), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.feature_norms, slices, strict=True)], dim=-1)
+        return self.fc(features)  # type: ignore[no-any-return]
+
+    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: BoundAttention) -> DraftOutput:
+        """tokens, positions [rows], hidden [rows, H] -> feedback and normed [rows, H]."""
+        embedded = F.embedding(tokens, self._target.embed if self.embed is None else self.embed)
+        rope = self.rope(positions, embedded.dtype)
+        first, *rest = self.layers
+        x, residual = first(embedded, hidden, rope, attention)
+        for layer in rest:
+            x, residual = layer(x, residual, rope, attention)
+        normed, stream = self.norm.after_add(x, residual)
+        return DraftOutput(normed if self.eagle.norm_output else stream, normed)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """[rows, H] -> [rows, Vd] in float32."""
+        head = self._target.lm_head if self.lm_head is None else self.lm_head
+        return head(normed).float()  # type: ignore[no-any-return]
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft ids, any shape -> target ids, int64; `d2t` holds offsets."""
+        ids = draft_ids.long()
+        return ids if self.d2t is None else ids + self.d2t[ids]
+
+    def set_vocabulary(self, target_ids: Tensor) -> None:
+        """Let draft id i mean `target_ids[i]` (unique, int64 [Vd]); what a trainer calls once."""
+        if self.d2t is None or self.t2d is None:
+            raise ValueError("this head has no vocabulary map; build it with Eagle3Config(vocab_map=True)")
+        self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
+        self.t2d.zero_()
+        self.t2d[target_ids] = True
+
+    def weight_views(self) -> Views:
+        """Every published name with its place in this head; one layer is called `midlayer`, more are `layers.{i}`."""
+        if self.embed is not None:
+            yield "embed_tokens.weight", self.embed
+        if self.fc is not None:
+            yield from self.fc.weight_views("")
+        names = _feature_norm_names(self.eagle)
+        for name, norm in zip(names, self.feature_norms, strict=True):
+            yield f"{name}.weight", norm.weight  # type: ignore[misc]
+        for index, layer in enumerate(self.layers):
+            prefix = "midlayer." if len(self.layers) == 1 else f"layers.{index}."
+            yield from layer.weight_views(prefix)  # type: ignore[operator]
+        yield "norm.weight", self.norm.weight
+        if self.lm_head is not None:
+            yield from self.lm_head.weight_views("")
+        if self.d2t is not None and self.t2d is not None:
+            yield "d2t", self.d2t
+            yield "t2d", self.t2d
+
+
+def _feature_norm_sizes(config: Eagle3Config) -> Sequence[int]:
+    count = len(config.aux_boundaries)
+    if config.feature_norm == "each":
+        return [config.target_hidden_size] * count
+    return [config.target_hidden_size * count] if config.feature_norm == "concat" else []
+
+
+def _feature_norm_names(config: Eagle3Config) -> Sequence[str]:
+    if config.feature_norm == "each":
+        return [f"fc_norm.{index}" for index in range(len(config.aux_boundaries))]
+    return ["input_norm"] if config.feature_norm == "concat" else []

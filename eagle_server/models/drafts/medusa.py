@@ -1,0 +1,83 @@
+"""Medusa heads: each guesses one position further ahead from the target's last hidden state h, all at once.
+
+    x = h;  x = x + SiLU(W_j x + b_j)  for each residual block j;  logits = lm_head(x)
+
+Head i, counted from 0, guesses the token at t + 2 + i from h of position t. Each head has an lm_head of its own, or all
+of them share the target's.
+
+Source: Medusa (arXiv 2401.10774), section 2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eagle_server.models.drafts.interface import TargetWeights
+from eagle_server.models.layers import Linear, Views
+
+MEDUSA_2 = "medusa_head."  # stands before the heads' keys where they are in the target's own files
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """How many heads of how many residual blocks each, and their widths, which are the target's."""
+
+    heads: int
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    own_lm_heads: bool = True
+
+
+class MedusaHeads(nn.Module):
+    """All heads of a target. They keep no KV. What they borrow is not registered, so it is not trained or saved."""
+
+    def __init__(self, config: MedusaConfig, target: TargetWeights) -> None:
+        super().__init__()
+        self.config = config
+        self.aux_boundaries: tuple[int, ...] = ()
+        self._target = target
+        hidden, each = config.hidden_size, range(config.heads)
+
+        def block(layer: int, heads: range) -> Linear:
+            return Linear(hidden, [(f"{i}.{layer}.linear", hidden) for i in heads], bias=True)
+
+        # The first block of every head reads the same h: one matrix.
+        self.first = block(0, each) if config.layers else None
+        later = range(1, config.layers)
+        self.later = nn.ModuleList(nn.ModuleList(block(j, range(i, i + 1)) for i in each) for j in later)
+        own = each if config.own_lm_heads else range(0)
+        lm_heads = (Linear(hidden, [(f"{i}.{config.layers}", config.vocab_size)]) for i in own)
+        self.lm_heads = nn.ModuleList(lm_heads)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    def forward(self, hidden: Tensor, heads: int | None = None) -> Tensor:
+        """h [rows, H] to the logits of the first `heads` heads (None: all), float32 [heads, rows, V]."""
+        count = heads or self.config.heads
+        x = hidden.expand(count, -1, -1)  # [heads, rows, H]
+        if self.first is not None:
+            gate = self.first(hidden).unflatten(-1, (-1, hidden.shape[-1]))[:, :count]
+            x = x + F.silu(gate).transpose(0, 1)
+        for blocks in self.later:
+            gates = [blocks[i](x[i]) for i in range(count)]  # type: ignore[index]
+            x = x + F.silu(torch.stack(gates))
+        if not self.lm_heads:
+            return self._target.lm_head(x.flatten(0, 1)).float().unflatten(0, (count, -1))  # type: ignore[no-any-return]
+        return torch.stack([self.lm_heads[i](x[i]) for i in range(count)]).float()
+
+    def weight_views(self) -> Views:
+        """Every published name with its place."""
+        if self.first is not None:
+            yield from self.first.weight_views("")
+        for blocks in self.later:
+            for block in blocks.children():
+                yield from block.weight_views("")  # type: ignore[operator]
+        for head in self.lm_heads:
+            yield from head.weight_views("")  # type: ignore[operator]

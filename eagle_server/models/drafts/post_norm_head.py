@@ -1,0 +1,63 @@
+"""What heads have in common that read the target's last hidden state: EAGLE-1/2 and MTP. They share its vocabulary too.
+
+The embedding and the lm_head are the target's, unless the checkpoint has others of its own. With an FR-Spec token map
+(arXiv 2502.14856) the logits are those of the listed rows of the head only.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eagle_server.models.config import ModelConfig
+from eagle_server.models.drafts.interface import TargetWeights
+from eagle_server.models.layers import Linear
+
+
+class PostNormHead(nn.Module):
+    """The part of a `DraftHead` around its layers; what it borrows is not registered, so it is not trained or saved."""
+
+    def __init__(self, config: ModelConfig, target: TargetWeights, *, own_embed: bool, own_lm_head: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.aux_boundaries: tuple[int, ...] = ()
+        self._target = target
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self.embed = nn.Parameter(torch.empty(vocab, hidden)) if own_embed else None
+        self.lm_head = Linear(hidden, [("lm_head", vocab)]) if own_lm_head else None
+        self.mapped_head: Linear | None = None
+        self.token_map: Tensor | None
+        self.register_buffer("token_map", None, persistent=False)
+
+    def restrict_vocabulary(self, token_map: Tensor) -> None:
+        """Draft the target ids `token_map` int64 [Vd] only, by their rows of the full head; once that is loaded."""
+        full = self._full_head().dense_weight()
+        self.token_map = token_map.to(full.device)
+        self.mapped_head = Linear(full.shape[1], [("lm_head", len(token_map))])
+        self.mapped_head.weight = nn.Parameter(full[self.token_map], requires_grad=False)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.config.vocab_size if self.token_map is None else len(self.token_map)
+
+    def combine(self, features: Tensor) -> Tensor:
+        """[rows, H], unchanged: the feature is the hidden state itself."""
+        return features
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Target ids [rows] -> [rows, H]."""
+        return F.embedding(tokens, self._target.embed if self.embed is None else self.embed)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """[rows, H] -> [rows, V], or [rows, Vd] under a token map, in float32."""
+        head = self._full_head() if self.mapped_head is None else self.mapped_head
+        return head(normed).float()  # type: ignore[no-any-return]
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft ids, any shape -> target ids, int64."""
+        ids = draft_ids.long()
+        return ids if self.token_map is None else self.token_map[ids]
+
+    def _full_head(self) -> Linear:
+        return self._target.lm_head if self.lm_head is None else self.lm_head

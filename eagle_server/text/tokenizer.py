@@ -1,0 +1,131 @@
+"""Tokenizers: the little that the server needs of one, and where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+
+from eagle_server.text.model_files import find_file
+
+TOKENIZER_FILE = "tokenizer.json"
+OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")  # transformers may know these
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def longest_piece(self) -> int:
+        """Characters of the longest vocabulary entry; no token stands for more text than a few times this."""
+        ...
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of `text`, with the tokens that the model expects around a prompt (BOS) if `special`."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of `token_ids`; special tokens have none unless `special`, and broken UTF-8 becomes U+FFFD."""
+        ...
+
+    def piece(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token, None for an id without entry."""
+        ...
+
+    def token_id(self, piece: str) -> int | None:
+        """The token that the vocabulary spells so, None if there is none."""
+        ...
+
+
+class FastTokenizer:
+    """A tokenizer.json."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.longest_piece = max(map(len, tokenizer.get_vocab()), default=1)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        # Unlike `encode`, this releases the interpreter lock: other threads go on while a long prompt is tokenized.
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=not special)
+        return text
+
+    def piece(self, token_id: int) -> str | None:
+        piece: str | None = self._tokenizer.id_to_token(token_id)
+        return piece
+
+    def token_id(self, piece: str) -> int | None:
+        token_id: int | None = self._tokenizer.token_to_id(piece)
+        return token_id
+
+
+class TransformersTokenizer:
+    """Whatever transformers.AutoTokenizer makes of a directory without tokenizer.json. Its code is never trusted."""
+
+    def __init__(self, location: str) -> None:
+        from transformers import AutoTokenizer  # seconds of import that most servers never need
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(location, trust_remote_code=False)
+        self.longest_piece = max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        text = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def piece(self, token_id: int) -> str | None:
+        piece = self._tokenizer.convert_ids_to_tokens(token_id)
+        return piece if isinstance(piece, str) else None
+
+    def token_id(self, piece: str) -> int | None:
+        token_id = self._tokenizer.get_vocab().get(piece)
+        return token_id if isinstance(token_id, int) else None
+
+
+def load_tokenizer(location: str) -> Tokenizer:
+    """The tokenizer of a directory or of a Hugging Face id.
+
+    Raises:
+        ValueError: there is none, or it cannot be read; the message is one line.
+    """
+    try:
+        file = _find(location)
+        if file is None:
+            return TransformersTokenizer(location)
+        return FastTokenizer(tokenizers.Tokenizer.from_file(str(file)))
+    except Exception as error:  # tokenizers raises Exception itself
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"no usable tokenizer in {location}: {reason}") from error
+
+
+def read_tokenizer_file(location: str) -> tokenizers.Tokenizer:
+    """The tokenizer.json of a directory or of a Hugging Face id.
+
+    Raises:
+        ValueError: there is none; the message is one line.
+    """
+    file = find_file(location, TOKENIZER_FILE)
+    if file is None:
+        raise ValueError(f"{location} has no {TOKENIZER_FILE}, which grammars need")
+    return tokenizers.Tokenizer.from_file(str(file))
+
+
+def _find(location: str) -> Path | None:
+    """Path of the tokenizer.json, None if there is none but another format."""
+    file = find_file(location, TOKENIZER_FILE)
+    directory = Path(location)
+    if file is None and directory.is_dir() and not any((directory / name).exists() for name in OTHER_FILES):
+        raise FileNotFoundError(f"it has no {TOKENIZER_FILE}")
+    return file

@@ -1,0 +1,178 @@
+"""What followed the end of a text where it occurred in the texts of other requests, of which the newest are kept.
+
+Plain Python on the host. A ring of tokens, whose places are chained by the hash of the CONTEXT tokens that end there,
+newest first, as in LZ77's compressors: a new place takes the oldest one's memory, and nothing is ever rebuilt.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from eagle_server.worker.drafters.ngram.suffix_automaton import LONGEST, Trie
+
+CONTEXT = 2  # tokens of context that are worth a guess
+_BOUNDARY = -1  # between pieces of text; no token
+_CANDIDATES = 24  # places with the same context that are looked at, the newest
+_DOUBT = 2.0  # tokens of agreement that an estimate is worth beforehand
+_MIX = 0x9E3779B97F4A7C15  # odd, of random bits
+
+
+@dataclass
+class _Node:
+    """Continuations that begin alike. The weight is their agreement with the context, in tokens, summed up."""
+
+    weight: float = 0.0
+    children: dict[int, _Node] = field(default_factory=dict)
+
+
+class SharedTexts:
+    """The newest `capacity` tokens of all requests.
+
+    Costs 20 bytes of host memory for each, 28 where `capacity` is no power of two, from the start.
+    """
+
+    def __init__(self, capacity: int, depth: int) -> None:
+        self.capacity, self.depth = capacity, depth
+        self.length = 0  # places that were ever written; place p is in slot p % capacity
+        self._tokens = array("i", [_BOUNDARY]) * capacity
+        self._before = array("q", [-1]) * capacity  # the place before this one in its chain
+        self._mask = (1 << max(capacity - 1, 1).bit_length()) - 1
+        self._newest = array("q", [-1]) * (self._mask + 1)  # of each chain
+
+    def add(self, piece: Sequence[int], known: int = 0) -> None:
+        """Remember a piece of text. Of its tokens the first `known` were added before; they are context only."""
+        self._write(_BOUNDARY)
+        previous = list(piece[:known])[-LONGEST:]
+        for token in previous:
+            self._write(token)
+        if len(previous) >= CONTEXT:  # what followed it was not known then
+            self._index(*previous[-CONTEXT:])
+        last = previous[-1] if previous else _BOUNDARY
+        for token in piece[known:]:
+            self._write(token)
+            if last != _BOUNDARY:
+                self._index(last, token)
+            last = token
+
+    def continuations(self, text: Sequence[int], budget: int) -> Trie:
+        """The `budget` continuations of a text of the highest estimates, up to `depth` tokens deep."""
+        tail = text[-LONGEST:]
+        found = [(self._agreement(tail, place), place) for place in self._places(tail)]
+        longest = max((length for length, _ in found), default=0)
+        if longest < CONTEXT:
+            return Trie([], [], [])
+        root = _Node()
+        for length, place in found:
+            if 2 * length >= longest:  # a much shorter context says nothing beside it
+                self._insert(root, length, place + 1)
+        return _best(root, budget, longest)
+
+    def _write(self, token: int) -> None:
+        self._tokens[self.length % self.capacity] = token
+        self.length += 1
+
+    def _index(self, last: int, token: int) -> None:
+        """Put the newest place at the head of the chain of its context."""
+        chain, place = self._chain(last, token), self.length - 1
+        self._before[place % self.capacity] = self._newest[chain]
+        self._newest[chain] = place
+
+    def _chain(self, last: int, token: int) -> int:
+        mixed = (last * _MIX + token) * _MIX
+        return (mixed >> 32) & self._mask
+
+    def _places(self, tail: Sequence[int]) -> Iterator[int]:
+        """Where a context like the end of `tail` may end, the newest first."""
+        if len(tail) < CONTEXT:
+            return
+        place, oldest = self._newest[self._chain(tail[-2], tail[-1])], self.length - self.capacity
+        for _ in range(_CANDIDATES):
+            if place < max(oldest, 0):
+                return
+            yield place
+            place = self._before[place % self.capacity]
+
+    def _agreement(self, tail: Sequence[int], place: int) -> int:
+        """How many tokens up to `place` are the last ones of `tail`."""
+        tokens, capacity, length = self._tokens, self.capacity, 0
+        for token in reversed(tail):
+            if tokens[(place - length) % capacity] != token:
+                break
+            length += 1
+        return length
+
+    def _insert(self, node: _Node, length: int, place: int) -> None:
+        """What stands from `place` on, to the end of its piece; each step agrees with one token more."""
+        for at in range(place, min(place + self.depth, self.length)):
+            token = self._tokens[at % self.capacity]
+            if token == _BOUNDARY:
+                return
+            node = node.children.setdefault(token, _Node())
+            node.weight += length
+            length += 1
+
+
+def _best(root: _Node, budget: int, context: int) -> Trie:
+    """The most probable nodes: a child's chance is its share of the weight of all children and of doubt."""
+    trie = Trie([], [], [], context)
+    heap: list[tuple[float, int, int, int, float, _Node]] = []
+    node, number, chance, pushed = root, 0, 1.0, 0
+    while len(trie.tokens) < budget:
+        total = sum(child.weight for child in node.children.values()) + _DOUBT
+        for token, child in node.children.items():
+            pushed += 1
+            estimate = child.weight / total
+            heappush(heap, (-chance * estimate, pushed, token, number, estimate, child))
+        if not heap:
+            break
+        negative, _, token, parent, estimate, node = heappop(heap)
+        trie.tokens.append(token)
+        trie.parents.append(parent)
+        trie.estimates.append(estimate)
+        number, chance = len(trie.tokens), -negative
+    return trie
+
+
+def blended(own: Trie, shared: Trie, budget: int) -> Trie:
+    """Both tries' nodes, the `budget` most probable ones.
+
+    The one with the longer context goes first, the request's own at equal length; what its estimates leave undecided
+    goes to the other's, as from a longer context to a shorter one.
+    """
+    if not shared.tokens or not own.tokens:
+        return own if own.tokens else shared
+    first, second = (own, shared) if own.context >= shared.context else (shared, own)
+    number: dict[tuple[int, int], int] = {}  # of a node, by its parent's and its token
+    estimates, undecided = [1.0], [1.0]
+
+    def add(trie: Trie, shares: Sequence[float]) -> None:
+        numbers = [0]
+        for token, above, estimate in zip(trie.tokens, trie.parents, trie.estimates, strict=True):
+            parent = numbers[above]
+            key = (parent, token)
+            if key not in number:
+                number[key] = len(estimates)
+                estimates.append(0.0)
+                undecided.append(1.0)
+            part = estimate * (max(shares[parent], 0.0) if parent < len(shares) else 1.0)
+            estimates[number[key]] += part
+            undecided[parent] -= part
+            numbers.append(number[key])
+
+    add(first, ())
+    add(second, tuple(undecided))
+    chances = [1.0]
+    for (parent, _), estimate in zip(number, estimates[1:], strict=True):
+        chances.append(chances[parent] * estimate)
+    order = sorted(range(1, len(chances)), key=lambda node: -chances[node])[:budget]
+    place = {0: 0, **{node: i + 1 for i, node in enumerate(order)}}
+    keys = list(number)
+    return Trie(
+        tokens=[keys[node - 1][1] for node in order],
+        parents=[place[keys[node - 1][0]] for node in order],
+        estimates=[estimates[node] for node in order],
+        context=first.context,
+    )

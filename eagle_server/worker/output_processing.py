@@ -1,0 +1,125 @@
+"""From what a cycle computed to what its requests get: the one copy to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from eagle_server.ops.upload import upload
+from eagle_server.plan import Chunk, CyclePlan, Decode, SequenceOutput
+from eagle_server.request import TokenLogprob
+from eagle_server.speculation.accept import Accepted
+from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.worker.draft_tree import draft_tree, drafted_nodes
+from eagle_server.worker.host import all_finite, leading_finite, logprobs_to_host, to_host
+
+NOT_FINITE = "the model's logits are not finite (NaN or inf); its weights or the prompt's numerics are broken"
+NONE_ALLOWED = (
+    "no token may follow: the grammar, allowed_token_ids, bad_words, logit_bias, min_tokens and penalties together "
+    "leave none"
+)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A verified batch: logits float32 [bs * D, vocab] of the nodes of its trees, and what was accepted of these."""
+
+    logits: Tensor
+    accepted: Accepted
+    tree: EagleVerifyInput
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Prefilled chunks: logits float32 [n, vocab], `logit_rows` of them per chunk, and the last chunks' draws."""
+
+    logits: Tensor
+    logit_rows: tuple[int, ...]
+    tokens: Tensor  # int64 [last chunks, 1]
+    finite: Tensor  # bool [last chunks, 1]
+
+
+def emit(
+    plan: CyclePlan, decoded: Decoded | None, drawn: Drawn | None
+) -> tuple[tuple[SequenceOutput, ...], tuple[SequenceOutput, ...]]:
+    """What chunks and decodes of the plan get, in its order. Waits for the device."""
+    accepted = drafts = tuple[Tensor, ...]()
+    if decoded is not None:
+        a = decoded.accepted
+        accepted = (a.path, a.tokens, a.drafted, a.finite)
+        if any(decode.trees for decode in plan.decodes):
+            drafts = drafted_nodes(decoded.tree)
+    first = () if drawn is None else (drawn.tokens, drawn.finite)
+    values = to_host(*accepted, *drafts, *first)
+    trees = values[len(accepted) : len(accepted) + len(drafts)]
+    decodes = () if decoded is None else _decodes(plan.decodes, decoded, trees, *values[:4])
+    chunks = () if drawn is None else _chunks(plan.chunks, drawn, *values[-2:])
+    return chunks, decodes
+
+
+def _decodes(
+    decodes: Sequence[Decode],
+    decoded: Decoded,
+    trees: Sequence[Any],
+    paths: list[list[int]],
+    tokens: list[list[int]],
+    drafted: list[int],
+    finite: list[bool],
+) -> tuple[SequenceOutput, ...]:
+    out = []
+    for number, decode in enumerate(decodes):  # what follows them is padding
+        rows = [node + number * decoded.tree.draft_token_num for node in paths[number] if node >= 0]
+        failed = None
+        if not finite[number]:  # what comes before the failure was drawn as ever
+            good = leading_finite(decoded.accepted.scores.view(-1), rows)
+            failed, rows = _failure(decoded.logits, rows[good]), rows[:good]
+        kept = tokens[number][: len(rows)]
+        logprobs = _logprobs(decoded.logits, rows, kept, decode.sampling.logprobs)
+        tree = None
+        if decode.trees:
+            nodes, parents, *scores = (each[number] for each in trees)
+            tree = draft_tree(nodes, parents, scores[0] if scores else None, paths[number], kept)
+        out.append(SequenceOutput(tuple(kept), drafted[number], logprobs, failed=failed, tree=tree))
+    return tuple(out)
+
+
+def _chunks(
+    chunks: Sequence[Chunk], drawn: Drawn, tokens: list[list[int]], finite: list[list[bool]]
+) -> tuple[SequenceOutput, ...]:
+    out, last, start = [], 0, 0
+    for chunk, count in zip(chunks, drawn.logit_rows, strict=True):
+        own: tuple[int, ...] = ()
+        logprobs = prompt_logprobs = tuple[TokenLogprob, ...]()
+        failed = None
+        if chunk.next_token is None:
+            newest = start + count - 1
+            if finite[last][0]:
+                own = tuple(tokens[last])
+                logprobs = _logprobs(drawn.logits, [newest], own, chunk.sampling.logprobs)
+            else:
+                failed = _failure(drawn.logits, newest)
+            last += 1
+        if chunk.prompt_logprobs:
+            following = chunk.tokens[1:] + (() if chunk.next_token is None else (chunk.next_token,))
+            rows = range(start, start + len(following))
+            prompt_logprobs = _logprobs(drawn.logits, rows, following, chunk.sampling.logprobs or 0)
+        start += count
+        out.append(SequenceOutput(own, 0, logprobs, prompt_logprobs, failed))
+    return tuple(out)
+
+
+def _failure(logits: Tensor, row: int) -> str:
+    """Why a row's best score is not finite, by the raw logits."""
+    return NONE_ALLOWED if all_finite(logits[row]) else NOT_FINITE
+
+
+def _logprobs(
+    logits: Tensor, rows: Sequence[int], tokens: Sequence[int], count: int | None
+) -> tuple[TokenLogprob, ...]:
+    if count is None or not rows:
+        return ()
+    chosen = logits.index_select(0, upload(rows, logits.device))
+    return logprobs_to_host(chosen, upload(tokens, logits.device), count)

@@ -1,0 +1,158 @@
+"""The distribution of the first three tokens, through the whole engine and against the model's own distribution in
+float64.
+
+Every request has its own seed, so the texts are independent. The cells are the joint outcomes of three tokens under
+top-k 4: 64 of them, merged where fewer than five are expected. A true distribution is refused with probability 1e-6
+(the seeds are fixed, so a pass stays one). 20,000 texts miss a distribution at a total variation of .05 with
+probability below 1e-6, and one at .04 with probability below 1e-2; so many are drawn with one drafter. 1,000 texts miss
+one at .2 with probability below 1e-3; so many are drawn with every drafter, whose texts `test_every_drafter` compares
+anyway.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from scipy import stats
+from torch import Tensor
+
+from eagle_server.engine.engine import Engine
+from eagle_server.models.targets.interface import TargetModel
+from eagle_server.request import Request
+from eagle_server.speculation import accept as rules
+from eagle_server.speculation.accept import Accepted, accept
+from eagle_server.speculation.sampling import SamplingBatch, draw
+from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.typical import Typical
+from tests.lossless.conftest import Drafting
+from tests.lossless.drafters import CASES
+from tests.support.engines import Finished, plain, random_head, random_target, request, run, speculative, tokens_of
+from tests.support.scoring import in_float64, logits_of, token_probs
+
+ALPHA, TEXTS, LENGTH, VOCAB = 1e-6, 20_000, 3, 16
+SEED = 3  # of a prompt
+PROMPT = [3, 7, 1]
+Text = tuple[int, ...]
+Law = dict[Text, float]
+SAMPLING = {"temperature": 1.0, "top_k": 4}
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return random_target(VOCAB, hidden=16, layers=3, seed=4, std=0.3)
+
+
+@pytest.fixture(scope="module")
+def exact_law(target: TargetModel) -> Law:
+    return law_of(target, PROMPT, SAMPLING)
+
+
+def law_of(target: TargetModel, prompt: Sequence[int], sampling: Mapping[str, Any]) -> Law:
+    """By enumeration, in float64."""
+    model, texts = in_float64(target), {(): 1.0}
+    for _ in range(LENGTH):
+        longer = {}
+        for text, mass in texts.items():
+            following = token_probs(logits_of(model, [*prompt, *text])[-1], **sampling)
+            longer |= {(*text, token): mass * p for token, p in enumerate(following) if p}
+        texts = longer
+    return texts
+
+
+def requests(count: int, prompt: Sequence[int] = PROMPT, sampling: Mapping[str, Any] = SAMPLING) -> list[Request]:
+    return [request(i, prompt, seed=i, max_tokens=LENGTH, ignore_eos=True, **sampling) for i in range(count)]
+
+
+def texts_of(outcome: Mapping[str, Finished]) -> list[Text]:
+    return [tuple(finished.tokens) for finished in outcome.values()]
+
+
+def p_value(texts: Sequence[Text], expected: Law) -> float:
+    """Of the chi-squared statistic; the rarest cells are merged into one until it expects five."""
+    counts = Counter(texts)
+    assert counts.keys() <= expected.keys(), "a token outside the top four"
+    cells = sorted(((mass * len(texts), counts[text]) for text, mass in expected.items()), reverse=True)
+    while len(cells) > 1 and cells[-1][0] < 5:
+        (mass, seen), (more, others) = cells.pop(), cells.pop()
+        cells.append((mass + more, seen + others))
+        cells.sort(reverse=True)
+    assert len(cells) > 30
+    statistic = sum((seen - mass) ** 2 / mass for mass, seen in cells)
+    return float(stats.chi2.sf(statistic, len(cells) - 1))
+
+
+def untrained(target: TargetModel, **settings: Any) -> Engine:
+    """An untrained head guesses badly, so its trees are wide: about every second cycle accepts something."""
+    head = random_head(target, "EAGLE3", seed=2)
+    return speculative(target, head, steps=2, topk=6, draft_token_num=25, max_running=64, **settings)
+
+
+def test_speculative_decoding_follows_the_models_law(target: TargetModel, exact_law: Law) -> None:
+    outcome = run(untrained(target), requests(TEXTS))
+    assert p_value(texts_of(outcome), exact_law) > ALPHA
+    assert min(accepted(outcome)) > TEXTS / 50  # refusals, part of a path, and all of one
+
+
+@pytest.mark.parametrize("drafting", CASES, indirect=True)
+def test_every_drafter_follows_the_models_law(drafting: Drafting) -> None:
+    """The prompt is the target's own text, drawn: n-grams repeat in it. A high temperature makes wide probs."""
+    target, sampling = drafting.pair.target, {"temperature": 1.6, "top_k": 4}
+    written = run(plain(target), [request(0, PROMPT, max_tokens=60, temperature=1.0, ignore_eos=True, seed=SEED)])
+    prompt = [*PROMPT, *written["0"].tokens]
+    outcome = run(drafting.engine(max_running=64), requests(TEXTS // 20, prompt, sampling))
+    assert p_value(texts_of(outcome), law_of(target, prompt, sampling)) > ALPHA
+    lengths = accepted(outcome)
+    assert min(lengths[:LENGTH]) > TEXTS / 2000 if drafting.drafts else not lengths  # as far as the tree is deep
+
+
+def accepted(outcome: Mapping[str, Finished]) -> list[int]:
+    """How often 0, 1, 2, .. drafted tokens were accepted."""
+    histograms = [each.spec.histogram for each in outcome.values() if each.spec is not None]
+    return [sum(counts) for counts in zip(*histograms, strict=True)]
+
+
+def fresh_bonus_after_a_miss(tree: EagleVerifyInput, logits: Tensor, sampling: SamplingBatch) -> Accepted:
+    """Draws the last node's token again, with noise that nothing else reads."""
+    accepted = accept(tree, logits, sampling)
+    bs, size = tree.parents.shape
+    elsewhere = tree.positions.view(bs, size) + 1_000_000
+    again, _ = draw(logits.view(bs, size, -1), elsewhere, sampling, tree.spec_steps + 1)
+    place = accepted.accept_length[:, None]
+    bonus = again.gather(1, accepted.path.gather(1, place))
+    return replace(accepted, tokens=accepted.tokens.scatter(1, place, bonus))
+
+
+def root_and_first_level_share_their_noise(tree: EagleVerifyInput, logits: Tensor, sampling: SamplingBatch) -> Accepted:
+    return accept(replace(tree, positions=tree.positions - (tree.depths > 0).view(-1).long()), logits, sampling)
+
+
+def noise_of_the_position_before(tree: EagleVerifyInput, logits: Tensor, sampling: SamplingBatch) -> Accepted:
+    return accept(replace(tree, positions=tree.positions - 1), logits, sampling)
+
+
+MUTANTS = (fresh_bonus_after_a_miss, root_and_first_level_share_their_noise, noise_of_the_position_before)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_planted_bias_is_caught(
+    target: TargetModel, exact_law: Law, mutant: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "accept", mutant)
+    assert p_value(texts_of(run(untrained(target), requests(TEXTS // 4))), exact_law) < ALPHA
+
+
+def test_typical_acceptance_follows_another_law_and_says_so(target: TargetModel, exact_law: Law) -> None:
+    outcome = run(untrained(target, acceptance=Typical(0.09, 0.3)), requests(TEXTS // 4))
+    assert p_value(texts_of(outcome), exact_law) < ALPHA
+    assert {each.spec.lossy for each in outcome.values() if each.spec is not None} == {"typical"}
+
+
+def test_typical_acceptance_leaves_greedy_requests_alone(target: TargetModel) -> None:
+    greedy = [request(i, [*PROMPT, i], ignore_eos=True) for i in range(8)]
+    outcome = run(untrained(target, acceptance=Typical(0.09, 0.3)), greedy)
+    assert tokens_of(outcome) == tokens_of(run(plain(target), greedy))
+    assert {each.spec.lossy for each in outcome.values() if each.spec is not None} == {None}

@@ -1,0 +1,398 @@
+"""What our FlashInfer backends and the emulation take for granted, held against the installed FlashInfer.
+
+No kernel runs here. Its Python does: constructors, plan and run of the real wrappers, over stand-ins for the compiled
+modules that compute with what they are handed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from eagle_server.attention.flashinfer import FlashInferAttention
+from eagle_server.attention.flashinfer_forward import FlashInferBackend
+from eagle_server.attention.flashinfer_mla import FlashInferMLAAttention
+from eagle_server.attention.flashinfer_scratch import AttentionLimits
+from eagle_server.attention.workspace import Workspace
+from eagle_server.cache.pool import KVPool, LatentPool
+from eagle_server.ops.mask import pack_tree_mask
+from tests.support.flashinfer_emulation import Emulation
+from tests.support.flashinfer_log import attend, everything, parameters
+from tests.support.flashinfer_log import causal as causal_mask
+from tests.support.paged import CPU, Case, World, causal, draft_step, replay_with, verify
+
+LAYERS = ((0.37, 0), (0.37, 5))
+LIMITS = AttentionLimits(6, 48, graph_batches=(1, 2, 4), graph_rows=(1, 3, 7))
+WRAPPERS = (
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
+)
+CUSTOM = 2  # MaskMode
+
+PHASES: dict[str, Callable[[World], Case]] = {
+    "prompt chunks": lambda w: causal(w, [2, 0, 5], [9, 1, 14], [9, 7, 30]),
+    "a long prompt chunk": lambda w: causal(w, [3], [47], [48]),
+    "draft-extend": lambda w: causal(w, [1, 4], [3, 3], [17, 4]),
+    "plain decoding": lambda w: causal(w, [0, 1, 2, 3], [1] * 4, [1, 40, 16, 17]),
+    "decoding, an odd batch": lambda w: causal(w, [0, 1, 2], [1] * 3, [1, 40, 16]),
+    "trees": lambda w: verify(w, [0, 2, 4, 5], [0, 9, 37, 16]),
+    "trees, an odd batch": lambda w: verify(w, [5, 1, 0], [3, 1, 41]),
+    "a draft step": lambda w: draft_step(w, [4, 1], [20, 1], 2),
+    "a draft step of an odd batch": lambda w: draft_step(w, [4, 1, 3], [20, 1, 8], 1),
+}
+
+
+@pytest.fixture(scope="module")
+def real() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+        __import__("flashinfer.mla")
+    return module
+
+
+def backends(world: World, module: Any, modes: str) -> FlashInferBackend:
+    specs = [(layer.scale, layer.window) for layer in world.layers]
+    workspace = Workspace(CPU)
+    if isinstance(world.pool, LatentPool):
+        return FlashInferMLAAttention(
+            world.pool, workspace, heads=world.heads, specs=specs, limits=LIMITS, module=module
+        )
+    assert isinstance(world.pool, KVPool)
+    tree = "mask" if modes == "beams" else modes
+    return FlashInferAttention(
+        world.pool,
+        workspace,
+        heads=world.heads,
+        specs=specs,
+        limits=LIMITS,
+        verify=tree,  # type: ignore[arg-type]
+        draft=modes,  # type: ignore[arg-type]
+        module=module,
+    )
+
+
+def new_world(modes: str, dtype: torch.dtype = torch.float32) -> World:
+    if modes == "mla":
+        return World([(0.1, 0)], heads=4, dim=192, rank=128, dtype=dtype)
+    return World(LAYERS, dim=64, dtype=dtype)
+
+
+def run(backend: FlashInferBackend, case: Case) -> tuple[Tensor, Tensor]:
+    """What the forward gives, and what dense attention does."""
+    case.arrive()
+    queries = case.queries()
+    return case.run(backend.plan(case.layout).bind(case.batch), queries), case.expected(queries)
+
+
+def wrapper_class(module: Any, name: str) -> Any:
+    return getattr(module.mla if "MLA" in name else module, name)
+
+
+def real_method(module: Any, owner: str, method: str) -> Any:
+    """Decode's plan takes anything and hands it to `_plan_impl`."""
+    hidden = owner == "BatchDecodeWithPagedKVCacheWrapper" and method == "plan"
+    return getattr(wrapper_class(module, owner), "_plan_impl" if hidden else method)
+
+
+@pytest.mark.parametrize("modes", ["mask", "cascade", "beams", "mla"])
+def test_every_call_our_backends_make_fits_the_real_signatures(real: Any, modes: str) -> None:
+    emulation = Emulation(keep_calls=True)
+    world = new_world(modes)
+    backend = backends(world, emulation, modes)
+    for phase in PHASES.values():
+        run(backend, phase(world))
+    made = {(call.owner, call.method) for call in emulation.log.calls}
+    expected = WRAPPERS[2:] if modes == "mla" else WRAPPERS[:2]
+    assert {owner for owner, _ in made} == set(expected)
+    for call in emulation.log.calls:
+        inspect.signature(real_method(real, call.owner, call.method)).bind(None, *call.args, **call.kwargs)
+        if call.owner == "BatchDecodeWithPagedKVCacheWrapper" and call.method == "plan":
+            assert len(call.args) <= 7, "optional arguments by position are deprecated"
+
+
+@pytest.mark.parametrize("owner", WRAPPERS)
+def test_the_emulation_names_its_parameters_as_the_real_wrappers_do(real: Any, owner: str) -> None:
+    emulated = wrapper_class(Emulation(), owner)
+    for method in ("__init__", "plan", "run", "workspace_size", "reset_workspace_buffer"):
+        if not hasattr(emulated, method):
+            continue
+        theirs = real_method(real, owner, method)
+        assert set(parameters(getattr(emulated, method))) <= set(parameters(theirs)), f"{owner}.{method}"
+
+
+@dataclass
+class Kernels:
+    """Stand-ins for FlashInfer's compiled modules: they attend with exactly the tensors they are handed."""
+
+    plans: list[tuple[Any, ...]] = field(default_factory=list)
+    mask_modes: list[int] = field(default_factory=list)
+    masks: list[tuple[Tensor | None, Tensor | None]] = field(default_factory=list)
+    backends: set[str] = field(default_factory=set)
+
+    def prefill(self, backend: str, *args: Any) -> Any:
+        self.backends.add(backend)
+        sizes = None if backend == "fa3" else self.size  # as it is
+        return SimpleNamespace(plan=self.plan, workspace_size=sizes, paged_run=self.paged_run)
+
+    def size(self, *args: Any) -> tuple[int, int]:
+        return 4096, 4096
+
+    def plan(self, *args: Any) -> list[int]:
+        self.plans.append(args)
+        for tensor in args[3:6]:
+            assert tensor.device.type == "cpu" and tensor.dtype == torch.int32
+        return [0]
+
+    def paged_run(
+        self,
+        float_workspace: Tensor,
+        int_workspace: Tensor,
+        plan_info: list[int],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        last_page_len: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        mask_mode: int,
+        layout: int,
+        window_left: int,
+        enable_pdl: bool,
+        custom_mask: Tensor | None,
+        mask_indptr: Tensor | None,
+        *rest: Any,
+    ) -> None:
+        assert layout == 0 and k.shape[1] == 1 and k.stride() == v.stride()
+        assert bool((last_page_len == (kv_indptr.diff() > 0).int()).all())
+        self.mask_modes.append(mask_mode)
+        self.masks.append((custom_mask, mask_indptr))
+        scale = rest[5]
+        for request in range(len(qo_indptr) - 1):
+            rows = slice(int(qo_indptr[request]), int(qo_indptr[request + 1]))
+            slots = kv_indices[int(kv_indptr[request]) : int(kv_indptr[request + 1])].long()
+            n, m = rows.stop - rows.start, len(slots)
+            visible = causal_mask(n, m) if mask_mode == 1 else everything(n, m)
+            if mask_mode == CUSTOM:
+                assert custom_mask is not None and mask_indptr is not None
+                bit = torch.arange(n * m)
+                packed = custom_mask[int(mask_indptr[request]) + bit // 8]
+                visible = (packed >> (bit % 8) & 1).bool().view(n, m)
+            if window_left >= 0:
+                visible = visible & (torch.arange(m) + n + window_left >= m + torch.arange(n)[:, None])
+            out[rows], part = attend(q[rows], k[slots, 0], v[slots, 0], visible, scale)
+            if lse is not None:
+                lse[rows] = part
+
+    def mla(self, *args: Any) -> Any:
+        self.backends.add(args[0])
+        return SimpleNamespace(plan=self.mla_plan, run=self.mla_run)
+
+    def mla_plan(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        self.plans.append(args)
+        qo_indptr, kv_indptr, kv_lens = args[3:6]
+        return qo_indptr.clone(), kv_indptr.clone(), kv_lens.clone()
+
+    def mla_run(
+        self,
+        float_workspace: Tensor,
+        int_workspace: Tensor,
+        plan_info: tuple[Tensor, Tensor, Tensor],
+        q_nope: Tensor,
+        q_pe: Tensor,
+        ckv: Tensor,
+        kpe: Tensor,
+        kv_indices: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        mask_mode: int,
+        heads: int,
+        page_size: int,
+        scale: float,
+        base_e: bool,
+        *rest: Any,
+    ) -> None:
+        assert (heads, page_size, base_e) == (q_nope.shape[1], 1, False)
+        qo_indptr, kv_indptr, kv_lens = plan_info
+        self.mask_modes.append(mask_mode)
+        for request in range(len(kv_lens)):
+            rows = slice(int(qo_indptr[request]), int(qo_indptr[request + 1]))
+            slots = kv_indices[int(kv_indptr[request]) : int(kv_indptr[request + 1])].long()
+            n, m = rows.stop - rows.start, int(kv_lens[request])
+            visible = causal_mask(n, m) if mask_mode == 1 else everything(n, m)
+            keys = torch.cat([ckv[slots], kpe[slots]], dim=-1)
+            q = torch.cat([q_nope[rows], q_pe[rows]], dim=-1)
+            out[rows], part = attend(q, keys, ckv[slots], visible, scale)
+            if lse is not None:
+                lse[rows] = part
+
+
+def packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[Tensor, Tensor]:
+    """flashinfer.segment_packbits on the CPU."""
+    bits, ends = x.numpy(), indptr.tolist()
+    parts = [np.packbits(bits[a:b], bitorder=bitorder) for a, b in zip(ends, ends[1:], strict=False)]  # type: ignore[call-overload]
+    lens = torch.tensor([0, *(len(part) for part in parts)])
+    return torch.from_numpy(np.concatenate(parts)), lens.cumsum(0).int()
+
+
+@pytest.fixture
+def kernels(real: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+    """FlashInfer's Python on the CPU."""
+    import flashinfer.mla._batch_mla._auto_policy as policy
+    import flashinfer.mla._batch_mla._backends._fa_common as fa
+    import flashinfer.mla._batch_mla._backends.fa2_backend as fa2
+    import flashinfer.mla._batch_mla._backends.fa3_backend as fa3
+    from flashinfer import decode, prefill
+
+    assert real is not None
+    found, empty = Kernels(), torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+    for module in (prefill, decode):
+        monkeypatch.setattr(module, "get_batch_prefill_module", found.prefill)
+    monkeypatch.setattr(prefill, "determine_attention_backend", lambda *a, **k: "fa3")
+    monkeypatch.setattr(prefill, "segment_packbits", packbits)
+    for module in (fa2, fa3):
+        monkeypatch.setattr(module, "get_batch_mla_module", found.mla)
+    monkeypatch.setattr(policy, "_get_compute_capability", lambda device: (9, 0))
+    for module in (policy, fa):
+        monkeypatch.setattr(module, "is_sm90a_supported", lambda device: True)
+    monkeypatch.setattr(fa, "get_compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(fa, "get_device_sm_count", lambda device: 132)
+    monkeypatch.setattr(fa, "_get_fa_shared_memory_limits", lambda device: (233472, 232448))
+    yield found
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("modes", ["mask", "cascade", "beams", "mla"])
+def test_the_real_plan_and_run_hand_the_kernels_what_they_need(
+    real: Any, kernels: Kernels, modes: str, phase: str
+) -> None:
+    world = new_world(modes, torch.bfloat16)
+    backend = backends(world, real, modes)
+    for _ in range(2):
+        found, expected = run(backend, PHASES[phase](world))
+        assert not bool(found.isnan().any())
+        assert float((found.double() - expected).abs().max()) < 0.03
+    assert kernels.plans
+
+
+def test_prompt_chunks_leave_the_kernel_to_flashinfer_and_all_else_is_fa2(real: Any, kernels: Kernels) -> None:
+    world = new_world("mask", torch.bfloat16)
+    backend = backends(world, real, "mask")
+    run(backend, PHASES["draft-extend"](world))
+    run(backend, PHASES["trees"](world))
+    run(backend, PHASES["plain decoding"](world))
+    run(backend, PHASES["prompt chunks"](world))
+    assert kernels.backends == {"fa2"}
+    wide = World(LAYERS, dim=64, width=80, dtype=torch.bfloat16)
+    backend = FlashInferAttention(
+        wide.pool,  # type: ignore[arg-type]
+        Workspace(CPU),
+        heads=wide.heads,
+        specs=LAYERS,
+        limits=AttentionLimits(6, 80),
+        module=real,
+    )
+    for _ in range(2):
+        found, expected = run(backend, causal(wide, [3, 1], [70, 2], [75, 9]))
+        assert float((found.double() - expected).abs().max()) < 0.03
+    assert kernels.backends == {"fa2", "fa3"}
+
+
+@pytest.mark.parametrize("modes", ["mask", "cascade", "beams", "mla"])
+def test_the_real_wrappers_replay_their_first_forward_over_new_lengths(real: Any, kernels: Kernels, modes: str) -> None:
+    world = new_world(modes, torch.bfloat16)
+    backend = backends(world, real, modes)
+    first, second = draft_step(world, [0, 1], [9, 30], 1), draft_step(world, [5, 0], [34, 2], 1, seed=1)
+    captured = backend.plan(first.layout)
+    first.arrive()
+    first.run(captured.bind(first.batch), first.queries())
+    buffers = [args[1].data_ptr() for args in kernels.plans]  # int workspaces, whose addresses a graph holds
+    again = backend.plan(second.layout)
+    assert again.graph_key == captured.graph_key
+    assert [args[1].data_ptr() for args in kernels.plans[len(buffers) :]] == buffers
+    second.arrive()
+    replay_with(first.batch, second.batch)
+    queries = second.queries()
+    found = second.run(captured.bind(first.batch), queries)
+    assert float((found.double() - second.expected(queries)).abs().max()) < 0.03
+
+
+def masked_wrapper(real: Any, bits: Tensor, indptr: Tensor) -> Any:
+    def ints(size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int32)
+
+    return real.BatchPrefillWithPagedKVCacheWrapper(
+        torch.zeros(1 << 16, dtype=torch.uint8),
+        "NHD",
+        use_cuda_graph=True,
+        qo_indptr_buf=ints(3),
+        paged_kv_indptr_buf=ints(3),
+        paged_kv_indices_buf=ints(64),
+        paged_kv_last_page_len_buf=ints(2),
+        custom_mask_buf=bits,
+        mask_indptr_buf=indptr,
+        backend="fa2",
+    )
+
+
+def plan_arguments(world: World) -> dict[str, Any]:
+    return {
+        "num_qo_heads": world.heads,
+        "num_kv_heads": 2,
+        "head_dim_qk": world.dim,
+        "page_size": 1,
+        "q_data_type": torch.bfloat16,
+        "sm_scale": 1 / math.sqrt(world.dim),
+    }
+
+
+def test_our_packed_masks_are_those_that_plan_packs_itself(real: Any, kernels: Kernels) -> None:
+    """Two requests of 8 rows over 20 and 25 slots: the second begins at byte 20, not at element 160."""
+    assert kernels is not None
+    world = new_world("mask")
+    case = verify(world, [0, 1], [12, 17], size=8)
+    theirs, theirs_indptr = torch.zeros(64, dtype=torch.uint8), torch.zeros(3, dtype=torch.int32)
+    ours, ours_indptr = theirs.clone(), theirs_indptr.clone()
+    lengths = [torch.tensor(x, dtype=torch.int32) for x in ([0, 8, 16], [0, 20, 45], [0] * 45, [1, 1])]
+    full = torch.cat([visible.flatten() for visible in case.visible])
+    masked_wrapper(real, theirs, theirs_indptr).plan(*lengths, custom_mask=full, **plan_arguments(world))
+    mask = case.batch.mask
+    pack_tree_mask(mask.window, case.batch.kv_lens, ours, ours_indptr)  # type: ignore[union-attr]
+    assert theirs_indptr.tolist() == ours_indptr.tolist() == [0, 20, 45]
+    assert torch.equal(theirs, ours)
+    packed, _ = packbits(full, torch.tensor([0, 160, 360]), "little")
+    trap = theirs_indptr.clone()
+    masked_wrapper(real, theirs, trap).plan(*lengths, packed_custom_mask=packed, **plan_arguments(world))
+    assert trap.tolist() == [0, 160, 360], "FlashInfer has mended packed_custom_mask"
+
+
+def test_plan_without_a_mask_leaves_the_mask_alone_and_run_uses_it(real: Any, kernels: Kernels) -> None:
+    world = new_world("mask", torch.bfloat16)
+    bits = torch.arange(64, dtype=torch.uint8)
+    indptr = torch.tensor([0, 20, 45], dtype=torch.int32)
+    wrapper = masked_wrapper(real, bits, indptr)
+    slots = torch.zeros(64, dtype=torch.int32)
+    lengths = [torch.tensor(x, dtype=torch.int32) for x in ([0, 8, 16], [0, 20, 45])]
+    wrapper.plan(*lengths, slots[:0], torch.ones(2, dtype=torch.int32), **plan_arguments(world))
+    assert torch.equal(bits, torch.arange(64, dtype=torch.uint8))
+    assert indptr.tolist() == [0, 20, 45]
+    q = torch.zeros(16, world.heads, world.dim, dtype=torch.bfloat16)
+    cache = torch.zeros(4, 1, 2, world.dim, dtype=torch.bfloat16)
+    wrapper.run(q, (cache, cache), out=torch.empty_like(q))
+    assert kernels.mask_modes == [CUSTOM]
+    assert kernels.masks[0][0] is bits and kernels.masks[0][1] is indptr

@@ -1,0 +1,160 @@
+"""Client, supervisor and engine process, over real sockets, without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from eagle_server.client.client import EngineClient
+from eagle_server.client.generation import EngineUnavailable
+from eagle_server.client.supervisor import Backoff, EngineFailed, Supervisor
+from eagle_server.engine.process import EngineFactory
+from eagle_server.request import FinishReason, Request, SamplingParams
+from tests.api.conftest import PATIENCE, is_alive
+from tests.api.fake_engine import ID, MAX_REQUEST_TOKENS, REFUSE, STALL
+
+FAKE = "tests.api.fake_engine"
+
+
+def request(name: str, prompt: str = "abc", max_tokens: int = 6) -> Request:
+    ids = [ID[prompt]] if prompt in ID else list(prompt.encode())
+    return Request(request_id=name, prompt_token_ids=ids, sampling=SamplingParams(max_tokens=max_tokens, seed=0))
+
+
+async def tokens(client: EngineClient, wanted: Request) -> list[int]:
+    return [token async for delta in client.generate(wanted) for token in delta.token_ids]
+
+
+@asynccontextmanager
+async def supervised(function: str = "build", *arguments: object) -> AsyncIterator[tuple[EngineClient, Supervisor]]:
+    client = EngineClient()
+    backoff = Backoff(first=0.05)
+    supervisor = Supervisor(EngineFactory(FAKE, function, arguments), client, backoff=backoff)
+    task = asyncio.create_task(supervisor.run())
+    try:
+        await asyncio.wait({task, asyncio.create_task(client.until_available())}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        yield client, supervisor
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, EngineFailed):
+            await task
+
+
+async def until_running(client: EngineClient, count: int) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while client.stats is None or client.stats.running != count:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_request_makes_the_round_trip() -> None:
+    async with supervised() as (client, _):
+        assert client.ready is not None
+        assert client.ready.max_request_tokens == MAX_REQUEST_TOKENS
+        deltas = [delta async for delta in client.generate(request("a"))]
+        assert [token for delta in deltas for token in delta.token_ids] == list(b"abcabc")
+        assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert deltas[-1].spec is not None
+        many = await asyncio.gather(*(tokens(client, request(f"r{i}", f"text {i}", 50)) for i in range(50)))
+        assert many == [list((f"text {i}" * 20).encode()[:50]) for i in range(50)]
+        await until_running(client, 0)
+
+
+async def test_a_refusal_ends_the_request() -> None:
+    async with supervised() as (client, _):
+        [delta] = [delta async for delta in client.generate(request("a", REFUSE))]
+        assert (delta.finish_reason, delta.error) == (FinishReason.REFUSED, "it does not fit")
+
+
+async def test_leaving_early_aborts() -> None:
+    async with supervised() as (client, _):
+        async with aclosing(client.generate(request("a", max_tokens=10**6))) as deltas:
+            async for _delta in deltas:
+                break
+        await until_running(client, 0)
+        stalled = asyncio.create_task(tokens(client, request("b", STALL)))
+        await until_running(client, 1)
+        stalled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stalled
+        await until_running(client, 0)
+
+
+async def test_an_aborted_request_gets_its_last_delta() -> None:
+    async with supervised() as (client, _):
+        with client.submit([request("a", STALL), request("b")]) as generation:
+            generation.complete("a", 0)
+            generation.complete("nobody", 0)
+            reasons = {delta.request_id: delta.finish_reason async for delta in generation}
+        assert reasons == {"a": FinishReason.ABORT, "b": FinishReason.LENGTH}
+
+
+async def test_a_killed_engine_fails_requests_and_returns() -> None:
+    async with supervised() as (client, supervisor):
+        assert supervisor._process is not None
+        pid = supervisor._process.pid
+        stalled = asyncio.create_task(tokens(client, request("a", STALL)))
+        await until_running(client, 1)
+        began = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineUnavailable, match="the engine died"):
+            await stalled
+        assert time.monotonic() - began < 5
+        assert not client.is_available
+        with pytest.raises(EngineUnavailable, match="not running"):
+            await tokens(client, request("b"))
+        async with asyncio.timeout(PATIENCE):
+            await client.until_available()
+        assert await tokens(client, request("c")) == list(b"abcabc")
+
+
+async def test_a_restart_that_fails_is_tried_again(tmp_path: Path) -> None:
+    async with supervised("build_but_fail_second", str(tmp_path)) as (client, supervisor):
+        supervisor.kill()
+        async with asyncio.timeout(PATIENCE):
+            while client.is_available:
+                await asyncio.sleep(0.01)
+            await client.until_available()
+        assert len(list(tmp_path.iterdir())) == 3
+        assert await tokens(client, request("a")) == list(b"abcabc")
+
+
+async def test_the_engine_leaves_signals_to_its_parent() -> None:
+    async with supervised() as (client, supervisor):
+        assert supervisor._process is not None
+        pid = supervisor._process.pid
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, signal_number)
+        await asyncio.sleep(0.1)
+        assert await tokens(client, request("a")) == list(b"abcabc")
+    assert not is_alive(pid)
+
+
+@pytest.mark.parametrize(
+    ("function", "message", "is_configuration"),
+    [
+        ("build_with_bad_configuration", "config.json: no such architecture", True),
+        ("build_with_bug", "RuntimeError: a bug", False),
+    ],
+)
+async def test_a_first_start_that_fails_is_not_tried_again(function: str, message: str, is_configuration: bool) -> None:
+    with pytest.raises(EngineFailed) as failure:
+        async with supervised(function):
+            pass
+    assert str(failure.value) == message
+    assert failure.value.is_configuration == is_configuration
+
+
+def test_backoff_doubles_up_to_a_limit() -> None:
+    backoff = Backoff(first=0.5, limit=30)
+    assert [backoff.delay(failures) for failures in (0, 1, 2, 5, 6, 1000)] == [0.5, 1, 2, 16, 30, 30]

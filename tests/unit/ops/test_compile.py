@@ -1,0 +1,121 @@
+"""Every Triton kernel compiles for Hopper, also where there is no GPU: the interpreter accepts more than the compiler.
+
+A new kernel gets a row in KERNELS, or several for constants that change what it does; `test_no_kernel_is_left_out`
+finds the ones without.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from eagle_server.ops.triton_support import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+ROOT = Path(__file__).parents[3]
+OPS = ROOT / "eagle_server" / "ops"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, the types of its arguments in order ("i64* i64* i32"), and its constants."""
+
+    module: str
+    name: str
+    types: str
+    constants: dict[str, object] = field(default_factory=dict)
+    variant: str = ""
+
+    @property
+    def id(self) -> str:
+        return f"{self.module}.{self.name}" + (f"-{self.variant}" if self.variant else "")
+
+
+BLOCK_TYPES = "bf16* bf16* bf16* i64* u8* bf16* fp32* bf16*" + 17 * " i32" + " fp32"
+BLOCK_CONSTANTS = {"MERGES": True, "VALUES_ARE_KEYS": False, "PAIRS": 32, "COLUMNS": 32, "FRONT": 128, "REST": 0}
+MLA = {"VALUES_ARE_KEYS": True, "FRONT": 512, "REST": 64}
+KERNELS = [
+    Kernel("gumbel", "_gumbel_kernel", "i64* i64* fp32* i32", {"BLOCK": 1024}),
+    Kernel("indices", "_kv_indices_kernel", "i32* i64* i64* i32* i32* i32", {"SPLITS": 8, "BLOCK": 512}),
+    Kernel(
+        "indices",
+        "_beam_kv_indices_kernel",
+        "i32* i64* i64* u8* i32* i32* i32 i32 i32",
+        {"WINDOW_BLOCK": 32, "SPLITS": 8, "BLOCK": 512},
+    ),
+    Kernel("kv_move", "_move_kernel", "i64* i64* i64* i32 i32 i32", {"BLOCK": 256}),
+    Kernel(
+        "mask",
+        "_pack_kernel",
+        "u8* i64* i64* i64* u8* i32* i32 i32 i32",
+        {"SLIDES": True, "REQUESTS": 64, "SPLITS": 16, "BLOCK": 128},
+    ),
+    Kernel(
+        "tree", "_link_kernel", "i64* i64* i64* i64* u8* i32 i32 i32 i32", {"HALVINGS": 8, "ROWS": 16, "NODES": 256}
+    ),
+    Kernel("tree", "_links_kernel", "i64* i64* i64* i32", {"ROWS": 16, "NODES": 256}),
+    Kernel(
+        "accept",
+        "_walk_kernel",
+        "i64* i64* i64* u8* i64* u8* i64* i64* i64* u8* i32 i32",
+        {"NODES": 256, "COLUMNS": 32, "WIDTH": 16},
+    ),
+    Kernel("accept", "_greedy_kernel", "i64* i64* i64* i64* i64* i64* i64* i32 i32"),
+    Kernel("draw", "_draw_kernel", "fp32* i64* i64* fp32* fp32* i32* i32 i32", {"BLOCK": 2048}),
+    Kernel("draw", "_merge_kernel", "fp32* i32* i64* fp32* i32", {"PIECES": 64}),
+    Kernel("topk", "_block_kernel", "bf16* fp32* i32* fp32* i32 i32 i32", {"BLOCK": 2048}),
+    Kernel("topk", "_merge_kernel", "fp32* i32* fp32* fp32* i64* i32 i32 i32", {"PIECES": 64, "CANDIDATES": 1024}),
+    Kernel("tree_attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS, "heads"),
+    Kernel("tree_attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS | MLA, "latent"),
+    Kernel(
+        "tree_attention", "_merge_kernel", "bf16* fp32* bf16* fp32* bf16* fp32* i32 i32", {"PAIRS": 8, "BLOCK": 128}
+    ),
+]
+
+
+def arguments(kernel: Kernel) -> list[str]:
+    """Names of the kernel's arguments, constants left out."""
+    source = ast.parse((OPS / f"{kernel.module}.py").read_text(encoding="utf-8"))
+    function = next(n for n in source.body if isinstance(n, ast.FunctionDef) and n.name == kernel.name)
+    return [argument.arg for argument in function.args.args if argument.annotation is None]
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the compiler said of each kernel, all compiled in one process; "" where it made a program."""
+    cases = []
+    for kernel in KERNELS:
+        types = [f"*{t[:-1]}" if t.endswith("*") else t for t in kernel.types.split()]
+        signature = dict(zip(arguments(kernel), types, strict=True))
+        cases.append([f"eagle_server.ops.{kernel.module}", kernel.name, signature, kernel.constants])
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "TRITON_INTERPRET": "0"}
+    program = [sys.executable, "-m", "tests.support.compile_kernels"]
+    done = subprocess.run(
+        program, input=json.dumps(cases), capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    return {kernel.id: error for kernel, error in zip(KERNELS, said, strict=True)}
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.id)
+def test_the_kernel_compiles_for_hopper(kernel: Kernel, errors: dict[str, str]) -> None:
+    assert errors[kernel.id] == ""
+
+
+def test_no_kernel_is_left_out() -> None:
+    """A kernel is a function under @jit whose name ends in _kernel; other @jit functions are parts of one."""
+    found = {
+        f"{path.stem}.{node.name}"
+        for path in OPS.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.decorator_list and node.name.endswith("_kernel")
+    }
+    assert found == {f"{kernel.module}.{kernel.name}" for kernel in KERNELS}

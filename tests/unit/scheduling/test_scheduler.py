@@ -1,0 +1,285 @@
+"""The scheduler against a worker that counts upwards: token p of a text is p, so a text shows what was committed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from eagle_server.cache.allocator import PageAllocator
+from eagle_server.cache.manager import KVCacheManager
+from eagle_server.cache.page_table import PageTable
+from eagle_server.cache.radix import RadixCache
+from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, Sampling, SequenceOutput
+from eagle_server.request import FinishReason, TokenDelta
+from eagle_server.scheduling.scheduler import Scheduler, SchedulerLimits
+from tests.support.engines import request
+
+GREEDY = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0)
+LIMITS = SchedulerLimits(context_length=64, max_running=8, chunk_tokens=16, window=4, spec_steps=3, draft_feeds=True)
+
+
+def scheduler(slots: int = 200, page: int = 1, *, radix: bool = False, **limits: Any) -> Scheduler:
+    allowed = replace(LIMITS, **limits)
+    table = PageTable(allowed.max_running, allowed.context_length + allowed.window, page)
+    kv = KVCacheManager(PageAllocator(slots // page, page), table, RadixCache(page) if radix else None)
+    return Scheduler(allowed, kv)
+
+
+def add(it: Scheduler, name: str, prompt: int | Sequence[int], *, stops: Sequence[int] = (), **settings: Any) -> None:
+    """A prompt of tokens 0, 1, 2, ..., or of these."""
+    tokens = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
+    each = request(name, tokens, **settings)
+    assert it.refusal(each) is None
+    it.add(each, GREEDY, frozenset(stops))
+
+
+def work(plan: CyclePlan, accepted: int = 0) -> CycleResult:
+    """Every decode accepts `accepted` of 3 drafted tokens; every last chunk draws one token."""
+
+    def emitted(chunk: Chunk) -> SequenceOutput:
+        end = chunk.start + len(chunk.tokens)
+        return SequenceOutput((end,)) if chunk.next_token is None else SequenceOutput()
+
+    def decoded(decode: Decode) -> SequenceOutput:
+        first = decode.seq_len + 1
+        return SequenceOutput(tuple(range(first, first + accepted + 1)), drafted=3)
+
+    return CycleResult(tuple(map(emitted, plan.chunks)), tuple(map(decoded, plan.decodes)))
+
+
+def cycle(it: Scheduler, accepted: int = 0) -> tuple[CyclePlan, list[TokenDelta]]:
+    plan = it.schedule()
+    deltas = it.commit(work(plan, accepted))
+    it.kv.check()
+    return plan, deltas
+
+
+def finish(it: Scheduler, accepted: int = 0) -> dict[str, list[TokenDelta]]:
+    deltas: dict[str, list[TokenDelta]] = {}
+    for _ in range(500):
+        if not it.has_work():
+            return deltas
+        for delta in cycle(it, accepted)[1]:
+            deltas.setdefault(delta.request_id, []).append(delta)
+    raise AssertionError("the scheduler does not come to an end")
+
+
+def names(it: Scheduler) -> tuple[list[str], list[str]]:
+    return [s.request.request_id for s in it.running], [s.request.request_id for s in it.waiting]
+
+
+def lengths(plan: CyclePlan) -> list[tuple[int, int]]:
+    return [(chunk.start, len(chunk.tokens)) for chunk in plan.chunks]
+
+
+def test_a_prompt_is_prefilled_in_chunks_that_name_the_token_after_them() -> None:
+    it = scheduler(chunk_tokens=4)
+    add(it, "a", 10)
+    plans = [cycle(it)[0] for _ in range(4)]
+    assert [lengths(plan) for plan in plans] == [[(0, 4)], [(4, 4)], [(8, 2)], []]
+    assert [chunk.next_token for plan in plans for chunk in plan.chunks] == [4, 8, None]
+    assert [chunk.tokens for chunk in plans[1].chunks] == [(4, 5, 6, 7)]
+    assert plans[3].decodes == (Decode(plans[0].chunks[0].row, 10, 10, GREEDY),)
+
+
+def test_decodes_keep_their_pace_while_prompts_share_the_chunk_budget() -> None:
+    it = scheduler(chunk_tokens=8)
+    add(it, "a", 3)
+    cycle(it)
+    add(it, "b", 6)
+    add(it, "c", 6)
+    add(it, "d", 3)
+    plan, deltas = cycle(it)
+    assert len(plan.decodes) == 1
+    assert lengths(plan) == [(0, 6), (0, 2)]
+    assert [delta.request_id for delta in deltas] == ["a", "b"]
+    plan, _ = cycle(it)
+    assert len(plan.decodes) == 2
+    assert lengths(plan) == [(2, 4), (0, 3)]
+
+
+def test_requests_are_admitted_in_order_of_arrival_as_rows_and_kv_last() -> None:
+    it = scheduler(slots=40, max_running=3)
+    for name, prompt in (("a", 10), ("b", 30), ("c", 2), ("d", 2)):
+        add(it, name, prompt, max_tokens=2)
+    it.schedule()
+    assert names(it) == (["a"], ["b", "c", "d"]), "c would fit, but b is first in line"
+    it = scheduler(slots=200, max_running=3)
+    for name in "abcd":
+        add(it, name, 5)
+    it.schedule()
+    assert names(it) == (["a", "b", "c"], ["d"])
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_admission_takes_pages_for_the_prompt_and_the_window(page: int) -> None:
+    it = scheduler(slots=32, page=page)
+    add(it, "a", 12, max_tokens=4)
+    add(it, "b", 13, max_tokens=1)
+    cycle(it)
+    assert names(it) == (["a"], ["b"]), "13 and 4 slots are more than the 16 that are left"
+    assert it.running[0].allocation is not None
+    assert len(it.running[0].allocation.pages) == 16 // page
+
+
+@pytest.mark.parametrize("accepted", [0, 2])
+def test_the_youngest_gives_way_and_every_text_is_whole(accepted: int) -> None:
+    it = scheduler(slots=60)
+    for name, prompt in (("a", 14), ("b", 16), ("c", 16)):
+        add(it, name, prompt, max_tokens=20)
+    cycle(it)
+    assert names(it)[0] == ["a", "b", "c"]
+    while not it.totals.preemptions:
+        cycle(it, accepted)
+    assert names(it) == (["a", "b"], ["c"])
+    texts: dict[str, list[int]] = {}
+    for name, deltas in finish(it, accepted).items():
+        texts[name] = [token for delta in deltas for token in delta.token_ids]
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+    assert texts["a"][-1] == 33
+    assert texts["b"][-1] == 35
+    assert texts["c"][-1] == 35
+    assert all(text == list(range(text[0], text[-1] + 1)) for text in texts.values()), "a token twice, or none"
+
+
+def test_a_preempted_request_goes_before_those_that_wait_and_resumes_as_a_prompt_of_all_it_has() -> None:
+    it = scheduler(slots=46, chunk_tokens=32, max_running=2)
+    add(it, "a", 16, max_tokens=8)
+    add(it, "b", range(100, 114), max_tokens=12)
+    add(it, "c", 3, max_tokens=1)
+    cycle(it)
+    while not it.totals.preemptions:
+        cycle(it)
+    assert names(it) == (["a"], ["b", "c"])
+    emitted = list(it.waiting[0].tokens)
+    assert len(emitted) > 15
+    while names(it)[1][:1] == ["b"]:
+        plan, _ = cycle(it)
+    assert [chunk.tokens for chunk in plan.chunks][:1] == [tuple(emitted)]
+    assert plan.chunks[0].next_token is None
+
+
+def test_what_was_preempted_is_found_in_the_cache_as_far_as_the_draft_had_seen_it() -> None:
+    """The draft's KV is extended one cycle after the target's, so the newest committed tokens are computed again."""
+    it = scheduler(radix=True)
+    add(it, "a", 8, max_tokens=9)
+    cycle(it)
+    sequence = it.running[0]
+    cycle(it, accepted=2)
+    assert (sequence.num_computed_tokens, sequence.draft_computed_tokens) == (11, 8)
+    it._preempt(sequence)
+    plan, _ = cycle(it)
+    assert lengths(plan) == [(8, 4)]
+    assert plan.chunks[0].tokens == (8, 9, 10, 11)
+
+
+def test_without_a_draft_all_that_is_committed_is_cached() -> None:
+    it = scheduler(radix=True, draft_feeds=False, window=1)
+    add(it, "a", 8, max_tokens=3)
+    finish(it)
+    add(it, "b", 11, max_tokens=1)
+    deltas = finish(it)
+    assert deltas["b"][0].cached_tokens == 10
+
+
+@pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding", "preempted"])
+def test_a_request_is_aborted_in_any_state_and_its_kv_is_free_at_once(state: str) -> None:
+    it = scheduler(slots=48, chunk_tokens=12)
+    add(it, "a", 12, max_tokens=18)
+    add(it, "b", 18, max_tokens=14)
+    if state in ("prefilling", "decoding", "preempted"):
+        cycle(it)
+    if state in ("decoding", "preempted"):
+        cycle(it)
+        cycle(it)
+    while state == "preempted" and not it.totals.preemptions:
+        cycle(it)
+    (sequence,) = [s for s in (*it.running, *it.waiting) if s.request.request_id == "b"]
+    assert (sequence in it.waiting) == (state in ("waiting", "preempted"))
+    held = 0
+    if sequence.allocation is not None:
+        assert sequence.prefilling == (state == "prefilling")
+        held = len(sequence.allocation.pages)
+    free = it.kv.allocator.free_pages
+    delta = it.abort("b")
+    assert delta is not None
+    assert (delta.finish_reason, delta.token_ids) == (FinishReason.ABORT, [])
+    assert it.kv.allocator.free_pages == free + held
+    it.kv.check()
+    assert it.abort("b") is None
+    assert [deltas[-1].finish_reason for deltas in finish(it).values()] == [FinishReason.LENGTH]
+
+
+def test_rows_are_released_to_the_worker_before_another_request_has_them() -> None:
+    it = scheduler(max_running=1)
+    add(it, "a", 3, max_tokens=1)
+    add(it, "b", 3, max_tokens=1)
+    first, _ = cycle(it)
+    second, _ = cycle(it)
+    assert first.released == ()
+    assert second.released == (first.chunks[0].row,) == (second.chunks[0].row,)
+
+
+def test_refusals_say_what_is_too_long() -> None:
+    it = scheduler(slots=40, page=4)
+    assert it.refusal(request("a", [])) == "the prompt is empty"
+    too_long = it.refusal(request("a", range(50), max_tokens=15))
+    assert too_long == "50 prompt tokens and max_tokens 15 exceed the context length of 64"
+    assert it.refusal(request("a", range(26), max_tokens=10)) is None
+    too_big = it.refusal(request("a", range(27), max_tokens=10))
+    assert too_big is not None
+    assert "needs 44 KV slots and the pool has 40" in too_big
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(1, [5]), (2, [5, 6]), (4, [5, 6, 7, 8]), (5, [5, 6, 7, 8, 9])])
+def test_max_tokens_cuts_inside_an_accepted_path(max_tokens: int, expected: list[int]) -> None:
+    it = scheduler()
+    add(it, "a", 5, max_tokens=max_tokens)
+    deltas = finish(it, accepted=3)["a"]
+    assert [token for delta in deltas for token in delta.token_ids] == expected
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_stop_token_is_kept_and_ends_the_text() -> None:
+    it = scheduler()
+    add(it, "a", 5, stops=(7, 8), max_tokens=20)
+    deltas = finish(it, accepted=3)["a"]
+    assert [token for delta in deltas for token in delta.token_ids] == [5, 6, 7]
+    assert deltas[-1].finish_reason is FinishReason.STOP
+
+
+def test_tokens_past_a_cut_are_not_counted_as_accepted() -> None:
+    it = scheduler()
+    add(it, "a", 5, max_tokens=7)
+    spec = finish(it, accepted=3)["a"][-1].spec
+    assert spec is not None
+    assert spec.histogram == [0, 0, 1, 1]  # four tokens of which three were drafted, then two of four, both drafted
+    assert (spec.drafted, spec.accepted, it.totals.accepted, it.totals.generated) == (6, 5, 5, 7)
+
+
+def test_no_tokens_wanted_ends_after_the_prompt() -> None:
+    it = scheduler()
+    add(it, "a", 5, max_tokens=0)
+    (delta,) = finish(it)["a"]
+    assert (delta.token_ids, delta.finish_reason, delta.spec) == ([], FinishReason.LENGTH, None)
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_a_failed_request_leaves_nothing_of_its_own_in_the_cache(page: int) -> None:
+    it = scheduler(page=page, radix=True)
+    add(it, "a", 13, max_tokens=2)
+    finish(it)
+    assert it.kv.radix is not None
+    cached = it.kv.radix.cached_pages
+    assert cached > 0
+    add(it, "b", [*range(13), *range(40, 55)], max_tokens=1)
+    plan = it.schedule()
+    assert plan.chunks[0].start > 0
+    (delta,) = it.commit(CycleResult((SequenceOutput(failed="broken"),), ()))
+    it.kv.check()
+    assert (delta.finish_reason, delta.error, delta.token_ids) == (FinishReason.ERROR, "broken", [])
+    assert it.kv.radix.cached_pages == cached
+    assert it.kv.allocator.free_pages == it.kv.allocator.num_pages - cached

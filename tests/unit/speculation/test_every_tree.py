@@ -1,0 +1,167 @@
+"""What holds for the tree of every builder, over random proposals: a new builder is covered by one line of BUILDERS.
+
+Ancestors only, parents before children, positions = depth, padding alone under the root, links to exactly the children.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle_server.plan import Decode, Sampling
+from eagle_server.speculation.medusa import TOPK, generate_medusa_buffers, sorted_choices
+from eagle_server.speculation.medusa_choices import Choices, depth_of, ranks_of
+from eagle_server.speculation.merge import ScoredNodes, best, unite
+from eagle_server.speculation.prefix_tree import pack, pack_like, tree_nodes
+from eagle_server.speculation.static_tree import static_tree
+from eagle_server.speculation.tree import Proposal, TreeNodes, build_tree
+from eagle_server.worker.batch import DecodeBatch
+from eagle_server.worker.draft_token_mask import NO_TOKEN_MASK
+from eagle_server.worker.drafters.medusa import MedusaDrafter
+from eagle_server.worker.drafters.ngram.drafter import NgramDrafter, NgramTries
+from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts
+from tests.support import drafts
+from tests.support.trees import children, lineage
+
+CPU = torch.device("cpu")
+VOCAB = 12
+
+
+def candidate_pool(draw: st.DrawFn) -> Proposal:
+    """A dynamic tree: the best of what was drafted, by scores that often tie."""
+    bs, topk, steps = draw(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4)))
+    source = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    shapes = [(bs, topk), *[(bs, topk, topk)] * (steps - 1)]
+    scores = [-torch.randint(4, shape, generator=source) / 2 for shape in shapes]
+    tokens = [
+        torch.rand(*shape[:-1], VOCAB, generator=source).topk(topk).indices for shape in shapes
+    ]  # siblings differ
+    pool, nodes = drafts.draft(scores[0], scores[1:], tokens)
+    return pool.best(draw(st.integers(1, len(nodes[0]))))
+
+
+def choices(draw: st.DrawFn) -> Choices:
+    """Up to 16 nodes in the order of their growth, in which a node may precede its better sibling."""
+    nodes: list[tuple[int, ...]] = []
+    for _ in range(draw(st.integers(1, 16))):
+        node = (*draw(st.sampled_from([(), *(node for node in nodes if len(node) < 5)])), draw(st.integers(0, 5)))
+        if node not in nodes:
+            nodes.append(node)
+    return tuple(nodes)
+
+
+def medusa(draw: st.DrawFn) -> Proposal:
+    """As its drafter proposes it, from heads whose best tokens differ by request and depth."""
+    tree, bs = choices(draw), draw(st.integers(1, 3))
+
+    def heads(features: torch.Tensor, depth: int) -> torch.Tensor:
+        return torch.rand(depth, len(features), VOCAB, generator=torch.Generator().manual_seed(3))
+
+    drafter = MedusaDrafter(cast(Any, heads), tree, device=CPU)
+    batch = SimpleNamespace(seq_lens_host=(3,) * bs, token_mask=NO_TOKEN_MASK)
+    return drafter.propose(torch.zeros(bs, 1), cast(DecodeBatch, cast(Any, batch)))
+
+
+def static(draw: st.DrawFn) -> Proposal:
+    """As `StaticEagleDrafter` proposes it; a node's token is its rank."""
+    tree, bs = choices(draw), draw(st.integers(1, 3))
+    parents = static_tree(tree, CPU).parents.expand(bs, -1)
+    tokens = torch.tensor([node[-1] for node in sorted_choices(tree)]).expand(bs, -1)
+    return TreeNodes(tokens, parents, spec_steps=depth_of(tree))
+
+
+def packed_beam(draw: st.DrawFn) -> Proposal:
+    """Of beams with one beginning; all nodes and padding, or the best of them."""
+    bs, count, width = draw(st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(2, 5)))
+    source = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    beam = torch.randint(3, (bs, count, width), generator=source)
+    beam[:, :, 0] = 7
+    places = count * (width - 1) + 1
+    packed = pack(beam, places)
+    scores = -((beam * torch.arange(1, width + 1)) % 3).cumsum(-1).float()
+    worth = pack_like(scores, packed.unpack_map, places, padding=float("-inf"))
+    return tree_nodes(packed, draw(st.integers(1, places + 2)), worth)
+
+
+def trie(draw: st.DrawFn) -> Proposal:
+    """As n-gram drafting proposes it, for texts that repeat themselves or others, or not, and a request of padding."""
+    texts = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=3))
+    greedy = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0)
+    decodes = tuple(Decode(row, len(text) - 1, text[-1], greedy, text) for row, text in enumerate(texts))
+    batch = SimpleNamespace(decodes=decodes, seq_lens_host=(1,) * (len(texts) + 1), rows=torch.zeros(1))
+    depth = draw(st.integers(1, 5))
+    shared = SharedTexts(64, depth) if draw(st.booleans()) else None
+    if shared is not None:
+        shared.add(draw(st.lists(st.integers(0, 2), max_size=20)), known=0)
+    drafter = NgramDrafter(NgramTries(depth, draw(st.integers(1, 11)), shared))
+    return drafter.propose(None, cast(DecodeBatch, cast(Any, batch)))
+
+
+def union(draw: st.DrawFn) -> Proposal:
+    """A dynamic tree joined with a trie of the same requests, cut to the best nodes."""
+    pool, grams = candidate_pool(draw), trie(draw)
+    assert isinstance(grams, TreeNodes)
+    bs = min(len(pool.tokens), len(grams.tokens))
+    first = ScoredNodes.of(cast(Any, pool))
+    first = ScoredNodes(first.tokens[:bs], first.parents[:bs], first.estimates[:bs])
+    second = ScoredNodes(grams.tokens[:bs], grams.parents[:bs], torch.full(grams.tokens[:bs].shape, 0.5))
+    depth = max(pool.spec_steps, grams.spec_steps)
+    joined = unite(first, second, depth)
+    source = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    chances = torch.rand(joined.tokens.shape, generator=source) * 0.98 + 0.001
+    return best(joined, chances, draw(st.integers(1, joined.tokens.shape[1])), depth)[0]
+
+
+BUILDERS = {each.__name__: each for each in (candidate_pool, medusa, static, packed_beam, trie, union)}
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_tree_is_a_tree_whoever_built_it(builder: str, data: st.DataObject) -> None:
+    proposal = BUILDERS[builder](cast(st.DrawFn, data.draw))
+    bs, drafted = proposal.tokens.shape
+    seq_lens = torch.arange(5, 5 + bs)
+    tree = build_tree(proposal, torch.full((bs,), 7), seq_lens)
+    size = tree.draft_token_num
+    assert size == drafted + 1
+    assert tree.retrive_index.tolist() == [[r * size + i for i in range(size)] for r in range(bs)]
+    for r, parents in enumerate(tree.parents.tolist()):
+        tokens = tree.draft_token.view(bs, size)[r].tolist()
+        assert parents[0] == -1
+        assert tokens == [7, *proposal.tokens[r].tolist()]
+        assert all(0 <= parent < node for node, parent in enumerate(parents) if node), "parents come first"
+        paths = [lineage(parents, node) for node in range(size)]
+        assert [row.nonzero().flatten().tolist() for row in tree.custom_mask[r]] == paths, "ancestors and self only"
+        assert tree.depths[r].tolist() == [len(path) - 1 for path in paths]
+        assert max(map(len, paths)) - 1 <= tree.spec_steps
+        assert tree.positions.view(bs, size)[r].tolist() == [int(seq_lens[r]) + len(path) - 1 for path in paths]
+        for node in range(size):
+            below = list(children(tree, r, node))
+            assert below == [i for i, parent in enumerate(parents) if parent == node]
+            named = [tokens[child] for child in below if tokens[child] >= 0]
+            assert len(set(named)) == len(named), "no two siblings guess the same token"
+        for node, token in enumerate(tokens):
+            if token < 0:
+                assert parents[node] == 0, "padding stands under the root"
+                assert node not in parents, "and nothing stands under it"
+
+
+@given(data=st.data())
+def test_medusas_buffers_static_trees_and_the_tree_built_of_them_agree(data: st.DataObject) -> None:
+    """Three accounts of one list of choices: the published buffers, an EAGLE head's levels, the verified tree."""
+    tree = choices(cast(st.DrawFn, data.draw))
+    buffers, grown = generate_medusa_buffers(tree), static_tree(tree, CPU)
+    nodes = TreeNodes(torch.zeros(1, len(tree), dtype=torch.int64), grown.parents[None], depth_of(tree))
+    built = build_tree(nodes, torch.tensor([7]), torch.tensor([0]))
+    assert built.custom_mask[0].equal(buffers["medusa_attn_mask"][0, 0] == 0)
+    assert built.positions.equal(buffers["medusa_position_ids"])
+    assert ranks_of(tree) == grown.topk <= TOPK
+    leaves = [i for i in range(len(tree) + 1) if not list(children(built, 0, i))]
+    paths = [lineage(built.parents[0].tolist(), leaf) for leaf in reversed(leaves)]
+    assert [[i for i in path if i >= 0] for path in buffers["retrieve_indices"].tolist()] == paths

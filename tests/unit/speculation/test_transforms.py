@@ -1,0 +1,176 @@
+"""Transforms of all rows of a batch at once against plain Python over one row's text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from eagle_server.plan import Decode, Sampling
+from eagle_server.request import SamplingParams
+from eagle_server.speculation.sampling import SamplingBatch, above_min_p, draw, transformed
+from eagle_server.speculation.transforms import Paths
+from eagle_server.worker.penalizer_state import PenalizerStates
+from tests.support import sampling_reference as reference
+from tests.support.trees import lineage, tree_input
+
+VOCAB, CPU = 8, torch.device("cpu")
+TOKENS = st.integers(0, VOCAB - 1)
+
+
+@st.composite
+def params(choose: st.DrawFn) -> SamplingParams:
+    """Any subset of the parameters; tokens are few, so that counts and words meet."""
+    biases = st.lists(st.tuples(TOKENS, st.sampled_from([-100.0, -1.5, 0.0, 2.25])), max_size=4)
+    words = st.lists(st.lists(TOKENS, min_size=1, max_size=4).map(tuple), max_size=5)
+    allowed = st.none() | st.lists(TOKENS, min_size=1, max_size=6).map(tuple)
+    return SamplingParams(
+        max_tokens=9,
+        seed=0,
+        logit_bias=tuple(choose(biases)),
+        allowed_token_ids=choose(allowed),
+        bad_words=tuple(choose(words)),
+        min_tokens=choose(st.integers(0, 4)),
+        stop_token_ids=tuple(choose(st.lists(TOKENS, max_size=2))),
+        repetition_penalty=choose(st.sampled_from([1.0, 1.0, 0.5, 1.75])),
+        frequency_penalty=choose(st.sampled_from([0.0, 0.0, 0.5, -0.25])),
+        presence_penalty=choose(st.sampled_from([0.0, 0.0, 1.25, -1.0])),
+    )
+
+
+def sampling(asked: SamplingParams, prompt: Sequence[int]) -> Sampling:
+    return Sampling(
+        key=0,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        forbidden=asked.stop_token_ids if asked.min_tokens else (),
+        allowed_from=len(prompt) + asked.min_tokens,
+        repetition_penalty=asked.repetition_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        presence_penalty=asked.presence_penalty,
+        logit_bias=asked.logit_bias,
+        allowed_token_ids=asked.allowed_token_ids,
+        bad_words=asked.bad_words,
+        prompt_length=len(prompt),
+    )
+
+
+@st.composite
+def batches(choose: st.DrawFn) -> tuple[list[SamplingParams], list[list[int]], list[list[int]], list[list[int]], ...]:
+    """Requests with prompt, output and a tree: links and drafted tokens, of which -1 are padding under the root."""
+    bs, size = choose(st.integers(1, 3)), choose(st.integers(1, 7))
+    asked = [choose(params()) for _ in range(bs)]
+    prompts = [choose(st.lists(TOKENS, min_size=1, max_size=5)) for _ in range(bs)]
+    outputs = [choose(st.lists(TOKENS, min_size=0 if size == 1 else 1, max_size=6)) for _ in range(bs)]
+    links, drafts = [], []
+    for _ in range(bs):
+        real = choose(st.integers(1, size))
+        links.append([-1] + [choose(st.integers(0, node - 1)) if node < real else 0 for node in range(1, size)])
+        drafts.append([choose(TOKENS) if node < real else -1 for node in range(1, size)])
+    return asked, prompts, outputs, links, drafts
+
+
+@given(batches(), st.integers(0, 99))
+def test_every_node_is_transformed_given_its_own_text(batch, seed: int) -> None:
+    asked, prompts, outputs, links, drafts = batch
+    bs, size = len(links), len(links[0])
+    logits = 3 * torch.randn(bs, size, VOCAB, generator=torch.Generator().manual_seed(seed))
+    texts = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
+    tokens = [[text[-1], *drafted] for text, drafted in zip(texts, drafts, strict=True)]
+    tree = tree_input(links, tokens, [len(text) - 1 for text in texts], size)
+    settings = [sampling(*each) for each in zip(asked, prompts, strict=True)]
+    turns = [Decode(row, 0, 0, setting, texts[row]) for row, setting in enumerate(settings)]
+    penalizer_state = PenalizerStates(bs, VOCAB, CPU).of(turns)
+    paths = Paths(tree.draft_token.view(bs, size), tree.parents, tree.custom_mask) if size > 1 else None
+    given_logits = logits.clone()
+    prepared = replace(SamplingBatch.of(settings, CPU), penalizer_state=penalizer_state)
+    found = transformed(given_logits, tree.positions.view(bs, size) + 1, prepared, paths)
+    assert torch.equal(given_logits, logits), "log-probabilities are read from these"
+    for request in range(bs):
+        for node in range(size):
+            if tokens[request][node] < 0:
+                continue
+            path = [tokens[request][n] for n in lineage(links[request], node)][1:]
+            stops = asked[request].stop_token_ids
+            output = [*outputs[request], *path]
+            row = logits[request, node].tolist()
+            expected = reference.transformed(row, asked[request], prompts[request], output, stops)
+            assert found[request, node].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@given(
+    st.lists(st.integers(-6, 6), min_size=2, max_size=12),
+    st.sampled_from([0.01, 0.11, 0.4, 0.93, 1.0]),
+    st.sampled_from([0.5, 1.0, 1.7]),
+)
+def test_min_p_keeps_what_has_that_part_of_the_best_ones_probability(values, min_p: float, temperature: float) -> None:
+    logits = torch.tensor(values, dtype=torch.float32) / 3
+    asked = SamplingParams(max_tokens=1, seed=0, temperature=temperature, min_p=min_p)
+    expected = reference.token_probs(logits.tolist(), asked)
+    found = above_min_p((logits / temperature).view(1, 1, -1), torch.tensor([min_p])).softmax(-1)[0, 0]
+    assert found.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_min_p_comes_after_top_k_and_top_p() -> None:
+    """.4 .3 .2 .1: top-p 0.6 leaves two, of which min_p .8 leaves the best alone, and min_p .7 both."""
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(1, 1, 4)
+    for min_p, expected in ((0.8, {0}), (0.7, {0, 1})):
+        setting = Sampling(key=3, temperature=1.0, top_k=3, top_p=0.6, min_p=min_p)
+        batch = SamplingBatch.of([setting], CPU)
+        drawn = {int(draw(logits, torch.tensor([[position]]), batch)[0]) for position in range(80)}
+        assert drawn == expected
+
+
+def test_requests_that_ask_for_nothing_are_drawn_from_the_same_tensor() -> None:
+    logits = torch.randn(2, 3, VOCAB)
+    settings = [Sampling(key=0, temperature=t, top_k=2, top_p=0.9, logprobs=1) for t in (0.0, 1.0)]
+    assert transformed(logits, torch.zeros(2, 3, dtype=torch.int64), SamplingBatch.of(settings, CPU)) is logits
+
+
+def counts_of(penalizer_state: Tensor | None) -> list[dict[int, int]]:
+    assert penalizer_state is not None
+    return [{token: int(n) for token, n in enumerate(row) if n} for row in penalizer_state.tolist()]
+
+
+def test_histories_follow_their_texts_and_forget_with_them() -> None:
+    setting = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0, presence_penalty=1.0, prompt_length=3)
+    penalizers = PenalizerStates(3, VOCAB, CPU)
+    first, second = [1, 1, 2], [4, 5, 5, 1, 1]
+    turns = [Decode(2, 0, 0, setting, first), Decode(0, 0, 0, setting, second)]
+
+    def found() -> tuple[list[dict[int, int]], list[dict[int, int]]]:
+        penalizer_state = penalizers.of(turns)
+        return counts_of(penalizer_state.counts), counts_of(penalizer_state.prompts)
+
+    assert found() == ([{}, {1: 2}], [{1: 1, 2: 1}, {4: 1, 5: 1}])
+    first.extend([3, 1, 3])
+    assert found() == ([{1: 1, 3: 2}, {1: 2}], [{1: 1, 2: 1}, {4: 1, 5: 1}])
+    assert found()[0] == [{1: 1, 3: 2}, {1: 2}]
+    penalizers.forget(0)  # preempted, and back in the same row with the same list
+    second.append(7)
+    assert found() == ([{1: 1, 3: 2}, {1: 2, 7: 1}], [{1: 1, 2: 1}, {4: 1, 5: 1}])
+    turns[0] = Decode(2, 0, 0, setting, [*first])  # another request in that row, though nobody said so
+    assert found()[0] == [{1: 1, 3: 2}, {1: 2, 7: 1}]
+    turns[0] = Decode(2, 0, 0, setting, [6, 6, 6, 0])
+    assert found() == ([{0: 1}, {1: 2, 7: 1}], [{6: 1}, {4: 1, 5: 1}])
+
+
+def test_nothing_is_kept_for_requests_without_penalties() -> None:
+    penalizers = PenalizerStates(3, VOCAB, CPU)
+    setting = Sampling(key=0, temperature=1.0, top_k=0, top_p=1.0, bad_words=((1, 2), (3,)), logit_bias=((1, 2.0),))
+    penalizer_state = penalizers.of([Decode(0, 0, 0, setting, [5])])
+    assert penalizer_state.counts is None and penalizers._counts is None
+    assert penalizer_state.tails is not None and penalizer_state.tails.tolist() == [[5]]
+
+
+def test_a_row_in_which_nothing_is_allowed_scores_minus_infinity() -> None:
+    setting = Sampling(key=0, temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, allowed_token_ids=(2,), bad_words=((2,),))
+    _, score = draw(torch.zeros(1, 1, VOCAB), torch.zeros(1, 1, dtype=torch.int64), SamplingBatch.of([setting], CPU))
+    assert score.item() == -math.inf

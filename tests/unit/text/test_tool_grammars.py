@@ -1,0 +1,114 @@
+"""Grammars of calls: whatever a model writes under one, the parser finds valid calls in it."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from eagle_server.engine.grammars import Grammars
+from eagle_server.plan import MASK_WORD
+from eagle_server.text.detokenizer import IncrementalDetokenizer
+from eagle_server.text.tokenizer import FastTokenizer
+from eagle_server.text.tool_formats import FORMATS, marker_tokens
+from eagle_server.text.tool_grammars import argument_schema, call_grammar
+from eagle_server.text.tool_parser import ToolCallParser, join
+
+END = "<end>"
+SPECIAL = (END, *sorted({marker for each in FORMATS.values() for marker in (each.opening, each.closing) if marker[1:]}))
+SIZE = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+FUNCTIONS = [("grow", SIZE), ('say "é"', argument_schema(None))]
+
+
+def tokenizer(decoder: str, *, special: bool) -> Tokenizer:
+    """Characters, and the markers of every format as tokens that are special or not."""
+    space = {"ByteLevel": {" ": "Ġ", "\n": "Ċ"}, "ByteFallback": {" ": "▁"}}[decoder]
+    letters = [space.get(each, each) for each in string.printable[:95] + "\n"]
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate([*SPECIAL, *letters, "Ã", "©", "é"])}, []))
+    made.add_special_tokens([AddedToken(END, special=True)])
+    markers = [AddedToken(marker, special=special, normalized=False) for marker in SPECIAL[1:]]
+    (made.add_special_tokens if special else made.add_tokens)(markers)
+    if decoder == "ByteLevel":
+        made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    else:
+        made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return made
+
+
+def random_text(matcher: Any, size: int, chance: random.Random) -> list[int]:
+    """Tokens that the grammar allows, closing brackets and the end before others, so that it ends."""
+    tokens: list[int] = []
+    mask = np.zeros((1, -(-size // MASK_WORD)), dtype=np.int32)
+    while not matcher.is_terminated():
+        matcher.fill_next_token_bitmask(mask)
+        allowed = [i for i in range(size) if int(mask[0, i // MASK_WORD]) >> i % MASK_WORD & 1]
+        assert allowed
+        token = 0 if 0 in allowed and chance.random() < 0.3 else chance.choice(allowed)
+        assert matcher.accept_token(token)
+        tokens.append(token)
+    return tokens[:-1]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("decoder", ["ByteLevel", "ByteFallback"])
+def test_what_a_grammar_allows_is_calls_and_nothing_else(format: str, decoder: str, *, special: bool) -> None:
+    import xgrammar
+
+    made, chance = tokenizer(decoder, special=special), random.Random(format)
+    fast, size = FastTokenizer(made), made.get_vocab_size()
+    markers = marker_tokens(FORMATS[format], fast)
+    assert bool(markers) == special
+    ids = {text: token for token, text in markers.items()}
+    grammars, names, most = Grammars(lambda: made, size, [0]), set(), 0
+    for single in (True, False):
+        grammar = call_grammar(FORMATS[format], FUNCTIONS, ids, single=single)
+        compiled = grammars.compile(grammar).result().grammar
+        for _ in range(15):
+            parser = ToolCallParser(FORMATS[format], [name for name, _ in FUNCTIONS])
+            detokenizer = IncrementalDetokenizer(fast, [1], markers)
+            tokens = random_text(xgrammar.GrammarMatcher(compiled), size, chance)
+            said = parser.push("".join(map(detokenizer.push, tokens)) + detokenizer.flush())
+            rest = parser.flush()
+            join(said.calls, rest.calls)
+            assert said.content + rest.content == ""
+            assert all(call.is_complete for call in said.calls)
+            for call in said.calls:
+                arguments = json.loads(call.arguments)
+                assert (set(arguments) == {"n"}) if call.name == "grow" else (arguments == {})
+                names.add(call.name)
+            assert len(said.calls) == 1 or not single
+            most = max(most, len(said.calls))
+    assert names == {name for name, _ in FUNCTIONS}
+    assert (most > 1) == (format != "llama3_json")
+
+
+def test_special_tokens_are_in_no_string() -> None:
+    """A marker has its place in the format; elsewhere no grammar allows it, as no other special token."""
+    import xgrammar
+
+    made = tokenizer("ByteLevel", special=True)
+    size = made.get_vocab_size()
+    schema = {"type": "object", "properties": {"s": {"type": "string"}}, "required": ["s"]}
+    ids = {marker: made.token_to_id(marker) for marker in SPECIAL[1:]}
+    grammar = call_grammar(FORMATS["hermes"], [("f", schema)], ids, single=True)
+    matcher = xgrammar.GrammarMatcher(Grammars(lambda: made, size, [0]).compile(grammar).result().grammar)
+    assert matcher.accept_token(ids["<tool_call>"])
+    assert matcher.accept_string('\n{"name": "f", "arguments": {"s": "a')
+    mask = np.zeros((1, -(-size // MASK_WORD)), dtype=np.int32)
+    matcher.fill_next_token_bitmask(mask)
+    assert not any(int(mask[0, token // MASK_WORD]) >> token % MASK_WORD & 1 for token in range(len(SPECIAL)))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [({"type": "string"}, "object"), ({"type": ["object", "null"]}, "object"), ({"$ref": "#/$defs/a"}, r"\$ref")],
+)
+def test_arguments_that_need_not_be_an_object_are_refused(parameters: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        argument_schema(parameters)

@@ -1,0 +1,284 @@
+"""Calls in texts: each format, every way to cut a text, and what is no call."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from collections.abc import Iterable
+
+import pytest
+
+from eagle_server.text.chat_template import ChatTemplate
+from eagle_server.text.tool_formats import FORMATS, find_format
+from eagle_server.text.tool_parser import WHITESPACE, CallDelta, Said, ToolCallParser, join
+
+NAMES = ("f", "get_weather")
+ARGS = '{"city": "S\\u00e3o \\"Paulo\\" {[", "deep": [{"a": [1, -2.5e3, null]}, true], "tag": "</tool_call>"}'
+Call = tuple[str, str]
+
+# Format and text; then the content and the calls, as name and arguments, that it comes to.
+WHOLE: list[tuple[str, str, str, list[Call]]] = [
+    ("hermes", "", "", []),
+    ("hermes", " plain text.\n", " plain text.\n", []),
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "", [("f", "{}")]),
+    (
+        "hermes",
+        f'Let me see.\n\n<tool_call>{{"name":"f","arguments":{ARGS}}}</tool_call>\n'
+        '<tool_call>\n{"arguments": {"x": 1} , "name": "get\\u005fweather"}\n</tool_call>\n',
+        "Let me see.",
+        [("f", ARGS), ("get_weather", '{"x": 1}')],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "", [("f", "{}")]),  # nothing closes it
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool', "</tool", [("f", "{}")]),
+    ("hermes", 'A <tool_call>{"name": "other", "parameters": {}}</tool_call>\n B ', "A\n B ", [("other", "{}")]),
+    ("hermes", "a < b, <tool_calls>, <tool_", "a < b, <tool_calls>, <tool_", []),
+    ("llama3_json", '{"name": "f", "parameters": {"x": "é😀"}}', "", [("f", '{"x": "é😀"}')]),
+    ("llama3_json", '\n<|python_tag|>{"type": "function", "name": "f", "parameters": {}}', "", [("f", "{}")]),
+    (
+        "llama3_json",
+        '{"name": "f", "parameters": {}}; {"name": "f", "arguments": {"x": 1}}\n',
+        "",
+        [("f", "{}"), ("f", '{"x": 1}')],
+    ),
+    ("llama3_json", '{"name": "f", "parameters": {}}; done', "; done", [("f", "{}")]),
+    ("llama3_json", 'See: {"name": "f", "parameters": {}}', 'See: {"name": "f", "parameters": {}}', []),
+    ("llama3_json", '{"name": "Bob", "parameters": {}}', '{"name": "Bob", "parameters": {}}', []),  # just JSON
+    ("llama3_json", '<|python_tag|>brave.call("x")', '<|python_tag|>brave.call("x")', []),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}]', "", [("f", "{}")]),
+    (
+        "mistral",
+        f'So.[TOOL_CALLS][{{"name": "f", "arguments": {ARGS}, "id": "012345678"}} ,\n {{"name":"f","arguments":{{}}}}]',
+        "So.",
+        [("f", ARGS), ("f", "{}")],
+    ),
+    ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {}}', "", [("f", "{}")]),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, 7]', ", 7]", [("f", "{}")]),
+]
+NO_CALLS = [
+    "",
+    "\n",
+    "none",
+    "{",
+    "{}",
+    '{"name": "f"}',
+    '{"name": "f", "arguments": {"x": 1}',  # the model ended here
+    '{"name": "f", "arguments": {"x": ',
+    '{"name": "f", "arguments": {"x": "\\',
+    '{"name": "f", "arguments": [1]}',
+    '{"name": "f", "arguments": "{}"}',
+    '{"name": "f", "arguments": {"x": NaN}}',
+    '{"name": "f", "arguments": {"x": 1,}}',
+    '{"name": "f", "arguments": {"x": "a\nb"}}',
+    '{"name": "f", "arguments": {"x": [1}]}',
+    '{"name": "f", "arguments": {}, "name": "get_weather"}',
+    '{"name": "f", "arguments": {}, "parameters": {}}',
+    '{"name": "f", "arguments": {}, }',
+    '{"name": "f", "arguments": {}]',
+    '{"name": "", "arguments": {}}',
+    '{"name": 7, "arguments": {}}',
+    '{"name": "\\ud800", "arguments": {}}',
+    '{"name": "f", "arguments": {"x": ' + "[" * 3000 + "]" * 3000 + "}}",
+    '{"name": "f", "arguments": {"x": ' + "1" * 5000 + "}}",
+]
+MARKER = {"hermes": "<tool_call>\n", "llama3_json": "<|python_tag|>", "mistral": "[TOOL_CALLS] ["}
+
+
+def parse(format: str, pieces: Iterable[str]) -> Said:
+    parser, whole = ToolCallParser(FORMATS[format], NAMES), Said()
+    for said in [*map(parser.push, pieces), parser.flush()]:
+        whole.content += said.content
+        join(whole.calls, said.calls)
+    assert parser.complete == sum(call.is_complete for call in whole.calls)
+    assert [call.index for call in whole.calls] == list(range(len(whole.calls)))
+    return whole
+
+
+def complete(said: Said) -> list[Call]:
+    return [(call.name or "", call.arguments) for call in said.calls if call.is_complete]
+
+
+def without_ids(said: Said) -> tuple[str, list[CallDelta]]:
+    return said.content, [
+        CallDelta(call.index, None, call.name, call.arguments, call.is_complete) for call in said.calls
+    ]
+
+
+@pytest.mark.parametrize(("format", "text", "content", "calls"), WHOLE)
+def test_calls_are_told_from_content(format: str, text: str, content: str, calls: list[Call]) -> None:
+    said = parse(format, [text])
+    assert (said.content, complete(said)) == (content, calls)
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("broken", NO_CALLS)
+def test_what_is_no_call_is_content_and_nothing_is_lost(format: str, broken: str) -> None:
+    text = f"Look: \n{MARKER[format]}{broken}"
+    said = parse(format, [text])
+    assert (said.content, complete(said)) == (text, [])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("broken", NO_CALLS)
+def test_calls_after_a_broken_one_are_found(format: str, broken: str) -> None:
+    if broken.startswith("{") and not broken.endswith(("}", "]")):
+        broken += "\n"  # what ends mid-string takes the rest with it, if that goes on without a line break
+    good = f'{MARKER[format]}{{"name": "f", "arguments": {{"x": 1}}}}'
+    said = parse(format, [f"{MARKER[format]}{broken}{good}"])
+    nested = json_brackets(broken) > 0
+    assert complete(said) == ([] if nested else [("f", '{"x": 1}')])
+
+
+def json_brackets(text: str) -> int:
+    """How many are left open."""
+    return sum(text.count(bracket) for bracket in "{[") - sum(text.count(bracket) for bracket in "}]")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_way_to_cut_a_text_gives_the_same(format: str) -> None:
+    texts = [text for own, text, *_ in WHOLE if own == format]
+    texts += [f"Look: \n{MARKER[format]}{broken}" for broken in NO_CALLS if len(broken) < 100]
+    texts += [f"{MARKER[format]}{broken}\n{texts[-1]}" for broken in NO_CALLS[:12]]
+    for text in texts:
+        once = without_ids(parse(format, [text]))
+        assert without_ids(parse(format, text)) == once, text
+        for cut in range(1, len(text)):
+            assert without_ids(parse(format, [text[:cut], text[cut:]])) == once, (text, cut)
+
+
+def pieces_of(text: str, chance: random.Random) -> list[str]:
+    cuts = sorted(chance.choices(range(len(text) + 1), k=chance.randrange(8)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_random_texts_in_random_pieces(format: str) -> None:
+    chance = random.Random(format)
+    style = FORMATS[format]
+    words = [style.opening, style.opening[:4], style.closing, style.bracket, style.separator, " ", "\n", "text"]
+    words += [
+        '{"name": "f", "arguments": ',
+        '{"x": 1}',
+        "{}",
+        "}",
+        '"',
+        "\\",
+        "{",
+        "]",
+        '{"name": "f", "arguments": {}}',
+    ]
+    words += 2 * [style.opening + style.bracket + words[-1] + style.closing]
+    found = 0
+    for _ in range(3000):
+        text = "".join(chance.choices(words, k=chance.randrange(1, 12)))
+        once = without_ids(parse(format, [text]))
+        assert without_ids(parse(format, pieces_of(text, chance))) == once, text
+        assert without_ids(parse(format, text)) == once, text
+        found += any(call.is_complete for call in once[1])
+    assert found > 200
+
+
+def test_a_call_is_sent_as_it_comes() -> None:
+    parser = ToolCallParser(FORMATS["hermes"], NAMES)
+    pieces = [
+        "Well",
+        ", \n",
+        "<tool",
+        '_call>\n{"name": ',
+        '"f", "argu',
+        'ments": {"x"',
+        ': "<to',
+        'ol"}',
+        "}",
+        "\n</tool_call>",
+    ]
+    said = [parser.push(piece) for piece in pieces]
+    assert [each.content for each in said] == ["Well", ",", *[""] * 8]
+    assert [[(call.name, call.arguments) for call in each.calls] for each in said[5:]] == [
+        [("f", '{"x"')],
+        [(None, ': "<to')],
+        [(None, 'ol"}')],
+        [(None, "")],
+        [],
+    ]
+    assert said[8].calls[0].is_complete
+    assert parser.flush() == Said()
+
+
+def test_of_one_call_that_is_wanted_the_rest_is_dropped() -> None:
+    parser = ToolCallParser(FORMATS["hermes"], NAMES, single=True)
+    one = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert len(parser.push(one + one).calls) == 1
+    assert parser.is_done
+    assert (parser.push("more"), parser.flush()) == (Said(), Said())
+
+
+def test_ids_are_what_templates_take() -> None:
+    ids = {name: FORMATS[name].new_id() for name in FORMATS}
+    assert len(ids["hermes"]) == len(ids["llama3_json"]) == len("call_") + 24
+    assert len(ids["mistral"]) == 9
+    assert set(ids["mistral"]) <= set(string.ascii_letters + string.digits)
+    assert all(FORMATS[name].new_id() != known for name, known in ids.items())
+
+
+TEMPLATES = {
+    # as they are in the models' files, line breaks and quotes escaped for Jinja
+    r"""{{- "<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>" }}""": "hermes",
+    r"""{{- "<tool_call>\n{{\"name\": <function-name>, \"arguments\": <args-json-object>}}\n" }}""": "hermes",
+    r"""{{- '\n<tool_call>\n{"name": "' }}{{- tool_call.name }}""": "hermes",
+    r"""{{- "<tool_call>\n{'name': <function-name>, 'arguments': <args-dict>}\n</tool_call>" }}""": "hermes",
+    r"""{{- "<tool_call>\n<function=example_function_name>\n" }}""": None,  # Qwen3-Coder
+    r"""{{ '\n<tool_call>' + tc.name }} <tool_call>{function-name}\n<arg_key>{arg-key-1}""": None,  # GLM
+    r"""{{- 'in the format {"name": function name, "parameters": dictionary of argument name ' }}""": "llama3_json",
+    """{{- "<|python_tag|>" + tool_call.name }}""": "llama3_json",
+    """{{- "[TOOL_CALLS] [" }}""": "mistral",
+    """{{- "[TOOL_CALLS][" }}""": "mistral",
+    """{{- "[TOOL_CALLS]" + name + "[ARGS]" }}""": None,  # Mistral Small 3.2
+    """{{- "[TOOL_CALLS][ARGS]" }}""": None,
+    """{{ messages[0].content }}""": None,
+}
+
+
+@pytest.mark.parametrize(("source", "format"), TEMPLATES.items())
+def test_a_template_tells_the_format(source: str, format: str | None) -> None:
+    template = ChatTemplate("{{ messages }}", tool_source=source)
+    found = find_format("auto", template)
+    assert (found and found.name) == format
+    assert find_format("none", template) is None
+    assert find_format("mistral", template) is FORMATS["mistral"]
+
+
+SPACED = [
+    ("{s}x{s}", []),
+    ("x{s}<tool_call>{{}}", []),
+    ('x{s}<tool_call>{{"name": "f", "arguments": {{}}}}', [("f", "{}")]),
+    ('<tool_call>{s}{{"name": "f", "arguments": {{}}}}</tool_call>', []),
+    ('<tool_call>{{{s}"name"{s}:{s}"f",{s}"arguments": {{}}{s}}}{s}</tool_call>', [("f", "{}")]),
+    ('{s}{{"name": "f", "arguments": {{}}}}', []),
+]
+
+
+@pytest.mark.parametrize("format", ["hermes", "llama3_json"])
+@pytest.mark.parametrize(("text", "calls"), SPACED)
+@pytest.mark.parametrize("count", [WHITESPACE - 1, WHITESPACE, WHITESPACE + 1, 300])
+def test_white_space_in_any_pieces(format: str, text: str, calls: list[Call], count: int) -> None:
+    text = text.format(s=" \n" * (count // 2) + " " * (count % 2)).replace("<tool_call>", FORMATS[format].opening)
+    text = text.replace("</tool_call>", FORMATS[format].closing)
+    chance = random.Random(count)
+    once = parse(format, [text])
+    if count > WHITESPACE:
+        assert complete(once) == calls
+    for pieces in (text, pieces_of(text, chance), pieces_of(text, chance)):
+        assert without_ids(parse(format, pieces)) == without_ids(once)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("before", ["", "x", "marker", '{"name": "f", "arguments": {}}'])
+def test_white_space_without_an_end_is_not_held(format: str, before: str) -> None:
+    """Else each of its tokens would cost as much as all before it."""
+    parser = ToolCallParser(FORMATS[format], NAMES)
+    parser.push(FORMATS[format].opening if before == "marker" else before)
+    for _ in range(100):
+        parser.push(" \n" * 20)
+    assert len(parser._held) <= WHITESPACE

@@ -1,0 +1,85 @@
+"""Whose text an automaton reads: requests grow, end, are preempted, and hand their rows on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from eagle_server.plan import Decode, Sampling
+from eagle_server.worker.batch import DecodeBatch
+from eagle_server.worker.drafters.ngram.drafter import SCALE, NgramDrafter, NgramTries, packed
+from eagle_server.worker.drafters.ngram.suffix_automaton import SuffixAutomaton, Trie
+
+DEPTH, BUDGET = 4, 6
+
+
+def turn(row: int, text: Sequence[int]) -> Decode:
+    sampling = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0)
+    return Decode(row, len(text) - 1, text[-1] if text else 0, sampling, text)
+
+
+def from_scratch(text: Sequence[int]) -> Trie:
+    automaton = SuffixAutomaton(DEPTH)
+    automaton.extend(text)
+    return automaton.continuations(BUDGET)
+
+
+def test_a_text_that_grew_by_several_tokens_is_read_on() -> None:
+    tries, text = NgramTries(DEPTH, BUDGET), [1, 2, 3, 1, 2]
+    for more in ([], [3], [1, 2, 3, 4], [1], [2, 3]):
+        text.extend(more)
+        assert tries.of(turn(7, text)) == from_scratch(text)
+
+
+def test_a_row_that_another_request_took_over_is_read_anew() -> None:
+    """Even where its text begins with all that the row's last one held."""
+    tries, text = NgramTries(DEPTH, BUDGET), [1, 2, 3, 1, 2]
+    tries.of(turn(0, text))
+    for other in ([1, 2, 3, 1, 2, 9, 1], [4, 5, 4], [1, 2, 3, 1, 2]):
+        assert tries.of(turn(0, other)) == from_scratch(other)
+
+
+def test_a_resumed_request_is_read_in_its_new_row() -> None:
+    tries, text = NgramTries(DEPTH, BUDGET), [1, 2, 3, 1, 2]
+    first = tries.of(turn(0, text))
+    tries.forget(0)
+    assert tries.of(turn(3, text)) == first
+    tries.forget(5)  # one that never decoded
+
+
+def test_a_text_that_was_cut_is_read_anew() -> None:
+    tries, text = NgramTries(DEPTH, BUDGET), [1, 2, 3, 1, 2, 3, 1]
+    tries.of(turn(0, text))
+    del text[4:]
+    assert tries.of(turn(0, text)) == from_scratch(text)
+
+
+def test_requests_without_a_match_and_padding_draft_nothing() -> None:
+    """Of a batch of 4 the first finds something; the second does not, and the others are padding."""
+    drafter = NgramDrafter(NgramTries(DEPTH, BUDGET))
+    decodes = (turn(0, [1, 2, 1]), turn(1, [1, 2, 3]))
+    batch = SimpleNamespace(decodes=decodes, seq_lens_host=(2, 2, 1, 1), rows=torch.tensor([0, 1, 9, 9]))
+    nodes = drafter.propose(None, cast(DecodeBatch, cast(Any, batch)))
+    assert nodes.tokens.shape == nodes.parents.shape == (4, BUDGET)
+    assert nodes.spec_steps == DEPTH
+    assert nodes.tokens[0].tolist() == [2, 1, 2, 1, -1, -1]
+    assert nodes.parents[0].tolist() == [0, 1, 2, 3, 0, 0]
+    assert (nodes.tokens[1:] == -1).all()
+    assert (nodes.parents[1:] == 0).all()
+
+
+def test_estimates_travel_as_integers() -> None:
+    numbers = packed([Trie([5, 6], [0, 1], [0.25, 0.999])], size=2, width=3)
+    assert numbers.tolist() == [
+        [[5, 6, -1], [-1, -1, -1]],
+        [[0, 1, 0], [0, 0, 0]],
+        [[SCALE // 4, round(0.999 * SCALE), 0], [0, 0, 0]],
+    ]
+
+
+def test_what_is_expected_of_a_trie_is_the_sum_of_its_paths_chances() -> None:
+    assert Trie([5, 6, 7], [0, 1, 0], [0.5, 0.5, 0.25]).expected == 1.0
+    assert Trie([], [], []).expected == 0.0

@@ -1,0 +1,215 @@
+"""From the start of a cycle to the copy of its results nothing waits for the device.
+
+On a GPU `torch.cuda.set_sync_debug_mode` says so (tests/gpu). Here every operation that would have to read a device
+value, or to find out a size, is refused while the cycle runs as it does on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace as with_fields
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eagle_server.models.drafts.medusa import MedusaHeads
+from eagle_server.models.targets.interface import TargetModel
+from eagle_server.speculation.medusa_choices import PRESETS, truncated
+from eagle_server.speculation.typical import Typical
+from eagle_server.training.medusa import new_heads
+from eagle_server.worker import output_processing
+from tests.support.engines import random_head, random_target, request, run, speculative
+from tests.support.flashinfer_emulation import Emulation
+from tests.support.redrafter import random_redrafter
+from tests.support.replay import FirstCallRecorder
+
+aten = torch.ops.aten
+EVERYTHING: dict[str, Any] = {
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.2,
+    "presence_penalty": 0.1,
+    "logit_bias": ((5, 1.0), (6, -2.0)),
+    "allowed_token_ids": tuple(range(40)),
+    "bad_words": ((3,), (4, 5), (6, 7, 8)),
+    "min_tokens": 4,
+    "ignore_eos": True,
+    "stop_token_ids": (9,),
+}
+SYNCHRONIZE = {
+    aten.item.default,  # under inference mode; and bool(tensor)
+    aten._local_scalar_dense.default,
+    aten.where.default,  # the form that gives indices
+    aten.argwhere.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.unique_dim.default,
+    aten._unique2.default,
+    aten.equal.default,
+    aten.is_nonzero.default,
+}
+
+
+class Device(TorchDispatchMode):
+    """Refuses what synchronizes a GPU, except where a real library's kernels stand on the device's side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = False
+        self.refused: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.inside and (func in SYNCHRONIZE or self._selects(func, args, kwargs or {})):
+            self.refused.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _selects(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Indexing with a boolean mask, and repeats whose sum is not given."""
+        if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
+            return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        repeats = (aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor)
+        return func in repeats and kwargs.get("output_size") is None
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        before, self.inside = self.inside, False
+        yield
+        self.inside = before
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, device: Device, module: Emulation) -> None:
+    """Pause for the emulated kernels and plans, and from the copy to the host on."""
+
+    def aside(owner: Any, name: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def paused(*args: Any, **kwargs: Any) -> Any:
+            with device.outside():
+                return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, paused)
+
+    for wrapper in (module.BatchPrefillWithPagedKVCacheWrapper, module.BatchDecodeWithPagedKVCacheWrapper):
+        for name in ("__init__", "plan", "run", "workspace_size"):
+            aside(wrapper, name)
+    copy = output_processing.to_host
+
+    def to_host(*tensors: Tensor) -> tuple[Any, ...]:
+        device.inside = False
+        return copy(*tensors)
+
+    monkeypatch.setattr(output_processing, "to_host", to_host)
+
+
+def random_medusa(target: TargetModel) -> MedusaHeads:
+    heads = new_heads(target, 3, 1)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(0.0, 0.1)
+    return heads.requires_grad_(requires_grad=False)
+
+
+def head_of(target: TargetModel, kind: str) -> Any:
+    others = {"REDRAFTER": random_redrafter, "MEDUSA": random_medusa}
+    return others[kind](target) if kind in others else random_head(target, kind)
+
+
+def cycles(
+    monkeypatch: pytest.MonkeyPatch, topk: int, modes: dict[str, Any], kind: str = "EAGLE3"
+) -> tuple[Device, int]:
+    """Run mixed requests; what was refused, and how many cycles there were."""
+    target, module, device = random_target(), Emulation(), Device()
+    stand_ins = {"flashinfer": module, "recorder": FirstCallRecorder()}
+    engine = speculative(
+        target,
+        None if kind == "NGRAM" else head_of(target, kind),
+        3,
+        topk,
+        backend="flashinfer",
+        graph_sizes=(1, 2, 4),
+        max_running=4,
+        stand_ins=stand_ins,
+        chunk_tokens=16,
+        poison=False,
+        **modes,
+    )
+    watched(monkeypatch, device, module)
+    original = engine.worker.run
+
+    def worker_run(plan: Any) -> Any:
+        device.inside = True
+        try:
+            return original(plan)
+        finally:
+            device.inside = False
+
+    monkeypatch.setattr(engine.worker, "run", worker_run)
+    requests = [
+        request(0, range(1, 30)),
+        request(1, range(1, 9), seed=1, temperature=0.8, ignore_eos=True),
+        request(2, range(3, 40), seed=2, temperature=1.0, top_k=5, top_p=0.9),
+        request(3, range(5, 9), seed=3, temperature=0.7, min_tokens=6),
+        request(4, range(2, 19), seed=4, temperature=0.7, min_p=0.05, **EVERYTHING),
+        with_fields(request(5, range(2, 19), **EVERYTHING), speculative=False),
+        with_fields(request(6, range(1, 9)), trees=True),
+    ]
+    with device:
+        run(engine, requests[:2], joining={2: requests[2:]})
+    return device, engine.stats().cycles
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize("modes", [{}, {"verify_attention": "cascade", "draft_attention": "beams"}], ids=str)
+def test_no_cycle_waits_for_the_device_before_its_results_are_copied(
+    monkeypatch: pytest.MonkeyPatch, topk: int, modes: dict[str, Any]
+) -> None:
+    device, count = cycles(monkeypatch, topk, modes)
+    assert count > 5
+    assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+def test_no_cycle_of_redrafter_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, topk: int) -> None:
+    device, count = cycles(monkeypatch, topk, {}, "REDRAFTER")
+    assert count > 5
+    assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
+
+
+def test_no_cycle_with_typical_acceptance_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, count = cycles(monkeypatch, 4, {"acceptance": Typical(0.09, 0.3)})
+    assert count > 5
+    assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
+
+
+@pytest.mark.parametrize("kind", ["NGRAM", "EAGLE3", "REDRAFTER"])
+def test_no_cycle_with_ngrams_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    device, count = cycles(monkeypatch, 4, {"ngram_depth": 5}, kind)
+    assert count > 5
+    assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
+
+
+@pytest.mark.parametrize("ngram_depth", [0, 5])
+def test_no_cycle_of_medusa_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, ngram_depth: int) -> None:
+    choices = truncated(PRESETS["mc_sim_7b_63"], 3)
+    shape = {"choices": choices, "draft_token_num": len(choices) + 1, "ngram_depth": ngram_depth}
+    device, count = cycles(monkeypatch, 10, shape, "MEDUSA")
+    assert count > 5
+    assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
+
+
+def test_a_planted_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from eagle_server.worker.verifier import Verifier
+
+    keep = Verifier.keep
+
+    def waits(self: Verifier, batch: Any, tree: Any, accepted: Any) -> None:
+        assert accepted.accept_length.max().item() >= 0
+        keep(self, batch, tree, accepted)
+
+    monkeypatch.setattr(Verifier, "keep", waits)
+    device, _ = cycles(monkeypatch, 4, {})
+    assert set(device.refused) == {"aten.item.default"}

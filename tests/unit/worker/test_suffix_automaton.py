@@ -1,0 +1,100 @@
+"""The suffix automaton against counting by hand, and the tries that it proposes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle_server.worker.drafters.ngram.suffix_automaton import LONGEST, SHORTEST, SuffixAutomaton, Trie
+
+DEPTH = 3
+texts = st.lists(st.integers(0, 2), max_size=60) | st.lists(st.sampled_from([0, 0, 0, 0, 1]), max_size=60)
+
+
+def automaton(text: Sequence[int], depth: int = DEPTH) -> SuffixAutomaton:
+    grown = SuffixAutomaton(depth)
+    grown.extend(text)
+    return grown
+
+
+def occurrences(text: Sequence[int], part: Sequence[int]) -> int:
+    return sum(list(text[i : i + len(part)]) == list(part) for i in range(len(text) - len(part) + 1))
+
+
+def path(trie: Trie, node: int) -> list[int]:
+    """Tokens from the root to a node."""
+    return [] if node == 0 else [*path(trie, trie.parents[node - 1]), trie.tokens[node - 1]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts)
+def test_counts_are_those_of_every_substring_after_every_token(text: list[int]) -> None:
+    grown = SuffixAutomaton(DEPTH)
+    for end in range(1, len(text) + 1):
+        grown.extend(text[end - 1 : end])
+        so_far = text[:end]
+        for start in range(max(0, end - LONGEST - DEPTH), end):
+            assert grown.count(so_far[start:]) == occurrences(so_far, so_far[start:])
+    parts = {tuple(text[i : i + n]) for n in range(1, LONGEST + DEPTH + 1) for i in range(len(text) - n + 1)}
+    assert all(grown.count(part) == occurrences(text, part) for part in parts)
+    assert grown.count([7]) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts)
+def test_the_match_is_the_longest_suffix_that_occurred_before(text: list[int]) -> None:
+    longest = max((n for n in range(1, len(text)) if occurrences(text, text[-n:]) > 1), default=0)
+    grown = automaton(text)
+    assert grown.match()[1] == min(longest, LONGEST)
+
+
+@settings(max_examples=100, deadline=None)
+@given(texts, st.integers(0, 12))
+def test_a_trie_holds_continuations_parents_first_within_budget_and_depth(text: list[int], budget: int) -> None:
+    trie = automaton(text).continuations(budget)
+    assert len(trie.tokens) == len(trie.parents) == len(trie.estimates) <= budget
+    assert all(0 <= parent <= i for i, parent in enumerate(trie.parents))
+    assert len({*zip(trie.parents, trie.tokens, strict=True)}) == len(trie.tokens), "siblings differ"
+    chances = [1.0]
+    for i, (parent, estimate) in enumerate(zip(trie.parents, trie.estimates, strict=True)):
+        assert 0 < estimate < 1
+        chances.append(chances[parent] * estimate)
+        drafted = path(trie, i + 1)
+        assert len(drafted) <= DEPTH
+        # It follows a suffix of what stands before it, of SHORTEST tokens at least.
+        context = [*text, *drafted[:-1]][-SHORTEST:]
+        assert occurrences(text, [*context, drafted[-1]]) > 0
+    assert chances[1:] == sorted(chances[1:], reverse=True), "the best come first"
+    for parent in range(len(trie.tokens) + 1):
+        children = [e for e, p in zip(trie.estimates, trie.parents, strict=True) if p == parent]
+        assert sum(children) < 1 + 1e-9
+
+
+def test_a_text_that_never_repeated_itself_proposes_nothing() -> None:
+    assert automaton(range(50)).continuations(8) == Trie([], [], [])
+    assert automaton([]).continuations(8) == Trie([], [], [])
+
+
+def test_a_longer_match_outweighs_what_followed_a_shorter_one() -> None:
+    """After 1 2 3 came 4, once; after 2 3 came 9, twice. The text ends in 1 2 3."""
+    text = [1, 2, 3, 4, 8, 2, 3, 9, 7, 2, 3, 9, 6, 1, 2, 3]
+    trie = automaton(text).continuations(4)
+    assert (trie.tokens[0], trie.parents[0]) == (4, 0)
+    assert 9 in [token for token, parent in zip(trie.tokens, trie.parents, strict=True) if parent == 0]
+
+
+def test_a_period_is_continued_past_the_end_of_the_text() -> None:
+    trie = automaton([5, 6, 7] * 3, depth=8).continuations(8)
+    assert path(trie, 8) == [5, 6, 7, 5, 6, 7, 5, 6]
+    assert trie.estimates[0] > 0.8
+
+
+@pytest.mark.parametrize("text", [[0] * 20_000, [0, 1] * 10_000], ids=["one token", "two in turn"])
+def test_periodic_texts_cost_no_more_than_others(text: list[int]) -> None:
+    """Quadratic growth would take minutes."""
+    grown = automaton(text, depth=8)
+    assert grown.count(text[:5]) > 9_000
+    assert path(grown.continuations(8), 8) == text[:8]
