@@ -1,7 +1,7 @@
-"""What scheduler and worker say to each other each cycle: a plan down, a result back. Host values only.
+"""What scheduler and worker exchange each cycle: a plan down, a result back. Host values only.
 
-Terms: `row` is a request's row in req_to_token; `seq_len` its committed length L, so its target KV holds positions
-0..L-1; `verified_id` is the token at position L, known and emitted but in no KV yet.
+Terms: `req_pool_index` is a request's row in req_to_token. `seq_len` is its committed length L: its target KV holds
+positions 0..L-1. `verified_id` is the token at position L: sampled and sent, but not in KV yet.
 """
 
 from __future__ import annotations
@@ -14,136 +14,117 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_server.request import DraftTree, TokenLogprob
+from eagle_server.request import DraftTree, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """What drawing one request's tokens needs. `key` seeds its counter-based random numbers.
+class RequestSampling:
+    """How one request's tokens are drawn: its parameters, and what the engine adds to them."""
 
-    `forbidden` tokens (end of sequence, stop ids) have probability zero at positions below `allowed_from`. The first
-    `prompt_length` tokens of its text are the prompt. The rest is as in `SamplingParams`, where the order stands too.
-    """
+    params: SamplingParams
+    key: int  # seeds the request's counter-based random numbers
+    prompt_length: int = 0  # the first tokens of its text, which penalties count apart
+    stop_ids: tuple[int, ...] = ()  # probability zero before min_tokens are out: end of sequence, stop tokens
 
-    key: int
-    temperature: float
-    top_k: int
-    top_p: float
-    forbidden: tuple[int, ...] = ()
-    allowed_from: int = 0
-    logprobs: int | None = None
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    prompt_length: int = 0
+    @property
+    def allowed_from(self) -> int:
+        """The first position at which stop_ids may be drawn."""
+        return self.prompt_length + self.params.min_tokens
 
     @cached_property
     def penalized(self) -> bool:
         """Whether a draw depends on how often tokens occurred."""
-        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+        params = self.params
+        return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
     @cached_property
     def lookback(self) -> int:
-        """How many of a text's last tokens decide which bad word the next one would complete."""
-        return max(map(len, self.bad_words), default=1) - 1
+        """How many of a text's last tokens decide which bad word the next token would complete."""
+        return max(map(len, self.params.bad_words), default=1) - 1
 
 
-MASK_WORD = 32  # tokens to one number of a GrammarMatcher's masks
+MASK_WORD = 32  # tokens to one integer of a token mask
 
 
 class GrammarMatcher(Protocol):
-    """What one request's output must be, as far as it is written; it lives as long as the request."""
+    """Which tokens a grammar allows after one request's text. It lives as long as the request."""
 
     words: int  # of a mask, vocab / MASK_WORD rounded up
 
     def mask(self, text: Sequence[int], path: tuple[int, ...] = ()) -> NDArray[np.int32] | None:
-        """Which tokens may come after `text` and `path`: bits of int32 [words], the lowest first, not to be changed.
+        """The tokens allowed after `text` and then `path`: bits of int32 [words], lowest first. Do not change it.
 
-        None: the path may not stand there, or goes on after the output's end. `text` is the request's own list, which
-        grows. What was asked since it grew last is remembered: a tree costs as much level by level as at once.
+        None: the grammar refuses the path, or the path goes on after the output's end. `text` is the scheduler's list,
+        which grows. Results are kept until it grows, so a tree costs as much level by level as at once.
         """
         ...
 
 
 def allows(mask: NDArray[np.int32], token: int) -> bool:
-    """Whether a token's bit is set; padding, -1, has none."""
+    """Whether a token's bit is set. Padding, -1, has no bit."""
     return token >= 0 and bool(int(mask[token // MASK_WORD]) >> token % MASK_WORD & 1)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of prompt to prefill: `tokens` at positions start, start + 1, ...
+    """A piece of prompt to prefill: `tokens` at positions start, start + 1, ..."""
 
-    `next_token` is the prompt token after the chunk; None on the last chunk, whose last row draws it. `text` is as a
-    Decode's.
-    """
-
-    row: int
+    req_pool_index: int
     start: int
     tokens: tuple[int, ...]
-    next_token: int | None
-    sampling: Sampling
+    next_token: int | None  # the prompt token after the chunk; None: the last chunk, whose last row draws a token
+    sampling: RequestSampling
     prompt_logprobs: bool = False
-    text: Sequence[int] = field(default=(), compare=False, repr=False)
+    text: Sequence[int] = field(default=(), compare=False, repr=False)  # as a Decode's
     grammar_matcher: GrammarMatcher | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def following(self) -> tuple[int, ...]:
+        """The prompt tokens that come after the chunk's tokens, one for each but the prompt's last."""
+        return self.tokens[1:] + (() if self.next_token is None else (self.next_token,))
 
 
 @dataclass(frozen=True)
 class Decode:
-    """A running request's turn: draft, verify, accept.
+    """A request to decode in this cycle: draft, verify, accept."""
 
-    `text` is all of its tokens, prompt and output, the verified_id last: the scheduler's own list, which grows after
-    the cycle. Without `speculative` no draft of it is looked at. `trees`: it wants to know what was drafted.
-    """
-
-    row: int
+    req_pool_index: int
     seq_len: int
     verified_id: int
-    sampling: Sampling
+    sampling: RequestSampling
+    # All of its tokens, prompt and output, verified_id last: the scheduler's own list, which grows after the cycle.
     text: Sequence[int] = field(default=(), compare=False, repr=False)
-    speculative: bool = True
+    speculative: bool = True  # False: its drafts are not verified
     grammar_matcher: GrammarMatcher | None = field(default=None, compare=False, repr=False)
-    trees: bool = False
+    trees: bool = False  # return its draft tree
 
 
 @dataclass(frozen=True)
 class CyclePlan:
-    """One cycle. Rows in `released` ended since the last plan; the worker forgets what it kept for them."""
+    """One cycle. The requests in `released` have left since the last plan; the worker drops their state."""
 
     chunks: tuple[Chunk, ...] = ()
     decodes: tuple[Decode, ...] = ()
-    released: tuple[int, ...] = ()
-
-    @property
-    def rows(self) -> list[int]:
-        """Every row that takes part, decodes first."""
-        return [*(d.row for d in self.decodes), *(c.row for c in self.chunks)]
+    released: tuple[int, ...] = ()  # req_pool_indices
 
 
 @dataclass(frozen=True)
 class SequenceOutput:
-    """What one request got: for a decode the accepted tokens and the bonus, for a last chunk the drawn token.
-
-    `drafted` counts the proposed nodes; accepted drafts are len(tokens) - 1 of a decode. `failed` is a reason to end
-    the request after these tokens, if they do not end it: the next one's logits are not finite, or allow no token. All
-    tokens of such a decode are accepted drafts. `tree` is there for decodes that asked for it.
-    """
+    """What one scheduled request got: a decode its accepted tokens and the bonus, a last chunk its first token."""
 
     tokens: tuple[int, ...] = ()
-    drafted: int = 0
+    drafted: int = 0  # proposed nodes; len(tokens) - 1 of a decode's were accepted
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    # Why the request must end after these tokens: the next logits are not finite, or allow no token. All tokens of such
+    # a decode are accepted drafts.
     failed: str | None = None
-    tree: DraftTree | None = None
+    tree: DraftTree | None = None  # for decodes that asked for it
 
 
 @dataclass(frozen=True)
 class CycleResult:
-    """One entry per chunk and per decode of the plan, in its order."""
+    """One output per chunk and per decode of the plan, in its order."""
 
     chunks: tuple[SequenceOutput, ...] = ()
     decodes: tuple[SequenceOutput, ...] = ()

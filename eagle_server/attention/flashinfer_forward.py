@@ -175,7 +175,7 @@ class FlashInferPlan:
                 backend.scratch.write_mask(batch, batch.mask, sliding)
             if "cascade" in self.modes:
                 tree = tree_block(batch, batch.mask)
-        return BoundFlashInfer(self, batch.out_slots, tree)
+        return BoundFlashInfer(self, batch.out_cache_loc, tree)
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class BoundFlashInfer:
     """One planned forward; see `BoundAttention`."""
 
     prepared: FlashInferPlan
-    out_slots: Tensor
+    out_cache_loc: Tensor
     tree: TreeBlock | None
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
@@ -192,7 +192,7 @@ class BoundFlashInfer:
         if backend.scratch.owner is not self.prepared.token:
             raise RuntimeError("another forward of this backend was bound meanwhile; bind it after this one has run")
         pool = backend.pool
-        pool.write(layer.index, self.out_slots, k, v)
+        pool.write(layer.index, self.out_cache_loc, k, v)
         keys, values = pool.keys[layer.index], pool.values[layer.index]
         try:
             spec = backend.specs.index((layer.scale, layer.window))

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from eagle_server.attention.batches import attn_args_decode, attn_args_prefill, kv_arguments
 from eagle_server.attention.interface import AttentionBatch, TreeMask
-from eagle_server.ops.indices import build_beam_kv_indices, build_kv_indices
 from eagle_server.ops.mask import pack_tree_mask
 
 # How a forward is computed.
@@ -81,19 +81,16 @@ class Scratch:
         return self._masks[batch, *key]
 
     def write_slots(self, mode: Mode, batch: AttentionBatch) -> None:
-        """The slots that a forward of this mode reads."""
-        layout, mask, kv_lens = batch.layout, batch.mask, batch.kv_lens
+        """kv_indices of a forward in this mode."""
+        layout = batch.layout
         out = self.slots(mode, len(layout.q_lens), layout.q_len or 0)
-        if mode in ("cascade", "beams"):
-            assert layout.window is not None
-            kv_lens = kv_lens - layout.window
         if mode == "beams":
-            assert isinstance(mask, TreeMask) and layout.seen is not None
-            build_beam_kv_indices(batch.req_to_token, batch.rows, kv_lens, mask.window, layout.seen, out)
-            return
-        kv_indptr = int_buffer(len(kv_lens) + 1, kv_lens.device)
-        torch.cumsum(kv_lens, 0, dtype=torch.int32, out=kv_indptr[1:])
-        build_kv_indices(batch.req_to_token, batch.rows, kv_lens, kv_indptr, out)
+            attn_args_decode(batch, out)
+        elif mode == "cascade":
+            assert layout.window is not None
+            kv_arguments(batch.req_pool_indices, batch.kv_lens - layout.window, batch.req_to_token, out=out)
+        else:
+            attn_args_prefill(batch, out)
 
     def write_mask(self, batch: AttentionBatch, mask: TreeMask, sliding: int) -> None:
         """The tree mask over prefix and window, for layers with this sliding window."""
@@ -106,7 +103,7 @@ class Scratch:
 def tree_block(batch: AttentionBatch, mask: TreeMask) -> TreeBlock:
     width = mask.window.shape[2]
     places = batch.kv_lens[:, None] + torch.arange(-width, 0, device=batch.kv_lens.device)
-    return TreeBlock(batch.req_to_token[batch.rows[:, None], places], mask.window)
+    return TreeBlock(batch.req_to_token[batch.req_pool_indices[:, None], places], mask.window)
 
 
 def int_buffer(size: int, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -67,20 +67,61 @@ class Layout:
         return first if all(n == first for n in self.q_lens) else None
 
 
+AttnArgs = tuple[Tensor, Tensor, Tensor, TreeMask | None]  # kv_indices, kv_indptr, qo_indptr, custom mask
+
+
+class SpecInput(Protocol):
+    """What a speculative forward knows of its own attention: an EagleDraftInput or an EagleVerifyInput."""
+
+    @property
+    def tree_mask(self) -> TreeMask | None:
+        """None: the forward is causal."""
+        ...
+
+    def generate_attn_arg_prefill(
+        self,
+        req_pool_indices: Tensor,
+        paged_kernel_lens: Tensor,
+        req_to_token: Tensor,
+        kv_lens_sum: int | None = None,
+        out: Tensor | None = None,
+    ) -> AttnArgs:
+        """All rows of a request over one list of slots. kv_lens_sum and out as in `batches.kv_arguments`."""
+        ...
+
+
+@runtime_checkable
+class DraftStepInput(SpecInput, Protocol):
+    """A `SpecInput` whose rows may also be computed one by one."""
+
+    def generate_attn_arg_decode(
+        self, req_pool_indices: Tensor, paged_kernel_lens: Tensor, req_to_token: Tensor, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """kv_indices, kv_indptr, qo_indptr: every row is a query with its own list of slots."""
+        ...
+
+
 @dataclass(frozen=True)
 class AttentionBatch:
-    """One forward pass on the device. Query rows are concatenated by request; `layout` is the host's side of it.
+    """One forward on the device. Query rows are concatenated by request; `layout` is the host's side of it.
 
-    KV of request r is `req_to_token[rows[r], : kv_lens[r]]`: slots in token order, those of this forward's own tokens
-    included. `out_slots` is where the rows' new K and V are written.
+    KV of request r is `req_to_token[req_pool_indices[r], : kv_lens[r]]`: slots in token order, those of this forward's
+    own tokens included. `batches.py` makes all batches.
     """
 
-    rows: Tensor  # int64 [bs]
-    kv_lens: Tensor  # int64 [bs]
-    req_to_token: Tensor  # int32 [rows of the table, width]
-    out_slots: Tensor  # int64 [query rows]
+    req_pool_indices: Tensor  # int64 [bs], rows of req_to_token
+    kv_lens: Tensor  # int64 [bs], slots read
+    req_to_token: Tensor  # int32 [max requests, width]
+    out_cache_loc: Tensor  # int64 [query rows], slots that the rows' K and V are written to
     mask: Causal | TreeMask
     layout: Layout
+    spec_info: SpecInput | None = None
+    paged_kernel_lens: Tensor | None = None  # int64 [bs], the lengths that spec_info's generators take; None: kv_lens
+
+    @property
+    def spec_lens(self) -> Tensor:
+        """What to give spec_info's generators as paged_kernel_lens."""
+        return self.kv_lens if self.paged_kernel_lens is None else self.paged_kernel_lens
 
 
 class BoundAttention(Protocol):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_server.attention.batches import attn_args_prefill
 from eagle_server.attention.interface import AttentionBatch, LayerSpec, Layout, TreeMask
 from eagle_server.cache.pool import Pool
 from eagle_server.ops.upload import upload
@@ -66,7 +66,7 @@ class TorchNativePlan:
     graph_key: None = None
 
     def bind(self, batch: AttentionBatch) -> BoundTorchNative:
-        return BoundTorchNative(self.pool, batch.out_slots, tuple(_groups(batch)))
+        return BoundTorchNative(self.pool, batch.out_cache_loc, tuple(_groups(batch)))
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class BoundTorchNative:
     """One planned forward; see `BoundAttention`."""
 
     pool: Pool
-    out_slots: Tensor
+    out_cache_loc: Tensor
     groups: tuple[_Group, ...]
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
         """See `BoundAttention.run`."""
-        self.pool.write(layer.index, self.out_slots, k, v)
+        self.pool.write(layer.index, self.out_cache_loc, k, v)
         if len(self.groups) == 1 and self.groups[0].rows is None:
             return self._attend(q, self.groups[0], layer)
         out = q.new_empty(*q.shape[:2], v.shape[2])
@@ -118,36 +118,47 @@ def _capped(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, 
     return scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
 
 
+@dataclass(frozen=True)
+class _Indices:
+    """The arrays of a forward, and the lengths that the host knows."""
+
+    kv_indices: Tensor  # int32 [sum of kv_lens]
+    kv_indptr: Tensor  # int32 [bs + 1]
+    qo_indptr: Tensor  # int32 [bs + 1]
+    layout: Layout
+
+    def padded_slots(self, members: list[int]) -> tuple[Tensor, Tensor]:
+        """(slots [g, L], padded with slot 0; lengths [g, 1]) of some requests."""
+        lens = [self.layout.kv_lens[i] for i in members]
+        first, last = self.kv_indptr[:-1, None], self.kv_indptr[1:, None]
+        if len(members) < len(self.layout.kv_lens):
+            index = upload(members, first.device)
+            first, last = first.index_select(0, index), last.index_select(0, index)
+        elif min(lens) == max(lens):
+            return self.kv_indices.view(len(lens), -1), last - first
+        place = first + torch.arange(max(lens), device=first.device)
+        slots = self.kv_indices[place.clamp(max=len(self.kv_indices) - 1)]
+        return torch.where(place < last, slots, 0), last - first
+
+
 def _groups(batch: AttentionBatch) -> Iterator[_Group]:
-    lens = batch.layout.q_lens
-    if isinstance(batch.mask, TreeMask):
-        yield _tree_group(batch, batch.mask)
+    kv_indices, kv_indptr, qo_indptr, mask = attn_args_prefill(batch)
+    indices, lens = _Indices(kv_indices, kv_indptr, qo_indptr, batch.layout), batch.layout.q_lens
+    if mask is not None:
+        yield _tree_group(indices, mask)
         return
     short = [i for i, n in enumerate(lens) if n <= SHORT_QUERY]
     if short:
-        yield _causal_group(batch, short)
+        yield _causal_group(indices, short)
     for i, n in enumerate(lens):
         if n > SHORT_QUERY:
-            yield _causal_group(batch, [i])
+            yield _causal_group(indices, [i])
 
 
-def _padded_slots(batch: AttentionBatch, members: list[int]) -> tuple[Tensor, Tensor]:
-    """(slots [g, L], padded with slot 0; lengths [g, 1])."""
-    lens = [batch.layout.kv_lens[i] for i in members]
-    rows, kv_lens = batch.rows, batch.kv_lens[:, None]
-    if len(members) < len(batch.layout.kv_lens):
-        index = upload(members, rows.device)
-        rows, kv_lens = rows.index_select(0, index), kv_lens.index_select(0, index)
-    slots = batch.req_to_token.index_select(0, rows)[:, : max(lens)]
-    if min(lens) < max(lens):
-        slots = torch.where(torch.arange(max(lens), device=rows.device) < kv_lens, slots, 0)
-    return slots, kv_lens
-
-
-def _causal_group(batch: AttentionBatch, members: list[int]) -> _Group:
+def _causal_group(indices: _Indices, members: list[int]) -> _Group:
     """Query j of n over m columns sees columns up to m - n + j."""
-    slots, kv_lens = _padded_slots(batch, members)
-    device, layout = slots.device, batch.layout
+    slots, kv_lens = indices.padded_slots(members)
+    device, layout = slots.device, indices.layout
     q_lens = [layout.q_lens[i] for i in members]
     longest, width = max(q_lens), slots.shape[1]
     steps = torch.arange(longest, device=device)[None]
@@ -159,17 +170,17 @@ def _causal_group(batch: AttentionBatch, members: list[int]) -> _Group:
         counts = upload(q_lens, device)[:, None]
         positions = kv_lens - counts + steps
         kept = steps < counts
-        starts = [0, *accumulate(layout.q_lens)]
-        rows = (upload([starts[i] for i in members], device)[:, None] + steps) * kept
+        first = indices.qo_indptr.index_select(0, upload(members, device))
+        rows = (first[:, None] + steps) * kept
     allowed = None if longest == 1 and len(members) == 1 else columns[:, None, :] <= positions[:, :, None]
     return _Group(len(members), longest, width, rows, kept, slots.reshape(-1), positions, columns, allowed)
 
 
-def _tree_group(batch: AttentionBatch, mask: TreeMask) -> _Group:
+def _tree_group(indices: _Indices, mask: TreeMask) -> _Group:
     """Every query sees the prefix, and of the window behind it what the mask allows."""
     size, rows, window = mask.window.shape
-    slots, kv_lens = _padded_slots(batch, list(range(size)))
-    lens = batch.layout.kv_lens
+    slots, kv_lens = indices.padded_slots(list(range(size)))
+    lens = indices.layout.kv_lens
     prefix = kv_lens - window  # [g, 1]
     columns = torch.arange(slots.shape[1], device=slots.device)[None].expand(size, -1)
     if min(lens) == max(lens):

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from eagle_server.bench.demo import Tally, demo_engine, held_out, measure
 from eagle_server.engine.engine import Engine
-from eagle_server.speculation.medusa_choices import PRESETS
+from eagle_server.speculation.static_tree import PRESETS
 
 SETTLING = 160  # tokens after which the demo's greedy answers repeat themselves; it copies little from its prompts
 

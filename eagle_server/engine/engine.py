@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from eagle_server.engine.grammars import Compiled, Grammars
 from eagle_server.engine.refusals import refusal
-from eagle_server.plan import Sampling
+from eagle_server.plan import RequestSampling
 from eagle_server.request import CycleStats, EngineStats, FinishReason, Flushed, Ready, Request, TokenDelta
 from eagle_server.scheduling.scheduler import Scheduler
 from eagle_server.speculation.random import request_key
@@ -77,7 +77,13 @@ class Engine:
         # A checkpoint's config may name an end of sequence beyond its vocabulary; it can never be drawn.
         stop_ids = frozenset(i for i in (*ends, *params.stop_token_ids) if 0 <= i < self._ready.vocab_size)
         grammar_matcher = None if compiled is None else compiled.follow(prompt_length, stop_ids)
-        self.scheduler.add(request, _sampling(request, stop_ids), stop_ids, grammar_matcher)
+        sampling = RequestSampling(
+            params,
+            key=request_key(params.seed, request.choice),
+            prompt_length=prompt_length,
+            stop_ids=tuple(sorted(stop_ids)) if params.min_tokens else (),
+        )
+        self.scheduler.add(request, sampling, stop_ids, grammar_matcher)
 
     def abort(self, request_id: str) -> None:
         """End a request and free its KV; an unknown id is ignored."""
@@ -143,24 +149,3 @@ class Engine:
     def check(self) -> None:
         """Assert that no KV page is lost or held twice."""
         self.scheduler.kv.check()
-
-
-def _sampling(request: Request, stop_ids: frozenset[int]) -> Sampling:
-    params, prompt_length = request.sampling, len(request.prompt_token_ids)
-    return Sampling(
-        key=request_key(params.seed, request.choice),
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        forbidden=tuple(sorted(stop_ids)) if params.min_tokens else (),
-        allowed_from=prompt_length + params.min_tokens,
-        logprobs=params.logprobs,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
-        logit_bias=params.logit_bias,
-        allowed_token_ids=params.allowed_token_ids,
-        bad_words=params.bad_words,
-        prompt_length=prompt_length,
-    )

@@ -9,7 +9,7 @@ from pathlib import Path
 from eagle_server.engine.shape import EngineConfig
 from eagle_server.models.checkpoints.load_draft import LoadedDraft
 from eagle_server.models.drafts.medusa import MedusaHeads
-from eagle_server.speculation.medusa_choices import (
+from eagle_server.speculation.static_tree import (
     DEFAULT,
     PRESETS,
     Choices,

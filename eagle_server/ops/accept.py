@@ -35,28 +35,6 @@ def walk_tree(
     return walk(draft_token, parents, depths, mask, drawn, finite_rows, spec_steps)
 
 
-def verify_tree_greedy(
-    draft_token: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    target_argmax: Tensor,
-    spec_steps: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same walk by links, under its established name: from each node to its first child that equals its draw.
-
-    Where siblings hold one token twice this follows the first of them, `walk_tree` the one that leads farther.
-
-    Args:
-        draft_token, target_argmax: int64 [bs, D].
-        retrive_next_token, retrive_next_sibling: int64 [bs, D], -1: none.
-
-    Returns:
-        path int64 [bs, spec_steps + 1], accept_length int64 [bs], tokens int64 [bs, spec_steps + 1], as `walk_tree`.
-    """
-    walk = _launch_greedy if on_gpu(draft_token) else _greedy_torch
-    return walk(draft_token, retrive_next_token, retrive_next_sibling, target_argmax, spec_steps)
-
-
 def _walk_torch(
     draft_token: Tensor,
     parents: Tensor,
@@ -87,28 +65,6 @@ def path_to(last: Tensor, depths: Tensor, mask: Tensor, spec_steps: int) -> tupl
     nodes = torch.arange(size, device=depths.device).expand(bs, -1)
     path = depths.new_full((bs, spec_steps + 2), -1).scatter(1, column, nodes)
     return path[:, :-1], on_path
-
-
-def _greedy_torch(
-    draft_token: Tensor, next_token: Tensor, next_sibling: Tensor, target_argmax: Tensor, spec_steps: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    def at(values: Tensor, node: Tensor) -> Tensor:
-        return values.gather(1, node.clamp(min=0)[:, None])[:, 0]
-
-    last = torch.zeros_like(draft_token[:, 0])
-    path = [last]
-    for _ in range(spec_steps):
-        node = torch.where(path[-1] < 0, -1, at(next_token, last))
-        wanted = at(target_argmax, last)
-        for _ in range(draft_token.shape[1] - 2):
-            refused = (node >= 0) & (at(draft_token, node) != wanted)
-            node = torch.where(refused, at(next_sibling, node), node)
-        node = torch.where((node >= 0) & (at(draft_token, node) == wanted), node, -1)
-        last = torch.where(node < 0, last, node)
-        path.append(node)
-    nodes = torch.stack(path, dim=1)
-    tokens = torch.where(nodes < 0, -1, target_argmax.gather(1, nodes.clamp(min=0)))
-    return nodes, (nodes >= 0).sum(1) - 1, tokens
 
 
 def _launch_walk(
@@ -142,24 +98,6 @@ def _launch_walk(
         WIDTH=power_of_two(spec_steps + 1),
     )
     return path, accept_length, tokens, finite
-
-
-def _launch_greedy(
-    draft_token: Tensor, next_token: Tensor, next_sibling: Tensor, target_argmax: Tensor, spec_steps: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    path, accept_length, tokens = _results(draft_token, spec_steps)
-    _greedy_kernel[len(draft_token),](
-        draft_token.contiguous(),
-        next_token.contiguous(),
-        next_sibling.contiguous(),
-        target_argmax.contiguous(),
-        path,
-        accept_length,
-        tokens,
-        draft_token.shape[1],
-        spec_steps + 1,
-    )
-    return path, accept_length, tokens
 
 
 def _results(draft_token: Tensor, spec_steps: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,35 +153,3 @@ def _walk_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     tl.store(accept_length + request, deepest.to(tl.int64))
     good = tl.load(finite_rows + here + node, mask=exists & on_path, other=1)
     tl.store(finite + request, tl.min(good.to(tl.int32), 0).to(tl.uint8))
-
-
-@jit
-def _greedy_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
-    draft_token, next_token, next_sibling, target_argmax, path, accept_length, tokens, size, width
-):
-    request = tl.program_id(0)
-    here = request * size
-    out = request * width
-    last = 0
-    length = 0
-    wanted = tl.load(target_argmax + here)
-    tl.store(path + out, 0)
-    tl.store(tokens + out, wanted)
-    for step in range(1, width):
-        node = tl.load(next_token + here + last).to(tl.int32)
-        if length < step - 1:
-            node = -1  # the walk has ended before
-        looking = node >= 0
-        while looking:
-            if tl.load(draft_token + here + node) == wanted:
-                looking = node < 0
-            else:
-                node = tl.load(next_sibling + here + node).to(tl.int32)
-                looking = node >= 0
-        if node >= 0:
-            last = node
-            length = step
-            wanted = tl.load(target_argmax + here + last)
-        tl.store(path + out + step, node.to(tl.int64))
-        tl.store(tokens + out + step, tl.where(node >= 0, wanted, -1))
-    tl.store(accept_length + request, length)

@@ -26,11 +26,6 @@ def link_tree(selected_index: Tensor, parent_list: Tensor, topk: int, spec_steps
     return _link_torch(selected_index, parent_list, topk, spec_steps)
 
 
-def retrive_links(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """First child and next sibling of each node, -1 if none: int64 [bs, D] each, from parents int64 [bs, D]."""
-    return _launch_links(parents) if on_gpu(parents) else _links_torch(parents)
-
-
 def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     """Ancestor-or-self mask, bool [bs, D, D], and depths, int64 [bs, D], of trees no deeper than `depth`.
 
@@ -64,18 +59,6 @@ def _link_torch(
     return parents, depths, mask
 
 
-def _links_torch(parents: Tensor) -> tuple[Tensor, Tensor]:
-    nodes = torch.arange(parents.shape[1], device=parents.device)
-    is_child = parents[:, None, :] == nodes[None, :, None]  # [bs, node, child]
-    same = (parents[:, :, None] == parents[:, None, :]) & (nodes[None, None, :] > nodes[None, :, None])
-    return _first(is_child), _first(same)
-
-
-def _first(marks: Tensor) -> Tensor:
-    """The first marked place of the last dimension, -1 if none."""
-    return torch.where(marks.any(-1), marks.int().argmax(-1), -1)
-
-
 def _launch_link(
     selected_index: Tensor, parent_list: Tensor, topk: int, spec_steps: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,16 +82,6 @@ def _launch_link(
         NODES=power_of_two(size),
     )
     return parents, depths, mask
-
-
-def _launch_links(parents: Tensor) -> tuple[Tensor, Tensor]:
-    bs, size = parents.shape
-    next_token = torch.empty(bs, size, dtype=torch.int64, device=parents.device)
-    next_sibling = torch.empty_like(next_token)
-    _links_kernel[bs, blocks(size, _ROWS)](
-        parents.contiguous(), next_token, next_sibling, size, ROWS=_ROWS, NODES=power_of_two(size)
-    )
-    return next_token, next_sibling
 
 
 @jit
@@ -161,22 +134,3 @@ def _place(selected, index, drafted, HALVINGS: tl.constexpr):  # type: ignore[no
         low = tl.where((middle < high) & below, middle + 1, low)
         high = tl.where((middle < high) & ~below, middle, high)
     return low
-
-
-@jit
-def _links_kernel(  # type: ignore[no-untyped-def]
-    parents, next_token, next_sibling, size, ROWS: tl.constexpr, NODES: tl.constexpr
-):
-    request = tl.program_id(0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, NODES)
-    of_row = tl.load(parents + request * size + row, mask=row < size, other=-2)
-    of_column = tl.load(parents + request * size + column, mask=column < size, other=-2)[None, :]
-    place = tl.broadcast_to(column[None, :], [ROWS, NODES])
-    is_child = (of_column == row[:, None]) & (column < size)[None, :]
-    same = (of_column == of_row[:, None]) & (column[None, :] > row[:, None]) & (column < size)[None, :]
-    child = tl.min(tl.where(is_child, place, NODES), 1)
-    sibling = tl.min(tl.where(same, place, NODES), 1)
-    out = request * size + row
-    tl.store(next_token + out, tl.where(child == NODES, -1, child).to(tl.int64), mask=row < size)
-    tl.store(next_sibling + out, tl.where(sibling == NODES, -1, sibling).to(tl.int64), mask=row < size)

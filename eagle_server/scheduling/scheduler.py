@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from eagle_server.cache.manager import KVCacheManager
-from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, GrammarMatcher, Sampling, SequenceOutput
+from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, GrammarMatcher, RequestSampling, SequenceOutput
 from eagle_server.request import CycleStats, FinishReason, Request, SpecStats, TokenDelta
 from eagle_server.scheduling.sequence import Sequence
 
@@ -86,14 +86,14 @@ class Scheduler:
     def add(
         self,
         request: Request,
-        sampling: Sampling,
+        sampling: RequestSampling,
         stop_ids: frozenset[int],
         grammar_matcher: GrammarMatcher | None = None,
     ) -> None:
         """Queue a request that `refusal` has nothing against."""
         self._arrivals += 1
         tokens = list(request.prompt_token_ids)
-        lossy = self.limits.lossy if sampling.temperature > 0 else None
+        lossy = self.limits.lossy if sampling.params.temperature > 0 else None
         spec = SpecStats(histogram=[0] * (self.limits.spec_steps + 1), lossy=lossy)
         self.waiting.append(Sequence(request, sampling, stop_ids, self._arrivals, tokens, spec, grammar_matcher))
 
@@ -199,7 +199,7 @@ class Scheduler:
         """Give the KV back; what draft and target have both written goes to the prefix cache."""
         assert sequence.allocation is not None
         self.running.remove(sequence)
-        self._released.append(sequence.row)
+        self._released.append(sequence.req_pool_index)
         cached = sequence.allocation.shared * self.kv.page_size
         self.kv.end(sequence.allocation, sequence.tokens, sequence.draft_computed_tokens if cache else cached)
         sequence.allocation = None
@@ -271,7 +271,7 @@ class Scheduler:
 def _chunk(sequence: Sequence, budget: int) -> Chunk:
     end = min(sequence.num_prefill_tokens, sequence.num_computed_tokens + budget)
     return Chunk(
-        row=sequence.row,
+        req_pool_index=sequence.req_pool_index,
         start=sequence.num_computed_tokens,
         tokens=tuple(sequence.tokens[sequence.num_computed_tokens : end]),
         next_token=sequence.tokens[end] if end < sequence.num_prefill_tokens else None,
@@ -284,7 +284,7 @@ def _chunk(sequence: Sequence, budget: int) -> Chunk:
 
 def _decode(sequence: Sequence) -> Decode:
     return Decode(
-        row=sequence.row,
+        req_pool_index=sequence.req_pool_index,
         seq_len=sequence.num_computed_tokens,
         verified_id=sequence.tokens[-1],
         sampling=sequence.sampling,

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from eagle_server.cache.manager import KVAllocation
-from eagle_server.plan import GrammarMatcher, Sampling
+from eagle_server.plan import GrammarMatcher, RequestSampling
 from eagle_server.request import FinishReason, Request, SpecStats, Timing, TokenLogprob
 
 
@@ -38,7 +38,7 @@ class Sequence:
     """
 
     request: Request
-    sampling: Sampling
+    sampling: RequestSampling
     stop_ids: frozenset[int]
     arrival: int
     tokens: list[int]
@@ -65,14 +65,14 @@ class Sequence:
         return self.num_computed_tokens < self.num_prefill_tokens
 
     @property
-    def row(self) -> int:
+    def req_pool_index(self) -> int:
         assert self.allocation is not None
         return self.allocation.row
 
     def allow_ends(self) -> None:
         """Once min_tokens are out, no token is forbidden any more, and drawing need not look."""
-        if self.sampling.forbidden and self.output_length >= self.request.sampling.min_tokens:
-            self.sampling = replace(self.sampling, forbidden=())
+        if self.sampling.stop_ids and self.output_length >= self.request.sampling.min_tokens:
+            self.sampling = replace(self.sampling, stop_ids=())
 
     def finish_after(self, token: int) -> FinishReason | None:
         """Why the sequence ends with `token`, its newest; None if it goes on.

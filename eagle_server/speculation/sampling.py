@@ -16,7 +16,7 @@ from eagle_server.ops.draw import draw_tokens
 from eagle_server.ops.gumbel import gumbel
 from eagle_server.ops.triton_support import on_gpu
 from eagle_server.ops.upload import upload
-from eagle_server.plan import Sampling
+from eagle_server.plan import RequestSampling
 from eagle_server.speculation.transforms import Paths, PenalizerState, Rows, Transform, transforms_of
 
 _SORTED_ROWS = 64  # of logits at a time, on a GPU: some 56 bytes for each of their tokens
@@ -40,22 +40,23 @@ class SamplingBatch:
     penalizer_state: PenalizerState = field(default_factory=PenalizerState)  # of the texts at this cycle's start
 
     @classmethod
-    def of(cls, settings: Sequence[Sampling], device: torch.device) -> SamplingBatch:
-        stochastic = [i for i, s in enumerate(settings) if s.temperature > 0]
-        truncated = [n for n, i in enumerate(stochastic) if settings[i].top_k > 0 or settings[i].top_p < 1]
-        limits = [settings[stochastic[n]] for n in truncated]
-        floored = [n for n, i in enumerate(stochastic) if settings[i].min_p > 0]
+    def of(cls, settings: Sequence[RequestSampling], device: torch.device) -> SamplingBatch:
+        params = [s.params for s in settings]
+        stochastic = [i for i, p in enumerate(params) if p.temperature > 0]
+        truncated = [n for n, i in enumerate(stochastic) if params[i].top_k > 0 or params[i].top_p < 1]
+        limits = [params[stochastic[n]] for n in truncated]
+        floored = [n for n, i in enumerate(stochastic) if params[i].min_p > 0]
         return cls(
             all_keys=upload([s.key for s in settings], device),
-            all_temperature=upload([s.temperature for s in settings], device, torch.float32),
+            all_temperature=upload([p.temperature for p in params], device, torch.float32),
             stochastic=_indices(stochastic, device),
             keys=upload([settings[i].key for i in stochastic], device),
-            temperature=upload([settings[i].temperature for i in stochastic], device, torch.float32),
+            temperature=upload([params[i].temperature for i in stochastic], device, torch.float32),
             truncated=_indices(truncated, device),
-            top_k=upload([s.top_k or 1 << 40 for s in limits], device),
-            top_p=upload([s.top_p for s in limits], device, torch.float32),
+            top_k=upload([p.top_k or 1 << 40 for p in limits], device),
+            top_p=upload([p.top_p for p in limits], device, torch.float32),
             floored=_indices(floored, device),
-            min_p=upload([settings[stochastic[n]].min_p for n in floored], device, torch.float32),
+            min_p=upload([params[stochastic[n]].min_p for n in floored], device, torch.float32),
             transforms=transforms_of(settings, device),
         )
 
@@ -173,6 +174,12 @@ def above_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
     """-inf where a token has less than min_p [n] times the best one's probability; as `truncate` else."""
     least = logits.amax(dim=-1, keepdim=True) + min_p.log()[:, None, None]
     return logits.masked_fill(logits < least, float("-inf"))
+
+
+def typical_threshold(probability: Tensor, posterior_threshold: float, posterior_alpha: float) -> Tensor:
+    """min(eps, alpha * exp(-H(p))), [..] of distributions [.., V]."""
+    entropy = -(probability * (probability + 1e-5).log()).sum(-1)
+    return (posterior_alpha * (-entropy).exp()).clamp(max=posterior_threshold)
 
 
 def _noise(keys: Tensor, positions: Tensor, vocab_size: int, span: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.upload import upload
-from eagle_server.plan import MASK_WORD, Sampling
+from eagle_server.plan import MASK_WORD, RequestSampling
 
 _OFF = float("-inf")
 BEGINNING = -2  # in a tail, what stands before the text
@@ -95,11 +95,14 @@ class LogitBias:
     values: Tensor  # float32 [entries]
 
     @classmethod
-    def of(cls, settings: Sequence[Sampling], device: torch.device) -> LogitBias | None:
+    def of(cls, settings: Sequence[RequestSampling], device: torch.device) -> LogitBias | None:
         entries = [
             (request, token, value)
             for request, setting in enumerate(settings)
-            for token, value in (*setting.logit_bias, *((w[0], _OFF) for w in setting.bad_words if len(w) == 1))
+            for token, value in (
+                *setting.params.logit_bias,
+                *((w[0], _OFF) for w in setting.params.bad_words if len(w) == 1),
+            )
         ]
         if not entries:
             return None
@@ -119,11 +122,11 @@ class AllowedTokens:
     entries: Tensor  # int64 [2, entries], numbers into `requests`, and tokens
 
     @classmethod
-    def of(cls, settings: Sequence[Sampling], device: torch.device) -> AllowedTokens | None:
-        requests = [i for i, setting in enumerate(settings) if setting.allowed_token_ids is not None]
+    def of(cls, settings: Sequence[RequestSampling], device: torch.device) -> AllowedTokens | None:
+        requests = [i for i, setting in enumerate(settings) if setting.params.allowed_token_ids is not None]
         if not requests:
             return None
-        entries = [(n, t) for n, i in enumerate(requests) for t in settings[i].allowed_token_ids or ()]
+        entries = [(n, t) for n, i in enumerate(requests) for t in settings[i].params.allowed_token_ids or ()]
         return cls(upload(requests, device), upload(entries, device).view(-1, 2).T)
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
@@ -141,12 +144,12 @@ class BadWords:
     beginnings: Tensor  # int64 [words, longest lookback], the other tokens, newest first, then -1
 
     @classmethod
-    def of(cls, settings: Sequence[Sampling], device: torch.device) -> BadWords | None:
+    def of(cls, settings: Sequence[RequestSampling], device: torch.device) -> BadWords | None:
         requests = [i for i, setting in enumerate(settings) if setting.lookback]
         if not requests:
             return None
         width = max(settings[i].lookback for i in requests)
-        words = [(n, i, word) for n, i in enumerate(requests) for word in settings[i].bad_words if len(word) > 1]
+        words = [(n, i, word) for n, i in enumerate(requests) for word in settings[i].params.bad_words if len(word) > 1]
         ids = upload([(n, i, word[-1]) for n, i, word in words], device).T
         beginnings = [[*word[-2::-1], *[_ANY] * (width - len(word) + 1)] for _, _, word in words]
         return cls(upload(requests, device), ids, upload(beginnings, device))
@@ -169,8 +172,8 @@ class MinTokens:
     allowed_from: Tensor  # int64 [entries]
 
     @classmethod
-    def of(cls, settings: Sequence[Sampling], device: torch.device) -> MinTokens | None:
-        entries = [(i, token, s.allowed_from) for i, s in enumerate(settings) for token in s.forbidden]
+    def of(cls, settings: Sequence[RequestSampling], device: torch.device) -> MinTokens | None:
+        entries = [(i, token, s.allowed_from) for i, s in enumerate(settings) for token in s.stop_ids]
         return cls(*upload(entries, device).T) if entries else None
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
@@ -187,11 +190,12 @@ class Penalties:
     strength: Tensor  # float32 [3, h], r, f and p of each
 
     @classmethod
-    def of(cls, settings: Sequence[Sampling], device: torch.device) -> Penalties | None:
+    def of(cls, settings: Sequence[RequestSampling], device: torch.device) -> Penalties | None:
         chosen = [(i, setting) for i, setting in enumerate(settings) if setting.penalized]
         if not chosen:
             return None
-        strength = [(s.repetition_penalty, s.frequency_penalty, s.presence_penalty) for _, s in chosen]
+        params = [setting.params for _, setting in chosen]
+        strength = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
         return cls(upload([i for i, _ in chosen], device), upload(strength, device, torch.float32).T)
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
@@ -208,7 +212,7 @@ class Penalties:
             logits.index_copy_(0, requests, penalized)
 
 
-def transforms_of(settings: Sequence[Sampling], device: torch.device) -> tuple[Transform, ...]:
+def transforms_of(settings: Sequence[RequestSampling], device: torch.device) -> tuple[Transform, ...]:
     """What a batch of these settings needs, in order. Grammars' Masks, new in every cycle, come before."""
     found: tuple[Transform | None, ...] = (
         LogitBias.of(settings, device),

@@ -8,9 +8,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from eagle_server.attention.interface import AttentionBatch, Causal, Layout, TreeMask
-from eagle_server.ops.tree import ancestors, link_tree, retrive_links
-from eagle_server.speculation.attention_args import batch_arguments, kv_arguments
+from eagle_server.attention.batches import even_indptr, kv_arguments
+from eagle_server.attention.interface import AttnArgs, TreeMask
+from eagle_server.ops.tree import ancestors, link_tree
+from eagle_server.speculation.reference import retrive_links
 
 
 @dataclass(frozen=True)
@@ -83,39 +84,40 @@ class EagleVerifyInput:
     def _links(self) -> tuple[Tensor, Tensor]:
         return retrive_links(self.parents)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What differs between trees of one shape; see `with_tensors`."""
+        return (self.draft_token, self.custom_mask, self.positions, self.parents, self.depths)
+
+    def with_tensors(self, *tensors: Tensor) -> EagleVerifyInput:
+        """Trees of the same numbers with other `tensors`; their scores are dropped."""
+        draft_token, custom_mask, positions, parents, depths = tensors
+        return EagleVerifyInput(
+            draft_token, custom_mask, positions, parents, depths, self.spec_steps, self.topk, self.draft_token_num
+        )
+
+    @cached_property
+    def tree_mask(self) -> TreeMask | None:
+        """The mask as attention takes it. A chain is causal."""
+        return None if self.topk == 1 else TreeMask(self.custom_mask, row_depths=self.depths, column_depths=self.depths)
+
     def generate_attn_arg_prefill(
-        self, req_pool_indices: Tensor, paged_kernel_lens: Tensor, req_to_token: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Arguments of the verify pass, page size 1: (kv_indices, kv_indptr, qo_indptr, custom_mask).
+        self,
+        req_pool_indices: Tensor,
+        paged_kernel_lens: Tensor,
+        req_to_token: Tensor,
+        kv_lens_sum: int | None = None,
+        out: Tensor | None = None,
+    ) -> AttnArgs:
+        """Arguments of the verify forward, page size 1: kv_indices, kv_indptr, qo_indptr, mask.
 
-        paged_kernel_lens are committed lengths L; each request reads L + D slots with D query rows. The mask comes as
-        the full [D, L + D] rows of every request, flattened and concatenated, as FlashInfer's plan takes it.
+        paged_kernel_lens int64 [bs] are committed lengths L. Each request reads L + D slots with D query rows. The mask
+        is the query window's; `reference.flat_custom_mask` expands it to what FlashInfer's plan takes.
         """
-        bs, size = self.parents.shape
-        kv_lens = paged_kernel_lens + size
-        kv_indptr, kv_indices = kv_arguments(req_pool_indices, kv_lens, req_to_token)
-        qo_indptr = torch.arange(0, (bs + 1) * size, size, dtype=torch.int32, device=self.parents.device)
-        columns = torch.arange(req_to_token.shape[1], device=self.parents.device)[None]
-        offset = (columns - paged_kernel_lens[:, None])[:, None].expand(-1, size, -1)  # [bs, D, width]
-        window = self.custom_mask.gather(2, offset.clamp(0, size - 1))
-        full = (offset < 0) | window
-        return kv_indices, kv_indptr, qo_indptr, full[offset < size]
-
-
-def verify_layout(seq_lens: tuple[int, ...], draft_token_num: int, topk: int) -> Layout:
-    """The verify pass of requests of these committed lengths, before their trees are known."""
-    size = draft_token_num
-    lens = tuple(length + size for length in seq_lens)
-    return Layout((size,) * len(lens), lens, window=None if topk == 1 else size)
-
-
-def verify_attention(
-    custom_mask: Tensor, depths: Tensor, rows: Tensor, seq_lens: Tensor, req_to_token: Tensor, layout: Layout
-) -> AttentionBatch:
-    """The verify pass as the attention contract has it: node i writes window slot i. A chain is causal."""
-    causal = layout.window is None
-    mask = Causal() if causal else TreeMask(custom_mask, row_depths=depths, column_depths=depths)
-    return batch_arguments(rows, seq_lens + depths.shape[1], req_to_token, mask, layout)
+        kv_lens = paged_kernel_lens + self.draft_token_num
+        kv_indptr, kv_indices = kv_arguments(req_pool_indices, kv_lens, req_to_token, kv_lens_sum, out)
+        qo_indptr = even_indptr(len(req_pool_indices), self.draft_token_num, kv_lens.device)
+        return kv_indices, kv_indptr, qo_indptr, self.tree_mask
 
 
 def build_tree(

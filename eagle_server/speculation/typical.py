@@ -16,8 +16,7 @@ from torch import Tensor
 
 from eagle_server.ops.accept import path_to
 from eagle_server.speculation.accept import Accepted, paths_of
-from eagle_server.speculation.medusa import typical_threshold
-from eagle_server.speculation.sampling import SamplingBatch, draw, sampling_probs
+from eagle_server.speculation.sampling import SamplingBatch, draw, sampling_probs, typical_threshold
 from eagle_server.speculation.tree import EagleVerifyInput
 
 _ROWS = 64  # of distributions at a time, of which the entropy takes two copies

@@ -9,16 +9,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from eagle_server.attention.batches import prefill_batch
 from eagle_server.attention.interface import AttentionBatch, Causal, Layout
 from eagle_server.cache.page_table import PageTable
 from eagle_server.ops.upload import upload
-from eagle_server.plan import Chunk, CyclePlan, Decode, Sampling
-from eagle_server.speculation.attention_args import batch_arguments
+from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling
+from eagle_server.request import SamplingParams
 from eagle_server.speculation.sampling import SamplingBatch
+from eagle_server.worker.accepted_tokens import AcceptedTokens
 from eagle_server.worker.draft_token_mask import DraftTokenMask, draft_token_mask
 from eagle_server.worker.penalizer_state import PenalizerStates
 
-_PADDING = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0)
+_PADDING = RequestSampling(SamplingParams(max_tokens=1, seed=0, temperature=0.0), key=0)
 
 
 class ReqToToken:
@@ -39,59 +41,29 @@ class ReqToToken:
                 self.tensor.index_put_((row, position), slot.to(torch.int32))
 
 
-class Carry:
-    """What verification leaves for the drafter: per row of req_to_token, tokens with the target's features.
-
-    Entry j of a row pairs tokens[j], which stands at position seq_len - count + j + 1, with the feature of the position
-    before it. `counts` says how many entries of a row are meant; the others hold some valid token and finite features.
-    """
-
-    def __init__(self, rows: int, width: int, device: torch.device) -> None:
-        self.width = width
-        self.tokens = torch.zeros(rows, width, dtype=torch.int64, device=device)
-        self.features: Tensor | None = None
-        self.counts: dict[int, int] = {}
-
-    def put(self, rows: Tensor, tokens: Tensor, features: Tensor) -> None:
-        """Leave tokens int64 [n, w] and features [n, w, F] in `rows` int64 [n], from entry 0 on."""
-        if self.features is None:
-            shape = (*self.tokens.shape, features.shape[2])
-            self.features = torch.zeros(shape, dtype=features.dtype, device=features.device)
-        width = tokens.shape[1]
-        self.tokens[:, :width].index_copy_(0, rows, tokens)
-        self.features[:, :width].index_copy_(0, rows, features)
-
-    def take(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """The first `width` entries of `rows`: tokens [n * width], features [n * width, F]."""
-        assert self.features is not None, "nothing was left yet"
-        tokens = self.tokens.index_select(0, rows)[:, :width]
-        return tokens.reshape(-1), self.features.index_select(0, rows)[:, :width].flatten(0, 1)
-
-
 @dataclass(frozen=True)
 class DecodeBatch:
     """The decoding requests of one cycle, padded to a batch size that a graph was captured for.
 
-    Padding stands last: requests of length 1 in the page table's `pad_row`. `counts` is how many entries of `carry`
-    each request has for the drafter, and `extend_width` covers the largest.
+    Padding stands last: requests of length 1 in the page table's `pad_row`.
     """
 
-    rows: Tensor  # int64 [bs], rows of req_to_token
+    req_pool_indices: Tensor  # int64 [bs], rows of req_to_token
     seq_lens: Tensor  # int64 [bs]
     verified_id: Tensor  # int64 [bs]
-    counts: Tensor  # int64 [bs]
+    extend_lens: Tensor  # int64 [bs], entries of accepted_tokens that count
     decodes: tuple[Decode, ...]  # without padding
     seq_lens_host: tuple[int, ...]
-    counts_host: tuple[int, ...]
-    extend_width: int
-    carry: Carry
+    extend_lens_host: tuple[int, ...]
+    extend_width: int  # rows of every request in draft-extend, at least the largest of extend_lens
+    accepted_tokens: AcceptedTokens
     sampling: SamplingBatch
-    speculation_disabled: Tensor | None  # bool [bs], requests whose drafts are not looked at; None: there are none
-    req_to_token: Tensor  # int32 [rows, width]
-    token_mask: DraftTokenMask  # what grammars allow the drafter to guess
+    speculation_disabled: Tensor | None  # bool [bs], requests whose drafts are not verified; None: there are none
+    req_to_token: Tensor  # int32 [max requests, width]
+    token_mask: DraftTokenMask  # what grammars allow the drafter to propose
 
     def past_verified(self) -> DecodeBatch:
-        """The same requests as if their verified_id were committed: everything stands one position further on."""
+        """The same requests as if verified_id were committed: every length is one more."""
         return replace(self, seq_lens=self.seq_lens + 1, seq_lens_host=tuple(n + 1 for n in self.seq_lens_host))
 
 
@@ -122,7 +94,7 @@ class Prompts:
 
 
 class Batches:
-    """Builds a cycle's batches, and keeps what the drafter has yet to see of each row, and what its draws look back on.
+    """Builds a cycle's batches. Owns the accepted tokens that wait for draft-extend, and the penalizer states.
 
     `spec_steps` is the depth of the trees. `sizes`: batch sizes that decodes are padded to, if there are any.
     """
@@ -138,22 +110,22 @@ class Batches:
     ) -> None:
         self.device, self.sizes = device, tuple(sizes)
         self.req_to_token = ReqToToken(table, device)
-        self.carry = Carry(table.pad_row + 1, spec_steps + 1, device)
+        self.accepted_tokens = AcceptedTokens(table.pad_row + 1, spec_steps + 1, device)
         self.penalizers = PenalizerStates(table.pad_row + 1, vocab_size, device)
         self.pad_row = table.pad_row
-        self._sampling: tuple[tuple[Sampling, ...], SamplingBatch] = ((), SamplingBatch.of((), device))
+        self._sampling: tuple[tuple[RequestSampling, ...], SamplingBatch] = ((), SamplingBatch.of((), device))
 
     def begin(self, plan: CyclePlan) -> DecodeBatch | None:
-        """Forget the rows that ended, bring the page table over; the decoding requests, if there are any."""
-        for row in plan.released:
-            self.carry.counts.pop(row, None)
-            self.penalizers.forget(row)
+        """Drop the state of released requests, refresh the page table, and batch the decoding requests, if any."""
+        for req_pool_index in plan.released:
+            self.accepted_tokens.forget(req_pool_index)
+            self.penalizers.forget(req_pool_index)
         self.req_to_token.refresh()
         return self._decode(plan.decodes) if plan.decodes else None
 
     def prefill(self, chunks: Sequence[Chunk]) -> PromptBatch:
         """The target's rows of all chunks."""
-        return self._prompt([(c.row, c.start, c.tokens) for c in chunks])
+        return self._prompt([(c.req_pool_index, c.start, c.tokens) for c in chunks])
 
     def prompt_sampling(self, chunks: Sequence[Chunk]) -> SamplingBatch:
         """How the first tokens after prompts are drawn, given their last chunks."""
@@ -163,14 +135,13 @@ class Batches:
     def prompt_features(self, chunks: Sequence[Chunk], features: Tensor) -> PromptFeatures | None:
         """The drafter's rows: each feature beside the prompt's next token.
 
-        A prompt's last row has none yet. It waits in the carry for the token that was drawn.
+        A prompt's last row has none yet. It waits in the accepted tokens for the token that was drawn.
         """
         pieces, kept, start = [], list[int](), 0
         for chunk in chunks:
-            following = chunk.tokens[1:] + (() if chunk.next_token is None else (chunk.next_token,))
-            if following:
-                pieces.append((chunk.row, chunk.start, following))
-            kept.extend(range(start, start + len(following)))
+            if chunk.following:
+                pieces.append((chunk.req_pool_index, chunk.start, chunk.following))
+            kept.extend(range(start, start + len(chunk.following)))
             start += len(chunk.tokens)
         if not pieces:
             return None
@@ -180,21 +151,21 @@ class Batches:
 
     def _decode(self, decodes: Sequence[Decode]) -> DecodeBatch:
         padding = self._padded_size(len(decodes)) - len(decodes)
-        counts = tuple(self.carry.counts.get(d.row, 1) for d in decodes) + (1,) * padding
+        extend_lens = self.accepted_tokens.counts(decodes) + (1,) * padding
         seq_lens = tuple(d.seq_len for d in decodes) + (1,) * padding
-        rows = [d.row for d in decodes] + [self.pad_row] * padding
+        indices = [d.req_pool_index for d in decodes] + [self.pad_row] * padding
         verified = [d.verified_id for d in decodes] + [0] * padding
-        numbers = upload([rows, seq_lens, verified, counts], self.device)
+        numbers = upload([indices, seq_lens, verified, extend_lens], self.device)
         return DecodeBatch(
-            rows=numbers[0],
+            req_pool_indices=numbers[0],
             seq_lens=numbers[1],
             verified_id=numbers[2],
-            counts=numbers[3],
+            extend_lens=numbers[3],
             decodes=tuple(decodes),
             seq_lens_host=seq_lens,
-            counts_host=counts,
-            extend_width=self.carry.width if self.sizes else max(counts),
-            carry=self.carry,
+            extend_lens_host=extend_lens,
+            extend_width=self.accepted_tokens.width if self.sizes else max(extend_lens),
+            accepted_tokens=self.accepted_tokens,
             sampling=self._with_penalizer_state(self._sampling_of(decodes, padding), decodes),
             speculation_disabled=self._speculation_disabled(decodes, padding),
             req_to_token=self.req_to_token.tensor,
@@ -205,15 +176,14 @@ class Batches:
         return next((bucket for bucket in self.sizes if bucket >= size), size)
 
     def _prompt(self, pieces: Sequence[tuple[int, int, Sequence[int]]]) -> PromptBatch:
-        """Pieces of (row, first position, tokens)."""
+        """Pieces of (req_pool_index, first position, tokens)."""
         counts = tuple(len(tokens) for _, _, tokens in pieces)
         ends = tuple(start + len(tokens) for _, start, tokens in pieces)
         flat = [token for _, _, tokens in pieces for token in tokens]
         positions = [p for _, start, tokens in pieces for p in range(start, start + len(tokens))]
         numbers = upload([flat, positions], self.device)
-        requests = upload([[row for row, _, _ in pieces], ends], self.device)
-        layout = Layout(counts, ends)
-        attention = batch_arguments(requests[0], requests[1], self.req_to_token.tensor, Causal(), layout)
+        requests = upload([[index for index, _, _ in pieces], ends], self.device)
+        attention = prefill_batch(requests[0], requests[1], self.req_to_token.tensor, Causal(), Layout(counts, ends))
         return PromptBatch(numbers[0], numbers[1], attention, counts)
 
     def _sampling_of(self, decodes: Sequence[Decode], padding: int) -> SamplingBatch:
@@ -223,8 +193,8 @@ class Batches:
             self._sampling = (settings, SamplingBatch.of(settings, self.device))
         return self._sampling[1]
 
-    def _with_penalizer_state(self, sampling: SamplingBatch, turns: Sequence[Decode | Chunk]) -> SamplingBatch:
-        return replace(sampling, penalizer_state=self.penalizers.of(turns)) if sampling.transforms else sampling
+    def _with_penalizer_state(self, sampling: SamplingBatch, scheduled: Sequence[Decode | Chunk]) -> SamplingBatch:
+        return replace(sampling, penalizer_state=self.penalizers.of(scheduled)) if sampling.transforms else sampling
 
     def _speculation_disabled(self, decodes: Sequence[Decode], padding: int) -> Tensor | None:
         if all(decode.speculative for decode in decodes):

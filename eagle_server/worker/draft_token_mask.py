@@ -1,7 +1,7 @@
-"""Grammars while trees grow: of the tokens that a drafter would guess after a node, only those that may stand there.
+"""Token masks for drafting: drafters propose only tokens that a request's grammar allows.
 
-What may come first is known when a cycle begins. What may come after a drafted node is known when that node is, so each
-further level of a tree is waited for; only in batches with grammars, and those run the draft without CUDA graphs.
+The mask of the first level is known when a cycle begins. The mask below a drafted node is known when that node is, so
+each further level waits for the device. That happens only in batches with grammars; those draft without CUDA graphs.
 """
 
 from __future__ import annotations
@@ -23,41 +23,43 @@ from eagle_server.worker.host import HostCopy
 
 _OFF = float("-inf")
 Path = tuple[int, ...]
-Ids = Callable[[Tensor], Tensor]  # from a draft's vocabulary to the target's, int64 of any shape
+ToTargetIds = Callable[[Tensor], Tensor]  # from a draft's vocabulary to the target's, int64 of any shape
 
 
 class DraftTokenMask(Protocol):
-    """Stands after the nodes of one level of every request's tree, the root at first, and says what may follow them."""
+    """Which tokens may follow the nodes of one level of every request's tree. The first level's parent is the root."""
 
     @property
     def is_active(self) -> bool:
-        """Whether it forbids anything. If so, it waits for the device, and no graph may be captured with it."""
+        """Whether it masks anything. If so, it waits for the device, and no graph may be captured with it."""
         ...
 
-    def best(self, logits: Tensor, k: int, ids: Ids | None = None) -> tuple[Tensor, Tensor]:
-        """The k best children of each node of the level, given logits [bs * nodes, draft vocabulary].
+    def best(self, logits: Tensor, k: int, ids: ToTargetIds | None = None) -> tuple[Tensor, Tensor]:
+        """The k best allowed children of each node, given logits [bs * nodes, draft vocabulary].
 
-        Log-probabilities, float32 [bs * nodes, k], among what may follow, and target ids, int64. A child that may not
-        has -inf, and so have all children of a node that may not stand where it does.
+        Returns log-probabilities among the allowed tokens, float32 [bs * nodes, k], and target ids, int64. A child that
+        is not allowed has -inf; so have all children of a node that is not allowed.
         """
         ...
 
     def advance(self, tokens: Tensor, chosen: Tensor | None = None, fan_out: int = 1) -> DraftTokenMask:
-        """To the next level: its tokens int64 [bs, nodes], and their parents' columns times fan_out, plus anything
-        below fan_out (None: there is one parent)."""
+        """The mask of the next level, whose tokens are int64 [bs, nodes].
+
+        `chosen` // fan_out, int64 [bs, nodes], are the columns of their parents (None: all have the first one).
+        """
         ...
 
     def without_refused(self, tokens: Tensor, scores: Tensor) -> Tensor:
-        """Drafted tokens with padding, -1, where the score is that of a token that may not stand there."""
+        """The drafted tokens, with padding (-1) where the score -inf says that the grammar refuses a token."""
         ...
 
 
 class NoTokenMask:
-    """No request has a grammar: everything may follow, at no cost."""
+    """No request has a grammar: all tokens are allowed."""
 
     is_active = False
 
-    def best(self, logits: Tensor, k: int, ids: Ids | None = None) -> tuple[Tensor, Tensor]:
+    def best(self, logits: Tensor, k: int, ids: ToTargetIds | None = None) -> tuple[Tensor, Tensor]:
         logp, found = topk_logprobs(logits, k)
         return logp, found if ids is None else ids(found)
 
@@ -73,22 +75,22 @@ NO_TOKEN_MASK = NoTokenMask()
 
 @dataclass(frozen=True)
 class GrammarTokenMask:
-    """Of the requests with grammars: their numbers in the batch, their turns, and the paths to the level's nodes."""
+    """The masks of the requests with grammars, which stand at `requests` in the batch."""
 
     requests: tuple[int, ...]
-    turns: tuple[Decode, ...]
-    paths: tuple[tuple[Path, ...], ...]  # by request, equally many
+    decodes: tuple[Decode, ...]
+    paths: tuple[tuple[Path, ...], ...]  # of each request, to the nodes of the level, equally many
     is_active = True
 
-    def best(self, logits: Tensor, k: int, ids: Ids | None = None) -> tuple[Tensor, Tensor]:
+    def best(self, logits: Tensor, k: int, ids: ToTargetIds | None = None) -> tuple[Tensor, Tensor]:
         tokens = torch.arange(logits.shape[1], device=logits.device)
         tokens = tokens if ids is None else ids(tokens)
-        bits = upload(np.stack([self._masks(number) for number in range(len(self.turns))]), logits.device, torch.int32)
+        masks = np.stack([_masks(decode, paths) for decode, paths in zip(self.decodes, self.paths, strict=True)])
         masked = logits.unflatten(0, (-1, len(self.paths[0]))).clone()
-        for request, rows in zip(self.requests, bits, strict=True):
-            masked[request].masked_fill_(~allowed_by(rows, tokens), _OFF)
+        for request, bits in zip(self.requests, upload(masks, logits.device, torch.int32), strict=True):
+            masked[request].masked_fill_(~allowed_by(bits, tokens), _OFF)
         logp, found = topk_logprobs(masked.flatten(0, 1), k)
-        logp = logp.nan_to_num(nan=_OFF, neginf=_OFF)  # where nothing may follow
+        logp = logp.nan_to_num(nan=_OFF, neginf=_OFF)  # NaN where no token is allowed
         return logp, tokens.index_select(0, found.view(-1)).view_as(found)
 
     def advance(self, tokens: Tensor, chosen: Tensor | None = None, fan_out: int = 1) -> DraftTokenMask:
@@ -104,19 +106,19 @@ class GrammarTokenMask:
     def without_refused(self, tokens: Tensor, scores: Tensor) -> Tensor:
         return tokens.masked_fill(scores.isneginf(), -1)
 
-    def _masks(self, number: int) -> NDArray[np.int32]:
-        """Bits of int32 [nodes, words]; none after what may not stand."""
-        turn = self.turns[number]
-        assert turn.grammar_matcher is not None
-        found = [turn.grammar_matcher.mask(turn.text, path) for path in self.paths[number]]
-        nothing = np.zeros(turn.grammar_matcher.words, dtype=np.int32)
-        return np.stack([nothing if mask is None else mask for mask in found])
-
 
 def draft_token_mask(decodes: Sequence[Decode]) -> DraftTokenMask:
-    """Where the trees of a cycle begin."""
-    chosen = [(n, turn) for n, turn in enumerate(decodes) if turn.grammar_matcher is not None and turn.speculative]
-    if not chosen:
+    """The mask of the first level of a cycle's trees."""
+    masked = [n for n, decode in enumerate(decodes) if decode.grammar_matcher is not None and decode.speculative]
+    if not masked:
         return NO_TOKEN_MASK
-    requests, turns = zip(*chosen, strict=True)
-    return GrammarTokenMask(requests, turns, (((),),) * len(turns))
+    return GrammarTokenMask(tuple(masked), tuple(decodes[n] for n in masked), (((),),) * len(masked))
+
+
+def _masks(decode: Decode, paths: Sequence[Path]) -> NDArray[np.int32]:
+    """Bits of int32 [nodes, words]; no bit is set below a node that the grammar refuses."""
+    matcher = decode.grammar_matcher
+    assert matcher is not None
+    found = [matcher.mask(decode.text, path) for path in paths]
+    nothing = np.zeros(matcher.words, dtype=np.int32)
+    return np.stack([nothing if mask is None else mask for mask in found])

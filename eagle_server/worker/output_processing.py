@@ -42,7 +42,7 @@ class Drawn:
     finite: Tensor  # bool [last chunks, 1]
 
 
-def emit(
+def process_outputs(
     plan: CyclePlan, decoded: Decoded | None, drawn: Drawn | None
 ) -> tuple[tuple[SequenceOutput, ...], tuple[SequenceOutput, ...]]:
     """What chunks and decodes of the plan get, in its order. Waits for the device."""
@@ -77,7 +77,7 @@ def _decodes(
             good = leading_finite(decoded.accepted.scores.view(-1), rows)
             failed, rows = _failure(decoded.logits, rows[good]), rows[:good]
         kept = tokens[number][: len(rows)]
-        logprobs = _logprobs(decoded.logits, rows, kept, decode.sampling.logprobs)
+        logprobs = _logprobs(decoded.logits, rows, kept, decode.sampling.params.logprobs)
         tree = None
         if decode.trees:
             nodes, parents, *scores = (each[number] for each in trees)
@@ -98,14 +98,14 @@ def _chunks(
             newest = start + count - 1
             if finite[last][0]:
                 own = tuple(tokens[last])
-                logprobs = _logprobs(drawn.logits, [newest], own, chunk.sampling.logprobs)
+                logprobs = _logprobs(drawn.logits, [newest], own, chunk.sampling.params.logprobs)
             else:
                 failed = _failure(drawn.logits, newest)
             last += 1
         if chunk.prompt_logprobs:
-            following = chunk.tokens[1:] + (() if chunk.next_token is None else (chunk.next_token,))
-            rows = range(start, start + len(following))
-            prompt_logprobs = _logprobs(drawn.logits, rows, following, chunk.sampling.logprobs or 0)
+            rows = range(start, start + len(chunk.following))
+            count = chunk.sampling.params.logprobs or 0
+            prompt_logprobs = _logprobs(drawn.logits, rows, chunk.following, count)
         start += count
         out.append(SequenceOutput(own, 0, logprobs, prompt_logprobs, failed))
     return tuple(out)

@@ -8,13 +8,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from eagle_server.attention.batches import verify_batch, verify_layout
 from eagle_server.attention.interface import AttentionBackend, AttentionPlan, Layout
 from eagle_server.cache.pool import Pool
 from eagle_server.models.targets.interface import Target, TargetOutput
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import EagleVerifyInput, verify_attention, verify_layout
+from eagle_server.speculation.tree import EagleVerifyInput
 from eagle_server.worker.batch import DecodeBatch, PromptBatch
 from eagle_server.worker.graphs import Graphs
 
@@ -46,32 +47,31 @@ class Verifier:
     def verify(self, batch: DecodeBatch, tree: EagleVerifyInput) -> Verified:
         """All nodes of all trees in one forward, under the tree mask."""
         layout = verify_layout(batch.seq_lens_host, tree.draft_token_num, tree.topk)
-        prepared = self.attention.plan(layout)
-        key = None if prepared.graph_key is None else ("verify", prepared.graph_key)
-        function = partial(self._verify, prepared, layout, batch.req_to_token)
-        inputs = (tree.draft_token, tree.positions, tree.custom_mask, tree.depths)
-        return self.graphs.run(key, function, batch.rows, batch.seq_lens, *inputs)
+        plan = self.attention.plan(layout)
+        key = None if plan.graph_key is None else ("verify", plan.graph_key)
+        function = partial(self._verify, plan, layout, tree, batch.req_to_token)
+        return self.graphs.run(key, function, batch.req_pool_indices, batch.seq_lens, *tree.tensors)
 
     def _verify(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
         self,
-        prepared: AttentionPlan,
+        plan: AttentionPlan,
         layout: Layout,
+        tree: EagleVerifyInput,
         req_to_token: Tensor,
-        rows: Tensor,
+        req_pool_indices: Tensor,
         seq_lens: Tensor,
-        draft_token: Tensor,
-        positions: Tensor,
-        custom_mask: Tensor,
-        depths: Tensor,
+        *tensors: Tensor,
     ) -> Verified:
-        planned = prepared.bind(verify_attention(custom_mask, depths, rows, seq_lens, req_to_token, layout))
-        out = self.target(draft_token.clamp(min=0), positions, planned)
+        """`tree` gives its numbers only; `tensors` are those of the trees to verify."""
+        tree = tree.with_tensors(*tensors)
+        bound = plan.bind(verify_batch(tree, req_pool_indices, seq_lens, req_to_token, layout))
+        out = self.target(tree.draft_token.clamp(min=0), tree.positions, bound)
         return Verified(self.target.logits(out.hidden), _features(out))
 
     def prefill(self, batch: PromptBatch, chunks: tuple[Chunk, ...]) -> Prefilled:
         """Prompt chunks, causally. Logits only where a token is drawn or prompt log-probabilities are wanted."""
-        planned = self.attention.plan(batch.attention.layout).bind(batch.attention)
-        out = self.target(batch.tokens, batch.positions, planned)
+        bound = self.attention.plan(batch.attention.layout).bind(batch.attention)
+        out = self.target(batch.tokens, batch.positions, bound)
         rows: list[int] = []
         counts: list[int] = []
         start = 0
@@ -91,11 +91,11 @@ class Verifier:
         """
         if tree.topk == 1:
             return  # a chain's path is already in place
-        places = batch.seq_lens[:, None] + torch.arange(1, accepted.path.shape[1], device=batch.rows.device)
+        places = batch.seq_lens[:, None] + torch.arange(1, accepted.path.shape[1], device=batch.seq_lens.device)
         nodes = accepted.path[:, 1:]
         sources = torch.where(nodes < 0, places, batch.seq_lens[:, None] + nodes)
-        table, rows = batch.req_to_token, batch.rows[:, None]
-        self.pool.move(table[rows, sources].long(), table[rows, places].long())
+        table, requests = batch.req_to_token, batch.req_pool_indices[:, None]
+        self.pool.move(table[requests, sources].long(), table[requests, places].long())
 
 
 def _features(out: TargetOutput) -> Tensor:

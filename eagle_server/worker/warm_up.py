@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from eagle_server.plan import Chunk, CyclePlan, Decode, Sampling
+from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling
+from eagle_server.request import SamplingParams
 from eagle_server.worker.worker import Worker
 
 _PROMPT = 128  # tokens: enough for the kernels of long prompts
-_GREEDY = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0)
-_DRAWN = Sampling(key=1, temperature=1.0, top_k=0, top_p=1.0)
-_TRUNCATED = Sampling(key=1, temperature=1.0, top_k=50, top_p=0.9)
+_GREEDY = RequestSampling(SamplingParams(max_tokens=1, seed=0, temperature=0.0), key=0)
+_SAMPLED = RequestSampling(SamplingParams(max_tokens=1, seed=0), key=1)
+_TRUNCATED = RequestSampling(SamplingParams(max_tokens=1, seed=0, top_k=50, top_p=0.9), key=1)
 
 
 def warm_up(worker: Worker, sizes: Iterable[int], lengths: Sequence[int] = (2,)) -> None:
@@ -24,9 +25,9 @@ def warm_up(worker: Worker, sizes: Iterable[int], lengths: Sequence[int] = (2,))
         worker.run(CyclePlan(chunks=chunks))
     shortest, *longer = [(length, _GREEDY) for length in lengths]
     for size in sizes:
-        for length, sampling in (shortest, *longer, (shortest[0], _DRAWN), (shortest[0], _TRUNCATED)):
-            worker.batches.carry.counts[row] = 1
-            worker.run(CyclePlan(decodes=(Decode(row, length, verified_id=0, sampling=sampling),) * size))
+        for length, sampling in (shortest, *longer, (shortest[0], _SAMPLED), (shortest[0], _TRUNCATED)):
+            decodes = (Decode(row, length, verified_id=0, sampling=sampling),) * size
+            worker.run(CyclePlan(decodes=decodes, released=(row,)))
     worker.run(CyclePlan(released=(row,)))
     if worker.batches.device.type == "cuda":
         torch.cuda.synchronize()

@@ -100,7 +100,7 @@ def batch_on(batch: AttentionBatch, device: torch.device) -> AttentionBatch:
     mask = batch.mask
     if isinstance(mask, TreeMask):
         mask = TreeMask(*moved((mask.window, mask.row_depths, mask.column_depths), device))
-    names = ("rows", "kv_lens", "req_to_token", "out_slots")
+    names = ("req_pool_indices", "kv_lens", "req_to_token", "out_cache_loc")
     return replace(batch, mask=mask, **{name: moved(getattr(batch, name), device) for name in names})
 
 

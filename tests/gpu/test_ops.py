@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.ops.accept import verify_tree_greedy, walk_tree
+from eagle_server.ops.accept import walk_tree
 from eagle_server.ops.draw import draw_tokens
 from eagle_server.ops.gumbel import gumbel
 from eagle_server.ops.indices import build_beam_kv_indices, build_kv_indices
 from eagle_server.ops.kv_move import move_kv
 from eagle_server.ops.mask import pack_tree_mask
 from eagle_server.ops.topk import topk_logprobs
-from eagle_server.ops.tree import ancestors, link_tree, retrive_links
+from eagle_server.ops.tree import ancestors, link_tree
 from eagle_server.speculation.candidates import CandidatePool
+from eagle_server.speculation.reference import retrive_links, verify_tree_greedy
 from eagle_server.speculation.tree import Candidates
 from tests.gpu.conftest import moved, on_cpu
 

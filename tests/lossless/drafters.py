@@ -9,7 +9,7 @@ from typing import Any
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.shape import EngineConfig
-from eagle_server.speculation.medusa_choices import depth_of, parse_choices, ranks_of
+from eagle_server.speculation.static_tree import depth_of, parse_choices, ranks_of
 from tests.lossless import pairs
 from tests.lossless.pairs import Maker, Pair
 from tests.support.engines import CONTEXT, tree_size

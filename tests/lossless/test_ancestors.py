@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -126,7 +126,7 @@ def test_attending_to_columns_instead_of_ancestors_is_caught(pair: Pair, monkeyp
         following, chosen = advance(self, tokens, scores, feedback)
         own = following.lineage[:, :, self.lineage.shape[2] :]
         lineage = torch.cat([self.lineage, own], dim=2)
-        return Frontier(following.step, following.tokens, following.hidden, following.scores, lineage), chosen
+        return replace(following, lineage=lineage), chosen
 
     monkeypatch.setattr(Frontier, "advance", by_column)
     assert largest_error(pair, 13) > 100 * TOLERANCE

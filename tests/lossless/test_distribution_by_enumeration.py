@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from eagle_server.plan import Sampling
 from eagle_server.speculation.accept import accept
 from eagle_server.speculation.sampling import SamplingBatch
+from tests.support.sampling import request_sampling
 from tests.support.trees import tree_input
 
 LENGTH = 3  # tokens whose joint distribution is looked at
-GREEDY = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0)
+GREEDY = request_sampling(temperature=0.0)
 Text = tuple[int, ...]
 Point = tuple[tuple[float, float], ...]  # (size, midpoint) of a cell per position
 

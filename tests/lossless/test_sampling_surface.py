@@ -19,8 +19,8 @@ from eagle_server.engine.engine import Engine
 from eagle_server.engine.shape import EngineConfig
 from eagle_server.request import FinishReason, Grammar, Request
 from eagle_server.speculation import accept as accept_module
-from eagle_server.speculation.medusa_choices import depth_of, parse_choices, ranks_of
 from eagle_server.speculation.sampling import draw
+from eagle_server.speculation.static_tree import depth_of, parse_choices, ranks_of
 from tests.lossless.conftest import Pair
 from tests.lossless.test_flashinfer import as_on_a_gpu
 from tests.lossless.test_requests import assert_logprobs

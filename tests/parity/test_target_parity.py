@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from eagle_server.attention.batches import prefill_batch
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import Causal, LayerSpec, Layout
 from eagle_server.attention.torch_native import TorchNativeAttention
@@ -17,7 +18,6 @@ from eagle_server.engine.pools import make_pool
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.config import ModelConfig, read_config
 from eagle_server.models.targets.interface import TargetModel
-from eagle_server.speculation.attention_args import batch_arguments
 from tests.parity.checkpoints import CASES, VOCAB, write
 
 TOLERANCE = 1e-4
@@ -67,7 +67,7 @@ class Pages:
         spans = [torch.arange(a, b) for a, b in zip(start, stop, strict=True)]
         lens = [len(span) for span in spans]
         rows, layout = torch.arange(len(prompts)), Layout(tuple(lens), tuple(stop))
-        batch = batch_arguments(rows, torch.tensor(stop), self.slots.int(), Causal(), layout)
+        batch = prefill_batch(rows, torch.tensor(stop), self.slots.int(), Causal(), layout)
         tokens = torch.cat([prompt[span] for prompt, span in zip(prompts, spans, strict=True)])
         output = self.model(tokens, torch.cat(spans), self.attention.plan(layout).bind(batch))
         return list(self.model.logits(output.hidden).split(lens))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.speculation.candidates import CandidatePool
-from eagle_server.speculation.draft_input import EagleDraftInput, Frontier
+from eagle_server.speculation.draft_input import Frontier
 
 ROOT = -1
 
@@ -26,16 +26,13 @@ class PoolNode:
 def example_pool() -> tuple[CandidatePool, Frontier]:
     """cycle.md's worked example: L = 4, K = 2, S = 3. The frontier returned is the last one: nodes 21 and 22."""
     pool = CandidatePool(torch.tensor([[11, 12]]), logs([[0.6, 0.3]]))
-    draft = EagleDraftInput(
-        logs([[0.6, 0.3]]), torch.tensor([[11, 12]]), torch.zeros(1, 1), torch.tensor([99]), torch.tensor([4])
-    )
-    first = Frontier.first(draft)
+    first = Frontier.first(logs([[0.6, 0.3]]), torch.tensor([[11, 12]]), torch.zeros(2, 1), window=4)
     children = torch.tensor([[[21, 22], [23, 24]]])
-    scores = first.scores[:, :, None] + logs([[[0.6, 0.35], [0.5, 0.2]]])
+    scores = first.topk_logp[:, :, None] + logs([[[0.6, 0.35], [0.5, 0.2]]])
     pool.add(children, scores)
     second, chosen = first.advance(children, scores, torch.zeros(2, 1))
     pool.expand(chosen)
-    pool.add(torch.tensor([[[31, 32], [33, 34]]]), second.scores[:, :, None] + logs([[[0.5, 0.3], [0.9, 0.05]]]))
+    pool.add(torch.tensor([[[31, 32], [33, 34]]]), second.topk_logp[:, :, None] + logs([[[0.5, 0.3], [0.9, 0.05]]]))
     return pool, second
 
 
@@ -47,14 +44,13 @@ def draft(first: Tensor, steps: list[Tensor], tokens: list[Tensor]) -> tuple[Can
     """Draft as the worker does, from log-probabilities: first [bs, K], then [bs, K, K] a step; tokens likewise."""
     bs, topk = first.shape
     pool = CandidatePool(tokens[0], first)
-    start = EagleDraftInput(first, tokens[0], torch.zeros(bs, 1), torch.zeros(bs), torch.ones(bs))
-    frontier = Frontier.first(start)
+    frontier = Frontier.first(first, tokens[0], torch.zeros(bs * topk, 1), window=len(steps) * topk)
     nodes = [
         [PoolNode(t, s, ROOT) for t, s in zip(tokens[0][r].tolist(), first[r].tolist(), strict=True)] for r in range(bs)
     ]
     columns = [list(range(topk)) for _ in range(bs)]  # pool index of each frontier column
     for number, (logp, ids) in enumerate(zip(steps, tokens[1:], strict=True)):
-        scores = frontier.scores[:, :, None] + logp
+        scores = frontier.topk_logp[:, :, None] + logp
         pool.add(ids, scores)
         for r in range(bs):
             for column, parent in enumerate(columns[r]):

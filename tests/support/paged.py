@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_server.attention.batches import prefill_batch
 from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, LayerSpec, Layout, TreeMask
 from eagle_server.cache.pool import KVPool, LatentPool, Pool
-from eagle_server.speculation.attention_args import batch_arguments
 
 CPU = torch.device("cpu")
 
@@ -125,7 +125,7 @@ def causal(
 ) -> Case:
     """The queries are the last tokens of each request."""
     layout = Layout(tuple(q_lens), tuple(kv_lens), seen=seen)
-    batch = batch_arguments(torch.tensor(rows), torch.tensor(kv_lens), world.req_to_token, Causal(), layout)
+    batch = prefill_batch(torch.tensor(rows), torch.tensor(kv_lens), world.req_to_token, Causal(), layout)
     lens = list(zip(q_lens, kv_lens, strict=True))
     at = [torch.arange(n - q, n) for q, n in lens]
     columns = [torch.arange(n) for n in kv_lens]
@@ -166,7 +166,7 @@ def _tree(world: World, rows: Sequence[int], prefixes: Sequence[int], mask: Tree
     _, nodes, window = mask.window.shape
     kv_lens = tuple(n + window for n in prefixes)
     layout = Layout((nodes,) * len(rows), kv_lens, window=window, seen=seen)
-    batch = batch_arguments(torch.tensor(rows), torch.tensor(kv_lens), world.req_to_token, mask, layout)
+    batch = prefill_batch(torch.tensor(rows), torch.tensor(kv_lens), world.req_to_token, mask, layout)
     visible, at, columns = [], [], []
     for b, prefix in enumerate(prefixes):
         visible.append(torch.cat([torch.ones(nodes, prefix, dtype=torch.bool), mask.window[b]], dim=1))
@@ -178,9 +178,9 @@ def _tree(world: World, rows: Sequence[int], prefixes: Sequence[int], mask: Tree
 
 def replay_with(batch: AttentionBatch, other: AttentionBatch) -> None:
     """Put `other`'s values into `batch`'s tensors, as the replay of a captured graph has it; its layout stays."""
-    batch.rows.copy_(other.rows)
+    batch.req_pool_indices.copy_(other.req_pool_indices)
     batch.kv_lens.copy_(other.kv_lens)
-    batch.out_slots.copy_(other.out_slots)
+    batch.out_cache_loc.copy_(other.out_cache_loc)
     if isinstance(batch.mask, TreeMask):
         assert isinstance(other.mask, TreeMask)
         batch.mask.window.copy_(other.mask.window)

@@ -18,7 +18,11 @@ INF = math.inf
 
 
 def transformed(
-    logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], output: Sequence[int], stops: Iterable[int]
+    logits: Sequence[float],
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    stops: Iterable[int],
 ) -> list[float]:
     """The logits of the token after prompt and output, as they are before temperature."""
     values = list(logits)

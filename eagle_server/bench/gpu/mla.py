@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
+from eagle_server.attention.batches import prefill_batch, verify_layout
 from eagle_server.attention.flashinfer import AttentionLimits, Workspace
 from eagle_server.attention.flashinfer_mla import FlashInferMLAAttention
-from eagle_server.attention.interface import AttentionBackend, AttentionBatch, Causal, LayerSpec, Layout
+from eagle_server.attention.interface import AttentionBackend, AttentionBatch, Causal, LayerSpec, Layout, TreeMask
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.bench.gpu.lab import Lab
 from eagle_server.bench.gpu.machine import GIGA, brief, is_fatal
 from eagle_server.cache.pool import LatentPool
 from eagle_server.ops.tree import ancestors
-from eagle_server.speculation.attention_args import batch_arguments
-from eagle_server.speculation.tree import verify_attention, verify_layout
 
 SCALE = 192**-0.5  # DeepSeek-V3's head: 128 without rotation, 64 with
 CHAIN = 4
@@ -72,7 +71,7 @@ class Layer:
     def chain(self, length: int, rows: int) -> AttentionBatch:
         """The last `rows` of `length` tokens."""
         lens = torch.tensor([length], device=self._rows.device)
-        return batch_arguments(self._rows, lens, self._table, Causal(), Layout((rows,), (length,)))
+        return prefill_batch(self._rows, lens, self._table, Causal(), Layout((rows,), (length,)))
 
     def tree(self, length: int, nodes: int) -> AttentionBatch:
         """A random tree behind a prefix of `length`."""
@@ -81,7 +80,7 @@ class Layer:
         mask, depths = (x.to(self._rows.device) for x in ancestors(parents, nodes))
         lens = torch.tensor([length], device=self._rows.device)
         layout = verify_layout((length,), nodes, topk=2)
-        return verify_attention(mask, depths, self._rows, lens, self._table, layout)
+        return prefill_batch(self._rows, lens + nodes, self._table, TreeMask(mask, depths, depths), layout)
 
     def measure(self, batch: AttentionBatch) -> dict[str, float]:
         """ms of the device per forward, ms of the host per plan, and how fast the KV was read."""

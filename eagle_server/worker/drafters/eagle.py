@@ -9,14 +9,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from eagle_server.attention.interface import AttentionBackend, AttentionPlan, Causal, Layout
+from eagle_server.attention.batches import (
+    beam_layout,
+    cache_locations,
+    draft_layout,
+    draft_step_batch,
+    extend_batch,
+    extend_layout,
+)
+from eagle_server.attention.interface import AttentionBackend, AttentionPlan, Layout
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.attention_args import batch_arguments
 from eagle_server.speculation.candidates import CandidatePool
-from eagle_server.speculation.draft_input import EagleDraftInput, Frontier, beam_layout, draft_layout
+from eagle_server.speculation.draft_input import EagleDraftInput, Frontier
 from eagle_server.speculation.tree import Candidates, EagleVerifyInput
-from eagle_server.worker.batch import Carry, DecodeBatch, Prompts
+from eagle_server.worker.accepted_tokens import AcceptedTokens
+from eagle_server.worker.batch import DecodeBatch, Prompts
 from eagle_server.worker.draft_token_mask import NO_TOKEN_MASK, DraftTokenMask
 from eagle_server.worker.graphs import Graphs
 
@@ -42,6 +50,7 @@ class EagleDrafter:
     ) -> None:
         self.head, self.attention = head, attention
         self.num_steps, self.topk, self.draft_token_num = num_steps, topk, draft_token_num
+        self.window, self.first_rows = (num_steps - 1) * topk, topk  # slots of all draft steps, and of the first one
         self.graphs, self.beams = graphs or Graphs(), beams
 
     def forget(self, row: int) -> None:
@@ -52,8 +61,8 @@ class EagleDrafter:
         if prompts.pairs is None:
             return
         batch = prompts.pairs.batch
-        planned = self.attention.plan(batch.attention.layout).bind(batch.attention)
-        self.head(batch.tokens, self.head.combine(prompts.pairs.features), batch.positions, planned)
+        bound = self.attention.plan(batch.attention.layout).bind(batch.attention)
+        self.head(batch.tokens, self.head.combine(prompts.pairs.features), batch.positions, bound)
 
     def extend(self, batch: DecodeBatch) -> EagleDraftInput:
         """Draft-extend: rewrite the draft KV of accepted tokens from the target's features, causally.
@@ -61,83 +70,90 @@ class EagleDrafter:
         Every request has `extend_width` rows. Those past its count stand behind the last one that counts, so nothing
         reads them, and they are written again next time.
         """
-        width = batch.extend_width
-        firsts = zip(batch.seq_lens_host, batch.counts_host, strict=True)
-        layout = Layout((width,) * len(batch.counts_host), tuple(n - count + width for n, count in firsts))
-        prepared = self.attention.plan(layout)
-        function = partial(self._extend, prepared, layout, batch.carry, batch.req_to_token)
-        key = None if prepared.graph_key is None else ("extend", prepared.graph_key)
-        draft = self.graphs.run(key, function, batch.rows, batch.seq_lens, batch.verified_id, batch.counts)
+        layout = extend_layout(batch.seq_lens_host, batch.extend_lens_host, batch.extend_width)
+        plan = self.attention.plan(layout)
+        function = partial(self._extend, plan, layout, batch.accepted_tokens, batch.req_to_token)
+        key = None if plan.graph_key is None else ("extend", plan.graph_key)
+        inputs = (batch.req_pool_indices, batch.seq_lens, batch.verified_id, batch.extend_lens)
+        draft = self.graphs.run(key, function, *inputs)
         if not batch.token_mask.is_active:
             return draft
-        assert draft.normed is not None
+        assert draft.normed is not None and draft.frontier is not None
         logp, tokens = self._best(draft.normed, batch.token_mask)
-        return replace(draft, topk_logp=logp, topk_index=tokens)
+        return replace(draft, frontier=replace(draft.frontier, topk_logp=logp, topk_index=tokens))
 
     def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> Candidates:
         """num_steps - 1 forwards over the frontier; the first level is what draft-extend already found."""
-        lens, steps = batch.seq_lens_host, range(self.num_steps - 1)
+        frontier, lens, steps = draft.frontier, batch.seq_lens_host, range(self.num_steps - 1)
+        assert frontier is not None
         if self.beams:
             layouts = [beam_layout(lens, step, self.topk) for step in steps]
         else:
             layouts = [draft_layout(lens, len(steps), self.topk)] * len(steps)
         distinct = {layout: self.attention.plan(layout) for layout in layouts}
-        prepared = [distinct[layout] for layout in layouts]
+        plans = [distinct[layout] for layout in layouts]
         keys = tuple(each.graph_key for each in distinct.values())
         key = None if None in keys or not keys or batch.token_mask.is_active else ("propose", keys)
-        function = partial(self._propose, prepared, layouts, batch.req_to_token, batch.token_mask)
-        inputs = (draft.topk_logp, draft.topk_index, draft.hidden_states, draft.verified_id, draft.accept_length)
-        return self.graphs.run(key, function, batch.rows, batch.seq_lens, *inputs)
+        function = partial(self._propose, plans, layouts, batch.req_to_token, batch.token_mask)
+        inputs = (batch.req_pool_indices, batch.seq_lens, draft.verified_id, draft.accept_length)
+        tensors = (frontier.topk_logp, frontier.topk_index, frontier.hidden_states)
+        return self.graphs.run(key, function, *inputs, *tensors)
 
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
         """It learns nothing while it serves."""
 
     def _extend(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
         self,
-        prepared: AttentionPlan,
+        plan: AttentionPlan,
         layout: Layout,
-        carry: Carry,
+        accepted: AcceptedTokens,
         req_to_token: Tensor,
-        rows: Tensor,
+        req_pool_indices: Tensor,
         seq_lens: Tensor,
         verified_id: Tensor,
-        counts: Tensor,
+        accept_length: Tensor,
     ) -> EagleDraftInput:
         width = layout.q_lens[0]
-        tokens, features = carry.take(rows, width)
-        first = seq_lens - counts
-        positions = (first[:, None] + torch.arange(width, device=rows.device)).view(-1)
-        planned = prepared.bind(batch_arguments(rows, first + width, req_to_token, Causal(), layout))
-        out = self.head(tokens, self.head.combine(features), positions, planned)
-        newest = counts - 1 + torch.arange(0, len(tokens), width, device=rows.device)
+        draft = EagleDraftInput(verified_id, accept_length, width)
+        tokens, features = accepted.take(req_pool_indices, width)
+        first = seq_lens - accept_length
+        positions = (first[:, None] + torch.arange(width, device=first.device)).view(-1)
+        bound = plan.bind(extend_batch(draft, first, req_pool_indices, req_to_token, layout))
+        out = self.head(tokens, self.head.combine(features), positions, bound)
+        newest = accept_length - 1 + torch.arange(0, len(tokens), width, device=first.device)
         normed = out.normed.index_select(0, newest)
         logp, best = self._best(normed, NO_TOKEN_MASK)
-        feedback = out.feedback.index_select(0, newest)
-        return EagleDraftInput(logp, best, feedback, verified_id, accept_length=counts, normed=normed)
+        hidden = out.feedback.index_select(0, newest).repeat_interleave(self.topk, dim=0)
+        return replace(draft, frontier=Frontier.first(logp, best, hidden, self.window), normed=normed)
 
     def _propose(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
         self,
-        prepared: Sequence[AttentionPlan],
+        plans: Sequence[AttentionPlan],
         layouts: Sequence[Layout],
         req_to_token: Tensor,
         token_mask: DraftTokenMask,
-        rows: Tensor,
+        req_pool_indices: Tensor,
         seq_lens: Tensor,
-        *draft: Tensor,
+        verified_id: Tensor,
+        accept_length: Tensor,
+        topk_logp: Tensor,
+        topk_index: Tensor,
+        hidden_states: Tensor,
     ) -> Candidates:
-        frontier = Frontier.first(EagleDraftInput(*draft))
-        pool = CandidatePool(frontier.tokens, frontier.scores)
+        frontier = Frontier.first(topk_logp, topk_index, hidden_states, self.window)
+        pool = CandidatePool(frontier.topk_index, frontier.topk_logp)
         if not self.beams:
-            self._clear_window(rows, seq_lens, req_to_token)
+            self._clear_window(req_pool_indices, seq_lens, req_to_token)
         chosen: Tensor | None = None
-        for step, (ready, layout) in enumerate(zip(prepared, layouts, strict=True)):
-            token_mask = token_mask.advance(frontier.tokens, chosen, self.topk)
-            planned = ready.bind(frontier.attention_batch(rows, seq_lens, req_to_token, layout))
+        for step, (plan, layout) in enumerate(zip(plans, layouts, strict=True)):
+            draft = EagleDraftInput(verified_id, accept_length, frontier=frontier)
+            token_mask = token_mask.advance(frontier.topk_index, chosen, self.topk)
+            bound = plan.bind(draft_step_batch(draft, step, req_pool_indices, seq_lens, req_to_token, layout))
             positions = (seq_lens + step).repeat_interleave(self.topk)
-            out = self.head(frontier.tokens.view(-1), frontier.hidden, positions, planned)
+            out = self.head(frontier.topk_index.view(-1), frontier.hidden_states, positions, bound)
             logp, tokens = self._best(out.normed, token_mask)
-            shape = (*frontier.tokens.shape, self.topk)
-            scores = frontier.scores[:, :, None] + logp.view(shape)
+            shape = (*frontier.topk_index.shape, self.topk)
+            scores = frontier.topk_logp[:, :, None] + logp.view(shape)
             pool.add(tokens.view(shape), scores)
             if step < self.num_steps - 2:
                 frontier, chosen = frontier.advance(tokens.view(shape), scores, out.feedback)
@@ -146,12 +162,11 @@ class EagleDrafter:
         assert best.scores is not None
         return replace(best, tokens=token_mask.without_refused(best.tokens, best.scores))
 
-    def _clear_window(self, rows: Tensor, seq_lens: Tensor, req_to_token: Tensor) -> None:
-        """Steps read the slots of later steps, masked; whatever freed KV stands there must not be NaN."""
-        if self.num_steps > 2:  # noqa: PLR2004  fewer make one forward at most
-            later = torch.arange(self.topk, (self.num_steps - 1) * self.topk, device=rows.device)
-            slots = req_to_token[rows[:, None], seq_lens[:, None] + later]
-            self.attention.pool.clear(slots.view(-1).long())
+    def _clear_window(self, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor) -> None:
+        """Each step reads the slots of later steps, masked. Freed KV that stands there must not be NaN."""
+        first, later = self.first_rows, self.window - self.first_rows
+        if later > 0:
+            self.attention.pool.clear(cache_locations(req_pool_indices, seq_lens + first, later, req_to_token))
 
     def _best(self, normed: Tensor, token_mask: DraftTokenMask) -> tuple[Tensor, Tensor]:
         """Log-probabilities over the draft vocabulary and target ids of the topk children, [rows, topk]."""

@@ -29,9 +29,9 @@ class FeatureDrafter:
 
     def extend(self, batch: DecodeBatch) -> Tensor:
         """The feature [bs, H] of the position before each verified_id."""
-        tokens, features = batch.carry.take(batch.rows, batch.extend_width)
+        tokens, features = batch.accepted_tokens.take(batch.req_pool_indices, batch.extend_width)
         first = torch.arange(0, len(tokens), batch.extend_width, device=tokens.device)
-        return features.index_select(0, first + batch.counts - 1)
+        return features.index_select(0, first + batch.extend_lens - 1)
 
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
         """It learns nothing while it serves."""

@@ -25,7 +25,8 @@ class Drafter(Protocol[State]):
         ...
 
     def extend(self, batch: DecodeBatch) -> State:
-        """Show the drafter the newly accepted tokens, which are in `batch.carry`; the state of the requests."""
+        """Show the drafter the newly accepted tokens, which are in `batch.accepted_tokens`; the state of the
+        requests."""
         ...
 
     def propose(self, draft: State, batch: DecodeBatch) -> Proposal:

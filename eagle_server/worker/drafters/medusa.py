@@ -10,9 +10,14 @@ from torch import Tensor
 
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.ops.topk import topk_logprobs
-from eagle_server.speculation.medusa import choice_parents, sorted_choices
-from eagle_server.speculation.medusa_choices import Choices, depth_of, ranks_of
-from eagle_server.speculation.static_tree import static_tree
+from eagle_server.speculation.static_tree import (
+    Choices,
+    choice_parents,
+    depth_of,
+    ranks_of,
+    sorted_choices,
+    static_tree,
+)
 from eagle_server.speculation.tree import TreeNodes
 from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.draft_token_mask import DraftTokenMask

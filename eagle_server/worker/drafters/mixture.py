@@ -61,7 +61,7 @@ class MixtureDrafter(Generic[State]):
         """The model's candidates and the tries, joined."""
         tries = [self.tries.of(decode) for decode in batch.decodes]
         size = len(batch.seq_lens_host)
-        numbers = upload(packed(tries, size, self.tries.budget), batch.rows.device)
+        numbers = upload(packed(tries, size, self.tries.budget), batch.seq_lens.device)
         if all(map(self.tries.is_certain, tries)):
             self._proposed = None
             return TreeNodes(numbers[0], numbers[1], spec_steps=self.depth)

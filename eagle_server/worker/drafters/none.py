@@ -22,7 +22,7 @@ class NoDrafter:
         return None
 
     def propose(self, draft: None, batch: DecodeBatch) -> Candidates:
-        empty = batch.rows.new_empty(len(batch.seq_lens_host), 0)
+        empty = batch.req_pool_indices.new_empty(len(batch.seq_lens_host), 0)
         return Candidates(empty, empty, empty, topk=1, spec_steps=0)
 
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from eagle_server.attention.interface import AttentionBackend, AttentionBatch, AttentionPlan, Layout, TreeMask
+from eagle_server.attention.batches import static_level_batch, static_level_layout
+from eagle_server.attention.interface import AttentionBackend, AttentionPlan, Layout, TreeMask
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.speculation.draft_input import EagleDraftInput
 from eagle_server.speculation.static_tree import Level, StaticTree
@@ -28,45 +29,55 @@ class StaticEagleDrafter(EagleDrafter):
         depth, size = len(tree.levels), tree.size + 1
         super().__init__(head, attention, num_steps=depth, topk=tree.topk, draft_token_num=size, graphs=graphs)
         self.tree = tree
+        self.window, self.first_rows = tree.window, tree.rows[0] if tree.rows else 0
 
     def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> TreeNodes:  # type: ignore[override]
         """A forward for each level that has children; the first level is what draft-extend already found."""
-        window = self.tree.window
-        lens = tuple(length + window for length in batch.seq_lens_host)
-        layouts = [Layout((rows,) * len(lens), lens, window=window) for rows in self.tree.rows]
+        frontier = draft.frontier
+        assert frontier is not None
+        layouts = [static_level_layout(batch.seq_lens_host, rows, self.tree.window) for rows in self.tree.rows]
         distinct = {layout: self.attention.plan(layout) for layout in layouts}
         keys = tuple(each.graph_key for each in distinct.values())
         key = None if None in keys or not keys or batch.token_mask.is_active else ("propose", keys)
-        prepared = [distinct[layout] for layout in layouts]
-        function = partial(self._grow, prepared, layouts, batch.req_to_token, batch.token_mask)
-        first = batch.token_mask.without_refused(draft.topk_index, draft.topk_logp)
-        return self.graphs.run(key, function, batch.rows, batch.seq_lens, first, draft.hidden_states)
+        plans = [distinct[layout] for layout in layouts]
+        function = partial(self._grow, plans, layouts, batch.req_to_token, batch.token_mask)
+        first = batch.token_mask.without_refused(frontier.topk_index, frontier.topk_logp)
+        hidden = frontier.hidden_states[:: self.topk]  # [bs, H], the root's
+        return self.graphs.run(key, function, batch.req_pool_indices, batch.seq_lens, first, hidden)
 
     def _grow(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
         self,
-        prepared: Sequence[AttentionPlan],
+        plans: Sequence[AttentionPlan],
         layouts: Sequence[Layout],
         req_to_token: Tensor,
         token_mask: DraftTokenMask,
-        rows: Tensor,
+        req_pool_indices: Tensor,
         seq_lens: Tensor,
         topk_index: Tensor,
         hidden: Tensor,
     ) -> TreeNodes:
-        bs = len(rows)
+        bs = len(seq_lens)
         if len(layouts) > 1:
-            self._clear_later(rows, seq_lens, req_to_token)
+            self._clear_window(req_pool_indices, seq_lens, req_to_token)
         first, *deeper = self.tree.levels
         tokens, feedback = [topk_index.index_select(1, first.picks)], hidden[:, None]
         for step, (level, below) in enumerate(zip(self.tree.levels, deeper, strict=False)):
-            attention = self._attention(level, step, rows, seq_lens, req_to_token, layouts[step])
             count, fed = len(level.fed), tokens[-1].index_select(1, level.fed)
             token_mask = token_mask.advance(fed, level.parents.expand(bs, -1))
             out = self.head(
                 (fed.clamp(min=0) if token_mask.is_active else fed).view(-1),  # a refused node is padding
                 feedback.index_select(1, level.parents).flatten(0, 1),
                 (seq_lens + step)[:, None].expand(-1, count).reshape(-1),
-                prepared[step].bind(attention),
+                plans[step].bind(
+                    static_level_batch(
+                        self._mask(level, step, bs),
+                        level.start,
+                        req_pool_indices,
+                        seq_lens,
+                        req_to_token,
+                        layouts[step],
+                    )
+                ),
             )
             logp, children = self._best(out.normed, token_mask)
             children = token_mask.without_refused(children, logp).view(bs, -1)  # [bs, rows * topk]
@@ -75,22 +86,7 @@ class StaticEagleDrafter(EagleDrafter):
         parents = self.tree.parents.expand(bs, -1)
         return TreeNodes(torch.cat(tokens, dim=1), parents, spec_steps=self.num_steps)
 
-    def _attention(
-        self, level: Level, step: int, rows: Tensor, seq_lens: Tensor, req_to_token: Tensor, layout: Layout
-    ) -> AttentionBatch:
-        """One pass of a level's fed nodes over prefix and window; they see their ancestors and themselves."""
-        bs, count = len(rows), len(level.fed)
-        places = seq_lens[:, None] + torch.arange(level.start, level.start + count, device=rows.device)
-        mask = TreeMask(
-            level.sees.expand(bs, -1, -1),
-            row_depths=torch.full((bs, count), step, device=rows.device),
-            column_depths=self.tree.slot_depths.expand(bs, -1),
-        )
-        slots = req_to_token.index_select(0, rows).gather(1, places).view(-1).long()
-        return AttentionBatch(rows, seq_lens + self.tree.window, req_to_token, slots, mask, layout)
-
-    def _clear_later(self, rows: Tensor, seq_lens: Tensor, req_to_token: Tensor) -> None:
-        """Steps read the slots of later steps, masked; whatever freed KV stands there must not be NaN."""
-        later = torch.arange(self.tree.rows[0], self.tree.window, device=rows.device)
-        slots = req_to_token.index_select(0, rows).gather(1, seq_lens[:, None] + later)
-        self.attention.pool.clear(slots.view(-1).long())
+    def _mask(self, level: Level, step: int, bs: int) -> TreeMask:
+        """The fed nodes of a level see their ancestors and themselves."""
+        row_depths = torch.full((bs, len(level.fed)), step, device=level.sees.device)
+        return TreeMask(level.sees.expand(bs, -1, -1), row_depths, self.tree.slot_depths.expand(bs, -1))

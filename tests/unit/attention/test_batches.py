@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from eagle_server.attention.batches import kv_arguments, prefill_batch
 from eagle_server.attention.interface import Causal, Layout
-from eagle_server.speculation.attention_args import batch_arguments, kv_arguments
 from eagle_server.speculation.draft_input import EagleDraftInput
 
 REQ_TO_TOKEN = torch.arange(300, 360, dtype=torch.int32).view(3, 20)
@@ -20,21 +20,18 @@ def test_kv_arguments_list_each_requests_slots_in_token_order() -> None:
 
 def test_a_batch_writes_its_last_slots() -> None:
     ragged = Layout((2, 3), (5, 3))
-    batch = batch_arguments(torch.tensor([1, 0]), torch.tensor([5, 3]), REQ_TO_TOKEN, Causal(), ragged)
+    batch = prefill_batch(torch.tensor([1, 0]), torch.tensor([5, 3]), REQ_TO_TOKEN, Causal(), ragged)
     assert ragged.q_len is None
-    assert batch.out_slots.tolist() == [323, 324, 300, 301, 302]
+    assert batch.out_cache_loc.tolist() == [323, 324, 300, 301, 302]
     uniform = Layout((2, 2), (5, 3))
-    batch = batch_arguments(torch.tensor([1, 0]), torch.tensor([5, 3]), REQ_TO_TOKEN, Causal(), uniform)
+    batch = prefill_batch(torch.tensor([1, 0]), torch.tensor([5, 3]), REQ_TO_TOKEN, Causal(), uniform)
     assert uniform.q_len == 2
-    assert batch.out_slots.tolist() == [323, 324, 301, 302]
+    assert batch.out_cache_loc.tolist() == [323, 324, 301, 302]
 
 
 def test_draft_extend_has_one_query_per_accepted_token_and_one_for_the_bonus() -> None:
     """Section 13 of the reference: qo_indptr is cumsum(a + 1), not one query each; it is causal, so no mask."""
     draft = EagleDraftInput(
-        topk_logp=torch.zeros(3, 2),
-        topk_index=torch.zeros(3, 2, dtype=torch.int64),
-        hidden_states=torch.zeros(3, 4),
         verified_id=torch.tensor([7, 8, 9]),
         accept_length=torch.tensor([1, 4, 2]),  # rows: accepted drafts and the bonus
     )

@@ -5,21 +5,28 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import pytest
 import torch
 from torch import Tensor
 
+from eagle_server.attention.batches import (
+    beam_layout,
+    draft_layout,
+    draft_step_batch,
+    prefill_batch,
+    verify_batch,
+    verify_layout,
+)
 from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, Layout
 from eagle_server.attention.torch_native import SHORT_QUERY, TorchNativeAttention
 from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.pool import KVPool
 from eagle_server.ops.tree import ancestors
-from eagle_server.speculation.attention_args import batch_arguments
-from eagle_server.speculation.draft_input import EagleDraftInput, Frontier, beam_layout, draft_layout
-from eagle_server.speculation.tree import verify_attention, verify_layout
+from eagle_server.speculation.draft_input import EagleDraftInput, Frontier
+from eagle_server.speculation.tree import EagleVerifyInput
 
 DIM, LAYERS, WIDTH = 8, 2, 192
 TOLERANCE = 1e-5
@@ -90,7 +97,7 @@ def attend(paged: Paged, batch: AttentionBatch, queries: Tensor, new: Sequence[S
 
 def causal_batch(paged: Paged, q_lens: Sequence[int], kv_lens: Sequence[int]) -> AttentionBatch:
     layout = Layout(tuple(q_lens), tuple(kv_lens))
-    return batch_arguments(paged.rows, torch.tensor(kv_lens), paged.req_to_token, Causal(), layout)
+    return prefill_batch(paged.rows, torch.tensor(kv_lens), paged.req_to_token, Causal(), layout)
 
 
 def error(found: Tensor, expected: list[Tensor]) -> float:
@@ -146,7 +153,9 @@ def test_tree_attention_sees_prefix_and_ancestors_and_measures_windows_by_depth(
     for row, length in enumerate(prefixes):
         paged.store(row, range(length))
     layout = verify_layout(tuple(prefixes), size, topk=2)
-    batch = verify_attention(mask, depths, paged.rows, torch.tensor(prefixes), paged.req_to_token, layout)
+    lens = torch.tensor(prefixes)
+    tree = EagleVerifyInput(lens, mask, lens, torch.tensor(parents), depths, size, topk=2, draft_token_num=size)
+    batch = verify_batch(tree, paged.rows, lens, paged.req_to_token, layout)
     queries = paged.normal(size * len(prefixes), 4, DIM)
     found = attend(paged, batch, queries, [range(n, n + size) for n in prefixes], window)
     expected = []
@@ -171,9 +180,7 @@ def test_a_draft_step_as_masked_pass_and_as_explicit_decodes_is_the_same(prefixe
     paged = Paged(4, 2, 4, [n + topk * steps for n in prefixes])
     lens = torch.tensor(prefixes)
     start = torch.zeros(bs, topk), torch.zeros(bs, topk, dtype=torch.int64)
-    frontier = Frontier.first(
-        EagleDraftInput(*start, torch.zeros(bs, 1), torch.zeros(bs).long(), torch.ones(bs).long())
-    )
+    frontier = Frontier.first(*start, torch.zeros(bs * topk, 1), window=steps * topk)
     moved = 0
     for row, length in enumerate(prefixes):
         paged.store(row, range(length))
@@ -182,19 +189,21 @@ def test_a_draft_step_as_masked_pass_and_as_explicit_decodes_is_the_same(prefixe
         new = [range(n + step * topk, n + (step + 1) * topk) for n in prefixes]
         alone = beam_layout(tuple(prefixes), step, topk)
         assert alone.seen == step + 1
-        batch = frontier.attention_batch(paged.rows, lens, paged.req_to_token, alone)
+        draft = EagleDraftInput(torch.zeros(bs).long(), torch.ones(bs).long(), frontier=frontier)
+        ends = replace(draft, frontier=replace(frontier, window=(step + 1) * topk))
+        batch = draft_step_batch(ends, step, paged.rows, lens, paged.req_to_token, alone)
         masked = attend(paged, batch, queries, new, window)
         paged.pool.clear(torch.cat([paged.req_to_token[r, p.stop :].long() for r, p in enumerate(new)]))
         together = draft_layout(tuple(prefixes), steps, topk)
-        batch = frontier.attention_batch(paged.rows, lens, paged.req_to_token, together)
+        batch = draft_step_batch(draft, step, paged.rows, lens, paged.req_to_token, together)
         assert float((attend(paged, batch, queries, new, window) - masked).abs().max()) < TOLERANCE
-        kv_indices, kv_indptr, qo_indptr = frontier.generate_attn_arg_decode(paged.rows, lens, paged.req_to_token)
+        kv_indices, kv_indptr, qo_indptr = draft.generate_attn_arg_decode(paged.rows, lens, paged.req_to_token)
         kv_lens = tuple(n + step + 1 for n in prefixes for _ in range(topk))
         assert kv_indptr.tolist() == [0, *accumulate(kv_lens)]
         assert qo_indptr.tolist() == list(range(bs * topk + 1))
         table = torch.nn.utils.rnn.pad_sequence(kv_indices.split(list(kv_lens)), batch_first=True)  # a row per query
         queries_rows = torch.arange(bs * topk)
-        explicit = batch_arguments(
+        explicit = prefill_batch(
             queries_rows, torch.tensor(kv_lens), table, Causal(), Layout((1,) * len(kv_lens), kv_lens)
         )
         decoded = attend(paged, explicit, queries, new, window)
@@ -208,9 +217,10 @@ def test_a_draft_step_as_masked_pass_and_as_explicit_decodes_is_the_same(prefixe
 def test_a_draft_step_reads_the_slots_of_the_worked_example() -> None:
     """cycle.md, section 5: node 21 reads prefix, 4, 6 and node 22 reads prefix, 4, 7."""
     lineage = torch.tensor([[[True, False, True, False], [True, False, False, True]]])
-    frontier = Frontier(1, torch.tensor([[21, 22]]), torch.zeros(2, 1), torch.zeros(1, 2), lineage)
+    frontier = Frontier(1, torch.tensor([[21, 22]]), torch.zeros(1, 2), torch.zeros(2, 1), lineage, window=4)
+    draft = EagleDraftInput(torch.tensor([99]), torch.tensor([1]), frontier=frontier)
     req_to_token = torch.arange(12, dtype=torch.int32)[None]
-    kv_indices, kv_indptr, qo_indptr = frontier.generate_attn_arg_decode(
+    kv_indices, kv_indptr, qo_indptr = draft.generate_attn_arg_decode(
         torch.tensor([0]), torch.tensor([4]), req_to_token
     )
     assert qo_indptr.tolist() == [0, 1, 2]

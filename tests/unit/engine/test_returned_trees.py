@@ -11,7 +11,7 @@ from msgspec.structs import replace as with_fields
 
 from eagle_server.engine.engine import Engine
 from eagle_server.request import Request, TokenDelta
-from eagle_server.speculation.medusa_choices import depth_of, parse_choices, ranks_of
+from eagle_server.speculation.static_tree import depth_of, parse_choices, ranks_of
 from eagle_server.worker import output_processing
 from eagle_server.worker.host import _as_words, _from_words, to_host
 from tests.lossless.drafters import UNEQUAL

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops import accept
-from eagle_server.ops.accept import verify_tree_greedy, walk_tree
-from eagle_server.ops.tree import ancestors, retrive_links
+from eagle_server.ops.accept import walk_tree
+from eagle_server.ops.tree import ancestors
+from eagle_server.speculation.reference import retrive_links, verify_tree_greedy
 from tests.support.kernels import climb, each_way, generator, on_device, random_parents
 
 SIZES = [(1, 1, 0), (3, 1, 2), (3, 2, 1), (5, 6, 5), (5, 13, 4), (3, 64, 7), (2, 256, 10)]

@@ -60,14 +60,12 @@ KERNELS = [
     Kernel(
         "tree", "_link_kernel", "i64* i64* i64* i64* u8* i32 i32 i32 i32", {"HALVINGS": 8, "ROWS": 16, "NODES": 256}
     ),
-    Kernel("tree", "_links_kernel", "i64* i64* i64* i32", {"ROWS": 16, "NODES": 256}),
     Kernel(
         "accept",
         "_walk_kernel",
         "i64* i64* i64* u8* i64* u8* i64* i64* i64* u8* i32 i32",
         {"NODES": 256, "COLUMNS": 32, "WIDTH": 16},
     ),
-    Kernel("accept", "_greedy_kernel", "i64* i64* i64* i64* i64* i64* i64* i32 i32"),
     Kernel("draw", "_draw_kernel", "fp32* i64* i64* fp32* fp32* i32* i32 i32", {"BLOCK": 2048}),
     Kernel("draw", "_merge_kernel", "fp32* i32* i64* fp32* i32", {"PIECES": 64}),
     Kernel("topk", "_block_kernel", "bf16* fp32* i32* fp32* i32 i32 i32", {"BLOCK": 2048}),

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops import draw, gumbel
-from eagle_server.plan import Sampling
 from eagle_server.speculation import sampling
 from eagle_server.speculation.random import request_key
 from eagle_server.speculation.transforms import Paths, PenalizerState
 from tests.support.kernels import DEVICE, each_way, generator, needs_triton, on_device
+from tests.support.sampling import request_sampling
 from tests.support.trees import tree_input
 
 NEAR_TIE = 1e-4  # scores this close may be rounded either way (docs/architecture.md)
@@ -100,7 +100,7 @@ def test_rows_that_are_not_finite_say_so(way: str, temperature: float, monkeypat
 
 def test_a_batch_of_requests_is_drawn_as_it_is_without_the_kernel() -> None:
     """Greedy and stochastic requests side by side: the GPU's way through `sampling.draw` against the CPU's."""
-    settings = [Sampling(key=9 * i, temperature=t, top_k=0, top_p=1.0) for i, t in enumerate([0.0, 1.0, 0.5, 0.0])]
+    settings = [request_sampling(key=9 * i, temperature=t) for i, t in enumerate([0.0, 1.0, 0.5, 0.0])]
     batch = sampling.SamplingBatch.of(settings, torch.device("cpu"))
     logits = torch.randn(4, 5, 50, generator=generator(3))
     positions = torch.arange(10, 14)[:, None] + torch.tensor([0, 1, 1, 2, 2])
@@ -115,10 +115,12 @@ def test_transformed_and_truncated_logits_are_drawn_alike_on_a_gpu(way: str, mon
     """All parameters of neighbours in one batch over trees, by the GPU's way through `sampling.draw` and the CPU's."""
     common = {"key": 4, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.5, "frequency_penalty": 0.4}
     settings = [
-        Sampling(**{**common, "temperature": 0.0, "bad_words": ((1, 2), (3,)), "logit_bias": ((4, 3.0), (5, -INF))}),
-        Sampling(**{**common, "temperature": 0.7, "min_p": 0.1, "allowed_token_ids": tuple(range(30))}),
-        Sampling(key=5, temperature=1.0, top_k=9, top_p=0.9, min_p=0.05, forbidden=(1, 7), allowed_from=12),
-        Sampling(key=6, temperature=1.0, top_k=9, top_p=1.0),
+        request_sampling(
+            **{**common, "temperature": 0.0, "bad_words": ((1, 2), (3,)), "logit_bias": ((4, 3.0), (5, -INF))}
+        ),
+        request_sampling(**{**common, "temperature": 0.7, "min_p": 0.1, "allowed_token_ids": tuple(range(30))}),
+        request_sampling(key=5, temperature=1.0, top_k=9, top_p=0.9, min_p=0.05, stop_ids=(1, 7), allowed_from=12),
+        request_sampling(key=6, temperature=1.0, top_k=9, top_p=1.0),
     ]
     source = generator(8)
     logits = torch.randn(4, 6, 50, generator=source)

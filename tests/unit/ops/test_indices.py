@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eagle_server.ops import indices
 from eagle_server.ops.indices import build_beam_kv_indices, build_kv_indices
-from eagle_server.speculation.draft_input import Frontier
+from eagle_server.speculation.draft_input import EagleDraftInput, Frontier
 from tests.support.kernels import DEVICE, each_way, generator, on_device
 
 UNTOUCHED = -7
@@ -84,8 +84,8 @@ def test_a_beams_queries_read_the_prefix_their_ancestors_and_themselves(
     assert out[: ends[-1]].tolist() == torch.cat(expected).tolist()
     assert set(out[ends[-1] :].tolist()) <= {UNTOUCHED}
 
-    frontier = Frontier(step, lens, lens, lens, lineage)
-    slots, indptr, _ = frontier.generate_attn_arg_decode(rows, lens, table)
+    draft = EagleDraftInput(lens, lens, frontier=Frontier(step, lens, lens, lens, lineage, window))
+    slots, indptr, _ = draft.generate_attn_arg_decode(rows, lens, table)
     assert torch.equal(out[: ends[-1]], slots)
     assert torch.equal(kv_indptr, indptr)
 

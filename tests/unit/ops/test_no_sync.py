@@ -8,14 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_server.ops.accept import verify_tree_greedy, walk_tree
+from eagle_server.ops.accept import walk_tree
 from eagle_server.ops.draw import draw_tokens
 from eagle_server.ops.gumbel import gumbel
 from eagle_server.ops.indices import build_beam_kv_indices, build_kv_indices
 from eagle_server.ops.kv_move import move_kv
 from eagle_server.ops.mask import pack_tree_mask
 from eagle_server.ops.topk import topk_logprobs
-from eagle_server.ops.tree import link_tree, retrive_links
+from eagle_server.ops.tree import link_tree
+from eagle_server.speculation.reference import retrive_links, verify_tree_greedy
 
 
 def valueless(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

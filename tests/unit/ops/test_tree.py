@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from eagle_server.ops import tree
-from eagle_server.ops.tree import link_tree, retrive_links
+from eagle_server.ops.tree import link_tree
+from eagle_server.speculation.reference import retrive_links
 from tests.support.drafts import example_pool
 from tests.support.kernels import DEVICE, climb, each_way, generator, on_device, random_parents
 

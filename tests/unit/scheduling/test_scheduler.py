@@ -12,12 +12,13 @@ from eagle_server.cache.allocator import PageAllocator
 from eagle_server.cache.manager import KVCacheManager
 from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.radix import RadixCache
-from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, Sampling, SequenceOutput
+from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, SequenceOutput
 from eagle_server.request import FinishReason, TokenDelta
 from eagle_server.scheduling.scheduler import Scheduler, SchedulerLimits
 from tests.support.engines import request
+from tests.support.sampling import request_sampling
 
-GREEDY = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0)
+GREEDY = request_sampling(temperature=0.0)
 LIMITS = SchedulerLimits(context_length=64, max_running=8, chunk_tokens=16, window=4, spec_steps=3, draft_feeds=True)
 
 
@@ -82,7 +83,7 @@ def test_a_prompt_is_prefilled_in_chunks_that_name_the_token_after_them() -> Non
     assert [lengths(plan) for plan in plans] == [[(0, 4)], [(4, 4)], [(8, 2)], []]
     assert [chunk.next_token for plan in plans for chunk in plan.chunks] == [4, 8, None]
     assert [chunk.tokens for chunk in plans[1].chunks] == [(4, 5, 6, 7)]
-    assert plans[3].decodes == (Decode(plans[0].chunks[0].row, 10, 10, GREEDY),)
+    assert plans[3].decodes == (Decode(plans[0].chunks[0].req_pool_index, 10, 10, GREEDY),)
 
 
 def test_decodes_keep_their_pace_while_prompts_share_the_chunk_budget() -> None:
@@ -220,7 +221,7 @@ def test_rows_are_released_to_the_worker_before_another_request_has_them() -> No
     first, _ = cycle(it)
     second, _ = cycle(it)
     assert first.released == ()
-    assert second.released == (first.chunks[0].row,) == (second.chunks[0].row,)
+    assert second.released == (first.chunks[0].req_pool_index,) == (second.chunks[0].req_pool_index,)
 
 
 def test_refusals_say_what_is_too_long() -> None:

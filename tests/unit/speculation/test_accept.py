@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle_server.plan import Sampling
 from eagle_server.speculation.accept import Accepted, accept
 from eagle_server.speculation.sampling import SamplingBatch
 from eagle_server.speculation.tree import EagleVerifyInput
+from tests.support.sampling import request_sampling
 from tests.support.trees import children, lineage, tree_input
 
-GREEDY = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0)
+GREEDY = request_sampling(temperature=0.0)
 VOCAB = 5
 EXAMPLE = tree_input([[-1, 0, 0, 1, 1, 4]], [[99, 11, 12, 21, 22, 33]], [4], 3)
 
@@ -130,7 +130,7 @@ def test_logits_that_are_not_finite_fail_their_own_request_where_they_are_on_its
     logits[1, 0, 4] = value
     logits[2, 1, 4] = value
     logits[3, 2, 4] = value
-    setting = Sampling(key=1, temperature=temperature, top_k=0, top_p=1.0)
+    setting = request_sampling(key=1, temperature=temperature)
     result = accept(tree, logits.view(12, VOCAB), SamplingBatch.of([setting] * 4, logits.device))
     assert result.finite.tolist() == [True, False, False, True]
     assert result.accept_length.tolist()[2:] == [1, 1]

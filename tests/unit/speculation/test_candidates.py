@@ -31,7 +31,7 @@ def test_nan_scores_come_last() -> None:
 def test_a_node_inherits_its_parents_lineage_and_no_one_elses() -> None:
     """In the worked example both nodes of level 2 descend from column 0."""
     _, second = example_pool()
-    assert second.tokens.tolist() == [[21, 22]]
+    assert second.topk_index.tolist() == [[21, 22]]
     assert second.lineage.tolist() == [[[True, False, True, False], [True, False, False, True]]]
 
 
@@ -40,5 +40,5 @@ def test_a_nodes_feedback_is_its_parents() -> None:
     scores = torch.tensor([[[-9.0, -8.0], [-1.0, -2.0]]])
     following, chosen = frontier.advance(torch.tensor([[[1, 2], [3, 4]]]), scores, torch.tensor([[5.0], [6.0]]))
     assert chosen.tolist() == [[2, 3]]
-    assert following.tokens.tolist() == [[3, 4]]
-    assert following.hidden.tolist() == [[6.0], [6.0]]
+    assert following.topk_index.tolist() == [[3, 4]]
+    assert following.hidden_states.tolist() == [[6.0], [6.0]]

@@ -13,12 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_server.plan import Decode, Sampling
-from eagle_server.speculation.medusa import TOPK, generate_medusa_buffers, sorted_choices
-from eagle_server.speculation.medusa_choices import Choices, depth_of, ranks_of
+from eagle_server.plan import Decode
 from eagle_server.speculation.merge import ScoredNodes, best, unite
 from eagle_server.speculation.prefix_tree import pack, pack_like, tree_nodes
-from eagle_server.speculation.static_tree import static_tree
+from eagle_server.speculation.reference import TOPK, generate_medusa_buffers
+from eagle_server.speculation.static_tree import Choices, depth_of, ranks_of, sorted_choices, static_tree
 from eagle_server.speculation.tree import Proposal, TreeNodes, build_tree
 from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.draft_token_mask import NO_TOKEN_MASK
@@ -26,6 +25,7 @@ from eagle_server.worker.drafters.medusa import MedusaDrafter
 from eagle_server.worker.drafters.ngram.drafter import NgramDrafter, NgramTries
 from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts
 from tests.support import drafts
+from tests.support.sampling import request_sampling
 from tests.support.trees import children, lineage
 
 CPU = torch.device("cpu")
@@ -91,9 +91,9 @@ def packed_beam(draw: st.DrawFn) -> Proposal:
 def trie(draw: st.DrawFn) -> Proposal:
     """As n-gram drafting proposes it, for texts that repeat themselves or others, or not, and a request of padding."""
     texts = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=3))
-    greedy = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0)
+    greedy = request_sampling(temperature=0.0)
     decodes = tuple(Decode(row, len(text) - 1, text[-1], greedy, text) for row, text in enumerate(texts))
-    batch = SimpleNamespace(decodes=decodes, seq_lens_host=(1,) * (len(texts) + 1), rows=torch.zeros(1))
+    batch = SimpleNamespace(decodes=decodes, seq_lens_host=(1,) * (len(texts) + 1), seq_lens=torch.zeros(1))
     depth = draw(st.integers(1, 5))
     shared = SharedTexts(64, depth) if draw(st.booleans()) else None
     if shared is not None:

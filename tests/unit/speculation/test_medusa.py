@@ -9,20 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle_server.speculation.medusa import (
-    TOPK,
-    choice_parents,
-    evaluate_posterior,
-    generate_candidates,
-    generate_medusa_buffers,
-    sorted_choices,
-)
-from eagle_server.speculation.medusa_choices import (
+from eagle_server.speculation.reference import TOPK, evaluate_posterior, generate_candidates, generate_medusa_buffers
+from eagle_server.speculation.static_tree import (
     PRESETS,
     Choices,
+    choice_parents,
     depth_of,
     parse_choices,
     ranks_of,
+    sorted_choices,
     truncated,
 )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,18 +12,19 @@ from scipy import stats
 from torch import Tensor
 
 from eagle_server.ops.gumbel import gumbel
-from eagle_server.plan import Sampling
+from eagle_server.plan import RequestSampling
 from eagle_server.speculation import sampling as sampling_module
 from eagle_server.speculation.random import request_key
 from eagle_server.speculation.sampling import SamplingBatch, draw, truncate
+from tests.support.sampling import changed, request_sampling
 from tests.support.scoring import token_probs
 
 CPU = torch.device("cpu")
-GREEDY = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0)
-SAMPLED = Sampling(key=request_key(3, 0), temperature=1.0, top_k=0, top_p=1.0)
+GREEDY = request_sampling(temperature=0.0)
+SAMPLED = request_sampling(key=request_key(3, 0), temperature=1.0)
 
 
-def one_draw(logits: Tensor, setting: Sampling, position: int = 9) -> int:
+def one_draw(logits: Tensor, setting: RequestSampling, position: int = 9) -> int:
     tokens, _ = draw(logits.view(1, 1, -1), torch.tensor([[position]]), SamplingBatch.of([setting], CPU))
     return int(tokens)
 
@@ -80,17 +80,22 @@ def test_a_draw_is_the_best_of_truncated_logits_and_noise() -> None:
     positions = torch.tensor([[11, 12, 12, 13], [0, 1, 2, 2], [5, 6, 6, 6], [70, 71, 72, 73], [9, 10, 10, 11]])
     settings = [
         GREEDY,
-        replace(SAMPLED, temperature=0.7),
-        replace(SAMPLED, key=8, top_k=5),
-        replace(GREEDY, key=4),
-        replace(SAMPLED, key=-5, temperature=1.4, top_k=20, top_p=0.8),
+        changed(SAMPLED, temperature=0.7),
+        changed(SAMPLED, key=8, top_k=5),
+        changed(GREEDY, key=4),
+        changed(SAMPLED, key=-5, temperature=1.4, top_k=20, top_p=0.8),
     ]
     tokens, scores = draw(logits.clone(), positions, SamplingBatch.of(settings, CPU), span=4)
     for request, setting in enumerate(settings):
         for row in range(4):
             expected = logits[request, row].double()
-            if setting.temperature:
-                p = token_probs(expected, temperature=setting.temperature, top_k=setting.top_k, top_p=setting.top_p)
+            if setting.params.temperature:
+                p = token_probs(
+                    expected,
+                    temperature=setting.params.temperature,
+                    top_k=setting.params.top_k,
+                    top_p=setting.params.top_p,
+                )
                 noise = gumbel(torch.tensor([setting.key]), positions[request, row : row + 1], 40)[0]
                 expected = torch.tensor(p, dtype=torch.float64).log() + noise
             assert int(tokens[request, row]) == int(expected.argmax())
@@ -102,7 +107,7 @@ def test_a_draw_does_not_depend_on_the_rest_of_the_batch() -> None:
     logits = torch.randn(6, 3, 30, generator=generator)
     positions = torch.tensor([[4, 5, 5], [9, 10, 11], [4, 5, 6], [1, 2, 2], [30, 31, 32], [7, 8, 8]])
     settings = [
-        replace(SAMPLED, key=key, temperature=0.5 + key / 4, top_k=key % 3 * 4, top_p=(1.0, 0.7)[key % 2])
+        changed(SAMPLED, key=key, temperature=0.5 + key / 4, top_k=key % 3 * 4, top_p=(1.0, 0.7)[key % 2])
         for key in range(5)
     ] + [GREEDY]
     together, _ = draw(logits.clone(), positions, SamplingBatch.of(settings, CPU), span=3)
@@ -128,7 +133,7 @@ def test_forbidden_tokens_are_never_drawn_before_they_are_allowed(temperature: f
     base = SAMPLED if temperature else GREEDY
     logits = torch.full((2, 4, 8), -40.0)
     logits[:, :, [1, 4, 6]] = 40.0
-    settings = [replace(base, forbidden=(1, 4, 6), allowed_from=22), base]
+    settings = [changed(base, stop_ids=(1, 4, 6), allowed_from=22), base]
     positions = torch.tensor([[20, 21, 22, 23], [20, 21, 22, 23]])
     given_logits = logits.clone()
     tokens, _ = draw(given_logits, positions, SamplingBatch.of(settings, CPU), span=4)
@@ -139,14 +144,14 @@ def test_forbidden_tokens_are_never_drawn_before_they_are_allowed(temperature: f
 
 def test_forbidden_tokens_count_neither_in_top_k_nor_in_top_p() -> None:
     logits = torch.tensor([9.0, 8.0, 3.0, 2.0, 1.0])
-    setting = replace(SAMPLED, forbidden=(0, 1), allowed_from=100, top_k=2, top_p=0.99)
+    setting = changed(SAMPLED, stop_ids=(0, 1), allowed_from=100, top_k=2, top_p=0.99)
     assert {one_draw(logits, setting, position) for position in range(99)} == {2, 3}
 
 
 def test_nan_logits_show_in_the_score() -> None:
     logits = torch.zeros(2, 1, 5)
     logits[1, 0, 3] = float("nan")
-    for setting in (GREEDY, SAMPLED, replace(SAMPLED, top_k=2)):
+    for setting in (GREEDY, SAMPLED, changed(SAMPLED, top_k=2)):
         _, scores = draw(logits.clone(), torch.tensor([[1], [1]]), SamplingBatch.of([setting] * 2, CPU))
         assert scores.isnan().flatten().tolist() == [False, True]
 
@@ -162,15 +167,17 @@ LAWS = {
 LOGITS = torch.tensor([0.3, -1.2, 1.1, 0.0, -0.4, 0.9, -2.0, 0.5])
 
 
-def p_value_of_pairs(setting: Sampling) -> float:
+def p_value_of_pairs(setting: RequestSampling) -> float:
     """Chi-squared over the joint cells of draws at two neighbouring positions, each pair under its own seed."""
     pieces = []
     for start in range(0, DRAWS, 13_000):
-        settings = [replace(setting, key=request_key(seed, 0)) for seed in range(start, start + 13_000)]
+        settings = [changed(setting, key=request_key(seed, 0)) for seed in range(start, start + 13_000)]
         logits, positions = LOGITS.expand(13_000, 2, -1).clone(), torch.tensor([[50, 51]]).expand(13_000, -1)
         pieces.append(draw(logits, positions, SamplingBatch.of(settings, CPU), span=2)[0])
     counts = Counter(map(tuple, torch.cat(pieces).tolist()))
-    p = token_probs(LOGITS, temperature=setting.temperature, top_k=setting.top_k, top_p=setting.top_p)
+    p = token_probs(
+        LOGITS, temperature=setting.params.temperature, top_k=setting.params.top_k, top_p=setting.params.top_p
+    )
     expected = {(a, b): p[a] * p[b] * DRAWS for a in range(8) for b in range(8) if p[a] * p[b]}
     assert counts.keys() <= expected.keys()
     assert min(expected.values()) > 5
@@ -182,7 +189,7 @@ def p_value_of_pairs(setting: Sampling) -> float:
 def test_draws_follow_the_law_and_are_independent_between_positions(name: str) -> None:
     """130,000 pairs, 64 cells: a true distribution is refused with probability 1e-6, one at a total variation of .02 is
     missed with probability below 1e-6."""
-    assert p_value_of_pairs(replace(SAMPLED, **LAWS[name])) > ALPHA
+    assert p_value_of_pairs(changed(SAMPLED, **LAWS[name])) > ALPHA
 
 
 def test_noise_that_is_a_tenth_too_small_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle_server.speculation.medusa_choices import Choices
-from eagle_server.speculation.static_tree import parse_choices, static_tree, tree_attention_bias
+from eagle_server.speculation.static_tree import Choices, parse_choices, static_tree, tree_attention_bias
 
 CPU = torch.device("cpu")
 

@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eagle_server.plan import Decode, Sampling
+from eagle_server.plan import Decode, RequestSampling
 from eagle_server.request import SamplingParams
 from eagle_server.speculation.sampling import SamplingBatch, above_min_p, draw, transformed
 from eagle_server.speculation.transforms import Paths
 from eagle_server.worker.penalizer_state import PenalizerStates
 from tests.support import sampling_reference as reference
+from tests.support.sampling import request_sampling
 from tests.support.trees import lineage, tree_input
 
 VOCAB, CPU = 8, torch.device("cpu")
@@ -44,13 +45,13 @@ def params(choose: st.DrawFn) -> SamplingParams:
     )
 
 
-def sampling(asked: SamplingParams, prompt: Sequence[int]) -> Sampling:
-    return Sampling(
+def sampling(asked: SamplingParams, prompt: Sequence[int]) -> RequestSampling:
+    return request_sampling(
         key=0,
         temperature=0.0,
         top_k=0,
         top_p=1.0,
-        forbidden=asked.stop_token_ids if asked.min_tokens else (),
+        stop_ids=asked.stop_token_ids if asked.min_tokens else (),
         allowed_from=len(prompt) + asked.min_tokens,
         repetition_penalty=asked.repetition_penalty,
         frequency_penalty=asked.frequency_penalty,
@@ -86,8 +87,8 @@ def test_every_node_is_transformed_given_its_own_text(batch, seed: int) -> None:
     tokens = [[text[-1], *drafted] for text, drafted in zip(texts, drafts, strict=True)]
     tree = tree_input(links, tokens, [len(text) - 1 for text in texts], size)
     settings = [sampling(*each) for each in zip(asked, prompts, strict=True)]
-    turns = [Decode(row, 0, 0, setting, texts[row]) for row, setting in enumerate(settings)]
-    penalizer_state = PenalizerStates(bs, VOCAB, CPU).of(turns)
+    scheduled = [Decode(row, 0, 0, setting, texts[row]) for row, setting in enumerate(settings)]
+    penalizer_state = PenalizerStates(bs, VOCAB, CPU).of(scheduled)
     paths = Paths(tree.draft_token.view(bs, size), tree.parents, tree.custom_mask) if size > 1 else None
     given_logits = logits.clone()
     prepared = replace(SamplingBatch.of(settings, CPU), penalizer_state=penalizer_state)
@@ -122,7 +123,7 @@ def test_min_p_comes_after_top_k_and_top_p() -> None:
     """.4 .3 .2 .1: top-p 0.6 leaves two, of which min_p .8 leaves the best alone, and min_p .7 both."""
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(1, 1, 4)
     for min_p, expected in ((0.8, {0}), (0.7, {0, 1})):
-        setting = Sampling(key=3, temperature=1.0, top_k=3, top_p=0.6, min_p=min_p)
+        setting = request_sampling(key=3, temperature=1.0, top_k=3, top_p=0.6, min_p=min_p)
         batch = SamplingBatch.of([setting], CPU)
         drawn = {int(draw(logits, torch.tensor([[position]]), batch)[0]) for position in range(80)}
         assert drawn == expected
@@ -130,7 +131,7 @@ def test_min_p_comes_after_top_k_and_top_p() -> None:
 
 def test_requests_that_ask_for_nothing_are_drawn_from_the_same_tensor() -> None:
     logits = torch.randn(2, 3, VOCAB)
-    settings = [Sampling(key=0, temperature=t, top_k=2, top_p=0.9, logprobs=1) for t in (0.0, 1.0)]
+    settings = [request_sampling(key=0, temperature=t, top_k=2, top_p=0.9, logprobs=1) for t in (0.0, 1.0)]
     assert transformed(logits, torch.zeros(2, 3, dtype=torch.int64), SamplingBatch.of(settings, CPU)) is logits
 
 
@@ -140,13 +141,13 @@ def counts_of(penalizer_state: Tensor | None) -> list[dict[int, int]]:
 
 
 def test_histories_follow_their_texts_and_forget_with_them() -> None:
-    setting = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0, presence_penalty=1.0, prompt_length=3)
+    setting = request_sampling(key=0, temperature=0.0, presence_penalty=1.0, prompt_length=3)
     penalizers = PenalizerStates(3, VOCAB, CPU)
     first, second = [1, 1, 2], [4, 5, 5, 1, 1]
-    turns = [Decode(2, 0, 0, setting, first), Decode(0, 0, 0, setting, second)]
+    scheduled = [Decode(2, 0, 0, setting, first), Decode(0, 0, 0, setting, second)]
 
     def found() -> tuple[list[dict[int, int]], list[dict[int, int]]]:
-        penalizer_state = penalizers.of(turns)
+        penalizer_state = penalizers.of(scheduled)
         return counts_of(penalizer_state.counts), counts_of(penalizer_state.prompts)
 
     assert found() == ([{}, {1: 2}], [{1: 1, 2: 1}, {4: 1, 5: 1}])
@@ -156,21 +157,23 @@ def test_histories_follow_their_texts_and_forget_with_them() -> None:
     penalizers.forget(0)  # preempted, and back in the same row with the same list
     second.append(7)
     assert found() == ([{1: 1, 3: 2}, {1: 2, 7: 1}], [{1: 1, 2: 1}, {4: 1, 5: 1}])
-    turns[0] = Decode(2, 0, 0, setting, [*first])  # another request in that row, though nobody said so
+    scheduled[0] = Decode(2, 0, 0, setting, [*first])  # another request in that row, though nobody said so
     assert found()[0] == [{1: 1, 3: 2}, {1: 2, 7: 1}]
-    turns[0] = Decode(2, 0, 0, setting, [6, 6, 6, 0])
+    scheduled[0] = Decode(2, 0, 0, setting, [6, 6, 6, 0])
     assert found() == ([{0: 1}, {1: 2, 7: 1}], [{6: 1}, {4: 1, 5: 1}])
 
 
 def test_nothing_is_kept_for_requests_without_penalties() -> None:
     penalizers = PenalizerStates(3, VOCAB, CPU)
-    setting = Sampling(key=0, temperature=1.0, top_k=0, top_p=1.0, bad_words=((1, 2), (3,)), logit_bias=((1, 2.0),))
+    setting = request_sampling(key=0, temperature=1.0, bad_words=((1, 2), (3,)), logit_bias=((1, 2.0),))
     penalizer_state = penalizers.of([Decode(0, 0, 0, setting, [5])])
     assert penalizer_state.counts is None and penalizers._counts is None
     assert penalizer_state.tails is not None and penalizer_state.tails.tolist() == [[5]]
 
 
 def test_a_row_in_which_nothing_is_allowed_scores_minus_infinity() -> None:
-    setting = Sampling(key=0, temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, allowed_token_ids=(2,), bad_words=((2,),))
+    setting = request_sampling(
+        key=0, temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, allowed_token_ids=(2,), bad_words=((2,),)
+    )
     _, score = draw(torch.zeros(1, 1, VOCAB), torch.zeros(1, 1, dtype=torch.int64), SamplingBatch.of([setting], CPU))
     assert score.item() == -math.inf

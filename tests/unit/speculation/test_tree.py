@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle_server.speculation.attention_args import page_arguments
+from eagle_server.speculation.reference import flat_custom_mask, page_arguments
 from eagle_server.speculation.tree import Candidates, EagleVerifyInput, build_tree
 from tests.support.drafts import ROOT, PoolNode, best, draft, example_pool, pool_lineage
 from tests.support.trees import children, tree_input
@@ -52,6 +52,8 @@ def test_the_worked_example_plans_its_verify_pass(example: EagleVerifyInput) -> 
     assert qo_indptr.tolist() == [0, 6, 12]
     assert kv_indptr.tolist() == [0, 10, 23]
     assert kv_indices.tolist() == [*range(140, 150), *range(100, 113)]
+    assert mask is not None
+    mask = flat_custom_mask(mask, lens)
     assert len(mask) == 138
     assert rows(mask[:60].view(6, 10)) == ["1111" + bits for bits in EXAMPLE_MASK]
     assert rows(mask[60:].view(6, 13)) == ["1111111" + bits for bits in EXAMPLE_MASK]
@@ -61,6 +63,8 @@ def test_the_worked_example_packs_into_the_published_bytes(example: EagleVerifyI
     req_to_token = torch.zeros(1, 20, dtype=torch.int32)
     one = tree_input(example.parents[:1].tolist(), [[0] * 6], [4], 3)
     *_, mask = one.generate_attn_arg_prefill(torch.tensor([0]), torch.tensor([4]), req_to_token)
+    assert mask is not None
+    mask = flat_custom_mask(mask, torch.tensor([4]))
     bits = torch.cat([mask, mask.new_zeros(-len(mask) % 8)]).view(-1, 8).long()
     assert (bits << torch.arange(8)).sum(1).tolist() == [31, 252, 240, 197, 47, 63, 253, 12]
     window = (example.custom_mask[0].long() << torch.arange(6)).sum(1)

@@ -8,22 +8,23 @@ import torch
 from torch import Tensor
 
 from eagle_server.api.responses import SpeculativeMetrics
-from eagle_server.plan import Sampling
+from eagle_server.plan import RequestSampling
 from eagle_server.request import SpecStats
 from eagle_server.speculation.accept import Lossless
-from eagle_server.speculation.medusa import choice_parents, evaluate_posterior, generate_medusa_buffers
-from eagle_server.speculation.medusa_choices import PRESETS, Choices
+from eagle_server.speculation.reference import evaluate_posterior, generate_medusa_buffers
 from eagle_server.speculation.sampling import SamplingBatch
+from eagle_server.speculation.static_tree import PRESETS, Choices, choice_parents
 from eagle_server.speculation.tree import EagleVerifyInput, TreeNodes, build_tree
 from eagle_server.speculation.typical import Typical
+from tests.support.sampling import request_sampling
 
 CPU, VOCAB = torch.device("cpu"), 12
 TEMPERATURES = (0.3, 0.7, 1.0, 1.6, 0.0)
 SMALL: Choices = ((0,), (0, 0), (0, 1), (1,), (1, 0), (0, 0, 0), (2,))
 
 
-def settings(temperature: float, **other: object) -> Sampling:
-    return Sampling(**{"key": 1, "temperature": temperature, "top_k": 0, "top_p": 1.0, **other})  # type: ignore[arg-type]
+def settings(temperature: float, **other: object) -> RequestSampling:
+    return request_sampling(**{"key": 1, "temperature": temperature, "top_k": 0, "top_p": 1.0, **other})  # type: ignore[arg-type]
 
 
 def random_tree(choices: Choices, requests: int, generator: torch.Generator) -> EagleVerifyInput:
@@ -78,13 +79,13 @@ def test_the_bonus_is_the_targets_own_draw_at_the_last_node() -> None:
     assert refused.tokens.tolist() == [[int(drawn), -1]]
 
 
-@pytest.mark.parametrize("limits", [{"top_k": 1}, {"top_p": 0.3}, {"forbidden": (3,), "allowed_from": 99}], ids=str)
+@pytest.mark.parametrize("limits", [{"top_k": 1}, {"top_p": 0.3}, {"stop_ids": (3,), "allowed_from": 99}], ids=str)
 def test_what_the_transforms_exclude_is_never_accepted(limits: dict[str, object]) -> None:
     """Token 3 is the second best at first, the best where it is forbidden; without limits it is accepted."""
     proposal = TreeNodes(torch.tensor([[3]]), torch.tensor([[0]]), spec_steps=1)
     tree = build_tree(proposal, torch.tensor([0]), torch.tensor([9]))
     logits = torch.zeros(2, VOCAB)
-    logits[:, 2], logits[:, 3] = 4.0, 5.0 if "forbidden" in limits else 3.5
+    logits[:, 2], logits[:, 3] = 4.0, 5.0 if "stop_ids" in limits else 3.5
     for temperature in (0.5, 1.0):
         free, bound = (
             Typical(0.09, 0.3).accept(tree, logits, SamplingBatch.of([settings(temperature, **each)], CPU))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_server.speculation.medusa_choices import checked
+from eagle_server.speculation.static_tree import checked
 from eagle_server.training.tree_search.growth import (
     comb_tree,
     expected_tokens,

@@ -8,16 +8,17 @@ from typing import Any, cast
 
 import torch
 
-from eagle_server.plan import Decode, Sampling
+from eagle_server.plan import Decode
 from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.drafters.ngram.drafter import SCALE, NgramDrafter, NgramTries, packed
 from eagle_server.worker.drafters.ngram.suffix_automaton import SuffixAutomaton, Trie
+from tests.support.sampling import request_sampling
 
 DEPTH, BUDGET = 4, 6
 
 
-def turn(row: int, text: Sequence[int]) -> Decode:
-    sampling = Sampling(key=0, temperature=0.0, top_k=0, top_p=1.0)
+def scheduled(row: int, text: Sequence[int]) -> Decode:
+    sampling = request_sampling(temperature=0.0)
     return Decode(row, len(text) - 1, text[-1] if text else 0, sampling, text)
 
 
@@ -31,37 +32,37 @@ def test_a_text_that_grew_by_several_tokens_is_read_on() -> None:
     tries, text = NgramTries(DEPTH, BUDGET), [1, 2, 3, 1, 2]
     for more in ([], [3], [1, 2, 3, 4], [1], [2, 3]):
         text.extend(more)
-        assert tries.of(turn(7, text)) == from_scratch(text)
+        assert tries.of(scheduled(7, text)) == from_scratch(text)
 
 
 def test_a_row_that_another_request_took_over_is_read_anew() -> None:
     """Even where its text begins with all that the row's last one held."""
     tries, text = NgramTries(DEPTH, BUDGET), [1, 2, 3, 1, 2]
-    tries.of(turn(0, text))
+    tries.of(scheduled(0, text))
     for other in ([1, 2, 3, 1, 2, 9, 1], [4, 5, 4], [1, 2, 3, 1, 2]):
-        assert tries.of(turn(0, other)) == from_scratch(other)
+        assert tries.of(scheduled(0, other)) == from_scratch(other)
 
 
 def test_a_resumed_request_is_read_in_its_new_row() -> None:
     tries, text = NgramTries(DEPTH, BUDGET), [1, 2, 3, 1, 2]
-    first = tries.of(turn(0, text))
+    first = tries.of(scheduled(0, text))
     tries.forget(0)
-    assert tries.of(turn(3, text)) == first
+    assert tries.of(scheduled(3, text)) == first
     tries.forget(5)  # one that never decoded
 
 
 def test_a_text_that_was_cut_is_read_anew() -> None:
     tries, text = NgramTries(DEPTH, BUDGET), [1, 2, 3, 1, 2, 3, 1]
-    tries.of(turn(0, text))
+    tries.of(scheduled(0, text))
     del text[4:]
-    assert tries.of(turn(0, text)) == from_scratch(text)
+    assert tries.of(scheduled(0, text)) == from_scratch(text)
 
 
 def test_requests_without_a_match_and_padding_draft_nothing() -> None:
     """Of a batch of 4 the first finds something; the second does not, and the others are padding."""
     drafter = NgramDrafter(NgramTries(DEPTH, BUDGET))
-    decodes = (turn(0, [1, 2, 1]), turn(1, [1, 2, 3]))
-    batch = SimpleNamespace(decodes=decodes, seq_lens_host=(2, 2, 1, 1), rows=torch.tensor([0, 1, 9, 9]))
+    decodes = (scheduled(0, [1, 2, 1]), scheduled(1, [1, 2, 3]))
+    batch = SimpleNamespace(decodes=decodes, seq_lens_host=(2, 2, 1, 1), seq_lens=torch.tensor([2, 2, 1, 1]))
     nodes = drafter.propose(None, cast(DecodeBatch, cast(Any, batch)))
     assert nodes.tokens.shape == nodes.parents.shape == (4, BUDGET)
     assert nodes.spec_steps == DEPTH

@@ -10,7 +10,7 @@ import pytest
 from eagle_server.worker.drafters.ngram.drafter import NgramTries
 from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts, blended
 from eagle_server.worker.drafters.ngram.suffix_automaton import Trie
-from tests.unit.worker.test_ngram_tries import turn
+from tests.unit.worker.test_ngram_tries import scheduled
 
 DEPTH = 4
 
@@ -90,13 +90,13 @@ def test_a_blend_asks_the_longer_context_first_and_the_own_text_at_equal_length(
 def test_requests_read_what_others_wrote_finished_or_running() -> None:
     tries = NgramTries(DEPTH, 6, SharedTexts(1000, DEPTH))
     short, long = [1, 2, 3, 4, 5], [20, *range(100, 170)]
-    tries.of(turn(0, short))
-    tries.of(turn(1, long))
-    assert paths(tries.of(turn(2, [100, 101])))[0] == (102,), "a running request's prompt"
-    assert not tries.of(turn(3, [2, 3])).tokens, "too little to tell while it runs"
+    tries.of(scheduled(0, short))
+    tries.of(scheduled(1, long))
+    assert paths(tries.of(scheduled(2, [100, 101])))[0] == (102,), "a running request's prompt"
+    assert not tries.of(scheduled(3, [2, 3])).tokens, "too little to tell while it runs"
     short.append(6)
     tries.forget(0)
-    assert paths(tries.of(turn(3, [4, 5])))[0] == (6,), "to its end"
+    assert paths(tries.of(scheduled(3, [4, 5])))[0] == (6,), "to its end"
     alone = NgramTries(DEPTH, 6)
-    alone.of(turn(1, long))
-    assert not alone.of(turn(2, [100, 101])).tokens
+    alone.of(scheduled(1, long))
+    assert not alone.of(scheduled(2, [100, 101])).tokens

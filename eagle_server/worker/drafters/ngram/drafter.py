@@ -52,10 +52,10 @@ class NgramTries:
 
     def of(self, decode: Decode) -> Trie:
         """Guesses of what follows the request's text: `budget` nodes at most, none if it repeats nothing known."""
-        reader = self._readers.get(decode.row)
+        reader = self._readers.get(decode.req_pool_index)
         # The list is the request's own and only grows; another one is another request's, whatever it holds.
         if reader is None or reader.text is not decode.text or len(decode.text) < reader.automaton.length:
-            reader = self._readers[decode.row] = _Reader(decode.text, SuffixAutomaton(self.depth))
+            reader = self._readers[decode.req_pool_index] = _Reader(decode.text, SuffixAutomaton(self.depth))
         known = reader.automaton.length
         reader.automaton.extend(decode.text[known:])
         own = self._allowed(reader.automaton.continuations(self._wanted(decode)), decode)
@@ -104,7 +104,7 @@ class NgramDrafter:
 
     def propose(self, draft: None, batch: DecodeBatch) -> TreeNodes:
         tries = [self.tries.of(decode) for decode in batch.decodes]
-        numbers = upload(packed(tries, len(batch.seq_lens_host), self.tries.budget), batch.rows.device)
+        numbers = upload(packed(tries, len(batch.seq_lens_host), self.tries.budget), batch.seq_lens.device)
         return TreeNodes(numbers[0], numbers[1], spec_steps=self.tries.depth)
 
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:

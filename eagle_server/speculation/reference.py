@@ -1,10 +1,12 @@
-"""Medusa's static trees as tensors, and its own rules for candidates and acceptance.
+"""Reference only: what other systems name and serving does another way. Tests hold the serving path against it.
 
-The server proposes these trees and accepts by the one rule of `accept.py`, which is lossless. `evaluate_posterior` is
-the rule of the Medusa paper over candidate paths; above temperature 0 it is lossy, and it is served, over trees, only
-where it is asked for (`typical.py`).
+    here                                                          serving
+    verify_tree_greedy, retrive_links (SGLang)                    ops.accept.walk_tree: the walk by parents and masks
+    flat_custom_mask, page_arguments (FlashInfer's plan)          ops.mask.pack_tree_mask, and pages of one slot
+    generate_medusa_buffers, generate_candidates (Medusa)         static_tree.static_tree, drafters.medusa
+    evaluate_posterior (Medusa)                                   accept.accept; typical.Typical, which is lossy
 
-Source: Medusa (arXiv 2401.10774), sections 2.1 and 2.3.
+Sources: SGLang's EAGLE worker; FlashInfer's paged wrappers; Medusa (arXiv 2401.10774), sections 2.1 and 2.3.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from typing import Literal, TypedDict
 import torch
 from torch import Tensor
 
-from eagle_server.speculation.medusa_choices import Choices
+from eagle_server.attention.batches import kv_arguments
+from eagle_server.attention.interface import TreeMask
+from eagle_server.speculation.sampling import typical_threshold
+from eagle_server.speculation.static_tree import Choices, sorted_choices
 
 Rule = Literal["typical", "nucleus"]
 TOPK = 10  # tokens of each head among the candidates
@@ -29,6 +34,74 @@ class MedusaBuffers(TypedDict):
     medusa_position_ids: Tensor  # int64 [n], depths
     retrieve_indices: Tensor  # int64 [P, depth + 1], nodes of each path, -1: padding
     sorted_medusa_choices: list[tuple[int, ...]]  # node i + 1 is choice i
+
+
+def retrive_links(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """First child and next sibling of each node, -1 if none: int64 [bs, D] each, from parents int64 [bs, D]."""
+    nodes = torch.arange(parents.shape[1], device=parents.device)
+    is_child = parents[:, None, :] == nodes[None, :, None]  # [bs, node, child]
+    same = (parents[:, :, None] == parents[:, None, :]) & (nodes[None, None, :] > nodes[None, :, None])
+    return _first(is_child), _first(same)
+
+
+def verify_tree_greedy(
+    draft_token: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    target_argmax: Tensor,
+    spec_steps: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The walk by links: from each node to its first child that equals the target's token there.
+
+    Where two siblings hold one token, this follows the first of them. `walk_tree` follows the one that leads farther.
+
+    Args:
+        draft_token, target_argmax: int64 [bs, D].
+        retrive_next_token, retrive_next_sibling: int64 [bs, D], -1: none.
+
+    Returns:
+        path int64 [bs, spec_steps + 1], accept_length int64 [bs], tokens int64 [bs, spec_steps + 1], as `walk_tree`.
+    """
+
+    def at(values: Tensor, node: Tensor) -> Tensor:
+        return values.gather(1, node.clamp(min=0)[:, None])[:, 0]
+
+    last = torch.zeros_like(draft_token[:, 0])
+    path = [last]
+    for _ in range(spec_steps):
+        node = torch.where(path[-1] < 0, -1, at(retrive_next_token, last))
+        wanted = at(target_argmax, last)
+        for _ in range(draft_token.shape[1] - 2):
+            refused = (node >= 0) & (at(draft_token, node) != wanted)
+            node = torch.where(refused, at(retrive_next_sibling, node), node)
+        node = torch.where((node >= 0) & (at(draft_token, node) == wanted), node, -1)
+        last = torch.where(node < 0, last, node)
+        path.append(node)
+    nodes = torch.stack(path, dim=1)
+    tokens = torch.where(nodes < 0, -1, target_argmax.gather(1, nodes.clamp(min=0)))
+    return nodes, (nodes >= 0).sum(1) - 1, tokens
+
+
+def flat_custom_mask(mask: TreeMask, seq_lens: Tensor) -> Tensor:
+    """The mask as FlashInfer's plan takes it: the rows [R, L + W] of every request, flattened and concatenated, bool.
+
+    seq_lens int64 [bs] are committed lengths L; the prefix is visible to every row.
+    """
+    parts = []
+    for length, window in zip(seq_lens, mask.window, strict=True):
+        prefix = window.new_ones(len(window), int(length))
+        parts.append(torch.cat([prefix, window], dim=1).view(-1))
+    return torch.cat(parts)
+
+
+def page_arguments(
+    req_pool_indices: Tensor, kv_lens: Tensor, req_to_token: Tensor, page_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """kv_indptr, kv_indices and kv_last_page_len counted in pages, as FlashInfer's paged wrappers take them."""
+    pages = torch.div(kv_lens + page_size - 1, page_size, rounding_mode="floor")
+    kv_indptr, first_slots = kv_arguments(req_pool_indices, pages, req_to_token[:, ::page_size])
+    last_page_len = (kv_lens - 1) % page_size + 1
+    return kv_indptr, torch.div(first_slots, page_size, rounding_mode="floor"), last_page_len.int()
 
 
 def generate_medusa_buffers(
@@ -64,18 +137,6 @@ def generate_medusa_buffers(
         "retrieve_indices": torch.tensor(paths, device=device),
         "sorted_medusa_choices": choices,
     }
-
-
-def sorted_choices(choices: Choices | list[tuple[int, ...]] | list[list[int]]) -> list[tuple[int, ...]]:
-    """By depth, then by ranks: parents before their children."""
-    return sorted((tuple(choice) for choice in choices), key=lambda choice: (len(choice), choice))
-
-
-def choice_parents(choices: Choices | list[tuple[int, ...]]) -> list[int]:
-    """The number of each sorted choice's parent; the root is 0, choice i of the sorted ones i + 1."""
-    nodes = sorted_choices(choices)
-    number = {(): 0, **{choice: i + 1 for i, choice in enumerate(nodes)}}
-    return [number[choice[:-1]] for choice in nodes]
 
 
 def generate_candidates(  # noqa: PLR0913
@@ -153,12 +214,6 @@ def evaluate_posterior(  # noqa: PLR0913
     return torch.where(longest == 0, 0, best), longest
 
 
-def typical_threshold(probability: Tensor, posterior_threshold: float, posterior_alpha: float) -> Tensor:
-    """min(eps, alpha * exp(-H(p))), [..] of distributions [.., V]."""
-    entropy = -(probability * (probability + 1e-5).log()).sum(-1)
-    return (posterior_alpha * (-entropy).exp()).clamp(max=posterior_threshold)
-
-
 def _kept_probs(  # noqa: PLR0913, PLR0917
     logits: Tensor, temperature: float, sampling: Rule, posterior_threshold: float, posterior_alpha: float, top_p: float
 ) -> Tensor:
@@ -182,3 +237,8 @@ def _shared_draws(probs: Tensor, seen: Tensor, generator: torch.Generator | None
     drawn = torch.multinomial(probs.flatten(0, 1), 1, generator=generator).view(seen.shape)
     same = (seen[:, None] == seen[None]).long().cumprod(-1).bool()  # [path, other, depth]
     return drawn.gather(0, same.int().argmax(1))
+
+
+def _first(marks: Tensor) -> Tensor:
+    """The first marked place of the last dimension, -1 if none."""
+    return torch.where(marks.any(-1), marks.int().argmax(-1), -1)

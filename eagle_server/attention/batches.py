@@ -1,0 +1,228 @@
+"""Attention batches: what every forward reads from and writes to paged KV. All batches are assembled here.
+
+    forward         rows per request      slots read                        mask
+    prompt chunks   the chunk             prefix and chunk                  causal
+    draft-extend    extend_width          prefix and accepted tokens        causal
+    draft step      topk                  prefix and the draft's window     each node's lineage
+    static level    nodes with children   prefix and the draft's window     each node's ancestors
+    verify          draft_token_num       prefix and the tree's window      the tree's mask; causal for a chain
+
+The host plans a forward from its `Layout`. The batch has the device's side. As in SGLang, a speculative forward brings
+a `spec_info`, and the backend asks it for qo_indptr, kv_indptr and kv_indices (`attn_args_prefill`,
+`attn_args_decode`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eagle_server.attention.interface import (
+    AttentionBatch,
+    AttnArgs,
+    Causal,
+    DraftStepInput,
+    Layout,
+    SpecInput,
+    TreeMask,
+)
+from eagle_server.ops.indices import build_beam_kv_indices, build_kv_indices
+from eagle_server.ops.upload import upload
+
+# Arguments of FlashInfer's plan and run, from the device's tensors.
+
+
+def attn_args_prefill(batch: AttentionBatch, out: Tensor | None = None) -> AttnArgs:
+    """kv_indices, kv_indptr, qo_indptr and mask of a forward. `out` as in `kv_arguments`."""
+    total = sum(batch.layout.kv_lens)
+    if batch.spec_info is not None:
+        return batch.spec_info.generate_attn_arg_prefill(
+            batch.req_pool_indices, batch.spec_lens, batch.req_to_token, total, out
+        )
+    kv_indptr, kv_indices = kv_arguments(batch.req_pool_indices, batch.kv_lens, batch.req_to_token, total, out)
+    q_lens, q_len, device = batch.layout.q_lens, batch.layout.q_len, batch.kv_lens.device
+    qo_indptr = indptr_of(upload(q_lens, device)) if q_len is None else even_indptr(len(q_lens), q_len, device)
+    return kv_indices, kv_indptr, qo_indptr, batch.mask if isinstance(batch.mask, TreeMask) else None
+
+
+def attn_args_decode(batch: AttentionBatch, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """kv_indices, kv_indptr and qo_indptr of a draft step, each node a decode query. `out` as in `kv_arguments`."""
+    if isinstance(batch.spec_info, DraftStepInput):
+        return batch.spec_info.generate_attn_arg_decode(
+            batch.req_pool_indices, batch.spec_lens, batch.req_to_token, out
+        )
+    assert isinstance(batch.mask, TreeMask) and batch.layout.seen is not None
+    lineage, prefix = batch.mask.window, batch.kv_lens - batch.mask.window.shape[2]
+    return beam_arguments(batch.req_pool_indices, prefix, batch.req_to_token, lineage, batch.layout.seen, out)
+
+
+def kv_arguments(
+    req_pool_indices: Tensor,
+    kv_lens: Tensor,
+    req_to_token: Tensor,
+    kv_lens_sum: int | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """kv_indptr int32 [bs + 1] and kv_indices int32 [sum of kv_lens]: the slots of each request, page size 1.
+
+    Args:
+        kv_lens: int64 [bs], how many slots each request reads.
+        kv_lens_sum: their sum, if the host knows it; without it the device is asked, which waits.
+        out: int32, a buffer of at least that size, which the index kernel fills from the front. It is returned whole:
+            its shape follows from no length, so a CUDA graph may hold the call.
+    """
+    kv_indptr = indptr_of(kv_lens)
+    if out is not None:
+        build_kv_indices(req_to_token, req_pool_indices, kv_lens, kv_indptr, out)
+        return kv_indptr, out
+    if len(kv_lens) == 1 and kv_lens_sum is not None:
+        return kv_indptr, req_to_token[req_pool_indices, :kv_lens_sum][0]
+    request = torch.repeat_interleave(kv_lens, output_size=kv_lens_sum)
+    column = torch.arange(len(request), device=kv_lens.device) - kv_indptr.index_select(0, request)
+    return kv_indptr, req_to_token[req_pool_indices.index_select(0, request), column]
+
+
+def beam_arguments(
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    req_to_token: Tensor,
+    lineage: Tensor,
+    seen: int,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """kv_indices, kv_indptr and qo_indptr of bs * topk decode queries with a list of slots each.
+
+    Query (b, k) reads seq_lens[b] + seen slots: the prefix, then the window slots that lineage bool [bs, topk, W]
+    marks, `seen` of them in each row. Without a buffer `out` the result has its exact size, and the device is asked for
+    it.
+    """
+    bs, topk, _ = lineage.shape
+    if out is None:
+        out = req_to_token.new_empty(int((seq_lens + seen).sum()) * topk)
+    kv_indptr = build_beam_kv_indices(req_to_token, req_pool_indices, seq_lens, lineage, seen, out)
+    return out, kv_indptr, even_indptr(bs * topk, 1, seq_lens.device)
+
+
+def indptr_of(lens: Tensor) -> Tensor:
+    """Prefix sums, int32 [n + 1]."""
+    indptr = torch.zeros(len(lens) + 1, dtype=torch.int32, device=lens.device)
+    torch.cumsum(lens, 0, dtype=torch.int32, out=indptr[1:])
+    return indptr
+
+
+def even_indptr(count: int, rows: int, device: torch.device) -> Tensor:
+    """Prefix sums of `count` equal lengths, int32 [count + 1]."""
+    return torch.arange(0, count * rows + 1, rows, dtype=torch.int32, device=device)
+
+
+# Batches and layouts, forward by forward.
+
+
+def prefill_batch(
+    req_pool_indices: Tensor, kv_lens: Tensor, req_to_token: Tensor, mask: Causal | TreeMask, layout: Layout
+) -> AttentionBatch:
+    """Prompt chunks: the last q_lens of kv_lens positions are the queries. Also what other forwards without a spec_info
+    are.
+
+    Where all requests have as many queries, nothing but `layout.q_len` is taken from the host, so that a captured graph
+    replays with other lengths.
+    """
+    if layout.q_len is not None:
+        out_cache_loc = cache_locations(req_pool_indices, kv_lens - layout.q_len, layout.q_len, req_to_token)
+    else:
+        table = req_to_token.index_select(0, req_pool_indices)
+        lens = zip(layout.q_lens, layout.kv_lens, strict=True)
+        out_cache_loc = torch.cat([table[i, n - q : n] for i, (q, n) in enumerate(lens)]).long()
+    return AttentionBatch(req_pool_indices, kv_lens, req_to_token, out_cache_loc, mask, layout)
+
+
+def extend_layout(seq_lens: Sequence[int], accept_lengths: Sequence[int], width: int) -> Layout:
+    """Draft-extend with `width` rows for every request, the first accept_length of which count."""
+    lens = zip(seq_lens, accept_lengths, strict=True)
+    return Layout((width,) * len(seq_lens), tuple(n - count + width for n, count in lens))
+
+
+def extend_batch(
+    draft: SpecInput, first: Tensor, req_pool_indices: Tensor, req_to_token: Tensor, layout: Layout
+) -> AttentionBatch:
+    """Draft-extend of an EagleDraftInput: rows at positions first int64 [bs] and after, causal."""
+    width = layout.q_lens[0]
+    return _speculative(draft, req_pool_indices, first + width, first + width, first, req_to_token, layout)
+
+
+def draft_layout(seq_lens: Sequence[int], forwards: int, topk: int) -> Layout:
+    """Every draft step of requests of these lengths: one plan serves all `forwards` of them.
+
+    Each step reads the whole window. The columns of later steps are masked, and must hold finite numbers.
+    """
+    window = forwards * topk
+    return Layout((topk,) * len(seq_lens), tuple(length + window for length in seq_lens), window=window)
+
+
+def beam_layout(seq_lens: Sequence[int], step: int, topk: int) -> Layout:
+    """Draft step `step` alone, for backends that give each node a list of the slots it reads."""
+    window = (step + 1) * topk
+    lens = tuple(length + window for length in seq_lens)
+    return Layout((topk,) * len(lens), lens, window=window, seen=step + 1)
+
+
+def draft_step_batch(
+    draft: SpecInput, step: int, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor, layout: Layout
+) -> AttentionBatch:
+    """Draft step `step` of an EagleDraftInput: topk rows, which write window slots step * topk and after."""
+    assert layout.window is not None
+    kv_lens, first = seq_lens + layout.window, seq_lens + step * layout.q_lens[0]
+    return _speculative(draft, req_pool_indices, seq_lens, kv_lens, first, req_to_token, layout)
+
+
+def static_level_layout(seq_lens: Sequence[int], rows: int, window: int) -> Layout:
+    """A level of a static tree, of which `rows` nodes are fed. The window has a slot for every fed node of the tree."""
+    return Layout((rows,) * len(seq_lens), tuple(length + window for length in seq_lens), window=window)
+
+
+def static_level_batch(  # noqa: PLR0913, PLR0917  the mask comes with where it begins
+    mask: TreeMask, start: int, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor, layout: Layout
+) -> AttentionBatch:
+    """A level of a static tree: its fed nodes write window slots `start` and after."""
+    assert layout.window is not None
+    out_cache_loc = cache_locations(req_pool_indices, seq_lens + start, layout.q_lens[0], req_to_token)
+    return AttentionBatch(req_pool_indices, seq_lens + layout.window, req_to_token, out_cache_loc, mask, layout)
+
+
+def verify_layout(seq_lens: Sequence[int], draft_token_num: int, topk: int) -> Layout:
+    """The verify forward of requests of these lengths, before their trees are known."""
+    lens = tuple(length + draft_token_num for length in seq_lens)
+    return Layout((draft_token_num,) * len(lens), lens, window=None if topk == 1 else draft_token_num)
+
+
+def verify_batch(
+    tree: SpecInput, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor, layout: Layout
+) -> AttentionBatch:
+    """The verify forward of an EagleVerifyInput: node i writes window slot i."""
+    kv_lens = seq_lens + layout.q_lens[0]
+    return _speculative(tree, req_pool_indices, seq_lens, kv_lens, seq_lens, req_to_token, layout)
+
+
+def cache_locations(req_pool_indices: Tensor, first: Tensor, count: int, req_to_token: Tensor) -> Tensor:
+    """Slots int64 [bs * count] of positions first int64 [bs] and the count - 1 after."""
+    places = first[:, None] + torch.arange(count, device=first.device)
+    return req_to_token[req_pool_indices[:, None], places].view(-1).long()  # a whole row may be half a megabyte
+
+
+def _speculative(  # noqa: PLR0913, PLR0917
+    spec_info: SpecInput,
+    req_pool_indices: Tensor,
+    paged_kernel_lens: Tensor,
+    kv_lens: Tensor,
+    first: Tensor,
+    req_to_token: Tensor,
+    layout: Layout,
+) -> AttentionBatch:
+    out_cache_loc = cache_locations(req_pool_indices, first, layout.q_lens[0], req_to_token)
+    mask = Causal() if layout.window is None else spec_info.tree_mask
+    assert mask is not None
+    return AttentionBatch(
+        req_pool_indices, kv_lens, req_to_token, out_cache_loc, mask, layout, spec_info, paged_kernel_lens
+    )
