@@ -18,8 +18,8 @@ from eagle_server.config.sections import (
     ServerSection,
 )
 from eagle_server.config.sources import parse_args
-from eagle_server.config.speculative import SpeculativeSection, resolve_speculative
-from eagle_server.config.trees import SpeculativeParams
+from eagle_server.config.speculative import SpeculativeSection
+from eagle_server.config.trees import TreeOptions
 
 __all__ = [
     "DEMO_DRAFT",
@@ -32,8 +32,7 @@ __all__ = [
     "ObservabilitySection",
     "SchedulerSection",
     "ServerSection",
-    "SpeculativeParams",
     "SpeculativeSection",
+    "TreeOptions",
     "parse_args",
-    "resolve_speculative",
 ]

@@ -153,7 +153,7 @@ class Config(BaseModel):
         """JSON-ready values for logs and /v1/server_info, resolved as far as that needs no loading; never the key."""
         values = self.model_dump(mode="json")
         values["model"].update(model_path=self.target_path, served_model_name=self.served_model_name)
-        given = self.speculative.given_parameters()
+        given = self.speculative.given_tree_options()
         values["speculative"].update(asdict(given) if given else {}, draft_model_path=self.draft_path)
         if self.speculative.ngram_share:
             values["speculative"].update(ngram_share_tokens=self.speculative.shared_tokens)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from eagle_server.config.base import ConfigError, Count, ModelLocation, Section, Text, file_location, json_object
-from eagle_server.config.trees import SpeculativeParams, automatic, head_tree, joined, refuse_root_alone, tries
+from eagle_server.config.trees import TreeOptions, automatic, head_tree, mixture, refuse_root_alone, tries
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class SpeculativeSection(Section):
 
     @model_validator(mode="after")
     def _options_agree(self) -> Self:
-        self.given_parameters()
+        self.given_tree_options()
         if self.medusa_choices is not None and (self.head_algorithm or self.algorithm) not in (None, "NONE", "MEDUSA"):
             raise ConfigError(f"--medusa-choices has no effect with --speculative-algorithm {self.algorithm}: drop one")
         if self.token_tree is not None:
@@ -175,11 +175,25 @@ class SpeculativeSection(Section):
             if getattr(self, field) is not None:
                 raise ConfigError(f"{_flag(field)}: the tree is that of --speculative-token-tree; drop one of them")
 
-    def given_parameters(self) -> SpeculativeParams | None:
-        """The tree parameters completed and checked, None if none is given.
+    def tree_options(self, architecture: str) -> TreeOptions:
+        """The tree options as given, or else chosen by the target's architecture (`architectures[0]`)."""
+        kind = "STANDALONE" if self.head_algorithm == "STANDALONE" else architecture
+        options = self.given_tree_options() or automatic(kind, ngrams=self.drafts_ngrams)
+        if not self.drafts_ngrams and self.num_draft_tokens not in (None, options.num_draft_tokens):
+            logger.warning(
+                "--speculative-num-draft-tokens %d is adjusted to %d: with topk 1 the draft is a chain of %d and its "
+                "root",
+                self.num_draft_tokens,
+                options.num_draft_tokens,
+                options.num_steps,
+            )
+        return options
+
+    def given_tree_options(self) -> TreeOptions | None:
+        """The tree options, completed and checked; None if none is given.
 
         Raises:
-            ConfigError: only some of the parameters are given, or they contradict each other.
+            ConfigError: an option that another one needs is missing, or options contradict each other.
         """
         steps, topk = self.num_steps, self.eagle_topk
         if self.head_algorithm == "MEDUSA":
@@ -192,7 +206,7 @@ class SpeculativeSection(Section):
             self._refuse("token_map", "draft_config_override")
         if steps is not None and topk is not None:
             if self.drafts_ngrams:
-                return joined(steps, topk, self.num_draft_tokens or steps * topk + 1)
+                return mixture(steps, topk, self.num_draft_tokens or steps * topk + 1)
             return head_tree(steps, topk, self.num_draft_tokens)
         flags = {"num-steps": steps, "eagle-topk": topk, "num-draft-tokens": self.num_draft_tokens}
         given = " and ".join(f"--speculative-{name}" for name, value in flags.items() if value is not None)
@@ -214,20 +228,6 @@ class SpeculativeSection(Section):
             if getattr(self, field) is not None:
                 raise ConfigError(f"{_flag(field)}: Medusa's trees follow from --medusa-choices alone; drop it")
         refuse_root_alone(self.num_draft_tokens)
-
-
-def resolve_speculative(section: SpeculativeSection, architecture: str) -> SpeculativeParams:
-    """The trees' shape: as given, or by the target's architecture (`architectures[0]`) where nothing is given."""
-    kind = "STANDALONE" if section.head_algorithm == "STANDALONE" else architecture
-    params = section.given_parameters() or automatic(kind, ngrams=section.drafts_ngrams)
-    if not section.drafts_ngrams and section.num_draft_tokens not in (None, params.num_draft_tokens):
-        logger.warning(
-            "--speculative-num-draft-tokens %d is adjusted to %d: with topk 1 the draft is a chain of %d and its root",
-            section.num_draft_tokens,
-            params.num_draft_tokens,
-            params.num_steps,
-        )
-    return params
 
 
 def _flag(field: str) -> str:

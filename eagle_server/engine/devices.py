@@ -9,7 +9,7 @@ import os
 import torch
 
 from eagle_server.config import Config, ConfigError
-from eagle_server.engine.shape import Backend
+from eagle_server.engine.engine_config import Backend
 from eagle_server.models.config import ModelConfig
 from eagle_server.worker.graphs import bucket_sizes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from eagle_server.cache.pool import KVPool
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.shape import EngineConfig
+from eagle_server.engine.engine_config import EngineConfig, TreeConfig
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.eagle import EagleConfig, EagleHead
 from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
@@ -92,20 +92,20 @@ def tokens_of(outcome: Mapping[str, Finished]) -> dict[str, list[int]]:
 
 
 def tree_size(steps: int, topk: int) -> int:
-    """The default draft_token_num: steps * topk + 1, at most the whole pool and the root."""
+    """The default num_draft_tokens: steps * topk + 1, at most the whole pool and the root."""
     return min(steps * topk, topk + (steps - 1) * topk**2) + 1
 
 
-def shape(steps: int = 3, topk: int = 4, **settings: Any) -> EngineConfig:
-    """An engine's numbers, with freed slots poisoned."""
-    numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "draft_token_num": tree_size(steps, topk)}
-    return EngineConfig(**{**numbers, "num_steps": steps, "topk": topk, "poison": True, **settings})
+def engine_config(**settings: Any) -> EngineConfig:
+    """A small engine's numbers, with freed slots poisoned; the fields of `EngineConfig` and of its tree in one list."""
+    numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "poison": True, **settings}
+    tree = {each.name: numbers.pop(each.name) for each in fields(TreeConfig) if each.name in numbers}
+    return EngineConfig(tree=TreeConfig(**tree), **numbers)
 
 
 def plain(target: TargetModel, *, stand_ins: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
     """An engine without speculation; `stand_ins`: assemble's `flashinfer` and `recorder`."""
-    numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "poison": True}
-    return assemble(target, None, EngineConfig(**{**numbers, **settings}), **(stand_ins or {}))
+    return assemble(target, None, engine_config(**settings), **(stand_ins or {}))
 
 
 def speculative(  # noqa: PLR0913
@@ -117,7 +117,8 @@ def speculative(  # noqa: PLR0913
     stand_ins: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Engine:
-    return assemble(target, head, shape(steps, topk, **settings), **(stand_ins or {}))
+    tree = {"num_steps": steps, "topk": topk, "num_draft_tokens": tree_size(steps, topk)}
+    return assemble(target, head, engine_config(**{**tree, **settings}), **(stand_ins or {}))
 
 
 def pools(engine: Engine) -> tuple[KVPool, KVPool | None]:

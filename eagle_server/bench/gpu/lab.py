@@ -18,7 +18,7 @@ from eagle_server.bench.gpu.packages import installed
 from eagle_server.bench.padding import DEMO, LLAMA_8B, PaddedShape, pad_demo
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.shape import EngineConfig
+from eagle_server.engine.engine_config import EngineConfig, TreeConfig
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.models.targets.interface import TargetModel
 
@@ -28,14 +28,14 @@ CHUNK = 8192  # prompt rows per cycle
 
 @dataclass(frozen=True)
 class Scale:
-    """How large everything is. `steps`, `topk` and `nodes` shape the trees."""
+    """How large everything is. `num_steps`, `topk` and `num_draft_tokens` shape the trees."""
 
     shape: PaddedShape
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     contexts: tuple[int, ...] = (1024, 8192, 32768)
-    steps: int = 6
+    num_steps: int = 6
     topk: int = 8
-    nodes: int = 64
+    num_draft_tokens: int = 64
     cycles: int = 24  # measured per run
     prompts: int = 6  # one after the other at batch 1
     copied_bytes: int = 4 << 30
@@ -130,14 +130,14 @@ class Lab:
         numbers: dict[str, Any] = {
             "context_length": CONTEXT,
             "max_total_tokens": CONTEXT + largest * 1024,
-            "max_running": largest,
-            "chunk_tokens": CHUNK,
-            "radix": False,
+            "max_running_requests": largest,
+            "chunked_prefill_size": CHUNK,
+            "disable_radix_cache": True,
             "backend": "flashinfer" if self.flashinfer else "torch_native",
             "graph_sizes": scale.batches if self.flashinfer else (),
         }
         if speculative:
-            numbers |= {"num_steps": scale.steps, "topk": scale.topk, "draft_token_num": scale.nodes}
+            numbers["tree"] = TreeConfig(scale.num_steps, scale.topk, scale.num_draft_tokens)
         target = copy.copy(pair.target)  # which residual streams it captures is the engine's choice
         return assemble(target, pair.head if speculative else None, EngineConfig(**{**numbers, **settings}))
 

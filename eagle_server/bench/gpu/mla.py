@@ -32,7 +32,7 @@ def mla(lab: Lab) -> dict[str, Any]:
         forwards: dict[str, Callable[[int], AttentionBatch]] = {
             "decode": lambda n: layer.chain(n, 1),
             f"chain of {CHAIN}": lambda n: layer.chain(n, CHAIN),
-            f"tree of {lab.scale.nodes}": lambda n: layer.tree(n, lab.scale.nodes),
+            f"tree of {lab.scale.num_draft_tokens}": lambda n: layer.tree(n, lab.scale.num_draft_tokens),
         }
         row: dict[str, Any] = {"context": length, "kv_mb": length * layer.bytes_per_slot / 1e6}
         for name, make in forwards.items():
@@ -53,7 +53,7 @@ class Layer:
         scale, device = lab.scale, lab.device
         self._machine, self._heads, self._dim = lab.machine, scale.mla_heads, scale.mla_rank + scale.mla_rope
         self._dtype = torch.bfloat16 if lab.machine.cuda else torch.float32
-        width = max(scale.contexts) + scale.nodes
+        width = max(scale.contexts) + scale.num_draft_tokens
         self.pool = LatentPool(1, width + 1, scale.mla_rank, scale.mla_rope, self._dtype, device)
         self.pool.data.normal_()
         order = torch.randperm(width, generator=torch.Generator().manual_seed(0)) + 1

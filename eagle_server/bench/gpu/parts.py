@@ -146,7 +146,7 @@ def contexts(lab: Lab) -> Document:
     numbers: Document = {
         "context_length": max(lengths) + 512,
         "max_total_tokens": max(lengths) + 1024,
-        "max_running": 1,
+        "max_running_requests": 1,
         "graph_sizes": (1,) if lab.flashinfer else (),
     }
     ways = [("mask", "mask"), ("cascade", "cascade"), ("cascade", "beams")] if lab.flashinfer else [("auto", "auto")]

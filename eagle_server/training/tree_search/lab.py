@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from eagle_server.config import Config, ConfigError, parse_args
 from eagle_server.config.commands import without_drafting
-from eagle_server.engine.build import Models, engine_over, load_models
+from eagle_server.engine.build import LoadedModels, engine_over, load_models
 from eagle_server.engine.engine import Engine
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.request import Request, SamplingParams
@@ -54,7 +54,7 @@ class Lab:
             raise ConfigError(
                 "nothing is drafted here: --draft HEAD, or --algorithm NEXTN or NGRAM, says what to measure"
             )
-        self.models: Models = load_models(config, lookahead=self._window)
+        self.models: LoadedModels = load_models(config, lookahead=self._window)
         draft = self.models.draft
         kind = "" if draft is None else draft.kind
         self.algorithm = "+".join(filter(None, (kind, "NGRAM" if config.speculative.drafts_ngrams else "")))
