@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagle_server.models.targets.interface import TargetModel
 from eagle_server.training.corpus import Corpus
-from eagle_server.training.generate import Sampling, target_texts
+from eagle_server.training.generate import TextSampling, target_texts
 from eagle_server.training.heads import Kind, NewHead, default_boundaries, frequent_ids, new_eagle, new_eagle3
 from eagle_server.training.loop import Job, Schedule, train
 from eagle_server.training.target import TOKENS_PER_STEP, evenly_spaced, windows
@@ -110,12 +110,12 @@ def own_texts(target: TargetModel, corpus: Corpus, recipe: TextPlan, directory: 
         arrays = np.load(cache)
         return OwnTexts(arrays["train"], arrays["greedy"], arrays["sampled"])
     length = recipe.length + 1
-    prompts = Sampling(length, (min(24, length // 4), length // 2))
+    prompts = TextSampling(length, (min(24, length // 4), length // 2))
     fixed = min(_PROMPT, length // 2)
     own = OwnTexts(
         target_texts(target, corpus.train, recipe.sampled_texts, prompts, seed=1),
-        target_texts(target, corpus.held_out, 32, Sampling(length, (fixed, fixed), (0.0,)), seed=2),
-        target_texts(target, corpus.held_out, 32, Sampling(length, (fixed, fixed), (1.0,)), seed=3),
+        target_texts(target, corpus.held_out, 32, TextSampling(length, (fixed, fixed), (0.0,)), seed=2),
+        target_texts(target, corpus.held_out, 32, TextSampling(length, (fixed, fixed), (1.0,)), seed=3),
     )
     own.save(directory)
     return own

@@ -71,7 +71,7 @@ def continue_texts(
 
 
 @dataclass(frozen=True)
-class Sampling:
+class TextSampling:
     """How texts are sampled: their length, the range of prompt lengths, and the temperatures, which take turns."""
 
     length: int = 257
@@ -80,7 +80,7 @@ class Sampling:
     batch: int = 256
 
 
-def target_texts(target: TargetModel, stream: np.ndarray, texts: int, sampling: Sampling, seed: int) -> np.ndarray:
+def target_texts(target: TargetModel, stream: np.ndarray, texts: int, sampling: TextSampling, seed: int) -> np.ndarray:
     """`texts` texts [texts, length] that begin as `stream` does somewhere and go on as the target does."""
     if not texts:
         return np.empty((0, sampling.length), stream.dtype)

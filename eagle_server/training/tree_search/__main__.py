@@ -15,7 +15,6 @@ from eagle_server.config.commands import CommandParser, count, flags_of, tempera
 from eagle_server.text.tokenizer import load_tokenizer
 from eagle_server.training.tree_search.counts import LEAST_TRIES
 from eagle_server.training.tree_search.growth import Accuracies, expected_tokens, grow
-from eagle_server.training.tree_search.lab import Lab, Task, add_model_options, model_flags
 from eagle_server.training.tree_search.picture import draw_choices
 from eagle_server.training.tree_search.report import (
     Findings,
@@ -27,6 +26,7 @@ from eagle_server.training.tree_search.report import (
 )
 from eagle_server.training.tree_search.search import Candidate, check, measure_accuracies, time_shallower, time_sizes
 from eagle_server.training.tree_search.texts import prompts_of
+from eagle_server.training.tree_search.tree_engines import Task, TreeEngines, add_model_options, model_flags
 
 CHECKED = 4  # one text in so many is kept for the check
 TABLE_WIDTH = 110
@@ -103,28 +103,30 @@ def run(own: argparse.Namespace, flags: Sequence[str]) -> None:
         own.temperature,
         own.batch,
     )
-    lab = Lab(flags, task, own.depth, own.ranks, own.nodes or 0)
-    counts = measure_accuracies(lab)
+    engines = TreeEngines(flags, task, own.depth, own.ranks, own.nodes or 0)
+    counts = measure_accuracies(engines)
     accuracies = counts.accuracies()
     if not any(map(any, accuracies)):
         raise ValueError(
             f"no guess was accepted in {counts.cycles} cycles, or too few were made: {LEAST_TRIES} count; "
             "take more --texts or --max-tokens, or another draft"
         )
-    timed, chosen = _choose(lab, accuracies, own)
+    timed, chosen = _choose(engines, accuracies, own)
     checked = dataclasses.replace(task, prompts=kept)
-    trials = check(lab, checked, accuracies, chosen) if lab.option is not None and kept else []
+    trials = check(engines, checked, accuracies, chosen) if engines.option is not None and kept else []
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(own).items()}
     settings["data"] = None if own.data is None else [str(path) for path in own.data]
     settings["flags"] = list(flags)
-    _tell(Findings(lab.algorithm, lab.option, counts, accuracies, chosen, timed, trials, settings), own)
+    _tell(Findings(engines.algorithm, engines.option, counts, accuracies, chosen, timed, trials, settings), own)
 
 
-def _choose(lab: Lab, accuracies: Accuracies, own: argparse.Namespace) -> tuple[list[list[Candidate]], Candidate]:
+def _choose(
+    engines: TreeEngines, accuracies: Accuracies, own: argparse.Namespace
+) -> tuple[list[list[Candidate]], Candidate]:
     """All that was timed, in rounds, and the tree of --nodes, or else the fastest of the last round."""
-    timed = [time_sizes(lab, accuracies, own.rounds, own.nodes)]
-    if own.nodes is None and lab.option is not None:
-        timed.append(time_shallower(lab, accuracies, timed[0], own.rounds))
+    timed = [time_sizes(engines, accuracies, own.rounds, own.nodes)]
+    if own.nodes is None and engines.option is not None:
+        timed.append(time_shallower(engines, accuracies, timed[0], own.rounds))
     drafting = [candidate for candidate in timed[-1] if candidate.nodes]
     if own.nodes is None:
         return timed, max(drafting, key=lambda candidate: candidate.speed)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from eagle_server.engine.engine import Engine
-from eagle_server.training.tree_search.lab import Task
+from eagle_server.training.tree_search.tree_engines import Task
 
 WARM_UP = 3  # cycles that are not counted
 

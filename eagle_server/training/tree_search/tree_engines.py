@@ -42,7 +42,7 @@ class Task:
         return Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling)
 
 
-class Lab:
+class TreeEngines:
     """`flags` choose models and device, as for serving. `depth` and `ranks` bound the trees."""
 
     def __init__(self, flags: Sequence[str], task: Task, depth: int, ranks: int, nodes: int) -> None:
@@ -66,7 +66,7 @@ class Lab:
         """The server's option that takes a static tree for this drafter; None: its trees are its own."""
         return _SERVED_BY.get(self.algorithm)
 
-    def engine(self, *flags: str) -> Engine:
+    def make(self, *flags: str) -> Engine:
         """An engine with these trees, for a batch of the task's requests."""
         return engine_over(self.models, self._config(*flags))
 
