@@ -1,7 +1,7 @@
-"""Configuration: frozen sections, resolved once from flags, a YAML file, the environment and defaults, in that order.
+"""Configuration: frozen sections, read once from flags, a YAML file, the environment and defaults, in that order.
 
-Every option is declared once, as a field of a section. Its flag, YAML key, environment variable and help follow
-from that: `SpeculativeSection.num_steps` is `--speculative-num-steps`, `speculative-num-steps:` and
+Every option is declared once, as a field of a section. Its flag, YAML key, environment variable and help text follow
+from that declaration: `SpeculativeSection.num_steps` is `--speculative-num-steps`, `speculative-num-steps:` and
 `EAGLE_SERVER_SPECULATIVE_NUM_STEPS`. No other module reads the environment.
 """
 

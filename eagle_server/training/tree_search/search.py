@@ -13,23 +13,23 @@ from eagle_server.training.tree_search.growth import Accuracies, Choice, comb_tr
 from eagle_server.training.tree_search.tree_engines import Task, TreeEngines, complete
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes, the root not counted
-_NEAR = 3  # sizes that are tried with shallower trees: the best and its neighbours
+_NEAR = 3  # sizes to try with shallower trees: the best and its neighbours
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tree that was timed. `choices` are empty for plain decoding, and where the drafter's trees are its own."""
+    """A tree that was timed. `choices` is empty for plain decoding, and for drafters that make their own trees."""
 
     nodes: int
     depth: int
     choices: tuple[Choice, ...]
-    expected: float | None  # tokens per cycle by the measured accuracies; None: its trees are its own
+    expected: float | None  # tokens per cycle by the measured accuracies; None if the drafter makes its own trees
     cost: Cost
     batch: int
 
     @property
     def tokens(self) -> float:
-        """Tokens per request and cycle: as expected, or as seen while it was timed."""
+        """Tokens per request and cycle: expected, or measured while it was timed."""
         return self.cost.tokens_per_cycle(self.batch) if self.expected is None else self.expected
 
     @property
@@ -40,7 +40,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a way of drafting gave on texts that were not calibrated on: tokens per request and cycle."""
+    """Tokens per request and cycle of one tree, on texts that were not used to grow it."""
 
     name: str
     nodes: int
@@ -50,8 +50,10 @@ class Trial:
 
 
 def measure_accuracies(engines: TreeEngines) -> RankCounts:
-    """Continue the task's prompts with wide trees, and count. A static tree is made twice: the second is wide where
-    the first found nodes accepted."""
+    """Continue the task's prompts with wide trees, and count.
+
+    A static tree is measured twice: the second tree is wide where nodes of the first were accepted.
+    """
     counts, rounds = RankCounts(engines.depth, engines.ranks), 2 if engines.algorithm == "MEDUSA" else 1
     with tqdm(total=rounds * len(engines.task.prompts), desc="measure acceptance", unit="text") as bar:
         accuracies: Accuracies | None = None
@@ -63,7 +65,7 @@ def measure_accuracies(engines: TreeEngines) -> RankCounts:
 
 
 def time_sizes(engines: TreeEngines, accuracies: Accuracies, rounds: int, nodes: int | None) -> list[Candidate]:
-    """Plain decoding, and trees of every size of SIZES (and of `nodes`), the best of their size."""
+    """Time plain decoding, and the best tree of every size in SIZES and of size `nodes`."""
     sizes = sorted({*SIZES, *(() if nodes is None else (nodes,))})
     if engines.option is None:
         return _time_own(engines, [size for size in sizes if size <= engines.most_own_nodes()], rounds)
@@ -74,9 +76,9 @@ def time_sizes(engines: TreeEngines, accuracies: Accuracies, rounds: int, nodes:
 def time_shallower(
     engines: TreeEngines, accuracies: Accuracies, timed: Sequence[Candidate], rounds: int
 ) -> list[Candidate]:
-    """The fastest of `timed` and its neighbours in size, each with every depth that it can have, and plain decoding.
+    """Time plain decoding, and the fastest of `timed` and its neighbours in size with every possible depth.
 
-    All are timed anew, as the machine may be busier or idler than before.
+    All are timed again, because the load of the machine may have changed.
     """
     drafting = [candidate for candidate in timed if candidate.choices]
     best = max(range(len(drafting)), key=lambda place: drafting[place].speed)
@@ -90,12 +92,12 @@ def time_shallower(
 
 
 def check(engines: TreeEngines, task: Task, accuracies: Accuracies, found: Candidate) -> list[Trial]:
-    """Serve the tree that was found, and others of its size, on texts that were not calibrated on."""
+    """Serve the tree that was found, and others of its size, on texts that were not used to grow it."""
     assert engines.option is not None
     guesses = [("full levels, all nodes alike", level_tree(found.nodes, engines.depth, engines.ranks))]
     guesses += [("alternatives to the best path only", comb_tree(found.nodes, found.depth))]
     trees = [("the tree found", list(found.choices)), *guesses]
-    distinct = {frozenset(tree): (name, tree) for name, tree in reversed(trees)}  # a guess may be the tree found
+    distinct = {frozenset(tree): (name, tree) for name, tree in reversed(trees)}  # a guess may equal the tree found
     runs: list[tuple[str, float | None, tuple[str, ...]]] = [
         (name, expected_tokens(accuracies, tree), engines.static(tree)) for name, tree in reversed(distinct.values())
     ]
