@@ -1,4 +1,4 @@
-"""Engines over tiny models, and requests run through them to their end."""
+"""Engines over tiny models, and runs of requests through them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MARGIN = 64  # RoPE rows past the context, for the trees
 
 @dataclass
 class Finished:
-    """Everything that came back for one request; `deltas` are how many pieces it came in."""
+    """Everything that came back for one request, in `deltas` pieces."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Finished:
 def request(
     name: object, prompt: Sequence[int], *, choice: int = 0, prompt_logprobs: bool = False, **sampling: Any
 ) -> Request:
-    """A greedy request of 24 tokens, if `sampling` says nothing else."""
+    """A request: greedy and 24 tokens long by default."""
     params = SamplingParams(**{"max_tokens": 24, "seed": 0, "temperature": 0.0, **sampling})
     return Request(
         request_id=str(name),
@@ -67,7 +67,7 @@ def run(
     joining: Mapping[int, Sequence[Request]] | None = None,
     each_cycle: Callable[[int], None] | None = None,
 ) -> dict[str, Finished]:
-    """Run `requests`, and those that join before a given cycle, to their end; no page is ever lost on the way."""
+    """Run `requests` to their end, and those that join before a given cycle. No page may be lost in any cycle."""
     later = dict(joining or {})
     outcome: dict[str, Finished] = {}
     for each in requests:
@@ -97,7 +97,7 @@ def tree_size(steps: int, topk: int) -> int:
 
 
 def engine_config(**settings: Any) -> EngineConfig:
-    """A small engine's numbers, with freed slots poisoned; the fields of `EngineConfig` and of its tree in one list."""
+    """A small engine with poisoned free slots. `settings` are fields of `EngineConfig` and of `TreeConfig` alike."""
     numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "poison": True, **settings}
     tree = {each.name: numbers.pop(each.name) for each in fields(TreeConfig) if each.name in numbers}
     return EngineConfig(tree=TreeConfig(**tree), **numbers)
@@ -131,7 +131,7 @@ def pools(engine: Engine) -> tuple[KVPool, KVPool | None]:
 def random_target(
     vocab: int = 48, hidden: int = 32, layers: int = 3, *, seed: int = 0, std: float = 0.25, **config: Any
 ) -> TargetModel:
-    """A random target; its next-token probs have several bits of entropy. Token 0 ends a sequence."""
+    """A random target with several bits of entropy per next token. Token 0 ends a sequence."""
     raw = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": vocab,

@@ -1,4 +1,4 @@
-"""The GPU benchmark's frame: its parts on a CPU at tiny shapes, its report, and what becomes of parts that fail."""
+"""The GPU benchmark: its parts on a CPU at tiny shapes, its report, and parts that fail."""
 
 from __future__ import annotations
 

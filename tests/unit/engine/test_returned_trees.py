@@ -1,4 +1,4 @@
-"""A request that asks for its trees learns what was drafted for it, and that agrees with what it got."""
+"""A request that asks for its trees gets them, and they agree with its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search over a tiny pair: what it measures, writes and says, and that the server takes what it wrote."""
+"""The search over a tiny pair: what it measures, writes and prints; the server accepts the tree it writes."""
 
 from __future__ import annotations
 
