@@ -27,18 +27,18 @@ def kinds(ordinary: list[list[int]], engine: Engine) -> dict[str, list[list[int]
     return {"repetitive": repetitive, "ordinary": ordinary, "mixed": mixed}
 
 
-def engines(steps: int, topk: int, size: int, threads: int) -> dict[str, Callable[[], Engine]]:
+def engines(num_steps: int, topk: int, num_draft_tokens: int, threads: int) -> dict[str, Callable[[], Engine]]:
     """The demo with each drafter; all trees have the same size."""
-    nodes = ["--speculative-num-draft-tokens", str(size)]
-    tree = ["--speculative-num-steps", str(steps), "--topk", str(topk), *nodes]
+    size = ["--speculative-num-draft-tokens", str(num_draft_tokens)]
+    tree = ["--speculative-num-steps", str(num_steps), "--topk", str(topk), *size]
     # The published list has the most useful nodes first, so its beginning is a good smaller tree.
-    choices = ["--medusa-choices", str(list(PRESETS["mc_sim_7b_63"][: size - 1]))]
+    choices = ["--medusa-choices", str(list(PRESETS["mc_sim_7b_63"][: num_draft_tokens - 1]))]
     options = {
         "NONE": [],
         "EAGLE3": tree,
         "MEDUSA": choices,
         "REDRAFTER": tree,
-        "NGRAM": nodes,
+        "NGRAM": size,
         "EAGLE3+NGRAM": tree,
         "MEDUSA+NGRAM": choices,
         "REDRAFTER+NGRAM": tree,

@@ -149,12 +149,7 @@ def main(argv: Sequence[str]) -> int:
     free = run(engine, requests(compared, with_grammar=False))
     plain = run(demo_engine("NONE", running=BATCH), requests(compared))
     equal = sum(outcome.texts[name] == text for name, text in plain.texts.items())
-    tokenizer = load_tokenizer(str(DIRECTORY / "target"))
-    wrong = [
-        (schemas[int(name)], tokenizer.decode(outcome.texts[name]))
-        for name, reason in outcome.reasons.items()
-        if reason is FinishReason.STOP and not _parses(tokenizer.decode(outcome.texts[name]), schemas[int(name)])
-    ]
+    wrong = _violations(outcome, schemas)
     counts = {reason.value: list(outcome.reasons.values()).count(reason) for reason in FinishReason}
     tokens = sum(map(len, outcome.texts.values()))
     print(f"generations {len(outcome.reasons)}: " + ", ".join(f"{k} {v}" for k, v in counts.items() if v))
@@ -166,6 +161,14 @@ def main(argv: Sequence[str]) -> int:
         print(f"{json.dumps(schema)}\n    {text!r}")
     failed = counts[FinishReason.ERROR.value] + counts[FinishReason.REFUSED.value]
     return int(bool(wrong or failed) or equal < len(plain.texts))
+
+
+def _violations(outcome: Outcome, schemas: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
+    """(schema, text) of the finished answers that violate their schema."""
+    tokenizer = load_tokenizer(str(DIRECTORY / "target"))
+    finished = [name for name, reason in outcome.reasons.items() if reason is FinishReason.STOP]
+    answers = [(schemas[int(name)], tokenizer.decode(outcome.texts[name])) for name in finished]
+    return [(schema, text) for schema, text in answers if not _parses(text, schema)]
 
 
 def _parses(text: str, schema: dict[str, Any]) -> bool:
