@@ -45,6 +45,7 @@ SEE_CONFIG = {
     "bench.demo",
     "engine.build",
     "engine.devices",
+    "engine.resolve",
     "training",
     "view.command",
 }  # the composition roots

@@ -18,30 +18,30 @@ from eagle_server.bench.report import PLAIN, SPECULATIVE, plot, print_table, rat
 from eagle_server.bench.servers import BenchError, running
 from eagle_server.config.commands import without_drafting
 
-TABLE_WIDTH = 96  # the tables need it, also where the output is no terminal
+TABLE_WIDTH = 96  # the tables need it, also if the output is not a terminal
 DEMO_PROMPTS = Path(__file__).parent.parent / "assets" / "demo" / "prompts.json"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eagle_server.bench",
-        description="Starts two servers, one that speculates and one with --speculative-algorithm NONE, sends both the "
-        "same prompts in turn, and compares tokens/s. Both get the server flags after `--`, the plain one without "
-        "those that shape drafting.",
+        description="Starts two servers, one that speculates and one with --speculative-algorithm NONE, sends the same "
+        "prompts to both alternately, and compares tokens/s. Both get the server flags after `--`; the plain one "
+        "without those of drafting.",
         epilog="example: python -m eagle_server.bench --concurrency 1 8 -- --speculative-num-steps 3 --topk 4",
     )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8], metavar="N", help="clients (1 8)")
     parser.add_argument("--prompts", type=Path, default=DEMO_PROMPTS, help="JSON list of strings (the demo's held-out)")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens per answer (96)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds per server and concurrency, in turn (3)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds per server and concurrency, alternating (3)")
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for JSON and PNG")
     parser.add_argument("server_flags", nargs="*", help="after --: flags for both servers")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark; 0, or 2 with one line on stderr."""
+    """Run the benchmark; returns 0, or 2 with one line on stderr."""
     arguments = _parser().parse_args(argv)
     console = Console(width=max(TABLE_WIDTH, shutil.get_terminal_size().columns))
     try:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(arguments: argparse.Namespace, workload: Workload, console: Console) -> list[Measurement]:
-    # Prefix hits would spare the later of two equal rounds its prompts.
+    # Without this, the later of two equal rounds would find its prompts in the prefix cache.
     flags = ["--disable-radix-cache", *arguments.server_flags]
     measurements: list[Measurement] = []
     with (
@@ -82,7 +82,7 @@ def _run(arguments: argparse.Namespace, workload: Workload, console: Console) ->
 
 
 def _report_text(measurements: Sequence[Measurement], console: Console) -> None:
-    """Lossless, seen from outside: the same prompts gave the same text."""
+    """Print how many prompts got the same text from both servers."""
     fast, slow = ([t for m in measurements if m.label == label for t in m.texts] for label in (SPECULATIVE, PLAIN))
     equal, total = sum(a == b for a, b in zip(fast, slow, strict=True)), len(fast)
     console.print(f"answers with the same text from both servers: {equal} of {total}")

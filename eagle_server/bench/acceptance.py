@@ -1,4 +1,4 @@
-"""python -m eagle_server.bench.acceptance: lossless against typical acceptance, the lossy one, on the demo."""
+"""python -m eagle_server.bench.acceptance: lossless against typical (lossy) acceptance, on the demo."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ TREE = ("--speculative-num-steps", "3", "--topk", "4")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the comparison; 0, or 1 if a greedy answer was not the lossless one."""
+    """Run the comparison; returns 0, or 1 if a greedy answer differs from the lossless one."""
     parser = argparse.ArgumentParser(prog="python -m eagle_server.bench.acceptance", description=__doc__)
-    parser.add_argument("--prompts", type=int, default=16, help="of the demo's 32 held-out prompts (16)")
+    parser.add_argument("--prompts", type=int, default=16, help="how many of the demo's 32 held-out prompts (16)")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens per answer (96)")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="(0 0.7 1)")
+    parser.add_argument(
+        "--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="of the requests (0 0.7 1)"
+    )
     parser.add_argument("--posterior-threshold", type=float, default=0.09, help="of typical acceptance (0.09)")
     parser.add_argument("--posterior-alpha", type=float, default=0.3, help="of typical acceptance (0.3)")
     arguments = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""The embedded demo as an engine of this process, and one request after the other sent through it."""
+"""The embedded demo as an engine in this process, and its measurement with one request at a time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ DIRECTORY = Path(__file__).parents[1] / "assets" / "demo"
 
 @dataclass
 class Tally:
-    """What one drafter did for one kind of text; the first token of each answer came from its prompt."""
+    """Counts of one drafter on one kind of text, without the first token of each answer (drawn after the prompt)."""
 
     tokens: int = 0
     forwards: int = 0
-    drafting: int = 0  # forwards that had drafts to verify
+    drafting: int = 0  # forwards that verified drafts
     accepted: int = 0
     seconds: float = 0.0
 
@@ -38,14 +38,14 @@ class Tally:
 
 
 def demo_engine(algorithm: str, *flags: str, threads: int = 1, running: int = 1) -> Engine:
-    """The demo with one of its drafters, for one request at a time or `running` of them."""
+    """The demo with one of its drafters, for at most `running` requests at a time."""
     common = ["--disable-radix-cache", "--max-running-requests", str(running), "--cpu-threads", str(threads)]
     config = parse_args(["--speculative-algorithm", algorithm, *flags, *common], environ={})
     return build_engine(config, progress=False)
 
 
 def held_out(count: int) -> list[list[int]]:
-    """The first `count` of the demo's held-out prompts, in tokens."""
+    """The first `count` of the demo's held-out prompts, as token ids."""
     texts: list[str] = json.loads((DIRECTORY / "prompts.json").read_text())
     tokenizer = load_tokenizer(str(DIRECTORY / "target"))
     return [tokenizer.encode(text) for text in texts[:count]]
@@ -61,7 +61,7 @@ def measure(  # noqa: PLR0913
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[int]:
-    """One answer, by itself; its tokens."""
+    """Run one request alone and add it to `tally`; returns its tokens."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
     engine.add(Request(request_id=name, prompt_token_ids=list(prompt), sampling=sampling))
     tokens: list[int] = []

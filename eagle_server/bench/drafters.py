@@ -1,4 +1,4 @@
-"""python -m eagle_server.bench.drafters: the demo with each of its drafters, over repetitive and ordinary text."""
+"""python -m eagle_server.bench.drafters: the demo with each of its drafters, on repetitive and ordinary text."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from eagle_server.bench.demo import Tally, demo_engine, held_out, measure
 from eagle_server.engine.engine import Engine
 from eagle_server.speculation.static_tree import PRESETS
 
-SETTLING = 160  # tokens after which the demo's greedy answers repeat themselves; it copies little from its prompts
+SETTLING = 160  # tokens after which the demo's greedy answers repeat themselves
 
 
 def kinds(ordinary: list[list[int]], engine: Engine) -> dict[str, list[list[int]]]:
-    """Prompts of each kind: long answers to go on with, which go in circles, held-out text, and both in turn."""
+    """Prompts of each kind: long repetitive answers to continue, held-out text, and both alternately."""
     repetitive = [
         prompt + measure(engine, str(number), prompt, SETTLING, Tally()) for number, prompt in enumerate(ordinary)
     ]
@@ -27,18 +27,18 @@ def kinds(ordinary: list[list[int]], engine: Engine) -> dict[str, list[list[int]
     return {"repetitive": repetitive, "ordinary": ordinary, "mixed": mixed}
 
 
-def engines(steps: int, topk: int, size: int, threads: int) -> dict[str, Callable[[], Engine]]:
-    """The demo with each drafter; the trees are of one size."""
-    nodes = ["--speculative-num-draft-tokens", str(size)]
-    tree = ["--speculative-num-steps", str(steps), "--topk", str(topk), *nodes]
-    # As published, its nodes stand in the order in which they were found worth their place.
-    choices = ["--medusa-choices", str(list(PRESETS["mc_sim_7b_63"][: size - 1]))]
+def engines(num_steps: int, topk: int, num_draft_tokens: int, threads: int) -> dict[str, Callable[[], Engine]]:
+    """The demo with each drafter; all trees have the same size."""
+    size = ["--speculative-num-draft-tokens", str(num_draft_tokens)]
+    tree = ["--speculative-num-steps", str(num_steps), "--topk", str(topk), *size]
+    # The published list has the most useful nodes first, so its beginning is a good smaller tree.
+    choices = ["--medusa-choices", str(list(PRESETS["mc_sim_7b_63"][: num_draft_tokens - 1]))]
     options = {
         "NONE": [],
         "EAGLE3": tree,
         "MEDUSA": choices,
         "REDRAFTER": tree,
-        "NGRAM": nodes,
+        "NGRAM": size,
         "EAGLE3+NGRAM": tree,
         "MEDUSA+NGRAM": choices,
         "REDRAFTER+NGRAM": tree,
@@ -49,9 +49,9 @@ def engines(steps: int, topk: int, size: int, threads: int) -> dict[str, Callabl
 def compare(
     builders: Mapping[str, Callable[[], Engine]], texts: Mapping[str, Sequence[Sequence[int]]], max_tokens: int
 ) -> tuple[dict[tuple[str, str], Tally], int]:
-    """Every drafter over every kind of text, the drafters in turn at each prompt; and how many answers departed.
+    """Run every drafter on every kind of text, alternating at each prompt; also returns the number of changed answers.
 
-    An engine serves one kind of text only, so that what a mixture learns of one is no help with the next.
+    An engine serves one kind of text only, so that a mixture cannot use what it learned from another kind.
     """
     tallies = {key: Tally() for key in itertools.product(texts, builders)}
     departures = 0
@@ -87,14 +87,14 @@ def print_table(tallies: Mapping[tuple[str, str], Tally], console: Console) -> N
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the comparison; 0, or 1 if an answer was not the plain one."""
+    """Run the comparison; returns 0, or 1 if an answer differs from plain decoding."""
     parser = argparse.ArgumentParser(prog="python -m eagle_server.bench.drafters", description=__doc__)
-    parser.add_argument("--prompts", type=int, default=16, help="of the demo's 32 held-out prompts (16)")
+    parser.add_argument("--prompts", type=int, default=16, help="how many of the demo's 32 held-out prompts (16)")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens per answer (96)")
-    parser.add_argument("--threads", type=int, default=1, help="of torch (1)")
-    parser.add_argument("--steps", type=int, default=5, help="of the head's tree (5)")
-    parser.add_argument("--topk", type=int, default=4, help="of the head's tree (4)")
-    parser.add_argument("--nodes", type=int, default=8, help="verified at once, of every drafter (8)")
+    parser.add_argument("--threads", type=int, default=1, help="compute threads (1)")
+    parser.add_argument("--steps", type=int, default=5, help="depth of the head's tree (5)")
+    parser.add_argument("--topk", type=int, default=4, help="topk of the head's tree (4)")
+    parser.add_argument("--nodes", type=int, default=8, help="nodes verified at once, for every drafter (8)")
     arguments = parser.parse_args(argv)
     builders = engines(arguments.steps, arguments.topk, arguments.nodes, arguments.threads)
     texts = kinds(held_out(arguments.prompts), builders["EAGLE3+NGRAM"]())

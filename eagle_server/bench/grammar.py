@@ -1,4 +1,4 @@
-"""python -m eagle_server.bench.grammar: answers of the demo to random JSON schemas, every one of them parsed."""
+"""python -m eagle_server.bench.grammar: the demo answers random JSON schemas; every answer is parsed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from eagle_server.text.tokenizer import load_tokenizer
 
 NAMES = ("name", "size", "path", "count", "value", "kind", "x", "is_open", "line no", "größe")
 WORDS = ("red", "green", "blue", "on", "off", "unknown")
-DEEPEST = 1  # objects and arrays inside one another
-REQUIRED = 0.8  # of the properties
+DEEPEST = 1  # nesting of objects and arrays
+REQUIRED = 0.8  # share of the properties
 BATCH = 16
-PROMPT = 32  # tokens, the last ones of a held-out prompt
+PROMPT = 32  # tokens, the last ones of each held-out prompt
 
 
 def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A schema of few and short values."""
+    """A schema with few and short values."""
     kinds = ["boolean", "null", "integer", "enum", "string"]
     match "object" if depth == 0 else chance.choice(kinds + ["object", "array"] * (depth < DEEPEST)):
         case "object":
@@ -53,7 +53,7 @@ def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """Whether a value is what one of `random_schema`'s asks for."""
+    """Whether a value conforms to a schema of `random_schema`."""
     if "enum" in schema:
         return value in schema["enum"]
     own: dict[str, Any] = schema.get("properties", {})
@@ -78,7 +78,7 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
 
 @dataclass
 class Outcome:
-    """What came of all requests."""
+    """The results of all requests."""
 
     texts: dict[str, list[int]] = field(default_factory=dict)
     reasons: dict[str, FinishReason | None] = field(default_factory=dict)
@@ -88,12 +88,12 @@ class Outcome:
 
     @property
     def accept_length(self) -> float:
-        """Tokens per forward that verified drafts, the bonus included."""
+        """Tokens per forward that verified drafts, bonus included."""
         return 1 + self.accepted / self.cycles if self.cycles else 1.0
 
 
 def run(engine: Engine, requests: Iterator[Request]) -> Outcome:
-    """All requests, BATCH of them at a time."""
+    """Run all requests, BATCH at a time."""
     outcome, open_requests = Outcome(), 0
     start = time.perf_counter()
     following = next(requests, None)
@@ -115,21 +115,21 @@ def run(engine: Engine, requests: Iterator[Request]) -> Outcome:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it; 0, or 1 if an answer that ended does not fit its schema, or differs from plain decoding's."""
+    """Run it; returns 0, or 1 if a finished answer violates its schema or differs from plain decoding."""
     parser = argparse.ArgumentParser(prog="python -m eagle_server.bench.grammar", description=__doc__)
     parser.add_argument("--generations", type=int, default=1000, help="random schemas, one answer each (1000)")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="after which no answer is begun (3600)")
-    parser.add_argument("--plain", type=int, default=50, help="of them also decoded without speculation (50)")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="time after which no answer is started (3600)")
+    parser.add_argument("--plain", type=int, default=50, help="how many are also decoded without speculation (50)")
     parser.add_argument("--max-tokens", type=int, default=256, help="tokens per answer (256)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (1)")
     parser.add_argument("--algorithm", default="EAGLE3", help="the demo's drafter (EAGLE3)")
-    parser.add_argument("--seed", type=int, default=0, help="of schemas and answers (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of schemas and answers (0)")
     arguments = parser.parse_args(argv)
     chance = random.Random(arguments.seed)
     schemas = [random_schema(chance) for _ in range(arguments.generations)]
     prompts = [prompt[-PROMPT:] for prompt in held_out(32)]
 
-    def requests(count: int, *, constrained: bool = True) -> Iterator[Request]:
+    def requests(count: int, *, with_grammar: bool = True) -> Iterator[Request]:
         end = time.perf_counter() + arguments.seconds
         for number in range(count):
             if time.perf_counter() > end:
@@ -139,22 +139,17 @@ def main(argv: Sequence[str]) -> int:
                 max_tokens=arguments.max_tokens,
                 temperature=arguments.temperature,
                 seed=arguments.seed + number,
-                grammar=Grammar(kind="json_schema", source=source) if constrained else None,
+                grammar=Grammar(kind="json_schema", source=source) if with_grammar else None,
             )
             yield Request(request_id=str(number), prompt_token_ids=prompts[number % len(prompts)], sampling=sampling)
 
     engine = demo_engine(arguments.algorithm, running=BATCH)
     outcome = run(engine, requests(arguments.generations))
     compared = min(arguments.plain, len(outcome.reasons))
-    free = run(engine, requests(compared, constrained=False))
+    free = run(engine, requests(compared, with_grammar=False))
     plain = run(demo_engine("NONE", running=BATCH), requests(compared))
     equal = sum(outcome.texts[name] == text for name, text in plain.texts.items())
-    tokenizer = load_tokenizer(str(DIRECTORY / "target"))
-    wrong = [
-        (schemas[int(name)], tokenizer.decode(outcome.texts[name]))
-        for name, reason in outcome.reasons.items()
-        if reason is FinishReason.STOP and not _parses(tokenizer.decode(outcome.texts[name]), schemas[int(name)])
-    ]
+    wrong = _violations(outcome, schemas)
     counts = {reason.value: list(outcome.reasons.values()).count(reason) for reason in FinishReason}
     tokens = sum(map(len, outcome.texts.values()))
     print(f"generations {len(outcome.reasons)}: " + ", ".join(f"{k} {v}" for k, v in counts.items() if v))
@@ -166,6 +161,14 @@ def main(argv: Sequence[str]) -> int:
         print(f"{json.dumps(schema)}\n    {text!r}")
     failed = counts[FinishReason.ERROR.value] + counts[FinishReason.REFUSED.value]
     return int(bool(wrong or failed) or equal < len(plain.texts))
+
+
+def _violations(outcome: Outcome, schemas: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
+    """(schema, text) of the finished answers that violate their schema."""
+    tokenizer = load_tokenizer(str(DIRECTORY / "target"))
+    finished = [name for name, reason in outcome.reasons.items() if reason is FinishReason.STOP]
+    answers = [(schemas[int(name)], tokenizer.decode(outcome.texts[name])) for name in finished]
+    return [(schema, text) for schema, text in answers if not _parses(text, schema)]
 
 
 def _parses(text: str, schema: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Load: prompts sent to one server by a number of clients, each waiting for its answer before it sends the next."""
+"""Load: several clients send prompts to one server. Each waits for its answer before it sends the next prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eagle_server.bench.servers import BenchError, Server
 
 @dataclass(frozen=True)
 class Answer:
-    """One streamed completion; `first_token` is seconds since the request was sent, NaN if no text came."""
+    """One streamed completion. `first_token` is seconds after the request was sent, NaN if no text came."""
 
     tokens: int
     first_token: float
@@ -28,7 +28,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One pass over the prompts at one concurrency. `stage_seconds` and `cycles` are the engine's own."""
+    """One pass over the prompts at one concurrency. `stage_seconds` and `cycles` are counted by the engine."""
 
     label: str
     concurrency: int
@@ -47,7 +47,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked: the same for every server."""
+    """The requests, the same for every server."""
 
     prompts: tuple[str, ...]
     max_tokens: int
@@ -56,7 +56,7 @@ class Workload:
 
 
 def measure(server: Server, workload: Workload, concurrency: int) -> Measurement:
-    """Answer every prompt once with `concurrency` clients."""
+    """Send every prompt once, with `concurrency` clients."""
     before = server.stats()
     waiting: SimpleQueue[tuple[int, str]] = SimpleQueue()
     for item in enumerate(workload.prompts):
@@ -88,14 +88,14 @@ def measure(server: Server, workload: Workload, concurrency: int) -> Measurement
 
 
 class Leaving(Exception):
-    """The client has left before its answer was complete."""
+    """The client closed the connection before its answer was complete."""
 
 
 def ask(server: Server, prompt: str, workload: Workload, leave_after: int | None = None) -> Answer:
     """One streamed completion that runs to max_tokens.
 
     Raises:
-        Leaving: `leave_after` events came, and the connection is closed.
+        Leaving: `leave_after` events came, so the connection was closed.
     """
     body = {
         "prompt": prompt,

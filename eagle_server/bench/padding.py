@@ -1,29 +1,30 @@
-"""A small trained pair at the shape and cost of a large one: the same logits, hence real acceptance, from 8B weights.
+"""Pads a small trained pair to the shape and cost of a large one. The logits, and so the acceptance, stay the same.
 
-With h the narrow hidden size and H the wide one, tensor by tensor:
+With h the narrow hidden size and H the wide one, each tensor is padded like this:
 
-*Hidden size.* The residual stream's first h channels are the narrow model's; the others are exactly 0, for nothing
-writes to them: their rows of what writes to the stream are zero. mean(x^2) over H is h/H of that over h, so norms have
-eps * h/H for eps and weights times sqrt(h/H), and 0 on the other channels. What reads a norm may hold anything there.
+*Hidden size.* The first h channels of the residual stream are the narrow model's. The others are exactly 0, because the
+weights that write to them are zero. mean(x^2) over H channels is h/H of that over h. So norms get eps * h/H, weights
+times sqrt(h/H), and weight 0 on the new channels. The weights that read a norm may have any value there.
 
-*Heads.* Query place s of group g stays place s of group g, of more groups with more places. Under RoPE with the same
-base, pair (i, i + d/2) of a head of d turns as fast as pair (ri, ri + rd/2) of a head of rd, so that is where it goes.
-The scale (rd)^-1/2 instead of d^-1/2 is made good by sqrt(r) on the query rows. Further channels of a narrow head have
-zero keys; the output of further heads and channels meets zero columns of o_proj.
+*Heads.* Query s of group g stays query s of group g; there are more groups, and more queries per group. With the same
+RoPE base, pair (i, i + d/2) of a head of size d rotates as fast as pair (ri, ri + rd/2) of a head of size rd, so it
+moves there. The attention scale is (rd)^-1/2 instead of d^-1/2, so query rows are multiplied by sqrt(r). New channels
+of an old head have zero keys. The outputs of new heads and channels are multiplied by zero columns of o_proj.
 
-*MLP width and layers.* Further units meet zero columns of down_proj. Further layers, at the end so that boundaries keep
-their numbers, have zero o_proj and down_proj.
+*MLP width and layers.* The outputs of new units are multiplied by zero columns of down_proj. New layers have zero
+o_proj and down_proj. They are at the end, so that layer boundaries keep their numbers.
 
-*Vocabulary.* A further token must never be drawn, and there is no bias to say so. So channel h carries a constant: each
-embedding row has c = 2^-30 there, norms inside the layers hide it, and only the final norm shows it, as 2^25 c / rms.
-Rows of further tokens in lm_head have -2^25 there, rows of narrow tokens 0, which makes their logits -2^20 / rms and a
-little noise. c^2 is lost in the sums of squares of float32 beside eps, and powers of two are exact in bfloat16 (float16
-has no room for them), so the constant costs nothing in accuracy. The head gets it through fc, which copies it from its
-first stream to the head's own, where feedback carries it along.
+*Vocabulary.* A new token must never be drawn, but there is no bias in lm_head. So channel h carries a constant: each
+embedding row has c = 2^-30 there. The norms inside the layers have weight 0 on it; the final norm makes it 2^25 c /
+rms. Rows of new tokens in lm_head have -2^25 there, rows of old tokens 0. So the logits of new tokens are -2^20 / rms
+and a little noise. The constant costs no accuracy: c^2 vanishes in the float32 sums of squares, which include eps, and
+powers of two are exact in bfloat16 (float16 cannot represent them). The head gets it through fc, which copies it from
+the first stream to the head's own; feedback keeps it.
 
-Whatever need not be zero is random, so that a GPU's power is that of a dense model; o_proj and down_proj, a third of
-the weights, are zero but for a corner. In exact arithmetic the functions are equal. In float32 logits differ because
-sums are taken in another order; in bfloat16 sqrt(r) rounds the query weights too, no more than activations are rounded.
+Weights that need not be zero are random, so that a GPU uses as much power as with a dense model. o_proj and down_proj,
+a third of the weights, are zero except for a corner. In exact arithmetic both models are the same function. In float32
+logits differ because sums are in another order. In bfloat16 the factor sqrt(r) also rounds the query weights, by no
+more than activations are rounded.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ from eagle_server.models.targets.interface import TargetModel
 DEMO = Path(__file__).parent.parent / "assets" / "demo"
 
 _CONSTANT = 2.0**-30  # channel h of the residual stream
-_SHOW = 2.0**25  # the final norm's weight on it; with _REFUSE, the logit of a further token is -2^20 / rms
+_SHOW = 2.0**25  # the final norm's weight on it; with _REFUSE, the logit of a new token is -2^20 / rms
 _REFUSE = -(2.0**25)
-_STD = 0.02  # of the random weights: activations stay of order one
+_STD = 0.02  # of the random weights; activations stay of order one
 _SEED = 0
 
 _NORMS = {"input_layernorm", "hidden_norm", "post_attention_layernorm", "norm"}
-_WRITERS = {"embed_tokens", "fc", "o_proj", "down_proj"}  # what writes to the residual stream
+_WRITERS = {"embed_tokens", "fc", "o_proj", "down_proj"}  # the weights that write to the residual stream
 
 
 @dataclass(frozen=True)
 class PaddedShape:
-    """The shape to pad to; the head has one layer of the target's widths."""
+    """The shape to pad to. The head has one layer with the target's widths."""
 
     hidden_size: int
     num_layers: int
@@ -72,7 +73,7 @@ class PaddedShape:
 
     @classmethod
     def tiny(cls) -> PaddedShape:
-        """A little more than the demo in every number, for tests on a CPU."""
+        """Slightly larger than the demo in every number, for tests on a CPU."""
         return cls(384, 18, 12, 4, 128, 1024, 4596, 2348)
 
 
@@ -91,10 +92,10 @@ LLAMA_8B = PaddedShape(
 def pad_target(
     model: TargetModel, shape: PaddedShape, *, device: str | torch.device, dtype: torch.dtype, context: int
 ) -> TargetModel:
-    """The same function in `shape`, built on `device`; `context` sizes the RoPE table. Logits of new ids: about -1e5.
+    """The same function in `shape`, on `device`, with a RoPE table for `context`. Logits of new ids are about -1e5.
 
     Raises:
-        ValueError: not a plain Llama, or smaller in some number than it is.
+        ValueError: `model` is not a plain Llama, or `shape` is smaller in some number.
     """
     config = _widened(model.config, shape, dtype)
     with created_as(dtype, device):
@@ -114,10 +115,10 @@ def pad_head(
     dtype: torch.dtype,
     context: int,
 ) -> Eagle3Head:
-    """The same function for `target`, the padded target; new draft ids mean new target ids.
+    """The same head for the padded `target`; new draft ids map to new target ids.
 
     Raises:
-        ValueError: a head with another residual stream than plain EAGLE-3's, or smaller in some number than it is.
+        ValueError: `head` is not a plain EAGLE-3 head, or `shape` is smaller in some number.
     """
     narrow = head.eagle
     layers = replace(_widened(head.config, shape, dtype), num_layers=head.config.num_layers)
@@ -142,14 +143,14 @@ def pad_head(
 def pad_demo(
     shape: PaddedShape, *, device: str | torch.device, dtype: torch.dtype, context: int
 ) -> tuple[TargetModel, Eagle3Head]:
-    """The embedded demo in `shape`."""
+    """The embedded demo padded to `shape`."""
     target, head = load_demo(context)
     wide = pad_target(target, shape, device=device, dtype=dtype, context=context)
     return wide, pad_head(head, wide, shape, device=device, dtype=dtype, context=context)
 
 
 def load_demo(context: int) -> tuple[TargetModel, Eagle3Head]:
-    """The embedded demo as it is, in float32 on the CPU."""
+    """The embedded demo without padding, in float32 on the CPU."""
     target = load_native_target(DEMO / "target", dtype="float32", context=context, progress=False)
     head = load_draft(DEMO / "eagle3", target, context=context, progress=False).head
     assert isinstance(head, Eagle3Head)
@@ -160,7 +161,7 @@ def load_demo(context: int) -> tuple[TargetModel, Eagle3Head]:
 def pad_checkpoint(
     directory: Path, shape: PaddedShape = LLAMA_8B, *, device: str | torch.device = "cpu", dtype: torch.dtype
 ) -> None:
-    """Write the padded demo in the published formats, `directory`/target with its tokenizer and `directory`/eagle3."""
+    """Write the padded demo in the published formats: `directory`/target with its tokenizer, and `directory`/eagle3."""
     target, head = pad_demo(shape, device=device, dtype=dtype, context=1)  # RoPE tables are not written
     for name, model in (("target", target), ("eagle3", head)):
         published = {**read_config(DEMO / name), **_published_sizes(model.config), "tie_word_embeddings": False}
@@ -194,7 +195,7 @@ def _widened(narrow: ModelConfig, shape: PaddedShape, dtype: torch.dtype) -> Mod
         dtype=dtype,
     )
     plain = replace(narrow, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False)
-    rotates_alike = narrow.rope.kind in ("default", "linear", "llama3")  # a pair's speed depends on i / d alone
+    rotates_alike = narrow.rope.kind in ("default", "linear", "llama3")  # the speed of pair i depends on i / d alone
     if narrow.architecture != "LlamaForCausalLM" or narrow != plain or any(narrow.windows) or not rotates_alike:
         raise ValueError(f"only a plain Llama can be padded, found {narrow}")
     sizes = ("num_layers", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size")
@@ -228,24 +229,24 @@ def _check_head(narrow: Eagle3Config, wide: Eagle3Config) -> None:
 
 @dataclass(frozen=True)
 class _Widening:
-    """From weights of the narrow shape to weights of the wide one, by their published names."""
+    """Fills weights of the wide shape from those of the narrow shape, by their published names."""
 
     narrow: ModelConfig
     wide: ModelConfig
     random: torch.Generator
 
     def fill(self, wide: HasWeightViews, narrow: HasWeightViews) -> None:
-        """Every weight of `wide`, in place; only the narrow model's weights are copied between devices."""
+        """Fill every weight of `wide` in place. Only the narrow weights are copied between devices."""
         known = dict(narrow.weight_views())
         if self.narrow.tie_word_embeddings:
             known["lm_head.weight"] = known["model.embed_tokens.weight"]
         for name, weight in wide.weight_views():
             path, _, suffix = name.rpartition(".")
-            if suffix == "weight":  # the vocabulary map is the caller's
+            if suffix == "weight":  # the caller sets the vocabulary map
                 self._fill(path.rpartition(".")[2], weight, known.get(name))
 
     def _fill(self, kind: str, wide: Tensor, narrow: Tensor | None) -> None:
-        """`kind` is q_proj, norm, embed_tokens ...; `narrow` is None in further layers."""
+        """`kind` is q_proj, norm, embed_tokens ...; `narrow` is None in new layers."""
         if kind in _NORMS and narrow is None:
             narrow = torch.ones(self.narrow.hidden_size)
         if kind in _NORMS or kind in _WRITERS:
@@ -269,9 +270,9 @@ class _Widening:
         return math.sqrt(self.wide.head_dim / self.narrow.head_dim) if kind == "q_proj" else 1.0
 
     def _split(self, kind: str, weight: Tensor, config: ModelConfig) -> Tensor:
-        """A view with an axis for each thing that widens by itself, so that the narrow weight is the wide one's corner.
+        """A view with one axis per dimension that is padded, so that the narrow weight is a corner of the wide one.
 
-        Half a head has the axes (d / 2, r): channel i of the narrow one is channel ri of the wide one.
+        Half a head has the axes (d / 2, r): channel i of the narrow head is channel ri of the wide head.
         """
         head = (2, self.narrow.head_dim // 2, config.head_dim // self.narrow.head_dim)
         queries, keys = (config.num_kv_heads, _group(config), *head), (config.num_kv_heads, *head)
@@ -285,14 +286,14 @@ class _Widening:
         return weight
 
     def _add_constant(self, kind: str, wide: Tensor, rows: int) -> None:
-        """Channel h from the embedding to the logits; `rows` is how many are the narrow model's."""
+        """Set channel h, from the embedding to the logits. The first `rows` rows are the narrow model's."""
         channel = self.narrow.hidden_size
         match kind:
             case "embed_tokens":
                 self._randomize(wide[rows:, :channel])
                 wide[:, channel] = _CONSTANT
             case "fc":
-                self._randomize(self._split(kind, wide, self.wide)[:, :, channel + 1 :])  # which reads zeros
+                self._randomize(self._split(kind, wide, self.wide)[:, :, channel + 1 :])  # its inputs are zeros
                 wide[channel, channel] = 1.0
             case "norm":
                 wide[channel] = _SHOW

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: a table, a JSON file and a picture."""
+"""The output of a benchmark: a table, a JSON file and a picture."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def rows_of(measurements: Sequence[Measurement]) -> list[Row]:
 
 
 def ratios(measurements: Sequence[Measurement]) -> dict[int, float]:
-    """Speculative over plain tokens/s by concurrency: the median of the rounds' own ratios, each measured in turn."""
+    """Speculative over plain tokens/s by concurrency: the median of the ratios of the rounds."""
     out = {}
     for concurrency in dict.fromkeys(m.concurrency for m in measurements):
         pair = [
@@ -68,7 +68,7 @@ def ratios(measurements: Sequence[Measurement]) -> dict[int, float]:
 
 
 def print_table(rows: Sequence[Row], ratio: dict[int, float], console: Console) -> None:
-    """The result, and where a cycle's time goes."""
+    """Print the results, and the time of each stage of a cycle."""
     table = Table(title="speculative against plain decoding, medians")
     for name in ("clients", "decoding", "tokens/s", "ratio", "acceptance length", "first token", "cycle"):
         table.add_column(name, justify="left" if name == "decoding" else "right")
@@ -94,7 +94,7 @@ def print_table(rows: Sequence[Row], ratio: dict[int, float], console: Console) 
 
 
 def write_json(path: Path, rows: Sequence[Row], ratio: dict[int, float], settings: dict[str, Any]) -> None:
-    """The medians, with what was asked and the machine they were measured on."""
+    """Write the medians, the settings and the machine."""
     document = {
         "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
         "python": platform.python_version(),
@@ -106,7 +106,7 @@ def write_json(path: Path, rows: Sequence[Row], ratio: dict[int, float], setting
 
 
 def plot(path: Path, rows: Sequence[Row], ratio: dict[int, float]) -> None:
-    """Left: tokens/s by concurrency. Right: where a speculative cycle's time goes."""
+    """Left: tokens/s by concurrency. Right: the time of each stage of a cycle."""
     import matplotlib as mpl
 
     mpl.use("Agg")

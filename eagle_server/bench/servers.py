@@ -1,4 +1,4 @@
-"""Servers to measure: child processes of this very package, one speculating and one plain."""
+"""Servers to measure: child processes that run this package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START_SECONDS = 180.0
 
 
 class BenchError(RuntimeError):
-    """A measurement that cannot be made; the message says why."""
+    """A measurement that is not possible; the message says why."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""python -m eagle_server.bench.sharing: what n-grams gain where requests also draft from what others wrote.
+"""python -m eagle_server.bench.sharing: the gain of n-grams if requests also draft from other requests' texts.
 
-The demo's held-out prompts are asked again and again, each time with another seed, one request at a time.
+The demo's held-out prompts are sent several times, each time with another seed, one request at a time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from eagle_server.bench.demo import Tally, demo_engine, held_out, measure
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the comparison; 0, or 1 if sharing changed an answer."""
+    """Run the comparison; returns 0, or 1 if sharing changed an answer."""
     parser = argparse.ArgumentParser(prog="python -m eagle_server.bench.sharing", description=__doc__)
-    parser.add_argument("--prompts", type=int, default=16, help="of the demo's 32 held-out prompts (16)")
-    parser.add_argument("--rounds", type=int, default=4, help="how often each is asked (4)")
+    parser.add_argument("--prompts", type=int, default=16, help="how many of the demo's 32 held-out prompts (16)")
+    parser.add_argument("--rounds", type=int, default=4, help="how often each is sent (4)")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens per answer (96)")
     parser.add_argument("--temperature", type=float, default=0.7, help="of all requests (0.7)")
-    parser.add_argument("--nodes", type=int, default=8, help="verified at once (8)")
+    parser.add_argument("--nodes", type=int, default=8, help="nodes verified at once (8)")
     arguments = parser.parse_args(argv)
     prompts, nodes = held_out(arguments.prompts), ["--speculative-num-draft-tokens", str(arguments.nodes)]
     trees = {"NGRAM": nodes, "EAGLE3+NGRAM": ["--speculative-num-steps", "5", "--topk", "4", *nodes]}

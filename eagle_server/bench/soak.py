@@ -1,4 +1,4 @@
-"""python -m eagle_server.bench.soak: many clients for a while, some leaving early; memory and KV must stay flat."""
+"""python -m eagle_server.bench.soak: many clients, some of which leave early; memory and KV must not grow."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from eagle_server.bench.servers import BenchError, Server, running
 
 PROMPTS = Path(__file__).parents[1] / "assets" / "demo" / "prompts.json"
 TEMPERATURES = (0.0, 0.7, 1.0)
-IDLE_SECONDS = 60.0  # in which the engine must have come to rest after the last answer
+IDLE_SECONDS = 60.0  # after the last answer, within which the engine must become idle
 API_SECONDS = "eagle_server_api_seconds"
 ENGINE_SECONDS = ("vllm:request_queue_time_seconds", "vllm:request_inference_time_seconds")
-PAUSE = 0.01  # seconds, for the server to be done with being asked for its metrics
-WARM = 0.25  # of the time: what memory grows in it belongs to caches and pools that fill
+PAUSE = 0.01  # seconds, so that the server has finished the request for its metrics
+WARM = 0.25  # share of the time; memory growth in it is caches and pools that fill
 
 
 @dataclass
@@ -38,14 +38,14 @@ class Sample:
     seconds: float
     api_memory: int  # bytes resident
     engine_memory: int
-    kv_used: int  # slots that no other request could get
+    kv_used: int  # slots that are not free for other requests
     running: int
     waiting: int
 
 
 @dataclass
 class Record:
-    """What happened. `first_tokens` and `answers` in seconds."""
+    """Results of the clients, and samples of the server. `first_tokens` is in seconds."""
 
     first_tokens: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -56,12 +56,12 @@ class Record:
 
     @property
     def memory(self) -> dict[str, list[int]]:
-        """Bytes of each process, sample by sample."""
+        """Resident bytes of each process, per sample."""
         return {"API": [s.api_memory for s in self.samples], "engine": [s.engine_memory for s in self.samples]}
 
 
 class Soak:
-    """`streams` clients at `server`, each sending its next request when the last has ended, until `enough`."""
+    """`streams` clients of `server`. Each sends its next request when its last one has ended."""
 
     def __init__(
         self, server: Server, streams: int, requests: int | None, seconds: float | None, leaving: float
@@ -139,16 +139,16 @@ class Soak:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that descend from it, by Linux' /proc."""
+    """A process and all its descendants, from Linux' /proc."""
     try:
         children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
-    except OSError:  # it has just ended
+    except OSError:  # the process has ended
         return []
     return [pid, *(each for child in children.split() for each in family(int(child)))]
 
 
 def resident(pid: int) -> int:
-    """Bytes of a process in memory; 0 if it has ended."""
+    """Resident bytes of a process; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -157,7 +157,7 @@ def resident(pid: int) -> int:
 
 
 def growth(seconds: Sequence[float], memory: Sequence[int]) -> float:
-    """Bytes per minute, by least squares, after the first quarter of the time."""
+    """Growth in bytes per minute by least squares, without the first quarter of the time."""
     late = [(at / 60, float(size)) for at, size in zip(seconds, memory, strict=True) if at >= WARM * seconds[-1]]
     if len({at for at, _ in late}) < 2:  # noqa: PLR2004  a line needs two points
         return 0.0
@@ -167,16 +167,16 @@ def growth(seconds: Sequence[float], memory: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class Added:
-    """What one request took beside the engine's own time, in seconds: in the API, and with client and messages too."""
+    """Seconds of one request outside the engine: in the API alone, and with the client and the messages."""
 
     api: float
     all: float
 
 
 def overhead(server: Server, count: int) -> list[Added]:
-    """`count` requests, one at a time.
+    """The overhead of `count` requests, one at a time.
 
-    Each is a stream of one token over a connection that stays, as clients' libraries have it.
+    Each streams one token over a persistent connection, as client libraries do.
     """
     body = json.dumps({"prompt": "def area(radius):\n", "max_tokens": 1, "temperature": 0, "stream": True})
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
@@ -195,14 +195,14 @@ def overhead(server: Server, count: int) -> list[Added]:
 
 
 def _seconds(server: Server) -> tuple[float, float]:
-    """What the API and the engine have taken for all requests so far."""
+    """The seconds that API and engine have spent on all requests so far."""
     sums = dict(line.partition("{")[::2] for line in server.text("/metrics").splitlines() if "_seconds_sum{" in line)
     api, *engine = (float(sums[f"{name}_sum"].rpartition(" ")[2]) for name in (API_SECONDS, *ENGINE_SECONDS))
     return api, sum(engine)
 
 
 def report(record: Record, seconds: float, added: Sequence[Added], console: Console) -> bool:
-    """Print the table; whether all went well."""
+    """Print the table; returns whether everything succeeded."""
     last, times = record.samples[-1], [s.seconds for s in record.samples]
     firsts = sorted(record.first_tokens) or [float("nan")]
     middle, late = firsts[len(firsts) // 2], firsts[len(firsts) * 99 // 100]
@@ -262,14 +262,14 @@ def plot(record: Record, path: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it; 0, or 1 if a request failed or anything was left behind, or 2 with one line on stderr."""
+    """Run it; returns 0, 1 if a request failed or KV or requests remain, or 2 with one line on stderr."""
     parser = argparse.ArgumentParser(prog="python -m eagle_server.bench.soak", description=__doc__)
     parser.add_argument("--streams", type=int, default=256, help="clients at a time (256)")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--requests", type=int, help="how many in all (2000)")
-    length.add_argument("--minutes", type=float, help="how long, in the place of a number of requests")
+    length.add_argument("--requests", type=int, help="number of requests in total (2000)")
+    length.add_argument("--minutes", type=float, help="duration, instead of a number of requests")
     parser.add_argument(
-        "--leaving", type=float, default=0.2, help="share of clients who leave within five events (0.2)"
+        "--leaving", type=float, default=0.2, help="share of requests whose client leaves within five events (0.2)"
     )
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for JSON and PNG")
     parser.add_argument("server_flags", nargs="*", help="after --: flags of the server")

@@ -1,7 +1,7 @@
-"""Configuration: frozen sections, resolved once from flags, a YAML file, the environment and defaults, in that order.
+"""Configuration: frozen sections, read once from flags, a YAML file, the environment and defaults, in that order.
 
-Every option is declared once, as a field of a section. Its flag, YAML key, environment variable and help follow
-from that: `SpeculativeSection.num_steps` is `--speculative-num-steps`, `speculative-num-steps:` and
+Every option is declared once, as a field of a section. Its flag, YAML key, environment variable and help text follow
+from that declaration: `SpeculativeSection.num_steps` is `--speculative-num-steps`, `speculative-num-steps:` and
 `EAGLE_SERVER_SPECULATIVE_NUM_STEPS`. No other module reads the environment.
 """
 
@@ -18,8 +18,8 @@ from eagle_server.config.sections import (
     ServerSection,
 )
 from eagle_server.config.sources import parse_args
-from eagle_server.config.speculative import SpeculativeSection, resolve_speculative
-from eagle_server.config.trees import SpeculativeParams
+from eagle_server.config.speculative import SpeculativeSection
+from eagle_server.config.trees import TreeOptions
 
 __all__ = [
     "DEMO_DRAFT",
@@ -32,8 +32,7 @@ __all__ = [
     "ObservabilitySection",
     "SchedulerSection",
     "ServerSection",
-    "SpeculativeParams",
     "SpeculativeSection",
+    "TreeOptions",
     "parse_args",
-    "resolve_speculative",
 ]

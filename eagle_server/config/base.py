@@ -1,4 +1,4 @@
-"""What sections of options are made of: their base class, and the types that several of them use."""
+"""The base class of the option sections, and the types that several sections use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class ConfigError(ValueError):
-    """A wrong option; the message is one line that names it, what was found and what is allowed."""
+    """A wrong option. The message is one line: the option, the value found, and what is allowed."""
 
 
 def model_location(value: str) -> str:
@@ -60,7 +60,7 @@ ModelLocation = Annotated[Text, AfterValidator(model_location)]
 
 
 class Section(BaseModel):
-    """A group of options. The docstring is its heading in --help, `prefix` stands before its option names."""
+    """A group of options. Its docstring is the heading in --help; its option names begin with `prefix`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     prefix: ClassVar[str] = ""

@@ -1,4 +1,4 @@
-"""Commands that do something other than serve: options of their own, beside the server's."""
+"""Parsing for commands other than serve. They have their own options and take the server's flags too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from eagle_server.config.sources import ALIASES, OPTIONS, OneLineParser
 
 
 class CommandParser(OneLineParser):
-    """Parses a command's own options; what is wrong is one line and exit status 2."""
+    """Parses a command's own options. An error is one line and exit status 2."""
 
     def __init__(self, prog: str, description: str, epilog: str = "") -> None:
         raw = argparse.RawDescriptionHelpFormatter
@@ -23,9 +23,9 @@ class CommandParser(OneLineParser):
         )
 
     def split(self, argv: Sequence[str], refused: Mapping[str, str]) -> tuple[argparse.Namespace, list[str]]:
-        """The command's options, and the server's flags as they stand.
+        """The command's options, and the server's flags unparsed.
 
-        `refused` are server flags that would have no effect here, and why: "--port": "nothing is served".
+        `refused` maps server flags that would have no effect here to the reason: "--port": "nothing is served".
 
         Raises:
             SystemExit: status 0 after --help, status 2 after one line if anything is wrong.
@@ -39,13 +39,13 @@ class CommandParser(OneLineParser):
 
 
 def flags_of(*sections: str) -> Collection[str]:
-    """The flags of these sections of the configuration, by all of their names."""
+    """The flags of these configuration sections, aliases included."""
     named = [name for name, option in OPTIONS.items() if option.section in sections]
     return [flag for name in named for flag in (f"--{name}", *ALIASES.get(name, ()))]
 
 
 def without_drafting(flags: Sequence[str]) -> list[str]:
-    """The server's flags without those of drafting and acceptance, and without their values."""
+    """The server's flags and values, without those of drafting and acceptance."""
     own, kept, dropping = frozenset(flags_of("speculative")), list[str](), False
     for text in flags:
         if text.startswith("--"):
@@ -56,14 +56,14 @@ def without_drafting(flags: Sequence[str]) -> list[str]:
 
 
 def count(text: str) -> int:
-    """A number from 1 on."""
+    """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: should be a number, 1 or more")
     return int(text)
 
 
 def temperature(text: str) -> float:
-    """A number from 0 on."""
+    """Parse a number of at least 0."""
     try:
         number = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Options of the machine: where the models run, and with which kernels."""
+"""Options of the device: where the models run, and with which kernels."""
 
 from __future__ import annotations
 
@@ -16,28 +16,32 @@ def _single_device(value: int) -> int:
 
 
 class DeviceSection(Section):
-    """What it runs on."""
+    """The device, and the kernels that run on it."""
 
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: an NVIDIA GPU if there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: the first NVIDIA GPU, or the CPU if there is none"
+    )
     attention_backend: Literal["auto", "torch_native", "flashinfer"] = Field(
         default="auto",
-        description="auto: flashinfer on a GPU; torch_native on a CPU, and for float32, which FlashInfer does not take",
+        description="auto: flashinfer on a GPU; torch_native on a CPU, and for float32, which FlashInfer lacks",
     )
     cpu_threads: Count | None = Field(
         default=None,
-        description="threads that compute; auto: all cores, but two for a small model, whose operations are too short "
-        "to be shared out, and one of the two while other processes keep the cores busy",
+        description="compute threads; default: all cores, but 2 for a small model, whose operations are too short to "
+        "split further, and 1 of the 2 while other processes keep the cores busy",
     )
     tp_size: Annotated[int, AfterValidator(_single_device)] = Field(
-        default=1, description="devices that share the target; only 1 so far"
+        default=1, description="devices that the target is split over; only 1 is supported"
     )
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        default=None, description="share of the GPU's memory for weights and KV; without it, 0.85"
+        default=None, description="fraction of the GPU's memory for weights and KV; default: 0.85"
     )
-    disable_cuda_graph: bool = Field(default=False, description="launch every GPU kernel from Python: slower, simpler")
+    disable_cuda_graph: bool = Field(
+        default=False, description="launch every GPU kernel from Python: slower, but simpler to debug"
+    )
     cuda_graph_max_bs: Count | None = Field(
         default=None,
-        description="largest batch that CUDA graphs are captured for; without it, the running requests, at most 64",
+        description="largest batch size with CUDA graphs; default: --max-running-requests, at most 64",
     )
 
     @model_validator(mode="after")
@@ -49,7 +53,7 @@ class DeviceSection(Section):
         return self
 
     def refuse_gpu_options(self, reason: str) -> None:
-        """Refuse what has a meaning on a GPU only.
+        """Refuse options that have an effect on a GPU only.
 
         Raises:
             ConfigError: such an option was given.

@@ -1,4 +1,4 @@
-"""Options of what the server tells about itself."""
+"""Options of logs, metrics and traces."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def _http_url(value: str) -> str:
 
 
 class ObservabilitySection(Section):
-    """What it tells about itself. Metrics for Prometheus are always at /metrics."""
+    """Logs and traces. Prometheus metrics are always at /metrics."""
 
-    log_format: Literal["human", "json"] = Field(default="human", description="json: an object per line of the log")
+    log_format: Literal["human", "json"] = Field(default="human", description="json: one JSON object per log line")
     log_stats_interval: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=10.0, description="seconds between the log's lines about the engine while it works; 0: none"
+        default=10.0, description="seconds between log lines with engine statistics, while it has work; 0: none"
     )
     otlp_traces_endpoint: Annotated[str, AfterValidator(_http_url)] | None = Field(
         default=None,
-        description="URL that takes OpenTelemetry spans over HTTP, like http://localhost:4318/v1/traces; needs the "
-        "extra otlp; the OTEL_* variables of its SDK hold",
+        description="URL that receives OpenTelemetry spans over HTTP, like http://localhost:4318/v1/traces; needs the "
+        "extra otlp; the SDK reads its OTEL_* environment variables",
     )

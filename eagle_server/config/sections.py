@@ -1,4 +1,4 @@
-"""What can be configured, and the rules between options. Descriptions are the text of --help."""
+"""All option sections but two, and the rules between sections. Descriptions are the text of --help."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ _OTHER_DEMO_DRAFTS = {"MEDUSA": _DEMO / "medusa", "REDRAFTER": _DEMO / "redrafte
 
 
 class ModelSection(Section):
-    """What is served."""
+    """The model to serve."""
 
     model_path: ModelLocation | None = Field(
         default=None,
-        description="the target: a Hugging Face id or a local directory; without it, the embedded demo is served; an "
-        "architecture without a class of its own here is run by transformers' code",
+        description="the target: a Hugging Face id or a local directory; default: the embedded demo; architectures "
+        "that this package does not implement run on transformers' code",
     )
     tokenizer_path: ModelLocation | None = Field(
-        default=None, description="where the tokenizer is, if not beside the target's weights"
+        default=None, description="Hugging Face id or directory of the tokenizer; default: the target's"
     )
     served_model_name: Text | None = Field(
-        default=None, description="the name clients ask for; without it, the id or the directory's name"
+        default=None, description="model name in the API; default: the id, or the name of the directory"
     )
     chat_template: Annotated[str, AfterValidator(local_file)] | None = Field(
-        default=None, description="a file with the Jinja template of chats; without it, the model's own or a default"
+        default=None, description="file with a Jinja chat template; default: the model's own, or a built-in one"
     )
     tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = Field(
         default="auto",
-        description="how the model writes calls of functions, which chats with tools then get as tool_calls; auto: as "
-        "its chat template teaches, none if that is not known; none: calls are content",
+        description="format in which the model writes tool calls, which chats with tools return as tool_calls; auto: "
+        "recognized from the chat template, none if unknown; none: calls stay in the content",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="what weights and KV are held in; auto: what the checkpoint says"
+        default="auto", description="data type of weights and KV; auto: the checkpoint's"
     )
     context_length: Count | None = Field(
-        default=None, description="most tokens of a request, prompt and output together; without it, the model's own"
+        default=None, description="maximum tokens per request, prompt and output together; default: the model's"
     )
 
 
@@ -63,50 +63,51 @@ class CacheSection(Section):
 
     page_size: Count = Field(default=1, description="tokens per KV page")
     max_total_tokens: Count | None = Field(
-        default=None, description="KV slots that requests share; without it, as many as memory and requests call for"
+        default=None, description="KV slots in total; default: enough for all running requests, limited by memory"
     )
     disable_radix_cache: bool = Field(
-        default=False, description="do not keep KV for later requests with the same prefix"
+        default=False, description="do not reuse KV between requests with the same prefix"
     )
 
 
 class SchedulerSection(Section):
-    """How requests share the engine."""
+    """How requests are scheduled."""
 
-    max_running_requests: Count = Field(default=48, description="most requests decoding at once; others wait")
+    max_running_requests: Count = Field(default=48, description="maximum requests that decode at once; others wait")
     chunked_prefill_size: Count = Field(
-        default=512, description="most prompt tokens per cycle; longer prompts go in chunks"
+        default=512, description="maximum prompt tokens per cycle; longer prompts are split into chunks"
     )
 
 
 class ServerSection(Section):
     """The HTTP server."""
 
-    host: Text = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0: all")
+    host: Text = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0: all addresses")
     port: Annotated[int, Field(ge=1, le=65535)] = Field(default=30000, description="port to listen on")
     api_key: Annotated[SecretStr, Field(min_length=1)] | None = Field(
-        default=None, description="bearer token that clients must send; set it in the environment: ps shows flags"
+        default=None,
+        description="bearer token that clients must send; better set in the environment, because ps shows flags",
     )
     max_queue_size: Count = Field(
-        default=1024, description="most requests that wait for their first token; further ones get status 429"
+        default=1024, description="maximum requests that wait for their first token; further ones get status 429"
     )
     request_timeout: Seconds | None = Field(
-        default=None, description="seconds that a request may take; a request's own timeout may only be shorter"
+        default=None, description="maximum seconds per request; a request's own timeout can only be shorter"
     )
     watchdog_timeout: Seconds = Field(
         default=300.0,
-        description="seconds after which an engine that has work but says nothing is killed and started again",
+        description="seconds after which an engine that has work but sends nothing is killed and restarted",
     )
     cors_allow_origins: Annotated[tuple[Text, ...], BeforeValidator(comma_separated)] = Field(
-        default=(), description="origins whose pages may call this server, separated by commas; *: all"
+        default=(), description="origins whose pages may call this server (CORS), comma-separated; *: all"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="least severity that is logged"
+        default="info", description="lowest severity that is logged"
     )
 
 
 class Config(BaseModel):
-    """Everything the server was told. None means that the value follows from the checkpoint or the machine."""
+    """All options. None means that the value follows from the checkpoint or the machine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -133,7 +134,7 @@ class Config(BaseModel):
 
     @property
     def draft_path(self) -> str | None:
-        """Hugging Face id or directory of the draft head, None where there is none."""
+        """Hugging Face id or directory of the draft, None if no model drafts."""
         if not self.speculates or self.speculative.algorithm == "NGRAM":
             return None
         algorithm = self.speculative.head_algorithm
@@ -143,17 +144,17 @@ class Config(BaseModel):
 
     @property
     def served_model_name(self) -> str:
-        """The model's name in the API; never a path of this machine."""
+        """The model's name in the API; it never shows a path of this machine."""
         path = self.model.model_path
         if self.model.served_model_name or path is None:
             return self.model.served_model_name or "demo"
         return Path(path).resolve().name if Path(path).is_dir() else path
 
     def public_dict(self) -> dict[str, Any]:
-        """JSON-ready values for logs and /v1/server_info, resolved as far as that needs no loading; never the key."""
+        """JSON-ready values for logs and /v1/server_info, completed without loading models; never the API key."""
         values = self.model_dump(mode="json")
         values["model"].update(model_path=self.target_path, served_model_name=self.served_model_name)
-        given = self.speculative.given_parameters()
+        given = self.speculative.given_tree_options()
         values["speculative"].update(asdict(given) if given else {}, draft_model_path=self.draft_path)
         if self.speculative.ngram_share:
             values["speculative"].update(ngram_share_tokens=self.speculative.shared_tokens)

@@ -1,4 +1,4 @@
-"""Where options come from: flags, a YAML file, the environment. One wrong value is one line and exit status 2."""
+"""Reading options from flags, a YAML file and the environment. An error is one line and exit status 2."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ examples:
   python -m eagle_server --speculative-algorithm NONE
       the demo without speculation
   python -m eagle_server --config configs/llama-3.1-8b-eagle3.yaml --port 8000 --dry-run
-      what a preset and a flag come to
+      print the configuration of a preset and a flag
   python -m eagle_server tree --prompt "def fibonacci(n):"
-      generate a text here and show the tree of each cycle, see python -m eagle_server tree --help"""
+      generate a text without a server and show the tree of each cycle, see python -m eagle_server tree --help"""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its flag (`name` without the dashes), where its value goes, and its declaration."""
+    """One option: its flag (`name` without the dashes), its section and field, and its declaration."""
 
     name: str
     section: str
@@ -68,7 +68,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Given:
-    """A value, and the words that name in an error where it stands."""
+    """A value, and the place that an error message names for it."""
 
     place: str
     value: Any
@@ -112,7 +112,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
             raise _unknown("flag", unknown[0].partition("=")[0], [f"--{name}" for name in OPTIONS])
         given = _from_environment(environ)
         given |= {} if file is None else _from_yaml(Path(file))
-        if flags.get(_ALGORITHM) == "NONE":  # switches a preset's drafting off, whatever it says of it
+        if flags.get(_ALGORITHM) == "NONE":  # drop the drafting options of a preset
             given = {name: entry for name, entry in given.items() if OPTIONS[name].section != "speculative"}
         given |= {name: Given(f"--{name}", value) for name, value in flags.items()}
         config = _validate(given)
@@ -126,7 +126,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
 
 class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line and exit status 2, without the usage that argparse would add."""
+        """Print one line and exit with status 2, without argparse's usage text."""
         self.exit(2, f"eagle_server: error: {' '.join(message.splitlines())}\n")
 
 
@@ -185,7 +185,7 @@ def _from_yaml(path: Path) -> dict[str, Given]:
             raise _unknown(f"key in {path}:", str(key), OPTIONS)
         if name in given:
             raise ConfigError(f"{path}: {name} stands there twice")
-        # As text, so that `page-size: true` is refused as any other wrong number is, not taken for 1.
+        # Booleans become text, so that `page-size: true` is refused like any wrong number and not read as 1.
         given[name] = Given(f"{path}: {key}", str(value).lower() if isinstance(value, bool) else value)
     return given
 
@@ -210,4 +210,4 @@ def _validate(given: Mapping[str, Given]) -> Config:
         if first["loc"][:2] == (OPTIONS[name].section, OPTIONS[name].field):
             shown = "" if name == "api-key" else f" {entry.value!r}"
             raise ConfigError(f"{entry.place}{shown}: {message}")
-    raise ConfigError(message)  # a rule between options, which names them itself
+    raise ConfigError(message)  # a rule between options; its message names them

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from eagle_server.config.base import ConfigError, Count, ModelLocation, Section, Text, file_location, json_object
-from eagle_server.config.trees import SpeculativeParams, automatic, head_tree, joined, refuse_root_alone, tries
+from eagle_server.config.trees import TreeOptions, automatic, head_tree, mixture, refuse_root_alone, tries
 
 logger = logging.getLogger(__name__)
 
@@ -40,80 +40,80 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class SpeculativeSection(Section):
-    """How tokens are drafted, and which drafts are kept. The output is the same, whatever stands here, but for
+    """How tokens are drafted, and which drafts are kept. These options do not change the output, except
     --acceptance typical, which is lossy."""
 
     prefix: ClassVar[str] = "speculative-"
 
     algorithm: Algorithm | None = Field(
         default=None,
-        description="NONE decodes plainly, NEXTN (or MTP) drafts with the MTP layer in the target's own files, "
-        "STANDALONE with a smaller language model of the same vocabulary, NGRAM with what followed the same tokens "
-        "earlier in the request, which needs no draft; X+NGRAM joins X's tree and that; without it, detected from the "
-        "draft's files",
+        description="NONE: plain decoding; NEXTN (or MTP): the MTP layer in the target's own files; STANDALONE: a "
+        "smaller language model with the same vocabulary; NGRAM: the tokens that followed the same tokens earlier in "
+        "the request, no draft model needed; X+NGRAM: both in one tree; default: detected from the draft's files",
     )
     draft_model_path: ModelLocation | None = Field(
         default=None,
-        description="the draft head, or the smaller model of STANDALONE: a Hugging Face id or a local directory; the "
-        "demo brings its own, NEXTN needs none",
+        description="the draft head, or STANDALONE's smaller model: a Hugging Face id or a local directory; the demo "
+        "has its own, NEXTN needs none",
     )
     num_steps: Count | None = Field(
         default=None,
-        description="depth of the draft tree; given with topk, or both are chosen by architecture; NGRAM: 8 without it",
+        description="depth of the draft tree; give it together with topk, or neither: then both are chosen by "
+        "architecture; default for NGRAM: 8",
     )
     eagle_topk: Count | None = Field(
         default=None,
-        description="children that each drafted node may have; 1 drafts a chain; not for NGRAM, which "
-        "branches as its counts call for",
+        description="maximum children of a drafted node; 1 drafts a chain; not for NGRAM, whose branches follow from "
+        "its counts",
     )
     num_draft_tokens: Count | None = Field(
         default=None,
-        description="nodes that the target verifies at once, the root included; without it, steps * topk + 1; "
-        "always steps + 1 where topk is 1; NGRAM: 16 without it; X+NGRAM: of both together, MEDUSA+NGRAM: without it, "
-        "as many as Medusa's tree has",
+        description="nodes that the target verifies at once, root included; default: steps * topk + 1; always "
+        "steps + 1 if topk is 1; default for NGRAM: 16; X+NGRAM: nodes of both together; default for MEDUSA+NGRAM: "
+        "the size of Medusa's tree",
     )
     token_map: Annotated[str, AfterValidator(file_location)] | None = Field(
-        default=None, description="FR-Spec: a file of frequent token ids; the draft proposes no others"
+        default=None, description="FR-Spec: a file of frequent token ids; the draft proposes only these"
     )
     draft_config_override: Annotated[dict[str, Any], BeforeValidator(json_object)] | None = Field(
-        default=None, description="a JSON object whose values replace those of the draft's config.json"
+        default=None, description="a JSON object; its values replace those of the draft's config.json"
     )
 
     medusa_choices: Annotated[Text, BeforeValidator(_as_text)] | None = Field(
         default=None,
-        description="Medusa's tree: a published one by name, or a list of ranks for each node, like [(0,), (0, 0), "
-        "(1,)], or a file that holds the list; without it, mc_sim_7b_63 as deep as there are heads",
+        description="Medusa's tree: the name of a published one, or a list of nodes by rank, like [(0,), (0, 0), "
+        "(1,)], or a file with such a list; default: mc_sim_7b_63, cut to the number of heads",
     )
 
     token_tree: Annotated[Text, BeforeValidator(_as_text)] | None = Field(
         default=None,
-        description="the nodes that an EAGLE or MTP head drafts, whatever their scores, each as a list of ranks: "
-        "[(0,), (0, 0), (1,)], or a file that holds the list (python -m eagle_server.training.tree_search writes one); "
-        "in the place of steps, topk and draft tokens",
+        description="a static tree for an EAGLE or MTP head: the nodes that it drafts, whatever their scores, each as "
+        "a list of ranks: [(0,), (0, 0), (1,)], or a file with such a list (python -m "
+        "eagle_server.training.tree_search writes one); instead of steps, topk and draft tokens",
     )
     ngram_share: bool = Field(
         default=False,
-        description="NGRAM and X+NGRAM: draft what other requests' prompts and outputs went on with, too. Changes no "
-        "text, but how fast a text comes then tells whether others had one like it: leave it off where clients must "
-        "not learn that of each other",
+        description="NGRAM and X+NGRAM: also draft from other requests' prompts and outputs. It changes no text, but "
+        "the speed of an answer then reveals whether other requests had similar text: leave it off if clients must not "
+        "learn that about each other",
     )
     ngram_share_tokens: Count | None = Field(
         default=None,
-        description="how many tokens of all requests --speculative-ngram-share remembers, the newest; without it, "
+        description="number of the newest tokens of all requests that --speculative-ngram-share keeps; default: "
         f"{NGRAM_SHARE_TOKENS}",
     )
     acceptance: Literal["lossless", "typical"] = Field(
         default="lossless",
-        description="typical: LOSSY: also keep drafts that the target merely finds likely enough, as Medusa does, "
-        "so sampled texts no longer follow the target's distribution; requests with temperature 0 are served as ever",
+        description="typical: LOSSY: also keep drafts that are only likely enough under the target, as Medusa does, so "
+        "sampled texts no longer follow the target's distribution; requests with temperature 0 stay lossless",
     )
     typical_posterior_threshold: Annotated[Positive, Field(le=1)] | None = Field(
         default=None,
-        description="--acceptance typical keeps a draft more probable than this, or than alpha * exp(-entropy) "
-        f"where that is less; without it, {POSTERIOR_THRESHOLD}",
+        description="--acceptance typical keeps a draft more probable than the smaller of this and alpha * "
+        f"exp(-entropy); default: {POSTERIOR_THRESHOLD}",
     )
     typical_posterior_alpha: Positive | None = Field(
-        default=None, description=f"the alpha of --acceptance typical; without it, {POSTERIOR_ALPHA}"
+        default=None, description=f"alpha of --acceptance typical; default: {POSTERIOR_ALPHA}"
     )
 
     @field_validator("algorithm", mode="before")
@@ -123,22 +123,22 @@ class SpeculativeSection(Section):
 
     @property
     def drafts_ngrams(self) -> bool:
-        """Whether n-grams are drafted, alone or beside a head's tree."""
+        """Whether n-grams are drafted, alone or together with a head's tree."""
         return self.algorithm is not None and self.algorithm.endswith("NGRAM")
 
     @property
     def head_algorithm(self) -> str | None:
-        """What the draft's files must hold; None: whatever they do, or there are none."""
+        """The kind of draft that the files must hold; None: any kind, or there are no files."""
         return None if self.algorithm in (None, "NONE", "NGRAM") else str(self.algorithm).removesuffix("+NGRAM")
 
     @property
     def shared_tokens(self) -> int:
-        """How many tokens of all requests' texts are remembered for n-grams, 0 where they are not shared."""
+        """How many tokens of all requests' texts are kept for n-grams; 0 if they are not shared."""
         return (self.ngram_share_tokens or NGRAM_SHARE_TOKENS) if self.ngram_share else 0
 
     @property
     def posterior(self) -> tuple[float, float] | None:
-        """Threshold and alpha of typical acceptance, None where acceptance is lossless."""
+        """Threshold and alpha of typical acceptance, None if acceptance is lossless."""
         if self.acceptance == "lossless":
             return None
         threshold, alpha = self.typical_posterior_threshold, self.typical_posterior_alpha
@@ -146,7 +146,7 @@ class SpeculativeSection(Section):
 
     @model_validator(mode="after")
     def _options_agree(self) -> Self:
-        self.given_parameters()
+        self.given_tree_options()
         if self.medusa_choices is not None and (self.head_algorithm or self.algorithm) not in (None, "NONE", "MEDUSA"):
             raise ConfigError(f"--medusa-choices has no effect with --speculative-algorithm {self.algorithm}: drop one")
         if self.token_tree is not None:
@@ -175,11 +175,25 @@ class SpeculativeSection(Section):
             if getattr(self, field) is not None:
                 raise ConfigError(f"{_flag(field)}: the tree is that of --speculative-token-tree; drop one of them")
 
-    def given_parameters(self) -> SpeculativeParams | None:
-        """The tree parameters completed and checked, None if none is given.
+    def tree_options(self, architecture: str) -> TreeOptions:
+        """The tree options as given, or else chosen by the target's architecture (`architectures[0]`)."""
+        kind = "STANDALONE" if self.head_algorithm == "STANDALONE" else architecture
+        options = self.given_tree_options() or automatic(kind, ngrams=self.drafts_ngrams)
+        if not self.drafts_ngrams and self.num_draft_tokens not in (None, options.num_draft_tokens):
+            logger.warning(
+                "--speculative-num-draft-tokens %d is adjusted to %d: with topk 1 the draft is a chain of %d and its "
+                "root",
+                self.num_draft_tokens,
+                options.num_draft_tokens,
+                options.num_steps,
+            )
+        return options
+
+    def given_tree_options(self) -> TreeOptions | None:
+        """The tree options, completed and checked; None if none is given.
 
         Raises:
-            ConfigError: only some of the parameters are given, or they contradict each other.
+            ConfigError: an option that another one needs is missing, or options contradict each other.
         """
         steps, topk = self.num_steps, self.eagle_topk
         if self.head_algorithm == "MEDUSA":
@@ -192,7 +206,7 @@ class SpeculativeSection(Section):
             self._refuse("token_map", "draft_config_override")
         if steps is not None and topk is not None:
             if self.drafts_ngrams:
-                return joined(steps, topk, self.num_draft_tokens or steps * topk + 1)
+                return mixture(steps, topk, self.num_draft_tokens or steps * topk + 1)
             return head_tree(steps, topk, self.num_draft_tokens)
         flags = {"num-steps": steps, "eagle-topk": topk, "num-draft-tokens": self.num_draft_tokens}
         given = " and ".join(f"--speculative-{name}" for name, value in flags.items() if value is not None)
@@ -208,26 +222,12 @@ class SpeculativeSection(Section):
                 raise ConfigError(f"{_flag(field)} has no effect with {algorithm}: drop one of them")
 
     def _refuse_tree_parameters(self) -> None:
-        """Medusa's trees have none; beside tries, how many nodes of both are verified may be given."""
+        """Medusa's trees have no such options. Only MEDUSA+NGRAM takes the number of nodes of both together."""
         shaping = ("num_steps", "eagle_topk") if self.drafts_ngrams else ("num_steps", "eagle_topk", "num_draft_tokens")
         for field in shaping:
             if getattr(self, field) is not None:
                 raise ConfigError(f"{_flag(field)}: Medusa's trees follow from --medusa-choices alone; drop it")
         refuse_root_alone(self.num_draft_tokens)
-
-
-def resolve_speculative(section: SpeculativeSection, architecture: str) -> SpeculativeParams:
-    """The trees' shape: as given, or by the target's architecture (`architectures[0]`) where nothing is given."""
-    kind = "STANDALONE" if section.head_algorithm == "STANDALONE" else architecture
-    params = section.given_parameters() or automatic(kind, ngrams=section.drafts_ngrams)
-    if not section.drafts_ngrams and section.num_draft_tokens not in (None, params.num_draft_tokens):
-        logger.warning(
-            "--speculative-num-draft-tokens %d is adjusted to %d: with topk 1 the draft is a chain of %d and its root",
-            section.num_draft_tokens,
-            params.num_draft_tokens,
-            params.num_steps,
-        )
-    return params
 
 
 def _flag(field: str) -> str:

@@ -1,4 +1,4 @@
-"""The shape of draft trees: what is given completed and checked, what is not chosen by architecture."""
+"""The options that shape draft trees: given ones are completed and checked, others are chosen by architecture."""
 
 from __future__ import annotations
 
@@ -6,65 +6,71 @@ from dataclasses import dataclass
 
 from eagle_server.config.base import ConfigError
 
-NGRAM_DEPTH = 8  # longer guesses are seldom right to their end
+NGRAM_DEPTH = 8  # longer n-gram drafts are seldom accepted to their end
 
 
 @dataclass(frozen=True)
-class SpeculativeParams:
-    """The shape of draft trees: depth, children per node (0: any), and nodes verified at once (root included)."""
+class TreeOptions:
+    """The options that shape draft trees, by the names of their flags; all have values."""
 
-    num_steps: int
-    eagle_topk: int
-    num_draft_tokens: int
-    ngram_depth: int = 0  # of n-gram tries, 0: there are none
+    num_steps: int  # depth
+    eagle_topk: int  # children per node; 0: any number, for n-gram tries
+    num_draft_tokens: int  # nodes that the target verifies at once, root included
+    ngram_depth: int = 0  # of n-gram tries; 0: no n-grams
 
 
-# SGLang's choice: a tree of 8, but a short chain for targets whose own MTP layer drafts. A draft model's forwards cost
-# more than a head's.
-_SHORT = SpeculativeParams(3, 1, 4)
+# SGLang's choice: a tree of 8 nodes, but a short chain for targets with an MTP layer. A draft language model gets the
+# short chain too, because its forwards cost more than a head's.
+_SHORT = TreeOptions(3, 1, 4)
 _AUTO = {"DeepseekV2ForCausalLM": _SHORT, "DeepseekV3ForCausalLM": _SHORT, "STANDALONE": _SHORT}
-_AUTO_OTHERWISE = SpeculativeParams(5, 4, 8)  # Llama, Grok and all others
+_AUTO_OTHERWISE = TreeOptions(5, 4, 8)  # Llama, Grok and all others
 
 
-def automatic(architecture: str, *, ngrams: bool) -> SpeculativeParams:
-    """The tree for a target of this architecture (`architectures[0]`), with room for `ngrams` beside a short chain.
+def automatic(architecture: str, *, ngrams: bool) -> TreeOptions:
+    """The tree for a target of this architecture (`architectures[0]`), or "STANDALONE" for a draft language model.
 
-    "STANDALONE" in its place: for a draft model.
+    With `ngrams`, a short chain gets more nodes, so that tries have room beside it.
     """
-    params = _AUTO.get(architecture, _AUTO_OTHERWISE)
+    options = _AUTO.get(architecture, _AUTO_OTHERWISE)
     if not ngrams:
-        return params
-    return joined(params.num_steps, params.eagle_topk, max(params.num_draft_tokens, _AUTO_OTHERWISE.num_draft_tokens))
+        return options
+    nodes = max(options.num_draft_tokens, _AUTO_OTHERWISE.num_draft_tokens)
+    return mixture(options.num_steps, options.eagle_topk, nodes)
 
 
-def joined(steps: int, topk: int, nodes: int) -> SpeculativeParams:
-    """A head's tree and tries: any number of nodes, as the tries fill what the head leaves free."""
-    refuse_root_alone(nodes)
-    return SpeculativeParams(steps, topk, nodes, ngram_depth=NGRAM_DEPTH)
+def mixture(num_steps: int, topk: int, num_draft_tokens: int) -> TreeOptions:
+    """A head's tree and tries together. Any number of nodes will do: the tries fill what the head leaves free."""
+    refuse_root_alone(num_draft_tokens)
+    return TreeOptions(num_steps, topk, num_draft_tokens, ngram_depth=NGRAM_DEPTH)
 
 
-def tries(steps: int | None, nodes: int | None) -> SpeculativeParams:
-    """Tries without a head: 8 deep and 16 nodes, if nothing else is given."""
-    steps, nodes = steps or NGRAM_DEPTH, nodes or 2 * NGRAM_DEPTH
-    refuse_root_alone(nodes)
-    return SpeculativeParams(steps, 0, nodes, ngram_depth=steps)
+def tries(num_steps: int | None, num_draft_tokens: int | None) -> TreeOptions:
+    """N-gram tries alone: depth 8 and 16 nodes by default."""
+    num_steps, num_draft_tokens = num_steps or NGRAM_DEPTH, num_draft_tokens or 2 * NGRAM_DEPTH
+    refuse_root_alone(num_draft_tokens)
+    return TreeOptions(num_steps, 0, num_draft_tokens, ngram_depth=num_steps)
 
 
-def head_tree(steps: int, topk: int, nodes: int | None) -> SpeculativeParams:
-    """A head's tree without tries: at most its whole pool."""
+def head_tree(num_steps: int, topk: int, num_draft_tokens: int | None) -> TreeOptions:
+    """A head's tree alone. It has at most as many nodes as the head scores candidates, and the root."""
     if topk == 1:
-        return SpeculativeParams(steps, 1, steps + 1)
-    # The first level has topk candidates; each of topk frontier nodes of every further level adds topk children.
-    pool = topk + (steps - 1) * topk * topk
-    nodes = steps * topk + 1 if nodes is None else nodes
+        return TreeOptions(num_steps, 1, num_steps + 1)
+    # The first level has topk candidates. On every further level each of topk frontier nodes adds topk children.
+    pool = topk + (num_steps - 1) * topk * topk
+    nodes = num_steps * topk + 1 if num_draft_tokens is None else num_draft_tokens
     if not 1 < nodes <= pool + 1:
         raise ConfigError(
-            f"--speculative-num-draft-tokens {nodes}: should be from 2 to {pool + 1}: {steps} steps with topk {topk} "
-            f"give {topk} + {steps - 1} * {topk} * {topk} = {pool} candidates, and the root"
+            f"--speculative-num-draft-tokens {nodes}: should be from 2 to {pool + 1}: {num_steps} steps with topk "
+            f"{topk} give {topk} + {num_steps - 1} * {topk} * {topk} = {pool} candidates, and the root"
         )
-    return SpeculativeParams(steps, topk, nodes)
+    return TreeOptions(num_steps, topk, nodes)
 
 
-def refuse_root_alone(nodes: int | None) -> None:
-    if nodes == 1:
+def refuse_root_alone(num_draft_tokens: int | None) -> None:
+    """Refuse a tree without drafted nodes.
+
+    Raises:
+        ConfigError: the root would be the only node.
+    """
+    if num_draft_tokens == 1:
         raise ConfigError("--speculative-num-draft-tokens 1: should be 2 or more: the root is one of them")

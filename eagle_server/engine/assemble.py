@@ -1,9 +1,9 @@
-"""From loaded models and plain numbers to an engine: pools, backends, drafter, worker, scheduler."""
+"""From loaded models and an EngineConfig to an engine: pools, backends, drafter, worker, scheduler."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.pool import Pool
 from eagle_server.cache.radix import RadixCache
 from eagle_server.engine.backends import Backends
-from eagle_server.engine.drafters import Draft, Workbench, make_drafter
+from eagle_server.engine.drafters import make_drafter
 from eagle_server.engine.engine import Engine
+from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.engine.grammars import Grammars
-from eagle_server.engine.pools import make_pool
-from eagle_server.engine.shape import EngineConfig
+from eagle_server.engine.pools import DraftModel, make_pool
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.targets.interface import Target
 from eagle_server.request import Ready
@@ -32,106 +32,118 @@ from eagle_server.worker.warm_up import warm_up
 from eagle_server.worker.worker import Worker
 
 
-def assemble(
+def assemble(  # noqa: PLR0913
     target: Target,
-    head: Draft | None,
-    shape: EngineConfig,
+    draft: DraftModel | None,
+    config: EngineConfig,
     *,
-    algorithm: str = "NONE",
+    document: Mapping[str, Any] | None = None,
     flashinfer: Any = None,
     recorder: Recorder | None = None,
     tokenizer: Callable[[], Tokenizer] | None = None,
 ) -> Engine:
-    """An engine over `target`, drafting with `head` (None: plain decoding).
+    """An engine over `target`. It drafts with `draft`, or with n-grams, or not at all, as `config.tree` says.
 
-    `flashinfer` and `recorder` stand in for the library and for CUDA graphs (tests). `tokenizer` is read with the first
-    grammar that a request asks for; without it no grammar is followed.
+    `document` is the resolved configuration for /v1/server_info. Tests replace the library `flashinfer` and the
+    `recorder` of CUDA graphs. `tokenizer` is called when the first request with a grammar arrives; without it such
+    requests are refused.
     """
     device = target.embed.device
-    _check(head, shape)
-    slots = (shape.max_total_tokens // shape.page_size + 1) * shape.page_size  # the first page is padding
-    target.aux_boundaries = head.aux_boundaries if head is not None else ()
-    backends = Backends(shape, device, flashinfer)
-    graphs = Graphs(_recorder(shape, device) if recorder is None else recorder)
-    bench = Workbench(shape, slots, device, backends, graphs)
-    drafter, draft_pools = make_drafter(head, bench)
-    pools = [make_pool(target.config, slots, device), *draft_pools]
-    kv = _kv_cache(shape, pools, device)
-    steps = max(shape.num_steps if head is not None else 0, shape.ngram_depth)
-    limits = SchedulerLimits(
-        context_length=shape.context_length,
-        max_running=shape.max_running,
-        chunk_tokens=shape.chunk_tokens,
-        window=shape.window,
-        spec_steps=steps,
-        draft_feeds=drafter.feeds,
-        lossy=shape.acceptance.lossy,
+    _check(draft, config)
+    target.aux_boundaries = draft.aux_boundaries if draft is not None else ()
+    backends = Backends(config, device, flashinfer)
+    graphs = Graphs(_recorder(config, device) if recorder is None else recorder)
+    drafter, draft_pools = make_drafter(draft, config, backends, graphs)
+    pools = [make_pool(target.config, config.kv_slots, device), *draft_pools]
+    kv = _kv_cache(config, pools, device)
+    attention = backends.make(target, pools[0], (config.tree.num_draft_tokens,), config.verify_attention)
+    batches = Batches(
+        kv.table,
+        device,
+        vocab_size=target.config.vocab_size,
+        spec_steps=config.tree.depth,
+        sizes=config.graph_sizes,
     )
-    attention = backends.make(target, pools[0], (shape.draft_token_num,), shape.verify_attention)
-    vocab_size = target.config.vocab_size
-    batches = Batches(kv.table, device, vocab_size=vocab_size, spec_steps=steps, sizes=shape.graph_sizes)
-    worker = Worker(Verifier(target, attention, pools[0], graphs), drafter, batches, shape.acceptance)
-    if shape.graph_sizes:
-        _capture(worker, graphs, backends, shape)
-    ready = Ready(
-        context_length=shape.context_length,
-        max_request_tokens=min(shape.context_length, kv.allocator.num_pages * shape.page_size - shape.window),
-        vocab_size=vocab_size,
-        eos_token_ids=target.config.eos_token_ids,
-        speculative_algorithm=algorithm,
-        num_steps=steps,
-        resolved=dict(shape.resolved),
-        pid=os.getpid(),
-    )
-    return Engine(Scheduler(limits, kv), worker, ready, _grammars(tokenizer, target.config))
+    worker = Worker(Verifier(target, attention, pools[0], graphs), drafter, batches, config.acceptance)
+    if config.graph_sizes:
+        _capture(worker, graphs, backends, config)
+    scheduler = Scheduler(_limits(config, draft_feeds=drafter.feeds), kv)
+    return Engine(scheduler, worker, _ready(config, target, kv, document), _grammars(tokenizer, target.config))
 
 
-def _kv_cache(shape: EngineConfig, pools: Sequence[Pool], device: torch.device) -> KVCacheManager:
-    """All pages free; with `poison` filled with what must never be read, now and whenever they become free again."""
-    allocator = PageAllocator(shape.max_total_tokens // shape.page_size, shape.page_size)
-    width = shape.context_length + shape.window
-    table = PageTable(shape.max_running, width, shape.page_size, mirrored=device.type != "cpu")
+def _check(draft: DraftModel | None, config: EngineConfig) -> None:
+    """Refuse numbers with which no request could be served."""
+    usable, tree = config.max_total_tokens // config.page_size * config.page_size, config.tree
+    if usable < tree.window + 2:
+        raise ValueError(
+            f"--max-total-tokens {config.max_total_tokens}: {usable} slots in pages of {config.page_size} hold no "
+            f"request; drafting and verifying alone need {tree.window}"
+        )
+    if draft is not None and tree.topk > draft.draft_vocab_size:
+        raise ValueError(f"--speculative-eagle-topk {tree.topk}: the head drafts from {draft.draft_vocab_size} tokens")
+
+
+def _recorder(config: EngineConfig, device: torch.device) -> Recorder | None:
+    return CudaRecorder() if config.graph_sizes and device.type == "cuda" else None
+
+
+def _kv_cache(config: EngineConfig, pools: Sequence[Pool], device: torch.device) -> KVCacheManager:
+    """The KV cache, all pages free. With `poison`, free pages hold values that no result may depend on."""
+    allocator = PageAllocator(config.max_total_tokens // config.page_size, config.page_size)
+    width = config.context_length + config.tree.window
+    table = PageTable(config.max_running_requests, width, config.page_size, mirrored=device.type != "cpu")
 
     def poison(pages: list[int]) -> None:
-        first = torch.tensor(pages)[:, None] * shape.page_size
+        first = torch.tensor(pages)[:, None] * config.page_size
         for pool in pools:
-            pool.poison((first + torch.arange(shape.page_size)).view(-1).to(device))
+            pool.poison((first + torch.arange(config.page_size)).view(-1).to(device))
 
-    if shape.poison:
+    if config.poison:
         poison(list(range(1, allocator.num_pages + 1)))
-    radix = RadixCache(shape.page_size) if shape.radix else None
-    return KVCacheManager(allocator, table, radix, poison if shape.poison else None)
+    radix = None if config.disable_radix_cache else RadixCache(config.page_size)
+    return KVCacheManager(allocator, table, radix, poison if config.poison else None)
 
 
-def _grammars(tokenizer: Callable[[], Tokenizer] | None, config: ModelConfig) -> Grammars | None:
-    """None for models that no grammar could end."""
-    ends = [token for token in config.eos_token_ids if 0 <= token < config.vocab_size]
-    return Grammars(tokenizer, config.vocab_size, ends) if tokenizer is not None and ends else None
-
-
-def _capture(worker: Worker, graphs: Graphs, backends: Backends, shape: EngineConfig) -> None:
-    """Size the workspace, and then capture every graph that serving will want."""
-    lengths = (2, shape.context_length)  # attention to trees may take another form over long texts
+def _capture(worker: Worker, graphs: Graphs, backends: Backends, config: EngineConfig) -> None:
+    """Size the workspace, then capture every graph that serving will use."""
+    lengths = (2, config.context_length)  # attention to trees may be computed differently over long texts
     graphs.paused = True
-    # The largest batch too: it may lie beyond the graphs, and the workspace cannot grow once they hold its address.
-    warm_up(worker, sorted({*shape.graph_sizes, shape.max_running}), lengths)
+    # The largest batch too: it may be larger than the graphs, and the workspace cannot grow after the capture.
+    warm_up(worker, sorted({*config.graph_sizes, config.max_running_requests}), lengths)
     backends.freeze()
     graphs.paused = False
-    sizes = tqdm(shape.graph_sizes[::-1], desc="capture graphs", unit="batch size", disable=None)
+    sizes = tqdm(config.graph_sizes[::-1], desc="capture graphs", unit="batch size", disable=None)
     warm_up(worker, sizes, lengths)
 
 
-def _recorder(shape: EngineConfig, device: torch.device) -> Recorder | None:
-    return CudaRecorder() if shape.graph_sizes and device.type == "cuda" else None
+def _limits(config: EngineConfig, *, draft_feeds: bool) -> SchedulerLimits:
+    return SchedulerLimits(
+        context_length=config.context_length,
+        max_running=config.max_running_requests,
+        chunk_tokens=config.chunked_prefill_size,
+        window=config.tree.window,
+        spec_steps=config.tree.depth,
+        draft_feeds=draft_feeds,
+        lossy=config.acceptance.lossy,
+    )
 
 
-def _check(head: Draft | None, shape: EngineConfig) -> None:
-    """Refuse numbers with which no request could be served."""
-    usable = shape.max_total_tokens // shape.page_size * shape.page_size
-    if usable < shape.window + 2:
-        raise ValueError(
-            f"--max-total-tokens {shape.max_total_tokens}: {usable} slots in pages of {shape.page_size} hold no "
-            f"request; drafting and verifying alone need {shape.window}"
-        )
-    if head is not None and shape.topk > head.draft_vocab_size:
-        raise ValueError(f"--speculative-eagle-topk {shape.topk}: the head drafts from {head.draft_vocab_size} tokens")
+def _ready(config: EngineConfig, target: Target, kv: KVCacheManager, document: Mapping[str, Any] | None) -> Ready:
+    """What the engine tells the API process about itself."""
+    most = kv.allocator.num_pages * config.page_size - config.tree.window
+    return Ready(
+        context_length=config.context_length,
+        max_request_tokens=min(config.context_length, most),
+        vocab_size=target.config.vocab_size,
+        eos_token_ids=target.config.eos_token_ids,
+        speculative_algorithm=config.algorithm,
+        num_steps=config.tree.depth,
+        resolved=dict(document or {}),
+        pid=os.getpid(),
+    )
+
+
+def _grammars(tokenizer: Callable[[], Tokenizer] | None, config: ModelConfig) -> Grammars | None:
+    """None for a model without an end-of-sequence token: a grammar could not end its text."""
+    ends = [token for token in config.eos_token_ids if 0 <= token < config.vocab_size]
+    return Grammars(tokenizer, config.vocab_size, ends) if tokenizer is not None and ends else None

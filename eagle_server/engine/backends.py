@@ -1,4 +1,4 @@
-"""Which attention a model of an engine runs on."""
+"""The attention backends that an engine's models run on."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ from eagle_server.attention.interface import AttentionBackend, LayerSpec
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool, LatentPool
-from eagle_server.engine.shape import EngineConfig, TreeMode
+from eagle_server.engine.engine_config import EngineConfig, TreeMode
 
 
 class Backends:
-    """Makes the backends of one engine, which share a workspace. `module`: FlashInfer, or what stands in for it."""
+    """Makes the attention backends of one engine. They share a workspace. `module`: FlashInfer, or a stand-in."""
 
-    def __init__(self, shape: EngineConfig, device: torch.device, module: Any = None) -> None:
-        self._shape, self._module = shape, module
-        self._workspace = Workspace(device) if shape.backend == "flashinfer" else None
+    def __init__(self, config: EngineConfig, device: torch.device, module: Any = None) -> None:
+        self.device, self._config, self._module = device, config, module
+        self._workspace = Workspace(device) if config.backend == "flashinfer" else None
 
     def make(
         self, model: Any, pool: KVPool | LatentPool, graph_rows: Collection[int], trees: TreeMode
     ) -> AttentionBackend:
-        """The backend of a module `model` over `pool`. `graph_rows`: rows per request of its captured forwards.
+        """The backend that a `model` runs on, over the KV of `pool`.
 
-        `trees`: how forwards under a tree mask are computed.
+        `graph_rows`: rows per request of the forwards that are captured. `trees`: how attention under a tree mask is
+        computed.
         """
         if self._workspace is None:
             return TorchNativeAttention(pool)
-        # Imported here: a CPU has no use for them, and their Triton kernels take a second to import.
+        # Imported here because a CPU does not need them, and their Triton kernels take a second to import.
         from eagle_server.attention.flashinfer import AttentionLimits, FlashInferAttention
         from eagle_server.attention.flashinfer_mla import FlashInferMLAAttention
 
-        shape, specs, heads = self._shape, layer_specs(model), model.config.num_heads
+        config, specs, heads = self._config, layer_specs(model), model.config.num_heads
         limits = AttentionLimits(
-            batch=shape.max_running,
-            kv_len=shape.context_length + shape.window,
-            graph_batches=shape.graph_sizes,
+            batch=config.max_running_requests,
+            kv_len=config.context_length + config.tree.window,
+            graph_batches=config.graph_sizes,
             graph_rows=graph_rows,
         )
         if isinstance(pool, LatentPool):
@@ -57,16 +58,16 @@ class Backends:
         )
 
     def freeze(self) -> None:
-        """Once graphs are captured, the workspace they point to must stay where it is."""
+        """Keep the workspace where it is, because captured graphs hold its address."""
         if self._workspace is not None:
             self._workspace.freeze()
 
 
 def layer_specs(model: Any) -> set[tuple[float, int]]:
-    """The distinct (scale, sliding window) of a module's attention layers.
+    """The distinct (scale, sliding window) of a model's attention layers.
 
     Raises:
-        ValueError: a layer caps its scores, which the FlashInfer backend does not do.
+        ValueError: a layer caps its scores, which the FlashInfer backend cannot do.
     """
     if caps_scores(model):
         raise ValueError(
@@ -76,7 +77,7 @@ def layer_specs(model: Any) -> set[tuple[float, int]]:
 
 
 def caps_scores(model: Any) -> bool:
-    """Whether any layer of a module caps its attention scores."""
+    """Whether any layer of a model caps its attention scores."""
     return any(spec.softcap for spec in _specs(model))
 
 

@@ -1,9 +1,9 @@
-"""Threads on cores that other processes want too.
+"""The number of compute threads on cores that other processes use too.
 
-The threads of an operation wait for its last one. If that one's core is taken, they wait for a slice of the kernel's
-scheduler, milliseconds, at every one of a cycle's hundreds of short operations: with one busy process beside it on two
-cores the demo decodes with two threads at a third of what one thread gives. So a small model computes with one thread
-while its threads do not get their cores, and tries again from time to time.
+All threads of an operation wait for the slowest one. If another process has its core, that wait is a time slice of the
+kernel's scheduler, milliseconds, and a cycle has hundreds of short operations. Measured on two cores with one other
+busy process: with two threads the demo decodes at a third of the speed of one thread. So a small model computes with
+one thread while its threads do not get their cores, and tries more threads from time to time.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_WINDOW = 0.1  # seconds of computing that are judged together, or one cycle if that is longer
-_LEAST = 0.75  # of their time that threads must have run; waiting for each other they spin, so alone it is nearly all
-_TRIAL = 20  # times the seconds that a failed trial took, it is not repeated
+_WINDOW = 0.1  # seconds of computing per decision, or one cycle if that is longer
+_LEAST = 0.75  # share of the time that threads must have run; waiting threads spin, so undisturbed it is nearly 1
+_TRIAL = 20  # pause after a failed trial, as a multiple of its seconds
 
 
 class SharedCores:
-    """A context to compute in: with `threads` threads, or with one while other processes keep cores busy."""
+    """A context to compute in: `threads` threads, or one while other processes keep cores busy."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class SharedCores:
         cpu: Callable[[], float] = time.process_time,
         compute_with: Callable[[int], None] = torch.set_num_threads,
     ) -> None:
-        """`wall` and `cpu` tell the time, and that which all threads of this process have run, in seconds."""
+        """`wall` gives the time and `cpu` the run time of all threads of this process, both in seconds."""
         self.threads = self._most = threads
         self._wall, self._cpu, self._compute_with = wall, cpu, compute_with
         self._entered = (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""From the device options to concrete values: which device, which attention backend, which graphs, how much KV."""
+"""From the device options to concrete values: device, attention backend, CUDA graphs, memory for KV, threads."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import os
 import torch
 
 from eagle_server.config import Config, ConfigError
-from eagle_server.engine.shape import Backend
+from eagle_server.engine.engine_config import Backend
 from eagle_server.models.config import ModelConfig
 from eagle_server.worker.graphs import bucket_sizes
 
-SMALL_MODEL = 50_000_000  # parameters of a target
+SMALL_MODEL = 50_000_000  # parameters; a smaller target is small
 SMALL_MODEL_THREADS = 2
-CPU_MEMORY_FOR_KV = 0.25  # of the machine's memory, for both pools together
-GPU_MEMORY = 0.85  # of the GPU's memory, for weights and KV together
+CPU_MEMORY_FOR_KV = 0.25  # share of the machine's memory, for both pools together
+GPU_MEMORY = 0.85  # share of the GPU's memory, for weights and KV together
 LARGEST_GRAPH = 64
 
 logger = logging.getLogger(__name__)
 
 
 def resolve_device(config: Config) -> torch.device:
-    """auto: the first NVIDIA GPU, if there is one.
+    """The device of the models; auto: the first NVIDIA GPU, if there is one.
 
     Raises:
         ConfigError: a GPU was asked for, and torch sees none.
@@ -38,17 +38,17 @@ def resolve_device(config: Config) -> torch.device:
 
 
 def resolve_backend(config: Config, device: torch.device, dtype: torch.dtype, *, capped: bool = False) -> Backend:
-    """auto: flashinfer where it can run. `capped`: a model caps its attention scores.
+    """The attention backend; auto: flashinfer if it can run. `capped`: a model caps its attention scores.
 
     Raises:
-        ConfigError: flashinfer was asked for, or is what a GPU needs, and cannot run.
+        ConfigError: flashinfer was requested, or the GPU needs it, and it cannot run.
     """
     wanted = config.device.attention_backend
     sixteen_bit = dtype in (torch.bfloat16, torch.float16)
     if wanted == "torch_native" or device.type == "cpu" or (wanted == "auto" and not sixteen_bit):
         return "torch_native"
     if capped and wanted == "auto":
-        logger.info("attention scores are capped, which the flashinfer backend does not do: torch_native it is")
+        logger.info("torch_native is used: the model caps attention scores, which the flashinfer backend does not do")
         return "torch_native"
     if capped:
         raise ConfigError(
@@ -66,12 +66,13 @@ def resolve_backend(config: Config, device: torch.device, dtype: torch.dtype, *,
 
 
 def graph_sizes(config: Config, backend: Backend, *, native: bool = True) -> tuple[int, ...]:
-    """Batch sizes to capture CUDA graphs for; none for a backend whose shapes follow the lengths.
+    """Batch sizes to capture CUDA graphs for.
 
-    None either where not all models are `native`: transformers' code may wait for the device, which cannot be captured.
+    There are none for torch_native, because its tensor shapes follow the lengths. There are none if a model is not
+    `native`: transformers' code may wait for the device, which cannot be captured.
 
     Raises:
-        ConfigError: a size was given for graphs that there are not.
+        ConfigError: a size was given, but there are no graphs.
     """
     if backend == "torch_native" or config.device.disable_cuda_graph:
         return ()
@@ -84,13 +85,13 @@ def graph_sizes(config: Config, backend: Backend, *, native: bool = True) -> tup
     return bucket_sizes(min(running, config.device.cuda_graph_max_bs or LARGEST_GRAPH))
 
 
-def graph_memory(sizes: tuple[int, ...], draft_token_num: int, model: ModelConfig) -> int:
-    """Bytes that captured verify passes keep: float32 logits of every node, for each batch size."""
-    return sum(sizes) * draft_token_num * model.vocab_size * 4
+def graph_memory(sizes: tuple[int, ...], num_draft_tokens: int, model: ModelConfig) -> int:
+    """Bytes that captured verifications keep: float32 logits of every node, for each batch size."""
+    return sum(sizes) * num_draft_tokens * model.vocab_size * 4
 
 
 def memory_for_kv(config: Config, device: torch.device, reserved: int = 0) -> int:
-    """Bytes that the KV pools may take, once the weights are loaded, with `reserved` bytes left for others."""
+    """Bytes that the KV pools may take. Call it after the weights are loaded; `reserved` bytes stay free."""
     if device.type == "cpu":
         return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_MEMORY_FOR_KV)
     free, total = torch.cuda.mem_get_info(device)
@@ -106,7 +107,7 @@ def memory_for_kv(config: Config, device: torch.device, reserved: int = 0) -> in
 
 
 def threads_for(config: ModelConfig) -> int:
-    """All cores, but two for a small model: its operations are too short to be shared out among more."""
+    """All cores, but two for a small model: its operations are too short to split further."""
     attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
     weights = config.num_layers * layer + config.vocab_size * config.hidden_size

@@ -1,17 +1,13 @@
-"""From a loaded draft to a drafter: the one place that tells kinds of drafts apart."""
+"""From a loaded draft model to a drafter: the one place that tells kinds of drafts apart."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from eagle_server.cache.pool import KVPool, LatentPool
 from eagle_server.engine.backends import Backends
-from eagle_server.engine.pools import make_pool
-from eagle_server.engine.shape import EngineConfig
-from eagle_server.models.config import ModelConfig
+from eagle_server.engine.engine_config import EngineConfig, TreeConfig
+from eagle_server.engine.pools import DraftModel, make_pool
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.models.drafts.redrafter import RedrafterHead
@@ -29,86 +25,69 @@ from eagle_server.worker.drafters.standalone import StandaloneDrafter
 from eagle_server.worker.drafters.static_eagle import StaticEagleDrafter
 from eagle_server.worker.graphs import Graphs
 
-Draft = DraftHead | DraftLM | MedusaHeads | RedrafterHead  # what a drafter is made of; None: plain decoding
+
+def make_drafter(
+    model: DraftModel | None, config: EngineConfig, backends: Backends, graphs: Graphs
+) -> tuple[Drafter[Any], list[KVPool | LatentPool]]:
+    """The drafter, and the KV pools that its model writes."""
+    tree, device = config.tree, backends.device
+    if model is None:
+        return (NgramDrafter(_tries(tree)) if tree.ngram_depth else NoDrafter()), []
+    drafter: ModelDrafter[Any]
+    pools: list[KVPool | LatentPool] = []
+    if isinstance(model, MedusaHeads):
+        sizes = config.graph_sizes
+        drafter = MedusaDrafter(model, tree.choices, device=device, graphs=graphs, graph_sizes=sizes)
+    elif isinstance(model, RedrafterHead):
+        drafter = _redrafter(model, config, graphs)
+    else:
+        pools = [make_pool(model.config, config.kv_slots, device)]
+        drafter = _level_drafter(model, pools[0], config, backends, graphs)
+    if tree.ngram_depth:
+        sizes = config.graph_sizes
+        return MixtureDrafter(drafter, _tries(tree), device=device, graphs=graphs, graph_sizes=sizes), pools
+    return drafter, pools
 
 
-@dataclass(frozen=True)
-class Workbench:
-    """What drafters are made with."""
-
-    shape: EngineConfig
-    slots: int
-    device: torch.device
-    backends: Backends
-    graphs: Graphs
+def _tries(tree: TreeConfig) -> NgramTries:
+    shared = SharedTexts(tree.ngram_share_tokens, tree.ngram_depth) if tree.ngram_share_tokens else None
+    return NgramTries(tree.ngram_depth, tree.num_draft_tokens - 1, shared)
 
 
-def kv_config(draft: Draft) -> ModelConfig | None:
-    """The shape of the KV pool that a draft writes, None if it writes none."""
-    return None if isinstance(draft, MedusaHeads | RedrafterHead) else draft.config
-
-
-def make_drafter(draft: Draft | None, bench: Workbench) -> tuple[Drafter[Any], list[KVPool | LatentPool]]:
-    """The drafter, and the KV pools that it brought."""
-    shape = bench.shape
-    if draft is None:
-        return (NgramDrafter(_tries(shape)) if shape.ngram_depth else NoDrafter()), []
-    model, pools = _model_drafter(draft, bench)
-    if not shape.ngram_depth:
-        return model, pools
-    device, graphs = bench.device, bench.graphs
-    return MixtureDrafter(model, _tries(shape), device=device, graphs=graphs, graph_sizes=shape.graph_sizes), pools
-
-
-def _tries(shape: EngineConfig) -> NgramTries:
-    shared = SharedTexts(shape.ngram_share_tokens, shape.ngram_depth) if shape.ngram_share_tokens else None
-    return NgramTries(shape.ngram_depth, shape.draft_token_num - 1, shared)
-
-
-def _model_drafter(draft: Draft, bench: Workbench) -> tuple[ModelDrafter[Any], list[KVPool | LatentPool]]:
-    shape = bench.shape
-    if isinstance(draft, RedrafterHead):
-        return _redrafter(draft, bench), []
-    if isinstance(draft, MedusaHeads):
-        return _medusa(draft, bench), []
-    pool = make_pool(draft.config, bench.slots, bench.device)
-    if shape.choices:
-        tree = static_tree(shape.choices, bench.device)
-        attention = bench.backends.make(draft, pool, {shape.num_steps + 1, *tree.rows}, shape.draft_attention)
-        return StaticEagleDrafter(draft, attention, tree, bench.graphs), [pool]
-    kind = StandaloneDrafter if isinstance(draft, DraftLM) else EagleDrafter
-    drafter = kind(
-        draft,
-        bench.backends.make(
-            draft, pool, (max(shape.num_steps, shape.ngram_depth) + 1, shape.topk), shape.draft_attention
-        ),
-        num_steps=shape.num_steps,
-        topk=shape.topk,
-        draft_token_num=shape.draft_token_num,
-        graphs=bench.graphs,
-        beams=shape.backend == "flashinfer" and shape.draft_attention == "beams",
+def _level_drafter(
+    model: DraftHead | DraftLM, pool: KVPool | LatentPool, config: EngineConfig, backends: Backends, graphs: Graphs
+) -> ModelDrafter[Any]:
+    """A drafter whose model runs once per level of the tree."""
+    tree = config.tree
+    if tree.choices:
+        static = static_tree(tree.choices, backends.device)
+        attention = backends.make(model, pool, {tree.num_steps + 1, *static.rows}, config.draft_attention)
+        return StaticEagleDrafter(model, attention, static, graphs)
+    kind = StandaloneDrafter if isinstance(model, DraftLM) else EagleDrafter
+    return kind(
+        model,
+        backends.make(model, pool, (tree.depth + 1, tree.topk), config.draft_attention),
+        num_steps=tree.num_steps,
+        topk=tree.topk,
+        draft_token_num=tree.num_draft_tokens,
+        graphs=graphs,
+        beams=config.backend == "flashinfer" and config.draft_attention == "beams",
     )
-    return drafter, [pool]
 
 
-def _medusa(heads: MedusaHeads, bench: Workbench) -> MedusaDrafter:
-    shape = bench.shape
-    return MedusaDrafter(heads, shape.choices, device=bench.device, graphs=bench.graphs, graph_sizes=shape.graph_sizes)
-
-
-def _redrafter(head: RedrafterHead, bench: Workbench) -> RedrafterDrafter:
-    shape = bench.shape
-    most = shape.num_steps * shape.topk + 1
-    if shape.draft_token_num > most and not shape.ngram_depth:
+def _redrafter(head: RedrafterHead, config: EngineConfig, graphs: Graphs) -> RedrafterDrafter:
+    tree = config.tree
+    most = tree.num_steps * tree.topk + 1
+    if tree.num_draft_tokens > most and not tree.ngram_depth:
         raise ValueError(
-            f"--speculative-num-draft-tokens {shape.draft_token_num}: {shape.topk} beams of {shape.num_steps} tokens "
+            f"--speculative-num-draft-tokens {tree.num_draft_tokens}: {tree.topk} beams of {tree.num_steps} tokens "
             f"have at most {most} nodes, the root included"
         )
     return RedrafterDrafter(
         head,
-        num_steps=shape.num_steps,
-        beam_width=shape.topk,
-        draft_token_num=min(shape.draft_token_num, most),
-        graphs=bench.graphs,
-        graph_sizes=shape.graph_sizes,
+        num_steps=tree.num_steps,
+        beam_width=tree.topk,
+        draft_token_num=min(tree.num_draft_tokens, most),
+        graphs=graphs,
+        graph_sizes=config.graph_sizes,
     )

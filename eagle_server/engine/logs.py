@@ -1,4 +1,4 @@
-"""How both processes log: to stderr, a line per event, for people or as JSON."""
+"""Logging of both processes: to stderr, one line per event, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Context = Callable[[], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class LogStyle:
-    """`level` is the least severity that is logged."""
+    """`level` is the lowest severity that is logged."""
 
     level: str = "info"
     format: Literal["human", "json"] = "human"
 
 
 def configure_logging(style: LogStyle, context: Context = dict) -> None:
-    """Log to stderr. `context` is asked for what every line should tell besides, such as the current request's id."""
+    """Log to stderr. `context` gives fields to add to each line, such as the current request's id."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines(context) if style.format == "json" else HumanLines(context))
     logging.basicConfig(level=style.level.upper(), handlers=[handler], force=True)
 
 
 class HumanLines(logging.Formatter):
-    """The context stands in brackets behind the message."""
+    """Text lines. The context follows the message in brackets."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(HUMAN)
@@ -44,7 +44,7 @@ class HumanLines(logging.Formatter):
 class JsonLines(logging.Formatter):
     """One object per line: time (RFC 3339, UTC), level, process, logger, message, the context, the line's own fields.
 
-    A line has fields of its own where it was logged with `extra={"fields": {...}}`.
+    A line gets its own fields by `extra={"fields": {...}}` in the logging call.
     """
 
     def __init__(self, context: Context) -> None:

@@ -1,4 +1,4 @@
-"""KV pools for a model's shape."""
+"""Which KV pool a model's attention writes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,21 @@ import torch
 
 from eagle_server.cache.pool import KVPool, LatentPool
 from eagle_server.models.config import ModelConfig
+from eagle_server.models.drafts.interface import DraftHead
+from eagle_server.models.drafts.medusa import MedusaHeads
+from eagle_server.models.drafts.redrafter import RedrafterHead
+from eagle_server.models.drafts.standalone import DraftLM
+
+DraftModel = DraftHead | DraftLM | MedusaHeads | RedrafterHead
+
+
+def kv_config(draft: DraftModel) -> ModelConfig | None:
+    """The layers whose KV a draft model writes, None if it writes no KV."""
+    return None if isinstance(draft, MedusaHeads | RedrafterHead) else draft.config
 
 
 def make_pool(config: ModelConfig, slots: int, device: torch.device) -> KVPool | LatentPool:
-    """The pool that a model's attention writes, of `slots` slots."""
+    """The KV pool of a model, with `slots` slots."""
     if config.mla is not None:
         rank, rope_dim = config.mla.kv_lora_rank, config.mla.qk_rope_head_dim
         return LatentPool(config.num_layers, slots, rank, rope_dim, config.dtype, device)
@@ -17,7 +28,7 @@ def make_pool(config: ModelConfig, slots: int, device: torch.device) -> KVPool |
 
 
 def bytes_per_slot(config: ModelConfig) -> int:
-    """What one slot of `make_pool` takes."""
+    """Bytes of one slot of `make_pool`, all layers together."""
     if config.mla is not None:
         rank, rope_dim = config.mla.kv_lora_rank, config.mla.qk_rope_head_dim
         return LatentPool.bytes_per_slot(config.num_layers, rank, rope_dim, config.dtype)

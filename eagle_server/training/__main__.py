@@ -1,4 +1,4 @@
-"""Command line of the training: the demo pair, stage by stage or at once, and heads for targets of one's own."""
+"""Command line of the training: the demo pair, by stages or all at once, and heads for other targets."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ DEMO_MEDUSA = MedusaRecipe(layers=2, shared_lm_head=True, steps=600, texts=8, sa
 DEMO_REDRAFTER = RedrafterRecipe(exit_dim=256, steps=600, texts=8, sampled_texts=512)
 
 _ABOUT = """\
-Train draft heads, and the demo pair that this package carries.
+Train draft heads, and the demo pair that this package contains.
 
-  a head for a target of yours:
+  a head for your own target:
     python -m eagle_server.training eagle3 --target PATH_OR_HUB_ID --data FILE_OR_DIRECTORY... --out HEAD
     python -m eagle_server --model-path PATH_OR_HUB_ID --speculative-draft-model-path HEAD
   Medusa heads for it: the same with `medusa` for eagle3 and, when serving, --speculative-algorithm MEDUSA
   the demo, all stages in order (tokenizer, target, eagle3, export, demo-heads):
     python -m eagle_server.training demo --work DIR
-  the static tree that suits a draft, your text and your machine:
+  find the static tree for a draft, your text and your machine:
     python -m eagle_server.training.tree_search --help
 
-Every stage resumes: run the same command again. Progress bars go to stderr, loss curves to PNG files in the working
+Every stage can resume: run the same command again. Progress bars go to stderr, loss curves to PNG files in the working
 directory."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one stage; 0, or 2 after one line that says what is wrong."""
+    """Run one stage; returns 0, or 2 after one line on stderr that says what is wrong."""
     parsed = _parser().parse_args(arguments)
     try:
         parsed.run(parsed)
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     demo.add_argument("--head-steps", type=int, default=DEMO_HEAD.steps, help="steps of the EAGLE-3 head (%(default)s)")
     for one in (demo, export):
-        one.add_argument("--out", type=Path, default=ASSETS, help="where the pair goes (%(default)s)")
+        one.add_argument("--out", type=Path, default=ASSETS, help="where the pair is written (%(default)s)")
     heads = stage("demo-heads", _demo_heads, "train Medusa and ReDrafter heads for the demo's target in OUT, into OUT")
     heads.add_argument("--work", type=Path, required=True, help="directory of checkpoints, curves and caches")
     heads.add_argument("--out", type=Path, default=ASSETS, help="the demo's directory (%(default)s)")
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_common_arguments(parser: argparse.ArgumentParser, default: AnyRecipe) -> None:
-    """What every head's training is told."""
+    """The options that every head's training has."""
     parser.add_argument("--target", required=True, help="checkpoint directory or Hub id of a dense target")
     parser.add_argument("--out", type=Path, required=True, help="where the head is written; training/ below it resumes")
     parser.add_argument(
@@ -139,9 +139,9 @@ def _add_medusa_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shared-lm-head",
         action="store_true",
-        help="no lm_heads of their own: small heads, which guess a little worse",
+        help="heads without their own lm_heads: smaller, and a little less accurate",
     )
-    parser.add_argument("--texts", type=int, default=default.texts, help="at most so many per step (%(default)s)")
+    parser.add_argument("--texts", type=int, default=default.texts, help="maximum per step (%(default)s)")
 
 
 def _add_redrafter_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +152,7 @@ def _add_redrafter_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--exit-dim", type=int, help="width of the residual blocks (not given: twice the target's)")
     parser.add_argument("--draft-layers", type=int, default=default.draft_layers, help="how many blocks (%(default)s)")
-    parser.add_argument("--texts", type=int, default=default.texts, help="at most so many per step (%(default)s)")
+    parser.add_argument("--texts", type=int, default=default.texts, help="maximum per step (%(default)s)")
 
 
 def _tokenizer(parsed: argparse.Namespace) -> None:
@@ -240,7 +240,7 @@ def _demo_corpus(work: Path) -> Corpus:
 
 
 def _demo_heads(parsed: argparse.Namespace) -> None:
-    """Medusa and ReDrafter heads for the demo's target, which learn from the same texts."""
+    """Train Medusa and ReDrafter heads for the demo's target on the same texts."""
     directory = parsed.out / "target"
     target = load_native_target(directory, dtype="float32", device="cpu", pack=False)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -268,7 +268,7 @@ def _train_and_write(target: TargetModel, corpus: Corpus, recipe: AnyRecipe, out
 
 
 def _claim(directory: Path, recipe: AnyRecipe) -> None:
-    """Note the recipe in a fresh directory; refuse one where another recipe is under way, but for more steps of it."""
+    """Write the recipe into `directory`. Refuse a directory with another recipe; only `steps` may differ."""
     path, wanted = directory / "recipe.json", json.loads(json.dumps(dataclasses.asdict(recipe)))
     wanted.pop("compiled")
     if path.is_file() and {**json.loads(path.read_text()), "steps": recipe.steps} != wanted:

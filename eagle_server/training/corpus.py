@@ -1,4 +1,4 @@
-"""Text to train on: the source of the Python standard library, with whole files held out, or files of one's own."""
+"""Text to train on: the source of the Python standard library with whole files held out, or the user's files."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tqdm import tqdm
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_PER_MILLE = 15
 MAX_FILE_BYTES = 200_000
-OWN_HELD_OUT = 50  # one token in so many
+OWN_HELD_OUT = 50  # one token in 50
 _SKIPPED_DIRECTORIES = {"site-packages", "__pycache__", "lib2to3", "idlelib", "turtledemo", "encodings"}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token streams of the training files and of the held-out files; documents end with the end-of-text token."""
+    """Token streams of the training files and of the held-out files. Each document ends with the end-of-text token."""
 
     train: np.ndarray  # uint16 or uint32 [tokens]
     held_out: np.ndarray
 
 
 def standard_library_files() -> tuple[list[Path], list[Path]]:
-    """(training files, held-out files) of this interpreter's standard library; the split is by a hash of the path."""
+    """(training files, held-out files) of this interpreter's standard library, split by a hash of the path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     train: list[Path] = []
     held_out: list[Path] = []
@@ -45,8 +45,8 @@ def standard_library_files() -> tuple[list[Path], list[Path]]:
 def train_tokenizer(files: list[Path], vocab_size: int) -> Tokenizer:
     """A byte-level BPE of `vocab_size` entries, end-of-text first.
 
-    A line break is a token of its own, never merged with the indentation after it: a prompt that ends with one, as most
-    do, is then cut where the training text was.
+    A line break is its own token, never merged with the indentation after it. Most prompts end with a line break, and
+    so they are tokenized as the training text was.
     """
     tokenizer = Tokenizer(models.BPE())
     lines = pre_tokenizers.Split(Regex("\n"), "isolated")
@@ -80,7 +80,7 @@ def standard_library(tokenizer: Tokenizer, end: int, cache: Path) -> Corpus:
 
 
 def own_files(tokenizer: Tokenizer, paths: Sequence[Path], end: int, cache: Path) -> Corpus:
-    """Every UTF-8 file of `paths`, directories searched in depth; the last fiftieth of the stream is held out."""
+    """Every UTF-8 file of `paths` and below; the last fiftieth of the stream is held out."""
 
     def read() -> Corpus:
         files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
@@ -92,7 +92,7 @@ def own_files(tokenizer: Tokenizer, paths: Sequence[Path], end: int, cache: Path
 
 
 def ensure_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer at `path`; trained there on the standard library if there is none."""
+    """The tokenizer at `path`. If there is none, it is trained on the standard library and saved."""
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         train_tokenizer(standard_library_files()[0], vocab_size).save(str(path), pretty=False)

@@ -1,4 +1,4 @@
-"""Training of a draft head against a frozen target: on a corpus, and on texts that the target writes itself."""
+"""Training of a draft head for a frozen target: on a corpus, and on texts that the target wrote."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch import Tensor
 
 from eagle_server.models.targets.interface import TargetModel
 from eagle_server.training.corpus import Corpus
-from eagle_server.training.generate import Sampling, target_texts
+from eagle_server.training.generate import TextSampling, target_texts
 from eagle_server.training.heads import Kind, NewHead, default_boundaries, frequent_ids, new_eagle, new_eagle3
 from eagle_server.training.loop import Job, Schedule, train
 from eagle_server.training.target import TOKENS_PER_STEP, evenly_spaced, windows
 from eagle_server.training.ttt import accuracies, chain_length, teach, ttt_loss
 
 _OWN_TEXTS = "own-texts.npz"
-_PROMPT = 64  # tokens before the text that the target writes for evaluation
+_PROMPT = 64  # prompt tokens of the texts that the target writes for evaluation
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a head looks like and how long it is trained.
+    """The shape of a head and the length of its training.
 
-    boundaries: the streams that an EAGLE-3 head reads, b being the stream after b layers; None takes the defaults.
+    boundaries: the residual streams that an EAGLE-3 head reads, b for the stream after b layers; None: the defaults.
     draft_vocab, intermediate_size: None takes the target's.
-    passes: steps that are trained; more can be served, with less acceptance.
-    sampled_texts: how many texts the target writes for every second step; 0 trains on the corpus alone.
+    passes: draft steps that are trained; serving may use more, with lower acceptance.
+    sampled_texts: number of texts that the target writes, used in every second step; 0 trains on the corpus alone.
     """
 
     kind: Kind = "eagle3"
@@ -46,12 +46,12 @@ class Recipe:
 
 
 def at_most(texts: int, window: Tensor, length: int) -> Tensor:
-    """The first of the texts [batch, longer + 1]: as many as have together the tokens of `texts` texts of `length`."""
+    """The first texts of `window` [batch, longer + 1], with at most `texts` * `length` tokens together."""
     return window[: max(1, texts * length // (window.shape[1] - 1))]
 
 
 class TextPlan(Protocol):
-    """What a recipe says of its texts: see `Recipe`."""
+    """The part of a recipe that describes its texts, see `Recipe`."""
 
     @property
     def length(self) -> int: ...
@@ -69,13 +69,13 @@ class OwnTexts:
     sampled: np.ndarray  # the same at temperature 1
 
     def save(self, directory: Path) -> None:
-        """Into `directory`, where `own_texts` finds them."""
+        """Write the texts into `directory`, where `own_texts` finds them."""
         directory.mkdir(parents=True, exist_ok=True)
         np.savez(directory / _OWN_TEXTS, train=self.train, greedy=self.greedy, sampled=self.sampled)
 
 
 def train_head(target: TargetModel, corpus: Corpus, recipe: Recipe, directory: Path) -> NewHead:
-    """Train (or finish training) a head in `directory`; `target` is frozen and gets the head's aux boundaries."""
+    """Train a head in `directory`, or finish its training. `target` is frozen; its aux boundaries become the head's."""
     if any(target.config.windows):
         raise ValueError("heads cannot be trained for sliding-window targets yet")
     if len(corpus.held_out) < recipe.length + 2:
@@ -97,25 +97,25 @@ def train_head(target: TargetModel, corpus: Corpus, recipe: Recipe, directory: P
     def evaluate() -> dict[str, float]:
         return evaluate_head(target, new, corpus, own, recipe.passes)
 
-    with warnings.catch_warnings():  # the residual stream of an EAGLE-1 head is narrow under autocast
+    with warnings.catch_warnings():  # the residual stream of an EAGLE-1 head is bfloat16 under autocast
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         train(Job(recipe.kind, new.head, directory, Schedule(recipe.steps, recipe.peak), loss, evaluate))
     return new
 
 
 def own_texts(target: TargetModel, corpus: Corpus, recipe: TextPlan, directory: Path) -> OwnTexts:
-    """What the target writes, from `directory`'s cache or sampled now."""
+    """Texts that the target wrote, from `directory`'s cache or sampled now."""
     cache = directory / _OWN_TEXTS
     if cache.is_file():
         arrays = np.load(cache)
         return OwnTexts(arrays["train"], arrays["greedy"], arrays["sampled"])
     length = recipe.length + 1
-    prompts = Sampling(length, (min(24, length // 4), length // 2))
+    prompts = TextSampling(length, (min(24, length // 4), length // 2))
     fixed = min(_PROMPT, length // 2)
     own = OwnTexts(
         target_texts(target, corpus.train, recipe.sampled_texts, prompts, seed=1),
-        target_texts(target, corpus.held_out, 32, Sampling(length, (fixed, fixed), (0.0,)), seed=2),
-        target_texts(target, corpus.held_out, 32, Sampling(length, (fixed, fixed), (1.0,)), seed=3),
+        target_texts(target, corpus.held_out, 32, TextSampling(length, (fixed, fixed), (0.0,)), seed=2),
+        target_texts(target, corpus.held_out, 32, TextSampling(length, (fixed, fixed), (1.0,)), seed=3),
     )
     own.save(directory)
     return own
@@ -123,7 +123,7 @@ def own_texts(target: TargetModel, corpus: Corpus, recipe: TextPlan, directory: 
 
 @torch.no_grad()
 def evaluate_head(target: TargetModel, new: NewHead, corpus: Corpus, own: OwnTexts, passes: int) -> dict[str, float]:
-    """The loss on held-out text; accuracy by pass and accept length of chains on what the target writes after it."""
+    """The loss on held-out text; accuracy per pass and accept length of chains on the target's continuations of it."""
     draft_ids, device, numbers = new.draft_ids(), target.embed.device, {}
     length = own.greedy.shape[1] - 1
     held_out = torch.cat(evenly_spaced(corpus.held_out, length, 24)).to(device)
@@ -139,7 +139,7 @@ def evaluate_head(target: TargetModel, new: NewHead, corpus: Corpus, own: OwnTex
 
 
 def written_part(hits: Tensor, length: int) -> Tensor:
-    """The columns of hits [.., rows] after the prompts of texts for evaluation, which are `length` long."""
+    """The columns of hits [.., rows] after the prompts of evaluation texts of length `length`."""
     return hits[..., min(_PROMPT, length // 2) :]
 
 
@@ -154,9 +154,9 @@ def _fresh(target: TargetModel, corpus: Corpus, recipe: Recipe) -> NewHead:
 
 
 def text_window(corpus: Corpus, own: OwnTexts, recipe: TextPlan, longest: int, step: int) -> Tensor:
-    """Texts [batch, length + 1] of one step: corpus and own texts in turn, and every eighth step a longer context.
+    """Texts [batch, length + 1] of one step, about 6144 tokens together.
 
-    About 6144 tokens together.
+    Steps alternate between the corpus and own texts. Every eighth step has a longer context.
     """
     turn, odd = divmod(step, 2)
     if odd and len(own.train):

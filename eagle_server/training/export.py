@@ -1,4 +1,4 @@
-"""The demo as files: checkpoint directories in the published formats, a model card, and the curves of the training."""
+"""The demo as files: checkpoint directories in the published formats, a model card, and training curves."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _OTHER_HEADS = ("medusa", "redrafter")
 
 
 def export_target(work: Path, directory: Path) -> None:
-    """Write the trained demo target of `work`: weights stored in bfloat16, served in float32, and its tokenizer."""
+    """Write the trained demo target of `work` and its tokenizer. Weights are stored in bfloat16, served in float32."""
     model = build_target()
     restore(model, work / "target-checkpoint.pt")
     save_checkpoint(model, directory, DEMO_TARGET, torch.bfloat16)
-    _write_json(directory / "config.json", DEMO_TARGET)  # whose dtype, float32, is the one to serve in
+    _write_json(directory / "config.json", DEMO_TARGET)  # its dtype is that of serving, float32
     shutil.copyfile(work / "tokenizer.json", directory / "tokenizer.json")
     names = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -45,7 +45,7 @@ def export_head(new: NewHead | NewRedrafter, directory: Path, dtype: torch.dtype
 
 
 def export_demo(work: Path, assets: Path) -> int:
-    """Assemble `assets` from `work`, where target and head are trained; returns its size in bytes.
+    """Assemble `assets` from `work`, which holds the trained target and head. Returns its size in bytes.
 
     Raises:
         ValueError: the files are larger than a repository should carry.
@@ -60,7 +60,7 @@ def export_demo(work: Path, assets: Path) -> int:
 
 
 def export_demo_heads(work: Path, assets: Path) -> int:
-    """Add the trained Medusa and ReDrafter heads of `work` to `assets`, with their card; the new size in bytes.
+    """Add the trained Medusa and ReDrafter heads of `work` and their card to `assets`. Returns the new size in bytes.
 
     Raises:
         ValueError: the files are larger than a repository should carry.

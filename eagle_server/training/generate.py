@@ -1,4 +1,4 @@
-"""Text sampled from the target: a head drafts what the target writes, so that is what it should learn from."""
+"""Text sampled from the target. A head drafts what the target writes, so it is trained on that."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eagle_server.models.targets.interface import TargetModel
 
 
 class GrowingCausal:
-    """Attention of `batch` sequences that grow together, first by a prompt and then row by row; a `BoundAttention`."""
+    """A `BoundAttention` of `batch` sequences that grow together: first a prompt, then one row per call."""
 
     def __init__(self, batch: int, capacity: int) -> None:
         self.batch, self.capacity = batch, capacity
@@ -55,7 +55,7 @@ class GrowingCausal:
 def continue_texts(
     target: TargetModel, prompts: Tensor, new_tokens: int, temperatures: Tensor, generator: torch.Generator
 ) -> Tensor:
-    """Prompts [batch, length] and `new_tokens` sampled after each at its temperature [batch]; 0 is greedy."""
+    """Prompts [batch, length] with `new_tokens` sampled after each at its temperature [batch]; 0 is greedy."""
     batch, length = prompts.shape
     attention = GrowingCausal(batch, length + new_tokens)
     tokens, positions = prompts.reshape(-1), torch.arange(length, device=prompts.device).repeat(batch)
@@ -71,8 +71,8 @@ def continue_texts(
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How texts are sampled: their length, the range of prompt lengths, and the temperatures, which take turns."""
+class TextSampling:
+    """How texts are sampled: their length, the range of prompt lengths, and the temperatures, used in turn."""
 
     length: int = 257
     prompt: tuple[int, int] = (24, 128)
@@ -80,8 +80,8 @@ class Sampling:
     batch: int = 256
 
 
-def target_texts(target: TargetModel, stream: np.ndarray, texts: int, sampling: Sampling, seed: int) -> np.ndarray:
-    """`texts` texts [texts, length] that begin as `stream` does somewhere and go on as the target does."""
+def target_texts(target: TargetModel, stream: np.ndarray, texts: int, sampling: TextSampling, seed: int) -> np.ndarray:
+    """Texts [texts, length]: each starts with a piece of `stream`, and the target continues it."""
     if not texts:
         return np.empty((0, sampling.length), stream.dtype)
     device = target.embed.device

@@ -1,4 +1,4 @@
-"""Fresh draft heads for a target: the module that is trained, beside the config.json that it is published with."""
+"""New draft heads for a target: the module to train, and the config.json to publish with it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _SMALLEST_DEFAULT = 7  # layers; a smaller target has no three distinct default 
 
 @dataclass(frozen=True)
 class NewHead:
-    """A head to be trained, and the config.json (a plain dict) that describes it to a loader."""
+    """A head to train, and its config.json as a dict, which a loader reads."""
 
     head: Eagle3Head | EagleHead
     config_json: dict[str, Any]
 
     def draft_ids(self) -> Tensor:
-        """int64 [Vd], what the head's outputs mean."""
+        """The token ids of the head's outputs, int64 [Vd]."""
         size = self.config_json.get("draft_vocab_size") or self.config_json["vocab_size"]
         return self.head.target_ids(torch.arange(size, device=self.head.fc.weight.device))  # type: ignore[union-attr]
 
 
 def default_boundaries(layers: int) -> tuple[int, ...]:
-    """EAGLE-3's low, middle and high stream of a target with this many layers."""
+    """EAGLE-3's low, middle and high residual stream of a target with `layers` layers."""
     if layers < _SMALLEST_DEFAULT:
         raise ValueError(
             f"a target of {layers} layers has no default aux layers (they need {_SMALLEST_DEFAULT}): name three "
@@ -44,13 +44,13 @@ def default_boundaries(layers: int) -> tuple[int, ...]:
 
 
 def frequent_ids(stream: np.ndarray, vocab: int, count: int) -> Tensor:
-    """The `count` most frequent tokens of a stream, by rising id; int64 [count]."""
+    """The `count` most frequent tokens of a stream, sorted by id; int64 [count]."""
     order = np.argsort(-np.bincount(stream, minlength=vocab), kind="stable")
     return torch.from_numpy(np.sort(order[:count]).astype(np.int64))
 
 
 def new_eagle3(target: TargetModel, boundaries: Sequence[int], draft_ids: Tensor, intermediate_size: int) -> NewHead:
-    """An EAGLE-3 head with one layer of the target's shape; sets `target.aux_boundaries` to what it reads."""
+    """An EAGLE-3 head with one layer of the target's shape. It sets `target.aux_boundaries` to `boundaries`."""
     vocab, count = target.config.vocab_size, len(draft_ids)
     published = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -79,7 +79,7 @@ def new_eagle3(target: TargetModel, boundaries: Sequence[int], draft_ids: Tensor
 
 
 def new_eagle(target: TargetModel, intermediate_size: int) -> NewHead:
-    """An EAGLE-1/2 head with one layer of the target's shape, which shares embedding and lm_head with the target."""
+    """An EAGLE-1/2 head with one layer of the target's shape. It shares the target's embedding and lm_head."""
     published = {
         "architectures": ["LlamaForCausalLMEagle"],
         **_layer(target.config, intermediate_size),
@@ -95,7 +95,7 @@ def new_eagle(target: TargetModel, intermediate_size: int) -> NewHead:
 
 
 def _initialize(head: nn.Module) -> None:
-    """Normal(0, 1 / sqrt(width of the input)) matrices; norms are made as ones."""
+    """Matrices from Normal(0, 1 / sqrt(input width)); norms stay ones."""
     for parameter in head.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
@@ -106,7 +106,7 @@ def _borrowed(target: TargetModel) -> TargetWeights:
 
 
 def _layer(target: ModelConfig, intermediate_size: int) -> dict[str, Any]:
-    """The keys that every head shares: one plain Llama layer with the target's attention shape and RoPE base."""
+    """The config keys of every head: one plain Llama layer with the target's attention shape and RoPE base."""
     return {
         "model_type": "llama",
         "vocab_size": target.vocab_size,

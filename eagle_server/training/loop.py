@@ -1,4 +1,4 @@
-"""The training loop of every model here: resumable, with a progress bar and a loss curve."""
+"""The training loop of all models: it resumes, shows a progress bar, and plots loss curves."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Optimizers:
 
 @dataclass
 class History:
-    """What is plotted: (step, value) pairs by curve name."""
+    """The curves to plot: (step, value) pairs by curve name."""
 
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
@@ -77,7 +77,7 @@ class History:
 
 @dataclass(frozen=True)
 class Job:
-    """One training run. `loss(step)` gives the loss to minimize and further numbers to plot; `evaluate()` the rest."""
+    """One training run. `loss(step)` returns the loss and numbers to plot; `evaluate()` returns more numbers."""
 
     name: str
     model: nn.Module
@@ -90,7 +90,7 @@ class Job:
 
 
 def train(job: Job) -> History:
-    """Run `job` to its last step, resuming from `directory` when a checkpoint is there."""
+    """Run `job` to its last step. It resumes from a checkpoint in `directory`, if there is one."""
     job.directory.mkdir(parents=True, exist_ok=True)
     optimizers, history = Optimizers.of(job.model), History()
     first = _resume(job, optimizers, history)
@@ -113,7 +113,7 @@ def train(job: Job) -> History:
 
 
 def plot(history: History, path: Path, title: str) -> None:
-    """The curves as a PNG: a panel each for losses, for lengths, and for rates in [0, 1]."""
+    """The curves as a PNG with one panel each for losses, lengths, and rates in [0, 1]."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -131,7 +131,9 @@ def plot(history: History, path: Path, title: str) -> None:
         axis.set_xlabel("step")
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=2)  # many curves hide none
+        axis.legend(
+            fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=2
+        )  # outside, so that it covers no curve
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path)
@@ -152,7 +154,7 @@ def _save(job: Job, optimizers: Optimizers, history: History, step: int) -> None
 
 
 def restore(model: nn.Module, checkpoint: Path) -> dict[str, Any]:
-    """Fill `model` from a checkpoint of its training; returns the checkpoint."""
+    """Load the parameters of `model` from a training checkpoint; returns the checkpoint."""
     state: dict[str, Any] = torch.load(checkpoint, weights_only=True)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -162,7 +164,7 @@ def restore(model: nn.Module, checkpoint: Path) -> dict[str, Any]:
 
 
 def read_history(path: Path) -> History:
-    """The curves saved beside a checkpoint."""
+    """The curves saved with a checkpoint."""
     curves = json.loads(path.read_text())
     return History({name: [(int(step), float(value)) for step, value in points] for name, points in curves.items()})
 

@@ -1,10 +1,9 @@
-"""Training of Medusa-1 heads: the target is frozen, all heads learn at once from its last hidden state.
+"""Training of Medusa-1 heads: all heads learn together from the last hidden state of a frozen target.
 
     loss = sum over heads i of 0.8^i * mean over positions t of -sum over v of p(v) log q_i(v), over the sum of weights
 
 q_i is head i's distribution at t, and p the target's distribution of the token at t + 2 + i, given the text before it.
-In the mean over texts this is the cross-entropy of the Medusa paper, whose p is one at the token that came, with less
-noise.
+The Medusa paper's cross-entropy has p = 1 at the token that came. Its mean over texts is the same, but noisier.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from eagle_server.training.ttt import accuracies, chain_length
 
 HEAD_DECAY = 0.8
 FILE = "medusa_lm_head.safetensors"
-_EVALUATED = 8  # texts in one forward
+_EVALUATED = 8  # texts per forward
 
 
 @dataclass(frozen=True)
 class MedusaRecipe:
-    """What the heads look like and how long they are trained. Lengths and own texts: see `eagle3.Recipe`.
+    """The shape of the heads and the length of their training. For `length` and `sampled_texts` see `eagle3.Recipe`.
 
-    shared_lm_head: the heads' logits are by the target's lm_head, so that a head is its residual blocks alone.
-    texts: at most so many in a step, fewer of the longer ones.
+    shared_lm_head: the heads use the target's lm_head; a head is then only its residual blocks.
+    texts: maximum texts of `length` per step; fewer if the texts are longer.
     """
 
     heads: int = 4
@@ -54,15 +53,15 @@ class MedusaRecipe:
 
 @dataclass(frozen=True)
 class MedusaLesson:
-    """Texts and the target's view of all but their last token."""
+    """Texts, and the target's features and distributions for all tokens except the last."""
 
     features: Tensor  # [batch, length - 1, H], the target's last hidden state at t
-    probs: Tensor  # float32 [batch, length - 1, V], of the token at t + 1
+    probs: Tensor  # float32 [batch, length - 1, V], distribution of the token at t + 1
     window: Tensor  # int64 [batch, length]
 
 
 def new_heads(target: TargetModel, heads: int, layers: int, *, shared_lm_head: bool = False) -> MedusaHeads:
-    """Heads that guess as the target does for the next token: blocks of zeros, lm_heads like the target's."""
+    """New heads with zero residual blocks and the target's lm_head: each predicts the target's next token at first."""
     config = MedusaConfig(heads, layers, target.config.hidden_size, target.config.vocab_size, not shared_lm_head)
     with torch.device(target.embed.device):
         model = MedusaHeads(config, TargetWeights(target.embed.detach(), target.lm_head))
@@ -91,7 +90,7 @@ def medusa_lesson(target: TargetModel, window: Tensor) -> MedusaLesson:
 def medusa_loss(model: MedusaHeads, lesson: MedusaLesson) -> tuple[Tensor, Tensor]:
     """(loss, hits bool [heads, batch, length - 2]).
 
-    Row t of hits belongs to the token at t + 2: whether head i, at t - i, has it as its best. Rows below i are False.
+    hits[i, :, t] says whether head i, at position t - i, predicts the token at t + 2. It is False for t < i.
     """
     heads, length = model.config.heads, lesson.window.shape[1]
     logits = model(lesson.features[:, :-1].flatten(0, 1)).unflatten(1, (-1, length - 2))  # [heads, batch, length-2, V]
@@ -105,13 +104,13 @@ def medusa_loss(model: MedusaHeads, lesson: MedusaLesson) -> tuple[Tensor, Tenso
 
 
 def train_medusa(target: TargetModel, corpus: Corpus, recipe: MedusaRecipe, directory: Path) -> MedusaHeads:
-    """Train (or finish training) heads in `directory`; `target` is frozen."""
+    """Train heads in `directory`, or finish their training. `target` is frozen."""
     if len(corpus.held_out) < recipe.length + 2:
         raise ValueError(f"too little text: {len(corpus.held_out)} tokens are held out, a text has {recipe.length + 1}")
     own = own_texts(target, corpus, recipe, directory)
     model = new_heads(target, recipe.heads, recipe.layers, shared_lm_head=recipe.shared_lm_head)
     device = target.embed.device
-    narrow = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()  # elsewhere bfloat16 is emulated
+    narrow = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()  # other CPUs emulate bfloat16
     lesson_of = torch.compile(medusa_lesson) if recipe.compiled else medusa_lesson
     loss_of = torch.compile(medusa_loss) if recipe.compiled else medusa_loss
 
@@ -132,7 +131,7 @@ def train_medusa(target: TargetModel, corpus: Corpus, recipe: MedusaRecipe, dire
 
 @torch.no_grad()
 def evaluate_medusa(target: TargetModel, model: MedusaHeads, corpus: Corpus, own: OwnTexts) -> dict[str, float]:
-    """The loss on held-out text; each head's accuracy and the accept length of chains on what the target wrote."""
+    """The loss on held-out text; each head's accuracy and the accept length of chains on the target's own texts."""
     device, length = target.embed.device, own.greedy.shape[1] - 1
     held_out = torch.cat(evenly_spaced(corpus.held_out, length, 24)).to(device)
     losses = [medusa_loss(model, medusa_lesson(target, part))[0] for part in held_out.split(_EVALUATED)]
@@ -148,7 +147,7 @@ def evaluate_medusa(target: TargetModel, model: MedusaHeads, corpus: Corpus, own
 
 
 def export_medusa(model: MedusaHeads, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write trained heads as Medusa-1 publishes them: config.json and medusa_lm_head.safetensors."""
+    """Write trained heads in the format of Medusa-1: config.json and medusa_lm_head.safetensors."""
     config = model.config
     described = {
         "medusa_num_heads": config.heads,

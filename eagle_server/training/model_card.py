@@ -12,7 +12,7 @@ from eagle_server.training.loop import History
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card states: the curves of both trainings, the head's recipe, the held-out files, sizes in bytes."""
+    """The facts in a card: curves of both trainings, the head's recipe, the held-out files, sizes in bytes."""
 
     target: History
     head: History
@@ -24,14 +24,14 @@ class CardFacts:
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """What a card states of one more head: the curves of its training, and its files' bytes."""
+    """The facts about one more head: the curves of its training, and the size of its files in bytes."""
 
     history: History
     size: int
 
 
 def heads_card(heads: Mapping[str, HeadFacts]) -> str:
-    """Markdown, for the heads "medusa" and "redrafter"."""
+    """The Markdown card of the heads "medusa" and "redrafter"."""
     return _HEADS_CARD.format(table=_heads_table(heads))
 
 
@@ -48,7 +48,7 @@ def _heads_table(heads: Mapping[str, HeadFacts]) -> str:
 
 
 def model_card(facts: CardFacts) -> str:
-    """Markdown."""
+    """The Markdown card of the demo pair."""
     target_steps, target_loss = facts.target.curves["held-out loss"][-1]
     head_steps, head_loss = facts.head.curves["held-out loss"][-1]
     return _CARD.format(

@@ -1,4 +1,4 @@
-"""The demo's prompts: places in the held-out files where a definition begins, with the lines before it."""
+"""The demo's prompts: the beginnings of definitions in the held-out files, with the lines before them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PER_FILE = 4
 
 
 def held_out_prompts(count: int) -> list[str]:
-    """Up to `count` prompts, at most four a file: each ends with a `def` line that the model has never seen."""
+    """Up to `count` prompts, at most four per file. Each ends with a `def` line that the model was not trained on."""
     prompts: list[str] = []
     for path in standard_library_files()[1]:
         lines = path.read_text(encoding="utf-8", errors="ignore").splitlines(keepends=True)

@@ -1,9 +1,9 @@
-"""Training of a ReDrafter head: its rollout along a text, taught by the frozen target's distributions.
+"""Training of a ReDrafter head: rollouts along a text, with the frozen target's distributions as labels.
 
-At row t of a text the head is given the target's feature of t and then, one after the other, the tokens from t+1 on.
-After k of them its logits are those of the token at t+k+1. The texts are the corpus and, for every second step, what
-the target wrote itself: the paper's distillation (arXiv 2403.09919, section 3.3), with the target's whole distribution
-at each place instead of the one token drawn from it.
+At row t of a text the head reads the target's feature of t and then the tokens from t+1 on, one per step. After k
+tokens its logits predict the token at t+k+1. The texts are the corpus and, in every second step, texts that the target
+wrote. This is the paper's distillation (arXiv 2403.09919, section 3.3), but the label at each place is the target's
+whole distribution instead of one token drawn from it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from eagle_server.training.ttt import PASS_DECAY, Lesson, teach
 
 @dataclass(frozen=True)
 class RedrafterRecipe:
-    """What a ReDrafter head looks like and how long it is trained.
+    """The shape of a ReDrafter head and the length of its training.
 
-    exit_dim: None takes twice the target's width, so that there is no input projection.
-    rollout: steps that are trained; more can be served, with less acceptance.
-    sampled_texts: how many texts the target writes for every second step; 0 trains on the corpus alone.
-    texts: at most so many in a step, fewer of the longer ones.
+    exit_dim: None takes twice the target's width, which needs no input projection.
+    rollout: draft steps that are trained; serving may use more, with lower acceptance.
+    sampled_texts: number of texts that the target writes, used in every second step; 0 trains on the corpus alone.
+    texts: maximum texts of `length` per step; fewer if the texts are longer.
     """
 
     kind: str = "redrafter"
@@ -52,7 +52,7 @@ class RedrafterRecipe:
 
 @dataclass(frozen=True)
 class NewRedrafter:
-    """A head to be trained, and the config.json (a plain dict) that describes it to a loader."""
+    """A head to train, and its config.json as a dict, which a loader reads."""
 
     head: RedrafterHead
     config_json: dict[str, Any]
@@ -61,9 +61,9 @@ class NewRedrafter:
 def new_redrafter(
     target: TargetModel, *, exit_dim: int | None = None, draft_layers: int = 2, rnn: bool = True
 ) -> NewRedrafter:
-    """A fresh head: residual blocks that change nothing yet, and no aux boundaries for `target`.
+    """A new head. Its residual blocks are zero; `target` gets no aux boundaries.
 
-    One of the target's width begins with its lm_head over its feature, so that it guesses what the target does.
+    A head of the target's width starts with the target's lm_head over its feature: it predicts the target's next token.
     """
     hidden = target.config.hidden_size
     config = RedrafterConfig(target.config.vocab_size, hidden, exit_dim or 2 * hidden, draft_layers, rnn)
@@ -94,7 +94,7 @@ def new_redrafter(
 
 
 def train_redrafter(target: TargetModel, corpus: Corpus, recipe: RedrafterRecipe, directory: Path) -> NewRedrafter:
-    """Train (or finish training) a head in `directory`; `target` is frozen."""
+    """Train a head in `directory`, or finish its training. `target` is frozen."""
     if any(target.config.windows):
         raise ValueError("heads cannot be trained for sliding-window targets yet")
     if len(corpus.held_out) < recipe.length + 2:
@@ -125,7 +125,7 @@ def train_redrafter(target: TargetModel, corpus: Corpus, recipe: RedrafterRecipe
 def evaluate_redrafter(
     target: TargetModel, head: RedrafterHead, corpus: Corpus, own: OwnTexts, steps: int
 ) -> dict[str, float]:
-    """The loss on held-out text; accuracy by step and accept length of chains on what the target writes after it."""
+    """The loss on held-out text; accuracy per step and accept length of chains on the target's continuations of it."""
     device, length = target.embed.device, own.greedy.shape[1] - 1
     everything = torch.arange(target.config.vocab_size, device=device)
     held_out = torch.cat(evenly_spaced(corpus.held_out, length, 24)).to(device)
@@ -140,7 +140,7 @@ def evaluate_redrafter(
 
 
 def rollout(head: RedrafterHead, lesson: Lesson, steps: int) -> Iterator[Tensor]:
-    """The logits [batch * rows, V] of each step, from every row of a text that has `steps` tokens after it."""
+    """The logits [batch * rows, V] of each step, for every row of a text with at least `steps` tokens after it."""
     tokens, features = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.tokens, lesson.features))
     rows = tokens.shape[1] - steps + 1
     context, state = features[:, :rows].flatten(0, 1), None
@@ -150,7 +150,7 @@ def rollout(head: RedrafterHead, lesson: Lesson, steps: int) -> Iterator[Tensor]
 
 
 def rollout_loss(head: RedrafterHead, lesson: Lesson, steps: int) -> tuple[Tensor, Tensor]:
-    """(loss, hits bool [steps, batch, rows]): hits says where the head's best token is the one that follows.
+    """(loss, hits bool [steps, batch, rows]): hits says where the head's best token is the next token.
 
     loss = sum over k of 0.8^k * mean over rows of -sum over v of p(v) log q_k(v), over the sum of the weights.
     """
@@ -171,5 +171,5 @@ def accuracies(hits: Tensor) -> list[float]:
 
 
 def accept_length(hits: Tensor) -> float:
-    """Mean tokens per target forward, bonus included, of chains with as many steps as were rolled out."""
+    """Mean tokens per target forward, bonus included, of chains with one step per row of `hits`."""
     return 1.0 + float(hits.long().cumprod(0).sum(0).float().mean())

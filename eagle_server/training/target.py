@@ -17,7 +17,7 @@ from eagle_server.training.corpus import Corpus
 from eagle_server.training.loop import Job, Schedule, train
 
 TOKENS_PER_STEP = 6144
-LENGTHS = (256, 256, 256, 1024)  # one step in four sees the whole served context
+LENGTHS = (256, 256, 256, 1024)  # one step in four has the whole served context
 
 VOCAB_SIZE = 4096
 DEMO_TARGET: dict[str, object] = {
@@ -62,7 +62,7 @@ def initialize(model: nn.Module, depth: int) -> None:
 
 
 def windows(stream: np.ndarray, step: int, lengths: tuple[int, ...] = LENGTHS) -> Tensor:
-    """The windows [batch, length + 1] of one step: random places in the stream, the same for the same step."""
+    """The windows [batch, length + 1] of one step, at random places in the stream that depend on `step` alone."""
     length = lengths[step % len(lengths)]
     count = max(1, TOKENS_PER_STEP // length)
     starts = np.random.default_rng((0, step)).integers(0, len(stream) - length - 1, count)
@@ -88,7 +88,7 @@ def positions_of(window: Tensor) -> Tensor:
 
 
 def train_target(corpus: Corpus, work: Path, steps: int, *, compiled: bool = False) -> TargetModel:
-    """Train (or finish training) the demo target in `work`."""
+    """Train the demo target in `work`, or finish its training."""
     torch.manual_seed(0)
     model = build_target()
     loss_function = torch.compile(target_loss) if compiled else target_loss

@@ -1,4 +1,4 @@
-"""A tiny random target and a head trained on it in seconds, for tests: drafts are partly accepted, partly refused."""
+"""For tests: a tiny random target, and a head trained on it in seconds. Drafts are partly accepted, partly refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from eagle_server.training.ttt import teach, ttt_loss
 
 BOUNDARIES = (1, 2, 3)  # of three layers: too few for EAGLE-3's defaults
 _TEXTS, _LENGTH, _BATCH, _PASSES = 384, 50, 24, 4
-_BRANCH_GAIN = 0.5  # of attention and MLP outputs: how much more than the last token decides the next one
+_BRANCH_GAIN = 0.5  # of attention and MLP outputs: the influence of the context beyond the last token
 _SHARPNESS = 3.5  # standard deviation of the target's logits: a next-token distribution of one to two bits
 
 
@@ -131,7 +131,7 @@ def _trained_head(target: TargetModel, kind: Kind, steps: int, seed: int) -> New
 
 
 def _sampled_texts(target: TargetModel, seed: int) -> tuple[torch.Tensor, torch.Generator]:
-    """Texts [texts, length] of the target, greedy and drawn, and the generator that goes on."""
+    """Texts [texts, length] of the target, greedy and sampled, and the generator to continue with."""
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(target.config.vocab_size, (_TEXTS, 4), generator=generator)
     temperatures = torch.tensor([0.0, 1.0, 1.0]).repeat(_TEXTS // 3)

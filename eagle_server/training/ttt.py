@@ -1,9 +1,9 @@
-"""Training-time test (EAGLE-3, arXiv 2503.01840): a head learns on its own feedback, as it will be served.
+"""Training-time test (EAGLE-3, arXiv 2503.01840): a head is trained on its own feedback, as in serving.
 
-Slot t pairs the token at t+1 with the feature of t, at RoPE position t, and predicts the token at t+2. Pass 0 has the
-target's features. In pass s, row t is step s of a chain whose last true feature is that of row t-s: its own feature is
-the feedback of row t-1 in pass s-1, while tokens and positions stay where they are. A run of S passes thus trains S
-steps of the chains that begin at every row of a text.
+Row t has the token at t+1 and the feature of t, at RoPE position t, and predicts the token at t+2. In pass 0 the
+features are the target's. In pass s, row t is step s of a chain that started from the target's feature of row t-s. The
+feature of row t is then the feedback of row t-1 in pass s-1; tokens and positions stay. So S passes train S steps of
+the chains that begin at every row of a text.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PASS_DECAY = 0.8
 
 
 class RolloutAttention:
-    """Attention of all passes over `batch` sequences of one length; a `BoundAttention` that remembers earlier passes.
+    """A `BoundAttention` for all passes over `batch` sequences of one length. It keeps the keys of earlier passes.
 
     In pass s, row t sees the keys of pass 0 at rows 0..t-s (the prefix), and those of pass j at row t-s+j for j = 1..s
-    (its own chain, itself included). Rows t < s begin before the text: they stay finite, and nothing valid sees them.
-    Heads trained here have no sliding window.
+    (its own chain, itself included). The chains of rows t < s begin before the text: their values stay finite, and no
+    valid row sees them. Heads trained here have no sliding window.
     """
 
     def __init__(self, batch: int) -> None:
@@ -58,20 +58,20 @@ class RolloutAttention:
 
 @dataclass(frozen=True)
 class Lesson:
-    """A batch of texts and the target's view of it; rows are [batch * length], row t being slot t of its text."""
+    """A batch of texts, and the target's features and distributions for it. Rows are [batch * length]."""
 
     batch: int
     tokens: Tensor  # int64 [rows], the token at t+1
     positions: Tensor  # int64 [rows]
     features: Tensor  # [rows, n * Ht], of t
-    # float32 [rows, Vd], the target's distribution of the token at t+2, without what the draft vocabulary lacks
+    # float32 [rows, Vd], the target's distribution of the token at t+2, restricted to the draft vocabulary
     probs: Tensor
     following: Tensor  # int64 [rows], the token at t+2
 
 
 @torch.no_grad()
 def teach(target: TargetModel, window: Tensor, draft_ids: Tensor) -> Lesson:
-    """The lesson of texts `window` [batch, length + 2] for a head that drafts the ids `draft_ids` [Vd]."""
+    """The lesson of the texts `window` [batch, length + 2], for a head with the draft vocabulary `draft_ids` [Vd]."""
     batch, seen = window.shape[0], window[:, :-1]
     places = torch.arange(seen.shape[1], device=window.device).expand(batch, -1)
     output = target(seen.reshape(-1), places.reshape(-1), DenseCausal(batch))
@@ -88,9 +88,9 @@ def teach(target: TargetModel, window: Tensor, draft_ids: Tensor) -> Lesson:
 
 
 def rollout(head: DraftHead, lesson: Lesson, passes: int) -> Iterator[Tensor]:
-    """The draft logits [batch, length, Vd] of each pass; in pass s, rows below s are to be ignored."""
+    """The draft logits [batch, length, Vd] of each pass. In pass s, ignore rows below s."""
     attention = RolloutAttention(lesson.batch)
-    hidden = head.combine(lesson.features).to(lesson.features.dtype)  # autocast leaves it narrower
+    hidden = head.combine(lesson.features).to(lesson.features.dtype)  # autocast returns bfloat16
     for _ in range(passes):
         output = head(lesson.tokens, hidden, lesson.positions, attention)
         yield head.logits(output.normed).unflatten(0, (lesson.batch, -1))
@@ -98,10 +98,10 @@ def rollout(head: DraftHead, lesson: Lesson, passes: int) -> Iterator[Tensor]:
 
 
 def ttt_loss(head: DraftHead, lesson: Lesson, passes: int) -> tuple[Tensor, Tensor]:
-    """(loss, hits bool [passes, batch, length]): hits says where the head's best token is the one that follows.
+    """(loss, hits bool [passes, batch, length]): hits says where the head's best token is the next token.
 
     loss = sum over s of 0.8^s * mean over rows of -sum over v in Vd of p(v) log q_s(v), over the sum of the weights.
-    A token that the draft vocabulary lacks is a miss.
+    A token outside the draft vocabulary is a miss.
     """
     probs, following = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.probs, lesson.following))
     total, hits = probs.new_zeros(()), []
@@ -113,14 +113,14 @@ def ttt_loss(head: DraftHead, lesson: Lesson, passes: int) -> tuple[Tensor, Tens
 
 
 def accuracies(hits: Tensor) -> list[float]:
-    """The share of hits in each pass, over the rows that count."""
+    """The share of hits in each pass, over its valid rows."""
     return [float(rows[:, index:].float().mean()) for index, rows in enumerate(hits)]
 
 
 def chain_length(hits: Tensor) -> float:
     """Mean tokens per target forward, bonus included, of chains (topk 1) with as many steps as there are passes.
 
-    This is what serving gives on texts that the target wrote itself, at whatever temperature.
+    Serving gives this length on texts that the target wrote itself, at any temperature.
     """
     passes, _, length = hits.shape
     chains = torch.stack([rows[:, index : length - passes + 1 + index] for index, rows in enumerate(hits)])

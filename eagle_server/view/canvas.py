@@ -1,4 +1,4 @@
-"""A figure measured in inches, with the few shapes that trees are drawn with."""
+"""A figure measured in inches, and the shapes that trees are drawn with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INK, QUIET, FAINT = "#1f2933", "#7b8794", "#cbd2d9"
 GREEN, AMBER = "#1b7f4b", "#b7791f"
 PALE_GREEN, PALE_AMBER, PALE = "#def7e7", "#fff3d1", "#f5f7fa"
 MONO = "DejaVu Sans Mono"  # comes with matplotlib
-_ADVANCE = 0.602 / 72  # inches that a character of MONO is wide, per point of its size
+_ADVANCE = 0.602 / 72  # width of a MONO character in inches, per point of font size
 
 
 class Canvas:
@@ -30,7 +30,7 @@ class Canvas:
         self.axes.axis("off")
 
     def text(self, x: float, y: float, text: str, size: float, **style: Any) -> None:
-        """One line, centred on y; left-aligned unless `ha` says otherwise. Dollar signs are dollar signs."""
+        """One line, centred on y and left-aligned by default. Dollar signs do not start a formula."""
         style = {"ha": "left", "va": "center_baseline", "color": INK, "zorder": 4, **style}
         self.axes.text(x, y, text, fontsize=size, parse_math=False, **style)
 
@@ -38,7 +38,7 @@ class Canvas:
         self.text(x, y, drawable(text), size, family=MONO, **style)
 
     def box(self, x: float, y: float, width: float, height: float, **style: Any) -> None:
-        """A box with round corners whose left edge is at x and whose middle is at y."""
+        """A box with round corners. Its left edge is at x, its vertical middle at y."""
         from matplotlib.patches import FancyBboxPatch
 
         shape = "round,pad=0,rounding_size=0.06"
@@ -70,12 +70,12 @@ class Canvas:
 
 
 def mono_width(text: str, size: float) -> float:
-    """Inches that a line of MONO takes."""
+    """Width of a line of MONO in inches."""
     return len(drawable(text)) * size * _ADVANCE
 
 
 def drawable(text: str) -> str:
-    """`text` with escapes for what MONO has no glyph for."""
+    """`text` with escapes for characters without a glyph in MONO."""
     return "".join(c if _has_glyph(c) else f"\\u{ord(c):04x}" for c in text)
 
 

@@ -1,4 +1,4 @@
-"""`python -m eagle_server tree`: generate a little text and look at the tree of every cycle."""
+"""`python -m eagle_server tree`: generate a short text and show the tree of every cycle."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ DEFAULT_PROMPT = "def fibonacci(n):\n"
 
 _DESCRIPTION = """\
 Generate a text and show the tree that was drafted in each cycle: its tokens, the drafter's probability of each given
-its parent (where it has one), the path that the target accepted, and the bonus token that the target added itself.
+its parent (if it has one), the path that the target accepted, and the bonus token that the target added.
 
-The model, the drafter and its trees are chosen by the same options as when serving (`python -m eagle_server --help`);
-without any, it is the embedded demo."""
+The options of the model, the drafter and its trees are the same as when serving (`python -m eagle_server --help`);
+the default is the embedded demo."""
 
 _EXAMPLES = """\
 examples:
@@ -40,12 +40,12 @@ examples:
   python -m eagle_server tree --speculative-algorithm NGRAM --prompt-file notes.txt --temperature 0.7
   python -m eagle_server tree --speculative-token-tree "[(0,), (0, 0), (1,)]"
 
-in the terminal `+` marks what was accepted and `=` the bonus; colours are left out where the output is no terminal"""
+in the terminal `+` marks accepted tokens and `=` the bonus; colours are used only if the output is a terminal"""
 
 
 @dataclass
 class Cycle:
-    """A cycle's tree, and the tokens of it that the request sent."""
+    """A cycle's tree, and the tokens that the request sent in this cycle."""
 
     tree: DraftedTree
     sent: list[int]
@@ -53,7 +53,7 @@ class Cycle:
 
 @dataclass
 class Story:
-    """A generation: the token that the prompt's last row drew, and the cycles after it."""
+    """A generation: the token drawn after the prompt, and the cycles after it."""
 
     first: list[int] = field(default_factory=list)
     cycles: list[Cycle] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Story:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show the trees; the exit status. What the user can mend is one line on stderr and status 2."""
+    """Show the trees; returns the exit status. A user's error is one line on stderr and status 2."""
     own, flags = _parser().split(argv, dict.fromkeys(flags_of("server"), "nothing is served here"))
     config = parse_args(flags)
     try:
@@ -76,10 +76,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(own: argparse.Namespace, config: Config, console: Console) -> None:
-    """Generate and print; draw, too, if --out says where.
+    """Generate and print. With --out, also draw the trees.
 
     Raises:
-        ValueError: something that cannot be served, or a prompt that is refused.
+        ValueError: a configuration that cannot be served, or a refused prompt.
         OSError: a file that cannot be read or written.
     """
     prompt = own.prompt_file.read_text(encoding="utf-8") if own.prompt_file is not None else own.prompt
@@ -102,10 +102,10 @@ def show(own: argparse.Namespace, config: Config, console: Console) -> None:
 
 
 def tell(engine: Engine, request: Request) -> Story:
-    """Run the request by itself, its trees written down.
+    """Run the request alone and record its trees.
 
     Raises:
-        ValueError: it was refused, or failed; the message says why.
+        ValueError: the request was refused or failed; the message says why.
     """
     trees: list[DraftedTree] = []
     engine.add(request)
@@ -145,13 +145,15 @@ def _print_end(console: Console, story: Story, tokenizer: Tokenizer, shown: int)
 def _parser() -> CommandParser:
     parser = CommandParser("python -m eagle_server tree", _DESCRIPTION, _EXAMPLES)
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", default=DEFAULT_PROMPT, help="the text to go on with (def fibonacci(n): and \\n)")
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds it")
+    prompt.add_argument("--prompt", default=DEFAULT_PROMPT, help="text to continue (def fibonacci(n): and \\n)")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file with the text to continue")
     parser.add_argument("--max-tokens", type=count, default=32, metavar="N", help="tokens to generate (32)")
     parser.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help="0 is greedy (0)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (0)")
     parser.add_argument(
-        "--cycles", type=count, default=8, metavar="N", help="how many are shown, from the first on (8)"
+        "--cycles", type=count, default=8, metavar="N", help="number of cycles to show, from the first (8)"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="draw each cycle shown there, as PNG and SVG")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="draw each shown cycle into this directory, as PNG and SVG"
+    )
     return parser

@@ -1,4 +1,4 @@
-"""Where the nodes of a tree stand, so that none covers another: each subtree as close to its neighbour as it can be."""
+"""Positions of a tree's nodes in a drawing: no node covers another, and subtrees are as close as possible."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ GAP = 1.0  # between neighbours of one depth
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Depth of each node; parents come before children, -1 is the root's."""
+    """Depth of each node. Parents come before children; the root's parent is -1."""
     found: list[int] = []
     for parent in parents:
         found.append(0 if parent < 0 else found[parent] + 1)
@@ -16,10 +16,10 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def breadths(parents: Sequence[int]) -> list[float]:
-    """A coordinate across the tree for each node, from 0 on; two nodes of one depth are at least GAP apart.
+    """A coordinate across the tree for each node, from 0. Two nodes of one depth are at least GAP apart.
 
-    A parent stands in the middle of its first and last child. Siblings keep their order. Subtrees are moved together
-    until their outlines touch, as in E. Reingold and J. Tilford, "Tidier Drawings of Trees" (1981).
+    A parent is in the middle of its first and last child. Siblings keep their order. Subtrees are moved together until
+    their outlines touch, as in E. Reingold and J. Tilford, "Tidier Drawings of Trees" (1981).
     """
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents):
@@ -43,7 +43,7 @@ def breadths(parents: Sequence[int]) -> list[float]:
 
 
 class _Row:
-    """Subtrees side by side: where their roots stand, and the outline of all of them."""
+    """Subtrees side by side: the positions of their roots, and the outline of all of them."""
 
     def __init__(self) -> None:
         self.places: list[float] = []

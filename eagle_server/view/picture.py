@@ -1,4 +1,4 @@
-"""A cycle's tree as a picture: tokens in boxes from left to right, the accepted path and the bonus standing out."""
+"""A cycle's tree as a picture: tokens in boxes from left to right, the accepted path and the bonus highlighted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LEAST_WIDTH = 7.0
 
 @dataclass(frozen=True)
 class _Box:
-    """What is drawn for one node: `chance` is the drafter's, in small print behind the token."""
+    """The box of one node. `chance` is the drafter's probability, in small print after the token."""
 
     text: str
     chance: str
@@ -78,9 +78,9 @@ def draw_cycle(number: int, tree: DraftedTree, spelling: Callable[[int], str], s
 
 
 def _ordered(tree: DraftedTree) -> tuple[list[int], list[int]]:
-    """Nodes by depth, siblings with the drafter's favourite first, the bonus (-1) last; and their parents' places."""
+    """Nodes by depth, most probable siblings first, the bonus (-1) last; and the places of their parents."""
     children, order, parents = tree.children(), [0], [-1]
-    for place, node in enumerate(order):  # which grows
+    for place, node in enumerate(order):  # the list grows while it is read
         order.extend(children[node])
         parents.extend([place] * len(children[node]))
     return [*order, -1], [*parents, order.index(tree.path[-1])]
@@ -115,7 +115,7 @@ def _draw_box(canvas: Canvas, box: _Box, left: float, y: float) -> None:
 
 def _draw_edge(canvas: Canvas, start: tuple[float, float], end: tuple[float, float], kind: str) -> None:
     color = _STYLES[kind][1]
-    middle = end[0] - _GAP / 2  # edges bend in the space before a column, past the widest box of the one before
+    middle = end[0] - _GAP / 2  # edges bend in the gap before a column, after the widest box of the previous one
     points = [start, (max(middle, start[0]), start[1]), (middle, end[1]), end]
     dashes = (0, (3, 2)) if kind == "bonus" else "solid"
     width, order = (0.8, 1) if kind == "refused" else (2.0, 2)

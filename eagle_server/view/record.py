@@ -1,4 +1,4 @@
-"""What a cycle drafted and what became of it, as plain values: written down by a drafter that wraps another."""
+"""The trees of each cycle as plain values. A drafter that wraps another one records them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from eagle_server.worker.worker import Worker
 class DraftedTree:
     """One request's tree of one cycle, without padding. Node 0 is the root; parents come before children.
 
-    `emitted` are the tokens of the nodes of `path` after the root, and the bonus. A request that ends within them
-    (stop, max_tokens) sends fewer.
+    `emitted` holds the tokens of `path` after the root, and the bonus. A request that ends within them (stop,
+    max_tokens) sends fewer.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]  # node numbers, -1 for the root
-    scores: tuple[float | None, ...]  # log-probability of the path, where the drafter gives one; 0 for the root
+    scores: tuple[float | None, ...]  # log-probability of the path, None if the drafter has none; 0 for the root
     path: tuple[int, ...]  # the accepted nodes, the root first
     emitted: tuple[int, ...]
 
     @classmethod
     def of(cls, tree: DraftTree, emitted: Sequence[int]) -> DraftedTree:
-        """What a request is told of its tree, and all that the cycle drew."""
+        """From the tree that a request gets, and all tokens that the cycle drew."""
         scores = [0.0, *[None] * (len(tree.token_ids) - 1)] if tree.scores is None else tree.scores
         return cls(tuple(tree.token_ids), tuple(tree.parents), tuple(scores), (0, *tree.path), tuple(emitted))
 
@@ -43,7 +43,7 @@ class DraftedTree:
         return self.emitted[-1]
 
     def children(self) -> list[list[int]]:
-        """Node numbers of every node's children, the drafter's favourite first."""
+        """Node numbers of each node's children, those with the best scores first."""
         below: list[list[int]] = [[] for _ in self.tokens]
         for node, parent in enumerate(self.parents):
             if parent >= 0:
@@ -51,7 +51,7 @@ class DraftedTree:
         return [sorted(nodes, key=self._preference) for nodes in below]
 
     def chance(self, node: int) -> float | None:
-        """The drafter's probability of a node given its parent, None where it says none."""
+        """The drafter's probability of a node given its parent, None if it has none."""
         if node == 0:
             return None
         own, above = self.scores[node], self.scores[self.parents[node]]
@@ -65,9 +65,9 @@ class DraftedTree:
 
 
 class RecordingDrafter:
-    """A `Drafter` that does what `drafter` does, and hands the trees of every cycle to `record`, request by request.
+    """A `Drafter` that calls `drafter` and passes the trees of every cycle to `record`, one per request.
 
-    The copies to the host cost a wait for the device in every cycle: this is for looking, not for serving.
+    It copies them to the host, which waits for the device in every cycle. So it is for inspection, not for serving.
     """
 
     def __init__(self, drafter: Drafter[Any], record: Callable[[list[DraftedTree]], None]) -> None:
@@ -93,7 +93,7 @@ class RecordingDrafter:
 
 @contextmanager
 def recorded(worker: Worker, record: Callable[[list[DraftedTree]], None]) -> Iterator[None]:
-    """While this lasts, `record` is given the trees of every cycle that the worker runs."""
+    """Inside this context, `record` gets the trees of every cycle that the worker runs."""
     drafter = worker.drafter
     worker.drafter = RecordingDrafter(drafter, record)
     try:
@@ -103,7 +103,7 @@ def recorded(worker: Worker, record: Callable[[list[DraftedTree]], None]) -> Ite
 
 
 def drafted_trees(tree: EagleVerifyInput, accepted: Accepted, requests: int) -> list[DraftedTree]:
-    """The trees of the first `requests` of a batch; what follows them is padding."""
+    """The trees of the first `requests` of a batch; the others are padding."""
     tokens, parents, *scores = (each[:requests].tolist() for each in drafted_nodes(tree))
     paths, drawn = accepted.path[:requests].tolist(), accepted.tokens[:requests].tolist()
     found = []

@@ -1,4 +1,4 @@
-"""Tokens as they are shown: text in which every character is visible."""
+"""Token text in which every character is visible."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NAMED = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\", " ": SPACE}
 
 
 def visible(text: str, longest: int | None = None) -> str:
-    """`text` with spaces as open boxes and what cannot be seen escaped; cut after `longest` characters."""
+    """`text` with spaces as open boxes and invisible characters escaped, cut after `longest` characters."""
     shown = [_NAMED.get(character) or _seen(character) for character in text]
     whole = "".join(shown)
     if longest is None or len(whole) <= longest:

@@ -1,4 +1,4 @@
-"""A cycle's tree in the terminal: what was drafted, what was kept, and the target's own token after it."""
+"""A cycle's tree in the terminal: drafted and accepted tokens, and the bonus."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from eagle_server.view.spelling import visible
 
 Spelling = Callable[[int], str]  # the text of a token id
 
-_UNFOLDED = 10_000  # characters of a line
+_UNFOLDED = 10_000  # characters per line
 ACCEPTED, BONUS, REFUSED, QUIET = "bold green", "bold yellow", "default", "dim"
 
 
 def cycle_tree(number: int, tree: DraftedTree, spelling: Spelling) -> Tree:
-    """The tree as rich prints it. Marks say without colour what colour says: + accepted, = the bonus."""
+    """The tree for rich. Marks repeat what the colours say: + accepted, = the bonus."""
     root = Tree(_heading(number, tree, spelling), guide_style=QUIET, highlight=False)
     top = root.add(Text(visible(spelling(tree.tokens[0])), style=ACCEPTED) + Text("  root", style=QUIET))
     branches = {0: top}
@@ -36,7 +36,7 @@ def cycle_tree(number: int, tree: DraftedTree, spelling: Spelling) -> Tree:
 
 
 def console_for(file: IO[str]) -> Console:
-    """Prints to `file`; lines are folded at the edge of a terminal, and nowhere else."""
+    """A console that prints to `file`. It folds lines only if `file` is a terminal."""
     console = Console(file=file, highlight=False)
     return console if console.is_terminal else Console(file=file, highlight=False, width=_UNFOLDED)
 
@@ -48,7 +48,7 @@ def print_cycle(console: Console, number: int, tree: DraftedTree, spelling: Spel
 
 
 def counts(tree: DraftedTree) -> str:
-    """What the cycle came to, in words."""
+    """The numbers of drafted, accepted and emitted tokens, in words."""
     drafted, kept = len(tree.tokens) - 1, len(tree.path) - 1
     return f"{drafted} drafted, {kept} accepted + 1 = {len(tree.emitted)} token{'s' if kept else ''}"
 

@@ -1,4 +1,4 @@
-"""The demo, served with each of its drafters by its options: the plain text."""
+"""The demo with each of its drafters, chosen by options, writes the plain text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m eagle_server tree`: what it shows of the demo is what the demo writes."""
+"""`python -m eagle_server tree` shows the tokens that the demo writes."""
 
 from __future__ import annotations
 

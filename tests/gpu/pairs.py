@@ -14,13 +14,12 @@ from torch import nn
 import eagle_server
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.shape import EngineConfig
 from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.models.targets.interface import TargetModel
 from eagle_server.request import Request
-from tests.support.engines import random_head, random_target, request
+from tests.support.engines import engine_config, random_head, random_target, request
 
 DEMO = Path(eagle_server.__file__).parent / "assets" / "demo"
 CONTEXT = 256
@@ -44,11 +43,12 @@ class Pair:
         numbers: dict[str, Any] = {
             "context_length": CONTEXT,
             "max_total_tokens": 8 * CONTEXT,
-            "max_running": 6,
+            "max_running_requests": 6,
+            "poison": False,
             **settings,
         }
-        shape = EngineConfig(num_steps=steps, topk=topk, draft_token_num=nodes, **numbers)
-        return assemble(self.target, self.head if steps else None, shape, **(stand_ins or {}))
+        config = engine_config(num_steps=steps, topk=topk, num_draft_tokens=nodes, **numbers)
+        return assemble(self.target, self.head if steps else None, config, **(stand_ins or {}))
 
 
 def random_pair(device: torch.device) -> Pair:

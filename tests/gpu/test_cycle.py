@@ -71,7 +71,7 @@ def test_a_captured_cycle_draws_what_the_same_cycle_draws_uncaptured(
     texts = []
     for recorder in (stand_ins(pair, library), {"flashinfer": library, "recorder": FirstCallRecorder()}):
         engine = pair.engine(
-            **tree, **ways, backend="flashinfer", graph_sizes=SIZES, chunk_tokens=32, stand_ins=recorder
+            **tree, **ways, backend="flashinfer", graph_sizes=SIZES, chunked_prefill_size=32, stand_ins=recorder
         )
         texts.append(tokens_of(run(engine, asked, joining=joining)))
         forwards = 3 if tree else 1
@@ -126,7 +126,7 @@ def test_no_cycle_waits_for_the_device_before_its_results_are_copied(
     pair: Pair, library: Any, tree: dict[str, int], sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = stand_ins(pair, library) if sizes else {"flashinfer": library}
-    engine = pair.engine(**tree, backend="flashinfer", graph_sizes=sizes, chunk_tokens=32, stand_ins=recorder)
+    engine = pair.engine(**tree, backend="flashinfer", graph_sizes=sizes, chunked_prefill_size=32, stand_ins=recorder)
     scenes = list(SCENES) if pair.target.embed.is_cuda else ["a batch that changes"]
     for scene in scenes:  # kernels are compiled, and libraries make their workspaces
         run_scene(engine, scene)
@@ -138,7 +138,7 @@ def test_no_cycle_waits_for_the_device_before_its_results_are_copied(
             except RuntimeError as error:
                 waits.append(f"{scene}: {error}")
                 engine = pair.engine(
-                    **tree, backend="flashinfer", graph_sizes=sizes, chunk_tokens=32, stand_ins=recorder
+                    **tree, backend="flashinfer", graph_sizes=sizes, chunked_prefill_size=32, stand_ins=recorder
                 )
         assert told[0] == "error"
     assert not waits

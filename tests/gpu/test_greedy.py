@@ -29,7 +29,7 @@ def requests_on(device: torch.device) -> list[Request]:
 
 
 def texts(pair: Pair, asked: Sequence[Request], **settings: Any) -> dict[str, list[int]]:
-    engine = pair.engine(context_length=512, max_total_tokens=8192, max_running=8, **settings)
+    engine = pair.engine(context_length=512, max_total_tokens=8192, max_running_requests=8, **settings)
     outcome = tokens_of(run(engine, asked))
     totals = engine.stats()
     assert not settings.get("steps") or 0 < totals.accepted_tokens < totals.drafted_tokens

@@ -8,11 +8,10 @@ from typing import Any
 
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.shape import EngineConfig
 from eagle_server.speculation.static_tree import depth_of, parse_choices, ranks_of
 from tests.lossless import pairs
 from tests.lossless.pairs import Maker, Pair
-from tests.support.engines import CONTEXT, tree_size
+from tests.support.engines import engine_config, tree_size
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,14 @@ class Case:
         if self.tree:
             choices = parse_choices(self.tree)
             depth, ranks, size = depth_of(choices), ranks_of(choices), self.size or len(choices) + 1
-            return {"choices": choices, "num_steps": depth, "topk": ranks, "draft_token_num": size, **ngrams}
+            return {"choices": choices, "num_steps": depth, "topk": ranks, "num_draft_tokens": size, **ngrams}
         size = self.size or (tree_size(self.steps, self.topk) if self.steps else 1)
-        return {"num_steps": self.steps, "topk": self.topk, "draft_token_num": size, **ngrams}
+        return {"num_steps": self.steps, "topk": self.topk, "num_draft_tokens": size, **ngrams}
 
     def engine(self, pair: Pair, *, stand_ins: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
-        """An engine with freed slots poisoned; `settings` as in `EngineConfig`, `stand_ins` as for `assemble`."""
-        numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "poison": True, **self.numbers, **settings}
-        return assemble(pair.target, pair.head, EngineConfig(**numbers), **(stand_ins or {}))
+        """An engine with freed slots poisoned; `settings` as in `engine_config`, `stand_ins` as for `assemble`."""
+        config = engine_config(**{**self.numbers, **settings})
+        return assemble(pair.target, pair.head, config, **(stand_ins or {}))
 
 
 UNEQUAL = "[(0,), (1,), (2,), (0, 0), (0, 1), (0, 2), (2, 1), (0, 0, 0), (0, 0, 1), (2, 1, 0), (0, 0, 0, 0)]"

@@ -21,7 +21,7 @@ SIZES = (1, 2, 4, 8)  # batches that graphs are captured for
 def as_on_a_gpu(sizes: Sequence[int] = SIZES) -> dict[str, Any]:
     """The flashinfer backend with its wrappers emulated, and CUDA graphs replayed as what they do to tensors."""
     stand_ins = {"flashinfer": Emulation(), "recorder": FirstCallRecorder()}
-    return {"backend": "flashinfer", "graph_sizes": sizes, "stand_ins": stand_ins, "max_running": max(SIZES)}
+    return {"backend": "flashinfer", "graph_sizes": sizes, "stand_ins": stand_ins, "max_running_requests": max(SIZES)}
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -63,15 +63,17 @@ def alone(build: Build) -> dict[str, Finished]:
 
 def batch(build: Build) -> dict[str, Finished]:
     """All eight, joining over several cycles, with prompts in chunks."""
-    return run(build(chunk_tokens=32), REQUESTS[:4], joining={2: REQUESTS[4:6], 3: REQUESTS[6:7], 5: REQUESTS[7:]})
+    return run(
+        build(chunked_prefill_size=32), REQUESTS[:4], joining={2: REQUESTS[4:6], 3: REQUESTS[6:7], 5: REQUESTS[7:]}
+    )
 
 
 def preempted(build: Build) -> dict[str, Finished]:
     """The pool holds the first four as they are admitted and not a page more, so that the youngest must go."""
-    sized = build(radix=False)
+    sized = build(disable_radix_cache=True)
     kv, window = sized.scheduler.kv, sized.scheduler.limits.window
     pages = sum(kv.pages_for(len(each.prompt_token_ids) + window) for each in REQUESTS[:4])
-    engine = build(max_total_tokens=pages * kv.page_size, chunk_tokens=64)
+    engine = build(max_total_tokens=pages * kv.page_size, chunked_prefill_size=64)
     outcome = run(engine, REQUESTS)
     assert engine.stats().preemptions > 0
     return outcome

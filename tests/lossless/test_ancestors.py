@@ -93,7 +93,7 @@ def tree_of(text: list[int], request_number: int, steps: list[Call]) -> Drafted:
 def largest_error(pair: Pair, size: int) -> float:
     """Of any drafted node's logits against those of its path alone, over all cycles of three requests."""
     spy = SpyHead(pair.head)
-    engine = speculative(pair.target, spy, STEPS, TOPK, draft_token_num=size, page_size=4, chunk_tokens=16)
+    engine = speculative(pair.target, spy, STEPS, TOPK, num_draft_tokens=size, page_size=4, chunked_prefill_size=16)
     trees = drafted_trees(engine, spy)
     prompts = torch.randint(0, 62, (3, 23), generator=torch.Generator().manual_seed(5)).tolist()
     sampling = {"max_tokens": 14, "ignore_eos": True, "temperature": 0.8}

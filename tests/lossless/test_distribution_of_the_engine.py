@@ -88,7 +88,7 @@ def p_value(texts: Sequence[Text], expected: Law) -> float:
 def untrained(target: TargetModel, **settings: Any) -> Engine:
     """An untrained head guesses badly, so its trees are wide: about every second cycle accepts something."""
     head = random_head(target, "EAGLE3", seed=2)
-    return speculative(target, head, steps=2, topk=6, draft_token_num=25, max_running=64, **settings)
+    return speculative(target, head, steps=2, topk=6, num_draft_tokens=25, max_running_requests=64, **settings)
 
 
 def test_speculative_decoding_follows_the_models_law(target: TargetModel, exact_law: Law) -> None:
@@ -103,7 +103,7 @@ def test_every_drafter_follows_the_models_law(drafting: Drafting) -> None:
     target, sampling = drafting.pair.target, {"temperature": 1.6, "top_k": 4}
     written = run(plain(target), [request(0, PROMPT, max_tokens=60, temperature=1.0, ignore_eos=True, seed=SEED)])
     prompt = [*PROMPT, *written["0"].tokens]
-    outcome = run(drafting.engine(max_running=64), requests(TEXTS // 20, prompt, sampling))
+    outcome = run(drafting.engine(max_running_requests=64), requests(TEXTS // 20, prompt, sampling))
     assert p_value(texts_of(outcome), law_of(target, prompt, sampling)) > ALPHA
     lengths = accepted(outcome)
     assert min(lengths[:LENGTH]) > TEXTS / 2000 if drafting.drafts else not lengths  # as far as the tree is deep

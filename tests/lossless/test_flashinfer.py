@@ -47,7 +47,7 @@ def test_captured_cycles_with_other_trees_and_modes_give_the_plain_text(
 def test_batches_beyond_the_largest_graph_are_launched_eagerly_with_the_same_text(
     pair: Pair, texts: Mapping[str, Sequence[int]], sizes: tuple[int, ...]
 ) -> None:
-    engine = speculative(pair.target, pair.head, **as_on_a_gpu(sizes), chunk_tokens=32)
+    engine = speculative(pair.target, pair.head, **as_on_a_gpu(sizes), chunked_prefill_size=32)
     outcome = run(engine, REQUESTS[:4], joining={2: REQUESTS[4:6], 3: REQUESTS[6:7], 5: REQUESTS[7:]})
     assert tokens_of(outcome) == texts
     captured = engine.worker.verifier.graphs.keys

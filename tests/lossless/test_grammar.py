@@ -11,16 +11,14 @@ import pytest
 from msgspec.structs import replace as with_fields
 from tokenizers import Tokenizer
 
-from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.grammars import Grammars
-from eagle_server.engine.shape import EngineConfig
 from eagle_server.models.targets.interface import TargetModel
 from eagle_server.plan import allows
 from eagle_server.request import DraftTree, FinishReason, Grammar, Request
 from tests.lossless.conftest import Drafting
 from tests.lossless.scenes import as_on_a_gpu, prompt
-from tests.support.engines import CONTEXT, Finished, plain, random_head, random_target, request, run, speculative
+from tests.support.engines import Finished, plain, random_head, random_target, request, run, speculative
 from tests.support.grammars import GRAMMARS, VOCAB, json_tokenizer
 
 TOKENIZER = {"tokenizer": json_tokenizer}
@@ -57,8 +55,7 @@ def eagle3(target: TargetModel, **settings: Any) -> Engine:
 
 
 def ngram(target: TargetModel, **settings: Any) -> Engine:
-    numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "poison": True, "ngram_depth": 5}
-    return assemble(target, None, EngineConfig(**{**numbers, "draft_token_num": 9, **settings}), **TOKENIZER)
+    return plain(target, stand_ins=TOKENIZER, **{"ngram_depth": 5, "num_draft_tokens": 9, **settings})
 
 
 def spelled(finished: Finished) -> str:

@@ -69,7 +69,7 @@ def busy_engine(pair: Pair, page: int, topk: int) -> Engine:
         request(i, (texts[i % 3][:30] + texts[i])[:length], seed=i, temperature=(0.0, 0.9)[i % 2], max_tokens=20)
         for i, length in enumerate(lengths)
     ]
-    engine = speculative(pair.target, pair.head, 3, topk, page_size=page, chunk_tokens=24, max_total_tokens=224)
+    engine = speculative(pair.target, pair.head, 3, topk, page_size=page, chunked_prefill_size=24, max_total_tokens=224)
 
     def abort(cycle: int) -> None:
         if cycle in (5, 14, 23):

@@ -122,9 +122,11 @@ def check_everything_is_free(engine: Engine) -> None:
 def test_a_thousand_requests_with_aborts_and_preemptions_leave_nothing_behind() -> None:
     rng, target = random.Random(16), random_target(VOCAB, hidden=16, layers=3, seed=16)
     requests = random_requests(rng, 1000)
-    expected = run(plain(target, max_running=64), requests)
+    expected = run(plain(target, max_running_requests=64), requests)
     head = random_head(target, "EAGLE3")
-    engine = speculative(target, head, page_size=16, max_total_tokens=288, max_running=ROWS, chunk_tokens=48)
+    engine = speculative(
+        target, head, page_size=16, max_total_tokens=288, max_running_requests=ROWS, chunked_prefill_size=48
+    )
 
     outcome = disturbed(engine, requests, rng)
 
@@ -152,9 +154,9 @@ def test_nothing_of_a_request_outlives_it(drafting: Drafting) -> None:
     growing = [
         request(f"growing {i}", [5, i], seed=i, max_tokens=40, temperature=1.0, ignore_eos=True) for i in range(6)
     ]
-    expected = run(plain(drafting.pair.target, max_running=60), [*requests, *growing])
+    expected = run(plain(drafting.pair.target, max_running_requests=60), [*requests, *growing])
     window = drafting.engine().scheduler.limits.window
-    engine = drafting.engine(max_total_tokens=110 + 2 * window, max_running=ROWS, chunk_tokens=48)
+    engine = drafting.engine(max_total_tokens=110 + 2 * window, max_running_requests=ROWS, chunked_prefill_size=48)
     fail_now_and_then(engine, every=20)
     seen = texts_seen(engine)
     for each in growing:  # more than the pool can hold at their end, so that one is preempted
@@ -179,7 +181,7 @@ def test_nothing_of_a_request_outlives_it(drafting: Drafting) -> None:
 @pytest.mark.parametrize("drafting", ["NGRAM"], indirect=True)
 def test_a_drafter_that_forgets_nothing_is_caught(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NgramTries, "forget", lambda *_: None)
-    engine = drafting.engine(max_running=ROWS)
+    engine = drafting.engine(max_running_requests=ROWS)
     seen = texts_seen(engine)
     run(engine, [request(i, [1, 2, 1, 2, i]) for i in range(3)])
     assert kept_texts(engine, seen) > 0

@@ -44,7 +44,7 @@ def engine_of(target: TargetModel, heads: Any, choices: Choices, **settings: Any
         depth_of(choices),
         ranks_of(choices),
         choices=choices,
-        draft_token_num=len(choices) + 1,
+        num_draft_tokens=len(choices) + 1,
         **settings,
     )
 

@@ -15,23 +15,23 @@ from tests.support.engines import run, speculative, tokens_of
 
 def mixed(pair: Pair, **numbers: Any) -> Engine:
     """The pair's head with n-grams beside it."""
-    return speculative(pair.target, pair.head, **{"draft_token_num": 12, "ngram_depth": 5, **numbers})
+    return speculative(pair.target, pair.head, **{"num_draft_tokens": 12, "ngram_depth": 5, **numbers})
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        {"steps": 6, "topk": 1, "draft_token_num": 4, "ngram_depth": 2},  # a chain deeper than the tries
-        {"steps": 1, "topk": 2, "draft_token_num": 2, "ngram_depth": 8},  # one node for both
-        {"steps": 1, "topk": 2, "draft_token_num": 40, "ngram_depth": 9},  # more than the head can fill
-        {"steps": 4, "topk": 8, "draft_token_num": 6, "ngram_depth": 1},
+        {"steps": 6, "topk": 1, "num_draft_tokens": 4, "ngram_depth": 2},  # a chain deeper than the tries
+        {"steps": 1, "topk": 2, "num_draft_tokens": 2, "ngram_depth": 8},  # one node for both
+        {"steps": 1, "topk": 2, "num_draft_tokens": 40, "ngram_depth": 9},  # more than the head can fill
+        {"steps": 4, "topk": 8, "num_draft_tokens": 6, "ngram_depth": 1},
     ],
     ids=str,
 )
 def test_any_shape_of_a_mixture_gives_the_same_text(
     pair: Pair, texts: Mapping[str, Sequence[int]], shape: dict[str, int]
 ) -> None:
-    engine = mixed(pair, chunk_tokens=5, **shape)
+    engine = mixed(pair, chunked_prefill_size=5, **shape)
     assert tokens_of(run(engine, REQUESTS[:4], joining={3: REQUESTS[4:]})) == texts
     assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens
 

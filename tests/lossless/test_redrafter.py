@@ -34,7 +34,7 @@ def test_the_context_is_the_feature_before_each_verified_token(pair: Pair, monke
     monkeypatch.setattr(RedrafterDrafter, "propose", noting)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     target = pair.target
-    engine = speculative(target, pair.head, 3, 4, chunk_tokens=5)
+    engine = speculative(target, pair.head, 3, 4, chunked_prefill_size=5)
     written = run(engine, [request(0, prompt, max_tokens=40, ignore_eos=True)])["0"].tokens
     text = torch.tensor(prompt + written)
     target.aux_boundaries = ()
@@ -60,4 +60,4 @@ def test_a_head_is_served_by_its_options(pair: Pair, texts: dict[str, list[int]]
 
 def test_more_nodes_than_the_beams_hold_are_refused(pair: Pair) -> None:
     with pytest.raises(ValueError, match="--speculative-num-draft-tokens 14: .* at most 13"):
-        speculative(pair.target, pair.head, 3, 4, draft_token_num=14)
+        speculative(pair.target, pair.head, 3, 4, num_draft_tokens=14)

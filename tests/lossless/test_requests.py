@@ -110,7 +110,7 @@ def assert_logprobs(entries: Sequence[TokenLogprob], tokens: Sequence[int], logi
 @pytest.mark.parametrize("build", [drafting, lambda pair, **settings: plain(pair.target, **settings)])
 def test_prompt_logprobs_equal_a_dense_rescoring(pair: Pair, build: Callable[..., Engine], chunk: int) -> None:
     """Also where the prompt is cached, where only the prompt is wanted, and where it is one token."""
-    engine = build(pair, chunk_tokens=chunk)
+    engine = build(pair, chunked_prefill_size=chunk)
     cached = prompt(40, 3)
     run(engine, [request("warm", cached)])
     requests = [
@@ -131,7 +131,7 @@ def test_prompt_logprobs_equal_a_dense_rescoring(pair: Pair, build: Callable[...
 
 def test_prompt_logprobs_come_once_and_whole_when_the_request_is_preempted(pair: Pair) -> None:
     requests = [request(i, prompt(40, i), prompt_logprobs=True, logprobs=1, **SAMPLED) for i in range(3)]
-    engine = drafting(pair, max_total_tokens=174, chunk_tokens=16)
+    engine = drafting(pair, max_total_tokens=174, chunked_prefill_size=16)
     outcome = run(engine, requests)
     assert engine.stats().preemptions > 0
     for each in requests:

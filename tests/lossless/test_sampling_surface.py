@@ -14,9 +14,7 @@ import pytest
 import torch
 from msgspec.structs import replace as with_fields
 
-from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.shape import EngineConfig
 from eagle_server.request import FinishReason, Grammar, Request
 from eagle_server.speculation import accept as accept_module
 from eagle_server.speculation.sampling import draw
@@ -24,7 +22,7 @@ from eagle_server.speculation.static_tree import depth_of, parse_choices, ranks_
 from tests.lossless.conftest import Pair
 from tests.lossless.test_flashinfer import as_on_a_gpu
 from tests.lossless.test_requests import assert_logprobs
-from tests.support.engines import CONTEXT, Finished, plain, request, run, speculative, tokens_of
+from tests.support.engines import Finished, plain, request, run, speculative, tokens_of
 from tests.support.sampling_reference import text_of
 from tests.support.scoring import NEAR_TIE, in_float64, logits_of
 
@@ -110,22 +108,22 @@ def case(pair: Pair) -> Case:
 
 def alone(build: Callable[..., Engine], requests: list[Request]) -> dict[str, Finished]:
     """Everything at once asked for, and a few more, one after the other in one engine: rows are used again."""
-    engine = build(radix=False)
+    engine = build(disable_radix_cache=True)
     return {name: finished for each in requests[::-4] for name, finished in run(engine, [each]).items()}
 
 
 def batch(build: Callable[..., Engine], requests: list[Request]) -> dict[str, Finished]:
     """They join over several cycles, with prompts in chunks."""
-    engine = build(chunk_tokens=16, max_running=8)
+    engine = build(chunked_prefill_size=16, max_running_requests=8)
     return run(engine, requests[:5], joining={2: requests[5:9], 3: requests[9:14], 7: requests[14:]})
 
 
 def preempted(build: Callable[..., Engine], requests: list[Request]) -> dict[str, Finished]:
     """The pool holds four as they are admitted and not a page more, so that the youngest must go."""
-    sized = build(radix=False)
+    sized = build(disable_radix_cache=True)
     kv, window = sized.scheduler.kv, sized.scheduler.limits.window
     pages = 4 * kv.pages_for(len(PROMPT) + window)
-    engine = build(max_total_tokens=pages * kv.page_size, chunk_tokens=64)
+    engine = build(max_total_tokens=pages * kv.page_size, chunked_prefill_size=64)
     outcome = run(engine, requests)
     assert engine.stats().preemptions > 0
     return outcome
@@ -148,13 +146,12 @@ def dynamic(pair: Pair, **settings: Any) -> Engine:
 
 def static(pair: Pair, **settings: Any) -> Engine:
     choices = parse_choices(TREE)
-    numbers = {"draft_token_num": len(choices) + 1, "choices": choices, **settings}
+    numbers = {"num_draft_tokens": len(choices) + 1, "choices": choices, **settings}
     return speculative(pair.target, pair.head, depth_of(choices), ranks_of(choices), **numbers)
 
 
 def ngram(pair: Pair, **settings: Any) -> Engine:
-    numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "poison": True, "ngram_depth": 5}
-    return assemble(pair.target, None, EngineConfig(**{**numbers, "draft_token_num": 9, **settings}))
+    return plain(pair.target, **{"ngram_depth": 5, "num_draft_tokens": 9, **settings})
 
 
 def mixture(pair: Pair, **settings: Any) -> Engine:

@@ -87,7 +87,7 @@ def test_a_draft_that_is_the_target_is_accepted_whole_in_every_cycle(
         return result
 
     monkeypatch.setattr(Worker, "run", noting)
-    roomy = speculative(target, DraftLM(target), steps, 1, chunk_tokens=16, **on(machine))
+    roomy = speculative(target, DraftLM(target), steps, 1, chunked_prefill_size=16, **on(machine))
     for again in (False, True):
         outcome = run(roomy, GREEDY[:2], joining={3: GREEDY[2:4], 6: GREEDY[4:]})
         assert tokens_of(outcome) == tokens_of(expected)

@@ -1,9 +1,9 @@
-"""Engines over tiny models, and requests run through them to their end."""
+"""Engines over tiny models, and runs of requests through them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from eagle_server.cache.pool import KVPool
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.shape import EngineConfig
+from eagle_server.engine.engine_config import EngineConfig, TreeConfig
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.eagle import EagleConfig, EagleHead
 from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
@@ -25,7 +25,7 @@ MARGIN = 64  # RoPE rows past the context, for the trees
 
 @dataclass
 class Finished:
-    """Everything that came back for one request; `deltas` are how many pieces it came in."""
+    """Everything that came back for one request, in `deltas` pieces."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Finished:
 def request(
     name: object, prompt: Sequence[int], *, choice: int = 0, prompt_logprobs: bool = False, **sampling: Any
 ) -> Request:
-    """A greedy request of 24 tokens, if `sampling` says nothing else."""
+    """A request: greedy and 24 tokens long by default."""
     params = SamplingParams(**{"max_tokens": 24, "seed": 0, "temperature": 0.0, **sampling})
     return Request(
         request_id=str(name),
@@ -67,7 +67,7 @@ def run(
     joining: Mapping[int, Sequence[Request]] | None = None,
     each_cycle: Callable[[int], None] | None = None,
 ) -> dict[str, Finished]:
-    """Run `requests`, and those that join before a given cycle, to their end; no page is ever lost on the way."""
+    """Run `requests` to their end, and those that join before a given cycle. No page may be lost in any cycle."""
     later = dict(joining or {})
     outcome: dict[str, Finished] = {}
     for each in requests:
@@ -92,20 +92,20 @@ def tokens_of(outcome: Mapping[str, Finished]) -> dict[str, list[int]]:
 
 
 def tree_size(steps: int, topk: int) -> int:
-    """The default draft_token_num: steps * topk + 1, at most the whole pool and the root."""
+    """The default num_draft_tokens: steps * topk + 1, at most the whole pool and the root."""
     return min(steps * topk, topk + (steps - 1) * topk**2) + 1
 
 
-def shape(steps: int = 3, topk: int = 4, **settings: Any) -> EngineConfig:
-    """An engine's numbers, with freed slots poisoned."""
-    numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "draft_token_num": tree_size(steps, topk)}
-    return EngineConfig(**{**numbers, "num_steps": steps, "topk": topk, "poison": True, **settings})
+def engine_config(**settings: Any) -> EngineConfig:
+    """A small engine with poisoned free slots. `settings` are fields of `EngineConfig` and of `TreeConfig` alike."""
+    numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "poison": True, **settings}
+    tree = {each.name: numbers.pop(each.name) for each in fields(TreeConfig) if each.name in numbers}
+    return EngineConfig(tree=TreeConfig(**tree), **numbers)
 
 
 def plain(target: TargetModel, *, stand_ins: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
     """An engine without speculation; `stand_ins`: assemble's `flashinfer` and `recorder`."""
-    numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "poison": True}
-    return assemble(target, None, EngineConfig(**{**numbers, **settings}), **(stand_ins or {}))
+    return assemble(target, None, engine_config(**settings), **(stand_ins or {}))
 
 
 def speculative(  # noqa: PLR0913
@@ -117,7 +117,8 @@ def speculative(  # noqa: PLR0913
     stand_ins: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Engine:
-    return assemble(target, head, shape(steps, topk, **settings), **(stand_ins or {}))
+    tree = {"num_steps": steps, "topk": topk, "num_draft_tokens": tree_size(steps, topk)}
+    return assemble(target, head, engine_config(**{**tree, **settings}), **(stand_ins or {}))
 
 
 def pools(engine: Engine) -> tuple[KVPool, KVPool | None]:
@@ -130,7 +131,7 @@ def pools(engine: Engine) -> tuple[KVPool, KVPool | None]:
 def random_target(
     vocab: int = 48, hidden: int = 32, layers: int = 3, *, seed: int = 0, std: float = 0.25, **config: Any
 ) -> TargetModel:
-    """A random target; its next-token probs have several bits of entropy. Token 0 ends a sequence."""
+    """A random target with several bits of entropy per next token. Token 0 ends a sequence."""
     raw = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": vocab,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle_server.bench.gpu.order import PARTS, Order
+from eagle_server.bench.gpu.child_command import PARTS, ChildCommand
 from eagle_server.bench.gpu.report import markdown, plot
 from eagle_server.bench.gpu.suite import SUITE, run_suite
 
@@ -32,8 +32,8 @@ def _parser() -> argparse.ArgumentParser:
         "  peer      transformers' generate over the same weights\n"
         "  contexts  1k to 32k: mask or cascade to verify; mask, cascade or beams to draft\n"
         "  mla       a DeepSeek-V3-shaped attention layer\n\n"
-        "with the embedded demo pair padded to the cost of Llama-3.1-8B. Parts run in this order; one that fails or\n"
-        "has no time left is noted, and the others go on.",
+        "with the embedded demo pair padded to the cost of Llama-3.1-8B. Parts run in this order. If one fails or\n"
+        "has no time left, the report says so, and the others go on.",
         epilog="On a CPU: python -m eagle_server.bench.gpu --tiny --device cpu --out /tmp/gpu",
     )
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder for JSON, table and PNG")
@@ -86,8 +86,8 @@ def measure(parts: Sequence[str], out: Path, *, device: str, tiny: bool, deadlin
     known: dict[str, Any] = {}
     left = list(parts)
     while left:
-        order = Order(left, str(file), device, tiny, deadline)
-        ended = _run_child(order, max(GRACE, deadline - time.time() + GRACE))
+        command = ChildCommand(left, str(file), device, tiny, deadline)
+        ended = _run_child(command, max(GRACE, deadline - time.time() + GRACE))
         known = json.loads(file.read_text()) if file.exists() else {}
         begun = [name for name in left if name in known]
         for name in begun:
@@ -100,9 +100,9 @@ def measure(parts: Sequence[str], out: Path, *, device: str, tiny: bool, deadlin
     return known
 
 
-def _run_child(order: Order, limit: float) -> str:
+def _run_child(command: ChildCommand, limit: float) -> str:
     """How the child ended, in words."""
-    process = subprocess.Popen(order.command())
+    process = subprocess.Popen(command.argv())
     try:
         status = process.wait(timeout=limit)
     except subprocess.TimeoutExpired:

@@ -1,6 +1,7 @@
-"""python -m eagle_server.bench.gpu.child: measures parts of the GPU benchmark and leaves what it found in a file.
+"""python -m eagle_server.bench.gpu.child: measures parts of the GPU benchmark and writes the results to a file.
 
-A process of its own, because a kernel that fails spoils its process for good: `gpu` starts another for what is left.
+It is a process of its own because a failed kernel makes its process unusable. The parent then starts another child for
+the remaining parts.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from eagle_server.bench.gpu import parts
-from eagle_server.bench.gpu.lab import FULL, TINY, Lab
+from eagle_server.bench.gpu import measurements
+from eagle_server.bench.gpu.child_command import PARTS, ChildCommand
+from eagle_server.bench.gpu.engines import FULL, TINY, BenchEngines
 from eagle_server.bench.gpu.machine import brief, is_fatal, is_missing_module
 from eagle_server.bench.gpu.mla import mla
-from eagle_server.bench.gpu.order import PARTS, Order
-from eagle_server.bench.gpu.peer import peer
+from eagle_server.bench.gpu.transformers_peer import transformers_peer
 
-SPOILT = 3  # exit status: a part failed in a way that no later part would survive
+SPOILT = 3  # exit status: a part failed and left the process unusable
 
 
-MEASURES: dict[str, Callable[[Lab], dict[str, Any]]] = {
-    "floor": parts.floor,
-    "decode": parts.decode,
-    "profile": parts.profile,
-    "batches": parts.batches,
-    "peer": peer,
-    "contexts": parts.contexts,
+MEASURES: dict[str, Callable[[BenchEngines], dict[str, Any]]] = {
+    "floor": measurements.floor,
+    "decode": measurements.decode,
+    "profile": measurements.profile,
+    "batches": measurements.batches,
+    "peer": transformers_peer,
+    "contexts": measurements.contexts,
     "mla": mla,
 }
 
 
 class Results:
-    """The file that the parent reads: written after every change, so that a crash loses nothing."""
+    """The file that the parent reads. It is written after every change, so that a crash loses nothing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -49,23 +50,23 @@ class Results:
         self._path.write_text(json.dumps(self._known, indent=1))
 
 
-def main(order: Order) -> int:
-    """Measure the parts in turn; 0, or SPOILT."""
-    results = Results(Path(order.file))
-    lab = Lab(TINY if order.tiny else FULL, torch.device(order.device), order.deadline)
-    results.put("machine", "ok", result=lab.machine.facts())
-    with tqdm(order.parts, desc="measuring", unit="part", file=sys.stderr) as bar:
+def main(command: ChildCommand) -> int:
+    """Measure the parts one after the other; returns 0 or SPOILT."""
+    results = Results(Path(command.file))
+    engines = BenchEngines(TINY if command.tiny else FULL, torch.device(command.device), command.deadline)
+    results.put("machine", "ok", result=engines.machine.facts())
+    with tqdm(command.parts, desc="measuring", unit="part", file=sys.stderr) as bar:
         for name in bar:
             bar.set_description(name)
-            left = order.deadline - time.time()
-            if left < (0 if order.tiny else PARTS[name]):
+            left = command.deadline - time.time()
+            if left < (0 if command.tiny else PARTS[name]):
                 results.put(name, "skipped", reason=f"the time budget is spent: {left:.0f} s are left")
                 continue
             results.put(name, "running")
             began = time.perf_counter()
             try:
-                result = MEASURES[name](lab)
-            except Exception as error:  # one part's failure is a result too
+                result = MEASURES[name](engines)
+            except Exception as error:  # a failed part is a result too
                 traceback.print_exc(file=sys.stderr)
                 status = "skipped" if is_missing_module(error) else "failed"
                 results.put(name, status, reason=brief(error), seconds=time.perf_counter() - began)
@@ -77,4 +78,4 @@ def main(order: Order) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Order(**json.loads(sys.argv[1]))))
+    sys.exit(main(ChildCommand(**json.loads(sys.argv[1]))))

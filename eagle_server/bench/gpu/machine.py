@@ -1,4 +1,4 @@
-"""The machine that is measured: its clock, what it is called, and the two rates that bound every forward."""
+"""The machine that is measured: its clock, its description, and the rates that bound every forward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Machine:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, function: Callable[[], object], *, repeats: int = 15, warm_ups: int = 3) -> float:
-        """The median of one call's time; on a GPU the device's, with the calls queued one behind the other."""
+        """The median time of one call. On a GPU it is device time, and the calls are queued without waiting."""
         for _ in range(warm_ups):
             function()
         if not self.cuda:
@@ -49,21 +49,21 @@ class Machine:
         return 2 * size / self.seconds(lambda: target.copy_(source))
 
     def read_bandwidth(self, size: int) -> float:
-        """Bytes per second of a matrix of `size` bytes times a vector, which is what a layer of one row does."""
+        """Bytes per second read by a matrix of `size` bytes times a vector, the work of a layer for one row."""
         columns = 4096
         matrix = torch.ones(size // 2 // columns, columns, dtype=torch.bfloat16, device=self.device)
         vector = torch.ones(1, columns, dtype=torch.bfloat16, device=self.device)
         return size / self.seconds(lambda: torch.nn.functional.linear(vector, matrix))
 
     def matmul_rate(self, size: int) -> float:
-        """Floating-point operations per second of a square bfloat16 product."""
+        """Floating-point operations per second of a square bfloat16 matrix product."""
         a = torch.randn(size, size, device=self.device).to(torch.bfloat16)
         b = torch.randn(size, size, device=self.device).to(torch.bfloat16)
         operations = 2.0 * float(size) ** 3
         return operations / self.seconds(lambda: a @ b)
 
     def facts(self) -> dict[str, Any]:
-        """What a reader must know of the machine."""
+        """What a reader of the report must know about the machine."""
         names = ("torch", "triton", "flashinfer-python", "transformers")
         facts: dict[str, Any] = {
             "python": platform.python_version(),
@@ -83,18 +83,18 @@ class Machine:
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether the process can use its GPU no more: an illegal access, say, spoils every later call."""
+    """Whether the process cannot use its GPU any more. After an illegal access, for example, every call fails."""
     return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
 
 
 def is_missing_module(error: BaseException) -> bool:
-    """Whether FlashInfer has no prebuilt module for a shape, and may not compile one."""
+    """Whether FlashInfer has no prebuilt module for a shape and is not allowed to compile one."""
     return type(error).__name__ == "MissingJITCacheError"
 
 
 def brief(error: BaseException) -> str:
-    """One line of it."""
-    missing = getattr(getattr(error, "spec", None), "name", "")  # FlashInfer's, where a module was not built
+    """The error in one line."""
+    missing = getattr(getattr(error, "spec", None), "name", "")  # FlashInfer names the module that was not built
     name = " ".join([type(error).__name__, *missing.split()])
     return " ".join(f"{name}: {error}".split())[:300]
 

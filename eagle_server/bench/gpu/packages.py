@@ -1,4 +1,4 @@
-"""Which of the packages that the benchmark can do without are there."""
+"""Which of the benchmark's optional packages are installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def installed(module: str) -> bool:
 
 
 def version(distribution: str) -> str | None:
-    """None: not installed, or installed without saying its version."""
+    """None: not installed, or installed without a version."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -9,7 +9,7 @@ from typing import Any
 KILO = 1024  # tokens
 
 Document = dict[str, Any]
-Results = dict[str, Document]  # by part, of those that were measured
+Results = dict[str, Document]  # of the parts that were measured, by name
 
 
 def results_of(document: Document) -> Results:
@@ -17,7 +17,7 @@ def results_of(document: Document) -> Results:
 
 
 def markdown(document: Document) -> str:
-    """The report: goals first, then each part in a few lines, then what is missing."""
+    """The report: goals first, then each part in a few lines, then what was not measured."""
     machine, results = document.get("machine", {}), results_of(document)
     versions = ", ".join(f"{name} {number}" for name, number in machine.get("versions", {}).items() if number)
     lines = [f"# {machine.get('device', 'unknown device')}", "", f"{document['began']}; {versions}"]
@@ -56,7 +56,7 @@ def _decode(result: Document) -> Iterator[str]:
     yield ""
     yield (
         f"Speculative / plain: **{result['speedup']:.2f} x**. Floor of a plain step: {result['floor_ms']:.3f} ms. "
-        f"Of {result['tokens_compared']} tokens {result['tokens_alike']} agree before a prompt's first that differs."
+        f"{result['tokens_alike']} of {result['tokens_compared']} tokens agree before each text's first difference."
     )
 
 
@@ -124,7 +124,7 @@ def _peer(result: Document) -> Iterator[str]:
     yield (
         f"Peer: transformers' generate {result['transformers_tokens_per_second']:.1f} tokens/s; here {ours}. Of "
         f"{result['tokens']} tokens {result['plain_tokens_alike']} (plain) and {result['speculative_tokens_alike']} "
-        "(speculative) are the same before the first that differs."
+        "(speculative) agree before the first difference."
     )
 
 
@@ -171,14 +171,14 @@ def _missing(document: Document) -> Iterator[str]:
 
 
 def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    """A Markdown table; all but the first column to the right."""
+    """A Markdown table; all columns except the first are right-aligned."""
     yield f"| {' | '.join(map(str, head))} |"
     yield f"|---|{'---:|' * (len(head) - 1)}"
     yield from (f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
 def plot(path: Path, document: Document) -> None:
-    """Stages of a cycle, speedup over batch, context curves: what of them was measured."""
+    """Stages of a cycle, speedup over batch, curves over context: one panel for each that was measured."""
     import matplotlib as mpl
 
     mpl.use("Agg")

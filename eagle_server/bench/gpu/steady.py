@@ -1,4 +1,4 @@
-"""An engine in its stride: a fixed number of requests, all decoding, cycle after cycle."""
+"""Measures an engine in steady state: a fixed number of requests, all decoding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STAGES = ("extend", "propose", "build_tree", "verify", "accept", "keep", "emit")
 
 @dataclass
 class Pace:
-    """Cycles of one batch size. `seconds` is wall time from result to result; stages are the device's time."""
+    """Cycles of one batch size. `seconds` is wall time from result to result; `stages` is device time."""
 
     batch: int
     seconds: list[float] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Pace:
 
     @property
     def device_seconds(self) -> float:
-        """The stages together, without `emit`, in which the host waits."""
+        """The sum of the stages without `emit`, in which the host waits."""
         return sum(value for name, value in self.stage_seconds.items() if name != "emit")
 
     @property
@@ -47,11 +47,11 @@ class Pace:
 
     @property
     def tokens_per_cycle(self) -> float:
-        """Tokens that a request gets per cycle: the mean acceptance length."""
+        """Tokens per request and cycle: the mean acceptance length."""
         return self.tokens / len(self.seconds) / self.batch
 
     def add(self, other: Pace) -> None:
-        """Pool the cycles of another run at the same batch size."""
+        """Add the cycles of another run at the same batch size."""
         self.seconds += other.seconds
         self.tokens += other.tokens
         for name, values in other.stages.items():
@@ -71,20 +71,19 @@ class Pace:
 
 
 class Steady:
-    """Brings `engine` to where every prompt decodes; at the end its requests are aborted.
+    """Runs `engine` until every prompt decodes. At the end it aborts the requests.
 
         with Steady(engine, prompts, cycles=20) as run:
             pace = run.cycles(20)
 
-    `cycles` is how many will be asked for at most, which sizes the requests.
+    `cycles` is the largest number of cycles that will be measured; it determines the length of the requests.
     """
 
     def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], cycles: int) -> None:
         self._engine, self._prompts = engine, prompts
         limits = engine.scheduler.limits
-        filling = sum(map(len, prompts)) // limits.chunk_tokens + len(
-            prompts
-        )  # cycles in which the first decode already
+        # Cycles in which the first requests decode already, while the last ones still wait for their prompts.
+        filling = sum(map(len, prompts)) // limits.chunk_tokens + len(prompts)
         self._longest = (filling + WARM_UPS + cycles) * (limits.spec_steps + 1) + 1
         self.texts: dict[str, list[int]] = {}
 
@@ -126,7 +125,7 @@ class Steady:
                 self._engine.step()
 
     def _step(self) -> int:
-        """One cycle; how many tokens it gave."""
+        """One cycle; returns the number of tokens it gave."""
         count = 0
         for delta in self._engine.step():
             if delta.error is not None or delta.finish_reason is not None:

@@ -1,4 +1,4 @@
-"""Runs tests/gpu and counts how they ended, also when time runs out."""
+"""Runs tests/gpu and counts the outcomes, also when time runs out."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _SKIP = re.compile(r"^SKIPPED \[(\d+)\] \S+: (.*)$", re.MULTILINE)
 _INI = "[pytest]\nmarkers =\n    gpu: needs an NVIDIA GPU\n    slow: takes long\n"
 SHOWN = 12  # failures
 LAST_WORDS = 4.0  # seconds
-_ORDINARY = (0, 1, 5)  # of pytest: passed, failed, nothing to run
+_ORDINARY = (0, 1, 5)  # exit statuses of pytest: passed, failed, nothing to run
 
 
 def run_suite(out: Path, limit: float, suite: Path = SUITE) -> dict[str, Any]:
-    """Counts, reasons of failures and skips. The whole output lies in `out`/tests.txt.
+    """Counts, and the reasons of failures and skips. The whole output is in `out`/tests.txt.
 
-    Each file runs in a process of its own, all at once: compiling kernels is most of the time, and one that spoils its
-    process spoils no other. The project's own pytest settings name plugins that a bare machine may lack: not used here.
+    Each file runs in its own process, all at once: most of the time goes to compiling kernels, and a kernel that makes
+    its process unusable affects no other file. The project's own pytest settings are not used, because they name
+    plugins that a bare machine may lack.
     """
     if not suite.is_dir() or not installed("pytest"):
         missing = "pytest is not installed" if suite.is_dir() else f"there is no {suite}"
@@ -58,11 +59,11 @@ def _command(settings: Path, file: Path) -> list[str]:
 
 
 def _wait(name: str, process: subprocess.Popen[bytes], deadline: float, limit: float) -> str:
-    """What is worth saying of how it ended."""
+    """Wait for the process; a note if it did not end normally."""
     try:
         code = process.wait(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # let pytest say what it knows; a kernel that hangs does not let it
+        process.send_signal(signal.SIGINT)  # so that pytest prints its summary, unless a kernel hangs
         try:
             process.wait(timeout=LAST_WORDS)
         except subprocess.TimeoutExpired:
@@ -73,7 +74,7 @@ def _wait(name: str, process: subprocess.Popen[bytes], deadline: float, limit: f
 
 
 def counts(text: str) -> dict[str, Any]:
-    """How often each outcome stands in pytest's verbose output, with reasons from its summary."""
+    """The number of each outcome in pytest's verbose output, with reasons from its summary."""
     ended = _OUTCOME.findall(text)
     outcomes = [outcome for _, outcome in ended]
     reasons = _REASON.findall(text) or [name for name, outcome in ended if outcome in ("FAILED", "ERROR")]

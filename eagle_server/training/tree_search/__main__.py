@@ -15,7 +15,6 @@ from eagle_server.config.commands import CommandParser, count, flags_of, tempera
 from eagle_server.text.tokenizer import load_tokenizer
 from eagle_server.training.tree_search.counts import LEAST_TRIES
 from eagle_server.training.tree_search.growth import Accuracies, expected_tokens, grow
-from eagle_server.training.tree_search.lab import Lab, Task, add_model_options, model_flags
 from eagle_server.training.tree_search.picture import draw_choices
 from eagle_server.training.tree_search.report import (
     Findings,
@@ -27,28 +26,30 @@ from eagle_server.training.tree_search.report import (
 )
 from eagle_server.training.tree_search.search import Candidate, check, measure_accuracies, time_shallower, time_sizes
 from eagle_server.training.tree_search.texts import prompts_of
+from eagle_server.training.tree_search.tree_engines import Task, TreeEngines, add_model_options, model_flags
 
-CHECKED = 4  # one text in so many is kept for the check
+CHECKED = 4  # one text in 4 is kept for the check
 TABLE_WIDTH = 110
 
 _ABOUT = """\
-Find the static draft tree that suits a draft, your text and this machine.
+Find the best static draft tree for a draft, your text and this machine.
 
 A static tree lists its nodes by rank: (0, 2) is the third guess for the token after the next, below the first guess
 for the next. Which nodes are worth verifying depends on how often the draft's guesses are right. So this command
 
-  1. continues the prompts of --data with the target and the draft, under trees as wide as can be, and counts for each
-     depth and rank how often the guess was the target's own draw, given that its parent was accepted: its accuracy.
-     The child of a refused node was never tried, and does not count;
-  2. grows the tree: a node is worth the product of the accuracies on its path, and a cycle is expected to emit one
-     token more than all nodes are worth together (Medusa, arXiv 2401.10774, section 2.3.3). The N nodes of largest
-     worth are the best tree of N nodes;
-  3. times a cycle, drafting and verifying, with trees of several sizes in turn. More nodes give more tokens per cycle,
-     each with less return, and longer cycles. Without --nodes, the tree with most tokens per second is chosen;
-  4. serves the tree on texts that were kept out of it (one in four), beside trees of the same size that know nothing.
+  1. continues the prompts of --data with the target and the draft, under trees as wide as possible. For each depth and
+     rank it counts how often the guess was the target's own draw, given that its parent was accepted: the accuracy.
+     Children of refused nodes are not tried, so they do not count;
+  2. grows the tree. The worth of a node is the product of the accuracies on its path. The expected number of tokens
+     per cycle is 1 + the worth of all nodes (Medusa, arXiv 2401.10774, section 2.3.3). The N nodes of largest worth
+     are the best tree of N nodes;
+  3. times a cycle, drafting and verifying, with trees of several sizes. More nodes give more tokens per cycle, but
+     each node gives less, and cycles take longer. Without --nodes, the tree with most tokens per second is chosen;
+  4. serves the tree on texts that were not used to grow it (one in four), and compares it with trees of the same size
+     that use no measurement.
 
-It writes to --out: choices.txt for the server, tree.png and tree.svg to look at, and measurements.json with every
-count. Any text has the same output with any tree; what is found here is only how fast it comes."""
+It writes to --out: choices.txt for the server, tree.png and tree.svg, and measurements.json with every count. The
+output of a request is the same with any tree; only the speed differs."""
 
 _EXAMPLES = """\
 examples:
@@ -57,18 +58,18 @@ examples:
   python -m eagle_server --speculative-token-tree demo-tree/choices.txt
   python -m eagle_server.training.tree_search --target meta-llama/Llama-3.1-8B-Instruct \\
       --draft yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --data prompts.json --batch 8 --out llama-tree
-      for a pair of yours, when eight requests decode together: the larger the batch, the smaller the best tree
+      for your own pair and batches of eight requests: the larger the batch, the smaller the best tree
   python -m eagle_server.training.tree_search --target T --draft MEDUSA_HEADS --data texts/ --nodes 63 --out tree
       then serve it with --medusa-choices tree/choices.txt
   python -m eagle_server.training.tree_search --algorithm NGRAM --out ngrams
-      for drafters whose trees follow from the request (NGRAM, REDRAFTER, mixtures): what they propose is measured, and
-      which size is fastest; a static tree is drawn for comparison, but these drafters cannot serve one
+      for drafters that make their trees per request (NGRAM, REDRAFTER, mixtures): it measures what they propose and
+      which size is fastest; it draws a static tree for comparison, but these drafters cannot serve one
 
 options of the model and the device are those of the server, such as --dtype, --device, --cpu-threads"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Search; 0, or 2 after one line that says what is wrong."""
+    """Search; returns 0, or 2 after one line that says what is wrong."""
     shape = ("num-steps", "eagle-topk", "num-draft-tokens", "token-tree", "medusa-choices")
     refused = dict.fromkeys(flags_of("server", "scheduler", "cache"), "nothing is served here")
     refused |= dict.fromkeys(
@@ -89,7 +90,7 @@ def run(own: argparse.Namespace, flags: Sequence[str]) -> None:
     """Measure, choose, check, write and print.
 
     Raises:
-        ValueError: something that cannot be measured; the message says what to change.
+        ValueError: the measurement is not possible; the message says what to change.
         OSError: a file that cannot be read or written.
     """
     own.out.mkdir(parents=True, exist_ok=True)
@@ -103,28 +104,30 @@ def run(own: argparse.Namespace, flags: Sequence[str]) -> None:
         own.temperature,
         own.batch,
     )
-    lab = Lab(flags, task, own.depth, own.ranks, own.nodes or 0)
-    counts = measure_accuracies(lab)
+    engines = TreeEngines(flags, task, own.depth, own.ranks, own.nodes or 0)
+    counts = measure_accuracies(engines)
     accuracies = counts.accuracies()
     if not any(map(any, accuracies)):
         raise ValueError(
             f"no guess was accepted in {counts.cycles} cycles, or too few were made: {LEAST_TRIES} count; "
             "take more --texts or --max-tokens, or another draft"
         )
-    timed, chosen = _choose(lab, accuracies, own)
+    timed, chosen = _choose(engines, accuracies, own)
     checked = dataclasses.replace(task, prompts=kept)
-    trials = check(lab, checked, accuracies, chosen) if lab.option is not None and kept else []
+    trials = check(engines, checked, accuracies, chosen) if engines.option is not None and kept else []
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(own).items()}
     settings["data"] = None if own.data is None else [str(path) for path in own.data]
     settings["flags"] = list(flags)
-    _tell(Findings(lab.algorithm, lab.option, counts, accuracies, chosen, timed, trials, settings), own)
+    _tell(Findings(engines.algorithm, engines.option, counts, accuracies, chosen, timed, trials, settings), own)
 
 
-def _choose(lab: Lab, accuracies: Accuracies, own: argparse.Namespace) -> tuple[list[list[Candidate]], Candidate]:
-    """All that was timed, in rounds, and the tree of --nodes, or else the fastest of the last round."""
-    timed = [time_sizes(lab, accuracies, own.rounds, own.nodes)]
-    if own.nodes is None and lab.option is not None:
-        timed.append(time_shallower(lab, accuracies, timed[0], own.rounds))
+def _choose(
+    engines: TreeEngines, accuracies: Accuracies, own: argparse.Namespace
+) -> tuple[list[list[Candidate]], Candidate]:
+    """All timed candidates, in groups, and the chosen one: of size --nodes, or else the fastest of the last group."""
+    timed = [time_sizes(engines, accuracies, own.rounds, own.nodes)]
+    if own.nodes is None and engines.option is not None:
+        timed.append(time_shallower(engines, accuracies, timed[0], own.rounds))
     drafting = [candidate for candidate in timed[-1] if candidate.nodes]
     if own.nodes is None:
         return timed, max(drafting, key=lambda candidate: candidate.speed)

@@ -1,4 +1,4 @@
-"""What a cycle costs on this machine: engines that differ in their trees, timed in turn."""
+"""The cost of a cycle on this machine: engines with different trees, timed alternately."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from eagle_server.engine.engine import Engine
-from eagle_server.training.tree_search.lab import Task
+from eagle_server.training.tree_search.tree_engines import Task
 
 WARM_UP = 3  # cycles that are not counted
 
 
 @dataclass
 class Cost:
-    """Timed cycles of one engine: seconds each, and the tokens that a request got of one on average."""
+    """Timed cycles of one engine: the seconds of each, and the tokens of all."""
 
     times: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -33,7 +33,7 @@ class Treadmill:
 
     def __init__(self, engine: Engine, task: Task) -> None:
         self.engine, self.task = engine, task
-        self._started = dict[str, bool]()  # by request that has not ended: whether its prompt is done
+        self._started = dict[str, bool]()  # for each request that has not ended: whether its prompt is done
         self._added = 0
 
     def step(self) -> tuple[float, int]:
@@ -62,7 +62,7 @@ class Treadmill:
 
 
 def measure_costs(engines: Sequence[Engine], task: Task, rounds: int, done: Callable[[], object]) -> list[Cost]:
-    """`rounds` cycles of each engine, one of each in turn, so that a busy spell of the machine hits all of them."""
+    """`rounds` cycles of each engine, run alternately, so that a busy machine slows all of them equally."""
     mills = [Treadmill(engine, task) for engine in engines]
     costs = [Cost() for _ in engines]
     for number in range(WARM_UP + rounds):

@@ -1,4 +1,4 @@
-"""How often the child of each rank at each depth was what the target drew, given that its parent was accepted."""
+"""Counts, for each depth and rank, of how often the child was the target's draw, given an accepted parent."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterable
 
 from eagle_server.view.record import DraftedTree
 
-LEAST_TRIES = 20  # an accuracy from fewer is chance: a tree must not grow on it
+LEAST_TRIES = 20  # an accuracy from fewer tries is mostly chance, so no tree is grown on it
 
 
 class RankCounts:
     """Counts of tries and hits, [depth][rank].
 
-    A (depth, rank) was tried where its parent is on the accepted path and has a child of that rank: siblings are ranked
-    as the drafter orders them. `leaves[d]` counts accepted parents at depth d (0: the root) below which nothing was
-    drafted: what the tree was too narrow to measure.
+    A (depth, rank) was tried if its parent is on the accepted path and has a child of that rank. Ranks follow the
+    drafter's order of siblings. `leaves[d]` counts accepted parents at depth d (0: the root) without any drafted child,
+    where the tree was too small to measure.
     """
 
     def __init__(self, depth: int, ranks: int) -> None:
@@ -24,7 +24,7 @@ class RankCounts:
         self.cycles = self.emitted = 0
 
     def add(self, trees: Iterable[DraftedTree]) -> None:
-        """One cycle."""
+        """Count the trees of one cycle."""
         for tree in trees:
             self._add(tree)
 
@@ -42,7 +42,7 @@ class RankCounts:
                 self.hits[depth][rank] += child == accepted
 
     def accuracies(self, least: int = LEAST_TRIES) -> list[list[float]]:
-        """Hits over tries, [depth][rank]; 0 where there were fewer than `least`."""
+        """Hits / tries, [depth][rank]; 0 for fewer than `least` tries."""
         return [
             [hit / tried if tried >= max(least, 1) else 0.0 for hit, tried in zip(*row, strict=True)]
             for row in zip(self.hits, self.tried, strict=True)

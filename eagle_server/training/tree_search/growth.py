@@ -1,7 +1,7 @@
 """The tree with the largest expected number of accepted nodes, grown from accuracies by depth and rank.
 
-A node is written as the ranks on its path. Its worth is the chance that the target's draws lead to it, estimated as the
-product of the accuracies along its path; a cycle is expected to emit 1 + the sum of all worths.
+A node is written as the ranks on its path. Its worth is the probability that it is accepted, estimated as the product
+of the accuracies on its path. The expected number of tokens per cycle is 1 + the sum of all worths.
 
 Source: Medusa (arXiv 2401.10774), section 2.3.3.
 """
@@ -25,10 +25,10 @@ class Grown:
 
 
 def grow(accuracies: Accuracies, nodes: int, depth: int | None = None) -> list[Grown]:
-    """The `nodes` nodes of largest worth, best first, no deeper than `depth`; fewer if no more are worth anything.
+    """The `nodes` nodes of largest worth up to `depth`, best first; fewer if the others have worth 0.
 
-    No child is worth more than its parent, so the list is closed under ancestors, as is every beginning of it, and no
-    tree of its size has a larger sum. Ties go to the shallower node, then to the lower ranks.
+    A child is never worth more than its parent. So every prefix of the list contains all ancestors of its nodes, and no
+    tree of that size has a larger sum. Ties go to the shallower node, then to the lower ranks.
     """
     deepest = len(accuracies) if depth is None else min(depth, len(accuracies))
     waiting: list[tuple[float, int, Choice]] = []
@@ -49,12 +49,12 @@ def grow(accuracies: Accuracies, nodes: int, depth: int | None = None) -> list[G
 
 
 def expected_tokens(accuracies: Accuracies, choices: Sequence[Choice]) -> float:
-    """Tokens that a cycle with this tree is expected to emit, the bonus included."""
+    """Expected tokens per cycle with this tree, the bonus included."""
     return 1.0 + sum(worth_of(accuracies, choice) for choice in choices)
 
 
 def worth_of(accuracies: Accuracies, choice: Choice) -> float:
-    """The product of the accuracies along a path; 0 beyond what was measured."""
+    """The product of the accuracies on a path; 0 if a node of it was not measured."""
     worth = 1.0
     for depth, rank in enumerate(choice):
         known = depth < len(accuracies) and rank < len(accuracies[depth])
@@ -63,7 +63,7 @@ def worth_of(accuracies: Accuracies, choice: Choice) -> float:
 
 
 def wide_tree(accuracies: Accuracies, nodes: int) -> list[Choice]:
-    """A tree to measure with: whole families of all ranks, below the nodes of largest worth, `nodes` nodes at most."""
+    """A tree to measure with, at most `nodes` nodes: children of all ranks below the nodes of largest worth."""
     ranks = len(accuracies[0])
     families = max(1, nodes // ranks)
     inner = [(), *(grown.choice for grown in grow(accuracies, families - 1, len(accuracies) - 1))]
@@ -71,16 +71,16 @@ def wide_tree(accuracies: Accuracies, nodes: int) -> list[Choice]:
 
 
 def level_tree(nodes: int, depth: int, ranks: int) -> list[Choice]:
-    """A tree that knows nothing: every node has the same number of children, and levels are filled in turn.
+    """A tree that uses no measurement: equally many children per node, levels filled from the top.
 
-    As few children as `nodes` nodes in `depth` levels allow.
+    The number of children is the smallest with which `depth` levels hold `nodes` nodes.
     """
     width = next((k for k in range(1, ranks) if sum(k**d for d in range(1, depth + 1)) >= nodes), ranks)
     return _first(_by_level(width, depth), nodes)
 
 
 def comb_tree(nodes: int, depth: int) -> list[Choice]:
-    """The other tree that knows nothing: the same number of children at each level, all of the level's best node."""
+    """Another tree that uses no measurement: equally many nodes per level, all children of the best node above."""
     width = -(-nodes // depth)
     return _first(((*(0,) * level, rank) for rank in range(width) for level in range(depth)), nodes)
 

@@ -1,4 +1,4 @@
-"""The tree that was found, as a picture: the accuracy in every node, and where it is worth most in colour."""
+"""The tree that was found, as a picture: each node shows its accuracy, and its colour shows its worth."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _HEAD, _FOOT, _LEFT, _RIGHT = 0.95, 0.55, 0.85, 0.35
 _LIGHT, _DARK = (0.93, 0.96, 0.94), (0.05, 0.42, 0.27)  # worth 0 and 1
 _LEAST_WIDTH = 7.5
 _SIZE, _BAR = 8.0, 1.6
-_WHITE_ABOVE = 0.4  # worth; white is easier to read on the darker half
+_WHITE_ABOVE = 0.4  # worth above which text is white, because the node is dark
 
 
 def draw_choices(
     choices: Sequence[Choice], accuracies: Accuracies, title: str, subtitle: str, stem: Path
 ) -> list[Path]:
-    """Write stem.png and stem.svg. In a node: the accuracy of its depth and rank in percent; above it, its rank."""
+    """Write stem.png and stem.svg. A node shows the accuracy of its depth and rank in percent; its rank is above."""
     nodes = [(), *sorted(choices, key=lambda choice: (len(choice), choice))]
     place = {node: number for number, node in enumerate(nodes)}
     across = breadths([place[node[:-1]] if node else -1 for node in nodes])
@@ -38,7 +38,7 @@ def draw_choices(
         if node:
             _draw_edge(canvas, spots[place[node[:-1]]], spot, worth_of(accuracies, node))
         _draw_node(canvas, node, spot, accuracies)
-        if node:  # on the side that the edge does not come from
+        if node:  # on the side opposite to the edge
             side = -1 if spots[place[node[:-1]]][0] > spot[0] else 1
             anchor = "right" if side < 0 else "left"
             canvas.text(spot[0] + side * 0.05, spot[1] - _RADIUS - 0.08, str(node[-1]), 6, color=QUIET, ha=anchor)
@@ -81,7 +81,7 @@ def _legend(canvas: Canvas) -> None:
 
 
 def _color(worth: float, darkest: float = 1.0) -> tuple[float, float, float]:
-    """From light to dark; the square root, because most nodes are worth little."""
+    """From light to dark, by the square root of the worth, because most nodes are worth little."""
     share = min(worth, 1.0) ** 0.5 * darkest
     red, green, blue = (light + (dark - light) * share for light, dark in zip(_LIGHT, _DARK, strict=True))
     return red, green, blue

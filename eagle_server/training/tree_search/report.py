@@ -1,4 +1,4 @@
-"""What the search found, as files and tables."""
+"""The results of the search as files and tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eagle_server.training.tree_search.search import Candidate, Trial
 
 @dataclass(frozen=True)
 class Findings:
-    """All of it. `option`: the server's option for the tree, None if its drafter cannot serve it."""
+    """All results. `option` is the server's option for the tree, None if the drafter cannot serve it."""
 
     algorithm: str
     option: str | None
@@ -31,7 +31,7 @@ class Findings:
 
 
 def write_choices(path: Path, choices: Sequence[Choice], comment: str) -> None:
-    """The tree as the server's options take it, one line for each depth."""
+    """Write the tree in the format of the server's options, one line per depth."""
     ordered = sorted(choices, key=lambda choice: (len(choice), choice))
     levels = [[c for c in ordered if len(c) == depth] for depth in range(1, len(ordered[-1]) + 1)]
     lines = ",\n ".join(", ".join(map(str, level)) for level in levels)
@@ -39,7 +39,7 @@ def write_choices(path: Path, choices: Sequence[Choice], comment: str) -> None:
 
 
 def write_json(path: Path, found: Findings) -> None:
-    """Counts, accuracies, costs and checks; times are seconds."""
+    """Write counts, accuracies, costs and checks; times are in seconds."""
     counts = found.counts
     content = {
         "algorithm": found.algorithm,
@@ -93,7 +93,7 @@ def print_costs(found: Findings, console: Console, batch: int) -> None:
     table = Table(title=f"cost on this machine, {batch} request{'s' if batch > 1 else ''} at a time (medians)")
     for column in ("nodes", "depth", f"tokens per cycle, {what}", "cycle, ms", "tokens/s", "to plain", ""):
         table.add_column(column, justify="right")
-    for group in found.timed:  # timed together, so that they compare
+    for group in found.timed:  # the candidates of a group were timed together
         plain = next(candidate.speed for candidate in group if not candidate.nodes)
         for candidate in group:
             mark = "chosen" if candidate is found.chosen else "plain" if not candidate.nodes else ""

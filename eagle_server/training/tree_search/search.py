@@ -10,26 +10,26 @@ from tqdm import tqdm
 from eagle_server.training.tree_search.cost import Cost, measure_costs
 from eagle_server.training.tree_search.counts import RankCounts
 from eagle_server.training.tree_search.growth import Accuracies, Choice, comb_tree, expected_tokens, grow, level_tree
-from eagle_server.training.tree_search.lab import Lab, Task, complete
+from eagle_server.training.tree_search.tree_engines import Task, TreeEngines, complete
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes, the root not counted
-_NEAR = 3  # sizes that are tried with shallower trees: the best and its neighbours
+_NEAR = 3  # sizes to try with shallower trees: the best and its neighbours
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tree that was timed. `choices` are empty for plain decoding, and where the drafter's trees are its own."""
+    """A tree that was timed. `choices` is empty for plain decoding, and for drafters that make their own trees."""
 
     nodes: int
     depth: int
     choices: tuple[Choice, ...]
-    expected: float | None  # tokens per cycle by the measured accuracies; None: its trees are its own
+    expected: float | None  # tokens per cycle by the measured accuracies; None if the drafter makes its own trees
     cost: Cost
     batch: int
 
     @property
     def tokens(self) -> float:
-        """Tokens per request and cycle: as expected, or as seen while it was timed."""
+        """Tokens per request and cycle: expected, or measured while it was timed."""
         return self.cost.tokens_per_cycle(self.batch) if self.expected is None else self.expected
 
     @property
@@ -40,7 +40,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a way of drafting gave on texts that were not calibrated on: tokens per request and cycle."""
+    """Tokens per request and cycle of one tree, on texts that were not used to grow it."""
 
     name: str
     nodes: int
@@ -49,32 +49,36 @@ class Trial:
     cycles: int
 
 
-def measure_accuracies(lab: Lab) -> RankCounts:
-    """Continue the task's prompts with wide trees, and count. A static tree is made twice: the second is wide where
-    the first found nodes accepted."""
-    counts, rounds = RankCounts(lab.depth, lab.ranks), 2 if lab.algorithm == "MEDUSA" else 1
-    with tqdm(total=rounds * len(lab.task.prompts), desc="measure acceptance", unit="text") as bar:
+def measure_accuracies(engines: TreeEngines) -> RankCounts:
+    """Continue the task's prompts with wide trees, and count.
+
+    A static tree is measured twice: the second tree is wide where nodes of the first were accepted.
+    """
+    counts, rounds = RankCounts(engines.depth, engines.ranks), 2 if engines.algorithm == "MEDUSA" else 1
+    with tqdm(total=rounds * len(engines.task.prompts), desc="measure acceptance", unit="text") as bar:
         accuracies: Accuracies | None = None
         for _ in range(rounds):
-            counts = RankCounts(lab.depth, lab.ranks)
-            complete(lab.engine(*lab.measuring(accuracies)), lab.task, counts.add, bar.update)
+            counts = RankCounts(engines.depth, engines.ranks)
+            complete(engines.make(*engines.measuring(accuracies)), engines.task, counts.add, bar.update)
             accuracies = counts.accuracies()
     return counts
 
 
-def time_sizes(lab: Lab, accuracies: Accuracies, rounds: int, nodes: int | None) -> list[Candidate]:
-    """Plain decoding, and trees of every size of SIZES (and of `nodes`), the best of their size."""
+def time_sizes(engines: TreeEngines, accuracies: Accuracies, rounds: int, nodes: int | None) -> list[Candidate]:
+    """Time plain decoding, and the best tree of every size in SIZES and of size `nodes`."""
     sizes = sorted({*SIZES, *(() if nodes is None else (nodes,))})
-    if lab.option is None:
-        return _time_own(lab, [size for size in sizes if size <= lab.most_own_nodes()], rounds)
+    if engines.option is None:
+        return _time_own(engines, [size for size in sizes if size <= engines.most_own_nodes()], rounds)
     order = [grown.choice for grown in grow(accuracies, max(sizes))]
-    return _time(lab, accuracies, [(), *(tuple(order[:size]) for size in sizes if size <= len(order))], rounds)
+    return _time(engines, accuracies, [(), *(tuple(order[:size]) for size in sizes if size <= len(order))], rounds)
 
 
-def time_shallower(lab: Lab, accuracies: Accuracies, timed: Sequence[Candidate], rounds: int) -> list[Candidate]:
-    """The fastest of `timed` and its neighbours in size, each with every depth that it can have, and plain decoding.
+def time_shallower(
+    engines: TreeEngines, accuracies: Accuracies, timed: Sequence[Candidate], rounds: int
+) -> list[Candidate]:
+    """Time plain decoding, and the fastest of `timed` and its neighbours in size with every possible depth.
 
-    All are timed anew, as the machine may be busier or idler than before.
+    All are timed again, because the load of the machine may have changed.
     """
     drafting = [candidate for candidate in timed if candidate.choices]
     best = max(range(len(drafting)), key=lambda place: drafting[place].speed)
@@ -84,32 +88,34 @@ def time_shallower(lab: Lab, accuracies: Accuracies, timed: Sequence[Candidate],
         for candidate in near
         for depth in range(1, candidate.depth + 1)
     )
-    return _time(lab, accuracies, [(), *trees], rounds)
+    return _time(engines, accuracies, [(), *trees], rounds)
 
 
-def check(lab: Lab, task: Task, accuracies: Accuracies, found: Candidate) -> list[Trial]:
-    """Serve the tree that was found, and others of its size, on texts that were not calibrated on."""
-    assert lab.option is not None
-    guesses = [("full levels, all nodes alike", level_tree(found.nodes, lab.depth, lab.ranks))]
+def check(engines: TreeEngines, task: Task, accuracies: Accuracies, found: Candidate) -> list[Trial]:
+    """Serve the tree that was found, and others of its size, on texts that were not used to grow it."""
+    assert engines.option is not None
+    guesses = [("full levels, all nodes alike", level_tree(found.nodes, engines.depth, engines.ranks))]
     guesses += [("alternatives to the best path only", comb_tree(found.nodes, found.depth))]
     trees = [("the tree found", list(found.choices)), *guesses]
-    distinct = {frozenset(tree): (name, tree) for name, tree in reversed(trees)}  # a guess may be the tree found
+    distinct = {frozenset(tree): (name, tree) for name, tree in reversed(trees)}  # a guess may equal the tree found
     runs: list[tuple[str, float | None, tuple[str, ...]]] = [
-        (name, expected_tokens(accuracies, tree), lab.static(tree)) for name, tree in reversed(distinct.values())
+        (name, expected_tokens(accuracies, tree), engines.static(tree)) for name, tree in reversed(distinct.values())
     ]
-    if lab.algorithm != "MEDUSA" and found.nodes <= lab.most_own_nodes():
-        runs.append(("the head's own trees, best by its scores", None, lab.own_trees(found.nodes)))
+    if engines.algorithm != "MEDUSA" and found.nodes <= engines.most_own_nodes():
+        runs.append(("the head's own trees, best by its scores", None, engines.own_trees(found.nodes)))
     trials = []
     with tqdm(total=len(runs) * len(task.prompts), desc="check on other texts", unit="text") as bar:
         for name, expected, flags in runs:
             tally = RankCounts(0, 0)
-            complete(lab.engine(*flags), task, tally.add, bar.update)
+            complete(engines.make(*flags), task, tally.add, bar.update)
             trials.append(Trial(name, found.nodes, expected, tally.emitted / tally.cycles, tally.cycles))
     return trials
 
 
-def _time(lab: Lab, accuracies: Accuracies, trees: Sequence[tuple[Choice, ...]], rounds: int) -> list[Candidate]:
-    costs = _costs(lab, [lab.static(tree) if tree else None for tree in trees], rounds)
+def _time(
+    engines: TreeEngines, accuracies: Accuracies, trees: Sequence[tuple[Choice, ...]], rounds: int
+) -> list[Candidate]:
+    costs = _costs(engines, [engines.static(tree) if tree else None for tree in trees], rounds)
     return [
         Candidate(
             len(tree),
@@ -117,21 +123,21 @@ def _time(lab: Lab, accuracies: Accuracies, trees: Sequence[tuple[Choice, ...]],
             tree,
             expected_tokens(accuracies, tree),
             cost,
-            lab.task.batch,
+            engines.task.batch,
         )
         for tree, cost in zip(trees, costs, strict=True)
     ]
 
 
-def _time_own(lab: Lab, sizes: Sequence[int], rounds: int) -> list[Candidate]:
-    costs = _costs(lab, [None, *(lab.own_trees(size) for size in sizes)], rounds)
+def _time_own(engines: TreeEngines, sizes: Sequence[int], rounds: int) -> list[Candidate]:
+    costs = _costs(engines, [None, *(engines.own_trees(size) for size in sizes)], rounds)
     return [
-        Candidate(size, lab.depth if size else 0, (), None, cost, lab.task.batch)
+        Candidate(size, engines.depth if size else 0, (), None, cost, engines.task.batch)
         for size, cost in zip([0, *sizes], costs, strict=True)
     ]
 
 
-def _costs(lab: Lab, flags: Sequence[Sequence[str] | None], rounds: int) -> list[Cost]:
-    engines = [lab.plain() if each is None else lab.engine(*each) for each in flags]
-    with tqdm(total=rounds, desc=f"time {len(engines)} sizes of trees", unit="round") as bar:
-        return measure_costs(engines, lab.task, rounds, bar.update)
+def _costs(engines: TreeEngines, flags: Sequence[Sequence[str] | None], rounds: int) -> list[Cost]:
+    made = [engines.plain() if each is None else engines.make(*each) for each in flags]
+    with tqdm(total=rounds, desc=f"time {len(made)} sizes of trees", unit="round") as bar:
+        return measure_costs(made, engines.task, rounds, bar.update)

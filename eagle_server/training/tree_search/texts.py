@@ -1,4 +1,4 @@
-"""Prompts to calibrate on: the demo's held-out ones, JSON lists of prompts, or pieces of any text."""
+"""Prompts to measure with: the demo's held-out prompts, JSON lists of prompts, or pieces of any text."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from eagle_server.text.tokenizer import Tokenizer
 
 DEMO_PROMPTS = Path(__file__).parents[2] / "assets" / "demo" / "prompts.json"
-PIECE = 64  # tokens of a prompt that is cut out of a text
-_APART = 512  # tokens from the beginning of one piece to that of the next
+PIECE = 64  # tokens of a prompt cut from a text
+_APART = 512  # tokens from the start of one piece to the start of the next
 
 
 def prompts_of(paths: Sequence[Path] | None, tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    """Up to `count` prompts, taken evenly from all that there are; token ids.
+    """Up to `count` prompts as token ids, taken evenly from all prompts.
 
     A .json file must hold a list of strings, each a prompt. Any other file is text, cut into pieces. Directories are
-    searched in depth.
+    searched recursively.
 
     Raises:
-        ValueError: a file that is not what it should be, or nothing to read.
+        ValueError: a file with the wrong content, or no prompts at all.
         OSError: a file that cannot be read.
     """
     files = [file for path in paths or (DEMO_PROMPTS,) for file in _files(path)]

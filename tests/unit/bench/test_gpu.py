@@ -1,4 +1,4 @@
-"""The GPU benchmark's frame: its parts on a CPU at tiny shapes, its report, and what becomes of parts that fail."""
+"""The GPU benchmark: its parts on a CPU at tiny shapes, its report, and parts that fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from eagle_server.bench.gpu import __main__ as gpu
-from eagle_server.bench.gpu.order import PARTS, Order
+from eagle_server.bench.gpu.child_command import PARTS, ChildCommand
 from eagle_server.bench.gpu.report import markdown, plot
 from eagle_server.bench.gpu.suite import counts, run_suite
 
@@ -125,10 +125,10 @@ for name in order["parts"]:
 @pytest.fixture
 def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def runs(program: str) -> None:
-        def command(order: Order) -> list[str]:
+        def argv(order: ChildCommand) -> list[str]:
             return [sys.executable, "-c", program, json.dumps(vars(order))]
 
-        monkeypatch.setattr(Order, "command", command)
+        monkeypatch.setattr(ChildCommand, "argv", argv)
 
     return runs
 

@@ -1,4 +1,4 @@
-"""A padded pair computes what the demo computes: logits, texts, what is accepted, also as files and in transformers."""
+"""A padded pair computes what the demo computes: logits, texts, acceptance; also from files and in transformers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def target_logits(model: TargetModel, tokens: list[int]) -> Tensor:
 
 
 def assert_same(wide: Tensor, narrow: Tensor, relative: float) -> None:
-    """Equal on the narrow vocabulary, relative to the largest logit, and never the rest."""
+    """Equal on the narrow vocabulary relative to the largest logit; the other logits are never the largest."""
     known = wide[:, : narrow.shape[1]]
     assert (known - narrow).abs().max() <= relative * narrow.abs().max()
     rest = wide[:, narrow.shape[1] :]

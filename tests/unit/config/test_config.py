@@ -20,10 +20,9 @@ from eagle_server.config import (
     Config,
     ConfigError,
     ServerSection,
-    SpeculativeParams,
     SpeculativeSection,
+    TreeOptions,
     parse_args,
-    resolve_speculative,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -338,7 +337,7 @@ def test_configuration_needs_no_torch():
     ],
 )
 def test_tree_parameters_are_chosen_by_architecture(architecture, expected):
-    assert resolve_speculative(SpeculativeSection(), architecture) == SpeculativeParams(*expected)
+    assert SpeculativeSection().tree_options(architecture) == TreeOptions(*expected)
 
 
 @pytest.mark.parametrize(
@@ -355,21 +354,21 @@ def test_tree_parameters_are_chosen_by_architecture(architecture, expected):
 def test_given_tree_parameters_win_over_the_architecture(given_values, expected):
     steps, topk, draft_tokens = given_values
     section = SpeculativeSection(num_steps=steps, eagle_topk=topk, num_draft_tokens=draft_tokens)
-    assert resolve_speculative(section, "DeepseekV3ForCausalLM") == SpeculativeParams(*expected)
+    assert section.tree_options("DeepseekV3ForCausalLM") == TreeOptions(*expected)
 
 
 def test_a_chain_verifies_its_steps_and_the_root_and_says_so_if_told_otherwise(caplog):
     with caplog.at_level(logging.WARNING, logger="eagle_server.config"):
-        exact = resolve_speculative(SpeculativeSection(num_steps=3, eagle_topk=1, num_draft_tokens=4), "")
+        exact = SpeculativeSection(num_steps=3, eagle_topk=1, num_draft_tokens=4).tree_options("")
         assert not caplog.records
-        adjusted = resolve_speculative(SpeculativeSection(num_steps=3, eagle_topk=1, num_draft_tokens=8), "")
-    assert exact == adjusted == SpeculativeParams(3, 1, 4)
+        adjusted = SpeculativeSection(num_steps=3, eagle_topk=1, num_draft_tokens=8).tree_options("")
+    assert exact == adjusted == TreeOptions(3, 1, 4)
     assert "--speculative-num-draft-tokens 8 is adjusted to 4" in caplog.text
 
 
 @given(steps=st.integers(1, 12), topk=st.integers(1, 12))
 def test_steps_and_topk_alone_always_give_a_tree_that_the_candidates_can_fill(steps, topk):
-    params = resolve_speculative(SpeculativeSection(num_steps=steps, eagle_topk=topk), "")
+    params = SpeculativeSection(num_steps=steps, eagle_topk=topk).tree_options("")
     candidates = topk + (steps - 1) * topk**2
     assert params.num_draft_tokens == steps * topk + 1
     assert 2 <= params.num_draft_tokens <= candidates + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eagle_server.config import DEMO_DRAFT, ConfigError, SpeculativeParams, SpeculativeSection, resolve_speculative
+from eagle_server.config import DEMO_DRAFT, ConfigError, SpeculativeSection, TreeOptions
 from eagle_server.config.sections import Config, ModelSection
 
 LLAMA, DEEPSEEK = "LlamaForCausalLM", "DeepseekV3ForCausalLM"
@@ -34,7 +34,7 @@ def test_ngrams_need_no_draft(model_path):
 )
 def test_depth_and_nodes_of_tries_are_given_or_chosen(options, expected):
     section = SpeculativeSection(algorithm="NGRAM", **options)
-    assert resolve_speculative(section, LLAMA) == SpeculativeParams(*expected)
+    assert section.tree_options(LLAMA) == TreeOptions(*expected)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_tree_of_the_root_alone_is_refused(algorithm):
 )
 def test_a_mixture_keeps_the_heads_tree_and_has_any_number_of_nodes(algorithm, architecture, options, expected):
     section = SpeculativeSection(algorithm=algorithm, **options)
-    assert resolve_speculative(section, architecture) == SpeculativeParams(*expected)
+    assert section.tree_options(architecture) == TreeOptions(*expected)
 
 
 def test_a_mixture_has_the_drafts_of_its_head():
@@ -90,7 +90,7 @@ def test_medusa_beside_ngrams_may_say_how_many_nodes_are_verified(options, nodes
     drafting = config("MEDUSA+NGRAM", "owner/model", draft_model_path="owner/heads", **options)
     assert drafting.speculative.head_algorithm == "MEDUSA"
     assert drafting.speculative.num_draft_tokens == nodes
-    assert resolve_speculative(drafting.speculative, LLAMA).ngram_depth == 8
+    assert drafting.speculative.tree_options(LLAMA).ngram_depth == 8
 
 
 @pytest.mark.parametrize(

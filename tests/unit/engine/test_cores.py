@@ -1,4 +1,4 @@
-"""One thread while others keep the cores busy."""
+"""One thread while other processes keep the cores busy."""
 
 from __future__ import annotations
 

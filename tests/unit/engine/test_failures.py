@@ -1,4 +1,4 @@
-"""A request that fails takes nothing with it: no page, no neighbour, no cached prefix."""
+"""A request that fails affects nothing else: no page, no other request, no cached prefix."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ HEADS = 3
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    """A tiny target, and heads with nothing learned."""
+    """A tiny target and untrained heads."""
     torch.set_num_threads(1)
     pair = tiny_pair(tmp_path_factory.mktemp("pair"), kind="eagle", steps=0)
     heads = pair.target.parent / "medusa"

@@ -1,4 +1,4 @@
-"""A request that asks for its trees learns what was drafted for it, and that agrees with what it got."""
+"""A request that asks for its trees gets them, and they agree with its tokens."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ REPEATING = [3, 4, 5, 6] * 6
 def engine(kind: str) -> Engine:
     target = random_target()
     if kind == "NGRAM":
-        return speculative(target, None, 0, 1, draft_token_num=9, ngram_depth=5)
+        return speculative(target, None, 0, 1, num_draft_tokens=9, ngram_depth=5)
     head = random_head(target, "EAGLE3")
     if kind == "EAGLE3":
         return speculative(target, head)
     choices = parse_choices(UNEQUAL)
-    shape: dict[str, Any] = {"choices": choices, "draft_token_num": len(choices) + 1}
+    shape: dict[str, Any] = {"choices": choices, "num_draft_tokens": len(choices) + 1}
     return speculative(target, head, depth_of(choices), ranks_of(choices), **shape)
 
 

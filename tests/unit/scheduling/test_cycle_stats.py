@@ -31,7 +31,9 @@ def requests() -> list[Request]:
 
 def test_cycles_add_up_to_the_requests_under_preemption() -> None:
     target = random_target()
-    engine = speculative(target, random_head(target, "EAGLE"), max_total_tokens=160, max_running=6, chunk_tokens=16)
+    engine = speculative(
+        target, random_head(target, "EAGLE"), max_total_tokens=160, max_running_requests=6, chunked_prefill_size=16
+    )
     asked = requests()
     cycles, deltas = drive(engine, asked)
     ends = [delta for delta in deltas if delta.finish_reason is not None]
@@ -52,7 +54,7 @@ def test_cycles_add_up_to_the_requests_under_preemption() -> None:
 
 
 def test_a_request_has_its_timing_at_its_end() -> None:
-    engine = plain(random_target(), max_running=1)
+    engine = plain(random_target(), max_running_requests=1)
     _, deltas = drive(engine, [request(0, range(1, 9)), request(1, range(1, 9))])
     first, second = (delta.timing for delta in deltas if delta.finish_reason is not None)
     assert first is not None
@@ -63,7 +65,7 @@ def test_a_request_has_its_timing_at_its_end() -> None:
 
 
 def test_plain_cycles_verify_undrafted_rows_and_look_nothing_up_without_a_prefix_cache() -> None:
-    engine = plain(random_target(), radix=False)
+    engine = plain(random_target(), disable_radix_cache=True)
     cycles, _ = drive(engine, [request(0, range(1, 9), max_tokens=5, ignore_eos=True)])
     assert [cycle.verified for cycle in cycles] == [[], *[[(0, 0)]] * 4]
     assert [cycle.computed for cycle in cycles] == [8, 0, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""Acceptance by depth and rank, counted only where it was tried."""
+"""Acceptance by depth and rank, counted only for nodes that were tried."""
 
 from __future__ import annotations
 

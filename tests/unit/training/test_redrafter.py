@@ -1,4 +1,4 @@
-"""The command that trains a ReDrafter head: resumable, with its curves, and what it writes loads."""
+"""The command that trains a ReDrafter head: it resumes, draws curves, and writes a head that loads."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def random_head(target: TargetModel, kind: str) -> NewHead:
 
 
 class OneByOne:
-    """Attention of one sequence that is extended row by row, as a server would: everything so far is visible."""
+    """Attention of one sequence that is extended row by row, as in serving; every earlier row is visible."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
@@ -98,7 +98,7 @@ def test_each_pass_equals_drafting_step_by_step(kind: str) -> None:
                     hidden, rows = output.feedback[-1:], torch.tensor([row + 1])
 
 
-def test_a_lesson_pairs_each_feature_with_the_next_token_and_the_law_after_it() -> None:
+def test_a_lesson_pairs_each_feature_with_the_next_token_and_the_distribution_after_it() -> None:
     torch.manual_seed(0)
     target = random_target()
     new = random_head(target, "eagle3")
@@ -143,7 +143,7 @@ def test_greedy_continuation_is_the_argmax_of_the_whole_text() -> None:
     assert torch.equal(logits.view(3, 13, -1)[:, 4:-1].argmax(-1), texts[:, 5:])
 
 
-def test_continuations_follow_the_law_of_the_target() -> None:
+def test_continuations_follow_the_distribution_of_the_target() -> None:
     torch.manual_seed(0)
     target, count = random_target(), 4000
     prompts = torch.tensor([[3, 1]]).repeat(count, 1)

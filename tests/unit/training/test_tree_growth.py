@@ -1,4 +1,4 @@
-"""The tree of largest expected length, and trees that know nothing."""
+"""The tree of largest expected length, and trees that use no measurement."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_wide_tree_has_whole_families(count):
 
 
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 1), (5, 5), (16, 3), (23, 5), (64, 4)])
-def test_trees_that_know_nothing_have_the_size_that_was_asked_for(nodes, depth):
+def test_trees_without_measurement_have_the_requested_size(nodes, depth):
     for tree in (level_tree(nodes, depth, 8), comb_tree(nodes, depth)):
         assert len(checked(tree)) == nodes
         assert max(map(len, tree)) <= depth

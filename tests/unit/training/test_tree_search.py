@@ -1,4 +1,4 @@
-"""The search over a tiny pair: what it measures, writes and says, and that the server takes what it wrote."""
+"""The search over a tiny pair: what it measures, writes and prints; the server accepts the tree it writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from eagle_server.config import parse_args
 from eagle_server.config.commands import without_drafting
 from eagle_server.engine.build import build_engine
-from eagle_server.engine.static_trees import given_choices
+from eagle_server.engine.static_trees import TOKEN_TREE, read_choices
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.text.tokenizer import load_tokenizer
 from eagle_server.training.__main__ import main as train
@@ -57,7 +57,7 @@ def test_the_tree_that_is_written_can_be_served_and_the_text_stays(pair, data, t
     shown = capsys.readouterr().out
     assert f"serve it with {option} {written}" in shown
     assert "the tree found" in shown
-    choices = given_choices(str(written), option)
+    choices = read_choices(str(written), option)
     assert [list(choice) for choice in choices] == sorted(found["choices"], key=lambda choice: (len(choice), choice))
     assert found["served_by"] == option
     assert 1 < found["expected_tokens_per_cycle"] == pytest.approx(1 + sum(worths(found)))
@@ -171,7 +171,7 @@ def test_a_file_that_holds_no_tree_is_named(tmp_path, content, message):
     if content is not None:
         path.write_text(content)
     with pytest.raises(ValueError, match=f"--speculative-token-tree .*{message}"):
-        given_choices(str(path), "--speculative-token-tree")
+        read_choices(str(path), TOKEN_TREE)
 
 
 def test_the_training_mentions_the_search(capsys):

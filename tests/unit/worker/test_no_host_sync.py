@@ -131,9 +131,9 @@ def cycles(
         topk,
         backend="flashinfer",
         graph_sizes=(1, 2, 4),
-        max_running=4,
+        max_running_requests=4,
         stand_ins=stand_ins,
-        chunk_tokens=16,
+        chunked_prefill_size=16,
         poison=False,
         **modes,
     )
@@ -195,7 +195,7 @@ def test_no_cycle_with_ngrams_waits_for_the_device(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("ngram_depth", [0, 5])
 def test_no_cycle_of_medusa_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, ngram_depth: int) -> None:
     choices = truncated(PRESETS["mc_sim_7b_63"], 3)
-    shape = {"choices": choices, "draft_token_num": len(choices) + 1, "ngram_depth": ngram_depth}
+    shape = {"choices": choices, "num_draft_tokens": len(choices) + 1, "ngram_depth": ngram_depth}
     device, count = cycles(monkeypatch, 10, shape, "MEDUSA")
     assert count > 5
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"

@@ -1,4 +1,4 @@
-"""One target and one draft, loaded once, and engines over them with whatever trees are to be tried."""
+"""One target and one draft, loaded once, and engines over them with the trees to try."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from eagle_server.config import Config, ConfigError, parse_args
 from eagle_server.config.commands import without_drafting
-from eagle_server.engine.build import Models, engine_over, load_models
+from eagle_server.engine.build import LoadedModels, engine_over, load_models
 from eagle_server.engine.engine import Engine
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.request import Request, SamplingParams
@@ -26,7 +26,7 @@ _SERVED_BY = {
 
 @dataclass(frozen=True)
 class Task:
-    """What is run: prompts as token ids, how they are continued, and how many at a time."""
+    """The requests to run: prompts as token ids, how they are continued, and how many at a time."""
 
     prompts: list[list[int]]
     max_tokens: int
@@ -34,7 +34,7 @@ class Task:
     batch: int
 
     def request(self, number: int, *, endless: bool = False) -> Request:
-        """The request with this number; after the last prompt the first one comes again, with another seed."""
+        """Request `number`. After the last prompt it starts again with the first one and another seed."""
         prompt = self.prompts[number % len(self.prompts)]
         sampling = SamplingParams(
             max_tokens=self.max_tokens, temperature=self.temperature, seed=number, ignore_eos=endless
@@ -42,8 +42,8 @@ class Task:
         return Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling)
 
 
-class Lab:
-    """`flags` choose models and device, as for serving. `depth` and `ranks` bound the trees."""
+class TreeEngines:
+    """Makes engines. `flags` choose models and device as in serving; `depth` and `ranks` limit the trees."""
 
     def __init__(self, flags: Sequence[str], task: Task, depth: int, ranks: int, nodes: int) -> None:
         self.flags, self.task, self.ranks = list(flags), task, ranks
@@ -54,7 +54,7 @@ class Lab:
             raise ConfigError(
                 "nothing is drafted here: --draft HEAD, or --algorithm NEXTN or NGRAM, says what to measure"
             )
-        self.models: Models = load_models(config, lookahead=self._window)
+        self.models: LoadedModels = load_models(config, lookahead=self._window)
         draft = self.models.draft
         kind = "" if draft is None else draft.kind
         self.algorithm = "+".join(filter(None, (kind, "NGRAM" if config.speculative.drafts_ngrams else "")))
@@ -63,15 +63,15 @@ class Lab:
 
     @property
     def option(self) -> str | None:
-        """The server's option that takes a static tree for this drafter; None: its trees are its own."""
+        """The server's option for a static tree of this drafter; None if it makes its own trees."""
         return _SERVED_BY.get(self.algorithm)
 
-    def engine(self, *flags: str) -> Engine:
+    def make(self, *flags: str) -> Engine:
         """An engine with these trees, for a batch of the task's requests."""
         return engine_over(self.models, self._config(*flags))
 
     def plain(self) -> Engine:
-        """An engine that drafts nothing. To be made before others: it tells the target that no features are wanted."""
+        """An engine without speculation. Make it before others, because it sets the target to return no features."""
         base = without_drafting(self.flags)
         return engine_over(self.models, self._config("--speculative-algorithm", "NONE", base=base))
 
@@ -81,15 +81,15 @@ class Lab:
         return (self.option, str(list(choices)))
 
     def own_trees(self, nodes: int) -> tuple[str, ...]:
-        """Flags for the drafter's own trees of that many nodes, the root not counted."""
+        """Flags for the drafter's own trees with `nodes` nodes, the root not counted."""
         size = ("--speculative-num-draft-tokens", str(nodes + 1))
-        if self.algorithm == "MEDUSA+NGRAM":  # Medusa's part keeps its default tree
+        if self.algorithm == "MEDUSA+NGRAM":  # Medusa keeps its default tree
             return size
         topk = () if self.algorithm == "NGRAM" else ("--topk", str(self.ranks))
         return ("--speculative-num-steps", str(self.depth), *topk, *size)
 
     def most_own_nodes(self) -> int:
-        """How large its own trees can be."""
+        """The largest size of the drafter's own trees."""
         return {"REDRAFTER": self.depth * self.ranks, "NGRAM": WIDE, "MEDUSA+NGRAM": WIDE}.get(
             self.algorithm, self._pool
         )
@@ -97,8 +97,8 @@ class Lab:
     def measuring(self, accuracies: Accuracies | None) -> tuple[str, ...]:
         """Flags for trees to measure with.
 
-        Heads that draft level by level verify all that they ever scored. Where a tree is static, families of all ranks
-        stand below its likely nodes, by the accuracies so far or by a guess. Other drafters draft as much as they can.
+        Heads that draft level by level verify all nodes that they scored. Medusa's static tree has children of all
+        ranks below its likely nodes, by the accuracies so far or by a guess. Other drafters draft as much as they can.
         """
         if self.algorithm != "MEDUSA":
             return self.own_trees(self.most_own_nodes())
@@ -137,7 +137,7 @@ def complete(
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The names that the other trainings use, for the server's options."""
+    """Options of the server under the names that the other trainings use."""
     parser.add_argument("--target", "--model-path", metavar="TARGET", help="Hub id or directory (not given: the demo)")
     parser.add_argument(
         "--draft", "--speculative-draft-model-path", metavar="HEAD", help="its draft head (the demo brings its own)"
@@ -148,7 +148,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def model_flags(own: argparse.Namespace) -> list[str]:
-    """The same as the server's flags."""
+    """The options of `add_model_options` as the server's flags."""
     named = {
         "--model-path": own.target,
         "--speculative-draft-model-path": own.draft,

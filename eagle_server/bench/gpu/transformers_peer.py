@@ -1,4 +1,4 @@
-"""The peer: transformers' `generate` over the very same weights, in the same run."""
+"""The peer that we compare with: transformers' `generate` over the same weights, in the same run."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 
 import torch
 
-from eagle_server.bench.gpu.lab import Lab
+from eagle_server.bench.gpu.engines import BenchEngines
 from eagle_server.bench.gpu.steady import Steady
 from eagle_server.models.targets.interface import TargetModel
 
 
-def peer(lab: Lab) -> dict[str, Any]:
+def transformers_peer(engines: BenchEngines) -> dict[str, Any]:
     """Greedy tokens/s of one prompt: transformers (sdpa, dynamic cache), plain and speculative."""
-    count = lab.scale.peer_tokens
-    prompt = lab.prompts[0]
-    model = in_transformers(lab.pair.target)
+    count = engines.scale.peer_tokens
+    prompt = engines.prompts[0]
+    model = in_transformers(engines.pair.target)
     generated = [0]
 
     def generate(tokens: int) -> float:
-        lab.machine.synchronize()
+        engines.machine.synchronize()
         began = time.perf_counter()
-        generated[:] = _generate(model, prompt, tokens, lab.device)
-        lab.machine.synchronize()
+        generated[:] = _generate(model, prompt, tokens, engines.device)
+        engines.machine.synchronize()
         return time.perf_counter() - began
 
     generate(2)
-    short, long = generate(2), generate(2 + count)  # what they share, the prompt above all, is not decoding
+    short, long = generate(2), generate(2 + count)  # the difference excludes the prompt, which both compute
     document: dict[str, Any] = {"transformers_tokens_per_second": count / (long - short), "tokens": len(generated)}
-    for name, engine in (("plain", lab.plain), ("speculative", lab.speculative)):
+    for name, engine in (("plain", engines.plain), ("speculative", engines.speculative)):
         with Steady(engine, [prompt], count) as run:
             document[f"{name}_tokens_per_second"] = run.cycles(max(2, count // 4)).tokens_per_second
             pairs = zip(generated, run.texts["0"], strict=False)
@@ -39,11 +39,11 @@ def peer(lab: Lab) -> dict[str, Any]:
 
 
 def in_transformers(target: TargetModel) -> Any:
-    """A Llama of transformers that shares `target`'s weights."""
+    """transformers' Llama over the weights of `target`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     ours = target.config
-    make: Any = LlamaConfig  # its annotations lack what its bases take
+    make: Any = LlamaConfig  # its annotations lack the arguments of its base classes
     config = make(
         vocab_size=ours.vocab_size,
         hidden_size=ours.hidden_size,
@@ -64,7 +64,7 @@ def in_transformers(target: TargetModel) -> Any:
     if ours.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)
-    # Its buffers belong to no checkpoint, so they are made anew where the weights are.
+    # Its buffers are not in any checkpoint. They are made again, on the device of the weights.
     with torch.device(target.embed.device):
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model.eval()

@@ -1,4 +1,4 @@
-"""What the parts of the GPU benchmark share: the padded demo pair, its prompts, and engines over it."""
+"""The padded demo pair, its prompts, and the engines that the parts of the GPU benchmark measure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eagle_server.bench.gpu.packages import installed
 from eagle_server.bench.padding import DEMO, LLAMA_8B, PaddedShape, pad_demo
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.shape import EngineConfig
+from eagle_server.engine.engine_config import EngineConfig, TreeConfig
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.models.targets.interface import TargetModel
 
@@ -28,14 +28,14 @@ CHUNK = 8192  # prompt rows per cycle
 
 @dataclass(frozen=True)
 class Scale:
-    """How large everything is. `steps`, `topk` and `nodes` shape the trees."""
+    """Sizes of the model, the batches and the measurements. For `num_steps` and its like see `TreeConfig`."""
 
     shape: PaddedShape
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     contexts: tuple[int, ...] = (1024, 8192, 32768)
-    steps: int = 6
+    num_steps: int = 6
     topk: int = 8
-    nodes: int = 64
+    num_draft_tokens: int = 64
     cycles: int = 24  # measured per run
     prompts: int = 6  # one after the other at batch 1
     copied_bytes: int = 4 << 30
@@ -65,14 +65,14 @@ TINY = replace(
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, and its head."""
+    """A target and its draft head."""
 
     target: TargetModel
     head: DraftHead
 
 
-class Lab:
-    """Engines over one pair, made when first asked for."""
+class BenchEngines:
+    """The machine, and engines over one padded pair. All are made when first used."""
 
     def __init__(self, scale: Scale, device: torch.device, deadline: float = math.inf) -> None:
         self.scale, self.device = scale, device
@@ -100,45 +100,45 @@ class Lab:
 
     @property
     def seconds_left(self) -> float:
-        """Until the deadline, which is of time.time()."""
+        """Seconds until the deadline, which is a value of time.time()."""
         return self._deadline - time.time()
 
     def batch_of(self, size: int) -> list[list[int]]:
-        """`size` prompts that differ."""
+        """`size` different prompts."""
         count = len(self.prompts)
         return [self.prompts[i % count][i // count :] for i in range(size)]
 
     def text_of(self, length: int) -> list[int]:
-        """All prompts in a row, again and again."""
+        """`length` tokens: all prompts in a row, repeated."""
         tokens = [token for prompt in self.prompts for token in prompt]
         return (tokens * (length // len(tokens) + 1))[:length]
 
     @cached_property
     def plain(self) -> Engine:
-        """Decodes without speculation, for every batch size."""
-        return self.engine(speculative=False)
+        """An engine without speculation, for every batch size."""
+        return self.make(speculative=False)
 
     @cached_property
     def speculative(self) -> Engine:
-        """Drafts trees, for every batch size."""
-        return self.engine(speculative=True)
+        """An engine that drafts trees, for every batch size."""
+        return self.make(speculative=True)
 
-    def engine(self, *, speculative: bool, **settings: Any) -> Engine:
-        """An engine of its own over the shared weights; CUDA graphs and FlashInfer where they are."""
+    def make(self, *, speculative: bool, **settings: Any) -> Engine:
+        """A new engine over the shared weights, with CUDA graphs and FlashInfer if they are available."""
         scale, pair = self.scale, self.pair
         largest = max(scale.batches)
         numbers: dict[str, Any] = {
             "context_length": CONTEXT,
             "max_total_tokens": CONTEXT + largest * 1024,
-            "max_running": largest,
-            "chunk_tokens": CHUNK,
-            "radix": False,
+            "max_running_requests": largest,
+            "chunked_prefill_size": CHUNK,
+            "disable_radix_cache": True,
             "backend": "flashinfer" if self.flashinfer else "torch_native",
             "graph_sizes": scale.batches if self.flashinfer else (),
         }
         if speculative:
-            numbers |= {"num_steps": scale.steps, "topk": scale.topk, "draft_token_num": scale.nodes}
-        target = copy.copy(pair.target)  # which residual streams it captures is the engine's choice
+            numbers["tree"] = TreeConfig(scale.num_steps, scale.topk, scale.num_draft_tokens)
+        target = copy.copy(pair.target)  # each engine sets which residual streams its target returns
         return assemble(target, pair.head if speculative else None, EngineConfig(**{**numbers, **settings}))
 
     def forget(self, name: str) -> None:

@@ -1,0 +1,70 @@
+"""The numbers that an engine is built from. Every one is concrete; `engine.resolve` makes them from the options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from eagle_server.speculation.accept import Acceptance, Lossless
+
+Backend = Literal["torch_native", "flashinfer"]
+TreeMode = Literal["auto", "mask", "cascade", "beams"]
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """The shape of the draft trees. The default is no tree: plain decoding.
+
+    `num_steps` and `topk` describe the trees of a draft model, `ngram_depth` the n-gram tries. `num_draft_tokens` is
+    the number of nodes that the target verifies per request, root included, whichever of the two drafted them.
+    """
+
+    num_steps: int = 0
+    topk: int = 1
+    num_draft_tokens: int = 1
+    choices: tuple[tuple[int, ...], ...] = ()  # a static tree, see `speculation.medusa_choices`; (): a dynamic one
+    ngram_depth: int = 0  # 0: no n-grams
+    ngram_share_tokens: int = 0  # tokens of all requests' texts to look n-grams up in; 0: the request's own text only
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest tree."""
+        return max(self.num_steps, self.ngram_depth)
+
+    @property
+    def window(self) -> int:
+        """Lookahead slots per decoding request: KV slots that drafting and verifying write after its own tokens.
+
+        Draft steps write one slot for verified_id, which a draft language model reads first, and one per node that
+        they feed. Verifying writes one per node. Extend writes one row per level of the tree, and one more.
+        """
+        drafting = 0 if self.choices else (self.num_steps - 1) * self.topk + 1
+        return max(drafting, self.num_draft_tokens, self.ngram_depth + 1 if self.ngram_depth else 0)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The numbers that an engine is built from.
+
+    The RoPE tables of target and draft must reach `context_length + tree.window`.
+    """
+
+    context_length: int
+    max_total_tokens: int
+    tree: TreeConfig = TreeConfig()
+    page_size: int = 1
+    max_running_requests: int = 48
+    chunked_prefill_size: int = 512
+    disable_radix_cache: bool = False
+    algorithm: str = "NONE"  # of drafting, as /v1/server_info names it
+    backend: Backend = "torch_native"
+    graph_sizes: tuple[int, ...] = ()  # batch sizes that CUDA graphs are captured for
+    verify_attention: Literal["auto", "mask", "cascade"] = "auto"  # how flashinfer computes attention in verification
+    draft_attention: TreeMode = "auto"  # and in draft steps
+    acceptance: Acceptance = Lossless()
+    poison: bool = False  # fill freed slots with NaN, so that tests notice a read of stale KV
+
+    @property
+    def kv_slots(self) -> int:
+        """Slots of each KV pool: those of `max_total_tokens`, and the first page, which is padding."""
+        return (self.max_total_tokens // self.page_size + 1) * self.page_size

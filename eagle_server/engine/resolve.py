@@ -1,0 +1,193 @@
+"""From options and loaded models to an EngineConfig: every automatic value gets its number here, once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from eagle_server.config import Config, ConfigError, SpeculativeSection
+from eagle_server.engine.backends import caps_scores
+from eagle_server.engine.devices import graph_memory, graph_sizes, memory_for_kv, resolve_backend
+from eagle_server.engine.engine_config import EngineConfig, TreeConfig
+from eagle_server.engine.pools import bytes_per_slot, kv_config
+from eagle_server.engine.static_trees import MEDUSA_CHOICES, TOKEN_TREE, read_choices
+from eagle_server.models.checkpoints.load_draft import LoadedDraft
+from eagle_server.models.config import ModelConfig
+from eagle_server.models.drafts.medusa import MedusaHeads
+from eagle_server.models.targets.interface import Target
+from eagle_server.speculation.accept import Acceptance, Lossless
+from eagle_server.speculation.static_tree import Choices, depth_of, ranks_of, truncated
+from eagle_server.speculation.typical import Typical
+
+logger = logging.getLogger(__name__)
+
+
+def resolve(config: Config, target: Target, draft: LoadedDraft | None) -> EngineConfig:
+    """The numbers of an engine of `config` over these models; `draft` is None where no model drafts.
+
+    Raises:
+        ValueError: a value that cannot be served; the message says what to change.
+    """
+    device, models = target.embed.device, [target.config]
+    drafted = None if draft is None else kv_config(draft.head)
+    if drafted is not None:
+        models.append(drafted)
+    context, tree = context_length(config, target.config), _tree(config, target.config, draft)
+    capped = caps_scores(target) or (draft is not None and caps_scores(draft.head))
+    backend = resolve_backend(config, device, target.config.dtype, capped=capped)
+    sizes = graph_sizes(config, backend, native=all(model.native for model in models))
+    memory = memory_for_kv(config, device, graph_memory(sizes, tree.num_draft_tokens, target.config))
+    fitting = memory // sum(map(bytes_per_slot, models))
+    slots = config.cache.max_total_tokens or _slots_that_fit(config, context + tree.window, fitting)
+    return EngineConfig(
+        context_length=context,
+        max_total_tokens=slots,
+        tree=tree,
+        page_size=config.cache.page_size,
+        max_running_requests=config.scheduler.max_running_requests,
+        chunked_prefill_size=config.scheduler.chunked_prefill_size,
+        disable_radix_cache=config.cache.disable_radix_cache,
+        algorithm=_algorithm(config, draft),
+        backend=backend,
+        graph_sizes=sizes,
+        acceptance=_acceptance(config.speculative),
+    )
+
+
+def context_length(config: Config, target: ModelConfig) -> int:
+    """--context-length, or the target's own.
+
+    Raises:
+        ConfigError: more than the target's own.
+    """
+    wanted = config.model.context_length
+    if wanted is not None and wanted > target.max_position:
+        raise ConfigError(f"--context-length {wanted}: the model's max_position_embeddings is {target.max_position}")
+    return wanted or target.max_position
+
+
+def lookahead_bound(config: Config, target: ModelConfig) -> int:
+    """Positions past the context that drafting may reach, whatever kind of draft the files turn out to hold.
+
+    The RoPE tables are made when the models are loaded. The kind of draft, and so its tree, is known only after that.
+    """
+    if not config.speculates:
+        return TreeConfig().window
+    section = config.speculative
+    window = _dynamic_tree(section, target).window
+    if section.token_tree is not None:
+        return max(window, len(read_choices(section.token_tree, TOKEN_TREE)) + 1)
+    if (section.head_algorithm or section.algorithm) not in (None, "MEDUSA"):
+        return window
+    return max(window, len(read_choices(section.medusa_choices, MEDUSA_CHOICES)) + 1, section.num_draft_tokens or 0)
+
+
+def _tree(config: Config, target: ModelConfig, draft: LoadedDraft | None) -> TreeConfig:
+    """The tree of the options that fit the draft; options for other kinds of drafts are refused."""
+    if not config.speculates:
+        return TreeConfig()
+    section = config.speculative
+    tree, choices = _dynamic_tree(section, target), _static_choices(section, draft)
+    if not choices:
+        return tree
+    return TreeConfig(
+        num_steps=depth_of(choices),
+        topk=ranks_of(choices),
+        num_draft_tokens=section.num_draft_tokens or len(choices) + 1,  # given only for MEDUSA+NGRAM
+        choices=choices,
+        ngram_depth=tree.ngram_depth,
+        ngram_share_tokens=tree.ngram_share_tokens,
+    )
+
+
+def _dynamic_tree(section: SpeculativeSection, target: ModelConfig) -> TreeConfig:
+    """The tree of --speculative-num-steps and its like, as given or chosen by the target's architecture."""
+    options = section.tree_options(target.architecture)
+    return TreeConfig(
+        num_steps=options.num_steps,
+        topk=options.eagle_topk,
+        num_draft_tokens=options.num_draft_tokens,
+        ngram_depth=options.ngram_depth,
+        ngram_share_tokens=section.shared_tokens,
+    )
+
+
+def _static_choices(section: SpeculativeSection, draft: LoadedDraft | None) -> Choices:
+    """The static tree that this draft drafts; () if its trees are dynamic."""
+    choices: Choices = ()
+    if draft is not None and isinstance(draft.head, MedusaHeads):
+        choices = _medusa_choices(section, draft.head.config.heads)
+    elif section.medusa_choices is not None:
+        raise ConfigError("--medusa-choices: the draft's files hold no Medusa heads; drop it")
+    if section.token_tree is None:
+        return choices
+    if draft is None or draft.kind not in ("EAGLE", "EAGLE3", "NEXTN"):
+        found = "there is no draft" if draft is None else f"the files hold a {draft.kind} draft"
+        raise ConfigError(f"--speculative-token-tree is for EAGLE and MTP heads, but {found}; drop it")
+    return read_choices(section.token_tree, TOKEN_TREE)
+
+
+def _medusa_choices(section: SpeculativeSection, heads: int) -> Choices:
+    """The tree of --medusa-choices. The default tree is cut to the number of heads."""
+    if section.given_tree_options() is not None:
+        raise ConfigError("--speculative-num-steps: Medusa's trees follow from --medusa-choices alone; drop it")
+    choices = read_choices(section.medusa_choices, MEDUSA_CHOICES)
+    if section.medusa_choices is None:
+        return truncated(choices, heads)
+    if depth_of(choices) > heads:
+        raise ConfigError(f"--medusa-choices: a tree of depth {depth_of(choices)} needs as many heads, found {heads}")
+    return choices
+
+
+def _acceptance(section: SpeculativeSection) -> Acceptance:
+    if section.posterior is None:
+        return Lossless()
+    logger.warning(
+        "--acceptance typical is LOSSY: texts of requests with temperature above 0 do not follow the target's "
+        "distribution"
+    )
+    return Typical(*section.posterior)
+
+
+def _algorithm(config: Config, draft: LoadedDraft | None) -> str:
+    names = [draft.kind] if draft is not None else []
+    return "+".join([*names, *(["NGRAM"] if config.speculative.drafts_ngrams else [])]) or "NONE"
+
+
+def _slots_that_fit(config: Config, per_request: int, most: int) -> int:
+    """Slots for every running request at full context, `most` at most, in whole pages."""
+    slots = min(config.scheduler.max_running_requests * per_request, most)
+    return slots // config.cache.page_size * config.cache.page_size
+
+
+def resolved_document(config: Config, resolved: EngineConfig, target: Target) -> dict[str, Any]:
+    """What /v1/server_info shows: the configuration with every automatic value in its place."""
+    values = config.public_dict()
+    values["model"].update(
+        dtype=str(target.config.dtype).removeprefix("torch."),
+        context_length=resolved.context_length,
+        architecture=target.config.architecture,
+        implementation="eagle_server" if target.config.native else "transformers",
+    )
+    values["device"].update(
+        device=str(target.embed.device),
+        attention_backend=resolved.backend,
+        cuda_graph_batch_sizes=list(resolved.graph_sizes),
+        cpu_threads=torch.get_num_threads(),
+    )
+    tree, speculative = resolved.tree, values["speculative"]
+    speculative.update(algorithm=resolved.algorithm)
+    if config.speculates:
+        speculative.update(
+            num_steps=tree.num_steps,
+            eagle_topk=tree.topk,
+            num_draft_tokens=tree.num_draft_tokens,
+            ngram_depth=tree.ngram_depth,
+        )
+    if tree.choices:
+        name = "medusa_choices" if config.speculative.token_tree is None else "token_tree"
+        speculative[name] = [list(node) for node in tree.choices]
+    values["cache"].update(max_total_tokens=resolved.max_total_tokens)
+    return values
