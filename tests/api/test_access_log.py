@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from eagle_server.api.telemetry.calls import log_context
+from eagle_server.api.telemetry.request_record import log_context
 from eagle_server.api.telemetry.summary import Summary
 from eagle_server.engine.logs import HumanLines, JsonLines
 from eagle_server.request import CycleStats, EngineStats

@@ -15,9 +15,8 @@ import httpx
 import pytest
 
 from eagle_server.api.pacing import paced
-from eagle_server.client import generation
-from eagle_server.client.client import EngineClient
-from eagle_server.client.generation import EngineUnavailable, Generation, SlowReader
+from eagle_server.client import client
+from eagle_server.client.client import EngineClient, EngineUnavailable, Generation, SlowReader
 from eagle_server.client.supervisor import Backoff, Supervisor
 from eagle_server.config import parse_args
 from eagle_server.engine.process import EngineFactory
@@ -128,7 +127,7 @@ def a_request(name: str, prompt: str = "abc") -> Request:
 async def test_deltas_that_nobody_reads_are_bounded(
     engine: FakeEngine, engine_client: EngineClient, running: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation, "MAX_UNREAD_DELTAS", 50)
+    monkeypatch.setattr(client, "MAX_UNREAD_DELTAS", 50)
     with engine_client.submit([a_request("a")]) as unread:
         await until(lambda: engine.aborted)
         assert not engine.sequences

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from eagle_server.api.telemetry.families import one_two_five
+from eagle_server.api.telemetry.metric_definitions import one_two_five
 from eagle_server.client.client import EngineClient
 from eagle_server.config import Config, parse_args
 from tests.api.conftest import LocalEngine, http_client

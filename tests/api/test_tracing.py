@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from eagle_server.api.app import create_app
-from eagle_server.api.telemetry.access import Access
+from eagle_server.api.telemetry.access import AccessLog
 from eagle_server.api.telemetry.tracing import Tracing
 from eagle_server.client.client import EngineClient
 from eagle_server.config import Config, ObservabilitySection, parse_args
@@ -73,7 +73,7 @@ async def traced(http: httpx.AsyncClient, spans: InMemorySpanExporter) -> httpx.
     """The server of `http`, with spans kept in memory."""
     app = http._transport.app
     tracing = Tracing("fake", SimpleSpanProcessor(spans))
-    [access] = [each for each in app.user_middleware if each.cls is Access]
+    [access] = [each for each in app.user_middleware if each.cls is AccessLog]
     access.kwargs["on_generated"].append(tracing.record)
     return http
 

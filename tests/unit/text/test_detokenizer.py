@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from eagle_server.text.detokenizer import IncrementalDetokenizer, StopStrings, TokenSpelling
+from eagle_server.text.detokenizer import IncrementalDetokenizer
+from eagle_server.text.stop_strings import StopStrings
+from eagle_server.text.token_spelling import TokenSpelling
 from eagle_server.text.tokenizer import FastTokenizer, TransformersTokenizer, load_tokenizer
 from tests.api.fake_engine import EOS, ID, byte_tokenizer
 

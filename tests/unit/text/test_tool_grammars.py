@@ -73,17 +73,17 @@ def test_what_a_grammar_allows_is_calls_and_nothing_else(format: str, decoder: s
             parser = ToolCallParser(FORMATS[format], [name for name, _ in FUNCTIONS])
             detokenizer = IncrementalDetokenizer(fast, [1], markers)
             tokens = random_text(xgrammar.GrammarMatcher(compiled), size, chance)
-            said = parser.push("".join(map(detokenizer.push, tokens)) + detokenizer.flush())
+            parsed = parser.push("".join(map(detokenizer.push, tokens)) + detokenizer.flush())
             rest = parser.flush()
-            join(said.calls, rest.calls)
-            assert said.content + rest.content == ""
-            assert all(call.is_complete for call in said.calls)
-            for call in said.calls:
+            join(parsed.tool_calls, rest.tool_calls)
+            assert parsed.content + rest.content == ""
+            assert all(call.is_complete for call in parsed.tool_calls)
+            for call in parsed.tool_calls:
                 arguments = json.loads(call.arguments)
                 assert (set(arguments) == {"n"}) if call.name == "grow" else (arguments == {})
                 names.add(call.name)
-            assert len(said.calls) == 1 or not single
-            most = max(most, len(said.calls))
+            assert len(parsed.tool_calls) == 1 or not single
+            most = max(most, len(parsed.tool_calls))
     assert names == {name for name, _ in FUNCTIONS}
     assert (most > 1) == (format != "llama3_json")
 
