@@ -1,5 +1,4 @@
-"""`python -m eagle_server`: read the configuration, start the engine process and serve HTTP. `tree` shows draft
-trees."""
+"""`python -m eagle_server`: read the configuration, start the engine process, serve HTTP. `tree` shows draft trees."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from starlette.routing import Route
 
 from eagle_server.api.body import read_body
-from eagle_server.api.errors import bad_request
+from eagle_server.api.errors import ApiError, bad_request
 from eagle_server.api.generate import GenerationHandler, prepare
 from eagle_server.api.prompts import encode, render
 from eagle_server.api.request_id import request_id_of
@@ -18,6 +18,7 @@ from eagle_server.api.request_state import OutputDelta, Prompt, ScoredToken
 from eagle_server.api.responses import Metrics, PromptLogprobs, Tree, Usage, finite
 from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.api.service import Service, service_of
+from eagle_server.api.sse import DONE, event
 from eagle_server.api.tools import tool_use
 from eagle_server.request import Ready
 from eagle_server.text.tool_parser import ToolCallDelta
@@ -139,9 +140,7 @@ async def create_chat_completion(request: Request) -> Response:
         service.chat_template.stops,
         tool_use(body, service.call_syntax),
     )
-    return await handler.respond(
-        request, build_response=build_response, build_chunks=build_chunks, build_usage_chunk=build_usage_chunk
-    )
+    return await handler.respond(request, build_response=build_response, build_events=build_events, build_end=build_end)
 
 
 # A Starlette route: the handler reads the body itself, and FastAPI's parsing would only add latency.
@@ -184,22 +183,28 @@ def build_response(handler: GenerationHandler, outputs: Sequence[OutputDelta]) -
     )
 
 
-def build_chunks(handler: GenerationHandler, output: OutputDelta) -> Iterator[ChunkBody]:
+def build_events(handler: GenerationHandler, output: OutputDelta) -> bytes:
     """The role once per choice, then content, then the finish reason, each in a chunk of its own."""
-    usage = handler.chunk_usage
+    choices = []
     if output.is_first:
-        yield _chunk(handler, [ChunkChoice(output.index, Delta(role=ROLE, content=""))], usage)
+        choices.append(ChunkChoice(output.index, Delta(role=ROLE, content="")))
     delta = _delta(output)
     if delta is not None or output.tokens or output.trees:
         logprobs = _logprobs(handler, output.tokens)
-        choice = ChunkChoice(output.index, delta or Delta(content=""), logprobs, trees=handler.trees(output))
-        yield _chunk(handler, [choice], usage)
+        delta = delta or Delta(content="")
+        choices.append(ChunkChoice(output.index, delta, logprobs, trees=handler.trees(output)))
     if output.finish_reason is not None:
-        yield _chunk(handler, [ChunkChoice(output.index, Delta(), finish_reason=output.finish_reason)], usage)
+        choices.append(ChunkChoice(output.index, Delta(), finish_reason=output.finish_reason))
+    usage = handler.chunk_usage
+    return b"".join(event(_chunk(handler, [choice], usage)) for choice in choices)
 
 
-def build_usage_chunk(handler: GenerationHandler) -> ChunkBody:
-    return _chunk(handler, [], handler.usage, handler.metrics)
+def build_end(handler: GenerationHandler, error: ApiError | None) -> bytes:
+    """The error, or the usage if the request asks for it; then [DONE]."""
+    if error is not None:
+        return event(error.body) + DONE
+    usage = event(_chunk(handler, [], handler.usage, handler.metrics)) if handler.must_send_usage else b""
+    return usage + DONE
 
 
 def _chunk(

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from starlette.routing import Route
 
 from eagle_server.api.body import read_body
-from eagle_server.api.errors import bad_request
+from eagle_server.api.errors import ApiError, bad_request
 from eagle_server.api.generate import GenerationHandler, prepare
 from eagle_server.api.prompts import check_token_ids, encode
 from eagle_server.api.request_id import request_id_of
@@ -18,6 +18,7 @@ from eagle_server.api.request_state import OutputDelta, Prompt, ScoredToken
 from eagle_server.api.responses import Metrics, PromptLogprobs, Tree, Usage, finite
 from eagle_server.api.schemas.completion import CompletionRequest
 from eagle_server.api.service import Service, service_of
+from eagle_server.api.sse import DONE, event
 from eagle_server.request import Ready
 
 
@@ -59,9 +60,7 @@ async def create_completion(request: Request) -> Response:
     ready = service.ready_for(body.model)
     name = f"cmpl-{request_id_of(request)}"
     handler = await prepare(body, service, ready, name, lambda: _prompts(body, service, ready))
-    return await handler.respond(
-        request, build_response=build_response, build_chunks=build_chunks, build_usage_chunk=build_usage_chunk
-    )
+    return await handler.respond(request, build_response=build_response, build_events=build_events, build_end=build_end)
 
 
 # A Starlette route: the handler reads the body itself, and FastAPI's parsing would only add latency.
@@ -95,12 +94,16 @@ def build_response(handler: GenerationHandler, outputs: Sequence[OutputDelta]) -
     return _body(handler, choices, handler.usage, handler.metrics)
 
 
-def build_chunks(handler: GenerationHandler, output: OutputDelta) -> Iterable[CompletionBody]:
-    return (_body(handler, [_choice(handler, output)], handler.chunk_usage),)
+def build_events(handler: GenerationHandler, output: OutputDelta) -> bytes:
+    return event(_body(handler, [_choice(handler, output)], handler.chunk_usage))
 
 
-def build_usage_chunk(handler: GenerationHandler) -> CompletionBody:
-    return _body(handler, [], handler.usage, handler.metrics)
+def build_end(handler: GenerationHandler, error: ApiError | None) -> bytes:
+    """The error, or the usage if the request asks for it; then [DONE]."""
+    if error is not None:
+        return event(error.body) + DONE
+    usage = event(_body(handler, [], handler.usage, handler.metrics)) if handler.must_send_usage else b""
+    return usage + DONE
 
 
 def _body(

@@ -2,7 +2,7 @@
 
 An endpoint is one module (`completions.py`, `chat.py`) and one schema (`schemas/completion.py`, `schemas/chat.py`). Its
 route handler parses the body, calls `prepare`, and then `GenerationHandler.respond` with the endpoint's own functions
-that build its responses and its stream's chunks. A new endpoint is therefore two new files. It is registered in
+that build the response and the events of a stream. A new endpoint is therefore two new files. It is registered in
 `app.py` (GENERATING) and described in `openapi.py`; nothing changes here.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from itertools import count
 
@@ -20,7 +20,7 @@ from fastapi import Request as HttpRequest
 from fastapi import Response
 from msgspec import UNSET, UnsetType
 
-from eagle_server.api.errors import as_api_error, bad_request, is_expected
+from eagle_server.api.errors import ApiError, as_api_error, bad_request, is_expected
 from eagle_server.api.pacing import paced
 from eagle_server.api.prompts import check_token_ids, too_long
 from eagle_server.api.request_state import OutputDelta, Prompt, RequestState
@@ -36,7 +36,7 @@ from eagle_server.api.responses import (
 from eagle_server.api.sampling_params import sampling_params
 from eagle_server.api.schemas.generation import GenerationBody, StreamOptions
 from eagle_server.api.service import Service
-from eagle_server.api.sse import DONE, EventStream, event, while_connected
+from eagle_server.api.sse import EventStream, while_connected
 from eagle_server.api.tools import ToolUse
 from eagle_server.request import Ready, Request, TokenDelta
 from eagle_server.text.chat_template import NO_STOPS, TemplateStops
@@ -120,6 +120,11 @@ def _max_tokens(body: GenerationBody, prompts: Sequence[Prompt], ready: Ready) -
     return max_tokens
 
 
+BuildResponse = Callable[["GenerationHandler", Sequence[OutputDelta]], msgspec.Struct]
+BuildEvents = Callable[["GenerationHandler", OutputDelta], bytes]
+BuildEnd = Callable[["GenerationHandler", ApiError | None], bytes]
+
+
 class GenerationHandler:
     """One API request: submits its engine requests and turns their deltas into a response or a stream.
 
@@ -134,7 +139,7 @@ class GenerationHandler:
         self.model = service.model_name
         self.spelling = service.spelling
         self.states = states
-        self._first_states = states[:: body.n]  # of each prompt, whose other choices share it
+        self._first_states = states[:: body.n]  # one per prompt
         self._client = service.client
         self._timeout = service.timeout_of(body.timeout)
         self._stream_options = body.stream_options or StreamOptions()
@@ -143,14 +148,15 @@ class GenerationHandler:
         self,
         http_request: HttpRequest,
         *,
-        build_response: Callable[[GenerationHandler, Sequence[OutputDelta]], msgspec.Struct],
-        build_chunks: Callable[[GenerationHandler, OutputDelta], Iterable[msgspec.Struct]],
-        build_usage_chunk: Callable[[GenerationHandler], msgspec.Struct],
+        build_response: BuildResponse,
+        build_events: BuildEvents,
+        build_end: BuildEnd,
     ) -> Response:
-        """Generate, and answer with one JSON object or with a stream of events.
+        """Generate, and respond with one JSON object or with a stream of server-sent events.
 
-        `build_response` gets one whole output per choice. `build_chunks` gets each output delta. `build_usage_chunk`
-        makes the last chunk, if the request asks for usage. Generation is aborted when the client disconnects.
+        `build_response` gets the whole output of each choice. `build_events` encodes the events of one output delta.
+        `build_end` encodes the events that end a stream; it gets the error if generation failed. Generation is aborted
+        when the client disconnects.
 
         Raises:
             ApiError: the engine refused the request or failed before the first event.
@@ -158,7 +164,7 @@ class GenerationHandler:
         if not self.body.stream:
             content = await while_connected(http_request.receive, self._response(build_response))
             return Response(content, media_type="application/json")
-        events = self._events(build_chunks, build_usage_chunk)
+        events = self._stream(build_events, build_end)
         first = await while_connected(http_request.receive, anext(events))  # an error here still sets the HTTP status
         return EventStream(first, events)
 
@@ -166,7 +172,7 @@ class GenerationHandler:
 
     @property
     def usage(self) -> Usage:
-        """Token counts up to now. A prompt counts once, however many choices it has."""
+        """Token counts up to now. A prompt counts once, for any number of choices."""
         return Usage.of(
             prompt=sum(len(state.prompt.token_ids) for state in self._first_states),
             completion=sum(state.completion_tokens for state in self.states),
@@ -174,11 +180,16 @@ class GenerationHandler:
         )
 
     @property
+    def must_send_usage(self) -> bool:
+        """Whether a stream ends with a chunk that has usage and metrics."""
+        return self._stream_options.include_usage
+
+    @property
     def chunk_usage(self) -> Usage | None | UnsetType:
-        """The `usage` of a stream's chunk before the last one. OpenAI sends null where a usage chunk will follow."""
+        """The `usage` of the other chunks. As in OpenAI's API it is null if a usage chunk will follow."""
         if self._stream_options.continuous_usage_stats:
             return self.usage
-        return None if self._stream_options.include_usage else UNSET
+        return None if self.must_send_usage else UNSET
 
     @property
     def metrics(self) -> Metrics | UnsetType:
@@ -196,7 +207,7 @@ class GenerationHandler:
 
     # --- Generation. ---
 
-    async def _response(self, build: Callable[[GenerationHandler, Sequence[OutputDelta]], msgspec.Struct]) -> bytes:
+    async def _response(self, build: BuildResponse) -> bytes:
         outputs = [OutputDelta(state.index) for state in self.states]
         async with aclosing(self._outputs()) as deltas:
             async for delta in deltas:
@@ -206,34 +217,32 @@ class GenerationHandler:
             return await asyncio.to_thread(lambda: msgspec.json.encode(build(self, outputs)))
         return msgspec.json.encode(build(self, outputs))
 
-    async def _events(
-        self,
-        build_chunks: Callable[[GenerationHandler, OutputDelta], Iterable[msgspec.Struct]],
-        build_usage_chunk: Callable[[GenerationHandler], msgspec.Struct],
-    ) -> AsyncGenerator[bytes, None]:
-        """Server-sent events. An error before the first event is raised. A later error is an event."""
+    async def _stream(self, build_events: BuildEvents, build_end: BuildEnd) -> AsyncGenerator[tuple[bytes, bool], None]:
+        """Encoded events, and whether more will follow.
+
+        An error before the first event is raised. A later one ends the stream with an error event.
+        """
         started, unfinished, last = False, len(self.states), b""
         try:
             async with aclosing(self._outputs()) as outputs:
                 async for output in outputs:
                     if output.is_empty:
                         continue
-                    data = b"".join(map(event, build_chunks(self, output)))
+                    data = build_events(self, output)
                     unfinished -= output.finish_reason is not None
                     if not unfinished:
                         last = data  # sent together with the end of the stream
                     elif data:
-                        yield data
+                        yield data, True
                         started = True
-            if self._stream_options.include_usage:
-                last += event(build_usage_chunk(self))
+            last += build_end(self, None)
         except Exception as error:
             if not started:
                 raise
             if not is_expected(error):
                 logger.exception("a stream failed")
-            last = event(as_api_error(error).body)
-        yield last + DONE
+            last = build_end(self, as_api_error(error))
+        yield last, False
 
     async def _outputs(self) -> AsyncGenerator[OutputDelta, None]:
         """Submit the requests and process their deltas until all have ended."""

@@ -107,8 +107,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/health_generate")
 async def health_generate(request: Request) -> Response:
-    """200 if a token is generated in time. On a busy engine the token of any request counts, since the probe may
-    wait."""
+    """200 if a token is generated in time. The probe may wait in a busy engine, so any request's token counts."""
     service = service_of(request)
     _check_health(service)
     client = service.client

@@ -20,8 +20,7 @@ from eagle_server.client.supervisor import Supervisor
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-# longer than clients keep idle connections, so that no client sends into one that is being closed
-KEEP_ALIVE_SECONDS = 75
+KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that none sends into a closing one
 GRACE_SECONDS = 60  # for clients to read their responses after the last one is generated
 INTERRUPTED_STATUS = 130
 
@@ -38,8 +37,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = str(error.strerror).partition(" (while")[0]  # the rest repeats the address
         raise OSError(f"cannot listen on {host}:{port}: {reason}") from error
-    # Connections inherit the option. asyncio does not set it on these sockets, because they do not name TCP as
-    # protocol.
+    # Connections inherit the option. asyncio does not set it on these sockets, as they do not name TCP as protocol.
     # Without it a token waits until the client acknowledges the previous one, 40 ms on most systems.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

@@ -55,11 +55,14 @@ async def _disconnection(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends `first`, then what `events` yields until DONE. Closes `events` as soon as the client disconnects."""
+    """Sends `first`, then what `events` yields: encoded events, and whether more will follow.
+
+    `events` is closed as soon as the client disconnects.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: tuple[bytes, bool], events: AsyncGenerator[tuple[bytes, bool], None]) -> None:
         self.status_code = 200
         self.background = None
         self._first = first
@@ -73,11 +76,11 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        data = self._first
-        while not data.endswith(DONE):
+        data, more = self._first
+        while more:
             await self._send(send, data)
             await asyncio.sleep(0)  # with a backlog no other call waits; this lets `_disconnection` run
-            data = await anext(self._events)
+            data, more = await anext(self._events)
         await self._send(send, data, more=False)
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:

@@ -40,8 +40,7 @@ class EngineFailed(Exception):
 
 @dataclass(frozen=True)
 class Backoff:
-    """Seconds to wait before each restart. They double, and start again at `first` after `healthy` seconds of
-    running."""
+    """Seconds to wait before each restart. They double. After `healthy` seconds of running they are `first` again."""
 
     first: float = 0.5
     limit: float = 30.0

@@ -70,8 +70,7 @@ class RequestRecord:
         return sum(each.answer_tokens for each in self.engine_requests)
 
     def api_seconds(self, now: float) -> float:
-        """Time until `now` in which the engine did not work on this request: before the submission and after the
-        end."""
+        """Seconds until `now` that this request spent in the API only: before submission and after the last token."""
         return (
             min(each.submitted for each in self.engine_requests)
             - self.began

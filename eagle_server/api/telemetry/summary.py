@@ -34,8 +34,7 @@ class Window:
 
 @dataclass
 class Summary:
-    """Logs at most every `interval` seconds; 0 disables it. Idle time is in no window, so rates are those under
-    load."""
+    """Logs at most every `interval` seconds; 0 disables it. Windows exclude idle time: rates are those under load."""
 
     interval: float
     _window: Window | None = field(default=None, init=False)
