@@ -9,8 +9,7 @@ from typing import NoReturn
 
 _S = r"[ \t\n\r]*"  # JSON's whitespace
 _FEW = r"[ \t\n\r]{0,64}"  # bounded, because the pattern is tried again for every piece of text
-# Matches the beginning of most calls, up to the arguments. Names that are longer or have escapes, and other key orders,
-# are
+# Matches the beginning of most calls, up to the arguments. Longer names, names with escapes and other key orders are
 # read when the object is complete.
 _HEAD = re.compile(
     rf'\{{{_FEW}"name"{_FEW}:{_FEW}"([^"\\\x00-\x1f]{{1,256}})"{_FEW},{_FEW}"(?:arguments|parameters)"{_FEW}:{_FEW}(?=\{{)'

@@ -1,4 +1,4 @@
-"""Client, supervisor and engine process, over real sockets, without HTTP."""
+"""Client, supervisor and engine process with real sockets, without HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates: their sandbox, their sources, and what stands in for a missing one."""
+"""Chat templates: the sandbox, the sources, and the defaults for models without one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(directory: Path, **files: Any) -> str:
 
 
 def test_the_environment_is_that_of_transformers() -> None:
-    """The expected text is what transformers.apply_chat_template gives for the same template and messages."""
+    """The expected text is the output of transformers.apply_chat_template."""
     template = ChatTemplate(
         "{{ bos_token }}{% for m in messages %}\n  {% if loop.last %}{% break %}{% endif %}\n"
         "{{ m | tojson }}{% endfor %}{% generation %}x{% endgeneration %}"

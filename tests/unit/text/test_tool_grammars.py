@@ -1,4 +1,4 @@
-"""Grammars of calls: whatever a model writes under one, the parser finds valid calls in it."""
+"""Tool-call grammars: the parser finds valid calls in any text that follows the grammar."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FUNCTIONS = [("grow", SIZE), ('say "é"', argument_schema(None))]
 
 
 def tokenizer(decoder: str, *, special: bool) -> Tokenizer:
-    """Characters, and the markers of every format as tokens that are special or not."""
+    """A tokenizer of characters, with the markers of all formats as tokens, special or not."""
     space = {"ByteLevel": {" ": "Ġ", "\n": "Ċ"}, "ByteFallback": {" ": "▁"}}[decoder]
     letters = [space.get(each, each) for each in string.printable[:95] + "\n"]
     made = Tokenizer(models.BPE({token: i for i, token in enumerate([*SPECIAL, *letters, "Ã", "©", "é"])}, []))
@@ -41,7 +41,7 @@ def tokenizer(decoder: str, *, special: bool) -> Tokenizer:
 
 
 def random_text(matcher: Any, size: int, chance: random.Random) -> list[int]:
-    """Tokens that the grammar allows, closing brackets and the end before others, so that it ends."""
+    """Tokens that the grammar allows. Closing brackets and the end token come first, so that the text ends."""
     tokens: list[int] = []
     mask = np.zeros((1, -(-size // MASK_WORD)), dtype=np.int32)
     while not matcher.is_terminated():
@@ -89,7 +89,7 @@ def test_what_a_grammar_allows_is_calls_and_nothing_else(format: str, decoder: s
 
 
 def test_special_tokens_are_in_no_string() -> None:
-    """A marker has its place in the format; elsewhere no grammar allows it, as no other special token."""
+    """The grammar allows a marker only at its place in the format, and no other special tokens."""
     import xgrammar
 
     made = tokenizer("ByteLevel", special=True)

@@ -1,4 +1,4 @@
-"""Calls in texts: each format, every way to cut a text, and what is no call."""
+"""Tool calls in texts: each format, all ways to split a text into pieces, and texts without valid calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = ("f", "get_weather")
 ARGS = '{"city": "S\\u00e3o \\"Paulo\\" {[", "deep": [{"a": [1, -2.5e3, null]}, true], "tag": "</tool_call>"}'
 Call = tuple[str, str]
 
-# Format and text; then the content and the calls, as name and arguments, that it comes to.
+# Format and text, then the expected content and the expected calls as (name, arguments).
 WHOLE: list[tuple[str, str, str, list[Call]]] = [
     ("hermes", "", "", []),
     ("hermes", " plain text.\n", " plain text.\n", []),
@@ -29,7 +29,7 @@ WHOLE: list[tuple[str, str, str, list[Call]]] = [
         "Let me see.",
         [("f", ARGS), ("get_weather", '{"x": 1}')],
     ),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "", [("f", "{}")]),  # nothing closes it
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "", [("f", "{}")]),  # no closing marker
     ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool', "</tool", [("f", "{}")]),
     ("hermes", 'A <tool_call>{"name": "other", "parameters": {}}</tool_call>\n B ', "A\n B ", [("other", "{}")]),
     ("hermes", "a < b, <tool_calls>, <tool_", "a < b, <tool_calls>, <tool_", []),
@@ -123,7 +123,7 @@ def test_what_is_no_call_is_content_and_nothing_is_lost(format: str, broken: str
 @pytest.mark.parametrize("broken", NO_CALLS)
 def test_calls_after_a_broken_one_are_found(format: str, broken: str) -> None:
     if broken.startswith("{") and not broken.endswith(("}", "]")):
-        broken += "\n"  # what ends mid-string takes the rest with it, if that goes on without a line break
+        broken += "\n"  # a call that ends in a string would include the following text, unless there is a line break
     good = f'{MARKER[format]}{{"name": "f", "arguments": {{"x": 1}}}}'
     parsed = parse(format, [f"{MARKER[format]}{broken}{good}"])
     nested = json_brackets(broken) > 0
@@ -131,7 +131,7 @@ def test_calls_after_a_broken_one_are_found(format: str, broken: str) -> None:
 
 
 def json_brackets(text: str) -> int:
-    """How many are left open."""
+    """The number of open brackets."""
     return sum(text.count(bracket) for bracket in "{[") - sum(text.count(bracket) for bracket in "}]")
 
 
@@ -223,7 +223,7 @@ def test_ids_are_what_templates_take() -> None:
 
 
 TEMPLATES = {
-    # as they are in the models' files, line breaks and quotes escaped for Jinja
+    # as in the models' files, with line breaks and quotes escaped for Jinja
     r"""{{- "<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>" }}""": "hermes",
     r"""{{- "<tool_call>\n{{\"name\": <function-name>, \"arguments\": <args-json-object>}}\n" }}""": "hermes",
     r"""{{- '\n<tool_call>\n{"name": "' }}{{- tool_call.name }}""": "hermes",
@@ -276,7 +276,7 @@ def test_white_space_in_any_pieces(format: str, text: str, calls: list[Call], co
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("before", ["", "x", "marker", '{"name": "f", "arguments": {}}'])
 def test_white_space_without_an_end_is_not_held(format: str, before: str) -> None:
-    """Else each of its tokens would cost as much as all before it."""
+    """Otherwise each token would cost as much as all tokens before it."""
     parser = ToolCallParser(FORMATS[format], NAMES)
     parser.push(FORMATS[format].opening if before == "marker" else before)
     for _ in range(100):
