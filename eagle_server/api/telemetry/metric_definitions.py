@@ -84,7 +84,7 @@ class MetricDefinitions:
             self.finished(reason)
         self.drafts = self._counter("vllm:spec_decode_num_drafts", "Draft trees that were verified.")
         self.draft_tokens = self._counter(
-            "vllm:spec_decode_num_draft_tokens", "Nodes of these trees without the roots."
+            "vllm:spec_decode_num_draft_tokens", "Nodes of verified draft trees, without the roots."
         )
         self.accepted_tokens = self._counter(
             "vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."
