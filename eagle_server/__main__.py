@@ -1,4 +1,4 @@
-"""`python -m eagle_server`: read the configuration, start the engine process, serve HTTP; `tree` looks at trees."""
+"""`python -m eagle_server`: read the configuration, start the engine process, serve HTTP. `tree` shows draft trees."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from collections.abc import Callable, Sequence
 
 from eagle_server.api.app import create_app
 from eagle_server.api.server import INTERRUPTED_STATUS, HttpServer, Lifecycle, listen
-from eagle_server.api.telemetry.calls import log_context
+from eagle_server.api.telemetry.request_record import log_context
 from eagle_server.client.client import EngineClient
 from eagle_server.client.supervisor import EngineFailed, Supervisor
 from eagle_server.config import Config, parse_args
 from eagle_server.engine.logs import LogStyle, configure_logging
-from eagle_server.engine.process import CONFIGURATION_STATUS, FAILURE_STATUS, Engine, EngineFactory, freeze
+from eagle_server.engine.process import CONFIGURATION_STATUS, FAILURE_STATUS, EngineFactory, EngineProtocol, freeze
 from eagle_server.text.chat_template_files import load_chat_template
 from eagle_server.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger("eagle_server")
 
-TREE = "tree"  # the one command beside serving
+TREE = "tree"  # the only command besides serving
 EXAMPLE_BODY = r'{"prompt": "def fibonacci(n):\n", "max_tokens": 64, "temperature": 0}'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal comes; the exit status. What the user can mend is one line on stderr and status 2."""
+    """Serve until a signal arrives; return the exit status. A user's mistake is one line on stderr and status 2."""
     arguments = sys.argv[1:] if argv is None else argv
     if list(arguments[:1]) == [TREE]:
-        from eagle_server.view.command import main as show_trees  # torch, which the API process does without
+        from eagle_server.view.command import main as show_trees  # imports torch, which the API process does not need
 
         return show_trees(arguments[1:])
     config = parse_args(arguments)
     return run(config, EngineFactory("eagle_server.engine.build", "build_engine", (config,)))
 
 
-def run(config: Config, build: Callable[[], Engine]) -> int:
-    """Serve the engine that `build` makes in a process of its own."""
+def run(config: Config, build: Callable[[], EngineProtocol]) -> int:
+    """Serve the engine that `build` makes in a separate process."""
     logs = LogStyle(config.server.log_level, config.observability.log_format)
     configure_logging(logs, log_context)
     logger.info("configuration: %s", json.dumps(config.public_dict()))

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from eagle_server.api import generating, inspection, playground, tokens
+from eagle_server.api import chat, completions, inspection, playground, tokens
+from eagle_server.api.admission import AdmissionMiddleware
 from eagle_server.api.errors import install_handlers
-from eagle_server.api.gate import Gate
 from eagle_server.api.openapi import document
 from eagle_server.api.request_id import HEADER, RequestId
 from eagle_server.api.service import Service
 from eagle_server.api.telemetry import exposition
-from eagle_server.api.telemetry.access import Access
-from eagle_server.api.telemetry.metrics import Metrics
+from eagle_server.api.telemetry.access import AccessLog
+from eagle_server.api.telemetry.metrics import ServerMetrics
 from eagle_server.api.telemetry.observer import Telemetry
 from eagle_server.api.telemetry.summary import Summary
 from eagle_server.api.tools import CallSyntax
 from eagle_server.client.client import EngineClient
 from eagle_server.config import Config
 from eagle_server.text.chat_template import ChatTemplate
-from eagle_server.text.detokenizer import TokenSpelling
+from eagle_server.text.token_spelling import TokenSpelling
 from eagle_server.text.tokenizer import Tokenizer
 from eagle_server.text.tool_formats import find_format
 
@@ -33,16 +33,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+GENERATING = (completions, chat)  # the endpoint modules that submit requests to the engine
+
 
 def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate) -> FastAPI:
-    """The application in front of `client`; its `state.service` holds what the routes share.
+    """The application for `client`. Its `state.service` holds what the routes share.
 
-    `state.tracing`, if spans are wanted, has to be closed in the end.
+    `state.tracing` must be closed at the end if it is not None.
 
     Raises:
-        ValueError: what an option asks for is not installed.
+        ValueError: an option needs a package that is not installed.
     """
-    metrics = Metrics(config.served_model_name, lambda: client.stats)
+    metrics = ServerMetrics(config.served_model_name, lambda: client.stats)
     client.observe(Telemetry(metrics, Summary(config.observability.log_stats_interval)))
     tracing = _tracing(config)
     key = config.server.api_key
@@ -60,16 +62,22 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
         timeout=config.server.request_timeout,
         configuration=configuration,
     )
-    # FastAPI's pages of documentation load scripts from elsewhere, so they are off.
+    # FastAPI's documentation pages load scripts from other servers, so they are disabled.
     app = FastAPI(title="eagle_server", openapi_url=None)
     app.state.service = service
     app.state.tracing = tracing
-    for module in (generating, tokens, inspection, exposition, playground):
+    for module in (*GENERATING, tokens, inspection, exposition, playground):
         app.include_router(module.router)
     app.add_api_route("/openapi.json", document, methods=["GET"])
-    # From the inside out: whoever is added last sees a request first.
-    app.add_middleware(Gate, service=service, api_key=key.get_secret_value() if key else None)
-    app.add_middleware(Access, on_generated=[metrics.answered, *([tracing.record] if tracing else [])])
+    # The middleware that is added last sees a request first.
+    app.add_middleware(
+        AdmissionMiddleware,
+        admission=service.admission,
+        client=client,
+        generating_paths=[route.path for module in GENERATING for route in module.router.routes],
+        api_key=key.get_secret_value() if key else None,
+    )
+    app.add_middleware(AccessLog, on_generated=[metrics.answered, *([tracing.record] if tracing else [])])
     if config.server.cors_allow_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -88,7 +96,7 @@ def _tracing(config: Config) -> Tracing | None:
     if endpoint is None:
         return None
     try:
-        from eagle_server.api.telemetry.tracing import Tracing, otlp_processor  # packages that few servers need
+        from eagle_server.api.telemetry.tracing import Tracing, otlp_processor  # needs packages that few servers have
     except ImportError as error:
         extra = "pip install 'eagle-server[otlp]'"
         raise ValueError(f"--otlp-traces-endpoint needs packages that are missing ({error.name}): {extra}") from None

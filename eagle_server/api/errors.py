@@ -1,4 +1,4 @@
-"""OpenAI's error object, on every error."""
+"""Errors as OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from eagle_server.client.client import QueueFull
-from eagle_server.client.generation import EngineUnavailable, GenerationTimeout, SlowReader
+from eagle_server.client.client import EngineUnavailable, GenerationTimeout, QueueFull, SlowReader
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +26,7 @@ KINDS: dict[int, str] = {
 
 
 class ErrorObject(msgspec.Struct, frozen=True):
-    """What went wrong, in OpenAI's words."""
+    """OpenAI's error object."""
 
     message: str
     type: str
@@ -40,7 +39,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ApiError(Exception):
-    """A refused or failed request; `param` names the parameter at fault."""
+    """A refused or failed request. `param` names the wrong parameter."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """`type` of the error object, in the words that clients know from OpenAI."""
+        """The `type` of the error object, one of OpenAI's."""
         if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             return "server_error"
         return KINDS.get(self.status, "invalid_request_error")
@@ -82,7 +81,7 @@ def unavailable(message: str) -> ApiError:
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="service_unavailable", headers=RETRY_AFTER)
 
 
-# What else may become of a request: status, code and headers.
+# Status, code and headers of the engine client's exceptions.
 OUTCOMES: dict[type[Exception], tuple[int, str, Mapping[str, str]]] = {
     EngineUnavailable: (HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable", RETRY_AFTER),
     QueueFull: (HTTPStatus.TOO_MANY_REQUESTS, "queue_full", RETRY_AFTER),
@@ -93,12 +92,12 @@ EXPECTED = (ApiError, HTTPException, *OUTCOMES)
 
 
 def is_expected(error: Exception) -> bool:
-    """Whether it is an outcome that requests may have, and no bug."""
+    """Whether the error is a normal outcome of a request, not a bug."""
     return isinstance(error, EXPECTED)
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """How an exception looks to the client. One that nobody expected tells nothing about itself."""
+    """The error that the client sees. An unexpected exception reveals no details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
@@ -111,7 +110,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Answer every exception with an error object."""
+    """Make the app answer every exception with an error object."""
 
     async def answer(_: Request, error: Exception) -> Response:
         return as_api_error(error).response

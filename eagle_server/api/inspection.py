@@ -1,4 +1,4 @@
-"""The endpoints about the server itself."""
+"""Endpoints about the server itself: models, health, version, configuration and the prefix cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PATHS = [
     "/metrics",
     "/openapi.json",
 ]
-PROBE_SECONDS = 20.0  # SGLang's
+PROBE_SECONDS = 20.0  # as in SGLang
 
 router = APIRouter()
 STARTED = int(time.time())
@@ -39,7 +39,7 @@ _probes = count()
 
 
 class Model(msgspec.Struct):
-    """OpenAI's, and vLLM's `max_model_len`: most tokens of a request, prompt and output together."""
+    """OpenAI's model object. `max_model_len` is vLLM's: most tokens of a request, prompt and output together."""
 
     id: str
     created: int
@@ -62,13 +62,13 @@ class Version(msgspec.Struct):
 
 
 class CacheFlushed(msgspec.Struct):
-    """How many tokens' KV the prefix cache held that is free now."""
+    """`freed_tokens` counts the tokens whose KV was in the prefix cache and is free now."""
 
     freed_tokens: int
 
 
 class ServerInfo(msgspec.Struct):
-    """`config` as given, `resolved` as in force; `engine` is its load, KV use and totals since its start."""
+    """`config` is the given configuration, `resolved` the effective one. `engine` has load, KV use and totals."""
 
     version: str
     model: str
@@ -107,7 +107,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/health_generate")
 async def health_generate(request: Request) -> Response:
-    """200 if a token can be generated in time. On a busy engine anybody's token counts: the probe may wait long."""
+    """200 if a token is generated in time. The probe may wait in a busy engine, so any request's token counts."""
     service = service_of(request)
     _check_health(service)
     client = service.client
@@ -128,7 +128,7 @@ async def get_version() -> Response:
 
 @router.get("/v1/server_info")
 async def server_info(request: Request) -> Response:
-    """What is served, how it was configured and the engine's state."""
+    """The model, the configuration and the engine's state."""
     service = service_of(request)
     client, ready = service.client, service.client.ready
     engine = {"available": client.is_available, **(msgspec.structs.asdict(client.stats) if client.stats else {})}
@@ -146,7 +146,7 @@ async def server_info(request: Request) -> Response:
 
 @router.post("/flush_cache")
 async def flush_cache(request: Request) -> Response:
-    """Drop the prefix cache. As in SGLang, not while requests are running or waiting."""
+    """Drop the prefix cache. As in SGLang, this fails while requests run or wait."""
     flushed = await service_of(request).client.flush_cache()
     if not flushed.is_done:
         message = f"the cache was not flushed: {flushed.running} requests are running and {flushed.waiting} waiting"
@@ -156,7 +156,7 @@ async def flush_cache(request: Request) -> Response:
 
 @router.get("/")
 async def index(request: Request) -> Response:
-    """The playground for browsers, a few facts for everybody else."""
+    """The playground for browsers, a short JSON object for other clients."""
     if playground.is_wanted(request):
         return playground.page()
     answer = json_response(Index("eagle_server", version(), service_of(request).model_name, PATHS))

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what each endpoint takes and gives, from the types that parse and encode it."""
+"""The OpenAPI document, generated from the types that parse requests and encode responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from fastapi import Request, Response
 from pydantic.json_schema import models_json_schema
 
 from eagle_server.api import inspection, tokens
-from eagle_server.api.chat_shape import ChatBody, ChunkBody
+from eagle_server.api.chat import ChatBody, ChunkBody
+from eagle_server.api.completions import CompletionBody
 from eagle_server.api.errors import ErrorBody
 from eagle_server.api.responses import json_response
 from eagle_server.api.schemas.base import Body
@@ -20,7 +21,6 @@ from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.api.schemas.completion import CompletionRequest
 from eagle_server.api.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from eagle_server.api.service import version
-from eagle_server.api.text_shape import CompletionBody
 
 Schema = dict[str, Any]
 
@@ -41,7 +41,7 @@ GENERATING = tuple(ERRORS)
 
 @dataclass(frozen=True)
 class Endpoint:
-    """`events` is what a stream's events hold, None where there are no streams."""
+    """`answer` is the response's type, `events` the type of a stream's events. None: the endpoint has no streams."""
 
     method: str
     path: str
@@ -125,14 +125,15 @@ def _reference(model: type[Any]) -> Schema:
 def _schemas() -> dict[str, Schema]:
     bodies = [(endpoint.body, "validation") for endpoint in ENDPOINTS if endpoint.body is not None]
     _, definitions = models_json_schema(bodies, ref_template=f"{REFERENCE}{{model}}")  # type: ignore[arg-type]
-    structs: Sequence[type] = [ErrorBody, ChunkBody, *(endpoint.answer for endpoint in ENDPOINTS)]
+    events = [endpoint.events for endpoint in ENDPOINTS if endpoint.events is not None]
+    structs: Sequence[type] = [ErrorBody, *events, *(endpoint.answer for endpoint in ENDPOINTS)]
     _, answers = msgspec.json.schema_components(structs, ref_template=f"{REFERENCE}{{name}}")
     taken: Mapping[str, Schema] = definitions["$defs"]
     return {name: _with_nulls(schema) for name, schema in taken.items()} | answers
 
 
 def _with_nulls(schema: Schema) -> Schema:
-    """An object of a body: null stands for every parameter that need not be given."""
+    """Allow null for every optional parameter of a body's object."""
     required = schema.get("required", ())
     properties = {
         name: value if name in required else {"anyOf": [value, {"type": "null"}]}

@@ -1,4 +1,4 @@
-"""Even pacing: the tokens of one cycle one by one, spread over the time until the next cycle's are expected."""
+"""Even pacing: sends the tokens of a cycle one by one, spread over the expected time until the next cycle ends."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from msgspec.structs import replace
 
 from eagle_server.request import TokenDelta
 
-WEIGHT = 0.3  # of the newest cycle in the estimate of how long a cycle takes
-LONGEST_CYCLE = 0.5  # seconds; after a pause the rest is not held back any longer than this
+WEIGHT = 0.3  # of the newest cycle in the moving average of the cycle time
+LONGEST_CYCLE = 0.5  # seconds; longer cycles count as this long
 
 
 async def paced(deltas: AsyncIterator[TokenDelta]) -> AsyncGenerator[TokenDelta, None]:
-    """The deltas of one request, one token each. Once the next cycle's are there, what is left is sent at once."""
+    """The deltas of one request, one token each. When the next cycle's delta arrives, the rest is sent at once."""
     clock = asyncio.get_running_loop().time
     cycle: float | None = None  # seconds
     following = _next(deltas)
@@ -43,7 +43,10 @@ async def paced(deltas: AsyncIterator[TokenDelta]) -> AsyncGenerator[TokenDelta,
 
 
 def single(delta: TokenDelta) -> Iterator[TokenDelta]:
-    """A delta as deltas of one token each; the end goes with the last, prompt's scores and tree with the first."""
+    """Split a delta into deltas of one token each.
+
+    The first one has the prompt's scores and the tree, the last one the finish reason.
+    """
     last = len(delta.token_ids) - 1
     if last < 1:
         yield delta

@@ -1,4 +1,4 @@
-"""The playground: a page for browsers at `/`, and the files that it loads. Everything comes from this server."""
+"""The playground: a page for browsers at `/` and the files that it loads, all from this server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ router = APIRouter()
 
 
 def is_wanted(request: Request) -> bool:
-    """Whether a page is asked for: browsers say so, programs take anything."""
+    """Whether the client asks for HTML. Browsers do; other programs accept anything."""
     return "text/html" in request.headers.get("accept", "")
 
 

@@ -1,58 +1,24 @@
-"""Prompts in tokens, from text, token ids or messages."""
+"""Prompts: rendering with the chat template, tokenizing with a limit, and errors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eagle_server.api.choice import Prompt
 from eagle_server.api.errors import ApiError, bad_request
 from eagle_server.api.schemas.chat import Message, Rendering
-from eagle_server.text.chat_template import ChatTemplate, TemplateError, Turn
+from eagle_server.text.chat_template import ChatTemplate, Conversation, TemplateError
 from eagle_server.text.tokenizer import Tokenizer
 
-CHARACTERS_PER_PIECE = 4  # normalizers may compose characters, so a token may stand for a few more than it has
-
-
-def completion_prompt(
-    source: str | list[int], tokenizer: Tokenizer, vocab_size: int, limit: int, *, echo: bool
-) -> Prompt:
-    """A text or token ids of at most `limit` tokens.
-
-    Raises:
-        ApiError: it is empty, too long or has a token that is none.
-    """
-    if isinstance(source, str):
-        prompt = Prompt(encode(source, tokenizer, limit, "prompt", special=True), source)
-    else:
-        check_token_ids("prompt", source, vocab_size)
-        prompt = Prompt(source, tokenizer.decode(source) if echo else "")
-    if not prompt.token_ids:
-        raise bad_request("the prompt is empty: it has no tokens", "prompt", "invalid_value")
-    return prompt
-
-
-def chat_prompt(
-    messages: Sequence[Message], rendering: Rendering, template: ChatTemplate, tokenizer: Tokenizer, limit: int
-) -> Prompt:
-    """Messages under the model's template.
-
-    Raises:
-        ApiError: the template does not take them, or they are too long.
-    """
-    text = render(messages, rendering, template)
-    token_ids = encode(text, tokenizer, limit, "messages", special=template.adds_special)
-    if not token_ids:
-        raise bad_request("the prompt is empty: it has no tokens", "messages", "invalid_value")
-    return Prompt(token_ids, text)
+CHARACTERS_PER_PIECE = 4  # a normalizer may compose characters, so a token's source text may be longer than the token
 
 
 def render(messages: Sequence[Message], rendering: Rendering, template: ChatTemplate) -> str:
-    """The text of a conversation.
+    """The text of a conversation under the chat template.
 
     Raises:
-        ApiError: the template does not take it.
+        ApiError: the template does not accept it.
     """
-    turn = Turn(
+    conversation = Conversation(
         [message.values for message in messages],
         rendering.offered_tools,
         rendering.chat_template_kwargs,
@@ -60,13 +26,17 @@ def render(messages: Sequence[Message], rendering: Rendering, template: ChatTemp
         continue_final_message=rendering.continue_final_message,
     )
     try:
-        return template.render(turn)
+        return template.render(conversation)
     except TemplateError as error:
         raise bad_request(str(error), error.param, "invalid_value") from None
 
 
 def encode(text: str, tokenizer: Tokenizer, limit: int, param: str, *, special: bool) -> list[int]:
-    """Token ids of a text, which is refused unread if it must have more than `limit`."""
+    """Token ids of a text.
+
+    Raises:
+        ApiError: the text is so long that it must have more than `limit` tokens. It is not tokenized then.
+    """
     most = limit * tokenizer.longest_piece * CHARACTERS_PER_PIECE
     if len(text) > most:
         message = f"the prompt has {len(text)} characters; {limit} tokens never stand for more than {most}"
@@ -75,7 +45,7 @@ def encode(text: str, tokenizer: Tokenizer, limit: int, param: str, *, special: 
 
 
 def too_long(tokens: int, max_tokens: int, limit: int, param: str) -> ApiError:
-    """The error of a prompt that leaves no room for what is to be generated."""
+    """The error for a prompt that leaves no room for the output."""
     message = (
         f"this model's maximum context length is {limit} tokens, however you requested "
         f"{tokens + max_tokens} tokens ({tokens} in your prompt; {max_tokens} for the completion); "
@@ -87,7 +57,7 @@ def too_long(tokens: int, max_tokens: int, limit: int, param: str) -> ApiError:
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """
     Raises:
-        ApiError: one of them is no token.
+        ApiError: a token id is outside the vocabulary.
     """
     wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
     if wrong is not None:

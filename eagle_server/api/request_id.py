@@ -1,4 +1,4 @@
-"""A name for every request: the client's x-request-id where it is sane, else one of ours; on the answer, in the log."""
+"""An id for every request, for the response and the log: the client's x-request-id if valid, else a new one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from eagle_server.api.errors import as_api_error
 logger = logging.getLogger(__name__)
 
 HEADER = "x-request-id"
-SANE = re.compile(r"[A-Za-z0-9._:+/=-]{1,128}")
+VALID_ID = re.compile(r"[A-Za-z0-9._:+/=-]{1,128}")
 
 
 class RequestId:
-    """ASGI middleware. An exception that nobody answered ends here: in the log with its id, as a 500 to the client."""
+    """ASGI middleware. It logs an unhandled exception with the request's id, and answers 500."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -30,7 +30,7 @@ class RequestId:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(HEADER, "")
-        request_id = given if SANE.fullmatch(given) else uuid.uuid4().hex
+        request_id = given if VALID_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         status = 0
 
@@ -46,7 +46,7 @@ class RequestId:
         except Exception as error:
             logger.exception("request %s failed: %s %s", request_id, scope["method"], quote(scope["path"]))
             if status:
-                raise  # the connection is closed: half an answer must not look like a whole one
+                raise  # closes the connection, so that the client sees the response as incomplete
             await as_api_error(error).response(scope, receive, send_named)
 
 

@@ -1,14 +1,14 @@
-"""What both kinds of answers carry beside their choices: token counts and vLLM's metrics."""
+"""Parts of responses that the endpoints share: usage, metrics, prompt log-probabilities and draft trees."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 from fastapi import Response
 from msgspec import UNSET, UnsetType
 
-from eagle_server.request import SpecStats, TokenLogprob
+from eagle_server.request import DraftTree, SpecStats, TokenLogprob
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -18,7 +18,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Token counts. A prompt counts once, however many choices it has."""
+    """Token counts. A prompt counts once, for any number of choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -33,9 +33,9 @@ class Usage(msgspec.Struct):
 class SpeculativeMetrics(msgspec.Struct):
     """vLLM's per-request metrics (vllm#48915).
 
-    A step is one verify cycle. acceptance_histogram[a] counts the steps that accepted a drafted tokens; the bonus token
-    is in mean_acceptance_length only. num_draft_tokens counts proposed tree nodes, num_spec_tokens is the tree's depth.
-    `acceptance` names the rule where it was a lossy one.
+    A step is one verify cycle. acceptance_histogram[a] counts the steps that accepted `a` drafted tokens. Only
+    mean_acceptance_length includes the bonus token. num_draft_tokens counts the nodes of the drafted trees without the
+    roots. num_spec_tokens is the tree's depth. `acceptance` names a lossy acceptance rule.
     """
 
     mean_acceptance_length: float
@@ -49,7 +49,7 @@ class SpeculativeMetrics(msgspec.Struct):
 
     @classmethod
     def of(cls, spec: SpecStats | None) -> SpeculativeMetrics | None:
-        """None where nothing was speculated."""
+        """None if nothing was drafted."""
         if spec is None or not spec.drafted:
             return None
         return cls(
@@ -69,15 +69,25 @@ class Metrics(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct):
-    """vLLM's. `rank` is 1 for the best token; null for one that is not among the alternatives asked for."""
+    """vLLM's. `rank` is 1 for the best token, null for a token outside the requested alternatives."""
 
     logprob: float
     rank: int | None
     decoded_token: str
 
 
-# One entry per prompt token, null for the first: the token itself and the alternatives, by token id.
+# One entry per prompt token, null for the first one. An entry has the token and its alternatives, by token id.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class Tree(msgspec.Struct):
+    """The draft tree of one cycle: `request.DraftTree` with spelled tokens."""
+
+    tokens: list[str]
+    parents: list[int]
+    scores: list[float] | None
+    accepted: list[int]
+    bonus: str | None
 
 
 def finite(logprob: float) -> float:
@@ -97,6 +107,20 @@ def prompt_logprobs_of(entries: list[TokenLogprob], count: int, spell: Callable[
             }
         )
     return scores
+
+
+def trees_of(trees: Sequence[DraftTree], spell: Callable[[int], str]) -> list[Tree]:
+    """The trees of successive cycles."""
+    return [
+        Tree(
+            tokens=[spell(token_id) for token_id in tree.token_ids],
+            parents=tree.parents,
+            scores=None if tree.scores is None else [finite(score) for score in tree.scores],
+            accepted=tree.path,
+            bonus=None if tree.bonus is None else spell(tree.bonus),
+        )
+        for tree in trees
+    ]
 
 
 def json_response(content: object) -> Response:

@@ -1,4 +1,4 @@
-"""The HTTP server's life: listen, serve, drain, stop."""
+"""Runs the HTTP server: listen, serve, drain, stop."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from contextlib import AbstractContextManager, nullcontext
 import uvicorn
 from starlette.types import ASGIApp
 
-from eagle_server.api.service import Admission
+from eagle_server.api.admission import Admission
 from eagle_server.client.client import EngineClient
 from eagle_server.client.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they never send into a closing one
-GRACE_SECONDS = 60  # for clients to take what was answered, once all is answered
+KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that none sends into a closing one
+GRACE_SECONDS = 60  # for clients to read their responses after the last one is generated
 INTERRUPTED_STATUS = 130
 
 
@@ -29,7 +29,7 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket.
 
     Raises:
-        OSError: the address cannot be had; the message is one line.
+        OSError: the address cannot be used; the message is one line.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -37,27 +37,27 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = str(error.strerror).partition(" (while")[0]  # the rest repeats the address
         raise OSError(f"cannot listen on {host}:{port}: {reason}") from error
-    # Connections inherit it. asyncio sets it on sockets made for TCP by name only, which these are not; without it a
-    # token waits for the client's acknowledgement of the one before, 40 ms with most systems.
+    # Connections inherit the option. asyncio does not set it on these sockets, as they do not name TCP as protocol.
+    # Without it a token waits until the client acknowledges the previous one, 40 ms on most systems.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, but for signals: those are handled here, by draining before it stops."""
+    """uvicorn without its signal handlers: `Lifecycle` handles signals, and drains before it stops."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 lifespan="off",
-                # httptools is 0.2 ms faster, but bounds no headers, and drops the body of a request that offers an
-                # upgrade to HTTP/2, as Java's own client does.
+                # httptools is 0.2 ms faster. But it does not limit headers, and it drops the body of a request that
+                # offers an upgrade to HTTP/2, as Java's own client does.
                 http="h11",
                 ws="none",
                 log_config=None,
                 log_level="warning",
-                access_log=False,  # the application writes a line with more in it
+                access_log=False,  # telemetry/access.py logs more
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=GRACE_SECONDS,
@@ -69,10 +69,10 @@ class HttpServer(uvicorn.Server):
 
 
 class Lifecycle:
-    """Runs engine and HTTP side by side until a signal comes or one of them ends.
+    """Runs the engine and the HTTP server until a signal arrives or one of them ends.
 
-    SIGTERM and the first SIGINT drain: new completions get 503, running ones go on to their end. A further SIGINT stops
-    at once.
+    SIGTERM and the first SIGINT drain: new generating requests get 503, running ones finish. A second SIGINT stops at
+    once.
     """
 
     def __init__(self, supervisor: Supervisor, client: EngineClient, admission: Admission) -> None:
@@ -82,7 +82,7 @@ class Lifecycle:
         self._stopping = asyncio.Event()
 
     async def run(self, server: HttpServer, listener: socket.socket, on_ready: Callable[[], None]) -> int:
-        """Serve; the process's exit status.
+        """Serve; return the process's exit status.
 
         Raises:
             EngineFailed: the engine could not be started.

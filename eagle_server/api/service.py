@@ -1,10 +1,8 @@
-"""What the routes share."""
+"""What the routes share: the engine client, the tokenizer, the chat template and the metrics."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from http import HTTPStatus
@@ -13,50 +11,22 @@ from typing import Any
 
 from fastapi import Request
 
+from eagle_server.api.admission import Admission
 from eagle_server.api.errors import ApiError
-from eagle_server.api.telemetry.metrics import Metrics
+from eagle_server.api.telemetry.metrics import ServerMetrics
 from eagle_server.api.tools import CallSyntax
-from eagle_server.client.client import EngineClient
+from eagle_server.client.client import EngineClient, EngineUnavailable
+from eagle_server.request import Ready
 from eagle_server.text.chat_template import ChatTemplate
-from eagle_server.text.detokenizer import TokenSpelling
-
-
-class Admission:
-    """Counts the completions in progress, and lets no more in once the server is draining."""
-
-    def __init__(self) -> None:
-        self.is_draining = False
-        self._active = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def active(self) -> int:
-        return self._active
-
-    @contextmanager
-    def completion(self) -> Iterator[None]:
-        self._active += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._active -= 1
-            if self._active == 0:
-                self._idle.set()
-
-    async def drain(self) -> None:
-        """Refuse new completions and wait for the last one to end."""
-        self.is_draining = True
-        await self._idle.wait()
+from eagle_server.text.token_spelling import TokenSpelling
 
 
 @dataclass(frozen=True)
 class Service:
-    """The engine, the tokenizer (in `spelling`), the template of chats and the names that answers carry.
+    """State that the routes share. `spelling` holds the tokenizer.
 
-    `call_syntax` is how the model writes calls of functions, None where they are not recognized.
-    `configuration` is public; `timeout` is how many seconds any request may take, None for as long as it takes.
+    `call_syntax` is the format of the model's tool calls, None if tool calls are not recognized. `configuration` has no
+    secrets. `timeout` is the server's limit for any request in seconds, None for no limit.
     """
 
     client: EngineClient
@@ -64,10 +34,22 @@ class Service:
     chat_template: ChatTemplate
     call_syntax: CallSyntax | None
     model_name: str
-    metrics: Metrics
+    metrics: ServerMetrics
     timeout: float | None = None
     configuration: Mapping[str, Any] = field(default_factory=dict)
     admission: Admission = field(default_factory=Admission)
+
+    def ready_for(self, model: str | None) -> Ready:
+        """What the engine serves.
+
+        Raises:
+            ApiError: status 404, the model is not this one.
+            EngineUnavailable: there is no engine.
+        """
+        self.check_model(model)
+        if self.client.ready is None or not self.client.is_available:
+            raise EngineUnavailable("the engine is not running")
+        return self.client.ready
 
     def check_model(self, name: str | None) -> None:
         """
@@ -79,7 +61,7 @@ class Service:
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
 
     def timeout_of(self, wanted: float | None) -> float | None:
-        """Seconds that a request may take which asks for `wanted`: never more than the server's own."""
+        """The timeout in seconds of a request that asks for `wanted`: at most the server's own."""
         return min((each for each in (wanted, self.timeout) if each is not None), default=None)
 
 
@@ -90,7 +72,7 @@ def service_of(request: Request) -> Service:
 
 @cache
 def version() -> str:
-    """Of the installed package; looked up once, for that reads files."""
+    """Version of the installed package. Cached, because the look-up reads files."""
     try:
         return metadata.version("eagle-server")
     except metadata.PackageNotFoundError:  # run from a source tree

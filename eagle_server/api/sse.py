@@ -1,4 +1,4 @@
-"""Server-sent events, and answers that stop when nobody listens any more."""
+"""Server-sent events, and cancelling work when the client disconnects."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 
-# A client that reads nothing for so long is gone, or as good as gone; its connection is closed.
+# The connection is closed if the client reads nothing for this long.
 SEND_SECONDS = 60.0
 
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def event(data: msgspec.Struct | bytes) -> bytes:
-    """`data` as one event. JSON has no bare line break, so one line holds it."""
+    """`data` as one event. It fits on one line, because JSON escapes line breaks."""
     body = data if isinstance(data, bytes) else msgspec.json.encode(data)
     return b"data: " + body + b"\n\n"
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled as soon as the client goes away. The body must have been read.
+    """The result of `work`. It is cancelled as soon as the client disconnects. The body must have been read.
 
     Raises:
-        ClientDisconnect: the client went away.
+        ClientDisconnect: the client disconnected.
     """
     leaving, is_working = asyncio.ensure_future(_disconnection(receive)), True
     try:
@@ -55,11 +55,14 @@ async def _disconnection(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends `first`, then what `events` yields until DONE; when the client goes away, `events` is closed at once."""
+    """Sends `first`, then what `events` yields: encoded events, and whether more will follow.
+
+    `events` is closed as soon as the client disconnects.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: tuple[bytes, bool], events: AsyncGenerator[tuple[bytes, bool], None]) -> None:
         self.status_code = 200
         self.background = None
         self._first = first
@@ -73,15 +76,15 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        data = self._first
-        while not data.endswith(DONE):
+        data, more = self._first
+        while more:
             await self._send(send, data)
-            await asyncio.sleep(0)  # a backlog goes out without waiting for anything, least of all for the client's end
-            data = await anext(self._events)
+            await asyncio.sleep(0)  # with a backlog no other call waits; this lets `_disconnection` run
+            data, more = await anext(self._events)
         await self._send(send, data, more=False)
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        """Wait for the connection to take the data: what a client does not read is not generated into memory."""
+        """Wait until the connection accepts the data, so that unread data does not pile up in memory."""
         try:
             async with asyncio.timeout(SEND_SECONDS):
                 await send({"type": "http.response.body", "body": data, "more_body": more})

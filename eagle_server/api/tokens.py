@@ -1,4 +1,4 @@
-"""Endpoints about tokens, in vLLM's shapes: /tokenize, /detokenize, /tokenizer_info."""
+"""vLLM's endpoints for tokens: /tokenize, /detokenize and /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ import asyncio
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from eagle_server.api.body import read_body
 from eagle_server.api.errors import bad_request
-from eagle_server.api.preparation import check_service
 from eagle_server.api.prompts import check_token_ids, encode, render
-from eagle_server.api.reading import read
 from eagle_server.api.responses import json_response
 from eagle_server.api.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from eagle_server.api.service import Service, service_of
-from eagle_server.text.detokenizer import TokenSpelling
+from eagle_server.text.token_spelling import TokenSpelling
 
 router = APIRouter()
 
-MAX_TEXT_TOKENS = 1_000_000  # of a text to tokenize; one may well be longer than the model takes
+MAX_TEXT_TOKENS = 1_000_000  # of a text for /tokenize, which may be longer than the model's context
 
 
 class Tokenized(msgspec.Struct):
-    """Token ids of a text. `token_strs` are the tokens as the vocabulary spells them, if asked for."""
+    """Token ids of a text. `token_strs` are the vocabulary's spellings, if asked for."""
 
     count: int
     max_model_len: int
@@ -37,8 +36,10 @@ class Detokenized(msgspec.Struct):
 
 
 class TokenizerInfo(msgspec.Struct):
-    """What clients need to build prompts themselves. `bos_token` and `eos_token` are the tokenizer's own, as in vLLM;
-    generation ends at any of `eos_tokens`."""
+    """What clients need to build prompts themselves.
+
+    `bos_token` and `eos_token` are the tokenizer's own, as in vLLM. Generation ends at any of `eos_tokens`.
+    """
 
     vocab_size: int
     max_model_len: int
@@ -51,15 +52,15 @@ class TokenizerInfo(msgspec.Struct):
 
 @router.post("/tokenize")
 async def tokenize(request: Request) -> Response:
-    body, service = await read(TokenizeRequest, request), service_of(request)
-    limit = check_service(body.model, service).max_request_tokens
+    body, service = await read_body(TokenizeRequest, request), service_of(request)
+    limit = service.ready_for(body.model).max_request_tokens
     return json_response(await asyncio.to_thread(_tokenized, body, service, limit))
 
 
 @router.post("/detokenize")
 async def detokenize(request: Request) -> Response:
-    body, service = await read(DetokenizeRequest, request), service_of(request)
-    ready = check_service(body.model, service)
+    body, service = await read_body(DetokenizeRequest, request), service_of(request)
+    ready = service.ready_for(body.model)
     check_token_ids("tokens", body.tokens, ready.vocab_size)
     text = await asyncio.to_thread(service.spelling.tokenizer.decode, body.tokens, special=True)
     return json_response(Detokenized(text))
@@ -68,7 +69,7 @@ async def detokenize(request: Request) -> Response:
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> Response:
     service = service_of(request)
-    ready = check_service(None, service)
+    ready = service.ready_for(None)
     ends = list(ready.eos_token_ids)
     pieces = [_piece(token_id, service.spelling) for token_id in ends]
     special_tokens = service.chat_template.special_tokens
@@ -99,6 +100,6 @@ def _tokenized(body: TokenizeRequest, service: Service, limit: int) -> Tokenized
 
 
 def _piece(token_id: int, spelling: TokenSpelling) -> str:
-    """The vocabulary's spelling; that of the text for an id that has none."""
+    """The vocabulary's spelling, or the token's text if the vocabulary has none."""
     piece = spelling.tokenizer.piece(token_id)
     return spelling(token_id) if piece is None else piece

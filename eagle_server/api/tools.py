@@ -1,4 +1,4 @@
-"""Functions that a chat offers: how calls of them are recognized, and enforced where the request asks for it."""
+"""Tool calls of a request: how they are recognized, and the grammar that enforces them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from eagle_server.text.tool_parser import ToolCallParser
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """The way in which the served model writes calls; `markers` are those of it that are special tokens, by id."""
+    """The served model's tool-call format. `markers` are its markers that are special tokens, by token id."""
 
     format: ToolFormat
     markers: Mapping[int, str]
@@ -29,7 +29,7 @@ class CallSyntax:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request makes of tools. `grammar` is there where there must be a call."""
+    """A request's use of tools. `single`: at most one call. `grammar` is not None if the answer must be a call."""
 
     syntax: CallSyntax
     names: frozenset[str]
@@ -37,15 +37,15 @@ class ToolUse:
     grammar: Grammar | None
 
     def parser(self) -> ToolCallParser:
-        """For one choice."""
+        """A new parser, for one choice."""
         return ToolCallParser(self.syntax.format, self.names, single=self.single)
 
 
 def tool_use(body: ChatRequest, syntax: CallSyntax | None) -> ToolUse | None:
-    """None where calls are not looked for.
+    """None if the response is not parsed for tool calls.
 
     Raises:
-        ApiError: calls cannot be enforced as the request asks.
+        ApiError: the request wants calls enforced, and this is not possible.
     """
     if not body.offered_tools:
         return None

@@ -1,32 +1,49 @@
-"""The API's side of the engine: requests out, each request's deltas back to whoever waits for them."""
+"""The API's side of the engine: sends requests, and passes each request's deltas to the task that waits for them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import Self
 
-from eagle_server.client.generation import EngineUnavailable, Generation
-from eagle_server.client.observer import Observer, Unobserved
+from eagle_server.client.observer import Observer
 from eagle_server.request import Abort, Deltas, EngineStats, FlushCache, Flushed, Inbound, Ready, Request, TokenDelta
 
 Send = Callable[[Inbound], None]
 
+# Per request. Deltas pile up only if an HTTP client does not read its stream. At 100 cycles a second this is ten
+# seconds, in addition to what the operating system buffers.
+MAX_UNREAD_DELTAS = 1024
+
+
+class EngineUnavailable(Exception):
+    """There is no engine: it is starting, or it died with this request in flight."""
+
 
 class QueueFull(Exception):
-    """As many requests as may wait are waiting."""
+    """The maximum number of requests is waiting."""
+
+
+class GenerationTimeout(Exception):
+    """The requests took longer than their timeout."""
+
+
+class SlowReader(Exception):
+    """Deltas were not read as fast as they arrived."""
 
 
 class EngineClient:
-    """Talks to the current engine process, if there is one; the supervisor attaches and detaches it.
+    """Talks to the current engine process, if there is one. The supervisor attaches and detaches it.
 
-    `ready` says what is served; it outlives the process, since the next one will serve the same. At most `max_waiting`
-    requests wait for their first token.
+    `ready` says what is served. It stays when the process dies, since the next process will serve the same. At most
+    `max_waiting` requests wait for their first token.
     """
 
     def __init__(self, max_waiting: int | None = None) -> None:
         self.max_waiting = max_waiting
-        self._observer: Observer = Unobserved()
+        self._observer = Observer()
         self.ready: Ready | None = None
         self.stats: EngineStats | None = None
         self._send: Send | None = None
@@ -40,18 +57,18 @@ class EngineClient:
         return self._send is not None
 
     def observe(self, observer: Observer) -> None:
-        """Tell `observer` everything from now on, and at once of an engine that is up."""
+        """Report all further events to `observer`. If an engine is up, report that at once."""
         self._observer = observer
         if self.ready is not None and self.is_available:
             observer.attached(self.ready)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the engine has something to answer."""
+        """Whether the engine owes an answer."""
         return bool(self._running or self._flushes)
 
     def has_room(self, count: int = 1) -> bool:
-        """Whether so many more requests may wait."""
+        """Whether `count` more requests may wait."""
         return self.max_waiting is None or len(self._unanswered) + count <= self.max_waiting
 
     async def until_available(self) -> Ready:
@@ -60,13 +77,13 @@ class EngineClient:
         return self.ready
 
     def attach(self, send: Send, ready: Ready) -> None:
-        """An engine process is up; `send` never blocks."""
+        """An engine process is up. `send` never blocks."""
         self._send, self.ready = send, ready
         self._observer.attached(ready)
         self._attached.set()
 
     def detach(self, reason: str) -> None:
-        """The engine process is gone: everybody who waits for it gets an error now."""
+        """The engine process is gone: every task that waits for it gets an error now."""
         self._send = self.stats = None
         self._attached.clear()
         self._observer.detached()
@@ -80,7 +97,7 @@ class EngineClient:
                 future.set_exception(EngineUnavailable(reason))
 
     def dispatch(self, message: Deltas) -> None:
-        """Hand out what a cycle produced. Deltas that nobody waits for belong to aborted requests."""
+        """Pass on what a cycle produced. Deltas without a waiting task belong to aborted requests."""
         self.stats = message.stats
         self._observer.dispatched(message)
         for delta in message.deltas:
@@ -92,14 +109,14 @@ class EngineClient:
                 generation.put(delta)
 
     def submit(self, requests: Sequence[Request], *, timeout: float | None = None) -> Generation:
-        """Requests to be generated together; nothing is sent before the `with` block is entered.
+        """Requests to generate together. They are sent when the `with` block is entered.
 
         After `timeout` seconds they are aborted, and iterating raises GenerationTimeout.
         """
         return Generation(self, requests, timeout)
 
     async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
-        """The deltas of one request. Close the iterator early and the request is aborted.
+        """The deltas of one request. Closing the iterator early aborts the request.
 
         Raises:
             EngineUnavailable: no engine is running, or it died.
@@ -123,35 +140,105 @@ class EngineClient:
         return await future
 
     def flushed(self, answer: Flushed) -> None:
-        """The oldest flush is answered."""
+        """The engine's answer to the oldest flush."""
         future = self._flushes.popleft()
         if not future.done():
             future.set_result(answer)
 
-    def enter(self, requests: Sequence[Request], generation: Generation) -> None:
+    # --- Called by Generation. ---
+
+    def send_requests(self, requests: Sequence[Request], generation: Generation) -> None:
+        """
+        Raises:
+            EngineUnavailable: no engine is running.
+            QueueFull: too many requests are waiting.
+        """
         if self._send is None:
             raise EngineUnavailable("the engine is not running")
         if not self.has_room(len(requests)):
             raise QueueFull(f"{len(self._unanswered)} requests are waiting, and at most {self.max_waiting} may")
-        self._observer.submitted(requests)  # first: once it is told, the engine may take this very core
+        self._observer.submitted(requests)  # before sending: the engine may then take this process's core
         for request in requests:
             self._running[request.request_id] = generation
             self._unanswered.add(request.request_id)
             self._send(request)
 
     def complete(self, request_id: str, kept: int) -> None:
-        """The first `kept` tokens of a request are its answer: end it, if it still runs; its last delta follows."""
+        """The first `kept` tokens of a request are its answer. Abort it if it still runs; its last delta follows."""
         self._observer.completed(request_id, kept)
         self._abort(request_id)
 
-    def _abort(self, request_id: str) -> None:
-        if self._send is not None and request_id in self._running:
-            self._send(Abort(request_id))
-
     def leave(self, requests: Sequence[Request]) -> None:
-        """Nobody waits for these any more: abort those that still run."""
+        """No task waits for these requests any more: abort those that still run."""
         for request in requests:
             self._abort(request.request_id)
             self._running.pop(request.request_id, None)
             self._unanswered.discard(request.request_id)
         self._observer.left(requests)
+
+    def _abort(self, request_id: str) -> None:
+        if self._send is not None and request_id in self._running:
+            self._send(Abort(request_id))
+
+
+class Generation:
+    """Requests in flight together. Iterate for their deltas until all have ended. Leaving the block aborts the rest.
+
+    Leaving never waits, so it is safe in a task that is being cancelled. Iterating raises what ended the requests
+    early, after the deltas that arrived before: EngineUnavailable, GenerationTimeout or SlowReader.
+    """
+
+    def __init__(self, client: EngineClient, requests: Sequence[Request], timeout: float | None) -> None:
+        self._client = client
+        self._requests = requests
+        self._timeout = timeout
+        self._running = len(requests)
+        self._inbox: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Self:
+        self._client.send_requests(self._requests, self)
+        if self._timeout is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._timeout, self._expire, self._timeout)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._leave()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        if self._running == 0:
+            raise StopAsyncIteration
+        item = await self._inbox.get()
+        if isinstance(item, Exception):
+            raise item
+        if item.finish_reason is not None:
+            self._running -= 1
+        return item
+
+    def put(self, delta: TokenDelta) -> None:
+        if self._inbox.qsize() >= MAX_UNREAD_DELTAS * len(self._requests):
+            self._leave()
+            self.fail(SlowReader("the stream was not read as fast as it was generated"))
+        else:
+            self._inbox.put_nowait(delta)
+
+    def fail(self, error: Exception) -> None:
+        self._inbox.put_nowait(error)
+
+    def complete(self, request_id: str, kept: int) -> None:
+        """The first `kept` tokens of a request are its answer. Abort it; its last delta still arrives."""
+        self._client.complete(request_id, kept)
+
+    def _expire(self, seconds: float) -> None:
+        self._leave()  # at once: the task that reads the error may be blocked by an HTTP client that does not read
+        self.fail(GenerationTimeout(f"the request took longer than its timeout of {seconds:g} seconds"))
+
+    def _leave(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._client.leave(self._requests)

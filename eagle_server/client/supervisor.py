@@ -1,4 +1,4 @@
-"""Starts the engine process, watches it, and starts it again when it dies."""
+"""Starts the engine process, watches it, and restarts it when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ import zmq.asyncio
 
 from eagle_server.client.client import EngineClient
 from eagle_server.engine.logs import LogStyle
-from eagle_server.engine.process import CONFIGURATION_STATUS, Engine, child_main
+from eagle_server.engine.process import CONFIGURATION_STATUS, EngineProtocol, child_main
 from eagle_server.request import Deltas, Flushed, Inbound, Outbound, Ready
 
 logger = logging.getLogger(__name__)
 
 
 class EngineFailed(Exception):
-    """The engine could not be started, died or hangs. One line; `is_configuration` if the user can mend it."""
+    """The engine could not be started, died or hangs. The message is one line.
+
+    `is_configuration`: the user can fix the cause, such as a wrong path.
+    """
 
     def __init__(self, message: str, *, is_configuration: bool, is_hang: bool = False) -> None:
         super().__init__(message)
@@ -37,7 +40,7 @@ class EngineFailed(Exception):
 
 @dataclass(frozen=True)
 class Backoff:
-    """Seconds to wait before each restart, doubling; an engine that lived for `healthy` seconds starts afresh."""
+    """Seconds to wait before each restart. They double. After `healthy` seconds of running they are `first` again."""
 
     first: float = 0.5
     limit: float = 30.0
@@ -52,14 +55,14 @@ class Supervisor:
 
     def __init__(
         self,
-        build: Callable[[], Engine],
+        build: Callable[[], EngineProtocol],
         client: EngineClient,
         *,
         logs: LogStyle | None = None,
         backoff: Backoff | None = None,
         watchdog: float = 300.0,
     ) -> None:
-        """`watchdog`: seconds after which an engine that has work but says nothing is taken for hanging, and killed."""
+        """`watchdog`: an engine that has work but sends nothing for so many seconds counts as hanging and is killed."""
         self._build = build
         self._client = client
         self._logs = logs or LogStyle()
@@ -67,13 +70,13 @@ class Supervisor:
         self._watchdog = watchdog
         self._heard = False
         self._process: EngineProcess | None = None
-        self._attached_at: float | None = None  # loading is not living
+        self._attached_at: float | None = None  # time spent loading does not count as running
 
     async def run(self) -> NoReturn:
-        """Run until cancelled; cancelling kills the engine.
+        """Run until cancelled. Cancelling kills the engine.
 
         Raises:
-            EngineFailed: the very first start failed. Later ones are tried again.
+            EngineFailed: the first start failed. Later failures lead to a restart.
         """
         loop = asyncio.get_running_loop()
         failures = 0
@@ -90,12 +93,12 @@ class Supervisor:
             await asyncio.sleep(delay)
 
     def kill(self) -> None:
-        """End the engine process at once."""
+        """Kill the engine process at once."""
         if self._process is not None:
             self._process.kill()
 
     async def _live(self) -> EngineFailed:
-        """One life of the engine, and how it ended."""
+        """Run one engine process until it ends; return why it ended."""
         process = self._process = EngineProcess(self._build, self._logs)
         pump = asyncio.create_task(self._pump(process))
         ends = [asyncio.create_task(process.death()), asyncio.create_task(self._silence())]
@@ -117,9 +120,9 @@ class Supervisor:
             process.close()
 
     async def _silence(self) -> EngineFailed:
-        """Wait until somebody has waited for an answer, and the engine said nothing, for as long as `watchdog`.
+        """Wait until the engine has owed an answer and sent nothing for `watchdog` seconds.
 
-        Time is counted in short sleeps, so that a machine that was suspended meanwhile does not look like a hang.
+        Time is counted in short sleeps, so that a suspended machine does not look like a hang.
         """
         tick = min(1.0, self._watchdog / 10)
         silent = 0.0
@@ -144,17 +147,17 @@ class Supervisor:
                     self._client.dispatch(deltas)
                 case Flushed() as flushed:
                     self._client.flushed(flushed)
-            await asyncio.sleep(0)  # a burst of messages must not keep the loop from everybody else
+            await asyncio.sleep(0)  # other tasks must run during a burst of messages
 
 
 class EngineProcess:
-    """One life of the engine: the process, and two sockets to it in a private directory."""
+    """One engine process, and two sockets to it in a private directory."""
 
-    def __init__(self, build: Callable[[], Engine], logs: LogStyle) -> None:
+    def __init__(self, build: Callable[[], EngineProtocol], logs: LogStyle) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="eagle_server-"))
         inbound, outbound = (f"ipc://{self._directory / name}" for name in ("inbound", "outbound"))
         self._context = zmq.Context()
-        self._sender = self._context.socket(zmq.PUSH)  # sending only appends to a queue without limit
+        self._sender = self._context.socket(zmq.PUSH)  # sending appends to an unbounded queue and never blocks
         self._receiver = zmq.asyncio.Socket(self._context, zmq.PULL)
         self._sender.set_hwm(0)
         self._receiver.set_hwm(0)
@@ -166,7 +169,7 @@ class EngineProcess:
         self._report, report = spawn.Pipe(duplex=False)
         arguments = (build, inbound, outbound, report, logs)
         self._process = spawn.Process(target=child_main, args=arguments, name="engine")
-        # The child inherits the mask: a Ctrl-C at the terminal reaches it too, and is not its to answer.
+        # The child inherits the mask. A Ctrl-C at the terminal reaches the child too, but only the parent handles it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             self._process.start()
@@ -180,7 +183,7 @@ class EngineProcess:
         return self._process.pid
 
     def connect(self) -> None:
-        """Open the way in; the engine listens once it is ready."""
+        """Connect the sending socket. The engine listens once it is ready."""
         self._sender.connect(self._inbound)
 
     def send(self, message: Inbound) -> None:
@@ -190,7 +193,7 @@ class EngineProcess:
         return self._decode(await self._receiver.recv())
 
     async def death(self) -> EngineFailed:
-        """Wait for the process to end; what it had to say about that."""
+        """Wait until the process ends; return the reason that it reported."""
         loop = asyncio.get_running_loop()
         died = asyncio.Event()
         loop.add_reader(self._process.sentinel, died.set)
@@ -198,7 +201,7 @@ class EngineProcess:
             await died.wait()
         finally:
             loop.remove_reader(self._process.sentinel)
-        while (status := self._process.exitcode) is None:  # its files are closed; the status follows at once
+        while (status := self._process.exitcode) is None:  # its files are closed, and the status follows soon
             await asyncio.sleep(0.001)
         message = f"exit status {status}"
         with suppress(EOFError):
@@ -211,7 +214,7 @@ class EngineProcess:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def close(self) -> None:
-        """Release everything; the process has been killed or has died."""
+        """Release all resources after the process has ended."""
         self._process.join()
         self._process.close()
         self._report.close()

@@ -41,7 +41,7 @@ FAILURE_STATUS = 1
 _QUIET = 2.0  # seconds without a message, after which the engine may be slow for a moment
 
 
-class Engine(Protocol):
+class EngineProtocol(Protocol):
     """What the loop drives."""
 
     def ready(self) -> Ready: ...
@@ -92,12 +92,12 @@ class EngineFactory:
     function: str
     arguments: tuple[Any, ...] = ()
 
-    def __call__(self) -> Engine:
-        engine: Engine = getattr(importlib.import_module(self.module), self.function)(*self.arguments)
+    def __call__(self) -> EngineProtocol:
+        engine: EngineProtocol = getattr(importlib.import_module(self.module), self.function)(*self.arguments)
         return engine
 
 
-def run_engine(build: Callable[[], Engine], inbound_address: str, outbound_address: str) -> None:
+def run_engine(build: Callable[[], EngineProtocol], inbound_address: str, outbound_address: str) -> None:
     """Build an engine and serve it for ever: messages in from one socket, one message per cycle out to the other."""
     engine = build()
     freeze()
@@ -160,7 +160,7 @@ class _Inbox:
 
 
 def child_main(
-    build: Callable[[], Engine], inbound_address: str, outbound_address: str, report: Connection, logs: LogStyle
+    build: Callable[[], EngineProtocol], inbound_address: str, outbound_address: str, report: Connection, logs: LogStyle
 ) -> None:
     """Entry of the engine process. Why an engine could not be built goes to `report` as one line.
 
@@ -178,7 +178,7 @@ def child_main(
     run_engine(lambda: _build_or_report(build, report), inbound_address, outbound_address)
 
 
-def _build_or_report(build: Callable[[], Engine], report: Connection) -> Engine:
+def _build_or_report(build: Callable[[], EngineProtocol], report: Connection) -> EngineProtocol:
     try:
         return build()
     except (ValueError, OSError) as error:  # the user's to mend: a path, a checkpoint, a size

@@ -1,7 +1,7 @@
-"""Conversations as the text that a model was trained on: Jinja templates, rendered in a sandbox.
+"""Renders a conversation with the model's chat template, a Jinja template, in a sandbox.
 
-The environment is that of transformers' apply_chat_template (same filters, functions and whitespace rules), which
-cannot be used itself: importing transformers takes seconds and brings torch into the API process.
+The environment has the filters, functions and whitespace rules of transformers' apply_chat_template. transformers
+itself is not used: importing it takes seconds and loads torch into the API process.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# What a template is always given; callers may not replace it.
-GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+# Variables that every template gets. Requests may not replace them.
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
 VARIABLES = "chat_template_kwargs"
-END_OF_CONTENT = "\ue000the final message ends here\ue000"  # private-use characters: not in anybody's text
+END_OF_CONTENT = "\ue000the final message ends here\ue000"  # private-use characters, which no real message has
 
 
 class TemplateError(ValueError):
-    """The template does not take these messages, tools or variables, as `param` says; the message is one line."""
+    """The template does not accept the parameter `param`. The message is one line."""
 
     def __init__(self, message: str, param: str = "messages") -> None:
         super().__init__(" ".join(message.split())[:500])
@@ -35,7 +35,7 @@ class TemplateError(ValueError):
 
 
 class _GenerationTag(Extension):
-    """{% generation %} marks the assistant's words for training; here it changes nothing."""
+    """{% generation %} marks the assistant's tokens for training. Rendering ignores it."""
 
     tags = {"generation"}
 
@@ -45,7 +45,7 @@ class _GenerationTag(Extension):
 
 
 def _to_json(value: Any, indent: int | None = None, *args: Any, **options: Any) -> str:
-    """Unlike Jinja's own filter: no HTML escapes, and keys in the order in which they came."""
+    """Unlike Jinja's own filter: no HTML escapes, and keys keep their order."""
     return json.dumps(value, *args, ensure_ascii=False, indent=indent, **options)
 
 
@@ -68,15 +68,15 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 @dataclass(frozen=True)
-class _Compiled:
-    """A template, and the variables it reads."""
+class _CompiledTemplate:
+    """A template and the names of the variables that it reads."""
 
     source: str
     render: Callable[..., str]
     variables: frozenset[str]
 
     @classmethod
-    def of(cls, source: str) -> _Compiled:
+    def of(cls, source: str) -> _CompiledTemplate:
         environment = _environment()
         try:
             variables = find_undeclared_variables(environment.parse(source)) - FUNCTIONS
@@ -86,16 +86,19 @@ class _Compiled:
 
 
 @dataclass(frozen=True)
-class Ending:
-    """What ends a reply beside the model's own end-of-sequence tokens: texts and tokens of templates we chose."""
+class TemplateStops:
+    """What ends a reply under a default template, in addition to the model's end-of-sequence tokens."""
 
-    stops: tuple[str, ...] = ()
+    strings: tuple[str, ...] = ()
     token_ids: tuple[int, ...] = ()
 
 
+NO_STOPS = TemplateStops()
+
+
 @dataclass(frozen=True)
-class Turn:
-    """What is to be rendered. The last message may be one to go on with."""
+class Conversation:
+    """What a template renders. `continue_final_message`: the reply continues the last message."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -107,8 +110,8 @@ class Turn:
 class ChatTemplate:
     """A model's template. `special_tokens` are variables like bos_token.
 
-    `tool_source` is used for turns with tools, where a model has a template of its own for them. `adds_special`: the
-    text has no special tokens itself, so the tokenizer adds those it puts around any prompt.
+    `tool_source` is a second template for conversations with tools, which some models have. `adds_special`: the
+    rendered text has no special tokens, so the tokenizer must add those that it adds to any prompt.
     """
 
     def __init__(
@@ -117,17 +120,17 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         *,
         tool_source: str | None = None,
-        ending: Ending | None = None,
+        stops: TemplateStops = NO_STOPS,
         adds_special: bool = False,
     ) -> None:
         """
         Raises:
             ValueError: the template is broken; the message is one line.
         """
-        self._plain = _Compiled.of(source)
-        self._tools = self._plain if tool_source is None else _Compiled.of(tool_source)
+        self._plain = _CompiledTemplate.of(source)
+        self._tools = self._plain if tool_source is None else _CompiledTemplate.of(tool_source)
         self.special_tokens = dict(special_tokens or {})
-        self.ending = ending or Ending()
+        self.stops = stops
         self.adds_special = adds_special
 
     @property
@@ -136,51 +139,51 @@ class ChatTemplate:
 
     @property
     def tool_source(self) -> str:
-        """The template of turns with tools."""
+        """The template of conversations with tools."""
         return self._tools.source
 
-    def render(self, turn: Turn) -> str:
-        """The prompt of a turn.
+    def render(self, conversation: Conversation) -> str:
+        """The prompt of a conversation.
 
         Raises:
-            TemplateError: the template refuses the turn, has no place for a part of it, or fails.
+            TemplateError: the template rejects the conversation, ignores a part of it, or fails.
         """
-        template = self._tools if turn.tools else self._plain
-        self._check(template, turn)
-        messages = self._messages(template, turn)
+        template = self._tools if conversation.tools else self._plain
+        self._check(template, conversation)
+        messages = self._messages(template, conversation)
         try:
             text = template.render(
-                **{**self.special_tokens, **turn.variables},
+                **{**self.special_tokens, **conversation.variables},
                 messages=messages,
-                tools=list(turn.tools) or None,
+                tools=list(conversation.tools) or None,
                 documents=None,
-                add_generation_prompt=turn.add_generation_prompt,
+                add_generation_prompt=conversation.add_generation_prompt,
             )
         except TemplateError:
             raise
-        except Exception as error:  # whatever a template does with values of the wrong kind
+        except Exception as error:  # a template may do anything with values of an unexpected type
             raise TemplateError(f"the model's chat template failed: {_one_line(error)}") from error
-        if not turn.continue_final_message:
+        if not conversation.continue_final_message:
             return text
         if END_OF_CONTENT not in text:
             raise TemplateError("the model's chat template leaves the final message out: it cannot be continued")
         return text[: text.rindex(END_OF_CONTENT)]
 
-    def _check(self, template: _Compiled, turn: Turn) -> None:
-        if turn.tools and "tools" not in template.variables:
+    def _check(self, template: _CompiledTemplate, conversation: Conversation) -> None:
+        if conversation.tools and "tools" not in template.variables:
             raise TemplateError("this model's chat template has no place for tools", "tools")
-        for name in turn.variables:
-            if name in GIVEN or name in self.special_tokens:
+        for name in conversation.variables:
+            if name in RESERVED or name in self.special_tokens:
                 raise TemplateError(f"{VARIABLES} may not replace {name}", VARIABLES)
             if name not in template.variables:
                 raise TemplateError(f"this model's chat template has no variable {name}", VARIABLES)
 
-    def _messages(self, template: _Compiled, turn: Turn) -> list[dict[str, Any]]:
-        messages = [dict(message) for message in turn.messages]
-        if "developer" not in template.source:  # OpenAI's newer name of the system's role
+    def _messages(self, template: _CompiledTemplate, conversation: Conversation) -> list[dict[str, Any]]:
+        messages = [dict(message) for message in conversation.messages]
+        if "developer" not in template.source:  # OpenAI's newer name for the system role
             for message in messages:
                 message["role"] = "system" if message["role"] == "developer" else message["role"]
-        if turn.continue_final_message:
+        if conversation.continue_final_message:
             messages[-1]["content"] += END_OF_CONTENT
         return messages
 

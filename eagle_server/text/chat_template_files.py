@@ -1,4 +1,4 @@
-"""Where a model's chat template comes from, and what stands in for it where a model has none."""
+"""Finds a model's chat template, or a default if the model has none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from eagle_server.text.chat_template import ChatTemplate, Ending
+from eagle_server.text.chat_template import ChatTemplate, TemplateStops
 from eagle_server.text.model_files import read_json, read_text
 from eagle_server.text.tokenizer import Tokenizer
 
@@ -17,7 +17,7 @@ OLD_TEMPLATE_FILE = "chat_template.json"
 CONFIG_FILE = "tokenizer_config.json"
 MAP_FILE = "special_tokens_map.json"
 
-# Models that know these tokens but have no template were most likely trained on ChatML.
+# A model that has these tokens but no template was most likely trained on ChatML.
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 CHATML = """\
 {% for message in messages %}
@@ -26,7 +26,7 @@ CHATML = """\
 {%- endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
-# A base model goes on with any dialogue; it is stopped before it speaks for the user.
+# A base model continues any dialogue. The stop string ends the reply before the user's next line.
 DIALOGUE = """\
 {% for message in messages %}
 {% if message.tool_calls %}{{ raise_exception('tool_calls need a model with a chat template') }}{% endif %}
@@ -38,7 +38,9 @@ DIALOGUE_STOPS = ("\nUser:",)
 
 
 def load_chat_template(location: str, tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
-    """The template of a directory or of a Hugging Face id: `file` (--chat-template), the model's own, or a default.
+    """The template in `file` (--chat-template), else the model's own, else a default.
+
+    `location` is a directory or a Hugging Face id.
 
     Raises:
         ValueError, OSError: a file cannot be read or is broken; the message is one line.
@@ -58,7 +60,7 @@ def load_chat_template(location: str, tokenizer: Tokenizer, file: str | None = N
 
 
 def _named(entries: Any, special_tokens: dict[str, str]) -> ChatTemplate:
-    """A list of {"name", "template"}, as models with a template of its own for tools have."""
+    """From a list of {"name", "template"}, the form of models that have a second template for tools."""
     try:
         templates = {str(entry["name"]): str(entry["template"]) for entry in entries}
         return ChatTemplate(templates["default"], special_tokens, tool_source=templates.get("tool_use"))
@@ -70,13 +72,13 @@ def _default(tokenizer: Tokenizer, special_tokens: dict[str, str]) -> ChatTempla
     end = tokenizer.token_id(IM_END)
     if end is not None and tokenizer.token_id(IM_START) is not None:
         logger.info("the model has no chat template; chats are written as ChatML, whose tokens it has")
-        return ChatTemplate(CHATML, special_tokens, ending=Ending(token_ids=(end,)))
+        return ChatTemplate(CHATML, special_tokens, stops=TemplateStops(token_ids=(end,)))
     logger.info("the model has no chat template; chats are written as a dialogue of User and Assistant")
-    return ChatTemplate(DIALOGUE, special_tokens, ending=Ending(stops=DIALOGUE_STOPS), adds_special=True)
+    return ChatTemplate(DIALOGUE, special_tokens, stops=TemplateStops(strings=DIALOGUE_STOPS), adds_special=True)
 
 
 def _special_tokens(values: dict[str, Any]) -> dict[str, str]:
-    """bos_token and the like, given as text or as an object with `content`."""
+    """bos_token and others, which are given as text or as an object with `content`."""
     tokens = {}
     for name, value in values.items():
         content = value.get("content") if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Small files that lie beside a model's weights, in a directory or on Hugging Face."""
+"""Small files of a model, such as tokenizer.json, in a directory or on Hugging Face."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def find_file(location: str, name: str, *, required: bool = True) -> Path | None
     """Path of a model's file, None if the model has no such file.
 
     Raises:
-        OSError: it cannot be known, because the hub cannot be reached; only if `required`.
+        OSError: the hub cannot be reached, so the answer is unknown. Only if `required`.
     """
     if Path(location).is_dir():
         file = Path(location) / name
@@ -36,10 +36,10 @@ def find_file(location: str, name: str, *, required: bool = True) -> Path | None
 
 
 def read_json(location: str, name: str) -> dict[str, Any]:
-    """An object of a JSON file that a model need not have; empty if there is none.
+    """The object in an optional JSON file. Empty if the model has no such file.
 
     Raises:
-        ValueError: the file holds something else; the message is one line.
+        ValueError: the file has no JSON object; the message is one line.
     """
     file = find_file(location, name, required=False)
     if file is None:
@@ -54,6 +54,6 @@ def read_json(location: str, name: str) -> dict[str, Any]:
 
 
 def read_text(location: str, name: str) -> str | None:
-    """A text file that a model need not have; None if there is none."""
+    """The text of an optional file. None if the model has no such file."""
     file = find_file(location, name, required=False)
     return None if file is None else file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Tokenizers: the little that the server needs of one, and where it comes from."""
+"""The tokenizer interface that the server uses, its implementations, and loading."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import tokenizers
 from eagle_server.text.model_files import find_file
 
 TOKENIZER_FILE = "tokenizer.json"
-OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")  # transformers may know these
+# formats that transformers may read
+OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class Tokenizer(Protocol):
@@ -19,23 +20,23 @@ class Tokenizer(Protocol):
 
     @property
     def longest_piece(self) -> int:
-        """Characters of the longest vocabulary entry; no token stands for more text than a few times this."""
+        """Characters of the longest vocabulary entry. A token's text is at most a few times as long."""
         ...
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of `text`, with the tokens that the model expects around a prompt (BOS) if `special`."""
+        """Token ids of `text`. `special`: with the tokens that the model expects around a prompt, such as BOS."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
-        """Text of `token_ids`; special tokens have none unless `special`, and broken UTF-8 becomes U+FFFD."""
+        """Text of `token_ids`. Special tokens have text only if `special`. Invalid UTF-8 becomes U+FFFD."""
         ...
 
     def piece(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of a token, None for an id without entry."""
+        """The vocabulary's spelling of a token, None for an id without an entry."""
         ...
 
     def token_id(self, piece: str) -> int | None:
-        """The token that the vocabulary spells so, None if there is none."""
+        """The id of the vocabulary entry `piece`, None if there is none."""
         ...
 
 
@@ -49,7 +50,7 @@ class FastTokenizer:
         self.longest_piece = max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        # Unlike `encode`, this releases the interpreter lock: other threads go on while a long prompt is tokenized.
+        # Unlike `encode`, this releases the interpreter lock, so other threads run while a long prompt is tokenized.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         ids: list[int] = encoding.ids
         return ids
@@ -68,10 +69,10 @@ class FastTokenizer:
 
 
 class TransformersTokenizer:
-    """Whatever transformers.AutoTokenizer makes of a directory without tokenizer.json. Its code is never trusted."""
+    """transformers.AutoTokenizer, for a directory without tokenizer.json. Code from the checkpoint is never run."""
 
     def __init__(self, location: str) -> None:
-        from transformers import AutoTokenizer  # seconds of import that most servers never need
+        from transformers import AutoTokenizer  # its import takes seconds, and most servers do not need it
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(location, trust_remote_code=False)
         self.longest_piece = max(map(len, self._tokenizer.get_vocab()), default=1)
@@ -123,7 +124,7 @@ def read_tokenizer_file(location: str) -> tokenizers.Tokenizer:
 
 
 def _find(location: str) -> Path | None:
-    """Path of the tokenizer.json, None if there is none but another format."""
+    """Path of tokenizer.json, None if the tokenizer has another format."""
     file = find_file(location, TOKENIZER_FILE)
     directory = Path(location)
     if file is None and directory.is_dir() and not any((directory / name).exists() for name in OTHER_FILES):

@@ -1,10 +1,10 @@
-"""How models write calls of functions, and which of these ways a chat template teaches.
+"""The formats in which models write tool calls, and which of them a chat template uses.
 
-    hermes        <tool_call>{"name": "f", "arguments": {}}</tool_call>, maybe several (Hermes 2 Pro, Qwen2.5, Qwen3)
-    llama3_json   {"name": "f", "parameters": {}} instead of an answer, maybe after <|python_tag|> (Llama 3.1, 3.2, 3.3)
+    hermes        <tool_call>{"name": "f", "arguments": {}}</tool_call>, one or more (Hermes 2 Pro, Qwen2.5, Qwen3)
+    llama3_json   {"name": "f", "parameters": {}} instead of an answer, or after <|python_tag|> (Llama 3.1, 3.2, 3.3)
     mistral       [TOOL_CALLS] [{"name": "f", "arguments": {}}, ...] (Mistral 7B 0.3, Nemo, Large 2)
 
-Sources: the models' chat templates; vLLM's documentation of tool calling has the names.
+Sources: the models' chat templates. The names are those of vLLM's parsers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from eagle_server.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One way of writing calls: `opening`, `bracket`, an object, further objects after `separator`, `closing`.
+    """Calls in one format: `opening`, `bracket`, an object, further objects after `separator`, `closing`.
 
-    `arguments` is the key that models write; either is understood. `bare`: an object at the beginning of the text is a
-    call without `opening`, if it names a function that was offered.
+    `arguments` is the key that the model writes; the parser accepts "arguments" and "parameters" for all formats.
+    `bare`: an object at the beginning of the text is a call without `opening`, if it names an offered function.
     """
 
     name: str
@@ -33,12 +33,12 @@ class ToolFormat:
     separator: str
     closing: str
     arguments: str
-    template: re.Pattern[str]  # found in chat templates that teach it
+    template: re.Pattern[str]  # found in chat templates that use this format
     bare: bool = False
-    id_length: int | None = None  # letters and digits of a call's id, where templates insist on a number
+    id_length: int | None = None  # of a call's id, where the chat template demands a certain length
 
     def new_id(self) -> str:
-        """For one call."""
+        """An id for one call."""
         if self.id_length is None:
             return f"call_{secrets.token_hex(12)}"
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(self.id_length))
@@ -51,7 +51,7 @@ HERMES = ToolFormat(
     separator="",
     closing="</tool_call>",
     arguments="arguments",
-    # In a string of Jinja line breaks and quotes are escaped. GLM and Qwen3-Coder write no JSON after the same marker.
+    # Line breaks and quotes are escaped in a Jinja string. GLM and Qwen3-Coder have the same marker, but write no JSON.
     template=re.compile(r"<tool_call>(?:\\n|\s)*\{+\s*\\?[\"']name"),
 )
 LLAMA3_JSON = ToolFormat(
@@ -76,18 +76,19 @@ MISTRAL = ToolFormat(
     id_length=9,
 )
 FORMATS = {each.name: each for each in (HERMES, LLAMA3_JSON, MISTRAL)}
-MARKERS = frozenset({HERMES.opening, HERMES.closing, LLAMA3_JSON.opening, MISTRAL.opening})  # may be special tokens
+# these may be special tokens
+MARKERS = frozenset({HERMES.opening, HERMES.closing, LLAMA3_JSON.opening, MISTRAL.opening})
 
 
 def find_format(choice: str, template: ChatTemplate) -> ToolFormat | None:
-    """The format of --tool-call-parser: by name, none, or for `auto` the one that the template for tools teaches."""
+    """The format that --tool-call-parser names. `auto`: the one that the chat template for tools uses, if any."""
     if choice != "auto":
         return FORMATS.get(choice)
     return next((each for each in FORMATS.values() if each.template.search(template.tool_source)), None)
 
 
 def marker_tokens(format: ToolFormat, tokenizer: Tokenizer) -> Mapping[int, str]:
-    """The format's markers that are special tokens here, so that decoding leaves them out."""
+    """The format's markers that are special tokens of this tokenizer, which decoding leaves out."""
     found = {}
     for marker in (format.opening, format.closing):
         token = tokenizer.token_id(marker) if marker in MARKERS else None

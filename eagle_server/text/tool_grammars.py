@@ -1,4 +1,4 @@
-"""Grammars of calls, in a format of `tool_formats`: whatever follows one is a valid call of an offered function."""
+"""Grammars for tool calls: any text that follows one is a valid call of an offered function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from eagle_server.request import Grammar
 from eagle_server.text.tool_formats import ToolFormat
 
-WHITESPACE = 32  # characters between two parts of JSON; without an end a model may write nothing else for ever
+WHITESPACE = 32  # most characters between two JSON tokens; without a limit a model may write whitespace forever
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _OTHER_ROOTS = (
     "$ref",
@@ -18,27 +18,27 @@ _OTHER_ROOTS = (
     "allOf",
     "const",
     "enum",
-)  # xgrammar follows these, and not `type` beside them
+)  # beside one of these xgrammar ignores `type`
 
-Element = dict[str, Any]  # of a structural tag, see xgrammar's documentation
+Element = dict[str, Any]  # a part of a structural tag, see xgrammar's documentation
 
 
 def call_grammar(
     format: ToolFormat, functions: Sequence[tuple[str, Mapping[str, Any]]], markers: Mapping[str, int], *, single: bool
 ) -> Grammar:
-    """One call or, where the format has several and unless `single`, one or more, and nothing else.
+    """A grammar for exactly one call. Unless `single`, for one or more calls, where the format allows more than one.
 
-    `functions` are names with schemas of their arguments; `markers` has the ids of those that are special tokens.
+    `functions` are names with the schemas of their arguments. `markers` has the ids of markers that are special tokens.
     """
 
     def marker(text: str) -> Element:
         return {"type": "token", "token": markers[text]} if text in markers else _text(text)
 
     call = _any([_object(format, name, schema) for name, schema in functions])
-    # Where a marker is a token of its own, some models have a space after it, and some have none.
+    # After a marker that is a special token some models write a space, others do not.
     space = {"type": "optional", "content": _text(" ")}
     match format.name:
-        case "llama3_json":  # these models make one call at a time
+        case "llama3_json":  # one call at a time
             elements = [call]
         case "mistral":
             calls = [call] if single else [call, _star(_text(", "), call)]
@@ -51,10 +51,10 @@ def call_grammar(
 
 
 def argument_schema(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """A function's parameters as the schema of its arguments; without any, there are no arguments.
+    """The schema of a function's arguments. A function without parameters has no arguments.
 
     Raises:
-        ValueError: they need not be an object, so the grammar would allow what is no call.
+        ValueError: the parameters allow other values than objects, which no call can have.
     """
     if parameters is None:
         return NO_PARAMETERS

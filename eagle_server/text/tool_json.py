@@ -1,4 +1,4 @@
-"""The JSON object of a call, while it grows and when it is complete."""
+"""Reads the JSON object of a tool call, both while it grows and when it is complete."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import re
 from dataclasses import dataclass
 from typing import NoReturn
 
-_S = r"[ \t\n\r]*"  # JSON's white space
-_FEW = r"[ \t\n\r]{0,64}"  # as much as is looked for again and again, while a text grows
-# The beginning of most calls, up to the arguments; a longer one, names with escapes or other orders wait for the end.
+_S = r"[ \t\n\r]*"  # JSON's whitespace
+_FEW = r"[ \t\n\r]{0,64}"  # bounded, because the pattern is tried again for every piece of text
+# Matches the beginning of most calls, up to the arguments. Longer names, names with escapes and other key orders are
+# read when the object is complete.
 _HEAD = re.compile(
     rf'\{{{_FEW}"name"{_FEW}:{_FEW}"([^"\\\x00-\x1f]{{1,256}})"{_FEW},{_FEW}"(?:arguments|parameters)"{_FEW}:{_FEW}(?=\{{)'
 )
@@ -19,27 +20,27 @@ _KEY = re.compile(rf'{_S}("(?:[^"\\]|\\.)*"){_S}:{_S}')
 _NEXT = re.compile(rf"{_S}([,}}])")
 
 
-class Broken(ValueError):
-    """No call after all."""
+class NotAToolCall(ValueError):
+    """The object is not a tool call."""
 
 
 @dataclass
-class CallObject:
-    """A JSON object that begins in a growing text at `begin`. All positions count from the beginning of that text."""
+class PartialObject:
+    """A JSON object in a growing text, which starts at position `begin`. All positions count from the text's start."""
 
     begin: int
-    at: int  # up to here it was read
+    at: int  # the text before this position has been read
     depth: int = 0
     in_string: bool = False
     end: int | None = None
-    arguments_to: int | None = None  # where the first value in brackets ends
-    taken: int = 0  # up to here arguments were taken
+    arguments_end: int | None = None  # end of the first nested object or list
+    taken: int = 0  # arguments before this position have been returned
 
     def read(self, text: str) -> None:
-        """Go on to the object's end, or to that of the text.
+        """Read up to the end of the object or of the text.
 
         Raises:
-            Broken: a string with a line break or the like, at `at`.
+            NotAToolCall: a string has a control character, at position `at`.
         """
         while self.end is None:
             found = (_INSIDE_STRINGS if self.in_string else _OUTSIDE_STRINGS).search(text, self.at)
@@ -50,7 +51,7 @@ class CallObject:
             match found[0]:
                 case "\\":
                     if self.at + 1 == len(text):
-                        return  # what is escaped is yet to come
+                        return  # the escaped character has not arrived yet
                     self.at += 1
                 case '"':
                     self.in_string = not self.in_string
@@ -59,18 +60,18 @@ class CallObject:
                 case "}" | "]":
                     self._close()
                 case _:
-                    raise Broken("a control character")
+                    raise NotAToolCall("a control character")
             self.at += 1
 
     def _close(self) -> None:
         self.depth -= 1
-        if self.depth == 1 and self.arguments_to is None:
-            self.arguments_to = self.at + 1
+        if self.depth == 1 and self.arguments_end is None:
+            self.arguments_end = self.at + 1
         if self.depth == 0:
             self.end = self.at + 1
 
     def find_name(self, text: str) -> str | None:
-        """The call's name, if that is certain by now because name and arguments come first and in this order."""
+        """The function's name, if the text begins with the name and the arguments, in this order."""
         head = _HEAD.match(text, self.begin, self.at)
         if head is None:
             return None
@@ -78,57 +79,57 @@ class CallObject:
         return head[1]
 
     def take_arguments(self, text: str) -> str:
-        """What was read of the arguments since the last time, after `find_name`."""
-        start, self.taken = self.taken, self.at if self.arguments_to is None else self.arguments_to
+        """The new part of the arguments. `find_name` must have found the name."""
+        start, self.taken = self.taken, self.at if self.arguments_end is None else self.arguments_end
         return text[start : self.taken]
 
 
-def _refuse(what: str) -> NoReturn:
-    raise Broken(what)
+def _reject(what: str) -> NoReturn:
+    raise NotAToolCall(what)
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)  # NaN and Infinity are Python's
+_DECODER = json.JSONDecoder(parse_constant=_reject)  # NaN and Infinity are no JSON
 
 
 def read_call(text: str) -> tuple[str, str]:
-    """Name and arguments, the latter as they are written, of an object.
+    """Name and arguments of a complete call. The arguments are JSON text, unchanged.
 
     Raises:
-        Broken: it is no valid JSON or no call.
+        NotAToolCall: the object is not valid JSON, or not a call.
     """
     try:
         fields = _fields(text)
         name = json.loads(fields["name"])
         [arguments] = [fields[key] for key in ("arguments", "parameters") if key in fields]
-        name.encode()  # half a surrogate pair is no text
+        name.encode()  # fails for an unpaired surrogate
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise Broken(str(error)) from None
+        raise NotAToolCall(str(error)) from None
     if not name or not arguments.startswith("{"):
-        _refuse("no name, or arguments that are no object")
+        _reject("no name, or arguments that are no object")
     return name, arguments
 
 
 def _fields(text: str) -> dict[str, str]:
-    """The values of a JSON object, as text; each key once.
+    """The values of a JSON object, as text.
 
     Raises:
-        ValueError, RecursionError: it is not valid.
+        ValueError, RecursionError: it is not valid JSON, or has a key twice.
     """
     fields: dict[str, str] = {}
     at, following = 1, ","
     while following == ",":
         key = _KEY.match(text, at)
         if key is None:
-            _refuse("no key")
+            _reject("no key")
         _, at = _DECODER.raw_decode(text, key.end())
         name = json.loads(key[1])
         if name in fields:
-            _refuse("a key twice")
+            _reject("a key twice")
         fields[name] = text[key.end() : at]
         end = _NEXT.match(text, at)
         if end is None:
-            _refuse("no end")
+            _reject("no end")
         following, at = end[1], end.end()
     if at != len(text):
-        _refuse("a bracket too many")
+        _reject("a bracket too many")
     return fields

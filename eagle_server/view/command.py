@@ -16,7 +16,7 @@ from eagle_server.config.commands import CommandParser, count, flags_of, tempera
 from eagle_server.engine.build import build_engine
 from eagle_server.engine.engine import Engine
 from eagle_server.request import Request, SamplingParams
-from eagle_server.text.detokenizer import TokenSpelling
+from eagle_server.text.token_spelling import TokenSpelling
 from eagle_server.text.tokenizer import Tokenizer, load_tokenizer
 from eagle_server.view.picture import draw_cycle
 from eagle_server.view.record import DraftedTree, recorded

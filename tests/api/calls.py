@@ -1,4 +1,4 @@
-"""Calls of /v1/completions that must succeed."""
+"""Requests to /v1/completions that must succeed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ async def complete(http: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
 
 
 async def stream(http: httpx.AsyncClient, **body: Any) -> list[dict[str, Any]]:
-    """The events' data, after a check of the framing: `data: ...` and an empty line each, [DONE] last."""
+    """The events' data. Checks the framing: each event is `data: ...` and an empty line, and [DONE] is the last one."""
     response = await http.post("/v1/completions", json={"stream": True, **body})
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"

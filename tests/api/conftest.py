@@ -1,4 +1,4 @@
-"""The API in front of a fake engine: in this process for most tests, as a real server where processes matter."""
+"""The API with a fake engine: in this process for most tests, as a server process for tests about processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from eagle_server.text.tokenizer import load_tokenizer
 from tests.api.fake_engine import FakeEngine, byte_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
-PATIENCE = 60  # seconds; what takes so long hangs, however busy the machine is
+PATIENCE = 60  # seconds; even on a busy machine only a hang takes this long
 
 
 @pytest.fixture(scope="session")
@@ -134,7 +134,7 @@ class Server:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended may stay as a zombie where nobody asks for its status."""
+    """Whether a process runs. An ended process may stay as a zombie until its parent reads its status."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -173,6 +173,6 @@ def serving(tokenizer_dir: Path, log: Path, environ: Mapping[str, str] | None = 
 
 @pytest.fixture(scope="session")
 def server(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that tests share: none of them may hurt its engine."""
+    """A server that tests share. No test may kill its engine."""
     with serving(tokenizer_dir, tmp_path_factory.mktemp("server") / "log") as running_server:
         yield running_server

@@ -28,7 +28,7 @@ from eagle_server.request import (
     TokenLogprob,
 )
 
-EOS = "<|eos|>"  # ends the reply where it stands
+EOS = "<|eos|>"  # the reply ends here
 REFUSE = "<|refuse|>"  # the engine refuses the request
 BREAK = "<|break|>"  # the request fails after some tokens
 STALL = "<|stall|>"  # no token ever comes
@@ -36,10 +36,10 @@ SLOW = "<|slow|>"  # one token per 50 ms
 BURN = "<|burn|>"  # every cycle computes for 0.2 s
 CRASH = "<|crash|>"  # the engine process dies with an exception
 EXIT = "<|exit|>"  # it dies without one
-HANG = "<|hang|>"  # it never comes back from its cycle
+HANG = "<|hang|>"  # a cycle never ends
 PLAIN = "<|plain|>"  # nothing is speculated
 CONTROLS = (EOS, REFUSE, BREAK, STALL, SLOW, BURN, CRASH, EXIT, HANG, PLAIN)
-MARKER = "[TOOL_CALLS]"  # no control: a special token that the reply keeps
+MARKER = "[TOOL_CALLS]"  # not a control: a special token that stays in the reply
 ID = {text: 256 + index for index, text in enumerate((*CONTROLS, MARKER))}
 
 CONTEXT_LENGTH = 2048
@@ -251,7 +251,7 @@ def logprob(token: int, alternatives: int) -> TokenLogprob:
 
 
 def tree_of(sequence: Sequence, tokens: list[int]) -> DraftTree:
-    """Under the token before: the cycle's tokens but the last, each with a wrong guess beside it."""
+    """A tree below the previous token: the cycle's tokens except the last, each with a wrong sibling."""
     root = sequence.token(sequence.emitted - len(tokens) - 1)
     nodes, parents, path = [root], [-1], list[int]()
     for token in tokens[:-1]:

@@ -1,4 +1,4 @@
-"""Questions to a server process, and waiting for its answers to change."""
+"""Queries to a server process, and waiting until it is idle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log: its formats, the line of every request, the engine's line."""
+"""The log: its formats, the line per request, and the line about the engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from eagle_server.api.telemetry.calls import log_context
+from eagle_server.api.telemetry.request_record import log_context
 from eagle_server.api.telemetry.summary import Summary
 from eagle_server.engine.logs import HumanLines, JsonLines
 from eagle_server.request import CycleStats, EngineStats
@@ -20,7 +20,7 @@ ACCESS = "eagle_server.api.telemetry.access"
 
 
 class Lines(logging.Handler):
-    """Formats every record where it is logged, as the real handler does."""
+    """Formats each record in the task that logs it, as the real handler does."""
 
     def __init__(self, formatter: logging.Formatter) -> None:
         super().__init__()

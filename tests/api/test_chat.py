@@ -1,4 +1,4 @@
-"""What /v1/chat/completions answers, over a fake engine that repeats the prompt."""
+"""Responses of /v1/chat/completions, over a fake engine that repeats the prompt."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ async def test_without_a_template_chats_are_dialogues(http: httpx.AsyncClient, e
     body = await answer(http, messages=user("a"), max_tokens=100)
     assert prompt_of(engine) == "User: a\nAssistant:"
     assert body["choices"][0]["message"]["content"] == "User: a\nAssistant:" * 5 + "User: a\nAs"
-    # A second turn of the user would begin on a line of its own: that is where a dialogue ends.
+    # The user's next message would begin on a new line. There the reply ends.
     body = await answer(http, messages=user("a\nUser: b"), max_tokens=100)
     assert body["choices"][0]["message"]["content"] == "User: a"
     assert body["choices"][0]["finish_reason"] == "stop"

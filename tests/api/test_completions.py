@@ -1,4 +1,4 @@
-"""What /v1/completions answers, over a fake engine that repeats the prompt."""
+"""Responses of /v1/completions, over a fake engine that repeats the prompt."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_a_stop_string_ends_text_usage_and_request(
 ) -> None:
     answer = await complete(http, prompt="one STOP two ", max_tokens=500, stop="STOP", seed=seed)
     assert answer["choices"][0] == {"index": 0, "text": "one ", "logprobs": None, "finish_reason": "stop"}
-    # The tokens of the stop string itself had to be generated, whatever came after them in the same cycle did not.
+    # The tokens of the stop string count as generated; later tokens of the same cycle do not.
     assert answer["usage"]["completion_tokens"] == len("one STOP")
     assert engine.aborted == [engine.requests[0].request_id]
     assert answer["metrics"]["speculative_decoding"] is not None or seed == 3

@@ -1,4 +1,4 @@
-"""The endpoints beside those that generate, and what every answer carries."""
+"""The endpoints that do not generate, and what all responses have in common."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from eagle_server.api import generating, inspection, playground, tokens
+from eagle_server.api import chat, completions, inspection, playground, tokens
 from eagle_server.client.client import EngineClient
 from eagle_server.config import parse_args
 from tests.api.calls import complete
@@ -67,7 +67,7 @@ async def test_wrong_bodies_are_named(http: httpx.AsyncClient, path: str, body: 
 async def test_the_tokenizer_tells_about_itself(http: httpx.AsyncClient) -> None:
     info = (await http.get("/tokenizer_info")).json()
     assert (info["vocab_size"], info["eos_tokens"], info["eos_token_ids"]) == (267, [EOS], [ID[EOS]])
-    assert (info["bos_token"], info["eos_token"]) == (None, EOS)  # no file names them: the model's own end
+    assert (info["bos_token"], info["eos_token"]) == (None, EOS)  # no file names them, so this is the model's end token
     assert "Assistant:" in info["chat_template"]
     assert (await post(http, "/tokenize", 404, prompt="a", model="x"))["error"]["code"] == "model_not_found"
 
@@ -118,14 +118,14 @@ async def test_without_an_engine_there_is_nothing_to_flush_or_probe(config: Any,
 
 async def test_the_document_names_every_path(http: httpx.AsyncClient) -> None:
     document = (await http.get("/openapi.json")).json()
-    routes = [route for module in (generating, tokens, inspection) for route in module.router.routes]
+    routes = [route for module in (completions, chat, tokens, inspection) for route in module.router.routes]
     served = {getattr(route, "path", "").replace(":path}", "}") for route in routes} - {"/"}
     assert served == set(document["paths"])
     assert set((await http.get("/")).json()["endpoints"]) < served | {"/metrics", "/openapi.json"}
     assert (await http.get("/docs")).status_code == 404
 
 
-# --- What every answer carries ---
+# --- What all responses have in common ---
 
 
 @pytest.mark.parametrize("name", ["a-b.c:1/2", "x" * 128])
@@ -137,7 +137,7 @@ async def test_the_clients_request_id_comes_back(
     assert response.headers["x-request-id"] == name
     assert response.json()["id"] == f"cmpl-{name}"
     assert "POST /v1/completions 200" in caplog.text
-    # The same id again is another request.
+    # A second request with the same id is accepted.
     await http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": name})
     assert len({request.request_id for request in engine.requests}) == 2
 

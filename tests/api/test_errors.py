@@ -1,4 +1,4 @@
-"""Every error is OpenAI's error object, and the server goes on."""
+"""Every error is OpenAI's error object, and the server keeps running."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ async def test_when_the_engine_dies_everybody_gets_an_error_at_once(
         http.post("/v1/completions", json={"prompt": [f"{STALL}abc", "x"], "stream": True, "max_tokens": 4})
     )
     async with asyncio.timeout(PATIENCE):
-        while len(engine.requests) < 6 or len(engine.sequences) > 4:  # until only the stalled ones are left
+        while len(engine.requests) < 6 or len(engine.sequences) > 4:  # until only the stalled requests are left
             await asyncio.sleep(0.01)
     engine_client.detach("the engine died")
     for call in calls:

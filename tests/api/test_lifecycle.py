@@ -1,4 +1,4 @@
-"""A server's life: a dying engine, signals, a wrong start."""
+"""The server process: a dying engine, signals, and failed starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.api.servers import wait_for_running, wait_until_draining, wait_until_
 
 @pytest.fixture(scope="module")
 def mortal(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose engine tests may kill."""
+    """A server for tests that kill its engine."""
     with serving(tokenizer_dir, tmp_path_factory.mktemp("mortal") / "log") as running:
         yield running
 
@@ -55,7 +55,7 @@ def test_a_dying_engine_fails_its_requests_and_comes_back(mortal: Server, death:
     assert time.monotonic() - began < 10
     assert answers[0].status_code == 503
     assert "died" in answers[0].json()["error"]["message"]
-    if death == "exception":  # before its first token
+    if death == "exception":  # it dies before the first token
         assert response.status_code == 503
     else:
         assert response.status_code == 200

@@ -1,4 +1,4 @@
-"""What bounds a request: the queue, timeouts, slow readers, a hanging engine. And the pacing of its stream."""
+"""Limits of a request: the queue, timeouts, slow readers, a hanging engine. And paced streams."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import httpx
 import pytest
 
 from eagle_server.api.pacing import paced
-from eagle_server.client import generation
-from eagle_server.client.client import EngineClient
-from eagle_server.client.generation import EngineUnavailable, Generation, SlowReader
+from eagle_server.client import client
+from eagle_server.client.client import EngineClient, EngineUnavailable, Generation, SlowReader
 from eagle_server.client.supervisor import Backoff, Supervisor
 from eagle_server.config import parse_args
 from eagle_server.engine.process import EngineFactory
@@ -68,7 +67,7 @@ async def test_more_requests_than_may_wait_are_turned_away(http: httpx.AsyncClie
         assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         async with posted(http, prompt=STALL):
             await until(lambda: len(engine.sequences) == 3)
-            # Turned away at the door: its body is not even looked at.
+            # Refused before the body is read.
             error_of(await http.post("/v1/completions", content=b"{"), 429)
             assert (await http.get("/v1/models")).status_code == 200
     await until(lambda: not engine.sequences)
@@ -128,7 +127,7 @@ def a_request(name: str, prompt: str = "abc") -> Request:
 async def test_deltas_that_nobody_reads_are_bounded(
     engine: FakeEngine, engine_client: EngineClient, running: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation, "MAX_UNREAD_DELTAS", 50)
+    monkeypatch.setattr(client, "MAX_UNREAD_DELTAS", 50)
     with engine_client.submit([a_request("a")]) as unread:
         await until(lambda: engine.aborted)
         assert not engine.sequences
@@ -150,7 +149,7 @@ def test_a_client_that_does_not_read_stalls_nobody(server: Server) -> None:
         answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc", "max_tokens": 30}, timeout=PATIENCE)
         assert answer.json()["choices"][0]["text"] == "abc" * 10
         deadline = time.monotonic() + PATIENCE
-        while stats(server)["running"]:  # what it asked for is generated and waits, bounded, in memory
+        while stats(server)["running"]:  # its unread output stays in memory, up to the limit
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert httpx.get(f"{server.url}/v1/server_info").json()["active_requests"] == 1
@@ -170,7 +169,7 @@ async def test_a_hanging_engine_is_killed_and_started_again() -> None:
         await asyncio.sleep(0.7)  # an engine without work may be silent
         assert client.is_available
         stalled = asyncio.create_task(_all(client, a_request("stalled", STALL)))
-        await asyncio.sleep(0.7)  # it works, if to no avail
+        await asyncio.sleep(0.7)  # the engine works, although it makes no progress
         assert client.is_available
         with pytest.raises(EngineUnavailable, match="the engine hung"):
             await _all(client, a_request("hanging", HANG))
@@ -210,14 +209,14 @@ async def test_pacing_spreads_a_cycle_and_never_delays_the_next() -> None:
     with Generation(client, [a_request("a")], None) as deltas:
         pacing = paced(deltas)
         deltas.put(TokenDelta(request_id="a", token_ids=[1, 2]))
-        assert [(await anext(pacing)).token_ids for _ in range(2)] == [[1], [2]]  # nothing is known of cycles yet
+        assert [(await anext(pacing)).token_ids for _ in range(2)] == [[1], [2]]  # the cycle time is not known yet
         await asyncio.sleep(0.4)
         deltas.put(TokenDelta(request_id="a", token_ids=[3, 4, 5]))
         assert (await anext(pacing)).token_ids == [3]
         held = asyncio.ensure_future(anext(pacing))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert not held.done()  # 4 waits for its third of the cycle
+        assert not held.done()  # token 4 waits for its third of the cycle
         deltas.put(TokenDelta(request_id="a", token_ids=[6], finish_reason=FinishReason.LENGTH))
         rest = [await held] + [delta async for delta in pacing]
         assert [(delta.token_ids, delta.finish_reason) for delta in rest] == [

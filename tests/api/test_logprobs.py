@@ -1,4 +1,4 @@
-"""Log-probabilities and echo, in OpenAI's legacy shape."""
+"""Log-probabilities and echo, in OpenAI's legacy format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GET /metrics over the fake engine: names, exact counts, and what a restart does to them."""
+"""GET /metrics over the fake engine: names, exact counts, and the counts after a restart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from eagle_server.api.telemetry.families import one_two_five
+from eagle_server.api.telemetry.metric_definitions import one_two_five
 from eagle_server.client.client import EngineClient
 from eagle_server.config import Config, parse_args
 from tests.api.conftest import LocalEngine, http_client
@@ -55,7 +55,7 @@ Samples = dict[str, float]
 
 
 async def scrape(http: httpx.AsyncClient) -> Samples:
-    """Every sample but buckets, by its name and the labels beside model_name and engine."""
+    """All samples except buckets, by name and the labels other than model_name and engine."""
     found: Samples = {}
     for family in parse_text((await http.get("/metrics")).text):
         for sample in family.samples:
@@ -133,7 +133,7 @@ async def test_the_apis_own_time_is_a_part_of_an_answers(http: httpx.AsyncClient
     await http.post("/v1/completions", json={"prompt": f"ab{BREAK}", "max_tokens": 20})
     found = await scrape(http)
     assert found["eagle_server_api_seconds_count"] == 1
-    assert 0 < found["eagle_server_api_seconds_sum"] < elapsed - 0.1  # which the engine was slow for
+    assert 0 < found["eagle_server_api_seconds_sum"] < elapsed - 0.1  # the engine took at least 0.1 s
 
 
 async def test_a_stop_string_ends_a_request_with_stop_and_its_answers_tokens(http: httpx.AsyncClient) -> None:
@@ -205,7 +205,7 @@ async def test_metrics_need_no_key_and_servers_count_for_themselves(
     async with http_client(locked, EngineClient(), tokenizer_dir) as other:
         response = await other.get("/metrics")
         assert response.status_code == 200
-        assert "vllm:" not in response.text  # its engine has not come up yet
+        assert "vllm:" not in response.text  # the engine is not up yet
 
 
 def test_buckets_of_sizes_end_at_the_limit() -> None:

@@ -1,4 +1,4 @@
-"""The openai package, sync and async, against a server process: what its users do, and what its types expect."""
+"""The openai package, sync and async, against a server process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_chats(client: openai.OpenAI) -> None:
     assert b"".join(bytes(entry.bytes or []) for entry in choice.logprobs.content[:-1]) == SAID.encode()
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
-    # What comes back from the package is understood again.
+    # The server accepts the messages that the package returned.
     conversation = [*HI, choice.message.model_dump(), {"role": "user", "content": "and?"}]
     assert client.chat.completions.create(model="fake", messages=conversation, max_tokens=3).choices
 
@@ -58,7 +58,7 @@ def test_chats_stream(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == SAID
     assert chunks[-2].choices[0].finish_reason == "stop"
     assert chunks[-1].usage == whole.usage
-    with client.chat.completions.stream(model="fake", messages=HI) as events:  # the package puts chunks together
+    with client.chat.completions.stream(model="fake", messages=HI) as events:  # the package joins the chunks
         assert events.get_final_completion().choices[0].message.content == SAID
 
 

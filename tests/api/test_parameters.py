@@ -1,4 +1,4 @@
-"""What of a request's parameters reaches the engine, and what of the engine's scores comes back."""
+"""Which parameters reach the engine, and which scores come back."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from eagle_server.api.sampling_params import CONVERTED, COPIED
+from eagle_server.api.schemas.generation import GenerationBody
 from eagle_server.request import Grammar, SamplingParams
 from tests.api.calls import complete
 from tests.api.fake_engine import FakeEngine
@@ -55,6 +57,12 @@ async def test_every_parameter_of_drawing_reaches_the_engine(
     assert (params.min_tokens, params.stop_token_ids, params.ignore_eos, params.seed) == (2, (1,), True, 42)
 
 
+def test_every_sampling_field_is_converted_or_copied_by_name() -> None:
+    """So a new parameter needs a field in the schema and in SamplingParams, and no other edit in the API."""
+    assert set(SamplingParams.__struct_fields__) == CONVERTED | set(COPIED)
+    assert set(COPIED) <= GenerationBody.model_fields.keys()
+
+
 async def test_defaults_ask_for_nothing(http: httpx.AsyncClient, engine: FakeEngine, path: str) -> None:
     params = await sampling(http, engine, path, seed=1)
     assert params == SamplingParams(max_tokens=4, seed=1)
@@ -69,7 +77,7 @@ async def test_a_request_may_go_without_speculation(http: httpx.AsyncClient, eng
 async def test_bad_words_are_tokenized_with_and_without_a_space(
     http: httpx.AsyncClient, engine: FakeEngine, path: str
 ) -> None:
-    # With one token per byte a space is a token of its own, so only the plain spelling counts.
+    # With one token per byte a space is a separate token, so only the plain spelling counts.
     params = await sampling(http, engine, path, bad_words=["no", " no", "é"])
     assert params.bad_words == (tuple(b"no"), tuple("é".encode()))
 

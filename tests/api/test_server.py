@@ -19,7 +19,7 @@ from tests.api.servers import stats, wait_until_idle
 
 
 def health_times(server: Server, count: int = 30) -> list[float]:
-    """Seconds that /health takes, in order of size."""
+    """Latencies of /health in seconds, sorted."""
     took = []
     with httpx.Client(base_url=server.url) as client:
         client.get("/health")
@@ -81,7 +81,7 @@ def test_events_come_one_by_one(server: Server) -> None:
     assert times[-1] - times[0] > 0.25
 
 
-# --- Clients that go away ---
+# --- Clients that disconnect ---
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -138,7 +138,7 @@ async def test_load_with_random_disconnects_leaves_no_trace(server: Server) -> N
 
 def test_health_answers_while_the_engine_computes(server: Server) -> None:
     body = {"prompt": f"{BURN}abc", "max_tokens": 40}
-    # A long prompt to tokenize at the same time.
+    # A long prompt is tokenized at the same time.
     long = {"prompt": "x" * 1900, "max_tokens": 1, "n": 20}
     url = f"{server.url}/v1/completions"
     calls = [
@@ -151,7 +151,7 @@ def test_health_answers_while_the_engine_computes(server: Server) -> None:
     busy = health_times(server)
     for call in calls:
         call.join()
-    # The second bound is for machines that are too busy to answer an idle server's /health in time.
+    # The second bound is for machines so busy that even an idle server's /health is slow.
     assert busy[26] < max(0.05, 3 * idle[26]), (idle, busy)
 
 
@@ -174,7 +174,7 @@ def test_headers_without_an_end_are_cut_off(server: Server, head: bytes) -> None
 
 
 def test_a_body_is_read_beside_the_offer_of_an_upgrade(server: Server) -> None:
-    """Java's client offers HTTP/2 with its first request of a connection."""
+    """Java's client offers HTTP/2 in the first request of a connection."""
     body = b'{"prompt": "abc", "max_tokens": 3}'
     offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n%b\r\n" % (len(body), offer)

@@ -1,4 +1,4 @@
-"""Calls of functions, as the openai package shows them. The fake engine says what the user says."""
+"""Tool calls, as the openai package shows them. The fake engine repeats the user's text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eagle_server.config import parse_args
 from tests.api.conftest import http_client
 from tests.api.fake_engine import EOS, MARKER, FakeEngine
 
-# What a model's template would say of its format is a comment here, for --tool-call-parser auto.
+# The comment in the template shows the format, for --tool-call-parser auto.
 TEMPLATE = "{# %s #}{%% if tools %%}{%% endif %%}{{ messages[-1].content }}"
 HINTS = {
     "hermes": '<tool_call>{"name"',
@@ -94,7 +94,7 @@ async def test_calls_are_parts_of_the_message(client: openai.AsyncOpenAI, format
 
 
 @each_format
-@pytest.mark.parametrize("seed", range(4))  # other numbers of tokens per event
+@pytest.mark.parametrize("seed", range(4))  # each seed gives other numbers of tokens per event
 async def test_calls_in_streams(client: openai.AsyncOpenAI, format: str, seed: int) -> None:
     chunks = await stream(client, SAY[format], seed=seed, logprobs=True)
     deltas = [chunk.choices[0].delta for chunk in chunks]

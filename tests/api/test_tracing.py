@@ -1,4 +1,4 @@
-"""Spans: what is in them, and that they reach a collector over HTTP."""
+"""Spans: their attributes, and their export to a collector over HTTP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from eagle_server.api.app import create_app
-from eagle_server.api.telemetry.access import Access
+from eagle_server.api.telemetry.access import AccessLog
 from eagle_server.api.telemetry.tracing import Tracing
 from eagle_server.client.client import EngineClient
 from eagle_server.config import Config, ObservabilitySection, parse_args
@@ -29,7 +29,7 @@ TRACEPARENT = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
 
 
 class Collector(HTTPServer):
-    """Takes OTLP over HTTP."""
+    """A collector that accepts OTLP over HTTP."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -70,10 +70,10 @@ def spans() -> InMemorySpanExporter:
 
 @pytest.fixture
 async def traced(http: httpx.AsyncClient, spans: InMemorySpanExporter) -> httpx.AsyncClient:
-    """The server of `http`, with spans kept in memory."""
+    """The application of `http`, with its spans kept in memory."""
     app = http._transport.app
     tracing = Tracing("fake", SimpleSpanProcessor(spans))
-    [access] = [each for each in app.user_middleware if each.cls is Access]
+    [access] = [each for each in app.user_middleware if each.cls is AccessLog]
     access.kwargs["on_generated"].append(tracing.record)
     return http
 

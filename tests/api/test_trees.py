@@ -1,4 +1,4 @@
-"""`return_trees`: what was drafted, beside the text that came of it."""
+"""`return_trees`: the draft trees in responses and streams."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FIELDS = {"tokens", "parents", "scores", "accepted", "bonus"}
 
 
 def emitted(tree: dict[str, Any]) -> str:
-    """What the cycle of a tree said."""
+    """The text that the cycle of a tree produced."""
     return "".join(tree["tokens"][node] for node in tree["accepted"]) + (tree["bonus"] or "")
 
 
 async def test_every_event_has_the_trees_of_its_text(http: httpx.AsyncClient) -> None:
     first, *later = await stream(http, **BODY)
-    assert first["choices"][0]["trees"] == []  # the prompt's own token is nobody's draft
+    assert first["choices"][0]["trees"] == []  # the prefill's token is not drafted
     before = first["choices"][0]["text"]
     for event in later:
         (tree,) = event["choices"][0]["trees"]

@@ -1,4 +1,4 @@
-"""The demo's metrics against its own answers, and every panel of the dashboard over a real Prometheus."""
+"""The demo's metrics agree with its responses, and every dashboard panel works with a real Prometheus."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COUNTED = {
 
 
 def scrape(url: str) -> dict[str, float]:
-    """Values by name and the labels beside model_name and engine."""
+    """Values by name and the labels other than model_name and engine."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
         for sample in family.samples:
@@ -83,7 +83,7 @@ def test_counters_are_exactly_what_the_answers_say(served: Served) -> None:
 
 
 def expressions() -> list[tuple[str, str]]:
-    """(panel, expression) of the dashboard, with Grafana's variables filled in."""
+    """(panel, expression) of the dashboard, with values for Grafana's variables."""
     found = []
     for panel in json.loads(DASHBOARD.read_text())["panels"]:
         for target in panel.get("targets", []):

@@ -1,4 +1,4 @@
-"""The README's server, used as its users would."""
+"""The README's server, used like its users use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo, which knows no tools, made to call one: valid calls, the same with and without speculation."""
+"""A grammar makes the demo call a tool. Calls are valid, and the same with and without speculation."""
 
 from __future__ import annotations
 

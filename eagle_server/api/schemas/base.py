@@ -1,4 +1,4 @@
-"""What bodies are made of: strict models, and how a wrong body becomes one error that names the parameter."""
+"""Base classes of request bodies, and parsing. An invalid body becomes one error that names the parameter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ B = TypeVar("B", bound="Body")
 
 
 class Part(BaseModel):
-    """An object of a body. A null parameter is one that was not given."""
+    """An object in a body. A null parameter counts as not given."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -27,8 +27,8 @@ class Part(BaseModel):
 class Body(Part):
     """A whole body.
 
-    `neutral` holds parameters of OpenAI's and of other servers' API that are not supported, with the values that ask
-    for nothing. `expected` has a sentence for parameters of several types, where it says more than one error per type.
+    `neutral` maps parameters of other servers that are not supported to the values that have no effect. These values
+    are accepted. `expected` has the error message of parameters with several types, in place of one message per type.
     """
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -38,16 +38,16 @@ class Body(Part):
 
     @property
     def size(self) -> int:
-        """Bytes it came in."""
+        """Size of the JSON text in bytes."""
         return self._size
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Broken rules between parameters, as (parameter, what is wrong with it)."""
+        """Violated rules between parameters, as (parameter, problem)."""
         yield from ()
 
 
 def parse(model: type[B], body: bytes) -> B:
-    """The checked body.
+    """The validated body.
 
     Raises:
         ApiError: status 400, naming the parameter.

@@ -16,21 +16,21 @@ Values = dict[str, Any]
 
 
 class TextPart(Part):
-    """A part of a message's content."""
+    """A text part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
 class FunctionCall(Part):
-    """A call that the model made: `arguments` is a JSON object as text."""
+    """The function of a tool call. `arguments` is a JSON object as text."""
 
     name: NonEmpty
     arguments: str = "{}"
 
     @property
     def values(self) -> Values:
-        """The arguments as an object, which is what templates expect."""
+        """The call with its arguments as an object, as templates expect."""
         values = json.loads(self.arguments or "{}")
         return {"name": self.name, "arguments": values}
 
@@ -46,19 +46,21 @@ class FunctionCall(Part):
         return arguments
 
 
-class ToolCall(Part):
+class ToolCallParam(Part):
+    """A tool call of an earlier assistant message."""
+
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
 class Message(Part):
-    """One message. `refusal`, `annotations` and the like come back from clients as null or empty, and are left out."""
+    """One message. Parameters like `refusal` that clients send back as null are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_calls: list[ToolCallParam] = Field(default_factory=list)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -76,7 +78,7 @@ class Message(Part):
         return content
 
     @model_validator(mode="after")
-    def _something_is_said(self) -> Message:
+    def _has_content(self) -> Message:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise PydanticCustomError("content", "content is required")
         if self.tool_calls and self.role != "assistant":
@@ -85,13 +87,13 @@ class Message(Part):
 
     @property
     def text(self) -> str:
-        """The content as one text; parts are joined by line breaks, as in vLLM."""
+        """The content as one text. Parts are joined by line breaks, as in vLLM."""
         content = self.content or ""
         return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
     @property
     def values(self) -> Values:
-        """What the template sees."""
+        """The message as the template gets it."""
         values: Values = {"role": self.role, "content": self.text}
         if self.tool_calls:
             values["tool_calls"] = [
@@ -134,7 +136,7 @@ Messages = Annotated[list[Message], Field(min_length=1)]
 class Rendering(Body):
     """How the template turns messages into text."""
 
-    tools: list[Values] = Field(default_factory=list)  # as given: templates print them, and the order of keys matters
+    tools: list[Values] = Field(default_factory=list)  # unparsed: templates print them, and the order of keys matters
     chat_template_kwargs: Values = Field(default_factory=dict)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -148,7 +150,7 @@ class Rendering(Body):
 
     @property
     def generation_prompt(self) -> bool:
-        """Whether the text ends with the beginning of the assistant's turn."""
+        """Whether the text ends with the beginning of the assistant's reply."""
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
     @property
@@ -164,6 +166,7 @@ class Rendering(Body):
 class ChatRequest(GenerationBody, Rendering):
     """A conversation to answer."""
 
+    prompt_param: ClassVar[str] = "messages"
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerationBody.neutral,
         "add_special_tokens": (False,),
@@ -188,8 +191,11 @@ class ChatRequest(GenerationBody, Rendering):
     parallel_tool_calls: bool = True
 
     @property
-    def most_tokens(self) -> int | None:
-        """As given; None for as many as fit."""
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def max_output_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -198,20 +204,20 @@ class ChatRequest(GenerationBody, Rendering):
 
     @property
     def named_function(self) -> str | None:
-        """The one that must be called."""
+        """The function that must be called, if the request names one."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer has to be a call."""
+        """Whether the answer must be a tool call."""
         return self.tool_choice == "required" or self.named_function is not None
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             yield "max_tokens", f"differs from max_completion_tokens, {self.max_completion_tokens}; drop one of them"
-        if self.most_tokens is not None and self.min_tokens > self.most_tokens:
-            yield "min_tokens", f"exceeds max_completion_tokens, {self.most_tokens}"
+        if self.max_output_tokens is not None and self.min_tokens > self.max_output_tokens:
+            yield "min_tokens", f"exceeds max_completion_tokens, {self.max_output_tokens}"
         if self.top_logprobs is not None and not self.logprobs:
             yield "top_logprobs", "needs logprobs: true"
         yield from self._problems_of_tools()

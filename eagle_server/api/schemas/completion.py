@@ -14,8 +14,9 @@ TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True)]
 
 
 class CompletionRequest(GenerationBody):
-    """A prompt to go on from."""
+    """A prompt to continue, or several."""
 
+    prompt_param: ClassVar[str] = "prompt"
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerationBody.neutral,
         "suffix": ("",),
@@ -33,8 +34,20 @@ class CompletionRequest(GenerationBody):
     echo: bool = False
 
     @property
+    def max_output_tokens(self) -> int:
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        return super().needs_prompt_logprobs or (self.echo and self.logprobs is not None)
+
+    @property
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt; token ids where they were given so."""
+        """One entry per prompt: a text, or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):

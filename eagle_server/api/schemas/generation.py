@@ -1,4 +1,4 @@
-"""What completions and chat completions have in common: how text is drawn, ended and sent."""
+"""Parameters that all generating endpoints share: sampling, stopping and streaming."""
 
 from __future__ import annotations
 
@@ -30,14 +30,19 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class StreamOptions(Part):
-    """`continuous_usage_stats` puts the usage so far on every event, since one event may carry several tokens."""
+    """`continuous_usage_stats` puts the usage so far on every event. One event may carry several tokens."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class GenerationBody(Body):
-    """Parameters of both endpoints; docs/api.md explains each."""
+    """Parameters of all generating endpoints; docs/api.md explains each.
+
+    A parameter with the name of a field of `request.SamplingParams` is copied into it, see `api/sampling_params.py`.
+    """
+
+    prompt_param: ClassVar[str]  # the parameter that errors about the prompt name
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "length_penalty": (1,),
@@ -94,8 +99,23 @@ class GenerationBody(Body):
 
     @property
     def sequences(self) -> int:
-        """How many are generated."""
+        """Number of sequences to generate."""
         return self.n
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        """Most tokens of each sequence. None: as many as fit."""
+        raise NotImplementedError
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of alternatives to show per output token. None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether the engine must score the prompt's tokens."""
+        return self.prompt_logprobs is not None
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()

@@ -1,4 +1,4 @@
-"""What the output may be asked to be: `response_format` as OpenAI has it, `structured_outputs` as vLLM does."""
+"""Structured output: OpenAI's `response_format` and vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Schema = dict[str, Any] | bool
 
 
 class JsonSchema(Part):
-    """`name`, `description` and `strict` change nothing: what is returned always follows the schema."""
+    """The output always follows the schema, so `name`, `description` and `strict` have no effect."""
 
     name: str | None = None
     description: str | None = None
@@ -28,7 +28,7 @@ class JsonSchema(Part):
 
 
 class ResponseFormat(Part):
-    """OpenAI's."""
+    """OpenAI's response format."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -49,7 +49,7 @@ class ResponseFormat(Part):
 
 
 class StructuredOutputs(Part):
-    """vLLM's; exactly one of them. `json` is a schema, as an object or as text; `grammar` is EBNF."""
+    """vLLM's; exactly one field is given. `json` is a schema, as an object or as text. `grammar` is EBNF."""
 
     json_: Schema | Source | None = Field(None, alias="json")
     json_object: Literal[True] | None = None

@@ -1,4 +1,4 @@
-"""The bodies of /tokenize and /detokenize, in vLLM's shape."""
+"""The bodies of /tokenize and /detokenize, as in vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from eagle_server.api.schemas.generation import TokenIds
 
 
 class TokenizeRequest(Rendering):
-    """A prompt or messages. Special tokens are added to a prompt by default, to messages by their template."""
+    """A prompt or messages. By default special tokens are added to a prompt; messages get them from the template."""
 
     expected: ClassVar[dict[str, str]] = {"prompt": "should be a string"}
 
@@ -30,7 +30,7 @@ class TokenizeRequest(Rendering):
 
 
 class DetokenizeRequest(Body):
-    """Token ids."""
+    """Token ids to detokenize."""
 
     model: str | None = None
     tokens: TokenIds

@@ -1,4 +1,4 @@
-"""What the server tells about itself: metrics for Prometheus, spans for OpenTelemetry, lines for the log.
+"""Metrics for Prometheus, spans for OpenTelemetry and log lines.
 
-`Telemetry` hears what passes between API and engine, `Access` what passes between clients and API.
+`Telemetry` observes the engine client. `AccessLog` observes the HTTP requests.
 """

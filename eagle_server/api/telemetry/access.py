@@ -1,4 +1,4 @@
-"""What every HTTP request leaves behind: a line in the log, and a span if it generated and spans are wanted."""
+"""Logs one line per HTTP request, and reports generating requests to metrics and spans when they end."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagle_server.api.errors import CLIENT_CLOSED_REQUEST
-from eagle_server.api.telemetry.calls import Call, current_call
+from eagle_server.api.telemetry.request_record import RequestRecord, current_request
 
 logger = logging.getLogger(__name__)
 
-POLLED = frozenset({"/health", "/health_generate", "/metrics"})  # every few seconds, by machines
+POLLED = frozenset({"/health", "/health_generate", "/metrics"})  # polled every few seconds by monitoring
 
-OnGenerated = Callable[[Call], None]
+OnGenerated = Callable[[RequestRecord], None]
 
 
-class Access:
-    """ASGI middleware inside of RequestId. `on_generated` get every call that reached the engine, at its end."""
+class AccessLog:
+    """ASGI middleware inside of RequestId. Calls `on_generated` at the end of every request that reached the engine."""
 
     def __init__(self, app: ASGIApp, on_generated: Sequence[OnGenerated]) -> None:
         self._app = app
@@ -33,45 +33,45 @@ class Access:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        call = Call(scope["state"]["request_id"], scope["method"], scope["path"], Headers(scope=scope))
-        # Never reset: what follows in this task, such as the log line of an unexpected exception, is of this call too.
-        current_call.set(call)
+        record = RequestRecord(scope["state"]["request_id"], scope["method"], scope["path"], Headers(scope=scope))
+        # Never reset: later log lines of this task, such as an unexpected exception's, belong to this request too.
+        current_request.set(record)
 
-        async def send_noted(message: Message) -> None:
+        async def send_and_note(message: Message) -> None:
             if message["type"] == "http.response.start":
-                call.status = message["status"]
+                record.status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, send_noted)
+            await self._app(scope, receive, send_and_note)
         except Exception:
-            call.status = call.status or HTTPStatus.INTERNAL_SERVER_ERROR
+            record.status = record.status or HTTPStatus.INTERNAL_SERVER_ERROR
             raise
         finally:
-            call.status = call.status or CLIENT_CLOSED_REQUEST
-            _log(call)
-            for observe in self._on_generated if call.generations else ():
-                observe(call)
+            record.status = record.status or CLIENT_CLOSED_REQUEST
+            _log(record)
+            for observe in self._on_generated if record.engine_requests else ():
+                observe(record)
 
 
-def _log(call: Call) -> None:
-    milliseconds = 1000 * (time.monotonic() - call.began)
-    path = quote(call.path)  # decoded it may hold line breaks and what else terminals obey
+def _log(record: RequestRecord) -> None:
+    milliseconds = 1000 * (time.monotonic() - record.began)
+    path = quote(record.path)  # decoded it may have line breaks and control characters
     fields: dict[str, Any] = {
-        "method": call.method,
+        "method": record.method,
         "path": path,
-        "status": int(call.status),
+        "status": int(record.status),
         "ms": round(milliseconds, 1),
     }
-    line, values = "%s %s %d in %.1f ms", [call.method, path, call.status, milliseconds]
-    if call.generations:
-        fields |= {"prompt_tokens": call.prompt_tokens, "output_tokens": call.output_tokens}
+    line, values = "%s %s %d in %.1f ms", [record.method, path, record.status, milliseconds]
+    if record.engine_requests:
+        fields |= {"prompt_tokens": record.prompt_tokens, "output_tokens": record.output_tokens}
         line += ", %d prompt tokens, %d output tokens"
-        values += [call.prompt_tokens, call.output_tokens]
-    spec = call.spec
+        values += [record.prompt_tokens, record.output_tokens]
+    spec = record.spec
     if spec is not None:
         fields["accept_length"] = round(spec.mean_acceptance_length, 3)
         line += ", accept length %.2f"
         values.append(spec.mean_acceptance_length)
-    level = logging.DEBUG if call.path in POLLED else logging.INFO
+    level = logging.DEBUG if record.path in POLLED else logging.INFO
     logger.log(level, line, *values, extra={"fields": fields})

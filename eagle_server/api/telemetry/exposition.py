@@ -1,4 +1,4 @@
-"""GET /metrics. Open, like /health: what scrapes it seldom has a key, and it holds numbers and the model's name."""
+"""GET /metrics. It needs no API key: scrapers seldom have one, and it has only numbers and the model's name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ router = APIRouter()
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """All metrics, as text or OpenMetrics as the client prefers."""
+    """All metrics, in Prometheus' text format or in OpenMetrics, as the client prefers."""
     _, content_type = text.choose_encoder(request.headers.get("accept", ""))
     encoding = openmetrics if content_type.startswith("application/openmetrics-text") else text
-    # Our names need no escaping. The chosen encoder would make vllm_x of vllm:x in OpenMetrics all the same
-    # (prometheus-client 0.26: samples are escaped where names are not), and no query would find them.
+    # Our names need no escaping. With OpenMetrics the chosen encoder would still rename the samples from vllm:x to
+    # vllm_x, and no query would find them: prometheus-client 0.26 escapes samples but not names.
     body = encoding.generate_latest(request.app.state.service.metrics.registry, escaping=openmetrics.ALLOWUTF8)
     return Response(body, headers={"content-type": content_type})

@@ -1,4 +1,4 @@
-"""A line in the log every few seconds while the engine has work."""
+"""Logs a line about the engine every few seconds while it has work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Window:
-    """What was done since `began` (seconds of time.monotonic())."""
+    """Counts since `began` (seconds of time.monotonic())."""
 
     began: float
     prompt: int = 0
@@ -34,13 +34,13 @@ class Window:
 
 @dataclass
 class Summary:
-    """Logs at least `interval` seconds apart, never if that is 0. A window begins with work, so rates are of work."""
+    """Logs at most every `interval` seconds; 0 disables it. Windows exclude idle time: rates are those under load."""
 
     interval: float
     _window: Window | None = field(default=None, init=False)
 
     def cycle(self, cycle: CycleStats, generated: int, stats: EngineStats, now: float) -> None:
-        """A cycle ended `now` (seconds of time.monotonic()), generated tokens and left the engine in some state."""
+        """A cycle ended at `now` (seconds of time.monotonic()). `stats` is the engine's state after it."""
         if not self.interval:
             return
         if self._window is None:
@@ -81,5 +81,5 @@ def _log(window: Window, stats: EngineStats, seconds: float) -> None:
 
 
 def kv_cache_usage(stats: EngineStats) -> float:
-    """Share of the KV slots that requests hold; what only the prefix cache holds can be had, so it is free."""
+    """Share of the KV slots that requests hold. Slots that only the prefix cache holds count as free."""
     return 1 - stats.kv_slots_free / stats.kv_slots_total if stats.kv_slots_total else 0.0

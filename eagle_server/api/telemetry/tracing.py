@@ -1,7 +1,7 @@
-"""Spans for OpenTelemetry, sent to an OTLP endpoint over HTTP. One per call that generates.
+"""Spans for OpenTelemetry, sent to an OTLP endpoint over HTTP: one per generating request.
 
-Attribute names are those of the semantic conventions for generative AI, and vLLM's where these have none. The SDK reads
-its OTEL_* variables itself: service name, sampler, headers, batches.
+Attribute names are those of the semantic conventions for generative AI, else vLLM's. The SDK reads its OTEL_* variables
+itself: service name, sampler, headers, batches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from eagle_server.api.telemetry.calls import Call, Generation
+from eagle_server.api.telemetry.request_record import EngineRequestRecord, RequestRecord
 
 NANOSECONDS = 10**9
 SPAN = "llm_request"
@@ -22,7 +22,7 @@ FIRST_SERVER_ERROR = 500
 
 
 class Tracing:
-    """Makes spans of calls that have ended. No global state: a provider of its own."""
+    """Makes a span of each ended request. It has its own provider, and changes no global state."""
 
     def __init__(self, model_name: str, processor: SpanProcessor) -> None:
         resource = Resource.create()
@@ -34,57 +34,57 @@ class Tracing:
         self._tracer = self._provider.get_tracer("eagle_server")
         self._propagator = TraceContextTextMapPropagator()
 
-    def record(self, call: Call) -> None:
-        """A span from the call's first byte until now, below the span that its traceparent names."""
+    def record(self, request: RequestRecord) -> None:
+        """A span from the request's start until now. Its parent is the span that the traceparent header names."""
         span = self._tracer.start_span(
             SPAN,
-            context=self._propagator.extract(call.headers),
+            context=self._propagator.extract(request.headers),
             kind=SpanKind.SERVER,
-            attributes=attributes(call, self._model_name),
-            start_time=call.began_ns,
+            attributes=attributes(request, self._model_name),
+            start_time=request.began_ns,
         )
-        if call.status >= FIRST_SERVER_ERROR:
+        if request.status >= FIRST_SERVER_ERROR:
             span.set_status(Status(StatusCode.ERROR))
         span.end()
 
     def close(self) -> None:
-        """Send what has not been sent."""
+        """Send all spans that have not been sent."""
         self._provider.shutdown()
 
 
 def otlp_processor(endpoint: str) -> SpanProcessor:
-    """Sends spans in batches, from a thread of its own, to the URL `endpoint`."""
+    """Sends spans in batches to the URL `endpoint`, from a separate thread."""
     return BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint))
 
 
-def attributes(call: Call, model_name: str) -> dict[str, AttributeValue]:
-    """Latencies are in seconds: those of the generation that ended last."""
-    first = call.generations[0].request
+def attributes(request: RequestRecord, model_name: str) -> dict[str, AttributeValue]:
+    """Latencies are in seconds. They are those of the engine request that ended last."""
+    first = request.engine_requests[0].request
     values: dict[str, AttributeValue] = {
-        "http.request.method": call.method,
-        "url.path": call.path,
-        "http.response.status_code": int(call.status),
-        "gen_ai.operation.name": "chat" if call.path.endswith("/chat/completions") else "text_completion",
+        "http.request.method": request.method,
+        "url.path": request.path,
+        "http.response.status_code": int(request.status),
+        "gen_ai.operation.name": "chat" if request.path.endswith("/chat/completions") else "text_completion",
         "gen_ai.response.model": model_name,
-        "gen_ai.request.id": call.request_id,
-        "gen_ai.request.n": next(each.n for each in call.generations if each.n is not None),
+        "gen_ai.request.id": request.request_id,
+        "gen_ai.request.n": next(each.n for each in request.engine_requests if each.n is not None),
         "gen_ai.request.max_tokens": first.sampling.max_tokens,
         "gen_ai.request.temperature": first.sampling.temperature,
         "gen_ai.request.top_p": first.sampling.top_p,
-        "gen_ai.response.finish_reasons": [each.reason.value for each in call.generations],
-        "gen_ai.usage.num_sequences": len(call.generations),
-        "gen_ai.usage.prompt_tokens": call.prompt_tokens,
-        "gen_ai.usage.input_tokens": call.prompt_tokens,
-        "gen_ai.usage.completion_tokens": call.output_tokens,
-        "gen_ai.usage.output_tokens": call.output_tokens,
+        "gen_ai.response.finish_reasons": [each.reason.value for each in request.engine_requests],
+        "gen_ai.usage.num_sequences": len(request.engine_requests),
+        "gen_ai.usage.prompt_tokens": request.prompt_tokens,
+        "gen_ai.usage.input_tokens": request.prompt_tokens,
+        "gen_ai.usage.completion_tokens": request.output_tokens,
+        "gen_ai.usage.output_tokens": request.output_tokens,
     }
-    firsts = [each.first_token - each.submitted for each in call.generations if each.first_token is not None]
+    firsts = [each.first_token - each.submitted for each in request.engine_requests if each.first_token is not None]
     if firsts:
         values["gen_ai.latency.time_to_first_token"] = min(firsts)
-    ended = [each for each in call.generations if each.ended is not None]
+    ended = [each for each in request.engine_requests if each.ended is not None]
     if ended:
         values |= _latencies(max(ended, key=lambda each: each.ended or 0.0))
-    spec = call.spec
+    spec = request.spec
     if spec is not None:
         values["eagle_server.accept_length"] = spec.mean_acceptance_length
         values["eagle_server.draft_tokens"] = spec.drafted
@@ -92,12 +92,12 @@ def attributes(call: Call, model_name: str) -> dict[str, AttributeValue]:
     return values
 
 
-def _latencies(generation: Generation) -> dict[str, AttributeValue]:
+def _latencies(record: EngineRequestRecord) -> dict[str, AttributeValue]:
     values: dict[str, AttributeValue] = {}
-    if generation.ended is not None:
-        values["gen_ai.latency.e2e"] = generation.ended - generation.submitted
-    if generation.last is not None and generation.last.timing is not None:
-        timing = generation.last.timing
+    if record.ended is not None:
+        values["gen_ai.latency.e2e"] = record.ended - record.submitted
+    if record.last is not None and record.last.timing is not None:
+        timing = record.last.timing
         values["gen_ai.latency.time_in_queue"] = timing.queue
         values["gen_ai.latency.time_in_model_prefill"] = timing.prefill
         values["gen_ai.latency.time_in_model_decode"] = timing.decode

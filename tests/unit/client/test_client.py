@@ -1,4 +1,4 @@
-"""Client, supervisor and engine process, over real sockets, without HTTP."""
+"""Client, supervisor and engine process with real sockets, without HTTP."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_server.client.client import EngineClient
-from eagle_server.client.generation import EngineUnavailable
+from eagle_server.client.client import EngineClient, EngineUnavailable
 from eagle_server.client.supervisor import Backoff, EngineFailed, Supervisor
 from eagle_server.engine.process import EngineFactory
 from eagle_server.request import FinishReason, Request, SamplingParams

@@ -1,4 +1,4 @@
-"""Chat templates: their sandbox, their sources, and what stands in for a missing one."""
+"""Chat templates: the sandbox, the sources, and the defaults for models without one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, models
 
-from eagle_server.text.chat_template import ChatTemplate, TemplateError, Turn
+from eagle_server.text.chat_template import ChatTemplate, Conversation, TemplateError
 from eagle_server.text.chat_template_files import load_chat_template
 from eagle_server.text.tokenizer import FastTokenizer, Tokenizer
 
@@ -31,14 +31,14 @@ def write(directory: Path, **files: Any) -> str:
 
 
 def test_the_environment_is_that_of_transformers() -> None:
-    """The expected text is what transformers.apply_chat_template gives for the same template and messages."""
+    """The expected text is the output of transformers.apply_chat_template."""
     template = ChatTemplate(
         "{{ bos_token }}{% for m in messages %}\n  {% if loop.last %}{% break %}{% endif %}\n"
         "{{ m | tojson }}{% endfor %}{% generation %}x{% endgeneration %}"
         "{{ strftime_now('%Y') | length }}{{ {'b': 'é<', 'a': 1} | tojson(indent=1) }}",
         {"bos_token": "<s>"},
     )
-    assert template.render(Turn([*MESSAGES, *MESSAGES])) == (
+    assert template.render(Conversation([*MESSAGES, *MESSAGES])) == (
         '<s>{"role": "user", "content": "hi"}x4{\n "b": "é<",\n "a": 1\n}'
     )
 
@@ -56,7 +56,7 @@ def test_it_renders_as_transformers_does() -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": " yo "}, *MESSAGES]
     tools = [{"b": "é<", "a": [1, None]}]
     [[theirs], _] = render_jinja_template([messages], tools=tools, chat_template=source, add_generation_prompt=True)
-    assert ChatTemplate(source).render(Turn(messages, tools)) == theirs
+    assert ChatTemplate(source).render(Conversation(messages, tools)) == theirs
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_it_renders_as_transformers_does() -> None:
 )
 def test_what_a_template_may_not_do_is_one_error(source: str) -> None:
     with pytest.raises(TemplateError) as refused:
-        ChatTemplate(source).render(Turn(MESSAGES))
+        ChatTemplate(source).render(Conversation(MESSAGES))
     assert len(str(refused.value).splitlines()) == 1
 
 
@@ -83,11 +83,11 @@ def test_a_broken_template_is_known_at_once() -> None:
 
 def test_a_template_that_drops_the_final_message_cannot_continue_it() -> None:
     begun = [*MESSAGES, {"role": "assistant", "content": "So "}]
-    turn = Turn(begun, add_generation_prompt=False, continue_final_message=True)
+    conversation = Conversation(begun, add_generation_prompt=False, continue_final_message=True)
     trimming = ChatTemplate("{% for m in messages %}{{ m.content | trim }};{% endfor %}")
-    assert trimming.render(turn) == "hi;So "
+    assert trimming.render(conversation) == "hi;So "
     with pytest.raises(TemplateError, match="leaves the final message out"):
-        ChatTemplate("{{ messages[0].content }}").render(turn)
+        ChatTemplate("{{ messages[0].content }}").render(conversation)
 
 
 def test_the_models_own_template_is_found(tmp_path: Path) -> None:
@@ -99,19 +99,19 @@ def test_the_models_own_template_is_found(tmp_path: Path) -> None:
         },
         special_tokens_map__json={"eos_token": "</s>", "bos_token": "old"},
     )
-    assert load_chat_template(location, tokenizer()).render(Turn(MESSAGES)) == "config<s></s>"
+    assert load_chat_template(location, tokenizer()).render(Conversation(MESSAGES)) == "config<s></s>"
     write(tmp_path, chat_template__jinja="file{{ bos_token }}")
-    assert load_chat_template(location, tokenizer()).render(Turn(MESSAGES)) == "file<s>"
+    assert load_chat_template(location, tokenizer()).render(Conversation(MESSAGES)) == "file<s>"
     own = tmp_path / "own"
     own.write_text("flag")
-    assert load_chat_template(location, tokenizer(), str(own)).render(Turn(MESSAGES)) == "flag"
+    assert load_chat_template(location, tokenizer(), str(own)).render(Conversation(MESSAGES)) == "flag"
 
 
 def test_a_model_may_have_a_template_for_tools(tmp_path: Path) -> None:
     entries = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }}"}]
     template = load_chat_template(write(tmp_path, tokenizer_config__json={"chat_template": entries}), tokenizer())
-    assert template.render(Turn(MESSAGES)) == "plain"
-    assert template.render(Turn(MESSAGES, tools=[{}])) == "1"
+    assert template.render(Conversation(MESSAGES)) == "plain"
+    assert template.render(Conversation(MESSAGES, tools=[{}])) == "1"
     write(tmp_path, tokenizer_config__json={"chat_template": entries[1:]})
     with pytest.raises(ValueError, match="one named default"):
         load_chat_template(str(tmp_path), tokenizer())
@@ -119,22 +119,22 @@ def test_a_model_may_have_a_template_for_tools(tmp_path: Path) -> None:
 
 def test_models_without_a_template_speak_chatml_if_they_have_its_tokens(tmp_path: Path) -> None:
     template = load_chat_template(str(tmp_path), tokenizer("<|im_start|>", "<|im_end|>"))
-    assert template.render(Turn(MESSAGES)) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert template.ending.token_ids == (2,)
+    assert template.render(Conversation(MESSAGES)) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert template.stops.token_ids == (2,)
     assert not template.adds_special
     write(tmp_path, tokenizer_config__json={"eos_token": "<|im_end|>"})
     assert load_chat_template(str(tmp_path), tokenizer()).special_tokens == {"eos_token": "<|im_end|>"}
     dialogue = load_chat_template(str(tmp_path), tokenizer())
     system = [{"role": "system", "content": "Be kind."}, *MESSAGES]
-    assert dialogue.render(Turn(system)) == "Be kind.\n\nUser: hi\nAssistant:"
-    assert dialogue.ending.stops == ("\nUser:",)
+    assert dialogue.render(Conversation(system)) == "Be kind.\n\nUser: hi\nAssistant:"
+    assert dialogue.stops.strings == ("\nUser:",)
     assert dialogue.adds_special
     called = [{"role": "assistant", "content": "", "tool_calls": [{}]}]
     with pytest.raises(TemplateError, match="chat template"):
-        dialogue.render(Turn(called))
+        dialogue.render(Conversation(called))
 
 
 def test_developers_are_the_system_unless_the_template_knows_them() -> None:
-    turn = Turn([{"role": "developer", "content": ""}])
-    assert ChatTemplate("{{ messages[0].role }}").render(turn) == "system"
-    assert ChatTemplate("{# developer #}{{ messages[0].role }}").render(turn) == "developer"
+    conversation = Conversation([{"role": "developer", "content": ""}])
+    assert ChatTemplate("{{ messages[0].role }}").render(conversation) == "system"
+    assert ChatTemplate("{# developer #}{{ messages[0].role }}").render(conversation) == "developer"

@@ -1,4 +1,4 @@
-"""Text comes out whole: no half characters, no part of a stop string."""
+"""Detokenized text has no incomplete characters and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from eagle_server.text.detokenizer import IncrementalDetokenizer, StopStrings, TokenSpelling
+from eagle_server.text.detokenizer import IncrementalDetokenizer
+from eagle_server.text.stop_strings import StopStrings
+from eagle_server.text.token_spelling import TokenSpelling
 from eagle_server.text.tokenizer import FastTokenizer, TransformersTokenizer, load_tokenizer
 from tests.api.fake_engine import EOS, ID, byte_tokenizer
 
@@ -19,7 +21,7 @@ BYTES = FastTokenizer(byte_tokenizer())
 
 
 def sentencepiece_like() -> FastTokenizer:
-    """As Llama 2 has it: spaces as U+2581, bytes as <0x00>, and a decoder that strips the first space."""
+    """Like Llama 2's: spaces as U+2581, bytes as <0x00>, and a decoder that strips the first space."""
     words = ["▁Hello", "▁world", "▁", "H", "e", "l", "o", "w", "r", "d", "a"]
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {w: 256 + i for i, w in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))

@@ -1,4 +1,4 @@
-"""Grammars of calls: whatever a model writes under one, the parser finds valid calls in it."""
+"""Tool-call grammars: the parser finds valid calls in any text that follows the grammar."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FUNCTIONS = [("grow", SIZE), ('say "é"', argument_schema(None))]
 
 
 def tokenizer(decoder: str, *, special: bool) -> Tokenizer:
-    """Characters, and the markers of every format as tokens that are special or not."""
+    """A tokenizer of characters, with the markers of all formats as tokens, special or not."""
     space = {"ByteLevel": {" ": "Ġ", "\n": "Ċ"}, "ByteFallback": {" ": "▁"}}[decoder]
     letters = [space.get(each, each) for each in string.printable[:95] + "\n"]
     made = Tokenizer(models.BPE({token: i for i, token in enumerate([*SPECIAL, *letters, "Ã", "©", "é"])}, []))
@@ -41,7 +41,7 @@ def tokenizer(decoder: str, *, special: bool) -> Tokenizer:
 
 
 def random_text(matcher: Any, size: int, chance: random.Random) -> list[int]:
-    """Tokens that the grammar allows, closing brackets and the end before others, so that it ends."""
+    """Tokens that the grammar allows. Closing brackets and the end token come first, so that the text ends."""
     tokens: list[int] = []
     mask = np.zeros((1, -(-size // MASK_WORD)), dtype=np.int32)
     while not matcher.is_terminated():
@@ -73,23 +73,23 @@ def test_what_a_grammar_allows_is_calls_and_nothing_else(format: str, decoder: s
             parser = ToolCallParser(FORMATS[format], [name for name, _ in FUNCTIONS])
             detokenizer = IncrementalDetokenizer(fast, [1], markers)
             tokens = random_text(xgrammar.GrammarMatcher(compiled), size, chance)
-            said = parser.push("".join(map(detokenizer.push, tokens)) + detokenizer.flush())
+            parsed = parser.push("".join(map(detokenizer.push, tokens)) + detokenizer.flush())
             rest = parser.flush()
-            join(said.calls, rest.calls)
-            assert said.content + rest.content == ""
-            assert all(call.is_complete for call in said.calls)
-            for call in said.calls:
+            join(parsed.tool_calls, rest.tool_calls)
+            assert parsed.content + rest.content == ""
+            assert all(call.is_complete for call in parsed.tool_calls)
+            for call in parsed.tool_calls:
                 arguments = json.loads(call.arguments)
                 assert (set(arguments) == {"n"}) if call.name == "grow" else (arguments == {})
                 names.add(call.name)
-            assert len(said.calls) == 1 or not single
-            most = max(most, len(said.calls))
+            assert len(parsed.tool_calls) == 1 or not single
+            most = max(most, len(parsed.tool_calls))
     assert names == {name for name, _ in FUNCTIONS}
     assert (most > 1) == (format != "llama3_json")
 
 
 def test_special_tokens_are_in_no_string() -> None:
-    """A marker has its place in the format; elsewhere no grammar allows it, as no other special token."""
+    """The grammar allows a marker only at its place in the format, and no other special tokens."""
     import xgrammar
 
     made = tokenizer("ByteLevel", special=True)

@@ -1,4 +1,4 @@
-"""Calls in texts: each format, every way to cut a text, and what is no call."""
+"""Tool calls in texts: each format, all ways to split a text into pieces, and texts without valid calls."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 from eagle_server.text.chat_template import ChatTemplate
 from eagle_server.text.tool_formats import FORMATS, find_format
-from eagle_server.text.tool_parser import WHITESPACE, CallDelta, Said, ToolCallParser, join
+from eagle_server.text.tool_parser import WHITESPACE, ParsedText, ToolCallDelta, ToolCallParser, join
 
 NAMES = ("f", "get_weather")
 ARGS = '{"city": "S\\u00e3o \\"Paulo\\" {[", "deep": [{"a": [1, -2.5e3, null]}, true], "tag": "</tool_call>"}'
 Call = tuple[str, str]
 
-# Format and text; then the content and the calls, as name and arguments, that it comes to.
+# Format and text, then the expected content and the expected calls as (name, arguments).
 WHOLE: list[tuple[str, str, str, list[Call]]] = [
     ("hermes", "", "", []),
     ("hermes", " plain text.\n", " plain text.\n", []),
@@ -29,7 +29,7 @@ WHOLE: list[tuple[str, str, str, list[Call]]] = [
         "Let me see.",
         [("f", ARGS), ("get_weather", '{"x": 1}')],
     ),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "", [("f", "{}")]),  # nothing closes it
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "", [("f", "{}")]),  # no closing marker
     ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool', "</tool", [("f", "{}")]),
     ("hermes", 'A <tool_call>{"name": "other", "parameters": {}}</tool_call>\n B ', "A\n B ", [("other", "{}")]),
     ("hermes", "a < b, <tool_calls>, <tool_", "a < b, <tool_calls>, <tool_", []),
@@ -84,30 +84,30 @@ NO_CALLS = [
 MARKER = {"hermes": "<tool_call>\n", "llama3_json": "<|python_tag|>", "mistral": "[TOOL_CALLS] ["}
 
 
-def parse(format: str, pieces: Iterable[str]) -> Said:
-    parser, whole = ToolCallParser(FORMATS[format], NAMES), Said()
-    for said in [*map(parser.push, pieces), parser.flush()]:
-        whole.content += said.content
-        join(whole.calls, said.calls)
-    assert parser.complete == sum(call.is_complete for call in whole.calls)
-    assert [call.index for call in whole.calls] == list(range(len(whole.calls)))
+def parse(format: str, pieces: Iterable[str]) -> ParsedText:
+    parser, whole = ToolCallParser(FORMATS[format], NAMES), ParsedText()
+    for parsed in [*map(parser.push, pieces), parser.flush()]:
+        whole.content += parsed.content
+        join(whole.tool_calls, parsed.tool_calls)
+    assert parser.complete == sum(call.is_complete for call in whole.tool_calls)
+    assert [call.index for call in whole.tool_calls] == list(range(len(whole.tool_calls)))
     return whole
 
 
-def complete(said: Said) -> list[Call]:
-    return [(call.name or "", call.arguments) for call in said.calls if call.is_complete]
+def complete(parsed: ParsedText) -> list[Call]:
+    return [(call.name or "", call.arguments) for call in parsed.tool_calls if call.is_complete]
 
 
-def without_ids(said: Said) -> tuple[str, list[CallDelta]]:
-    return said.content, [
-        CallDelta(call.index, None, call.name, call.arguments, call.is_complete) for call in said.calls
+def without_ids(parsed: ParsedText) -> tuple[str, list[ToolCallDelta]]:
+    return parsed.content, [
+        ToolCallDelta(call.index, None, call.name, call.arguments, call.is_complete) for call in parsed.tool_calls
     ]
 
 
 @pytest.mark.parametrize(("format", "text", "content", "calls"), WHOLE)
 def test_calls_are_told_from_content(format: str, text: str, content: str, calls: list[Call]) -> None:
-    said = parse(format, [text])
-    assert (said.content, complete(said)) == (content, calls)
+    parsed = parse(format, [text])
+    assert (parsed.content, complete(parsed)) == (content, calls)
     assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
 
 
@@ -115,23 +115,23 @@ def test_calls_are_told_from_content(format: str, text: str, content: str, calls
 @pytest.mark.parametrize("broken", NO_CALLS)
 def test_what_is_no_call_is_content_and_nothing_is_lost(format: str, broken: str) -> None:
     text = f"Look: \n{MARKER[format]}{broken}"
-    said = parse(format, [text])
-    assert (said.content, complete(said)) == (text, [])
+    parsed = parse(format, [text])
+    assert (parsed.content, complete(parsed)) == (text, [])
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("broken", NO_CALLS)
 def test_calls_after_a_broken_one_are_found(format: str, broken: str) -> None:
     if broken.startswith("{") and not broken.endswith(("}", "]")):
-        broken += "\n"  # what ends mid-string takes the rest with it, if that goes on without a line break
+        broken += "\n"  # a call that ends in a string would include the following text, unless there is a line break
     good = f'{MARKER[format]}{{"name": "f", "arguments": {{"x": 1}}}}'
-    said = parse(format, [f"{MARKER[format]}{broken}{good}"])
+    parsed = parse(format, [f"{MARKER[format]}{broken}{good}"])
     nested = json_brackets(broken) > 0
-    assert complete(said) == ([] if nested else [("f", '{"x": 1}')])
+    assert complete(parsed) == ([] if nested else [("f", '{"x": 1}')])
 
 
 def json_brackets(text: str) -> int:
-    """How many are left open."""
+    """The number of open brackets."""
     return sum(text.count(bracket) for bracket in "{[") - sum(text.count(bracket) for bracket in "}]")
 
 
@@ -193,25 +193,25 @@ def test_a_call_is_sent_as_it_comes() -> None:
         "}",
         "\n</tool_call>",
     ]
-    said = [parser.push(piece) for piece in pieces]
-    assert [each.content for each in said] == ["Well", ",", *[""] * 8]
-    assert [[(call.name, call.arguments) for call in each.calls] for each in said[5:]] == [
+    parsed = [parser.push(piece) for piece in pieces]
+    assert [each.content for each in parsed] == ["Well", ",", *[""] * 8]
+    assert [[(call.name, call.arguments) for call in each.tool_calls] for each in parsed[5:]] == [
         [("f", '{"x"')],
         [(None, ': "<to')],
         [(None, 'ol"}')],
         [(None, "")],
         [],
     ]
-    assert said[8].calls[0].is_complete
-    assert parser.flush() == Said()
+    assert parsed[8].tool_calls[0].is_complete
+    assert parser.flush() == ParsedText()
 
 
 def test_of_one_call_that_is_wanted_the_rest_is_dropped() -> None:
     parser = ToolCallParser(FORMATS["hermes"], NAMES, single=True)
     one = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    assert len(parser.push(one + one).calls) == 1
+    assert len(parser.push(one + one).tool_calls) == 1
     assert parser.is_done
-    assert (parser.push("more"), parser.flush()) == (Said(), Said())
+    assert (parser.push("more"), parser.flush()) == (ParsedText(), ParsedText())
 
 
 def test_ids_are_what_templates_take() -> None:
@@ -223,7 +223,7 @@ def test_ids_are_what_templates_take() -> None:
 
 
 TEMPLATES = {
-    # as they are in the models' files, line breaks and quotes escaped for Jinja
+    # as in the models' files, with line breaks and quotes escaped for Jinja
     r"""{{- "<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>" }}""": "hermes",
     r"""{{- "<tool_call>\n{{\"name\": <function-name>, \"arguments\": <args-json-object>}}\n" }}""": "hermes",
     r"""{{- '\n<tool_call>\n{"name": "' }}{{- tool_call.name }}""": "hermes",
@@ -276,7 +276,7 @@ def test_white_space_in_any_pieces(format: str, text: str, calls: list[Call], co
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("before", ["", "x", "marker", '{"name": "f", "arguments": {}}'])
 def test_white_space_without_an_end_is_not_held(format: str, before: str) -> None:
-    """Else each of its tokens would cost as much as all before it."""
+    """Otherwise each token would cost as much as all tokens before it."""
     parser = ToolCallParser(FORMATS[format], NAMES)
     parser.push(FORMATS[format].opening if before == "marker" else before)
     for _ in range(100):

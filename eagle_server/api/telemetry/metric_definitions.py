@@ -1,7 +1,7 @@
 """Names, types, labels and buckets of all metrics.
 
-Those with vLLM's prefix have the name, type, labels and buckets that they have there (its V1 engine), so that
-dashboards and autoscalers made for it work here; docs/observability.md tells where a meaning differs.
+Metrics with the prefix `vllm:` have the name, type, labels and buckets of vLLM's V1 engine, so that its dashboards and
+autoscalers work here. docs/observability.md says where a meaning differs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from eagle_server.request import FinishReason, Ready
 
 LABELS = ("model_name", "engine")
-ENGINE = "0"  # there is one
+ENGINE = "0"  # there is only one engine
 
 FIRST_TOKEN_SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -33,8 +33,8 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 NODES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
-class Families:
-    """Every metric, bound to its labels; families with a label more have a method instead."""
+class MetricDefinitions:
+    """Every metric, bound to its labels. A metric with one more label has a method instead of an attribute."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, ready: Ready) -> None:
         self._registry = registry
@@ -45,8 +45,8 @@ class Families:
         self._add_cycles(ready)
 
     def _add_state(self, ready: Ready) -> None:
-        self.running = self._gauge("vllm:num_requests_running", "Requests that are prefilled or decoded.")
-        self.waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled.")
+        self.running = self._gauge("vllm:num_requests_running", "Requests being prefilled or decoded.")
+        self.waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled.")
         self.kv_cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of the KV cache that is in use, 0 to 1.")
         cache = ready.resolved.get("cache", {})
         page_size, slots = cache.get("page_size", 1), cache.get("max_total_tokens") or 0
@@ -73,17 +73,19 @@ class Families:
         self.prefix_cache_hits = self._counter(
             "vllm:prefix_cache_hits", "Prompt tokens that were found in the prefix cache."
         )
-        self.preemptions = self._counter("vllm:num_preemptions", "Requests that gave their KV up for others.")
+        self.preemptions = self._counter("vllm:num_preemptions", "Preempted requests.")
         self._success = Counter(
             "vllm:request_success",
-            "Requests that ended, whatever way.",
+            "Requests that ended, by reason.",
             (*LABELS, "finished_reason"),
             registry=self._registry,
         )
         for reason in FinishReason:
             self.finished(reason)
-        self.drafts = self._counter("vllm:spec_decode_num_drafts", "Trees that were drafted and verified.")
-        self.draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Nodes of these trees, without roots.")
+        self.drafts = self._counter("vllm:spec_decode_num_drafts", "Draft trees that were verified.")
+        self.draft_tokens = self._counter(
+            "vllm:spec_decode_num_draft_tokens", "Nodes of verified draft trees, without the roots."
+        )
         self.accepted_tokens = self._counter(
             "vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."
         )
@@ -95,7 +97,7 @@ class Families:
         )
         for position in range(ready.num_steps):
             self.accepted_at(position)
-        self.engine_restarts = self._counter("eagle_server_engine_restarts", "Times the engine was started again.")
+        self.engine_restarts = self._counter("eagle_server_engine_restarts", "Restarts of the engine process.")
 
     def _add_requests(self, ready: Ready) -> None:
         sizes = one_two_five(ready.context_length)
@@ -109,21 +111,29 @@ class Families:
             "vllm:time_to_first_token_seconds", "From submission to the first token.", FIRST_TOKEN_SECONDS
         )
         self.inter_token_latency = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between a request's cycles that brought tokens.", TOKEN_SECONDS
+            "vllm:inter_token_latency_seconds",
+            "Time between successive cycles with tokens of a request.",
+            TOKEN_SECONDS,
         )
         self.time_per_output_token = self._histogram(
-            "vllm:request_time_per_output_token_seconds", "Decoding time by tokens after the first.", TOKEN_SECONDS
+            "vllm:request_time_per_output_token_seconds", "Decoding time per token after the first.", TOKEN_SECONDS
         )
         self.e2e_latency = self._seconds("e2e_request_latency", "From submission to the last token.")
         self.api_seconds = self._histogram(
             "eagle_server_api_seconds",
-            "What the API itself takes of a call: until the engine is told, and after its last word.",
+            "Time of a request in the API: before its submission to the engine and after its last token.",
             API_SECONDS,
         )
-        self.queue_time = self._seconds("request_queue_time", "From submission until it was first scheduled.")
-        self.prefill_time = self._seconds("request_prefill_time", "From then until its prompt was prefilled.")
-        self.decode_time = self._seconds("request_decode_time", "From then to its end.")
-        self.inference_time = self._seconds("request_inference_time", "From when it was first scheduled to its end.")
+        self.queue_time = self._seconds("request_queue_time", "From submission to the first scheduling.")
+        self.prefill_time = self._seconds(
+            "request_prefill_time", "From the first scheduling until the prompt was prefilled."
+        )
+        self.decode_time = self._seconds(
+            "request_decode_time", "From the end of the prefill to the end of the request."
+        )
+        self.inference_time = self._seconds(
+            "request_inference_time", "From the first scheduling to the end of the request."
+        )
 
     def _add_cycles(self, ready: Ready) -> None:
         self.iteration_tokens = self._histogram(
@@ -132,7 +142,7 @@ class Families:
         self.cycle_seconds = self._histogram("eagle_server_cycle_seconds", "Time of a cycle.", CYCLE_SECONDS)
         self._stages = Histogram(
             "eagle_server_stage_seconds",
-            "Time of a cycle's stage; on a GPU by its own clock.",
+            "Time of a cycle's stage, on a GPU by its events.",
             (*LABELS, "stage"),
             buckets=CYCLE_SECONDS,
             registry=self._registry,
@@ -140,12 +150,12 @@ class Families:
         self._bound_stages: dict[str, Histogram] = {}
         self.batch_size = self._histogram("eagle_server_batch_size", "Requests decoded in a cycle.", BATCH_SIZES)
         self.tree_nodes = self._histogram(
-            "eagle_server_tree_nodes", "Nodes of a request's tree in a cycle, the root included.", NODES
+            "eagle_server_tree_nodes", "Nodes of a request's tree in a cycle, with the root.", NODES
         )
         lengths = range(1, ready.num_steps + 2)
         self.accept_length = self._histogram(
             "eagle_server_accept_length",
-            "Tokens that a drafted tree gave in a cycle, the bonus token included.",
+            "Tokens from a draft tree in a cycle, with the bonus token.",
             lengths,
         )
 
@@ -156,7 +166,7 @@ class Families:
         return self._accepted.labels(*self._labels, str(position))
 
     def stage(self, name: str) -> Histogram:
-        if name not in self._bound_stages:  # looked up several times a cycle, and labels() is slow
+        if name not in self._bound_stages:  # labels() is slow, and this runs several times per cycle
             self._bound_stages[name] = self._stages.labels(*self._labels, name)
         return self._bound_stages[name]
 

@@ -1,4 +1,4 @@
-"""Bodies of requests, bounded in size and in the time they take to come."""
+"""Reads a request's body, with a limit on its size and on the time it takes to arrive."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MAX_BODY_BYTES = 16 * 2**20
 BODY_SECONDS = 60.0
 
 
-async def read(model: type[B], request: Request) -> B:
-    """The checked body.
+async def read_body(schema: type[B], request: Request) -> B:
+    """The parsed and validated body.
 
     Raises:
-        ApiError: it is too large or too slow, or wrong.
+        ApiError: the body is too large, too slow or invalid.
     """
     body = bytearray()
     try:
@@ -34,4 +34,4 @@ async def read(model: type[B], request: Request) -> B:
     except TimeoutError:
         message = f"the body did not come within {BODY_SECONDS:g} seconds"
         raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="slow_body") from None
-    return parse(model, bytes(body))
+    return parse(schema, bytes(body))

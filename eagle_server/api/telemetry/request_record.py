@@ -1,4 +1,4 @@
-"""A call is an HTTP request; a generation is one engine request of it. What is known of them while they run."""
+"""Records of running requests: one per HTTP request, and one per engine request that it submits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from eagle_server.request import FinishReason, Request, SpecStats, TokenDelta
 
 
 @dataclass(eq=False)
-class Generation:
-    """Times are those of time.monotonic(). `tokens` is what the engine generated, `kept` what of it is the answer.
+class EngineRequestRecord:
+    """One engine request. Times are in seconds of time.monotonic().
 
-    They differ where a stop string was found before the end of a cycle's tokens. `n` is the number of choices of the
-    prompt, on the first of them.
+    `tokens` counts what the engine generated. `kept` counts the tokens of the answer, where a stop string was found
+    before the end of a cycle's tokens. `n` is the number of choices of the prompt, set on the first of them only.
     """
 
     request: Request
@@ -39,7 +39,7 @@ class Generation:
 
     @property
     def reason(self) -> FinishReason:
-        """Why it ended, once nobody waits for it; a stop string is a stop, though the engine had to be told."""
+        """Why the request ended. A stop string counts as STOP, although the engine request was aborted."""
         if self.kept is not None:
             return FinishReason.STOP
         if self.last is not None and self.last.finish_reason is not None:
@@ -48,8 +48,8 @@ class Generation:
 
 
 @dataclass(eq=False)
-class Call:
-    """`status` is 0 until the answer starts; `n` of a generation marks the first choice of each prompt."""
+class RequestRecord:
+    """One HTTP request. `status` is 0 until the response starts."""
 
     request_id: str
     method: str
@@ -58,40 +58,40 @@ class Call:
     began: float = field(default_factory=time.monotonic)
     began_ns: int = field(default_factory=time.time_ns)
     status: int = 0
-    generations: list[Generation] = field(default_factory=list)
+    engine_requests: list[EngineRequestRecord] = field(default_factory=list)
 
     @property
     def prompt_tokens(self) -> int:
-        """Every prompt counts once, as in the usage of an answer."""
-        return sum(len(each.request.prompt_token_ids) for each in self.generations if each.n is not None)
+        """Each prompt counts once, as in the response's usage."""
+        return sum(len(each.request.prompt_token_ids) for each in self.engine_requests if each.n is not None)
 
     @property
     def output_tokens(self) -> int:
-        return sum(each.answer_tokens for each in self.generations)
+        return sum(each.answer_tokens for each in self.engine_requests)
 
-    def own_seconds(self, now: float) -> float:
-        """Of its time until `now`, its end, that in which the engine had nothing to do with it."""
+    def api_seconds(self, now: float) -> float:
+        """Seconds until `now` that this request spent in the API only: before submission and after the last token."""
         return (
-            min(each.submitted for each in self.generations)
+            min(each.submitted for each in self.engine_requests)
             - self.began
             + now
-            - max(each.ended or now for each in self.generations)
+            - max(each.ended or now for each in self.engine_requests)
         )
 
     @property
     def spec(self) -> SpecStats | None:
-        """That of all generations together; None where nothing was drafted, or is not known yet to have been."""
-        stats = [each.spec for each in self.generations if each.spec is not None]
+        """The sum over all engine requests. None if nothing was drafted, or if no request has ended yet."""
+        stats = [each.spec for each in self.engine_requests if each.spec is not None]
         if not stats:
             return None
         histogram = [sum(counts) for counts in zip(*(each.histogram for each in stats), strict=True)]
         return SpecStats(histogram=histogram, drafted=sum(each.drafted for each in stats))
 
 
-current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
+current_request: ContextVar[RequestRecord | None] = ContextVar("current_request", default=None)
 
 
 def log_context() -> Mapping[str, str]:
-    """What every line of the log should tell: the id of the request that it was logged for."""
-    call = current_call.get()
-    return {} if call is None else {"request_id": call.request_id}
+    """What every log line includes: the id of the current HTTP request."""
+    record = current_request.get()
+    return {} if record is None else {"request_id": record.request_id}

@@ -1,0 +1,99 @@
+"""Decides before the route whether a request may pass: its API key, a draining server, a full queue."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from eagle_server.api import playground
+from eagle_server.api.errors import ApiError, as_api_error, unavailable
+from eagle_server.client.client import EngineClient, QueueFull
+
+# Paths that need no key: for load balancers, probes and browsers.
+OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/health_generate", "/version", "/openapi.json", *playground.PATHS})
+
+
+class Admission:
+    """Counts the generating HTTP requests in progress. A draining server admits no new ones."""
+
+    def __init__(self) -> None:
+        self.is_draining = False
+        self._active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def active(self) -> int:
+        return self._active
+
+    @contextmanager
+    def count(self) -> Iterator[None]:
+        """Count one request for the duration of the block."""
+        self._active += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._active -= 1
+            if self._active == 0:
+                self._idle.set()
+
+    async def drain(self) -> None:
+        """Admit no new requests, and wait until the last one has ended."""
+        self.is_draining = True
+        await self._idle.wait()
+
+
+class AdmissionMiddleware:
+    """ASGI middleware. `generating_paths` are the paths that submit requests to the engine."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        admission: Admission,
+        client: EngineClient,
+        generating_paths: Collection[str],
+        api_key: str | None,
+    ) -> None:
+        self._app = app
+        self._admission = admission
+        self._client = client
+        self._generating_paths = frozenset(generating_paths)
+        self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await refusal.response(scope, receive, send)
+        elif scope["path"] in self._generating_paths:
+            with self._admission.count():
+                await self._app(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        path: str = scope["path"]
+        if self._authorization is not None and path not in OPEN_PATHS:
+            given = Headers(scope=scope).get("authorization", "")
+            # A comparison in constant time: the response time reveals nothing about the key. Headers are Latin-1.
+            if not hmac.compare_digest(given.encode("latin-1"), self._authorization):
+                return ApiError(
+                    HTTPStatus.UNAUTHORIZED,
+                    "this server needs an API key: send the header 'Authorization: Bearer <key>'",
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer"},
+                )
+        if path in self._generating_paths and self._admission.is_draining:
+            return unavailable("the server is shutting down")
+        if path in self._generating_paths and not self._client.has_room():  # before the body is read and tokenized
+            return as_api_error(QueueFull(f"{self._client.max_waiting} requests are waiting already"))
+        return None

@@ -1,0 +1,262 @@
+"""POST /v1/chat/completions: a conversation as a prompt, and responses in OpenAI's shape with vLLM's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, UnsetType
+from starlette.routing import Route
+
+from eagle_server.api.body import read_body
+from eagle_server.api.errors import ApiError, bad_request
+from eagle_server.api.generate import GenerationHandler, prepare
+from eagle_server.api.prompts import encode, render
+from eagle_server.api.request_id import request_id_of
+from eagle_server.api.request_state import OutputDelta, Prompt, ScoredToken
+from eagle_server.api.responses import Metrics, PromptLogprobs, Tree, Usage, finite
+from eagle_server.api.schemas.chat import ChatRequest
+from eagle_server.api.service import Service, service_of
+from eagle_server.api.sse import DONE, event
+from eagle_server.api.tools import tool_use
+from eagle_server.request import Ready
+from eagle_server.text.tool_parser import ToolCallDelta
+
+ROLE = "assistant"
+
+
+class ChatToken(msgspec.Struct):
+    """`bytes` are the token's own bytes, which may be only a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(ChatToken):
+    top_logprobs: list[ChatToken]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """One entry per token."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CalledFunction(msgspec.Struct):
+    """`arguments` is a JSON object as text, in a stream a part of this text."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A tool call that the model made."""
+
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+
+class ToolCallChunk(msgspec.Struct, kw_only=True):
+    """The new part of a tool call. Its first chunk has the id and the name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: CalledFunction
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """`content` is null where there are only tool calls."""
+
+    role: str = ROLE
+    content: str | None
+    refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    trees: list[Tree] | UnsetType = UNSET
+
+
+class ChatBody(msgspec.Struct, kw_only=True):
+    """A response."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    metrics: Metrics | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Delta(msgspec.Struct):
+    """The new part of a message. A choice's first delta has the role."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallChunk] | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    trees: list[Tree] | UnsetType = UNSET
+
+
+class ChunkBody(msgspec.Struct, kw_only=True):
+    """A chunk of a stream."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None | UnsetType = UNSET
+    metrics: Metrics | UnsetType = UNSET
+
+
+async def create_chat_completion(request: Request) -> Response:
+    body = await read_body(ChatRequest, request)
+    service = service_of(request)
+    ready = service.ready_for(body.model)
+    handler = await prepare(
+        body,
+        service,
+        ready,
+        f"chatcmpl-{request_id_of(request)}",
+        lambda: _prompts(body, service, ready),
+        service.chat_template.stops,
+        tool_use(body, service.call_syntax),
+    )
+    return await handler.respond(request, build_response=build_response, build_events=build_events, build_end=build_end)
+
+
+# A Starlette route: the handler reads the body itself, and FastAPI's parsing would only add latency.
+router = APIRouter(routes=[Route("/v1/chat/completions", create_chat_completion, methods=["POST"])])
+
+
+def _prompts(body: ChatRequest, service: Service, ready: Ready) -> list[Prompt]:
+    """The conversation in tokens, as a list of one prompt.
+
+    Raises:
+        ApiError: the chat template does not accept the messages, or they are too long.
+    """
+    template = service.chat_template
+    text = render(body.messages, body, template)
+    limit = ready.max_request_tokens
+    token_ids = encode(text, service.spelling.tokenizer, limit, "messages", special=template.adds_special)
+    if not token_ids:
+        raise bad_request("the prompt is empty: it has no tokens", "messages", "invalid_value")
+    return [Prompt(token_ids)]
+
+
+def build_response(handler: GenerationHandler, outputs: Sequence[OutputDelta]) -> ChatBody:
+    return ChatBody(
+        id=handler.id,
+        created=handler.created,
+        model=handler.model,
+        choices=[
+            ChatChoice(
+                output.index,
+                _message(output),
+                _logprobs(handler, output.tokens),
+                output.finish_reason,
+                handler.trees(output),
+            )
+            for output in outputs
+        ],
+        usage=handler.usage,
+        metrics=handler.metrics,
+        prompt_logprobs=handler.prompt_logprobs(handler.states[0]),  # all choices share the one prompt
+    )
+
+
+def build_events(handler: GenerationHandler, output: OutputDelta) -> bytes:
+    """The role once per choice, then content, then the finish reason, each in a chunk of its own."""
+    choices = []
+    if output.is_first:
+        choices.append(ChunkChoice(output.index, Delta(role=ROLE, content="")))
+    delta = _delta(output)
+    if delta is not None or output.tokens or output.trees:
+        logprobs = _logprobs(handler, output.tokens)
+        delta = delta or Delta(content="")
+        choices.append(ChunkChoice(output.index, delta, logprobs, trees=handler.trees(output)))
+    if output.finish_reason is not None:
+        choices.append(ChunkChoice(output.index, Delta(), finish_reason=output.finish_reason))
+    usage = handler.chunk_usage
+    return b"".join(event(_chunk(handler, [choice], usage)) for choice in choices)
+
+
+def build_end(handler: GenerationHandler, error: ApiError | None) -> bytes:
+    """The error, or the usage if the request asks for it; then [DONE]."""
+    if error is not None:
+        return event(error.body) + DONE
+    usage = event(_chunk(handler, [], handler.usage, handler.metrics)) if handler.must_send_usage else b""
+    return usage + DONE
+
+
+def _chunk(
+    handler: GenerationHandler,
+    choices: list[ChunkChoice],
+    usage: Usage | None | UnsetType,
+    metrics: Metrics | UnsetType = UNSET,
+) -> ChunkBody:
+    return ChunkBody(
+        id=handler.id, created=handler.created, model=handler.model, choices=choices, usage=usage, metrics=metrics
+    )
+
+
+def _message(output: OutputDelta) -> ChatMessage:
+    """Incomplete tool calls are left out: their text is in the content."""
+    calls = [
+        ToolCall(id=call.id, function=CalledFunction(call.name, call.arguments))
+        for call in output.tool_calls
+        if call.is_complete and call.id is not None and call.name is not None
+    ]
+    if not calls:
+        return ChatMessage(content=output.text)
+    return ChatMessage(content=output.text or None, tool_calls=calls)
+
+
+def _delta(output: OutputDelta) -> Delta | None:
+    """The text and the tool calls of an output, None if it has neither."""
+    calls = [_tool_call_chunk(call) for call in output.tool_calls if call.id is not None or call.arguments]
+    if not (output.text or calls):
+        return None
+    return Delta(content=output.text or UNSET, tool_calls=calls or UNSET)
+
+
+def _tool_call_chunk(call: ToolCallDelta) -> ToolCallChunk:
+    if call.id is None or call.name is None:
+        return ToolCallChunk(index=call.index, function=CalledFunction(arguments=call.arguments))
+    function = CalledFunction(call.name, call.arguments)
+    return ToolCallChunk(index=call.index, id=call.id, type="function", function=function)
+
+
+def _logprobs(handler: GenerationHandler, tokens: Sequence[ScoredToken]) -> ChatLogprobs | None:
+    count = handler.body.num_logprobs
+    if count is None:
+        return None
+
+    def spelled(token_id: int, logprob: float) -> ChatToken:
+        return ChatToken(handler.spelling(token_id), finite(logprob), list(handler.spelling.raw(token_id)))
+
+    content = []
+    for token in tokens:
+        assert token.logprob is not None  # only a prompt's first token has none, and chats do not echo
+        chosen = spelled(token.token_id, token.logprob)
+        top = [spelled(token_id, logprob) for token_id, logprob in token.top[:count]]
+        content.append(ChatLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
+    return ChatLogprobs(content)

@@ -1,0 +1,141 @@
+"""POST /v1/completions: prompts from the body, and responses in OpenAI's legacy shape with vLLM's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, UnsetType
+from starlette.routing import Route
+
+from eagle_server.api.body import read_body
+from eagle_server.api.errors import ApiError, bad_request
+from eagle_server.api.generate import GenerationHandler, prepare
+from eagle_server.api.prompts import check_token_ids, encode
+from eagle_server.api.request_id import request_id_of
+from eagle_server.api.request_state import OutputDelta, Prompt, ScoredToken
+from eagle_server.api.responses import Metrics, PromptLogprobs, Tree, Usage, finite
+from eagle_server.api.schemas.completion import CompletionRequest
+from eagle_server.api.service import Service, service_of
+from eagle_server.api.sse import DONE, event
+from eagle_server.request import Ready
+
+
+class Logprobs(msgspec.Struct):
+    """One entry per token. `text_offset` counts characters from the start of the choice's text."""
+
+    tokens: list[str] = msgspec.field(default_factory=list)
+    token_logprobs: list[float | None] = msgspec.field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = msgspec.field(default_factory=list)
+    text_offset: list[int] = msgspec.field(default_factory=list)
+
+
+class ChoiceBody(msgspec.Struct):
+    """A whole choice, or in a stream a part of one."""
+
+    index: int
+    text: str
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    trees: list[Tree] | UnsetType = UNSET
+
+
+class CompletionBody(msgspec.Struct, kw_only=True):
+    """A response, or a chunk of a stream."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[ChoiceBody]
+    usage: Usage | None | UnsetType = UNSET
+    metrics: Metrics | UnsetType = UNSET
+
+
+async def create_completion(request: Request) -> Response:
+    body = await read_body(CompletionRequest, request)
+    service = service_of(request)
+    ready = service.ready_for(body.model)
+    name = f"cmpl-{request_id_of(request)}"
+    handler = await prepare(body, service, ready, name, lambda: _prompts(body, service, ready))
+    return await handler.respond(request, build_response=build_response, build_events=build_events, build_end=build_end)
+
+
+# A Starlette route: the handler reads the body itself, and FastAPI's parsing would only add latency.
+router = APIRouter(routes=[Route("/v1/completions", create_completion, methods=["POST"])])
+
+
+def _prompts(body: CompletionRequest, service: Service, ready: Ready) -> list[Prompt]:
+    """The prompts in tokens.
+
+    Raises:
+        ApiError: a prompt is empty or too long, or has a token outside the vocabulary.
+    """
+    tokenizer = service.spelling.tokenizer
+    prompts = []
+    for source in body.prompts:
+        if isinstance(source, str):
+            token_ids, text = encode(source, tokenizer, ready.max_request_tokens, "prompt", special=True), source
+        else:
+            check_token_ids("prompt", source, ready.vocab_size)
+            token_ids, text = source, tokenizer.decode(source) if body.echo else ""
+        if not token_ids:
+            raise bad_request("the prompt is empty: it has no tokens", "prompt", "invalid_value")
+        prompts.append(Prompt(token_ids, text if body.echo else None))
+    return prompts
+
+
+def build_response(handler: GenerationHandler, outputs: Sequence[OutputDelta]) -> CompletionBody:
+    choices = [_choice(handler, output) for output in outputs]
+    for choice, state in zip(choices, handler.states, strict=True):
+        choice.prompt_logprobs = handler.prompt_logprobs(state)
+    return _body(handler, choices, handler.usage, handler.metrics)
+
+
+def build_events(handler: GenerationHandler, output: OutputDelta) -> bytes:
+    return event(_body(handler, [_choice(handler, output)], handler.chunk_usage))
+
+
+def build_end(handler: GenerationHandler, error: ApiError | None) -> bytes:
+    """The error, or the usage if the request asks for it; then [DONE]."""
+    if error is not None:
+        return event(error.body) + DONE
+    usage = event(_body(handler, [], handler.usage, handler.metrics)) if handler.must_send_usage else b""
+    return usage + DONE
+
+
+def _body(
+    handler: GenerationHandler,
+    choices: list[ChoiceBody],
+    usage: Usage | None | UnsetType,
+    metrics: Metrics | UnsetType = UNSET,
+) -> CompletionBody:
+    return CompletionBody(
+        id=handler.id, created=handler.created, model=handler.model, choices=choices, usage=usage, metrics=metrics
+    )
+
+
+def _choice(handler: GenerationHandler, output: OutputDelta) -> ChoiceBody:
+    logprobs = None if handler.body.num_logprobs is None else _logprobs(handler, output.tokens)
+    return ChoiceBody(output.index, output.text, logprobs, output.finish_reason, trees=handler.trees(output))
+
+
+def _logprobs(handler: GenerationHandler, tokens: Iterable[ScoredToken]) -> Logprobs:
+    """`top_logprobs` holds the alternatives and the token itself, so it may have one entry more than was asked for."""
+    spell, count = handler.spelling, handler.body.num_logprobs
+    logprobs = Logprobs()
+    for token in tokens:
+        logprobs.tokens.append(spell(token.token_id))
+        logprobs.text_offset.append(token.offset)
+        if token.logprob is None:
+            logprobs.token_logprobs.append(None)
+            logprobs.top_logprobs.append(None)
+            continue
+        top: dict[str, float] = {}
+        for token_id, value in (*token.top[:count], (token.token_id, token.logprob)):
+            top.setdefault(spell(token_id), finite(value))
+        logprobs.token_logprobs.append(finite(token.logprob))
+        logprobs.top_logprobs.append(top)
+    return logprobs

@@ -1,0 +1,262 @@
+"""Generation, shared by all endpoints that generate text.
+
+An endpoint is one module (`completions.py`, `chat.py`) and one schema (`schemas/completion.py`, `schemas/chat.py`). Its
+route handler parses the body, calls `prepare`, and then `GenerationHandler.respond` with the endpoint's own functions
+that build the response and the events of a stream. A new endpoint is therefore two new files. It is registered in
+`app.py` (GENERATING) and described in `openapi.py`; nothing changes here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from itertools import count
+
+import msgspec
+from fastapi import Request as HttpRequest
+from fastapi import Response
+from msgspec import UNSET, UnsetType
+
+from eagle_server.api.errors import ApiError, as_api_error, bad_request, is_expected
+from eagle_server.api.pacing import paced
+from eagle_server.api.prompts import check_token_ids, too_long
+from eagle_server.api.request_state import OutputDelta, Prompt, RequestState
+from eagle_server.api.responses import (
+    Metrics,
+    PromptLogprobs,
+    SpeculativeMetrics,
+    Tree,
+    Usage,
+    prompt_logprobs_of,
+    trees_of,
+)
+from eagle_server.api.sampling_params import sampling_params
+from eagle_server.api.schemas.generation import GenerationBody, StreamOptions
+from eagle_server.api.service import Service
+from eagle_server.api.sse import EventStream, while_connected
+from eagle_server.api.tools import ToolUse
+from eagle_server.request import Ready, Request, TokenDelta
+from eagle_server.text.chat_template import NO_STOPS, TemplateStops
+
+logger = logging.getLogger(__name__)
+
+MAX_SEQUENCES = 1024
+SHORT_BODY = 4096  # bytes; tokenizing the prompts of a shorter body takes less time than starting a thread
+
+_serial = count()  # makes engine ids unique: a client may send the same x-request-id twice
+
+
+async def prepare(
+    body: GenerationBody,
+    service: Service,
+    ready: Ready,
+    name: str,
+    tokenize: Callable[[], Sequence[Prompt]],
+    stops: TemplateStops = NO_STOPS,
+    tools: ToolUse | None = None,
+) -> GenerationHandler:
+    """Tokenize the prompts, check the limits and make one engine request per choice. Nothing is submitted yet.
+
+    `name` is the response's id. `stops` end the answer in addition to the body's own. `tools`: look for tool calls.
+
+    Raises:
+        ApiError: the request cannot be served.
+    """
+    _check_count(body, service)
+    for field in ("stop_token_ids", "allowed_token_ids"):
+        check_token_ids(field, getattr(body, field) or [], ready.vocab_size)
+    # The tokenizer releases the interpreter lock, so the event loop goes on during a long prompt.
+    prompts = tokenize() if body.size <= SHORT_BODY else await asyncio.to_thread(tokenize)
+    tokenizer = service.spelling.tokenizer
+    sampling = sampling_params(
+        body,
+        tokenizer,
+        ready.vocab_size,
+        max_tokens=_max_tokens(body, prompts, ready),
+        stop_token_ids=stops.token_ids,
+        grammar=None if tools is None else tools.grammar,
+    )
+    end_token_ids = frozenset((*sampling.stop_token_ids, *(() if body.ignore_eos else ready.eos_token_ids)))
+    serial = next(_serial)
+    states = []
+    for index in range(body.sequences):  # n choices of the first prompt, then n of the second, ...
+        prompt = prompts[index // body.n]
+        request = Request(
+            request_id=f"{name}-{serial}-{index}",
+            prompt_token_ids=prompt.token_ids,
+            sampling=sampling,
+            # `choice` keys the random numbers. Without a seed nothing is repeated: equal prompts get different numbers.
+            choice=index if body.seed is None else index % body.n,
+            prompt_logprobs=body.needs_prompt_logprobs,
+            speculative=body.speculative,
+            trees=body.return_trees,
+        )
+        states.append(
+            RequestState(index, request, prompt, tokenizer, [*body.stops, *stops.strings], end_token_ids, tools)
+        )
+    return GenerationHandler(service, body, name, states)
+
+
+def _check_count(body: GenerationBody, service: Service) -> None:
+    most = min(MAX_SEQUENCES, service.client.max_waiting or MAX_SEQUENCES)
+    if not 1 <= body.sequences <= most:
+        param = "n" if body.n > most else "prompt"
+        raise bad_request(f"{param}: from 1 to {most} sequences in one request, prompts times n", param)
+
+
+def _max_tokens(body: GenerationBody, prompts: Sequence[Prompt], ready: Ready) -> int:
+    """Most tokens of each sequence: what the body asks for, else what fits after the longest prompt."""
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    room = ready.max_request_tokens - longest
+    wanted = body.max_output_tokens
+    max_tokens = room if wanted is None else wanted
+    if max_tokens > room or (wanted is None and room < 1):
+        raise too_long(longest, max(max_tokens, 1), ready.max_request_tokens, body.prompt_param)
+    if body.min_tokens > max_tokens:
+        raise bad_request(f"min_tokens exceeds the {max_tokens} tokens that fit", "min_tokens", "invalid_value")
+    return max_tokens
+
+
+BuildResponse = Callable[["GenerationHandler", Sequence[OutputDelta]], msgspec.Struct]
+BuildEvents = Callable[["GenerationHandler", OutputDelta], bytes]
+BuildEnd = Callable[["GenerationHandler", ApiError | None], bytes]
+
+
+class GenerationHandler:
+    """One API request: submits its engine requests and turns their deltas into a response or a stream.
+
+    `states` has one entry per choice, `body.n` for each prompt in turn. The endpoint's builder functions get the
+    handler, and read from it what every response needs: id, model, usage, metrics.
+    """
+
+    def __init__(self, service: Service, body: GenerationBody, name: str, states: Sequence[RequestState]) -> None:
+        self.body = body
+        self.id = name
+        self.created = int(time.time())
+        self.model = service.model_name
+        self.spelling = service.spelling
+        self.states = states
+        self._first_states = states[:: body.n]  # one per prompt
+        self._client = service.client
+        self._timeout = service.timeout_of(body.timeout)
+        self._stream_options = body.stream_options or StreamOptions()
+
+    async def respond(
+        self,
+        http_request: HttpRequest,
+        *,
+        build_response: BuildResponse,
+        build_events: BuildEvents,
+        build_end: BuildEnd,
+    ) -> Response:
+        """Generate, and respond with one JSON object or with a stream of server-sent events.
+
+        `build_response` gets the whole output of each choice. `build_events` encodes the events of one output delta.
+        `build_end` encodes the events that end a stream; it gets the error if generation failed. Generation is aborted
+        when the client disconnects.
+
+        Raises:
+            ApiError: the engine refused the request or failed before the first event.
+        """
+        if not self.body.stream:
+            content = await while_connected(http_request.receive, self._response(build_response))
+            return Response(content, media_type="application/json")
+        events = self._stream(build_events, build_end)
+        first = await while_connected(http_request.receive, anext(events))  # an error here still sets the HTTP status
+        return EventStream(first, events)
+
+    # --- What the builder functions read. ---
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts up to now. A prompt counts once, for any number of choices."""
+        return Usage.of(
+            prompt=sum(len(state.prompt.token_ids) for state in self._first_states),
+            completion=sum(state.completion_tokens for state in self.states),
+            cached=sum(state.cached_tokens for state in self._first_states),
+        )
+
+    @property
+    def must_send_usage(self) -> bool:
+        """Whether a stream ends with a chunk that has usage and metrics."""
+        return self._stream_options.include_usage
+
+    @property
+    def chunk_usage(self) -> Usage | None | UnsetType:
+        """The `usage` of the other chunks. As in OpenAI's API it is null if a usage chunk will follow."""
+        if self._stream_options.continuous_usage_stats:
+            return self.usage
+        return None if self.must_send_usage else UNSET
+
+    @property
+    def metrics(self) -> Metrics | UnsetType:
+        """Speculative-decoding metrics. vLLM gives them for a single choice only."""
+        return Metrics(SpeculativeMetrics.of(self.states[0].spec)) if len(self.states) == 1 else UNSET
+
+    def trees(self, output: OutputDelta) -> list[Tree] | UnsetType:
+        """The draft trees of an output, if the request asks for trees."""
+        return trees_of(output.trees, self.spelling) if self.body.return_trees else UNSET
+
+    def prompt_logprobs(self, state: RequestState) -> PromptLogprobs | UnsetType:
+        """The scores of a choice's prompt, if the request asks for them."""
+        count = self.body.prompt_logprobs
+        return UNSET if count is None else prompt_logprobs_of(state.prompt_logprobs, count, self.spelling)
+
+    # --- Generation. ---
+
+    async def _response(self, build: BuildResponse) -> bytes:
+        outputs = [OutputDelta(state.index) for state in self.states]
+        async with aclosing(self._outputs()) as deltas:
+            async for delta in deltas:
+                outputs[delta.index].extend(delta)
+        # Spelling and encoding the scores of a long prompt would block the event loop.
+        if any(state.prompt_logprobs for state in self.states):
+            return await asyncio.to_thread(lambda: msgspec.json.encode(build(self, outputs)))
+        return msgspec.json.encode(build(self, outputs))
+
+    async def _stream(self, build_events: BuildEvents, build_end: BuildEnd) -> AsyncGenerator[tuple[bytes, bool], None]:
+        """Encoded events, and whether more will follow.
+
+        An error before the first event is raised. A later one ends the stream with an error event.
+        """
+        started, unfinished, last = False, len(self.states), b""
+        try:
+            async with aclosing(self._outputs()) as outputs:
+                async for output in outputs:
+                    if output.is_empty:
+                        continue
+                    data = build_events(self, output)
+                    unfinished -= output.finish_reason is not None
+                    if not unfinished:
+                        last = data  # sent together with the end of the stream
+                    elif data:
+                        yield data, True
+                        started = True
+            last += build_end(self, None)
+        except Exception as error:
+            if not started:
+                raise
+            if not is_expected(error):
+                logger.exception("a stream failed")
+            last = build_end(self, as_api_error(error))
+        yield last, False
+
+    async def _outputs(self) -> AsyncGenerator[OutputDelta, None]:
+        """Submit the requests and process their deltas until all have ended."""
+        states = {state.request.request_id: state for state in self.states}
+        requests = [state.request for state in self.states]
+        with self._client.submit(requests, timeout=self._timeout) as generation:
+            deltas: AsyncIterator[TokenDelta] = paced(generation) if self.body.stream_pacing else generation
+            async for delta in deltas:
+                state = states[delta.request_id]
+                was_stopped = state.is_stopped
+                if delta.prompt_logprobs:  # thousands of entries would block the event loop
+                    output = await asyncio.to_thread(state.process, delta)
+                else:
+                    output = state.process(delta)
+                if state.is_stopped and not was_stopped:
+                    generation.complete(delta.request_id, state.completion_tokens)
+                yield output

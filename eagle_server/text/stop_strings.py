@@ -1,0 +1,42 @@
+"""Where a stop string is cut from the output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Cuts text at the first stop string. Holds back text that may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        """The text that cannot belong to a stop string. Empty after a stop string was found."""
+        if self.found:
+            return ""
+        text = self._held + text
+        cuts = [cut for stop in self._stops if (cut := text.find(stop)) >= 0]
+        if cuts:
+            self.found = True
+            self._held = ""
+            return text[: min(cuts)]
+        kept = self._prefix_length(text)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+    def flush(self) -> str:
+        """The text that was held back."""
+        text, self._held = self._held, ""
+        return text
+
+    def _prefix_length(self, text: str) -> int:
+        """Length of the longest suffix of `text` that is a prefix of a stop string."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0
