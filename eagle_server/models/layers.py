@@ -152,11 +152,6 @@ class DecoderLayer(nn.Module):
         yield from self.mlp.weight_views(f"{prefix}mlp.")  # type: ignore[operator]
 
 
-def llama_layer(config: ModelConfig, layer: int) -> DecoderLayer:
-    """Grouped-query attention and a gated MLP: Llama, Mistral, Qwen."""
-    return DecoderLayer(config, Attention(config, layer, config.hidden_size), GatedMLP(config))
-
-
 def pack_linears(model: nn.Module) -> None:
     """Pack every Linear below `model`; once, after its weights are loaded and cast."""
     for module in model.modules():

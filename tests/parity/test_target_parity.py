@@ -15,8 +15,9 @@ from eagle_server.attention.interface import Causal, LayerSpec, Layout
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.engine.pools import make_pool
 from eagle_server.models.checkpoints.load_target import load_target
-from eagle_server.models.config import ModelConfig, read_config
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.config_json import read_config
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.models.targets.registry import read_target_config
 from eagle_server.speculation.attention_args import batch_arguments
 from tests.parity.checkpoints import CASES, VOCAB, write
 
@@ -132,4 +133,4 @@ def test_config_of_transformers_4_means_the_same(tmp_path: Path, name: str) -> N
     rope = dict(new["rope_parameters"])
     old["rope_theta"], old["torch_dtype"] = rope.pop("rope_theta"), new["dtype"]
     old["rope_scaling"] = None if rope == {"rope_type": "default"} else rope
-    assert ModelConfig.from_dict(old) == ModelConfig.from_dict(new)
+    assert read_target_config(old) == read_target_config(new)

@@ -9,9 +9,11 @@ from typing import Any
 
 from eagle_server.models.checkpoints.aux_layers import aux_boundaries
 from eagle_server.models.checkpoints.draft_format import DraftFiles
-from eagle_server.models.config import CheckpointError, ModelConfig, windows_by_type
+from eagle_server.models.config import CheckpointError, ModelConfig
+from eagle_server.models.config_json import windows_by_type
 from eagle_server.models.drafts.eagle import EagleConfig
 from eagle_server.models.drafts.eagle3 import Eagle3Config, FeatureNorm
+from eagle_server.models.targets.registry import read_target_config
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _FIXED_FLAGS = {  # flags of other exporters, with the one meaning that is built here
@@ -99,7 +101,7 @@ def layer_config(flat: Mapping[str, Any], files: DraftFiles, target: ModelConfig
     source = files.config_source
     family = flat.get("model_type") if flat.get("model_type") in _FAMILIES else "llama"
     raw = {"vocab_size": target.vocab_size, **flat, "model_type": family, "architectures": []}
-    config = ModelConfig.from_dict(raw, source)
+    config = read_target_config(raw, source)
     windows = windows_by_type(raw, config.num_layers, source) if raw.get("layer_types") else config.windows
     attention, mlp = "layers.0.self_attn.", "layers.0.mlp."
     qkv_bias = f"{attention}q_proj.bias" in files.tensors

@@ -28,7 +28,8 @@ from eagle_server.models.checkpoints.load_target import created_as
 from eagle_server.models.checkpoints.medusa_files import medusa_files
 from eagle_server.models.checkpoints.mtp_files import mtp_config, mtp_layer, mtp_name
 from eagle_server.models.checkpoints.weights import copy_weights, open_weights, refuse_quantized, resolve_checkpoint
-from eagle_server.models.config import CheckpointError, ModelConfig, read_config
+from eagle_server.models.config import CheckpointError, ModelConfig
+from eagle_server.models.config_json import read_config
 from eagle_server.models.drafts.eagle import EagleHead
 from eagle_server.models.drafts.eagle3 import Eagle3Head
 from eagle_server.models.drafts.interface import DraftHead, TargetWeights

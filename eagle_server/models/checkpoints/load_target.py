@@ -20,11 +20,14 @@ from eagle_server.models.checkpoints.weights import (
     refuse_quantized,
     resolve_checkpoint,
 )
-from eagle_server.models.config import CheckpointError, ModelConfig, native_family, read_config
+from eagle_server.models.config import CheckpointError, ModelConfig
+from eagle_server.models.config_json import read_config
 from eagle_server.models.drafts.medusa import MEDUSA_2
 from eagle_server.models.layers import Views, pack_linears
 from eagle_server.models.rope import at_context
-from eagle_server.models.targets.interface import Target, TargetModel
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.models.targets.interface import Target
+from eagle_server.models.targets.registry import find_family, read_target_config
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
 _EMBED, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -108,7 +111,7 @@ def read_model_config(directory: Path) -> ModelConfig:
     """
     raw, source = read_config(directory), str(directory / "config.json")
     refuse_quantized(raw, source)
-    return transformers_config(directory) if native_family(raw) is None else ModelConfig.from_dict(raw, source)
+    return transformers_config(directory) if find_family(raw) is None else read_target_config(raw, source)
 
 
 def serving_dtype(name: DtypeName, checkpoint: torch.dtype) -> torch.dtype:

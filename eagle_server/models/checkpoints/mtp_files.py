@@ -10,6 +10,7 @@ from typing import Any
 from eagle_server.models.checkpoints.draft_format import DraftFiles, DraftKind
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.drafts.mtp import MtpConfig
+from eagle_server.models.targets.registry import read_target_config
 
 _PROJECTION = re.compile(r"layers\.(\d+)\.eh_proj\.weight")
 
@@ -57,7 +58,7 @@ def mtp_config(flat: Mapping[str, Any], files: DraftFiles, target: ModelConfig, 
     Raises:
         CheckpointError: the config is that of another target.
     """
-    layers = ModelConfig.from_dict({**flat, "architectures": [target.architecture]}, files.config_source)
+    layers = read_target_config({**flat, "architectures": [target.architecture]}, files.config_source)
     for key in ("hidden_size", "vocab_size"):
         expected, found = getattr(target, key), getattr(layers, key)
         if found != expected:

@@ -6,15 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_server.models.config import (
-    CheckpointError,
-    ModelConfig,
-    RopeConfig,
-    named_family,
-    read_config,
-    stored_dtype,
-    token_ids,
-)
+from eagle_server.models.config import CheckpointError, ModelConfig, RopeConfig
+from eagle_server.models.config_json import architecture_name, read_config, stored_dtype, token_ids
 
 TESTED = (
     "ApertusForCausalLM",
@@ -70,14 +63,14 @@ def transformers_config(directory: Path) -> ModelConfig:
         except (AttributeError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
     if reason is not None:
-        raise CheckpointError(f"{source}: architecture {named_family(raw)!r} cannot be served: {reason}")
+        raise CheckpointError(f"{source}: architecture {architecture_name(raw)!r} cannot be served: {reason}")
     return config
 
 
 def _facts(config: Any, raw: Mapping[str, Any]) -> ModelConfig:
     heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
     return ModelConfig(
-        architecture=str(named_family(raw)),
+        architecture=str(architecture_name(raw)),
         vocab_size=int(config.vocab_size),
         hidden_size=hidden,
         intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * hidden),
@@ -105,7 +98,7 @@ def read_theirs(directory: Path) -> Any:
     except (ValueError, KeyError, OSError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
-            f"{directory / 'config.json'}: architecture {named_family(read_config(directory))!r} is not supported "
+            f"{directory / 'config.json'}: architecture {architecture_name(read_config(directory))!r} is not supported "
             f"here, and transformers cannot read it without foreign code ({reason})"
         ) from None
 
@@ -151,7 +144,7 @@ def _reason_against(config: Any, raw: Mapping[str, Any]) -> str | None:
     reasons = {
         "it is an encoder and a decoder, and only decoders are served": config.is_encoder_decoder,
         "it reads more than text": config.get_text_config() is not config,
-        "transformers knows it as no causal language model": named_family(raw)
+        "transformers knows it as no causal language model": architecture_name(raw)
         not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
         f"its layers keep more than keys and values ({', '.join(kinds)})": kinds,
         "its attention is bidirectional": getattr(config, "use_bidirectional_attention", None),

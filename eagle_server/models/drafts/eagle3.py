@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.interface import DraftOutput, TargetWeights
-from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views, llama_layer
+from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views
 from eagle_server.models.rope import RotaryEmbedding
+from eagle_server.models.targets.llama import llama_layer
 from eagle_server.ops.fused import Rotation
 
 FeatureNorm = Literal["none", "each", "concat"]

@@ -20,7 +20,7 @@ from eagle_server.models.drafts.interface import DraftOutput, TargetWeights
 from eagle_server.models.drafts.post_norm_head import PostNormHead
 from eagle_server.models.layers import Linear, RMSNorm, Views
 from eagle_server.models.rope import RotaryEmbedding
-from eagle_server.models.targets.deepseek import decoder_layer
+from eagle_server.models.targets.registry import decoder_layer
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle_server.models.config import ModelConfig
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.models.targets.registry import read_target_config
 
 V, VD, H, HEADS, KV, D, FFN, LAYERS = 48, 20, 32, 4, 2, 8, 40, 8
 CONTEXT = 64
@@ -41,7 +41,7 @@ def target(seed: int = 0) -> TargetModel:
     """A random target of 8 layers; drafts borrow its embedding and head."""
     torch.manual_seed(seed)
     raw = {**CONFIG, "num_hidden_layers": LAYERS}
-    model = TargetModel(ModelConfig.from_dict(raw), CONTEXT)
+    model = TargetModel(read_target_config(raw), CONTEXT)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.3)

@@ -16,7 +16,7 @@ from eagle_server.models.checkpoints.load_draft import LoadedDraft, load_draft
 from eagle_server.models.checkpoints.load_target import save_checkpoint
 from eagle_server.models.drafts.eagle3 import Eagle3Head
 from eagle_server.models.drafts.interface import DraftHead
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from tests.unit.models import draft_checkpoints as dc
 from tests.unit.models.draft_checkpoints import CONFIG, CONTEXT, VD, D, H, Semantics, Tensors, V
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.models.checkpoints.load_target import load_target, save_checkpoint
 from eagle_server.models.checkpoints.weights import resolve_file
-from eagle_server.models.config import CheckpointError, ModelConfig
+from eagle_server.models.config import CheckpointError
 from eagle_server.models.layers import Linear
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.models.targets.registry import read_target_config
 from eagle_server.ops.linear import computed_rows, pack_weight, packed_linear, unpack_weight
 
 CONFIG: dict[str, Any] = {
@@ -49,7 +50,7 @@ def checkpoint(directory: Path, **settings: Any) -> Path:
     """A random checkpoint of CONFIG with `settings`."""
     torch.manual_seed(0)
     raw = {**CONFIG, **settings}
-    model = TargetModel(ModelConfig.from_dict(raw), 64)
+    model = TargetModel(read_target_config(raw), 64)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.2)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from eagle_server.models.checkpoints.load_target import load_target
-from eagle_server.models.config import CheckpointError, ModelConfig, MoEConfig
+from eagle_server.models.config import CheckpointError, MoEConfig
 from eagle_server.models.moe import MixtureOfExperts, Router
+from eagle_server.models.targets.registry import read_target_config
 from eagle_server.ops.grouped import group_ends, grouped_linear, grouped_linear_twin
 from tests.support.deepseek import DEEPSEEK, write_config
 from tests.unit.worker.test_no_host_sync import Device
@@ -110,7 +111,7 @@ def test_router_computes_in_float32_whatever_the_model_does() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_nothing_waits_for_the_device(dtype: torch.dtype) -> None:
-    config = ModelConfig.from_dict(DEEPSEEK)
+    config = read_target_config(DEEPSEEK)
     model = MixtureOfExperts(config, MOE)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -145,11 +146,11 @@ def test_config_is_refused(tmp_path: Any, name: str) -> None:
 
 
 def test_a_model_without_experts_is_dense_throughout() -> None:
-    config = ModelConfig.from_dict({**DEEPSEEK, "n_routed_experts": None})
+    config = read_target_config({**DEEPSEEK, "n_routed_experts": None})
     assert config.moe is None
 
 
 def test_layers_are_sparse_from_the_first_on_and_by_frequency() -> None:
-    config = ModelConfig.from_dict({**DEEPSEEK, "first_k_dense_replace": 2, "moe_layer_freq": 2}).moe
+    config = read_target_config({**DEEPSEEK, "first_k_dense_replace": 2, "moe_layer_freq": 2}).moe
     assert config is not None
     assert [config.is_sparse(layer) for layer in range(6)] == [False, False, True, False, True, False]

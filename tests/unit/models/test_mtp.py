@@ -19,7 +19,7 @@ from eagle_server.models.checkpoints.load_target import load_target, save_checkp
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.models.drafts.mtp import MtpHead
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from tests.support import deepseek
 from tests.support.deepseek import DEEPSEEK, LAYERS
 from tests.unit.models import draft_checkpoints as dc

@@ -15,7 +15,7 @@ from eagle_server.models.checkpoints.load_draft import LoadedDraft, load_draft
 from eagle_server.models.checkpoints.load_target import save_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.redrafter import RedrafterHead
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.speculation.tree import TreeNodes, build_tree
 from eagle_server.training.redrafter import accept_length, new_redrafter, rollout, rollout_loss
 from eagle_server.training.ttt import teach

@@ -20,7 +20,7 @@ from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.layers import RMSNorm
 from eagle_server.models.rope import RotaryEmbedding
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops import fused
 from eagle_server.ops.fused import AngleRows, AngleTable
 
@@ -181,7 +181,7 @@ def test_the_kernels_side_says_what_the_twins_say(in_place, interleaved):
         torch.testing.assert_close(kernel, twin)
 
 
-SHAPE = ModelConfig("llama", 50, 32, 48, 3, 4, 2, 8, 1e-5, RopeConfig(), 64, torch.float32, qk_norm=True)
+SHAPE = ModelConfig("LlamaForCausalLM", 50, 32, 48, 3, 4, 2, 8, 1e-5, RopeConfig(), 64, torch.float32, qk_norm=True)
 
 
 @pytest.fixture
