@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,19 @@ class DraftKind(StrEnum):
 
 @dataclass(frozen=True)
 class DraftFiles:
-    """A draft checkpoint before its tensors are read: config.json as it stands, and the tensors by clean name."""
+    """A draft checkpoint whose tensors are not read yet.
+
+    config: config.json as it stands; empty where there is none.
+    tensors: by their canonical names.
+    overrides: the user's replacements for keys of config.json.
+    is_target: these are the target's own files.
+    """
 
     directory: Path
     config: Mapping[str, Any]
     tensors: Weights
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    is_target: bool = False
 
     @property
     def config_source(self) -> str:
@@ -61,6 +69,7 @@ class DraftFiles:
         return (rows, columns) if columns else (0, 0)
 
 
+MEDUSA_2 = "medusa_head."  # prefix of Medusa heads stored in the target's own files
 _TRAINER_PREFIXES = ("draft_model.", "module.", "_orig_mod.", "_fsdp_wrapped_module.")
 _LEGACY_NAMES = {f"aux_norm_{part}.weight": f"fc_norm.{i}.weight" for i, part in enumerate(("low", "mid", "high"))}
 _DEEP_HIDDEN_NORM = re.compile(r"layers\.([1-9]\d*)\.hidden_norm\.")
@@ -96,6 +105,34 @@ def canonical_name(key: str) -> str:
         name = "layers.0." + name.removeprefix("midlayer.")
     name = _LEGACY_NAMES.get(name, name)
     return _DEEP_HIDDEN_NORM.sub(r"layers.\1.input_layernorm.", name)
+
+
+def flatten(files: DraftFiles) -> dict[str, Any]:
+    """config.json as one flat object. Outer keys replace those of a nested layer config; overrides replace both.
+
+    Raises:
+        CheckpointError: the nested layer config is missing.
+    """
+    raw, overrides = dict(files.config), files.overrides
+    nested_key = None
+    if "speculators_model_type" in raw:
+        nested_key = "transformer_layer_config"
+    elif raw.get("model_type") == "eagle" and "model" in raw:
+        nested_key = "model"  # drafts of vLLM's first EAGLE support
+    if nested_key is not None:
+        nested = raw.pop(nested_key, None)
+        if not isinstance(nested, Mapping):
+            raise CheckpointError(f"{files.config_source}: {nested_key}: the draft's layer config is expected here")
+        for key in ("architectures", "model_type", "tie_word_embeddings"):
+            raw.pop(key, None)
+        raw = {**nested, **raw}
+    rope = raw.get("rope_parameters")
+    if "rope_theta" in overrides and isinstance(rope, Mapping):
+        raw["rope_parameters"] = {**rope, "rope_theta": overrides["rope_theta"]}
+    for key, value in overrides.items():
+        both = isinstance(value, Mapping) and isinstance(raw.get(key), Mapping)
+        raw[key] = {**raw[key], **value} if both else value
+    return raw
 
 
 def detect(files: DraftFiles) -> DraftKind:

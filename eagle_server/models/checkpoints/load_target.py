@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 from safetensors.torch import save_file
 
+from eagle_server.models.checkpoints.draft_format import MEDUSA_2
 from eagle_server.models.checkpoints.transformers_config import transformers_config
 from eagle_server.models.checkpoints.weights import (
     Weights,
@@ -22,7 +23,6 @@ from eagle_server.models.checkpoints.weights import (
 )
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import read_config
-from eagle_server.models.drafts.medusa import MEDUSA_2
 from eagle_server.models.layers import Views, pack_linears
 from eagle_server.models.rope import at_context
 from eagle_server.models.targets.decoder import TargetModel

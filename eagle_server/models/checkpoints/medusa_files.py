@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import re
 
-from eagle_server.models.checkpoints.draft_format import DraftFiles
+from eagle_server.models.checkpoints.draft_format import MEDUSA_2, DraftFiles
 from eagle_server.models.checkpoints.weights import Weights
 from eagle_server.models.config import CheckpointError, ModelConfig
-from eagle_server.models.drafts.medusa import MEDUSA_2, MedusaConfig
+from eagle_server.models.drafts.medusa import MedusaConfig
 
 _PREFIXES = (MEDUSA_2, "medusa_lm_head.")
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(?:weight|bias)")

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.layers import Linear, Views
 
-MEDUSA_2 = "medusa_head."  # stands before the heads' keys where they are in the target's own files
-
 
 @dataclass(frozen=True)
 class MedusaConfig:

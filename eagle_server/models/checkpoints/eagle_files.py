@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from eagle_server.models.checkpoints.aux_layers import aux_boundaries
-from eagle_server.models.checkpoints.draft_format import DraftFiles
+from eagle_server.models.checkpoints.draft_format import DraftFiles, flatten
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import windows_by_type
 from eagle_server.models.drafts.eagle import EagleConfig
@@ -25,32 +25,9 @@ _FIXED_FLAGS = {  # flags of other exporters, with the one meaning that is built
 log = logging.getLogger(__name__)
 
 
-def flatten(files: DraftFiles, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """One flat config: a nested layer config comes up, the outer keys win over it, and overrides win over both."""
-    raw = dict(files.config)
-    nested_key = None
-    if "speculators_model_type" in raw:
-        nested_key = "transformer_layer_config"
-    elif raw.get("model_type") == "eagle" and "model" in raw:
-        nested_key = "model"  # drafts of vLLM's first EAGLE support
-    if nested_key is not None:
-        nested = raw.pop(nested_key, None)
-        if not isinstance(nested, Mapping):
-            raise CheckpointError(f"{files.config_source}: {nested_key}: the draft's layer config is expected here")
-        for key in ("architectures", "model_type", "tie_word_embeddings"):
-            raw.pop(key, None)
-        raw = {**nested, **raw}
-    rope = raw.get("rope_parameters")
-    if "rope_theta" in overrides and isinstance(rope, Mapping):
-        raw["rope_parameters"] = {**rope, "rope_theta": overrides["rope_theta"]}
-    for key, value in overrides.items():
-        both = isinstance(value, Mapping) and isinstance(raw.get(key), Mapping)
-        raw[key] = {**raw[key], **value} if both else value
-    return raw
-
-
-def eagle_config(flat: Mapping[str, Any], files: DraftFiles, target: ModelConfig) -> EagleConfig:
+def eagle_config(files: DraftFiles, target: ModelConfig) -> EagleConfig:
     """The shape of an EAGLE-1/2 head; its fc has a bias exactly if the file holds one."""
+    flat = flatten(files)
     layers = layer_config(flat, files, target)
     source, has_bias = files.config_source, "fc.bias" in files.tensors
     if layers.hidden_size != target.hidden_size:
@@ -67,11 +44,9 @@ def eagle_config(flat: Mapping[str, Any], files: DraftFiles, target: ModelConfig
     return EagleConfig(layers, fc_bias=has_bias)
 
 
-def eagle3_config(
-    flat: Mapping[str, Any], files: DraftFiles, target: ModelConfig, *, overridden: Mapping[str, Any]
-) -> Eagle3Config:
+def eagle3_config(files: DraftFiles, target: ModelConfig) -> Eagle3Config:
     """The shape and flags of an EAGLE-3 head, whose fc must fit the target's width and the number of aux streams."""
-    source = files.config_source
+    flat, source = flatten(files), files.config_source
     layers = layer_config(flat, files, target)
     _refuse_other_meanings(flat, source)
     expected_width = flat.get("target_hidden_size")
@@ -91,7 +66,7 @@ def eagle3_config(
         aux_boundaries=boundaries,
         norm_before_residual=_norm_before_residual(flat, source),
         feature_norm=norm,
-        norm_output=_norm_output(flat, norm, overridden, source),
+        norm_output=_norm_output(flat, norm, files),
         vocab_map="d2t" in files.tensors,
     )
 
@@ -170,10 +145,11 @@ def _matching(flag: str, declared: bool | None, files: DraftFiles, tensor: str) 
     return present
 
 
-def _norm_output(flat: Mapping[str, Any], norm: FeatureNorm, overridden: Mapping[str, Any], source: str) -> bool:
+def _norm_output(flat: Mapping[str, Any], norm: FeatureNorm, files: DraftFiles) -> bool:
     """EAGLE-3.1 feeds norm(y) back. SpecForge 0.3.0 wrote the flag for plain EAGLE-3 too, with another meaning."""
+    source = files.config_source
     declared = bool(_flag(flat, "norm_output", source))
-    settled = "norm_output" in overridden or "speculators_model_type" in flat or norm == "each"
+    settled = "norm_output" in files.overrides or "speculators_model_type" in flat or norm == "each"
     if declared and not settled:
         log.warning(
             "%s: norm_output without fc_norm is what SpecForge 0.3.0 wrote for plain EAGLE-3 heads, so it is not "
