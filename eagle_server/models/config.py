@@ -9,12 +9,12 @@ import torch
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be served; the message names the file, the key, what was expected and what was found."""
+    """A checkpoint that cannot be served. The message names the file and the key, and what was expected and found."""
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding parameters; `kind` is default, linear, dynamic, llama3 or yarn."""
+    """Parameters of the rotary embedding. `kind` is default, linear, dynamic, llama3 or yarn."""
 
     kind: str = "default"
     theta: float = 10000.0
@@ -32,7 +32,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Multi-head latent attention: what queries (None: not at all) and KV are compressed to, and head sizes."""
+    """Multi-head latent attention: the ranks of compressed queries (None: not compressed) and KV, and head sizes."""
 
     q_lora_rank: int | None
     kv_lora_rank: int
@@ -48,9 +48,10 @@ Routing = Literal["greedy", "group_limited_greedy", "noaux_tc"]
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts; `intermediate_size` is that of one expert.
+    """A mixture of experts. `intermediate_size` is the size of one expert.
 
-    Each token goes to the `experts_per_token` best experts of its `topk_groups` best groups, of `groups` equal ones.
+    The experts are divided into `groups` groups of equal size. Each token goes to the `experts_per_token` best experts
+    in its `topk_groups` best groups.
     """
 
     experts: int
@@ -67,17 +68,20 @@ class MoEConfig:
     scale: float
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether this layer has experts, or one MLP like a dense model."""
+        """Whether this layer has experts. Otherwise it has one MLP, like a dense model."""
         return layer >= self.first_dense_layers and layer % self.layer_frequency == 0
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a decoder, or of a draft head's layers.
+    """Sizes and flags of a decoder, or of the layers of a draft head.
 
-    `windows` holds one sliding-window size per layer, 0 for full attention. `head_dim` is what RoPE turns: with `mla`,
-    the rotary part of a head. `nextn_layers` is how many further layers in the same files draft. A decoder that is not
-    `native` is run by transformers' code, and no more is filled in than others ask for.
+    architecture: the class name in config.json; for a native decoder the name of its family in targets/registry.py.
+    head_dim: the number of dimensions that RoPE rotates. With `mla` it is the rotary part of a head.
+    windows: one sliding-window size per layer, 0 for full attention.
+    nextn_layers: the number of MTP layers after the decoder's own in the same files.
+    native: whether the layers are in this package. Otherwise transformers' code runs the decoder, and only the fields
+        that other modules read are set.
     """
 
     architecture: str

@@ -1,7 +1,7 @@
-"""Which published draft format a checkpoint is in, judged by its files and never by a flag.
+"""Detects the format of a draft checkpoint from its files alone, never from a flag.
 
-The order of `_RULES` matters: an EAGLE-3 head over two aux streams has the `fc` shape of an EAGLE-1 head, and P-EAGLE
-and DFlash drafts carry some of EAGLE-3's names.
+The order of `_RULES` matters. An EAGLE-3 head over two aux streams has the `fc` shape of an EAGLE-1 head, and P-EAGLE
+and DFlash drafts use some of EAGLE-3's names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from eagle_server.models.config import CheckpointError
 
 
 class DraftKind(StrEnum):
-    """A recognized draft format, under the name that users know it by."""
+    """A recognized draft format, by the name that error messages use."""
 
     EAGLE = "EAGLE"
     EAGLE3 = "EAGLE3"
@@ -60,11 +60,11 @@ class DraftFiles:
         return any(part in name for name in self.tensors for part in parts)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, () if there is none of this name."""
+        """The shape of a tensor; () if it does not exist."""
         return self.tensors[name].shape if name in self.tensors else ()
 
     def matrix(self, name: str) -> tuple[int, int]:
-        """(rows, columns) of a matrix, (0, 0) if there is none of this name."""
+        """(rows, columns) of a matrix; (0, 0) if it does not exist."""
         rows, columns = (self.shape(name) + (0, 0))[:2]
         return (rows, columns) if columns else (0, 0)
 
@@ -78,12 +78,12 @@ _INERT = re.compile(r".*rotary_emb\.inv_freq|verifier_.*")
 
 
 def clean_names(stored: Weights, directory: Path) -> Weights:
-    """The tensors under canonical names: no `model.` in front, `midlayer` as `layers.0`, legacy norms as `fc_norm.{i}`.
+    """The tensors by canonical names: without `model.`, `midlayer` as `layers.0`, legacy norms as `fc_norm.{i}`.
 
-    Later layers of a multi-layer EAGLE-3 draft call their input norm `input_layernorm` or, from SGLang, `hidden_norm`.
+    The input norm of the later layers of an EAGLE-3 head becomes `input_layernorm`; SGLang calls it `hidden_norm`.
 
     Raises:
-        CheckpointError: a training checkpoint that was never exported, or two keys that mean the same tensor.
+        CheckpointError: a training checkpoint that was not exported, or two keys for one tensor.
     """
     clean: Weights = {}
     for key, tensor in stored.items():
@@ -99,7 +99,7 @@ def clean_names(stored: Weights, directory: Path) -> Weights:
 
 
 def canonical_name(key: str) -> str:
-    """The one name of a draft tensor among its published aliases."""
+    """The canonical name of a draft tensor, from any of its published names."""
     name = key.removeprefix("model.")
     if name.startswith("midlayer."):
         name = "layers.0." + name.removeprefix("midlayer.")
@@ -139,7 +139,7 @@ def detect(files: DraftFiles) -> DraftKind:
     """The format of a draft checkpoint.
 
     Raises:
-        CheckpointError: the format is not known, or is a speculators type that is not supported.
+        CheckpointError: the format is unknown, or a speculators type that is not supported.
     """
     declared = files.config.get("speculators_model_type")
     if declared is not None:
@@ -156,12 +156,12 @@ def detect(files: DraftFiles) -> DraftKind:
 
 
 def find(files: DraftFiles) -> DraftKind | None:
-    """The format by the rules alone, None where none fits."""
+    """The format by `_RULES` alone; None if none applies."""
     return next((kind for kind, matches in _RULES if matches(files)), None)
 
 
 def is_causal_lm(files: DraftFiles) -> bool:
-    """Whether these are the tensors of a Llama-like language model."""
+    """Whether these are the tensors of a language model with Llama's names."""
     needed = {"embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.weight"}
     return needed <= set(files.tensors) and "fc.weight" not in files.tensors
 
@@ -191,7 +191,7 @@ def _is_eagle(files: DraftFiles) -> bool:
 
 
 def _is_other_lm(files: DraftFiles) -> bool:
-    """By the name of its class: other families have other tensors."""
+    """Whether the class name is that of a language model. Other families have other tensor names."""
     return any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in files.config.get("architectures") or ())
 
 

@@ -1,4 +1,4 @@
-"""What a draft's config.json means, checked against its tensors: flags, nesting, biases, aux layers, vocabulary."""
+"""EAGLE-1/2 and EAGLE-3 checkpoints: the sizes and flags in config.json, checked against the tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eagle_server.models.drafts.eagle3 import Eagle3Config, FeatureNorm
 from eagle_server.models.targets.registry import read_target_config
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_FIXED_FLAGS = {  # flags of other exporters, with the one meaning that is built here
+_FIXED_FLAGS = {  # flags of other exporters, with the only value that is supported
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
@@ -26,7 +26,11 @@ log = logging.getLogger(__name__)
 
 
 def eagle_config(files: DraftFiles, target: ModelConfig) -> EagleConfig:
-    """The shape of an EAGLE-1/2 head; its fc has a bias exactly if the file holds one."""
+    """The config of an EAGLE-1/2 head. Its fc has a bias if the file holds one.
+
+    Raises:
+        CheckpointError: the config contradicts the tensors, or is for another target.
+    """
     flat = flatten(files)
     layers = layer_config(flat, files, target)
     source, has_bias = files.config_source, "fc.bias" in files.tensors
@@ -45,7 +49,11 @@ def eagle_config(files: DraftFiles, target: ModelConfig) -> EagleConfig:
 
 
 def eagle3_config(files: DraftFiles, target: ModelConfig) -> Eagle3Config:
-    """The shape and flags of an EAGLE-3 head, whose fc must fit the target's width and the number of aux streams."""
+    """The config of an EAGLE-3 head. Its fc must fit the target's width and the number of aux streams.
+
+    Raises:
+        CheckpointError: the config contradicts the tensors, or is for another target.
+    """
     flat, source = flatten(files), files.config_source
     layers = layer_config(flat, files, target)
     _refuse_other_meanings(flat, source)
@@ -72,7 +80,7 @@ def eagle3_config(files: DraftFiles, target: ModelConfig) -> Eagle3Config:
 
 
 def layer_config(flat: Mapping[str, Any], files: DraftFiles, target: ModelConfig) -> ModelConfig:
-    """The decoder shape of a draft: vocab_size and dtype are the target's, biases and q/k norms what the file holds."""
+    """The decoder config of a draft. vocab_size and dtype are the target's; biases and q/k norms follow the tensors."""
     source = files.config_source
     family = flat.get("model_type") if flat.get("model_type") in _FAMILIES else "llama"
     raw = {"vocab_size": target.vocab_size, **flat, "model_type": family, "architectures": []}
@@ -126,7 +134,7 @@ def _check_fc(
 
 
 def _feature_norm(flat: Mapping[str, Any], files: DraftFiles) -> FeatureNorm:
-    """N of the EAGLE-3 formula; where the config is silent, the tensors decide."""
+    """N of the EAGLE-3 formula. Without a flag in the config, the tensors decide."""
     source = files.config_source
     legacy = _flag(flat, "use_aux_norm", source)
     declared_each = _flag(flat, "fc_norm", source)
@@ -146,7 +154,7 @@ def _matching(flag: str, declared: bool | None, files: DraftFiles, tensor: str) 
 
 
 def _norm_output(flat: Mapping[str, Any], norm: FeatureNorm, files: DraftFiles) -> bool:
-    """EAGLE-3.1 feeds norm(y) back. SpecForge 0.3.0 wrote the flag for plain EAGLE-3 too, with another meaning."""
+    """Whether norm(y) is the feedback, as in EAGLE-3.1. SpecForge 0.3.0 set the flag for plain EAGLE-3 too."""
     source = files.config_source
     declared = bool(_flag(flat, "norm_output", source))
     settled = "norm_output" in files.overrides or "speculators_model_type" in flat or norm == "each"
@@ -174,7 +182,7 @@ def _refuse_other_meanings(flat: Mapping[str, Any], source: str) -> None:
 
 
 def _flag(flat: Mapping[str, Any], key: str, source: str) -> bool | None:
-    """A boolean at the top level or in eagle_config; None if it is in neither."""
+    """A boolean at the top level or in eagle_config; None if it is absent."""
     nested = flat.get("eagle_config") or {}
     value = flat.get(key, nested.get(key))
     if value is not None and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Draft heads from published checkpoints: recognized by their files, checked against their target, loaded strictly."""
+"""Loads draft heads from published checkpoints: detects the format, checks it against the target, loads strictly."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedDraft:
-    """A draft head, and the algorithm that it is for."""
+    """A draft head and its algorithm."""
 
     kind: Algorithm
     head: DraftHead | DraftLM | MedusaHeads | RedrafterHead
@@ -80,15 +80,20 @@ def load_draft(  # noqa: PLR0913
     target_path: str | Path | None = None,
     progress: bool = True,
 ) -> LoadedDraft:
-    """The draft of a directory or Hub id, in the target's dtype and on its device.
+    """Load the draft of a directory or Hub id, in the target's dtype and on its device.
 
-    `path` may be `target_path` itself, if the target brings Medusa heads or an MTP layer. The head's RoPE table covers
-    `context` and `lookahead`, whatever the draft's max_position_embeddings is. `token_map` is an FR-Spec file.
-    `overrides` replaces keys of config.json, nested objects key by key; `aux_boundaries` there settles the aux layers.
     The target is not changed: set `target.aux_boundaries = head.aux_boundaries` before using the head.
 
+    Args:
+        path: may be `target_path`, if the target's files hold Medusa heads or an MTP layer.
+        context, lookahead: the RoPE table has context + lookahead positions, for any max_position_embeddings.
+        algorithm: the expected algorithm; None accepts any head.
+        token_map: an FR-Spec file.
+        overrides: replaces keys of config.json, nested objects key by key. `aux_boundaries` sets the aux layers.
+
     Raises:
-        CheckpointError: another format, an inexact checkpoint, or one for another target; `algorithm` contradicts it.
+        CheckpointError: the format is unknown or not `algorithm`, or tensors are missing, unexpected or for another
+            target.
     """
     directory = resolve_checkpoint(path)
     raw = read_config(directory) if (directory / _CONFIG).is_file() else {}

@@ -28,12 +28,12 @@ def load_standalone(
     lookahead: int = 0,
     progress: bool = True,
 ) -> DraftLM:
-    """The language model of a checkpoint directory or Hub id, in the target's dtype and on its device.
+    """Load the language model of a checkpoint directory or Hub id, in the target's dtype and on its device.
 
-    Where `target_path` is given, tokenizers are compared.
+    With `target_path`, the tokenizers are compared too.
 
     Raises:
-        CheckpointError: it cannot be loaded as a target could, or its vocabulary is another.
+        CheckpointError: the model cannot be loaded as a target, or its vocabulary is not the target's.
     """
     directory = resolve_checkpoint(path)
     config = read_model_config(directory)
@@ -62,7 +62,7 @@ def load_standalone(
 
 
 def _check_tokenizers(draft: Path, target: Path) -> None:
-    """Where both say what their ids mean, they must mean the same."""
+    """If both have a tokenizer.json, all ids must mean the same tokens."""
     files = [directory / _TOKENIZER for directory in (draft, target)]
     if draft == target or not all(file.is_file() for file in files):
         return

@@ -1,4 +1,4 @@
-"""Where a checkpoint holds its MTP layer: in the target's own files, or exported to a directory of its own."""
+"""MTP layers in checkpoints: in the target's own files, or exported to a separate directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def mtp_layer(files: DraftFiles, target_layers: int) -> tuple[int, DraftFiles]:
     In the target's own files the MTP layer is number `target_layers`; other files hold nothing else.
 
     Raises:
-        CheckpointError: there is none under the names known here, or more than one.
+        CheckpointError: there is no MTP layer with known names, or more than one.
     """
     found = sorted(int(match[1]) for name in files.tensors if (match := _PROJECTION.fullmatch(name)))
     if files.is_target and target_layers not in found:
@@ -51,10 +51,10 @@ def mtp_name(name: str, index: int) -> str:
 
 
 def mtp_config(files: DraftFiles, target: ModelConfig, index: int) -> MtpConfig:
-    """The shape of the MTP layer: what the config beside it says, of a target's family, width and vocabulary.
+    """The config of the MTP layer, from its config.json. Family, width and vocabulary must be the target's.
 
     Raises:
-        CheckpointError: the config is that of another target.
+        CheckpointError: the config is for another target.
     """
     layers = read_target_config({**flatten(files), "architectures": [target.architecture]}, files.config_source)
     for key in ("hidden_size", "vocab_size"):

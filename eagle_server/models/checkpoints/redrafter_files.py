@@ -1,4 +1,4 @@
-"""ReDrafter's checkpoint format, that of apple/ml-recurrent-drafter. The tensors tell the sizes of the head."""
+"""ReDrafter's checkpoint format, that of apple/ml-recurrent-drafter. The sizes are counted from the tensors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from eagle_server.models.drafts.redrafter import RedrafterConfig
 
 
 def redrafter_config(files: DraftFiles, target: ModelConfig) -> RedrafterConfig:
-    """The shape of the head of `files`. Where config.json is silent the tensors decide.
+    """The config of the head, from its tensors. Keys of config.json must not contradict them.
 
     Raises:
-        CheckpointError: another target's head, or a config that contradicts the tensors.
+        CheckpointError: the head is for another target, or the config contradicts the tensors.
     """
     flat, source, tensors = flatten(files), files.config_source, files.tensors
     for key, expected in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):

@@ -1,4 +1,4 @@
-"""A smaller language model that drafts for a larger one of the same vocabulary."""
+"""A smaller language model with the target's vocabulary, as a draft."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eagle_server.models.targets.interface import Target
 
 
 class DraftLM(nn.Module):
-    """A `DraftHead` that reads the text alone: features and feedback pass it by."""
+    """A `DraftHead` that reads only the text. It ignores features and feedback."""
 
     aux_boundaries: tuple[int, ...] = ()
 
@@ -26,7 +26,7 @@ class DraftLM(nn.Module):
         return features
 
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: BoundAttention) -> DraftOutput:  # noqa: ARG002
-        """tokens, positions [rows] -> its hidden states [rows, H], as feedback and as the input of the logits."""
+        """tokens, positions [rows] -> hidden states [rows, H], for both fields of the output. Ignores `hidden`."""
         out = self.model(tokens, positions, attention)
         return DraftOutput(out.hidden, out.hidden)
 

@@ -38,7 +38,7 @@ class TargetModel(nn.Module):
         captured: list[Tensor] = []
         residual: Tensor | None = None
         for boundary, layer in enumerate(self.layers):
-            if boundary in self.aux_boundaries:  # a tensor of its own, as layers may overwrite their arguments
+            if boundary in self.aux_boundaries:  # a copy, because layers may overwrite their arguments
                 captured.append(x.clone() if residual is None else residual + x)
             x, residual = layer(x, residual, rope, attention)
         assert residual is not None, "a target has layers"
@@ -52,7 +52,7 @@ class TargetModel(nn.Module):
         return self.lm_head(hidden).float()  # type: ignore[no-any-return]
 
     def weight_views(self) -> Views:
-        """Every checkpoint name with its place in this model."""
+        """Every checkpoint name with its view of a parameter."""
         yield "model.embed_tokens.weight", self.embed
         for index, layer in enumerate(self.layers):
             yield from layer.weight_views(f"model.layers.{index}.")  # type: ignore[operator]

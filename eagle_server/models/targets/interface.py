@@ -15,10 +15,10 @@ from eagle_server.models.layers import DecoderLayer, Linear
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What one target forward leaves behind.
+    """The result of one target forward.
 
-    hidden: [rows, hidden] after the final norm; the input of the logits and the feature of EAGLE-1/2 heads.
-    aux: [rows, n * hidden], the residual stream at the captured boundaries, low to high; None if none are captured.
+    hidden: [rows, hidden] after the final norm: the input of `logits`, and the feature of EAGLE-1/2 heads.
+    aux: [rows, n * hidden], the residual streams at `aux_boundaries`, from low to high; None if there are none.
     """
 
     hidden: Tensor
@@ -26,9 +26,9 @@ class TargetOutput:
 
 
 class Target(Protocol):
-    """What verification and drafters use of a target: a `TargetModel`, or transformers' own code behind this contract.
+    """The target as verification and drafters use it: a `TargetModel` or a `TransformersTarget`.
 
-    Boundary b of `aux_boundaries` is the residual stream after b layers.
+    Boundary b in `aux_boundaries` is the residual stream after b layers.
     """
 
     config: ModelConfig
