@@ -37,7 +37,7 @@ class DraftKind(StrEnum):
 class DraftFiles:
     """A draft checkpoint whose tensors are not read yet.
 
-    config: config.json as it stands; empty where there is none.
+    config: the content of config.json; {} if there is none.
     tensors: by their canonical names.
     overrides: the user's replacements for keys of config.json.
     is_target: these are the target's own files.

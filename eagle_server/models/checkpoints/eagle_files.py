@@ -15,7 +15,7 @@ from eagle_server.models.drafts.eagle import EagleConfig
 from eagle_server.models.drafts.eagle3 import Eagle3Config, FeatureNorm
 from eagle_server.models.targets.registry import read_target_config
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # model types of draft layers; all others are read as Llama
 _FIXED_FLAGS = {  # flags of other exporters, with the only value that is supported
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,

@@ -128,7 +128,7 @@ def _found(files: DraftFiles) -> DraftKind:
 
 
 def _refuse_head(files: DraftFiles) -> None:
-    """Refuse a draft head where STANDALONE wants a language model. All other checks are the target loader's."""
+    """Refuse a draft head, because STANDALONE needs a language model. The target loader does all other checks."""
     head = None if is_causal_lm(files) else find(files)
     if head is not None and head in _HEADS:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""What a draft loader must refuse, with a message that says which file and what was wrong."""
+"""Draft checkpoints that must be refused, with a message that names the file and the reason."""
 
 from __future__ import annotations
 

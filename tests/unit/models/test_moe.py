@@ -1,4 +1,4 @@
-"""Experts: the grouped product against its twin, the router against its rules, and no wait for the device."""
+"""Experts: the grouped product against its twin, the router against its rules, and no device synchronization."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MOE = MoEConfig(
 def test_grouped_product_equals_its_twin_and_every_row_alone(
     dtype: torch.dtype, rows: int, groups: int, out: int, inside: int
 ) -> None:
-    """Empty groups, one group, more groups than rows, and sizes that only the twin takes."""
+    """Empty groups, one group, more groups than rows, and sizes that only the twin supports."""
     generator = torch.Generator().manual_seed(rows)
     ids = torch.randint(groups, (rows,), generator=generator).sort().values
     ids = ids[ids != groups // 2] if groups > 2 else ids
@@ -64,7 +64,7 @@ def router(config: MoEConfig, hidden: int = 8) -> Router:
 
 
 def reference(made: Router, row: torch.Tensor) -> dict[int, float]:
-    """One row's experts and weights, in plain Python from the rules."""
+    """The experts and weights of one row, in plain Python."""
     config = made.config
     logits = (made.weight.double() @ row.double()).detach()
     scores = (logits.softmax(0) if config.scoring == "softmax" else logits.sigmoid()).tolist()
@@ -101,7 +101,7 @@ def test_router_follows_its_rules(name: str) -> None:
         assert found == pytest.approx(reference(made, row), abs=1e-6)
 
 
-def test_router_computes_in_float32_whatever_the_model_does() -> None:
+def test_router_computes_in_float32_for_every_dtype_of_the_model() -> None:
     made, x = router(MOE), torch.randn(30, 8).bfloat16()
     chosen, weights = made(x)
     exact, _ = made(x.float())
@@ -110,7 +110,7 @@ def test_router_computes_in_float32_whatever_the_model_does() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_nothing_waits_for_the_device(dtype: torch.dtype) -> None:
+def test_nothing_synchronizes_with_the_device(dtype: torch.dtype) -> None:
     config = read_target_config(DEEPSEEK)
     model = MixtureOfExperts(config, MOE)
     with torch.no_grad():
