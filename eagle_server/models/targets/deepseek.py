@@ -24,13 +24,15 @@ def _layer(config: ModelConfig, layer: int) -> DecoderLayer:
 
 
 def _add_v2_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> ModelConfig:
+    config = _with_mla(config, raw, source)
     moe = _moe(raw, source, scoring="softmax", routing="greedy", normalize=False)
-    return replace(_with_mla(config, raw, source), mlp_bias=bool(raw.get("mlp_bias", False)), moe=moe)
+    return replace(config, mlp_bias=bool(raw.get("mlp_bias", False)), moe=moe)
 
 
 def _add_v3_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> ModelConfig:
+    config = _with_mla(config, raw, source)
     moe = _moe(raw, source, scoring="sigmoid", routing="noaux_tc", normalize=True)
-    return replace(_with_mla(config, raw, source), moe=moe)
+    return replace(config, moe=moe)
 
 
 def _with_mla(config: ModelConfig, raw: Mapping[str, Any], source: str) -> ModelConfig:
