@@ -40,11 +40,12 @@ from torch import Tensor
 
 from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import HasWeightViews, created_as, load_native_target, save_checkpoint
-from eagle_server.models.config import ModelConfig, read_config
+from eagle_server.models.config import ModelConfig
+from eagle_server.models.config_json import read_config
 from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.layers import pack_linears
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 
 DEMO = Path(__file__).parent.parent / "assets" / "demo"
 

@@ -1,4 +1,4 @@
-"""Pages of KV slots: who is free, and the invariant that every page is free or used exactly once."""
+"""Allocation of KV pages. Invariant: every page is either free or used by exactly one owner."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
-PADDING_PAGE = 0  # never handed out: padded rows and columns read and write here
+PADDING_PAGE = 0  # never allocated: padded rows and columns read and write here
 
 
 class OutOfPages(Exception):
-    """Fewer pages are free than were asked for."""
+    """Fewer pages are free than were requested."""
 
 
 class PageAllocator:
-    """Hands out pages 1..num_pages; a page is `page_size` consecutive slots in every KV pool."""
+    """Allocates pages 1..num_pages. A page is `page_size` consecutive slots in every KV pool."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
@@ -27,10 +27,10 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages.
+        """Allocate `count` pages.
 
         Raises:
-            OutOfPages: nothing was allocated.
+            OutOfPages: too few pages are free. Nothing was allocated.
         """
         if count > len(self._free):
             raise OutOfPages(f"{count} pages wanted, {len(self._free)} free")
@@ -42,7 +42,11 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Iterable[int]) -> None:
-        """Give pages back. Freeing a free page, or one that never existed, is a bug and raises."""
+        """Free pages.
+
+        Raises:
+            ValueError: a page is already free or does not exist, which is a bug of the caller.
+        """
         for page in pages:
             if not 0 < page <= self.num_pages or self._is_free[page]:
                 raise ValueError(f"page {page} is not in use")
@@ -50,7 +54,7 @@ class PageAllocator:
             self._free.append(page)
 
     def check(self, used: Iterable[int]) -> None:
-        """Assert that `used`, listed by their owners, and the free pages are all pages, each once."""
+        """Assert that the free pages and `used`, the pages of all owners, make up all pages, each once."""
         everything = sorted([*used, *self._free])
         if everything != list(range(1, self.num_pages + 1)):
             raise AssertionError(

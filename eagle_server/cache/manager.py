@@ -1,6 +1,6 @@
-"""KV allocations: a request's hold on pages, some shared through the prefix cache, some its own.
+"""The KV cache manager: allocates pages to requests, and shares cached prefixes between them.
 
-The one owner of allocator, page table and radix tree, and so the one place where pages change hands.
+It owns the page allocator, the page table and the radix tree. Pages change their owner only here.
 """
 
 from __future__ import annotations
@@ -17,19 +17,27 @@ from eagle_server.cache.radix import Node, RadixCache, bigrams
 
 @dataclass(eq=False)
 class KVAllocation:
-    """Pages of one request in position order; the first `shared` belong to the prefix cache, root to `node`."""
+    """The pages of one request, in position order.
 
-    row: int
+    req_pool_index: the request's row of req_to_token.
+    shared: the number of leading pages that belong to the prefix cache.
+    node: the locked end of the cached prefix; None if the prefix cache was not used.
+    """
+
+    req_pool_index: int
     pages: list[int]
     shared: int
     node: Node | None
 
 
-EVICTED_AT_ONCE = 32  # finding what to evict walks the tree, so it is not done for every page
+EVICTED_AT_ONCE = 32  # pages; each eviction walks the whole tree, so it must not run for single pages
 
 
 class KVCacheManager:
-    """Admits, grows and ends allocations. With `radix` None nothing is shared or kept."""
+    """Allocates, grows and releases the KV of requests. Without `radix` nothing is shared or cached.
+
+    `on_free` is called with the pages that become free.
+    """
 
     def __init__(
         self,
@@ -45,16 +53,17 @@ class KVCacheManager:
 
     @property
     def available_pages(self) -> int:
-        """Pages that can be had: free ones, and cached ones that nobody uses."""
+        """Free pages, and cached pages that no request uses."""
         return self.allocator.free_pages + (self.radix.evictable_pages if self.radix else 0)
 
     def pages_for(self, positions: int) -> int:
+        """The number of pages that hold `positions` slots."""
         return -(-positions // self.page_size)
 
-    def admit(self, tokens: Sequence[int], positions: int, *, share: bool) -> KVAllocation | None:
-        """A allocation of `positions` slots for a request with these tokens; None if there is no room for it now.
+    def allocate(self, tokens: Sequence[int], positions: int, *, share: bool) -> KVAllocation | None:
+        """Allocate `positions` slots for a request with these tokens; None if rows or pages are lacking now.
 
-        Whole pages of the longest cached prefix are shared, never including the last token's slot.
+        With `share`, whole pages of the longest cached prefix are reused. The last token's slot is never reused.
         """
         if not self.table.free_rows:
             return None
@@ -69,26 +78,26 @@ class KVCacheManager:
                 self.radix.unlock(node)
             return None
         allocation = KVAllocation(self.table.take_row(), pages + self._take(missing), len(pages), node)
-        self.table.assign(allocation.row, 0, allocation.pages)
+        self.table.assign(allocation.req_pool_index, 0, allocation.pages)
         self.allocations.append(allocation)
         return allocation
 
     def grow(self, allocation: KVAllocation, positions: int) -> bool:
-        """Make the allocation hold `positions` slots; False, with nothing changed, if there is no room."""
+        """Extend the allocation to `positions` slots. False if pages are lacking; nothing has changed then."""
         missing = self.pages_for(positions) - len(allocation.pages)
         if missing <= 0:
             return True
         if missing > self.available_pages:
             return False
         pages = self._take(missing)
-        self.table.assign(allocation.row, len(allocation.pages), pages)
+        self.table.assign(allocation.req_pool_index, len(allocation.pages), pages)
         allocation.pages.extend(pages)
         return True
 
-    def end(self, allocation: KVAllocation, tokens: Sequence[int], written: int) -> None:
-        """End an allocation. Slots 0..written-1, which hold the KV of `tokens` in both pools, go to the cache."""
+    def release(self, allocation: KVAllocation, tokens: Sequence[int], written: int) -> None:
+        """Release an allocation. Its slots 0..written-1 hold the KV of `tokens`, and go to the prefix cache."""
         self.allocations.remove(allocation)
-        self.table.release_row(allocation.row)
+        self.table.release_row(allocation.req_pool_index)
         if written < allocation.shared * self.page_size:
             raise ValueError(f"{written} written slots are fewer than {allocation.shared} shared pages")
         mine = allocation.pages[allocation.shared :]
@@ -102,7 +111,7 @@ class KVCacheManager:
         self._free(mine)
 
     def clear(self) -> None:
-        """Drop everything cached that nobody uses."""
+        """Evict every cached page that no request uses."""
         if self.radix is not None:
             self._free(self.radix.evict(self.radix.evictable_pages))
 

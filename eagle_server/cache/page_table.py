@@ -1,4 +1,4 @@
-"""req_to_token: for every running request the slot of each of its token positions."""
+"""req_to_token: the slot of every token position of every running request."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-Change = tuple[int, int, NDArray[np.int32]]  # row, first column, slots
+Change = tuple[int, int, NDArray[np.int32]]  # req_pool_index, first position, slots
 
 
 class PageTable:
-    """`slots` int32 [rows + 1, width], slot ids; on a CPU the worker's tensor is a view of this very memory.
+    """`slots` int32 [rows + 1, width]: the row is a request's req_pool_index, the column a position.
 
-    The last row, `pad_row`, is nobody's: all its positions are slot 0. A `mirrored` table notes what is assigned, so
-    that a copy on a device can follow.
+    On a CPU the worker's tensor is a view of this array. `mirrored` records assignments, so that a copy on a device can
+    be updated. The last row, `pad_row`, is for padding: all its positions are slot 0.
     """
 
     def __init__(self, rows: int, width: int, page_size: int, *, mirrored: bool = False) -> None:
@@ -32,23 +32,23 @@ class PageTable:
     def take_row(self) -> int:
         return self._free_rows.pop()
 
-    def release_row(self, row: int) -> None:
-        self.slots[row] = 0
-        self._free_rows.append(row)
+    def release_row(self, req_pool_index: int) -> None:
+        self.slots[req_pool_index] = 0
+        self._free_rows.append(req_pool_index)
         if self._changes is not None:
-            self._changes = [change for change in self._changes if change[0] != row]
+            self._changes = [change for change in self._changes if change[0] != req_pool_index]
 
-    def assign(self, row: int, first_page: int, pages: Sequence[int]) -> None:
+    def assign(self, req_pool_index: int, first_page: int, pages: Sequence[int]) -> None:
         """Map the request's pages first_page, first_page + 1, ... to `pages`."""
         size = self.page_size
         first = np.asarray(pages, dtype=np.int32)[:, None] * size
         slots = (first + np.arange(size, dtype=np.int32)).reshape(-1).astype(np.int32)
-        self.slots[row, first_page * size : first_page * size + len(slots)] = slots
+        self.slots[req_pool_index, first_page * size : first_page * size + len(slots)] = slots
         if self._changes is not None:
-            self._changes.append((row, first_page * size, slots))
+            self._changes.append((req_pool_index, first_page * size, slots))
 
     def take_changes(self) -> NDArray[np.int64]:
-        """What was assigned since the last call: columns of row, position and slot, int64 [3, n], no place twice."""
+        """The assignments since the last call, int64 [3, n]: req_pool_index, position, slot. No place occurs twice."""
         taken, self._changes = self._changes or [], None if self._changes is None else []
         columns = [
             np.stack([np.full(len(slots), row), np.arange(first, first + len(slots)), slots])

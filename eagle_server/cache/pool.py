@@ -1,4 +1,4 @@
-"""KV pools. Target and draft pools are different buffers addressed by the same slot ids."""
+"""KV pools. Target and draft have separate buffers, addressed by the same slot ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from eagle_server.ops.kv_move import move_kv
 
 
 class Pool(Protocol):
-    """One layer's keys [slots, kv_heads, head_dim] and values [slots, kv_heads, value_dim], by layer index."""
+    """Per layer: keys [slots, kv_heads, head_dim] and values [slots, kv_heads, value_dim]."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -21,28 +21,28 @@ class Pool(Protocol):
         ...
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots `source` to `target`, int64 [n] or [bs, m], in every layer; all reads come before all writes.
+        """Copy slots `source` to `target`, int64 [n] or [bs, m], in every layer. All reads come before all writes.
 
-        The moves of a [bs, m] must come in an order that `ops.kv_move.move_kv` names.
+        The moves of a [bs, m] must be in the order that `ops.kv_move.move_kv` requires.
         """
         ...
 
     def clear(self, slots: Tensor) -> None:
-        """Fill `slots` int64 [n] with zeros: masked, they are then read without harm."""
+        """Fill `slots` int64 [n] with zeros, so that a masked read of them is harmless."""
         ...
 
     def poison(self, slots: Tensor) -> None:
-        """Fill `slots` int64 [n] with NaN, so that a read of unwritten KV shows (tests)."""
+        """Fill `slots` int64 [n] with NaN, so that tests detect a read of unwritten KV."""
         ...
 
 
 class KVPool:
-    """Keys and values of all layers: `data` [2, layers, slots, kv_heads, head_dim]. Slot 0's page is padding."""
+    """Keys and values of all layers: `data` [2, layers, slots, kv_heads, head_dim]. The page of slot 0 is padding."""
 
     def __init__(
         self, layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        # Not zeroed: memory that no request ever reaches is then never touched. The padding slot is read, masked.
+        # Not zeroed, so that unused memory is never touched. Only slot 0 is zeroed: padding reads it under a mask.
         self.data = torch.empty(2, layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
         self.data[:, :, 0].zero_()
         self.keys = tuple(self.data[0].unbind(0))
@@ -69,7 +69,7 @@ class KVPool:
 class LatentPool:
     """The compressed KV of multi-head latent attention: `data` [layers, slots, rank + rope_dim].
 
-    All heads share one key, the latent beside its rotary part, and their value is the latent alone: a view of the key.
+    All heads share one key: the latent, followed by the rotary part. Their value is the latent, a view of the key.
     """
 
     def __init__(

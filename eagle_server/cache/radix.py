@@ -1,8 +1,8 @@
-"""The prefix cache: a radix tree over bigrams of tokens, whose values are KV pages.
+"""The prefix cache: a radix tree that maps bigrams of tokens to KV pages.
 
-A draft head's KV at slot p depends on token p + 1 (it is paired with it), so slot p is keyed by the bigram
-(token p, token p + 1): a match is then right for the target's KV and the draft's alike. n tokens give n - 1 keys, so
-the last token of a prompt is always recomputed, which its logits and features need anyway.
+A draft head's KV at slot p depends on token p + 1. So the key of slot p is the bigram (token p, token p + 1), and a
+match is valid for the KV of the target and of the draft. n tokens give n - 1 keys: the last token of a prompt is always
+recomputed. Its logits and features are needed anyway.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Keys = NDArray[np.int64]
 
 
 def bigrams(tokens: Sequence[int]) -> Keys:
-    """The keys of slots 0..n-2 of n tokens."""
+    """The keys of slots 0..n-2, for n tokens."""
     ids = np.asarray(tokens, dtype=np.int64)
     return (ids[:-1] << 32) | ids[1:]
 
 
 @dataclass(eq=False)
 class Node:
-    """An edge of the tree with what it leads to: `keys` are whole pages, `pages` their ids."""
+    """A node and the edge to it: `keys` of whole pages, and the ids of these `pages`. `users` counts the locks."""
 
     keys: Keys
     pages: list[int]
@@ -38,14 +38,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Match:
-    """The longest cached prefix: its pages in order, and the node that `lock` and `unlock` take."""
+    """The longest cached prefix: its pages in order, and its last node, the argument of `lock` and `unlock`."""
 
     node: Node
     pages: list[int]
 
 
 class RadixCache:
-    """Longest-prefix lookup, insertion and least-recently-used eviction of unlocked leaves."""
+    """Longest-prefix lookup, insertion, and eviction of the least recently used leaves that are not locked."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -55,12 +55,12 @@ class RadixCache:
         self._clock = itertools.count(1)
 
     def match(self, keys: Keys) -> Match:
-        """The longest prefix of `keys`, in whole pages, that is cached."""
+        """The longest cached prefix of `keys`, in whole pages."""
         node, pages = self._walk(keys)
         return Match(node, pages)
 
     def insert(self, keys: Keys, pages: Sequence[int]) -> list[int]:
-        """Store `pages` for the whole pages of `keys`. Returns those not taken, because the tree holds their prefix."""
+        """Store `pages` for the whole pages of `keys`. Returns duplicates: pages whose prefix was already cached."""
         count = len(keys) // self.page_size
         keys, pages = keys[: count * self.page_size], list(pages[:count])
         node, present = self._walk(keys)
@@ -73,20 +73,21 @@ class RadixCache:
         return [mine for mine, theirs in zip(pages, present, strict=False) if mine != theirs]
 
     def lock(self, node: Node) -> None:
-        """Keep a match's pages from eviction."""
+        """Protect the pages from the root to `node` from eviction."""
         for each in self._path(node):
             if each.users == 0:
                 self.evictable_pages -= len(each.pages)
             each.users += 1
 
     def unlock(self, node: Node) -> None:
+        """Undo one `lock` of `node`."""
         for each in self._path(node):
             each.users -= 1
             if each.users == 0:
                 self.evictable_pages += len(each.pages)
 
     def evict(self, count: int) -> list[int]:
-        """Drop `count` pages, or all that are unlocked: the tails of the least recently used leaves first."""
+        """Evict `count` pages, or all that are not locked. The least recently used leaves go first, from their ends."""
         leaves = [(n.used_at, id(n), n) for n in self._nodes() if not n.children and n.users == 0]
         heapq.heapify(leaves)
         freed: list[int] = []
@@ -106,11 +107,11 @@ class RadixCache:
         return freed
 
     def pages(self) -> list[int]:
-        """Every cached page; for the allocator's check."""
+        """All cached pages, for the allocator's check."""
         return [page for node in self._nodes() for page in node.pages]
 
     def check(self) -> None:
-        """Assert the counters against the tree."""
+        """Assert that the counters agree with the tree."""
         nodes = list(self._nodes())
         assert self.cached_pages == sum(len(n.pages) for n in nodes)
         assert self.evictable_pages == sum(len(n.pages) for n in nodes if n.users == 0)
@@ -139,7 +140,7 @@ class RadixCache:
         return int(differ[0] if len(differ) else n) // self.page_size
 
     def _split(self, node: Node, pages: int) -> Node:
-        """Cut a node after `pages` pages; returns the upper half."""
+        """Split a node after `pages` pages. Returns the upper half."""
         cut = pages * self.page_size
         assert node.parent is not None
         upper = Node(node.keys[:cut], node.pages[:pages], node.parent, users=node.users, used_at=node.used_at)

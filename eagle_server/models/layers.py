@@ -1,7 +1,7 @@
-"""The layers that targets and draft heads share. One class serves in inference and trains under autograd.
+"""Layers shared by targets and draft heads, for inference and for training under autograd.
 
-Fused parameters hold what checkpoints store apart; `weight_views` maps every checkpoint name to its place, and is the
-one list that loading, strictness and export all read.
+A fused parameter holds several tensors of a checkpoint. `weight_views` lists every checkpoint name with its view of a
+parameter. Loading, the check for missing tensors and export all use this list.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Views = Iterator[tuple[str, Tensor]]
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. `parts` names the checkpoint tensors stacked along the rows, with their row counts."""
+    """y = x W^T + b. `parts` lists the checkpoint tensors that are stacked along the rows: (name, number of rows)."""
 
     def __init__(self, in_features: int, parts: Sequence[tuple[str, int]], *, bias: bool = False) -> None:
         super().__init__()
@@ -37,16 +37,16 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def pack(self) -> None:
-        """Lay the weight out for this machine's fastest kernel; call once, after loading.
+        """Repack the weight for the fastest kernel of this machine. Call it once, after loading.
 
-        A large plain weight is given up then: `dense_weight` restores it.
+        The plain layout of a large weight is dropped; `dense_weight` restores it.
         """
         self._packed = pack_weight(self.weight.detach())
         if self._packed.plain is None:
             self.weight = nn.Parameter(self.weight.new_empty(0, self.weight.shape[1]), requires_grad=False)
 
     def dense_weight(self) -> Tensor:
-        """The weight [out, in] in the plain layout, packed or not."""
+        """The weight [out, in] in the plain layout, whether it is packed or not."""
         return self.weight if self._packed is None else unpack_weight(self._packed)
 
     def weight_views(self, prefix: str) -> Views:
@@ -59,7 +59,7 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, with float32 arithmetic inside."""
+    """x / rms(x) * weight, computed in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -70,12 +70,12 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def after_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual). Both arguments may be overwritten: see `ops.fused`."""
+        """(norm(x + residual), x + residual). Both arguments may be overwritten (see `ops.fused`)."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention; `in_features` is twice the hidden size in the first layer of an EAGLE-3 head."""
+    """Grouped-query self-attention. `in_features`: the hidden size, or twice that in an EAGLE-3 head's first layer."""
 
     def __init__(self, config: ModelConfig, layer: int, in_features: int) -> None:
         super().__init__()
@@ -125,9 +125,9 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """s + attention(norm(s)), then + mlp(norm(.)), of the residual stream s.
+    """A pre-norm layer on the residual stream s: u = s + attention(norm(s)), then u + mlp(norm(u)).
 
-    The stream travels as two summands, so that each addition happens in the same kernel as the norm that reads its sum.
+    The stream is passed as two summands, so that one kernel does the addition and the norm after it.
     """
 
     def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module) -> None:
@@ -140,7 +140,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, rope: Rotation, attention: BoundAttention
     ) -> tuple[Tensor, Tensor]:
-        """Two summands of the stream [rows, H] (None: zero) to two summands of the next; both may be overwritten."""
+        """Two summands of the stream [rows, H] (None: zero) -> two summands of the next. May overwrite both."""
         normed, residual = (self.input_norm(x), x) if residual is None else self.input_norm.after_add(x, residual)
         normed, residual = self.post_norm.after_add(self.attention(normed, rope, attention), residual)
         return self.mlp(normed), residual
@@ -152,13 +152,8 @@ class DecoderLayer(nn.Module):
         yield from self.mlp.weight_views(f"{prefix}mlp.")  # type: ignore[operator]
 
 
-def llama_layer(config: ModelConfig, layer: int) -> DecoderLayer:
-    """Grouped-query attention and a gated MLP: Llama, Mistral, Qwen."""
-    return DecoderLayer(config, Attention(config, layer, config.hidden_size), GatedMLP(config))
-
-
 def pack_linears(model: nn.Module) -> None:
-    """Pack every Linear below `model`; once, after its weights are loaded and cast."""
+    """Pack every Linear in `model`. Call it once, after the weights are loaded and cast."""
     for module in model.modules():
         if isinstance(module, Linear):
             module.pack()

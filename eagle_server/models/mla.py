@@ -1,13 +1,14 @@
-"""Multi-head latent attention, absorbed: the heads attend to one compressed KV that is never expanded.
+"""Multi-head latent attention with absorbed weights: all heads attend to one compressed KV, which is never expanded.
 
-A head's key is W_UK c beside a rotary part that all heads share, and its value is W_UV c, where c is the normed latent.
-As q . (W_UK c) = (W_UK^T q) . c, queries are taken into the latent's space instead, and what was attended to out of it:
+Let c be the normed latent. The key of a head is W_UK c, and a rotary part that all heads share. Its value is W_UV c.
+As q . (W_UK c) = (W_UK^T q) . c, queries are projected into the latent space, and outputs are projected back:
 
     q' = cat(W_UK^T q_nope, rope(q_pe))      k' = cat(c, rope(k_pe))      v' = c
     o = W_UV attention(q', k', v')
 
-So all heads share one key of kv_lora_rank + qk_rope_head_dim numbers, whose front is the value. Source: DeepSeek-V2
-(arXiv 2405.04434).
+So all heads share one key of kv_lora_rank + qk_rope_head_dim numbers. Its first kv_lora_rank numbers are the value.
+
+Source: DeepSeek-V2 (arXiv 2405.04434).
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from eagle_server.models.config import MLAConfig, ModelConfig
 from eagle_server.models.layers import Linear, RMSNorm, Views
 from eagle_server.ops.fused import Rotation, apply_rope_pair
 
-_EPS = 1e-6  # of the norms in the bottlenecks, whatever rms_norm_eps says of the others
+_EPS = 1e-6  # eps of the norms in the bottlenecks; rms_norm_eps is for all other norms
 
 
 class MLAAttention(nn.Module):
-    """`attention.run` gets q [T, heads, rank + rope_dim] and k [T, 1, rank + rope_dim], and gives [T, heads, rank]."""
+    """`attention.run` takes q [T, heads, rank + rope_dim] and k [T, 1, rank + rope_dim], returns [T, heads, rank]."""
 
     def __init__(self, config: ModelConfig, mla: MLAConfig, layer: int) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class MLAAttention(nn.Module):
         q_rows = self.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
         self.q = Linear(q_rank or hidden, [("q_proj" if q_rank is None else "q_b_proj", q_rows)])
         self.kv_norm = RMSNorm(kv_rank, _EPS)
-        # W_UK over W_UV of each head. Not a Linear: those are packed, and this one is used in halves.
+        # For each head W_UK, then W_UV. Not a Linear, because a Linear is packed and this weight is used in halves.
         self.kv_b = nn.Parameter(torch.empty(self.heads * (mla.qk_nope_head_dim + mla.v_head_dim), kv_rank))
         self.o = Linear(self.heads * mla.v_head_dim, [("o_proj", hidden)], bias=config.o_bias)
         self.spec = LayerSpec(layer, softmax_scale(config, mla))
@@ -75,7 +76,7 @@ class MLAAttention(nn.Module):
 
 
 def softmax_scale(config: ModelConfig, mla: MLAConfig) -> float:
-    """1 / sqrt(size of a head's query), times YaRN's mscale_all_dim squared, which DeepSeek applies here."""
+    """1 / sqrt(query size of a head), times the square of YaRN's mscale for mscale_all_dim, as DeepSeek does."""
     scale, rope = 1 / math.sqrt(mla.qk_nope_head_dim + mla.qk_rope_head_dim), config.rope
     if rope.kind == "default" or not rope.mscale_all_dim or rope.factor <= 1:
         return scale

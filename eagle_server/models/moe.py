@@ -1,11 +1,13 @@
 """DeepSeek's mixture of experts: a router, routed experts, and shared experts that see every token.
 
     s = softmax or sigmoid of the router's logits
-    chosen = the best k by s (+ correction bias), among the experts of the best groups
+    chosen = the k best experts by s (+ correction bias), from the best groups
     y = scale * sum over chosen of s / (sum over chosen of s, if normalized) * expert(x)  +  shared(x)
 
-A group is as good as its best expert; with a correction bias, as its two best together. The bias balances the load: it
-chooses, but has no part in the weights. Source: DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437).
+The score of a group is that of its best expert; with a correction bias, the sum of its two best. The bias balances the
+load. It affects the choice of experts, but not their weights.
+
+Source: DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from eagle_server.ops.grouped import group_ends, grouped_linear
 
 
 class Router(nn.Module):
-    """Which experts a token goes to, and what each counts for. Computed in float32, whatever the model's dtype is."""
+    """Chooses the experts of each token and their weights. Computed in float32 for every dtype of the model."""
 
     def __init__(self, config: MoEConfig, hidden: int) -> None:
         super().__init__()
@@ -45,14 +47,14 @@ class Router(nn.Module):
 
     def _choose(self, scores: Tensor) -> Tensor:
         config, bias = self.config, self.correction_bias
-        worth = scores if bias is None else scores + bias
+        biased = scores if bias is None else scores + bias
         if config.groups > 1:
-            grouped = worth.unflatten(1, (config.groups, -1))  # [rows, groups, experts of a group]
+            grouped = biased.unflatten(1, (config.groups, -1))  # [rows, groups, experts of a group]
             best = grouped.amax(-1) if bias is None else grouped.topk(min(2, grouped.shape[2])).values.sum(-1)
             refused = torch.ones_like(best, dtype=torch.bool)
             refused.scatter_(1, best.topk(config.topk_groups).indices, value=False)
-            worth = grouped.masked_fill(refused.unsqueeze(-1), float("-inf")).flatten(1)
-        return worth.topk(config.experts_per_token).indices
+            biased = grouped.masked_fill(refused.unsqueeze(-1), float("-inf")).flatten(1)
+        return biased.topk(config.experts_per_token).indices
 
     def weight_views(self, prefix: str) -> Views:
         yield f"{prefix}weight", self.weight
@@ -61,7 +63,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts' gated MLPs in two tensors: gate over up [E, 2F, H], and down [E, H, F]."""
+    """The gated MLPs of all experts in two tensors: gate and up [E, 2F, H], and down [E, H, F]."""
 
     def __init__(self, config: MoEConfig, hidden: int) -> None:
         super().__init__()
@@ -70,9 +72,9 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(config.experts, hidden, self.width))
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x [rows, H], chosen and weights [rows, k] -> the weighted sums [rows, H]; nothing is copied to the host."""
+        """x [rows, H], chosen and weights [rows, k] -> weighted sums [rows, H]. Copies nothing to the host."""
         k = chosen.shape[1]
-        experts, order = chosen.flatten().sort()  # the (row, choice) pairs, brought together by expert
+        experts, order = chosen.flatten().sort()  # (row, choice) pairs, sorted by expert
         ends = group_ends(experts, len(self.gate_up))
         y = grouped_linear(x.index_select(0, order // k), self.gate_up, ends)
         y = grouped_linear(silu_mul(y), self.down, ends)
@@ -89,7 +91,7 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Stands where a dense layer has its MLP."""
+    """Replaces the MLP of a dense layer."""
 
     def __init__(self, config: ModelConfig, moe: MoEConfig) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Rotary position embeddings: one cos/sin table per model, sized for the context that is served.
+"""Rotary position embeddings: one cos/sin table per model, for the served context length.
 
-The frequencies follow transformers' `modeling_rope_utils`. `dynamic` is evaluated once, for the served context length:
-a base that grew with each sequence would invalidate the keys already in the KV pool and those shared by prefix.
+The frequencies follow transformers' `modeling_rope_utils`. The base of `dynamic` is computed once, for the served
+context length. If it grew with a sequence, the keys in the KV pool and in the prefix cache would become invalid.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from eagle_server.ops.fused import AngleRows, AngleTable, Rotation, can_use_tabl
 
 
 class RotaryEmbedding(nn.Module):
-    """cos/sin of shape [context, head_dim], in float32; the sine's first half is negated, so a rotation is a roll."""
+    """cos and sin, float32 [context, head_dim]. The first half of the sine is negated, so that a rotation is a roll."""
 
     def __init__(self, config: RopeConfig, head_dim: int, context: int) -> None:
         super().__init__()
@@ -31,13 +31,13 @@ class RotaryEmbedding(nn.Module):
         self._table: Tensor | None = None
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """The rotation of rows at `positions` [T], for activations of `dtype`."""
+        """The rotation for rows at `positions` [T] and activations of `dtype`."""
         if can_use_table(positions.device, dtype, self.cos.shape[1]):
             return AngleTable(positions, self._kernel_table())
         return AngleRows(self.cos[positions].unsqueeze(1).to(dtype), self.sin[positions].unsqueeze(1).to(dtype))
 
     def _kernel_table(self) -> Tensor:
-        """What `AngleTable` holds, [context, head_dim] in float32, made once where it is needed."""
+        """The table of `AngleTable`, float32 [context, head_dim], made at its first use."""
         if self._table is None:
             half = self.cos.shape[1] // 2
             self._table = torch.cat([self.cos[:, :half], self.sin[:, half:]], dim=1).float()
@@ -45,7 +45,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def inverse_frequencies(config: RopeConfig, dim: int, context: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [dim / 2] in float32, and the factor on cos and sin."""
+    """(inverse frequencies float32 [dim / 2], the factor on cos and sin)."""
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     plain = 1.0 / at_context(config, dim, context).theta ** exponents
     if config.kind == "linear":
@@ -58,7 +58,7 @@ def inverse_frequencies(config: RopeConfig, dim: int, context: int) -> tuple[Ten
 
 
 def at_context(config: RopeConfig, dim: int, context: int) -> RopeConfig:
-    """`config` for a served context: `dynamic` becomes `default` with its base for that length, others stay."""
+    """`config` resolved for a served context length: `dynamic` becomes `default` with the base for that length."""
     if config.kind != "dynamic":
         return config
     ratio = config.factor * context / config.original_max_position - (config.factor - 1)
@@ -67,7 +67,7 @@ def at_context(config: RopeConfig, dim: int, context: int) -> RopeConfig:
 
 
 def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
-    """Keep short wavelengths, stretch long ones by `factor`, blend between (Llama 3.1)."""
+    """Short wavelengths are kept, long ones are multiplied by `factor`, those between are blended (Llama 3.1)."""
     wavelength = 2 * math.pi / plain
     low = config.original_max_position / config.low_freq_factor
     high = config.original_max_position / config.high_freq_factor
@@ -80,7 +80,7 @@ def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn(config: RopeConfig, plain: Tensor, dim: int) -> Tensor:
-    """Interpolate the dimensions that turn slowly, keep those that turn fast (YaRN, arXiv 2309.00071, eq. 18-21)."""
+    """Low frequencies are interpolated, high frequencies are kept (YaRN, arXiv 2309.00071, eq. 18-21)."""
 
     def dimension(rotations: float) -> float:
         length = config.original_max_position / (rotations * 2 * math.pi)

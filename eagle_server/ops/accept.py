@@ -1,4 +1,4 @@
-"""The walk down a tree along the target's draws."""
+"""Tree acceptance: the path from the root along the tokens that the target drew."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from eagle_server.ops.triton_support import jit, on_gpu, power_of_two, tl
 
-_COLUMNS = 32  # of the D x D mask at a time
+_COLUMNS = 32  # columns of the D x D mask that are read at a time
 
 
 def walk_tree(
@@ -19,17 +19,20 @@ def walk_tree(
     finite_rows: Tensor,
     spec_steps: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The longest path from the root on which every node's token is its parent's draw (the first, where two are).
+    """The longest path from the root on which every node's token equals its parent's draw. Ties go to the first node.
 
     Args:
-        draft_token, parents, depths: int64 [bs, D]; mask: bool [bs, D, D], ancestors and self.
-        drawn: int64 [bs, D], the target's token after each node.
-        finite_rows: bool [bs, D], whether that token's score was finite.
+        draft_token, parents, depths: int64 [bs, D].
+        mask: bool [bs, D, D], True at a node's ancestors and at the node itself.
+        drawn: int64 [bs, D], the token that the target drew after each node.
+        finite_rows: bool [bs, D], whether the score of that token was finite.
 
     Returns:
-        path int64 [bs, spec_steps + 1], node numbers, and tokens int64 [bs, spec_steps + 1], the draws there, both -1
-        beyond the path; accept_length int64 [bs], the path's nodes without the root; finite bool [bs], of the path's
-        rows alone: a refused node may not fail what plain decoding would serve.
+        path int64 [bs, spec_steps + 1]: node numbers, -1 after the end of the path.
+        accept_length int64 [bs]: the number of nodes on the path without the root.
+        tokens int64 [bs, spec_steps + 1]: what was drawn at the nodes of the path, -1 after its end.
+        finite bool [bs]: whether all scores on the path are finite. Rejected nodes do not count: a request must not
+        fail where plain decoding would succeed.
     """
     walk = _launch_walk if on_gpu(drawn) else _walk_torch
     return walk(draft_token, parents, depths, mask, drawn, finite_rows, spec_steps)
@@ -44,7 +47,7 @@ def _walk_torch(
     finite_rows: Tensor,
     spec_steps: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    # A node is reached when it and every ancestor equals its parent's draw.
+    # A node is reached if it and all its ancestors equal their parents' draws.
     agrees = draft_token[:, 1:] == drawn.gather(1, parents[:, 1:])  # [bs, D - 1]
     broken = (mask[:, :, 1:] & ~agrees[:, None, :]).any(dim=2)  # [bs, D]
     reached_depth = depths.masked_fill(broken, -1)
@@ -55,13 +58,14 @@ def _walk_torch(
 
 
 def path_to(last: Tensor, depths: Tensor, mask: Tensor, spec_steps: int) -> tuple[Tensor, Tensor]:
-    """The path from the root to a node [bs] of each tree: path int64 [bs, spec_steps + 1], and its nodes bool [bs, D].
+    """The path from the root to node `last` [bs] of each tree, as node numbers and as a mask over all nodes.
 
-    depths int64 [bs, D] and mask bool [bs, D, D] as in `walk_tree`.
+    depths int64 [bs, D], mask bool [bs, D, D] and path int64 [bs, spec_steps + 1] are as in `walk_tree`; the mask over
+    the nodes is bool [bs, D].
     """
     bs, size = depths.shape
-    on_path = mask.gather(1, last[:, None, None].expand(-1, 1, size))[:, 0]  # its ancestors and itself
-    column = torch.where(on_path, depths, spec_steps + 1)  # everything else lands in a spare column
+    on_path = mask.gather(1, last[:, None, None].expand(-1, 1, size))[:, 0]  # ancestors and self
+    column = torch.where(on_path, depths, spec_steps + 1)  # all other nodes go to a spare column
     nodes = torch.arange(size, device=depths.device).expand(bs, -1)
     path = depths.new_full((bs, spec_steps + 2), -1).scatter(1, column, nodes)
     return path[:, :-1], on_path

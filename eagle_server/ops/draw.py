@@ -1,4 +1,4 @@
-"""One token per row of logits: argmax(logits / T + Gumbel noise), without a [n, V] tensor of noise or probabilities."""
+"""Sampling: argmax(logits / T + Gumbel noise) per row. The kernel stores no [n, V] noise or probabilities."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _BLOCK = 2048  # tokens per program of the first stage
 
 
 def draw_tokens(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's draw of each row: plain argmax at temperature 0, else a draw from softmax(logits / T).
+    """One token per row: the argmax at temperature 0, else a sample of softmax(logits / T).
 
     Args:
         logits: float32 [n, V].
-        keys, positions: int64 [n], what the noise depends on (`gumbel`); unused at temperature 0.
+        keys, positions: int64 [n]; the noise depends on them (see `gumbel`). Unused at temperature 0.
         temperature: float32 [n].
 
     Returns:
-        tokens int64 [n], ties to the lower id, and scores float32 [n], the best value: not finite where the row holds
-        NaN or inf, or nothing but -inf. Such a row's token is some id below V.
+        tokens int64 [n]: ties go to the lower id. scores float32 [n]: the maximum. It is not finite if the row holds
+        NaN or inf, or only -inf; the token of such a row is some id below V.
     """
     draw = _launch_draw if on_gpu(logits) else _draw_torch
     return draw(logits, keys, positions, temperature)
@@ -63,7 +63,7 @@ def _launch_draw(logits: Tensor, keys: Tensor, positions: Tensor, temperature: T
 def _draw_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     logits, keys, positions, temperature, best, ids, vocab_size, stride, BLOCK: tl.constexpr
 ):
-    """The best value of one block of one row, NaN if there is one, and its lowest id."""
+    """The maximum of one block of one row and its lowest id; NaN if the block holds one."""
     row = tl.program_id(0)
     piece = tl.program_id(1)
     token = piece * BLOCK + tl.arange(0, BLOCK)
@@ -81,7 +81,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
 
 @jit
 def _merge_kernel(best, ids, tokens, scores, pieces, PIECES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The best of a row's blocks; ids rise with the block, so the first of equals has the lowest."""
+    """The maximum over a row's blocks. Ids rise with the block, so the first of equal maxima has the lowest id."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, PIECES)
     score, first = first_max(tl.load(best + row * pieces + piece, mask=piece < pieces, other=float("-inf")), piece)
@@ -91,7 +91,7 @@ def _merge_kernel(best, ids, tokens, scores, pieces, PIECES: tl.constexpr):  # t
 
 @jit
 def first_max(value, index):  # type: ignore[no-untyped-def]
-    """The maximum of a block and the lowest index that has it; with a NaN in it, NaN and the NaN's index."""
+    """The maximum of a block and its lowest index. If the block holds NaN: NaN and its lowest index."""
     wrong = value != value  # noqa: PLR0124  a NaN
     top = tl.max(tl.where(wrong, float("inf"), value), 0)
     spoilt = tl.max(wrong.to(tl.int32), 0) != 0

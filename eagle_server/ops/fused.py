@@ -1,7 +1,7 @@
-"""What stands between a layer's products, in one kernel each: norms, the gate and rotary embedding.
+"""The operations between a layer's matrix products, one kernel each: norms, SiLU gate and rotary embedding.
 
-On 16-bit CUDA tensors outside autograd these are FlashInfer's kernels, which overwrite their arguments; everywhere else
-the torch twin, which overwrites nothing. Callers must therefore use the results and never the arguments again.
+16-bit CUDA tensors outside autograd use FlashInfer's kernels, which overwrite their arguments. Everything else uses the
+torch twins, which do not. So callers must use the results, and must not use the arguments again.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _HALF = (torch.bfloat16, torch.float16)
-_ROPE_DIMS = (64, 128, 256, 512)  # the head sizes FlashInfer's rotary kernel is instantiated for
+_ROPE_DIMS = (64, 128, 256, 512)  # head sizes that FlashInfer's rotary kernel supports
 
 
 class AngleRows(NamedTuple):
-    """The angles of a forward's rows as the torch twin reads them; the sine's first half is negated."""
+    """cos and sin for each row of a forward, for the torch twin. The first half of the sine is negated."""
 
     cos: Tensor  # [T, 1, dim]
     sin: Tensor  # [T, 1, dim]
 
 
 class AngleTable(NamedTuple):
-    """The angles of a forward's rows as the kernel reads them: `table` holds a position's cosines, then its sines."""
+    """cos and sin by position, for the kernel. A row of `table` holds the cosines of a position, then its sines."""
 
     positions: Tensor  # int [T]
     table: Tensor  # float32 [context, dim]
@@ -38,14 +38,14 @@ Rotation = AngleRows | AngleTable
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, in float32 inside; x [rows, size] or [T, heads, size]."""
+    """x / rms(x) * weight over the last dimension, computed in float32. x: [rows, size] or [T, heads, size]."""
     if _is_fused(x):
         return _flashinfer().rmsnorm(x, weight, eps)  # type: ignore[no-any-return]
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm of x + residual, x + residual), all [rows, size]. Both arguments may be overwritten."""
+    """(rms_norm(x + residual), x + residual), all [rows, size]. Both arguments may be overwritten."""
     if _is_fused(x):
         _flashinfer().fused_add_rmsnorm(x, residual, weight, eps)
         return x, residual
@@ -54,7 +54,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of gate_up [rows, 2F] -> [rows, F]."""
+    """silu(gate) * up: gate_up [rows, 2F] -> [rows, F]."""
     if _is_fused(gate_up):
         return _flashinfer().silu_and_mul(gate_up)  # type: ignore[no-any-return]
     gate, up = gate_up.chunk(2, dim=-1)
@@ -62,12 +62,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def can_use_table(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Whether a forward of this kind rotates by `AngleTable`; otherwise by `AngleRows`."""
+    """Whether a forward on this device uses `AngleTable`; otherwise it uses `AngleRows`."""
     return dim in _ROPE_DIMS and _fuses(device, dtype)
 
 
 def apply_rope(x: Tensor, rotation: Rotation, *, interleaved: bool = False) -> Tensor:
-    """x [T, heads, dim], of two heads or more, rotated; a layer's queries and keys side by side. May overwrite x."""
+    """Rotate x [T, heads, dim], a layer's queries and keys together, at least two heads. May overwrite x."""
     if isinstance(rotation, AngleRows):
         return (rotate_interleaved if interleaved else rotate)(x, *rotation)
     apply_rope_pair(x[:, :-1], x[:, -1:], rotation, interleaved=interleaved)
@@ -75,10 +75,10 @@ def apply_rope(x: Tensor, rotation: Rotation, *, interleaved: bool = False) -> T
 
 
 def apply_rope_pair(q: Tensor, k: Tensor, rotation: Rotation, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """`apply_rope` of q [T, heads, dim] and k [T, kv_heads, dim] that lie apart; both may be overwritten."""
+    """`apply_rope` for q [T, heads, dim] and k [T, kv_heads, dim] in separate tensors. May overwrite both."""
     if isinstance(rotation, AngleRows):
-        turn = rotate_interleaved if interleaved else rotate
-        return turn(q, *rotation), turn(k, *rotation)
+        apply = rotate_interleaved if interleaved else rotate
+        return apply(q, *rotation), apply(k, *rotation)
     _flashinfer().apply_rope_with_cos_sin_cache_inplace(
         rotation.positions, q, k, q.shape[-1], rotation.table, is_neox=not interleaved
     )
@@ -86,12 +86,12 @@ def apply_rope_pair(q: Tensor, k: Tensor, rotation: Rotation, *, interleaved: bo
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, dim] turned in pairs (i, i + dim / 2), Llama's convention; cos, sin as in `AngleRows`."""
+    """Rotate the pairs (i, i + dim / 2) of x [T, heads, dim], as Llama does. cos and sin as in `AngleRows`."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, dim] turned in pairs (2i, 2i + 1), GPT-J's and DeepSeek's convention; cos, sin as in `AngleRows`."""
+    """Rotate the pairs (2i, 2i + 1) of x [T, heads, dim], as GPT-J and DeepSeek do. cos and sin as in `AngleRows`."""
     half = x.shape[-1] // 2
     cos, sin = cos[..., :half], sin[..., half:]
     even, odd = x.unflatten(-1, (half, 2)).unbind(-1)
@@ -113,5 +113,5 @@ def _has_flashinfer() -> bool:
 
 @cache
 def _flashinfer() -> ModuleType:
-    """Imported when the first CUDA tensor comes: it takes seconds."""
+    """Imported at the first CUDA tensor, because the import takes seconds."""
     return importlib.import_module("flashinfer")

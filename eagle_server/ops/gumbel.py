@@ -1,7 +1,7 @@
-"""Gumbel noise from a counter: a value depends on (key, position, token) and on nothing else.
+"""Counter-based Gumbel noise: a value depends only on (key, position, token).
 
-The generator is SplitMix64 (Steele, Lea, Flood 2014) run as a hash of key + counter. Hash and conversion to float32 are
-bit for bit the same on every device; the two logarithms may differ in their last bits.
+The generator is SplitMix64 (Steele, Lea, Flood 2014), used as a hash of key + counter. The hash and the conversion to
+float32 are bit-identical on all devices. The two logarithms may differ in their last bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def signed(x: int) -> int:
-    """The 64 bits of `x` read as a signed integer."""
+    """The 64 bits of `x` as a signed integer."""
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
@@ -34,7 +34,7 @@ def _gumbel_torch(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     rows = _mix(keys ^ _mix(positions * signed(GAMMA)))
     tokens = torch.arange(1, vocab_size + 1, device=keys.device) * signed(GAMMA)
     bits = _mix(rows[:, None] + tokens)
-    # 53 bits to a float32 keep their relative precision near 0, which is where the largest Gumbel values come from.
+    # 53 bits keep the relative precision of a float32 near 0. The largest Gumbel values come from there.
     uniform = _shift(bits, 11).to(torch.float32).mul_(2.0**-53).clamp_(min=2.0**-60, max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
@@ -74,11 +74,11 @@ def row_state(key, position):  # type: ignore[no-untyped-def]
 
 @jit
 def gumbel_at(row, token):  # type: ignore[no-untyped-def]
-    """Noise of `token` (an int32 block) in the row of state `row`."""
+    """Noise of `token` (an int32 block); `row` is the result of `row_state`."""
     bits = mix(row + (token.to(tl.int64) + 1) * _GAMMA)
     uniform = ((bits >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float32) * 1.1102230246251565e-16  # 2^-53
     uniform = tl.minimum(tl.maximum(uniform, 8.673617379884035e-19), 0.999999940395355224609375)  # 2^-60, 1 - 2^-24
-    # log1p(-u) from log: the rounding of w = 1 - u is undone by u / (1 - w) (Goldberg 1991, theorem 4).
+    # log1p(-u) by log: the factor u / (1 - w) corrects the rounding of w = 1 - u (Goldberg 1991, theorem 4).
     w = 1.0 - uniform
     lost = 1.0 - w
     exact = -tl.log(w) * (uniform / tl.where(lost == 0.0, 1.0, lost))

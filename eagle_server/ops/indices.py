@@ -1,6 +1,6 @@
-"""kv_indices from the page table, lengths being known to the device only: for buffers that CUDA graphs replay over.
+"""kv_indices from the page table. Lengths stay on the device, so CUDA graphs can replay these operations.
 
-The twins ask of every place in `out` which slot stands there; the kernels, of every request where its slots go.
+The torch twins compute the slot of each place in `out`. The kernels copy the slots of each request.
 """
 
 from __future__ import annotations
@@ -11,95 +11,101 @@ from torch import Tensor
 from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
 
 _BLOCK = 512
-_SPLITS = 8  # programs that share one request's row
+_SPLITS = 8  # programs per request
 
 
-def build_kv_indices(req_to_token: Tensor, rows: Tensor, kv_lens: Tensor, kv_indptr: Tensor, out: Tensor) -> None:
-    """out[kv_indptr[b] : kv_indptr[b + 1]] = req_to_token[rows[b], : kv_lens[b]]; the rest of `out` stays as it is.
+def build_kv_indices(
+    req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_indptr: Tensor, out: Tensor
+) -> None:
+    """out[kv_indptr[b] : kv_indptr[b + 1]] = req_to_token[req_pool_indices[b], : kv_lens[b]]
 
     Args:
-        req_to_token: int32 [rows of the table, width], slots by position.
-        rows: int64 [bs], rows of the table.
+        req_to_token: int32 [number of rows, width], slots by position.
+        req_pool_indices: int64 [bs], rows of req_to_token.
         kv_lens: int32 or int64 [bs].
         kv_indptr: int32 [bs + 1], the prefix sums of kv_lens.
-        out: int32 [capacity], capacity at least the sum of kv_lens.
+        out: int32 [capacity], capacity at least the sum of kv_lens. The rest is not written.
     """
     if on_gpu(out):
-        _launch_kv_indices(req_to_token, rows, kv_lens, kv_indptr, out)
+        _launch_kv_indices(req_to_token, req_pool_indices, kv_lens, kv_indptr, out)
     else:
-        _kv_indices_torch(req_to_token, rows, kv_indptr, out)
+        _kv_indices_torch(req_to_token, req_pool_indices, kv_indptr, out)
 
 
 def build_beam_kv_indices(
-    req_to_token: Tensor, rows: Tensor, seq_lens: Tensor, lineage: Tensor, seen: int, out: Tensor
+    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, lineage: Tensor, seen: int, out: Tensor
 ) -> Tensor:
-    """Slots of one draft step planned as bs * K decode queries: each reads the prefix, its ancestors and itself.
+    """kv_indices of one draft step with bs * K decode queries. Each query reads the prefix, its ancestors and itself.
 
-    Query q = b * K + k reads seq_lens[b] + seen slots: the prefix, then, in column order, the window slots
-    seq_lens[b] + w for which lineage[b, k, w].
+    Query q = b * K + k reads seq_lens[b] + seen slots: the prefix, then the window slots seq_lens[b] + w with
+    lineage[b, k, w], in the order of w.
 
     Args:
-        req_to_token: int32 [rows of the table, width]; rows int64 [bs]; seq_lens int64 [bs], committed lengths.
-        lineage: bool [bs, K, W], exactly `seen` true in each row.
-        out: int32 [capacity], capacity at least K * sum(seq_lens + seen); what lies past that stays as it is.
+        req_to_token: int32 [number of rows, width].
+        req_pool_indices: int64 [bs], rows of req_to_token.
+        seq_lens: int64 [bs], lengths of the prefixes.
+        lineage: bool [bs, K, W], with exactly `seen` True in each row.
+        out: int32 [capacity], capacity at least K * sum(seq_lens + seen). The rest is not written.
 
     Returns:
         kv_indptr int32 [bs * K + 1].
     """
     topk = lineage.shape[1]
-    kv_indptr = torch.zeros(len(rows) * topk + 1, dtype=torch.int32, device=out.device)
+    kv_indptr = torch.zeros(len(req_pool_indices) * topk + 1, dtype=torch.int32, device=out.device)
     torch.cumsum((seq_lens + seen).repeat_interleave(topk), 0, dtype=torch.int32, out=kv_indptr[1:])
     launch = _launch_beam_kv_indices if on_gpu(out) else _beam_kv_indices_torch
-    launch(req_to_token, rows, seq_lens, lineage, kv_indptr, out)
+    launch(req_to_token, req_pool_indices, seq_lens, lineage, kv_indptr, out)
     return kv_indptr
 
 
-def _kv_indices_torch(req_to_token: Tensor, rows: Tensor, kv_indptr: Tensor, out: Tensor) -> None:
+def _kv_indices_torch(req_to_token: Tensor, req_pool_indices: Tensor, kv_indptr: Tensor, out: Tensor) -> None:
     place = torch.arange(len(out), dtype=torch.int32, device=out.device)
     request, column = _owner(kv_indptr, place)
     column = column.clamp(0, req_to_token.shape[1] - 1)
-    slots = req_to_token[rows.index_select(0, request), column]
+    slots = req_to_token[req_pool_indices.index_select(0, request), column]
     out.copy_(torch.where(place < kv_indptr[-1], slots, out))
 
 
 def _beam_kv_indices_torch(
-    req_to_token: Tensor, rows: Tensor, seq_lens: Tensor, lineage: Tensor, kv_indptr: Tensor, out: Tensor
+    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, lineage: Tensor, kv_indptr: Tensor, out: Tensor
 ) -> None:
     _, topk, window = lineage.shape
     place = torch.arange(len(out), dtype=torch.int32, device=out.device)
     query, column = _owner(kv_indptr, place)
     request = torch.div(query, topk, rounding_mode="floor")
     prefix = seq_lens.index_select(0, request)
-    # A stable sort puts each query's own window columns first, in order.
+    # A stable sort puts the window columns of each query first, in their order.
     own = lineage.flatten(0, 1).to(torch.uint8).argsort(dim=1, descending=True, stable=True)
     in_window = own[query, (column - prefix).clamp(0, window - 1)]
     column = torch.where(column < prefix, column, prefix + in_window).clamp(0, req_to_token.shape[1] - 1)
-    slots = req_to_token[rows.index_select(0, request), column]
+    slots = req_to_token[req_pool_indices.index_select(0, request), column]
     out.copy_(torch.where(place < kv_indptr[-1], slots, out))
 
 
 def _owner(indptr: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-    """Which segment each place lies in, int64, and where in it; the last segment beyond the end."""
+    """The segment of each place (int64) and the offset in it. Places after the end belong to the last segment."""
     segment = torch.searchsorted(indptr[1:], place, right=True).clamp(max=len(indptr) - 2)
     return segment, place - indptr.index_select(0, segment)
 
 
-def _launch_kv_indices(req_to_token: Tensor, rows: Tensor, kv_lens: Tensor, kv_indptr: Tensor, out: Tensor) -> None:
+def _launch_kv_indices(
+    req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_indptr: Tensor, out: Tensor
+) -> None:
     splits = min(_SPLITS, blocks(req_to_token.shape[1], _BLOCK))
-    grid = (len(rows), splits)
+    grid = (len(req_pool_indices), splits)
     _kv_indices_kernel[grid](
-        req_to_token, rows, kv_lens, kv_indptr, out, req_to_token.stride(0), SPLITS=splits, BLOCK=_BLOCK
+        req_to_token, req_pool_indices, kv_lens, kv_indptr, out, req_to_token.stride(0), SPLITS=splits, BLOCK=_BLOCK
     )
 
 
 def _launch_beam_kv_indices(
-    req_to_token: Tensor, rows: Tensor, seq_lens: Tensor, lineage: Tensor, kv_indptr: Tensor, out: Tensor
+    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, lineage: Tensor, kv_indptr: Tensor, out: Tensor
 ) -> None:
     _, topk, window = lineage.shape
     splits = min(_SPLITS, blocks(req_to_token.shape[1], _BLOCK))
-    _beam_kv_indices_kernel[len(rows) * topk, splits](
+    _beam_kv_indices_kernel[len(req_pool_indices) * topk, splits](
         req_to_token,
-        rows,
+        req_pool_indices,
         seq_lens,
         lineage.contiguous().view(torch.uint8),
         kv_indptr,
@@ -115,17 +121,17 @@ def _launch_beam_kv_indices(
 
 @jit
 def _kv_indices_kernel(  # type: ignore[no-untyped-def]
-    table, rows, kv_lens, kv_indptr, out, table_stride, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+    table, req_pool_indices, kv_lens, kv_indptr, out, table_stride, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
     request = tl.program_id(0)
-    row = table + tl.load(rows + request).to(tl.int64) * table_stride
+    row = table + tl.load(req_pool_indices + request).to(tl.int64) * table_stride
     _copy_slots(row, out + tl.load(kv_indptr + request), tl.load(kv_lens + request), SPLITS, BLOCK)
 
 
 @jit
 def _beam_kv_indices_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     table,
-    rows,
+    req_pool_indices,
     seq_lens,
     lineage,
     kv_indptr,
@@ -139,7 +145,7 @@ def _beam_kv_indices_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, P
 ):
     query = tl.program_id(0)
     request = query // topk
-    row = table + tl.load(rows + request).to(tl.int64) * table_stride
+    row = table + tl.load(req_pool_indices + request).to(tl.int64) * table_stride
     prefix = tl.load(seq_lens + request)
     start = tl.load(kv_indptr + query)
     _copy_slots(row, out + start, prefix, SPLITS, BLOCK)
@@ -154,7 +160,7 @@ def _beam_kv_indices_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, P
 
 @jit
 def _copy_slots(row, out, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out[: count] = row[: count], the part of it that falls to this program of its axis 1."""
+    """out[: count] = row[: count]. Each program of axis 1 copies its part."""
     for first in range(tl.program_id(1) * BLOCK, count, SPLITS * BLOCK):
         column = first + tl.arange(0, BLOCK)
         tl.store(out + column, tl.load(row + column, mask=column < count), mask=column < count)

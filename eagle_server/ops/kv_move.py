@@ -1,4 +1,4 @@
-"""Moving slots of KV: the accepted nodes to the front of their request's window, in every layer at once."""
+"""Moves KV between slots: accepted nodes go to the front of their request's window, in all layers at once."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch import Tensor
 from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
 
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-_BLOCK = 1024  # units of one slot's row that a program moves
+_BLOCK = 1024  # units of one slot's data that a program moves
 
 
 def move_kv(data: Tensor, slot_dim: int, source: Tensor, target: Tensor) -> None:
-    """Copy slots `source` to `target` of the contiguous pool `data`; all reads come before all writes.
+    """Copy slots `source` to `target` of the contiguous pool `data`. All reads come before all writes.
 
     Args:
-        data: [..., slots, ...] with the slots at `slot_dim`; every dimension before it is a plane of its own.
-        source, target: int64 [n], or [bs, m]: m moves per request. Moves of two requests never touch each other's slots
-            and a request's are in an order in which none overwrites the source of a later one (path[j] >= j, ascending:
-            see `Accepted`). That order is what lets one kernel do without a copy; [n] may be any moves.
+        data: [..., slots, ...] with the slots at `slot_dim`. Each index before it selects a separate plane.
+        source, target: int64 [n], or [bs, m] with m moves per request. For [bs, m], requests must not touch each
+            other's slots, and no move may overwrite the source of a later one. Accepted paths satisfy this: path[j] is
+            ascending and >= j (see `Accepted`). So the kernel needs no intermediate copy. [n] may hold any moves.
     """
     per_request = source.dim() > 1
     if per_request and on_gpu(data):
@@ -32,7 +32,7 @@ def _move_torch(data: Tensor, slot_dim: int, source: Tensor, target: Tensor) -> 
 
 
 def _launch_move(data: Tensor, slot_dim: int, source: Tensor, target: Tensor) -> None:
-    """One program per (piece of a slot's row, request, plane), which makes its request's moves one after the other."""
+    """One program per (part of a slot's data, request, plane). It makes its request's moves one by one."""
     planes = data.flatten(0, slot_dim - 1).flatten(2)  # [planes, slots, row]
     row_bytes = planes.shape[2] * data.element_size()
     unit = next(dtype for size, dtype in _UNITS.items() if row_bytes % size == 0)
@@ -57,4 +57,4 @@ def _move_kernel(data, source, target, moves, slots, row, BLOCK: tl.constexpr): 
             tl.store(
                 plane + there * row + place, tl.load(plane + here * row + place, mask=place < row), mask=place < row
             )
-        tl.debug_barrier()  # every thread has read this move's source before any writes the next one's target
+        tl.debug_barrier()  # all threads read this move's source before any thread writes the next target

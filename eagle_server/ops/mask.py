@@ -1,4 +1,4 @@
-"""The tree mask as FlashInfer reads it: bits over prefix and window, packed on the device."""
+"""The tree mask in FlashInfer's format: bits over prefix and window, packed on the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from eagle_server.ops.triton_support import jit, on_gpu, power_of_two, tl
 
 _BLOCK = 128  # bytes
-_SPLITS = 16  # programs that share one request's bytes
+_SPLITS = 16  # programs per request
 
 
 def pack_tree_mask(
@@ -21,18 +21,18 @@ def pack_tree_mask(
     row_depths: Tensor | None = None,
     column_depths: Tensor | None = None,
 ) -> None:
-    """Expand the query window's mask over the whole KV, one bit each (1 = attend), into `out` and `mask_indptr`.
+    """Extend the mask of the query window to the whole KV and pack it, one bit per KV slot (1 = attend).
 
-    Per request R rows of kv_len bits, row-major, little-endian, each request from a byte of its own on. The kv_len - W
-    columns of the prefix are visible to all rows, unless attention slides over `sliding` > 0 positions: row i stands at
-    position kv_len - W + row_depths[i], and sees positions above that less `sliding`.
+    Each request has R rows of kv_len bits, row-major, little-endian, and starts at a byte of its own. All rows see the
+    kv_len - W columns of the prefix, unless there is a sliding window of `sliding` > 0 positions. Then row i, at
+    position p = kv_len - W + row_depths[i], sees only positions above p - sliding.
 
     Args:
         window: bool [bs, R, W], True = attend.
-        kv_lens: int32 or int64 [bs], the window included.
-        out: uint8 [capacity], capacity at least sum(ceil(R * kv_len / 8)); what lies past that stays as it is.
-        mask_indptr: int32 [bs + 1], set to the byte offsets of the requests.
-        row_depths, column_depths: int64 [bs, R] and [bs, W], needed where `sliding` is.
+        kv_lens: int32 or int64 [bs], including the window.
+        out: uint8 [capacity], capacity at least sum(ceil(R * kv_len / 8)). Bytes after that are not written.
+        mask_indptr: int32 [bs + 1]; receives the byte offsets of the requests.
+        row_depths, column_depths: int64 [bs, R] and [bs, W], required with `sliding`.
     """
     if sliding and (row_depths is None or column_depths is None):
         raise ValueError("a sliding window is counted by depth: row_depths and column_depths are needed")
@@ -56,7 +56,8 @@ def _pack_torch(
     place = torch.arange(len(out), dtype=torch.int32, device=out.device)
     request = torch.searchsorted(mask_indptr[1:], place, right=True).clamp(max=bs - 1)  # [capacity]
     bit = torch.arange(8, device=out.device)
-    index = (place - mask_indptr.index_select(0, request))[:, None] * 8 + bit  # [capacity, 8], bits of the request
+    # [capacity, 8], bit numbers within the request
+    index = (place - mask_indptr.index_select(0, request))[:, None] * 8 + bit
     length, request = kv_lens.index_select(0, request)[:, None], request[:, None]
     row = torch.div(index, length, rounding_mode="floor")
     column = index - row * length - (length - width)  # negative in the prefix
@@ -64,7 +65,7 @@ def _pack_torch(
     row, tree_column = row.clamp(max=rows - 1), column.clamp(min=0)
     visible = inside & ((column < 0) | window[request, row, tree_column])
     if row_depths is not None and column_depths is not None and sliding:
-        # A prefix column is as deep below the committed length as it lies before it.
+        # Depth counts from the start of the window, so it is negative in the prefix.
         depth = torch.where(column < 0, column, column_depths[request, tree_column])
         visible &= depth > row_depths[request, row] - sliding
     packed = (visible.int() << bit.int()).sum(1).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""The best children of a draft's node: top-k of the logits with their log-probabilities."""
+"""Top-k of the logits with their log-probabilities: the candidates for the children of a drafted node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
 
-MAX_TOPK = 16  # of the kernel, which finds the k best one after the other
+MAX_TOPK = 16  # limit of the kernel, which finds the k best one after the other
 _BLOCK = 2048  # tokens per program of the first stage
 
 
@@ -18,9 +18,9 @@ def topk_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         logits: float32 or bfloat16 [n, V], V >= k.
 
     Returns:
-        logp float32 [n, k], logits less their row's logsumexp, descending, and ids int64 [n, k]. On a GPU ties go to
-        the lower id and NaN ranks last; elsewhere torch.topk decides. A row with NaN or inf has log-probabilities that
-        are not finite, and ids below V all the same.
+        logp float32 [n, k], descending: logits minus the logsumexp of their row. ids int64 [n, k]. On a GPU ties go to
+        the lower id and NaN ranks last; elsewhere torch.topk decides. In a row with NaN or inf the log-probabilities
+        are not finite, but the ids are still below V.
     """
     if on_gpu(logits) and k <= MAX_TOPK:
         return _launch_topk(logits, k)
@@ -40,7 +40,8 @@ def _launch_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     pieces = blocks(vocab_size, block)
     values = torch.empty(n, pieces, k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(n, pieces, k, dtype=torch.int32, device=logits.device)
-    mass = torch.empty(n, pieces, 2, dtype=torch.float32, device=logits.device)  # (maximum, sum of exp above it)
+    # (maximum, sum of exp(logit - maximum))
+    mass = torch.empty(n, pieces, 2, dtype=torch.float32, device=logits.device)
     logp = torch.empty(n, k, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(n, k, dtype=torch.int64, device=logits.device)
     _block_kernel[n, pieces](logits, values, ids, mass, vocab_size, logits.stride(0), k, BLOCK=block)
@@ -61,7 +62,7 @@ def _launch_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @jit
 def _block_kernel(logits, values, ids, mass, vocab_size, stride, k, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Top-k and softmax mass of one block of one row. Places beyond the vocabulary get id `vocab_size`."""
+    """Top-k and softmax mass of one block of one row. Entries beyond the vocabulary get id `vocab_size`."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     token = piece * BLOCK + tl.arange(0, BLOCK)
@@ -84,7 +85,7 @@ def _block_kernel(logits, values, ids, mass, vocab_size, stride, k, BLOCK: tl.co
 def _merge_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     values, ids, mass, logp, tokens, vocab_size, pieces, k, PIECES: tl.constexpr, CANDIDATES: tl.constexpr
 ):
-    """The k best of a row's blocks, less the logarithm of their common mass."""
+    """The k best over all blocks of a row, minus the logarithm of the blocks' total mass."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, PIECES)
     part = mass + (row * pieces + piece) * 2

@@ -1,4 +1,4 @@
-"""Trees: from a drafter's selection to parents, depths, ancestor mask and links."""
+"""Trees: parents, depths, ancestor mask and retrive links from a drafter's selection."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from torch import Tensor
 
 from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
 
-_ROWS = 16  # nodes per program; each compares itself with all D
+_ROWS = 16  # nodes per program; each is compared with all D nodes
 
 
 def link_tree(selected_index: Tensor, parent_list: Tensor, topk: int, spec_steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Root and link every request's selection; D = n + 1 nodes, node 0 the root.
+    """Link each request's selected tokens into a tree of D = n + 1 nodes. Node 0 is the root.
 
     Args:
         selected_index: int64 [bs, n], pool indices, ascending and closed under ancestors (see `Candidates`).
-        parent_list: int64 [bs, P], the pool index of the parent of each group of `topk` pool entries, -1: the root.
-        spec_steps: no node is deeper.
+        parent_list: int64 [bs, P]. Pool entries come in groups of `topk` siblings; this is the pool index of each
+            group's parent, -1 for the root.
+        spec_steps: the largest depth of a node.
 
     Returns:
-        parents int64 [bs, D] (-1 at the root), depths int64 [bs, D], mask bool [bs, D, D], ancestors and self.
+        parents int64 [bs, D] (-1 at the root), depths int64 [bs, D], mask bool [bs, D, D] (True: ancestor or self).
     """
     if on_gpu(selected_index) and selected_index.shape[1]:
         return _launch_link(selected_index, parent_list, topk, spec_steps)
@@ -27,7 +28,7 @@ def link_tree(selected_index: Tensor, parent_list: Tensor, topk: int, spec_steps
 
 
 def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Ancestor-or-self mask, bool [bs, D, D], and depths, int64 [bs, D], of trees no deeper than `depth`.
+    """Ancestor-or-self mask, bool [bs, D, D], and depths, int64 [bs, D], of trees whose depth is at most `depth`.
 
     The reflexive closure (I + P)^depth of the parent matrix P, by repeated squaring.
     """
@@ -52,7 +53,7 @@ def _link_torch(
     if drafted:
         group = torch.div(selected_index, topk, rounding_mode="floor")
         parent_pool = parent_list.gather(1, group)  # pool index of the parent, -1 for the root
-        # Ascending order makes "place in the selection" a binary search; the root (-1) lands on 0 - 1 + 1 = 0.
+        # The selection is ascending, so a binary search finds the parent's place in it. Node = place + 1.
         place = torch.searchsorted(selected_index, parent_pool) + 1
         parents[:, 1:] = torch.where(parent_pool < 0, 0, place)
     mask, depths = ancestors(parents, spec_steps)
@@ -99,14 +100,15 @@ def _link_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     ROWS: tl.constexpr,
     NODES: tl.constexpr,
 ):
-    """Every row climbs to the root through pool indices, reading nothing that this kernel writes."""
+    """Each row climbs to the root through pool indices. It reads nothing that this kernel writes."""
     request = tl.program_id(0)
     selected = selected_index + request * drafted
     above = parent_list + request * groups
     size = drafted + 1
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, NODES)
-    index = tl.load(selected + row - 1, mask=(row > 0) & (row < size), other=-1)  # where the climb is; -1: the root
+    # the current node of the climb; -1: the root
+    index = tl.load(selected + row - 1, mask=(row > 0) & (row < size), other=-1)
     hit = column[None, :] == row[:, None]
     parent = tl.full([ROWS], -1, tl.int64)
     depth = tl.zeros([ROWS], tl.int64)
@@ -125,7 +127,7 @@ def _link_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
 
 @jit
 def _place(selected, index, drafted, HALVINGS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many of the ascending `selected` are below `index`: a binary search."""
+    """The number of entries of the ascending `selected` below `index`, by binary search."""
     low = tl.zeros(index.shape, tl.int64)
     high = low + drafted
     for _ in tl.static_range(HALVINGS):

@@ -1,12 +1,12 @@
-"""The window of a cascade: attention under a tree mask over a few slots, merged with attention over the prefix.
+"""Cascade attention for tree windows: attention under a tree mask over a few slots, merged with that over the prefix.
 
-Softmax over a row's KV splits exactly. For a part A let o(A) be its attention and lse(A) = log2 of its sum of
-exp(scale * q.k); base 2 is FlashInfer's convention. Then for parts A and B that share no key
+Softmax over KV can be split exactly. For a set of keys A let o(A) be the attention output, and
+lse(A) = log2(sum of exp(scale * q.k)). FlashInfer uses base 2 too. For disjoint sets A and B
 
     lse = log2(2^lse(A) + 2^lse(B)),   o = (2^lse(A) o(A) + 2^lse(B) o(B)) / 2^lse
 
-so the prefix, which every row sees whole, needs no mask, and the mask needs no bits for the prefix. A part without keys
-has lse = -inf, whatever its o. In the kernel the prefix is just the first column of the online softmax: a key with
+Every row sees the whole prefix, so the prefix needs no mask, and the mask needs no bits for the prefix. An empty set
+has lse = -inf, and its o is ignored. The kernel treats the prefix as the first column of the online softmax: a key with
 score lse(prefix) and value o(prefix).
 
 Source: FlashInfer's cascade inference (flashinfer.ai, 2024) and FlashAttention-2 (arXiv 2307.08691).
@@ -22,9 +22,9 @@ from torch import Tensor
 from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
 
 _COLUMNS = 32  # window columns of one tile
-_PAIRS = 8  # (row, head) pairs that one program of the merge takes
-_WIDE = 128  # value size above which a program has more warps
-_FEW = 128  # (row, shared head) pairs up to which small tiles, so more programs, are used
+_PAIRS = 8  # (row, head) pairs per program of the merge
+_WIDE = 128  # above this value size a program has more warps
+_FEW = 128  # up to this many (row, shared head) pairs, tiles are small, so that there are more programs
 
 
 def tree_block_attention(
@@ -37,17 +37,17 @@ def tree_block_attention(
     prefix: tuple[Tensor, Tensor] | None,
     out: Tensor,
 ) -> Tensor:
-    """Attention of every row over the window columns that its mask allows, merged with its prefix; written to `out`.
+    """Attention of each row over the window columns that its mask allows, merged with the prefix. Writes to `out`.
 
     Args:
         q: [bs * R, H, Dq].
-        k_pool, v_pool: [slots, KV, Dq] and [slots, KV, Dv <= Dq], any views whose last dimension is dense. Query head h
-            reads KV head h // (H / KV). Where values are the front of the keys (MLA) each is read once.
-        slots: int [bs, W], of the window's columns. One that no row of the request sees is not read: it may hold NaN.
+        k_pool, v_pool: [slots, KV, Dq] and [slots, KV, Dv <= Dq], any views with a dense last dimension. Query head h
+            reads KV head h // (H / KV). If values are the front of the keys (MLA), each key is read only once.
+        slots: int [bs, W], the slots of the window's columns. A slot that no row of the request sees may hold NaN.
         mask: bool [bs, R, W], True = attend.
-        scale: of the scores, before the softmax.
-        prefix: (o [bs * R, H, Dv], lse float32 [bs * R, H]) of the prefix, or None: the window is everything.
-        out: [bs * R, H, Dv]. A row that sees no column has the prefix alone, or zeros if there is none.
+        scale: the factor on the scores, before the softmax.
+        prefix: (o [bs * R, H, Dv], lse float32 [bs * R, H]) of the prefix, or None if there is none.
+        out: [bs * R, H, Dv]. A row that sees no column gets the prefix alone, or zeros without a prefix.
     """
     attend = _launch_block if on_gpu(q) else tree_block_attention_torch
     return attend(q, k_pool, v_pool, slots, mask, scale, prefix, out)
@@ -63,14 +63,14 @@ def tree_block_attention_torch(
     prefix: tuple[Tensor, Tensor] | None,
     out: Tensor,
 ) -> Tensor:
-    """The twin of `tree_block_attention`: in float32, or in float64 if q is."""
+    """The torch twin of `tree_block_attention`, in float32, or in float64 if q is."""
     bs, rows, width = mask.shape
     heads, kv_heads = q.shape[1], k_pool.shape[1]
     shared = heads // kv_heads
     dtype = torch.promote_types(q.dtype, torch.float32)
     seen = mask.any(dim=1)  # [bs, W]
     index = torch.where(seen, slots, 0).view(-1)
-    keys, values = (  # [bs, KV, W, *]; weight 0 times NaN is NaN, so what nobody sees becomes 0
+    keys, values = (  # [bs, KV, W, *]; slots that no row sees become 0, because 0 * NaN is NaN
         pool.index_select(0, index).view(bs, width, kv_heads, -1).to(dtype).masked_fill(~seen[..., None, None], 0)
         for pool in (k_pool, v_pool)
     )
@@ -95,14 +95,14 @@ def tree_block_attention_torch(
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """(o, lse) of two disjoint sets of keys together; o [n, H, D], lse float32 [n, H], base 2."""
+    """(o, lse) of the union of two disjoint sets of keys. o: [n, H, D]; lse: float32 [n, H], base 2."""
     if on_gpu(out_a):
         return _launch_merge(out_a, lse_a, out_b, lse_b)
     return merge_states_torch(out_a, lse_a, out_b, lse_b)
 
 
 def merge_states_torch(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The twin of `merge_states`: in float32, or in float64 if `out_a` is."""
+    """The torch twin of `merge_states`, in float32, or in float64 if `out_a` is."""
     dtype = torch.promote_types(out_a.dtype, torch.float32)
     out, lse = _merge(out_a.to(dtype), lse_a.to(dtype), out_b.to(dtype), lse_b.to(dtype))
     return out.to(out_a.dtype), lse.to(lse_a.dtype)
@@ -188,7 +188,7 @@ def _block_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915, PL
     FRONT: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Keys are read in two parts, as wide as the values and the rest: tiles have powers of two, and 576 = 512 + 64."""
+    """Keys are read in two parts, value width and rest, because tile sizes are powers of two: 576 = 512 + 64."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     kv_head = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
@@ -219,7 +219,7 @@ def _block_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915, PL
         column = start + tl.arange(0, COLUMNS)
         in_window = is_pair[:, None] & (column < width)[None]
         allowed = tl.load(mask + row[:, None] * width + column, mask=in_window, other=0) != 0
-        # A column that no pair of this tile sees is not read: it may be NaN, and 0 * NaN is NaN.
+        # Columns that no pair of this tile sees are not read: they may hold NaN, and 0 * NaN is NaN.
         seen = tl.max(allowed.to(tl.int32), axis=0) != 0
         slot = tl.load(slots + request * width + column, mask=seen, other=0).to(tl.int64)
         key = k_pool + slot * k_slot + kv_head * k_head

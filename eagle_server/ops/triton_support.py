@@ -16,12 +16,12 @@ tl: Any = importlib.import_module("triton.language") if HAS_TRITON else None
 
 
 def jit(kernel: Callable[..., Any]) -> Any:
-    """`triton.jit`. Without Triton the function stays as it is, and nothing calls it."""
+    """`triton.jit`. Without Triton the function is returned unchanged and is never called."""
     return triton.jit(kernel) if HAS_TRITON else kernel
 
 
 def constant(value: int | float) -> Any:
-    """A module-level number that kernels read."""
+    """A module-level constant for use in kernels."""
     return tl.constexpr(value) if HAS_TRITON else value
 
 
@@ -31,10 +31,10 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def blocks(count: int, size: int) -> int:
-    """How many blocks of `size` cover `count`."""
+    """The number of blocks of `size` that cover `count`."""
     return -(-count // size)
 
 
 def power_of_two(count: int, least: int = 1) -> int:
-    """The smallest power of two that is at least `count` and `least`: the sizes Triton's blocks may have."""
+    """The smallest power of two that is at least `count` and `least`. Triton requires such block sizes."""
     return max(least, 1 << max(count - 1, 0).bit_length())

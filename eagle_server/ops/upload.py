@@ -1,4 +1,4 @@
-"""Host values to the device without waiting for it: pinned memory, copied asynchronously."""
+"""Copies from host to device without a synchronization: through pinned memory, asynchronously."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 def upload(
     values: Sequence[Any] | NDArray[np.integer[Any]], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """`values` (numbers, nested sequences of one shape, an array) as a tensor on `device`; never synchronizes."""
+    """`values` (numbers, equally shaped nested sequences, or an array) as a tensor on `device`. Never synchronizes."""
     tensor = torch.as_tensor(values, dtype=dtype)
     if device.type == "cpu":
         return tensor

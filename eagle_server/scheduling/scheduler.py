@@ -174,7 +174,7 @@ class Scheduler:
         while self.waiting and len(self.running) < self.limits.max_running:
             sequence = self.waiting[0]
             share = not sequence.request.prompt_logprobs
-            allocation = self.kv.admit(sequence.tokens, len(sequence.tokens) + self.limits.window, share=share)
+            allocation = self.kv.allocate(sequence.tokens, len(sequence.tokens) + self.limits.window, share=share)
             if allocation is None:
                 return
             self.waiting.popleft()
@@ -201,7 +201,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._released.append(sequence.req_pool_index)
         cached = sequence.allocation.shared * self.kv.page_size
-        self.kv.end(sequence.allocation, sequence.tokens, sequence.draft_computed_tokens if cache else cached)
+        self.kv.release(sequence.allocation, sequence.tokens, sequence.draft_computed_tokens if cache else cached)
         sequence.allocation = None
         sequence.num_computed_tokens = sequence.draft_computed_tokens = 0
 

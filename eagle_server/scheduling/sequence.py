@@ -67,7 +67,7 @@ class Sequence:
     @property
     def req_pool_index(self) -> int:
         assert self.allocation is not None
-        return self.allocation.row
+        return self.allocation.req_pool_index
 
     def allow_ends(self) -> None:
         """Once min_tokens are out, no token is forbidden any more, and drawing need not look."""

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from eagle_server.models.checkpoints.load_target import load_native_target
 from eagle_server.models.checkpoints.weights import resolve_checkpoint
 from eagle_server.models.config import CheckpointError
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library
 from eagle_server.training.eagle3 import Recipe, own_texts, train_head
 from eagle_server.training.export import export_demo, export_demo_heads, export_head, export_target

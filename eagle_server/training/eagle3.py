@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.training.corpus import Corpus
 from eagle_server.training.generate import TextSampling, target_texts
 from eagle_server.training.heads import Kind, NewHead, default_boundaries, frequent_ids, new_eagle, new_eagle3

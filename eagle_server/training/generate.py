@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle_server.attention.interface import LayerSpec
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 
 
 class GrowingCausal:

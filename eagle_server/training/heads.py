@@ -14,7 +14,8 @@ from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.eagle import EagleConfig, EagleHead
 from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
 from eagle_server.models.drafts.interface import TargetWeights
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.models.targets.registry import read_target_config
 
 Kind = Literal["eagle3", "eagle"]
 _SMALLEST_DEFAULT = 7  # layers; a smaller target has no three distinct default boundaries
@@ -63,7 +64,7 @@ def new_eagle3(target: TargetModel, boundaries: Sequence[int], draft_ids: Tensor
         },
     }
     config = Eagle3Config(
-        layers=ModelConfig.from_dict(published),
+        layers=read_target_config(published),
         target_hidden_size=target.config.hidden_size,
         draft_vocab_size=count,
         aux_boundaries=tuple(boundaries),
@@ -87,7 +88,7 @@ def new_eagle(target: TargetModel, intermediate_size: int) -> NewHead:
     }
     with torch.device(target.embed.device):
         head = EagleHead(
-            EagleConfig(ModelConfig.from_dict(published), fc_bias=False), target.rope.cos.shape[0], _borrowed(target)
+            EagleConfig(read_target_config(published), fc_bias=False), target.rope.cos.shape[0], _borrowed(target)
         )
     _initialize(head)
     target.aux_boundaries = ()

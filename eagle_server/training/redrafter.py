@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.redrafter import RedrafterConfig, RedrafterHead
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.training.corpus import Corpus
 from eagle_server.training.eagle3 import OwnTexts, at_most, own_texts, text_window, written_part
 from eagle_server.training.loop import Job, Schedule, train

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_server.attention.dense import DenseCausal
-from eagle_server.models.config import ModelConfig
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.models.targets.registry import read_target_config
 from eagle_server.training.corpus import Corpus
 from eagle_server.training.loop import Job, Schedule, train
 
@@ -45,7 +45,7 @@ DEMO_TARGET: dict[str, object] = {
 
 def build_target(aux_boundaries: tuple[int, ...] = ()) -> TargetModel:
     """The demo target's architecture with fresh weights."""
-    config = ModelConfig.from_dict(DEMO_TARGET)
+    config = read_target_config(DEMO_TARGET)
     model = TargetModel(config, config.max_position, aux_boundaries)
     initialize(model, config.num_layers)
     return model

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models
 from torch import nn
 
 from eagle_server.models.checkpoints.load_target import save_checkpoint
-from eagle_server.models.config import ModelConfig
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.models.targets.registry import read_target_config
 from eagle_server.training.generate import continue_texts
 from eagle_server.training.heads import Kind, NewHead, new_eagle, new_eagle3
 from eagle_server.training.loop import Optimizers
@@ -102,7 +102,7 @@ def _target_json(vocab: int, context: int) -> dict[str, object]:
 
 
 def _random_target(config_json: dict[str, object]) -> TargetModel:
-    config = ModelConfig.from_dict(config_json)
+    config = read_target_config(config_json)
     target = TargetModel(config, config.max_position)
     for name, parameter in target.named_parameters():
         if parameter.dim() == 1:  # norms stay ones

@@ -17,7 +17,7 @@ from eagle_server.engine.engine import Engine
 from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.drafts.interface import DraftHead
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.request import Request
 from tests.support.engines import engine_config, random_head, random_target, request
 

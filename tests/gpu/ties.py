@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops.gumbel import gumbel
 from eagle_server.request import Request
 from eagle_server.speculation.random import request_key

@@ -14,8 +14,8 @@ import torch
 
 from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target, save_checkpoint
-from eagle_server.models.config import ModelConfig
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.models.targets.registry import read_target_config
 from eagle_server.training.heads import Kind
 from eagle_server.training.tiny import tiny_medusa, tiny_pair
 from tests.lossless.scenes import REQUESTS
@@ -78,7 +78,7 @@ def standalone(directory: Path) -> Pair:
     files, smaller = tiny_pair(directory, kind="eagle", steps=1), directory / "smaller"
     whole = load_target(files.target, dtype="float32", progress=False, pack=False)
     raw = json.loads((files.target / "config.json").read_text()) | {"num_hidden_layers": 2}
-    part, theirs = TargetModel(ModelConfig.from_dict(raw), 8), dict(whole.weight_views())
+    part, theirs = TargetModel(read_target_config(raw), 8), dict(whole.weight_views())
     with torch.no_grad():
         for name, mine in part.weight_views():
             mine.copy_(theirs[name])

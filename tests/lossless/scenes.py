@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from eagle_server.engine.engine import Engine
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.request import Request
 from tests.support.engines import Finished, request, run
 from tests.support.flashinfer_emulation import Emulation

@@ -21,7 +21,7 @@ from scipy import stats
 from torch import Tensor
 
 from eagle_server.engine.engine import Engine
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.request import Request
 from eagle_server.speculation import accept as rules
 from eagle_server.speculation.accept import Accepted, accept

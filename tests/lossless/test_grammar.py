@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.grammars import Grammars
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.plan import allows
 from eagle_server.request import DraftTree, FinishReason, Grammar, Request
 from tests.lossless.conftest import Drafting

@@ -11,7 +11,7 @@ import pytest
 from eagle_server.engine.engine import Engine
 from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.drafts.medusa import MedusaHeads
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.speculation.static_tree import PRESETS, Choices, depth_of, ranks_of, truncated
 from tests.lossless import pairs as makers
 from tests.lossless.pairs import Pair, Pairs

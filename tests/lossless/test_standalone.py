@@ -13,8 +13,9 @@ import torch
 
 from eagle_server.config import Config, parse_args
 from eagle_server.engine.build import build_engine
-from eagle_server.models.drafts.standalone import DraftLM, load_standalone
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.checkpoints.load_standalone import load_standalone
+from eagle_server.models.drafts.standalone import DraftLM
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.plan import CyclePlan, CycleResult
 from eagle_server.training.tiny import tiny_pair
 from eagle_server.worker.worker import Worker

@@ -34,7 +34,7 @@ _SHAPE = {
     "max_position_embeddings": 64,
     "pad_token_id": None,
 }
-_FAMILIES: dict[str, tuple[type[Any], type[PreTrainedModel]]] = {
+FAMILIES: dict[str, tuple[type[Any], type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -60,7 +60,7 @@ _DEEPSEEK = {
 
 @dataclass(frozen=True)
 class Case:
-    """One checkpoint: a family, what its config says beyond `_SHAPE`, and how the file is cut."""
+    """One checkpoint: a family, the config keys besides `_SHAPE`, and the shards of the file."""
 
     family: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -160,7 +160,7 @@ CASES = {
 
 def write(case: Case, directory: Path, **settings: Any) -> PreTrainedModel:
     """Save the case's checkpoint in float32 and return transformers' model of it."""
-    config_class, model_class = _FAMILIES[case.family]
+    config_class, model_class = FAMILIES[case.family]
     torch.manual_seed(0)
     model = model_class(config_class(**{**_SHAPE, **case.settings, **settings}))
     with torch.no_grad():
@@ -171,7 +171,7 @@ def write(case: Case, directory: Path, **settings: Any) -> PreTrainedModel:
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.3)
     if "n_routed_experts" in case.settings:
-        model.set_experts_implementation("eager")  # one expert at a time, and of any size
+        model.set_experts_implementation("eager")  # one expert at a time; supports all sizes
     model.tie_weights()
     model.eval().save_pretrained(directory, max_shard_size=case.shard_size)
     return model

@@ -16,9 +16,11 @@ from eagle_server.attention.interface import Causal, LayerSpec, Layout
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.engine.pools import make_pool
 from eagle_server.models.checkpoints.load_target import load_target
-from eagle_server.models.config import ModelConfig, read_config
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.config_json import read_config
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.models.targets.registry import FAMILIES, read_target_config
 from tests.parity.checkpoints import CASES, VOCAB, write
+from tests.parity.checkpoints import FAMILIES as THEIRS
 
 TOLERANCE = 1e-4
 PAGE = 16
@@ -39,7 +41,7 @@ def pair(
 
 
 class DenseWindows:
-    """`BoundAttention`: dense causal attention, with a mask made for each layer's sliding window."""
+    """`BoundAttention` by dense causal attention, with a mask for the sliding window of each layer."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length = batch, length
@@ -52,7 +54,7 @@ class DenseWindows:
 
 
 class Pages:
-    """Requests over a paged KV pool whose pages lie in a shuffled order; everything not written is NaN."""
+    """Requests over a paged KV pool with shuffled pages. Slots that are not written hold NaN."""
 
     def __init__(self, model: TargetModel, requests: int, pages_each: int) -> None:
         pages = 1 + requests * pages_each
@@ -63,7 +65,7 @@ class Pages:
         self.model, self.attention = model, TorchNativeAttention(self.pool)
 
     def logits(self, prompts: Sequence[Tensor], start: Sequence[int], stop: Sequence[int]) -> list[Tensor]:
-        """One forward over tokens start..stop of every prompt -> their logits."""
+        """The logits of one forward over tokens start..stop of every prompt."""
         spans = [torch.arange(a, b) for a, b in zip(start, stop, strict=True)]
         lens = [len(span) for span in spans]
         rows, layout = torch.arange(len(prompts)), Layout(tuple(lens), tuple(stop))
@@ -71,6 +73,12 @@ class Pages:
         tokens = torch.cat([prompt[span] for prompt, span in zip(prompts, spans, strict=True)])
         output = self.model(tokens, torch.cat(spans), self.attention.plan(layout).bind(batch))
         return list(self.model.logits(output.hidden).split(lens))
+
+
+def test_every_native_family_has_a_case() -> None:
+    assert {family.architecture for family in FAMILIES} == {model.__name__ for _, model in THEIRS.values()}
+    assert {family.model_type for family in FAMILIES} == {config.model_type for config, _ in THEIRS.values()}
+    assert {case.family for case in CASES.values()} == set(THEIRS)
 
 
 @torch.inference_mode()
@@ -84,7 +92,7 @@ def test_dense_logits_equal_transformers(pair: tuple[PreTrainedModel, TargetMode
 
 @torch.inference_mode()
 def test_paged_logits_of_unequal_prompts_equal_transformers(pair: tuple[PreTrainedModel, TargetModel]) -> None:
-    """Prompts below, at and above one page of 16, in two chunks and then one token each."""
+    """Prompts shorter than, equal to and longer than a page of 16, in two chunks and then one token each."""
     theirs, ours = pair
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(VOCAB, (n,), generator=generator) for n in (5, 16, 17, 45)]
@@ -101,7 +109,7 @@ def test_paged_logits_of_unequal_prompts_equal_transformers(pair: tuple[PreTrain
 @torch.inference_mode()
 @pytest.mark.parametrize("length", [20, 64])
 def test_dynamic_rope_is_that_of_the_served_context(tmp_path: Path, length: int) -> None:
-    """Trained for 32 positions: beyond them transformers' base follows the length, and ours the context."""
+    """Trained for 32 positions. After them transformers' base depends on the length, and ours on the context."""
     theirs = write(CASES["llama-dynamic"], tmp_path, max_position_embeddings=32)
     ours = load_target(tmp_path, dtype="float32", context=length, lookahead=17, progress=False)
     tokens = torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(3))
@@ -111,7 +119,7 @@ def test_dynamic_rope_is_that_of_the_served_context(tmp_path: Path, length: int)
 
 @torch.inference_mode()
 def test_aux_boundaries_are_the_residual_streams_of_transformers(tmp_path: Path) -> None:
-    """hidden_states[b] of transformers is the stream after b layers; its last entry is after the final norm."""
+    """hidden_states[b] of transformers is the stream after b layers. Its last entry is after the final norm."""
     theirs = write(CASES["llama"], tmp_path)
     ours = load_target(tmp_path, dtype="float32", progress=False)
     ours.aux_boundaries = (0, 2)
@@ -125,11 +133,11 @@ def test_aux_boundaries_are_the_residual_streams_of_transformers(tmp_path: Path)
 
 @pytest.mark.parametrize("name", CASES)
 def test_config_of_transformers_4_means_the_same(tmp_path: Path, name: str) -> None:
-    """Without rope_parameters, dtype and layer_types, which Transformers 5 writes."""
+    """Without rope_parameters, dtype and layer_types, which transformers 5 writes."""
     write(CASES[name], tmp_path)
     new = read_config(tmp_path)
     old = {key: value for key, value in new.items() if key not in ("rope_parameters", "dtype", "layer_types")}
     rope = dict(new["rope_parameters"])
     old["rope_theta"], old["torch_dtype"] = rope.pop("rope_theta"), new["dtype"]
     old["rope_scaling"] = None if rope == {"rope_type": "default"} else rope
-    assert ModelConfig.from_dict(old) == ModelConfig.from_dict(new)
+    assert read_target_config(old) == read_target_config(new)

@@ -1,4 +1,4 @@
-"""Targets that transformers' code runs: logits over paged KV against transformers' own, and the engine's texts."""
+"""Targets run by transformers' code: logits over paged KV and the engine's texts equal transformers' own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _GEMMA = {**_GROUPED, "head_dim": 32}
 
 @dataclass(frozen=True)
 class Case:
-    """A model_type of transformers, and what its config says beyond `_SHAPE`."""
+    """A model_type of transformers, and its config keys besides `_SHAPE`."""
 
     model_type: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -116,7 +116,7 @@ def write(case: Case, directory: Path, **settings: Any) -> PreTrainedModel:
     return model
 
 
-def test_the_list_of_tested_architectures_is_true() -> None:
+def test_the_list_of_tested_architectures_is_correct() -> None:
     names = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[case.model_type] for case in CASES.values()}
     assert names == set(TESTED)
 
@@ -130,7 +130,7 @@ def load(directory: Path, **settings: Any) -> TransformersTarget:
 @torch.inference_mode()
 @pytest.mark.parametrize("name", CASES)
 def test_paged_logits_and_features_equal_transformers(name: str, tmp_path: Path) -> None:
-    """Unequal prompts in two chunks and then one token each; and the residual streams that EAGLE-3 heads read."""
+    """Unequal prompts in two chunks, then one token each. Also the residual streams for EAGLE-3 heads."""
     theirs, ours = write(CASES[name], tmp_path), load(tmp_path)
     ours.aux_boundaries = (0, 2)
     generator = torch.Generator().manual_seed(2)
@@ -142,7 +142,7 @@ def test_paged_logits_and_features_equal_transformers(name: str, tmp_path: Path)
     for prompt, *parts in zip(prompts, *chunks, strict=True):
         torch.testing.assert_close(torch.cat(parts), theirs(prompt[None]).logits[0], atol=TOLERANCE, rtol=0)
     if any(ours.config.windows) or name == "gemma2":
-        return  # what follows is dense
+        return  # the rest compares dense features
     out = ours(prompts[1], torch.arange(16), DenseCausal(1))
     states = theirs(prompts[1][None], output_hidden_states=True).hidden_states
     assert out.aux is not None
@@ -162,7 +162,7 @@ def generated(theirs: PreTrainedModel, prompts: Sequence[list[int]], count: int)
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "mixtral"])
 def test_greedy_text_with_any_drafter_is_what_transformers_generates(name: str, tmp_path: Path) -> None:
-    """N-grams, a draft model (itself) and an EAGLE-3 head; with preemption, prefix hits, chunks; and on FlashInfer."""
+    """N-grams, a draft model (itself) and an EAGLE-3 head, with preemption, prefix hits, chunks, and FlashInfer."""
     theirs, ours = write(CASES[name], tmp_path), load(tmp_path, context=CONTEXT)
     drawn = torch.randint(1, VOCAB, (4, 40), generator=torch.Generator().manual_seed(3)).tolist()
     prompts = [each[: 10 * i + 3] for i, each in enumerate(drawn)]
@@ -173,7 +173,7 @@ def test_greedy_text_with_any_drafter_is_what_transformers_generates(name: str, 
         (DraftLM(ours), {"max_total_tokens": 112, "page_size": 4}),
         (random_head(ours, "EAGLE3"), {"chunked_prefill_size": 16}),  # type: ignore[arg-type]
     ]
-    if name != "gemma2":  # whose capped scores it refuses
+    if name != "gemma2":  # FlashInfer refuses its capped scores
         drafts.append((DraftLM(ours), as_on_a_gpu(())))
     for draft, settings in drafts:
         engine = speculative(ours, draft, **settings)  # type: ignore[arg-type]
@@ -217,14 +217,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_honoured_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_unsupported_features_are_refused_by_name(name: str, tmp_path: Path) -> None:
     case, message = REFUSED[name]
     write(case, tmp_path)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
 
 
-def test_a_short_context_makes_length_dependent_rope_a_constant_one(tmp_path: Path) -> None:
+def test_a_short_context_makes_length_dependent_rope_constant(tmp_path: Path) -> None:
     write(REFUSED["long rope"][0], tmp_path)
     assert load(tmp_path, context=32).config.max_position == CONTEXT
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from eagle_server.models.checkpoints.load_target import save_checkpoint
-from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.mtp import MtpConfig, MtpHead
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.models.targets.registry import read_target_config
 from eagle_server.training.generate import continue_texts
 from eagle_server.training.ttt import teach, ttt_loss
 
@@ -57,7 +57,7 @@ DEEPSEEK: dict[str, Any] = {
 def random_pair(seed: int = 0, **settings: Any) -> tuple[TargetModel, MtpHead]:
     """A random target whose next-token probs have one to two bits, as `training.tiny` makes them, and a random head."""
     torch.manual_seed(seed)
-    config = ModelConfig.from_dict({**DEEPSEEK, **settings})
+    config = read_target_config({**DEEPSEEK, **settings})
     target = TargetModel(config, config.max_position)
     _randomize(target)
     nn.init.normal_(target.embed)

@@ -10,7 +10,7 @@ from torch import Tensor
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import LayerSpec
 from eagle_server.models.drafts.interface import DraftHead, DraftOutput
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 
 
 class Recording:

@@ -12,11 +12,11 @@ from eagle_server.cache.pool import KVPool
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.engine_config import EngineConfig, TreeConfig
-from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.eagle import EagleConfig, EagleHead
 from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
 from eagle_server.models.drafts.interface import DraftHead, TargetWeights
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.models.targets.registry import read_target_config
 from eagle_server.request import FinishReason, Request, SamplingParams, SpecStats, TokenDelta, TokenLogprob
 
 CONTEXT = 256
@@ -144,7 +144,7 @@ def random_target(
         "eos_token_id": 0,
         **config,
     }
-    return _randomized(TargetModel(ModelConfig.from_dict(raw), CONTEXT + MARGIN), seed, std)
+    return _randomized(TargetModel(read_target_config(raw), CONTEXT + MARGIN), seed, std)
 
 
 def random_head(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.models.drafts.redrafter import RedrafterHead
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.training.generate import continue_texts
 from eagle_server.training.loop import Optimizers
 from eagle_server.training.redrafter import NewRedrafter, new_redrafter, rollout_loss

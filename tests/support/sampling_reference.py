@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops.gumbel import gumbel
 from eagle_server.request import Request, SamplingParams
 from eagle_server.speculation.random import request_key

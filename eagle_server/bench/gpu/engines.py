@@ -20,7 +20,7 @@ from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.engine_config import EngineConfig, TreeConfig
 from eagle_server.models.drafts.interface import DraftHead
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 
 CONTEXT = 2048  # of engines for many requests
 CHUNK = 8192  # prompt rows per cycle

@@ -10,7 +10,7 @@ import torch
 
 from eagle_server.bench.gpu.engines import BenchEngines
 from eagle_server.bench.gpu.steady import Steady
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 
 
 def transformers_peer(engines: BenchEngines) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Which residual streams of the target feed an EAGLE-3 head, as boundaries: "the stream after b layers".
+"""The residual streams of the target that feed an EAGLE-3 head, as boundaries. Boundary b is the stream after b layers.
 
-Two numberings exist for one JSON key. Boundary b is the input of layer b; output id o is the output of layer o;
-b = o + 1. They are reconciled here, once, and logged.
+Published configs number them in two ways under one key: boundary b is the input of layer b, and output id o is the
+output of layer o, so b = o + 1. This module converts both to boundaries and logs the result.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from typing import Any
 from eagle_server.models.config import CheckpointError
 
 _KEY = "eagle_aux_hidden_state_layer_ids"
-_SMALLEST_DEFAULT = 7  # layers; below it the default ids are not strictly increasing
+_SMALLEST_DEFAULT = 7  # layers; with fewer, the default ids are not strictly increasing
 
 log = logging.getLogger(__name__)
 
 
 def aux_boundaries(config: Mapping[str, Any], layers: int, source: str) -> tuple[int, ...]:
-    """The boundaries that a flattened draft config names, for a target of `layers` layers.
+    """The boundaries in a flattened draft config, for a target of `layers` layers.
 
-    A key `aux_boundaries` (from an override) is final. A top-level key holds boundaries (speculators, vLLM). A key
-    nested in `eagle_config` (SpecForge, SGLang) holds output ids, unless the list itself says otherwise.
+    The key `aux_boundaries` (from an override) comes first and is used unchanged. A top-level key holds boundaries
+    (speculators, vLLM). A key in `eagle_config` (SpecForge, SGLang) holds output ids, unless the list equals the
+    default boundaries or contains `layers`, which is no output id.
 
     Raises:
-        CheckpointError: ids that are not strictly increasing boundaries of this target, or none on a small target.
+        CheckpointError: the ids are not strictly increasing boundaries of this target, or a small target has none.
     """
     nested = (config.get("eagle_config") or {}).get(_KEY)
     if config.get("aux_boundaries"):

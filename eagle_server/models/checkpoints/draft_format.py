@@ -1,14 +1,14 @@
-"""Which published draft format a checkpoint is in, judged by its files and never by a flag.
+"""Detects the format of a draft checkpoint from its files alone, never from a flag.
 
-The order of `_RULES` matters: an EAGLE-3 head over two aux streams has the `fc` shape of an EAGLE-1 head, and P-EAGLE
-and DFlash drafts carry some of EAGLE-3's names.
+The order of `_RULES` matters. An EAGLE-3 head over two aux streams has the `fc` shape of an EAGLE-1 head, and P-EAGLE
+and DFlash drafts use some of EAGLE-3's names.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from eagle_server.models.config import CheckpointError
 
 
 class DraftKind(StrEnum):
-    """A recognized draft format, under the name that users know it by."""
+    """A recognized draft format, by the name that error messages use."""
 
     EAGLE = "EAGLE"
     EAGLE3 = "EAGLE3"
@@ -35,11 +35,19 @@ class DraftKind(StrEnum):
 
 @dataclass(frozen=True)
 class DraftFiles:
-    """A draft checkpoint before its tensors are read: config.json as it stands, and the tensors by clean name."""
+    """A draft checkpoint whose tensors are not read yet.
+
+    config: the content of config.json; {} if there is none.
+    tensors: by their canonical names.
+    overrides: the user's replacements for keys of config.json.
+    is_target: these are the target's own files.
+    """
 
     directory: Path
     config: Mapping[str, Any]
     tensors: Weights
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    is_target: bool = False
 
     @property
     def config_source(self) -> str:
@@ -52,15 +60,16 @@ class DraftFiles:
         return any(part in name for name in self.tensors for part in parts)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, () if there is none of this name."""
+        """The shape of a tensor; () if it does not exist."""
         return self.tensors[name].shape if name in self.tensors else ()
 
     def matrix(self, name: str) -> tuple[int, int]:
-        """(rows, columns) of a matrix, (0, 0) if there is none of this name."""
+        """(rows, columns) of a matrix; (0, 0) if it does not exist."""
         rows, columns = (self.shape(name) + (0, 0))[:2]
         return (rows, columns) if columns else (0, 0)
 
 
+MEDUSA_2 = "medusa_head."  # prefix of Medusa heads stored in the target's own files
 _TRAINER_PREFIXES = ("draft_model.", "module.", "_orig_mod.", "_fsdp_wrapped_module.")
 _LEGACY_NAMES = {f"aux_norm_{part}.weight": f"fc_norm.{i}.weight" for i, part in enumerate(("low", "mid", "high"))}
 _DEEP_HIDDEN_NORM = re.compile(r"layers\.([1-9]\d*)\.hidden_norm\.")
@@ -69,12 +78,12 @@ _INERT = re.compile(r".*rotary_emb\.inv_freq|verifier_.*")
 
 
 def clean_names(stored: Weights, directory: Path) -> Weights:
-    """The tensors under canonical names: no `model.` in front, `midlayer` as `layers.0`, legacy norms as `fc_norm.{i}`.
+    """The tensors by canonical names: without `model.`, `midlayer` as `layers.0`, legacy norms as `fc_norm.{i}`.
 
-    Later layers of a multi-layer EAGLE-3 draft call their input norm `input_layernorm` or, from SGLang, `hidden_norm`.
+    The input norm of the later layers of an EAGLE-3 head becomes `input_layernorm`; SGLang calls it `hidden_norm`.
 
     Raises:
-        CheckpointError: a training checkpoint that was never exported, or two keys that mean the same tensor.
+        CheckpointError: a training checkpoint that was not exported, or two keys for one tensor.
     """
     clean: Weights = {}
     for key, tensor in stored.items():
@@ -90,7 +99,7 @@ def clean_names(stored: Weights, directory: Path) -> Weights:
 
 
 def canonical_name(key: str) -> str:
-    """The one name of a draft tensor among its published aliases."""
+    """The canonical name of a draft tensor, from any of its published names."""
     name = key.removeprefix("model.")
     if name.startswith("midlayer."):
         name = "layers.0." + name.removeprefix("midlayer.")
@@ -98,11 +107,39 @@ def canonical_name(key: str) -> str:
     return _DEEP_HIDDEN_NORM.sub(r"layers.\1.input_layernorm.", name)
 
 
+def flatten(files: DraftFiles) -> dict[str, Any]:
+    """config.json as one flat object. Outer keys replace those of a nested layer config; overrides replace both.
+
+    Raises:
+        CheckpointError: the nested layer config is missing.
+    """
+    raw, overrides = dict(files.config), files.overrides
+    nested_key = None
+    if "speculators_model_type" in raw:
+        nested_key = "transformer_layer_config"
+    elif raw.get("model_type") == "eagle" and "model" in raw:
+        nested_key = "model"  # drafts of vLLM's first EAGLE support
+    if nested_key is not None:
+        nested = raw.pop(nested_key, None)
+        if not isinstance(nested, Mapping):
+            raise CheckpointError(f"{files.config_source}: {nested_key}: the draft's layer config is expected here")
+        for key in ("architectures", "model_type", "tie_word_embeddings"):
+            raw.pop(key, None)
+        raw = {**nested, **raw}
+    rope = raw.get("rope_parameters")
+    if "rope_theta" in overrides and isinstance(rope, Mapping):
+        raw["rope_parameters"] = {**rope, "rope_theta": overrides["rope_theta"]}
+    for key, value in overrides.items():
+        both = isinstance(value, Mapping) and isinstance(raw.get(key), Mapping)
+        raw[key] = {**raw[key], **value} if both else value
+    return raw
+
+
 def detect(files: DraftFiles) -> DraftKind:
     """The format of a draft checkpoint.
 
     Raises:
-        CheckpointError: the format is not known, or is a speculators type that is not supported.
+        CheckpointError: the format is unknown, or a speculators type that is not supported.
     """
     declared = files.config.get("speculators_model_type")
     if declared is not None:
@@ -119,12 +156,12 @@ def detect(files: DraftFiles) -> DraftKind:
 
 
 def find(files: DraftFiles) -> DraftKind | None:
-    """The format by the rules alone, None where none fits."""
+    """The format by `_RULES` alone; None if none applies."""
     return next((kind for kind, matches in _RULES if matches(files)), None)
 
 
 def is_causal_lm(files: DraftFiles) -> bool:
-    """Whether these are the tensors of a Llama-like language model."""
+    """Whether these are the tensors of a language model with Llama's names."""
     needed = {"embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.weight"}
     return needed <= set(files.tensors) and "fc.weight" not in files.tensors
 
@@ -154,7 +191,7 @@ def _is_eagle(files: DraftFiles) -> bool:
 
 
 def _is_other_lm(files: DraftFiles) -> bool:
-    """By the name of its class: other families have other tensors."""
+    """Whether the class name is that of a language model. Other families have other tensor names."""
     return any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in files.config.get("architectures") or ())
 
 

@@ -1,4 +1,4 @@
-"""The vocabularies of a draft: rows that must match the target's, copies that can be shared, maps between the two."""
+"""Vocabularies of drafts: checks against the target's, copies that can be shared, and the maps between both."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from eagle_server.models.checkpoints.weights import load_pickle
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.targets.interface import Target
 
-_SAME = 1e-6  # a float16 copy of a bfloat16 tensor differs by less: the subnormal step of float16 is 6e-8
+_SAME = 1e-6  # a float16 copy of a bfloat16 tensor differs less: the subnormal step of float16 is 6e-8
 _ROWS = 4096
 
 
 def check_vocabulary(files: DraftFiles, target: Target, draft_vocab: int) -> None:
-    """Compare what the files and the config say about V and Vd with the target.
+    """Compare the vocabulary sizes V and Vd of the files with the target.
 
     Raises:
-        CheckpointError: another target's vocabulary, a map with one half, or a smaller vocabulary without a map.
+        CheckpointError: another target's vocabulary, only one of d2t and t2d, or a smaller vocabulary without a map.
     """
     vocab, source = target.config.vocab_size, files.directory
     for name in ("embed_tokens.weight", "t2d"):
@@ -44,7 +44,7 @@ def check_vocabulary(files: DraftFiles, target: Target, draft_vocab: int) -> Non
 
 
 def without_copies(files: DraftFiles, target: Target) -> DraftFiles:
-    """`files` without an embedding or lm_head that equals the target's: those are shared instead."""
+    """`files` without an embedding or lm_head equal to the target's. These are shared with the target."""
     own, shape = dict(files.tensors), (target.config.vocab_size, target.config.hidden_size)
     theirs: dict[str, Callable[[], Tensor]] = {
         "embed_tokens.weight": lambda: target.embed,
@@ -57,10 +57,10 @@ def without_copies(files: DraftFiles, target: Target) -> DraftFiles:
 
 
 def check_map(d2t: Tensor, t2d: Tensor, files: DraftFiles) -> None:
-    """d2t holds offsets: target id = i + d2t[i]; t2d marks the same ids.
+    """Check a vocabulary map: target id = i + d2t[i], and t2d marks the same ids.
 
     Raises:
-        CheckpointError: ids that repeat, leave the vocabulary, or differ from t2d's.
+        CheckpointError: ids are repeated, outside of the vocabulary, or different from those in t2d.
     """
     ids, vocab = torch.arange(len(d2t), device=d2t.device) + d2t, len(t2d)
     where = f"{files.directory}: d2t: offsets (target id = i + d2t[i]) are expected"
@@ -73,10 +73,10 @@ def check_map(d2t: Tensor, t2d: Tensor, files: DraftFiles) -> None:
 
 
 def load_token_map(path: Path, vocab: int) -> Tensor:
-    """An FR-Spec token map: int64 [Vd] target ids by falling frequency, from a file saved by torch.
+    """An FR-Spec token map from a file saved by torch: target ids int64 [Vd], by decreasing frequency.
 
     Raises:
-        CheckpointError: not a 1-D list of distinct integers in 0..vocab - 1.
+        CheckpointError: the file is not a 1-D list of distinct integers in 0..vocab - 1.
     """
     found = load_pickle(path)
     is_list = isinstance(found, list) and all(type(item) is int for item in found)
@@ -90,7 +90,7 @@ def load_token_map(path: Path, vocab: int) -> Tensor:
 
 
 def _same(mine: Tensor, theirs: Tensor) -> bool:
-    """Whether one is a rounded copy of the other: drafts are often stored in float16, targets in bfloat16."""
+    """Whether one is a rounded copy of the other. Drafts are often stored in float16, targets in bfloat16."""
     pairs = ((mine[row : row + _ROWS], theirs[row : row + _ROWS].to(mine.device)) for row in range(0, len(mine), _ROWS))
     return all(_close(a.to(b.dtype), b) or _close(a, b.to(a.dtype)) for a, b in pairs)
 

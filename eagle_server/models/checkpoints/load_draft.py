@@ -1,4 +1,4 @@
-"""Draft heads from published checkpoints: recognized by their files, checked against their target, loaded strictly."""
+"""Loads draft heads from published checkpoints: detects the format, checks it against the target, loads strictly."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from eagle_server.models.checkpoints.draft_config import eagle3_config, eagle_config, flatten
 from eagle_server.models.checkpoints.draft_format import (
+    MEDUSA_2,
     DraftFiles,
     DraftKind,
     canonical_name,
@@ -24,19 +24,23 @@ from eagle_server.models.checkpoints.draft_vocabulary import (
     load_token_map,
     without_copies,
 )
+from eagle_server.models.checkpoints.eagle_files import eagle3_config, eagle_config
+from eagle_server.models.checkpoints.load_standalone import load_standalone
 from eagle_server.models.checkpoints.load_target import created_as
 from eagle_server.models.checkpoints.medusa_files import medusa_files
 from eagle_server.models.checkpoints.mtp_files import mtp_config, mtp_layer, mtp_name
+from eagle_server.models.checkpoints.redrafter_files import redrafter_config
 from eagle_server.models.checkpoints.weights import copy_weights, open_weights, refuse_quantized, resolve_checkpoint
-from eagle_server.models.config import CheckpointError, ModelConfig, read_config
+from eagle_server.models.config import CheckpointError, ModelConfig
+from eagle_server.models.config_json import read_config
 from eagle_server.models.drafts.eagle import EagleHead
 from eagle_server.models.drafts.eagle3 import Eagle3Head
 from eagle_server.models.drafts.interface import DraftHead, TargetWeights
-from eagle_server.models.drafts.medusa import MEDUSA_2, MedusaHeads
+from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.models.drafts.mtp import MtpHead
 from eagle_server.models.drafts.post_norm_head import PostNormHead
-from eagle_server.models.drafts.redrafter import RedrafterHead, redrafter_config
-from eagle_server.models.drafts.standalone import DraftLM, load_standalone
+from eagle_server.models.drafts.redrafter import RedrafterHead
+from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.models.layers import pack_linears
 from eagle_server.models.rope import at_context
 from eagle_server.models.targets.interface import Target
@@ -51,14 +55,14 @@ _HEADS: dict[DraftKind, tuple[Algorithm, str]] = {
 }
 _NAMES = dict(_HEADS.values())
 
-_CONFIG = "config.json"  # Medusa heads do without
+_CONFIG = "config.json"
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LoadedDraft:
-    """A draft head, and the algorithm that it is for."""
+    """A draft head and its algorithm."""
 
     kind: Algorithm
     head: DraftHead | DraftLM | MedusaHeads | RedrafterHead
@@ -76,30 +80,38 @@ def load_draft(  # noqa: PLR0913
     target_path: str | Path | None = None,
     progress: bool = True,
 ) -> LoadedDraft:
-    """The draft of a directory or Hub id, in the target's dtype and on its device.
+    """Load the draft of a directory or Hub id, in the target's dtype and on its device.
 
-    `path` may be `target_path` itself, if the target brings Medusa heads or an MTP layer. The head's RoPE table covers
-    `context` and `lookahead`, whatever the draft's max_position_embeddings is. `token_map` is an FR-Spec file.
-    `overrides` replaces keys of config.json, nested objects key by key; `aux_boundaries` there settles the aux layers.
     The target is not changed: set `target.aux_boundaries = head.aux_boundaries` before using the head.
 
+    Args:
+        path: may be `target_path`, if the target's files hold Medusa heads or an MTP layer.
+        context, lookahead: the RoPE table has context + lookahead positions, for any max_position_embeddings.
+        algorithm: the expected algorithm; None accepts any head.
+        token_map: an FR-Spec file.
+        overrides: replaces keys of config.json, nested objects key by key. `aux_boundaries` sets the aux layers.
+
     Raises:
-        CheckpointError: another format, an inexact checkpoint, or one for another target; `algorithm` contradicts it.
+        CheckpointError: the format is unknown or not `algorithm`, or tensors are missing, unexpected or for another
+            target.
     """
-    directory, overrides = resolve_checkpoint(path), overrides or {}
-    is_target = target_path is not None and directory.resolve() == resolve_checkpoint(target_path).resolve()
+    directory = resolve_checkpoint(path)
     raw = read_config(directory) if (directory / _CONFIG).is_file() else {}
-    refuse_quantized(raw, str(directory / "config.json"))
-    files = DraftFiles(directory, raw, clean_names(open_weights(directory), directory))
-    how = _Options(overrides, context, lookahead, is_target, progress)
+    refuse_quantized(raw, str(directory / _CONFIG))
+    is_target = target_path is not None and directory.resolve() == resolve_checkpoint(target_path).resolve()
+    tensors = clean_names(open_weights(directory), directory)
+    files = DraftFiles(directory, raw, tensors, overrides or {}, is_target)
     if algorithm == "STANDALONE":
-        return _standalone(files, target, target_path, how)
-    kind = _supported(_found(files, is_target=is_target), algorithm, directory)
+        _refuse_head(files)
+        model = load_standalone(
+            directory, target, target_path=target_path, context=context, lookahead=lookahead, progress=progress
+        )
+        return LoadedDraft("STANDALONE", model)
+    kind = _supported(_found(files), algorithm, directory)
     if kind != "MEDUSA" and not raw:
-        read_config(directory)  # says what is missing
-    flat = flatten(files, overrides)
+        read_config(directory)  # raises: only Medusa heads may come without config.json
     with created_as(target.embed.dtype, target.embed.device):
-        head = _LOADERS[kind](flat, files, target, how)
+        head = _LOADERS[kind](files, target, context, lookahead, progress=progress)
         if token_map is not None and isinstance(head, PostNormHead):
             head.restrict_vocabulary(load_token_map(token_map, target.config.vocab_size))
         elif token_map is not None:
@@ -109,44 +121,19 @@ def load_draft(  # noqa: PLR0913
     return LoadedDraft(kind, head)
 
 
-@dataclass(frozen=True)
-class _Options:
-    """How a head is to be loaded; see `load_draft`. `is_target`: from the target's own files."""
-
-    overrides: Mapping[str, Any]
-    context: int
-    lookahead: int
-    is_target: bool
-    progress: bool
-
-    def served(self, layers: ModelConfig) -> ModelConfig:
-        """The layers with RoPE as it is at the served context, which the trees' lookahead must not change."""
-        return replace(layers, rope=at_context(layers.rope, layers.head_dim, self.context))
-
-
-def _found(files: DraftFiles, *, is_target: bool) -> DraftKind:
-    if not is_target:
+def _found(files: DraftFiles) -> DraftKind:
+    if not files.is_target:
         return detect(files)
     return DraftKind.MEDUSA if files.has_prefix(MEDUSA_2) else DraftKind.MTP
 
 
-def _standalone(files: DraftFiles, target: Target, target_path: str | Path | None, how: _Options) -> LoadedDraft:
-    """A language model; whether these files are one, its own loader knows best, but for heads that it may not say."""
+def _refuse_head(files: DraftFiles) -> None:
+    """Refuse a draft head, because STANDALONE needs a language model. The target loader does all other checks."""
     head = None if is_causal_lm(files) else find(files)
     if head is not None and head in _HEADS:
-        found = _HEADS[head][1]
         raise CheckpointError(
-            f"{files.directory}: --speculative-algorithm STANDALONE was asked for, but the files hold {found}"
+            f"{files.directory}: --speculative-algorithm STANDALONE was asked for, but the files hold {_HEADS[head][1]}"
         )
-    model = load_standalone(
-        files.directory,
-        target,
-        target_path=target_path,
-        context=how.context,
-        lookahead=how.lookahead,
-        progress=how.progress,
-    )
-    return LoadedDraft("STANDALONE", model)
 
 
 def _supported(found: DraftKind, algorithm: Algorithm | None, directory: Path) -> Algorithm:
@@ -165,23 +152,23 @@ def _supported(found: DraftKind, algorithm: Algorithm | None, directory: Path) -
     return kind
 
 
-def _load_eagle(flat: Mapping[str, Any], files: DraftFiles, target: Target, how: _Options) -> EagleHead:
-    config = eagle_config(flat, files, target.config)
+def _load_eagle(files: DraftFiles, target: Target, context: int, lookahead: int, *, progress: bool) -> EagleHead:
+    config = eagle_config(files, target.config)
     check_vocabulary(files, target, target.config.vocab_size)
     files = without_copies(files, target)
     config = replace(
         config,
-        layers=how.served(config.layers),
+        layers=_at_context(config.layers, context),
         own_embed="embed_tokens.weight" in files.tensors,
         own_lm_head="lm_head.weight" in files.tensors,
     )
-    head = EagleHead(config, how.context + how.lookahead, TargetWeights(target.embed.detach(), target.lm_head))
-    _fill(head, files, how)
+    head = EagleHead(config, context + lookahead, _shared_weights(target))
+    _fill(head, files, progress=progress)
     return head
 
 
-def _load_eagle3(flat: Mapping[str, Any], files: DraftFiles, target: Target, how: _Options) -> Eagle3Head:
-    config = eagle3_config(flat, files, target.config, overridden=how.overrides)
+def _load_eagle3(files: DraftFiles, target: Target, context: int, lookahead: int, *, progress: bool) -> Eagle3Head:
+    config = eagle3_config(files, target.config)
     check_vocabulary(files, target, config.draft_vocab_size)
     files = without_copies(files, target)
     own_embed, own_lm_head = "embed_tokens.weight" in files.tensors, "lm_head.weight" in files.tensors
@@ -191,42 +178,42 @@ def _load_eagle3(flat: Mapping[str, Any], files: DraftFiles, target: Target, how
                 f"{files.directory}: {name}: missing; a draft of width {config.layers.hidden_size} cannot share that "
                 f"of a target of width {target.config.hidden_size}"
             )
-    config = replace(config, layers=how.served(config.layers), own_embed=own_embed, own_lm_head=own_lm_head)
-    head = Eagle3Head(config, how.context + how.lookahead, TargetWeights(target.embed.detach(), target.lm_head))
-    _fill(head, files, how)
+    layers = _at_context(config.layers, context)
+    config = replace(config, layers=layers, own_embed=own_embed, own_lm_head=own_lm_head)
+    head = Eagle3Head(config, context + lookahead, _shared_weights(target))
+    _fill(head, files, progress=progress)
     if head.d2t is not None and head.t2d is not None:
         check_map(head.d2t, head.t2d, files)
     return head
 
 
-def _load_mtp(flat: Mapping[str, Any], files: DraftFiles, target: Target, how: _Options) -> MtpHead:
-    index, files = mtp_layer(files, target.config.num_layers if how.is_target else None)
-    config = mtp_config(flat, files, target.config, index)
+def _load_mtp(files: DraftFiles, target: Target, context: int, lookahead: int, *, progress: bool) -> MtpHead:
+    index, files = mtp_layer(files, target.config.num_layers)
+    config = mtp_config(files, target.config, index)
     check_vocabulary(files, target, target.config.vocab_size)
     files = without_copies(files, target)
     config = replace(
         config,
-        layers=how.served(config.layers),
+        layers=_at_context(config.layers, context),
         own_embed="embed_tokens.weight" in files.tensors,
         own_lm_head="lm_head.weight" in files.tensors,
     )
-    head = MtpHead(config, how.context + how.lookahead, TargetWeights(target.embed.detach(), target.lm_head))
+    head = MtpHead(config, context + lookahead, _shared_weights(target))
     views = {mtp_name(canonical_name(name), index): view for name, view in head.weight_views()}
-    copy_weights(views, files.tensors, source=files.directory, progress=how.progress)
+    copy_weights(views, files.tensors, source=files.directory, progress=progress)
     return head
 
 
-def _load_redrafter(flat: Mapping[str, Any], files: DraftFiles, target: Target, how: _Options) -> RedrafterHead:
-    config = redrafter_config(flat, files, target.config)
-    head = RedrafterHead(config, TargetWeights(target.embed.detach(), target.lm_head))
-    _fill(head, files, how)
+def _load_redrafter(files: DraftFiles, target: Target, *_: int, progress: bool) -> RedrafterHead:
+    head = RedrafterHead(redrafter_config(files, target.config), _shared_weights(target))
+    _fill(head, files, progress=progress)
     return head
 
 
-def _load_medusa(flat: Mapping[str, Any], files: DraftFiles, target: Target, how: _Options) -> MedusaHeads:
+def _load_medusa(files: DraftFiles, target: Target, *_: int, progress: bool) -> MedusaHeads:
     config, tensors = medusa_files(files, target.config)
-    heads = MedusaHeads(config, TargetWeights(target.embed.detach(), target.lm_head))
-    copy_weights(dict(heads.weight_views()), tensors, source=files.directory, progress=how.progress)
+    heads = MedusaHeads(config, _shared_weights(target))
+    copy_weights(dict(heads.weight_views()), tensors, source=files.directory, progress=progress)
     return heads
 
 
@@ -239,6 +226,15 @@ _LOADERS: Mapping[Algorithm, Callable[..., EagleHead | Eagle3Head | MedusaHeads 
 }
 
 
-def _fill(head: EagleHead | Eagle3Head | RedrafterHead, files: DraftFiles, how: _Options) -> None:
+def _fill(head: EagleHead | Eagle3Head | RedrafterHead, files: DraftFiles, *, progress: bool) -> None:
     views = {canonical_name(name): view for name, view in head.weight_views()}
-    copy_weights(views, files.tensors, source=files.directory, progress=how.progress)
+    copy_weights(views, files.tensors, source=files.directory, progress=progress)
+
+
+def _shared_weights(target: Target) -> TargetWeights:
+    return TargetWeights(target.embed.detach(), target.lm_head)
+
+
+def _at_context(layers: ModelConfig, context: int) -> ModelConfig:
+    """The layers with RoPE resolved for the served context. The lookahead of the trees must not change it."""
+    return replace(layers, rope=at_context(layers.rope, layers.head_dim, context))

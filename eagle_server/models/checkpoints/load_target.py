@@ -1,4 +1,4 @@
-"""Targets from Hugging Face checkpoints, strictly: every tensor has its place, and every place its tensor."""
+"""Loads targets from Hugging Face checkpoints, strictly: no tensor may be missing or left over."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 from safetensors.torch import save_file
 
+from eagle_server.models.checkpoints.draft_format import MEDUSA_2
 from eagle_server.models.checkpoints.transformers_config import transformers_config
 from eagle_server.models.checkpoints.weights import (
     Weights,
@@ -20,18 +21,20 @@ from eagle_server.models.checkpoints.weights import (
     refuse_quantized,
     resolve_checkpoint,
 )
-from eagle_server.models.config import CheckpointError, ModelConfig, native_family, read_config
-from eagle_server.models.drafts.medusa import MEDUSA_2
+from eagle_server.models.config import CheckpointError, ModelConfig
+from eagle_server.models.config_json import read_config
 from eagle_server.models.layers import Views, pack_linears
 from eagle_server.models.rope import at_context
-from eagle_server.models.targets.interface import Target, TargetModel
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.models.targets.interface import Target
+from eagle_server.models.targets.registry import find_family, read_target_config
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
 _EMBED, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class HasWeightViews(Protocol):
-    """A model that lists its published tensors: targets and draft heads."""
+    """A target or draft head that lists its published tensors."""
 
     def weight_views(self) -> Views: ...
 
@@ -46,16 +49,19 @@ def load_target(
     progress: bool = True,
     pack: bool = True,
 ) -> Target:
-    """The target of a checkpoint directory or Hub id, frozen, in `dtype`, with packed linears.
+    """Load the target of a checkpoint directory or Hub id, frozen. transformers runs families that are not native.
 
-    `context` (default: max_position_embeddings) and `lookahead`, the positions that drafting may write beyond it, size
-    the RoPE table; a dynamic RoPE base follows `context` alone. dtype "auto" is the checkpoint's own, where float16
-    becomes bfloat16: the two that are served are float32 and bfloat16. The result's `config` has the dtype served, and
-    the end-of-sequence ids of generation_config.json beside those of config.json. `pack=False` keeps every plain
-    weight, for training. An architecture that is not native is run by transformers' code.
+    The `config` of the result has the served dtype, and the end-of-sequence ids of both config.json and
+    generation_config.json.
+
+    Args:
+        dtype: "auto" is the checkpoint's dtype. float16 becomes bfloat16, because only float32 and bfloat16 are served.
+        context: the served context length (default: max_position_embeddings). A dynamic RoPE base depends on it.
+        lookahead: the number of positions after `context` that drafting may write. The RoPE table covers both.
+        pack: packs the linear layers. False keeps the plain weights, for training.
 
     Raises:
-        CheckpointError: the files are not a supported, complete and exact checkpoint.
+        CheckpointError: the checkpoint is not supported, or tensors are missing or unexpected.
     """
     directory = resolve_checkpoint(path)
     config = read_model_config(directory)
@@ -89,10 +95,10 @@ def load_native_target(
     progress: bool = True,
     pack: bool = True,
 ) -> TargetModel:
-    """`load_target` where the layers must be those that are written here: to train heads, or to rebuild the model.
+    """`load_target` for native families only, to train heads or to rebuild the model.
 
     Raises:
-        CheckpointError: also for an architecture that transformers' code would run.
+        CheckpointError: as `load_target`, or the family is not native.
     """
     model = load_target(path, dtype=dtype, context=context, device=device, progress=progress, pack=pack)
     if not isinstance(model, TargetModel):
@@ -101,18 +107,18 @@ def load_native_target(
 
 
 def read_model_config(directory: Path) -> ModelConfig:
-    """What config.json says of a target.
+    """The sizes and flags of the target in a checkpoint directory.
 
     Raises:
-        CheckpointError: an architecture that is not supported, or quantized weights.
+        CheckpointError: the architecture is not supported, or the weights are quantized.
     """
     raw, source = read_config(directory), str(directory / "config.json")
     refuse_quantized(raw, source)
-    return transformers_config(directory) if native_family(raw) is None else ModelConfig.from_dict(raw, source)
+    return transformers_config(directory) if find_family(raw) is None else read_target_config(raw, source)
 
 
 def serving_dtype(name: DtypeName, checkpoint: torch.dtype) -> torch.dtype:
-    """float32 or bfloat16."""
+    """The dtype to serve in: float32 or bfloat16."""
     if name == "auto":
         return torch.bfloat16 if checkpoint == torch.float16 else checkpoint
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
@@ -120,7 +126,7 @@ def serving_dtype(name: DtypeName, checkpoint: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def created_as(dtype: torch.dtype, device: str | torch.device) -> Iterator[None]:
-    """Parameters made inside are of this dtype on this device, so that no wider copy of a model is ever held."""
+    """Create parameters in this dtype on this device, so that there is never a wider copy of a model."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -138,7 +144,7 @@ def save_checkpoint(
     *,
     file: str = "model.safetensors",
 ) -> None:
-    """Write `file`, under the published names and with floats in `dtype`, and config.json."""
+    """Write config.json, and `file` with the published names and floats in `dtype`."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: view.detach().to("cpu", dtype if view.is_floating_point() else view.dtype).clone().contiguous()
@@ -146,13 +152,13 @@ def save_checkpoint(
     }
     weights = directory / file
     save_file(tensors, weights, metadata={"format": "pt"})
-    weights.chmod(0o644)  # safetensors writes files that only their owner may read
+    weights.chmod(0o644)  # safetensors creates files that only the owner may read
     config = {**config_json, "dtype": str(dtype).removeprefix("torch.")}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _eos_token_ids(directory: Path, config: ModelConfig) -> tuple[int, ...]:
-    """The ids of both files: chat models often end a turn with an id that only generation_config.json names."""
+    """The ids of both files. In chat models the end-of-turn id is often only in generation_config.json."""
     path = directory / "generation_config.json"
     if not path.is_file():
         return config.eos_token_ids
@@ -165,7 +171,7 @@ def _eos_token_ids(directory: Path, config: ModelConfig) -> tuple[int, ...]:
 
 
 def _without_inert(stored: Weights, config: ModelConfig) -> Weights:
-    """Drop what is not the target's: what drafts, RoPE frequencies, the copy of a tied embedding if it is one."""
+    """The target's tensors without draft heads, RoPE frequencies, and the copy of a tied embedding."""
     drafting = (MEDUSA_2, *(f"model.layers.{config.num_layers + k}." for k in range(config.nextn_layers)))
     kept = {
         name: tensor

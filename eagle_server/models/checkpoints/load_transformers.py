@@ -1,8 +1,9 @@
-"""Targets that transformers' own code runs: loaded strictly, surveyed, and compared with themselves before they serve.
+"""Loads targets that transformers' code runs, and tests them before they serve.
 
-Whether an architecture can be served is found out, not listed: its layers are asked what they want of attention, and
-prompts in two pieces, side by side, over paged KV must have the logits that transformers gives the whole of each. State
-that is kept elsewhere than in keys and values, or rows that look at each other past attention, show up there.
+No list says which architectures can be served. First, a survey forward records what each layer passes to attention.
+Then two prompts run in one batch over paged KV, each in two chunks. Their logits must equal those of transformers for
+the whole prompts. This detects state outside of keys and values, and rows that depend on each other outside of
+attention.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ log = logging.getLogger(__name__)
 
 _KNOWN = {"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids", "use_cache", "target_dtype"}
 _NAMES = {"s_aux": "attention sinks", "position_bias": "a position bias", "attention_mask": "a mask of its own"}
-_LENGTHS, _CUT = (13, 7), (8, 5)  # two prompts, and where they are cut in two
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the logits' size
+_LENGTHS, _CUT = (13, 7), (8, 5)  # two prompts, and the ends of their first chunks
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # relative to the norm of the logits
 
 
 def load_transformers(
     directory: Path, config: ModelConfig, *, context: int, device: str | torch.device
 ) -> TransformersTarget:
-    """The model of a checkpoint directory in `config.dtype`, frozen.
+    """Load the model of a checkpoint directory in `config.dtype`, frozen.
 
     Raises:
-        CheckpointError: the files are inexact, or the architecture needs what paged attention does not give.
+        CheckpointError: tensors are missing or unexpected, or paged attention cannot run the architecture.
     """
     log.info("%s has no class of its own here: transformers' code runs it, on paged attention", config.architecture)
     if config.architecture not in TESTED:
@@ -90,8 +91,8 @@ def _load(directory: Path, dtype: torch.dtype) -> Any:
     return model.requires_grad_(requires_grad=False).eval()
 
 
-class _Nothing:
-    """`BoundAttention` of the survey. It is never run: the link answers layers that it does not know yet with zeros."""
+class _NoAttention:
+    """`BoundAttention` of the survey. It never runs, because `attend` returns zeros for layers without a spec."""
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
         raise AssertionError("a layer was known before the survey")
@@ -99,9 +100,9 @@ class _Nothing:
 
 @torch.inference_mode()
 def _survey(target: TransformersTarget, theirs: Any) -> None:
-    """Ask every layer what it wants of attention."""
+    """Record what each layer passes to attention, and give the target its specs and KV shapes."""
     tokens = torch.arange(3, device=target.embed.device)
-    hidden = target(tokens, tokens, _Nothing()).hidden
+    hidden = target(tokens, tokens, _NoAttention()).hidden
     calls = target.link.calls
     if len({id(call.module) for call in calls}) != target.config.num_layers or len(calls) != target.config.num_layers:
         raise ValueError(
@@ -138,7 +139,7 @@ def _spec(call: AttentionCall, index: int, theirs: Any) -> LayerSpec:
 
 @torch.inference_mode()
 def _difference(target: TransformersTarget) -> float:
-    """How far logits over paged KV are from transformers' own, as a share of the latter's size."""
+    """The difference between logits over paged KV and transformers' own, relative to the norm of the latter."""
     vocab, device = target.config.vocab_size, target.embed.device
     prompts = [torch.arange(n, device=device) * 7919 % (vocab - 1 - i) for i, n in enumerate(_LENGTHS)]
     target.model.set_attn_implementation("eager")

@@ -1,8 +1,8 @@
-"""Medusa's checkpoint formats: what a file holds is counted from its keys, as uploaded configs are often wrong.
+"""Medusa's checkpoint formats. Heads and blocks are counted from the keys, because published configs are often wrong.
 
 Medusa-1      {i}.{j}.linear.weight and .bias for j < n, {i}.{n}.weight
-shared head   {i}.{j}.linear.* only: the logits are by the target's lm_head
-Medusa-2      the same under `medusa_head.`, beside the keys of the whole model
+shared head   {i}.{j}.linear.* only; the target's lm_head gives the logits
+Medusa-2      the same keys with the prefix `medusa_head.`, in the file of the whole model
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import re
 
-from eagle_server.models.checkpoints.draft_format import DraftFiles
+from eagle_server.models.checkpoints.draft_format import MEDUSA_2, DraftFiles
 from eagle_server.models.checkpoints.weights import Weights
 from eagle_server.models.config import CheckpointError, ModelConfig
-from eagle_server.models.drafts.medusa import MEDUSA_2, MedusaConfig
+from eagle_server.models.drafts.medusa import MedusaConfig
 
 _PREFIXES = (MEDUSA_2, "medusa_lm_head.")
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(?:weight|bias)")
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 
 def medusa_files(files: DraftFiles, target: ModelConfig) -> tuple[MedusaConfig, Weights]:
-    """The shape of the heads in these files, and their tensors under the names of `MedusaHeads.weight_views`.
+    """The config of the heads, and their tensors by the names in `MedusaHeads.weight_views`.
 
     Raises:
-        CheckpointError: vLLM's early format, no heads, or heads and blocks whose numbers have gaps.
+        CheckpointError: vLLM's early format, no heads, or gaps in the numbers of heads or blocks.
     """
     if files.has_prefix("medusa_heads.", "blocks.", "lm_heads."):
         raise CheckpointError(

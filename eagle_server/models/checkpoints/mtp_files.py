@@ -1,32 +1,31 @@
-"""Where a checkpoint holds its MTP layer: in the target's own files, or exported to a directory of its own."""
+"""MTP layers in checkpoints: in the target's own files, or exported to a separate directory."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from eagle_server.models.checkpoints.draft_format import DraftFiles, DraftKind
+from eagle_server.models.checkpoints.draft_format import DraftFiles, DraftKind, flatten
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.drafts.mtp import MtpConfig
+from eagle_server.models.targets.registry import read_target_config
 
 _PROJECTION = re.compile(r"layers\.(\d+)\.eh_proj\.weight")
 
 
-def mtp_layer(files: DraftFiles, expected: int | None) -> tuple[int, DraftFiles]:
-    """(the MTP layer's number, its tensors), the vocabulary's under the names that all drafts give them.
+def mtp_layer(files: DraftFiles, target_layers: int) -> tuple[int, DraftFiles]:
+    """(the number of the MTP layer, its tensors). Embedding and lm_head get the names they have in other drafts.
 
-    `expected`: `files` are the target's own, where the MTP layer has this number; None: they hold nothing else.
+    In the target's own files the MTP layer is number `target_layers`; other files hold nothing else.
 
     Raises:
-        CheckpointError: there is none under the names known here, or more than one.
+        CheckpointError: there is no MTP layer with known names, or more than one.
     """
     found = sorted(int(match[1]) for name in files.tensors if (match := _PROJECTION.fullmatch(name)))
-    if expected is not None and expected not in found:
+    if files.is_target and target_layers not in found:
         raise CheckpointError(
             f"{files.directory}: this is the target itself, and it has no MTP layer to draft with: there is no "
-            f"model.layers.{expected}.eh_proj.weight (quantized copies often lack it); name a draft checkpoint"
+            f"model.layers.{target_layers}.eh_proj.weight (quantized copies often lack it); name a draft checkpoint"
         )
     if not found:
         raise CheckpointError(
@@ -39,7 +38,7 @@ def mtp_layer(files: DraftFiles, expected: int | None) -> tuple[int, DraftFiles]
     kept = {
         mtp_name(name, index): tensor
         for name, tensor in files.tensors.items()
-        if expected is None or name.startswith(f"layers.{index}.")
+        if not files.is_target or name.startswith(f"layers.{index}.")
     }
     return index, replace(files, tensors=kept)
 
@@ -51,13 +50,13 @@ def mtp_name(name: str, index: int) -> str:
     return shared.get(name.removeprefix(prefix), name) if name.startswith(prefix) else name
 
 
-def mtp_config(flat: Mapping[str, Any], files: DraftFiles, target: ModelConfig, index: int) -> MtpConfig:
-    """The shape of the MTP layer: what the config beside it says, of a target's family, width and vocabulary.
+def mtp_config(files: DraftFiles, target: ModelConfig, index: int) -> MtpConfig:
+    """The config of the MTP layer, from its config.json. Family, width and vocabulary must be the target's.
 
     Raises:
-        CheckpointError: the config is that of another target.
+        CheckpointError: the config is for another target.
     """
-    layers = ModelConfig.from_dict({**flat, "architectures": [target.architecture]}, files.config_source)
+    layers = read_target_config({**flatten(files), "architectures": [target.architecture]}, files.config_source)
     for key in ("hidden_size", "vocab_size"):
         expected, found = getattr(target, key), getattr(layers, key)
         if found != expected:

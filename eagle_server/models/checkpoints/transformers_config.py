@@ -1,4 +1,4 @@
-"""What the engine must know of a target that transformers' own code runs, and which of them it cannot honour."""
+"""The config of a target that transformers' code runs, and the reasons why some cannot be served."""
 
 from __future__ import annotations
 
@@ -6,15 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_server.models.config import (
-    CheckpointError,
-    ModelConfig,
-    RopeConfig,
-    named_family,
-    read_config,
-    stored_dtype,
-    token_ids,
-)
+from eagle_server.models.config import CheckpointError, ModelConfig, RopeConfig
+from eagle_server.models.config_json import architecture_name, read_config, stored_dtype, token_ids
 
 TESTED = (
     "ApertusForCausalLM",
@@ -52,32 +45,32 @@ TESTED = (
     "Starcoder2ForCausalLM",
 )
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_LENGTH_DEPENDENT = ("dynamic", "longrope")  # RoPE that turns all keys anew once a text is long
+_LENGTH_DEPENDENT = ("dynamic", "longrope")  # RoPE types that change the rotation of all keys in long texts
 
 
 def transformers_config(directory: Path) -> ModelConfig:
-    """The facts of an architecture that is not native, from transformers' reading of its config.json.
+    """The config of an architecture that is not native, from transformers' reading of its config.json.
 
     Raises:
-        CheckpointError: transformers does not know it without foreign code, or it needs what cannot be given.
+        CheckpointError: transformers needs foreign code for it, or it cannot be served.
     """
     raw, source = read_config(directory), str(directory / "config.json")
     theirs = read_theirs(directory)
     reason = _reason_against(theirs, raw)
     if reason is None:
         try:
-            config = _facts(theirs, raw)
+            config = _config(theirs, raw)
         except (AttributeError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
     if reason is not None:
-        raise CheckpointError(f"{source}: architecture {named_family(raw)!r} cannot be served: {reason}")
+        raise CheckpointError(f"{source}: architecture {architecture_name(raw)!r} cannot be served: {reason}")
     return config
 
 
-def _facts(config: Any, raw: Mapping[str, Any]) -> ModelConfig:
+def _config(config: Any, raw: Mapping[str, Any]) -> ModelConfig:
     heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
     return ModelConfig(
-        architecture=str(named_family(raw)),
+        architecture=str(architecture_name(raw)),
         vocab_size=int(config.vocab_size),
         hidden_size=hidden,
         intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * hidden),
@@ -97,7 +90,7 @@ def _facts(config: Any, raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_theirs(directory: Path) -> Any:
-    """transformers' config object of a checkpoint directory; its code is never trusted."""
+    """transformers' config object of a checkpoint directory. Code in the directory is never run."""
     from transformers import AutoConfig  # seconds of import that native targets never need
 
     try:
@@ -105,16 +98,16 @@ def read_theirs(directory: Path) -> Any:
     except (ValueError, KeyError, OSError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
-            f"{directory / 'config.json'}: architecture {named_family(read_config(directory))!r} is not supported "
+            f"{directory / 'config.json'}: architecture {architecture_name(read_config(directory))!r} is not supported "
             f"here, and transformers cannot read it without foreign code ({reason})"
         ) from None
 
 
 def check_rope(config: Any, context: int, source: str) -> None:
-    """Refuse a context in which RoPE would turn keys otherwise once a text is long: paged KV keeps them as they were.
+    """Refuse a context length at which RoPE would change the rotation of earlier keys. Paged KV cannot change them.
 
     Raises:
-        CheckpointError: with the context length that can be served.
+        CheckpointError: the message has the context length that can be served.
     """
     for rope in _ropes(getattr(config, "rope_parameters", None) or {}):
         original = rope.get("original_max_position_embeddings") or getattr(
@@ -128,7 +121,7 @@ def check_rope(config: Any, context: int, source: str) -> None:
 
 
 def window_of(config: Any, layer: int) -> int | None:
-    """The sliding window that config.json names for a layer, 0 for none; None where it does not say."""
+    """The sliding window of a layer by config.json: 0 for none, None if config.json does not tell."""
     window = int(getattr(config, "sliding_window", None) or 0)
     if kinds := getattr(config, "layer_types", None):
         return window if kinds[layer] == "sliding_attention" else 0
@@ -136,7 +129,7 @@ def window_of(config: Any, layer: int) -> int | None:
 
 
 def _ropes(parameters: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """One set of parameters, or one for each type of layer."""
+    """The RoPE parameters: one set, or one for each layer type."""
     if "rope_type" in parameters:
         yield parameters
     else:
@@ -144,14 +137,14 @@ def _ropes(parameters: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _reason_against(config: Any, raw: Mapping[str, Any]) -> str | None:
-    """The first reason why an architecture cannot be served, as far as its config tells."""
+    """The first reason in the config why the architecture cannot be served; None if there is none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     reasons = {
         "it is an encoder and a decoder, and only decoders are served": config.is_encoder_decoder,
         "it reads more than text": config.get_text_config() is not config,
-        "transformers knows it as no causal language model": named_family(raw)
+        "transformers knows it as no causal language model": architecture_name(raw)
         not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
         f"its layers keep more than keys and values ({', '.join(kinds)})": kinds,
         "its attention is bidirectional": getattr(config, "use_bidirectional_attention", None),

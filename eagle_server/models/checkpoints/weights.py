@@ -1,4 +1,4 @@
-"""Checkpoint directories: found locally or on the Hugging Face Hub, their tensors listed first and read one by one."""
+"""Checkpoint directories, local or from the Hugging Face Hub. Tensors are listed first, then read one by one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from eagle_server.models.config import CheckpointError
 
-_NAMED = 8  # how many keys an error message lists
+_NAMED = 8  # the number of keys that an error message lists
 _LOCAL_MARKS = ("/", ".", "~", "\\")
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja"]
 _HUB_SKIPPED = ["*/*", "consolidated*"]
@@ -26,7 +26,7 @@ _HUB_SKIPPED = ["*/*", "consolidated*"]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that is still on disk: its key in `file` and its shape; `read` brings it into memory."""
+    """A tensor on disk: its key in `file` and its shape. `read` loads it."""
 
     file: Path
     key: str
@@ -38,10 +38,10 @@ Weights = dict[str, StoredTensor]
 
 
 def resolve_checkpoint(name: str | Path) -> Path:
-    """The local directory of `name`: a directory, or a Hub id `owner/model`, whose files are downloaded or cached.
+    """The local directory of `name`, a directory or a Hub id `owner/model`. Hub files are downloaded once and cached.
 
     Raises:
-        CheckpointError: there is no such directory, and the Hub has no such model or cannot be reached.
+        CheckpointError: the directory does not exist, and the Hub has no such model or cannot be reached.
     """
     local, text = Path(name).expanduser(), str(name)
     if local.is_dir():
@@ -54,10 +54,10 @@ def resolve_checkpoint(name: str | Path) -> Path:
 
 
 def resolve_file(name: str) -> Path:
-    """A local file, or a file on the Hub as `owner/model/file`, which is downloaded or cached.
+    """The local path of a file, or of a Hub file `owner/model/file`, which is downloaded once and cached.
 
     Raises:
-        CheckpointError: there is neither.
+        CheckpointError: neither exists.
     """
     local = Path(name).expanduser()
     if local.is_file():
@@ -73,10 +73,10 @@ def resolve_file(name: str) -> Path:
 
 
 def open_weights(directory: Path) -> Weights:
-    """Every tensor of a checkpoint directory by name; nothing but headers is read for safetensors.
+    """Every tensor of a checkpoint directory by name. Of safetensors files only the headers are read.
 
     Raises:
-        CheckpointError: no weight files, a damaged or missing file, or a pickle that needs arbitrary code.
+        CheckpointError: no weight files, a damaged or missing file, or a pickle that would run code.
     """
     for name, reader in (("model.safetensors", _safetensors), ("pytorch_model.bin", _pickled)):
         index = directory / f"{name}.index.json"
@@ -95,10 +95,10 @@ def open_weights(directory: Path) -> Weights:
 
 
 def copy_weights(views: Mapping[str, Tensor], stored: Weights, *, source: Path, progress: bool) -> None:
-    """Fill every view with the stored tensor of its name, cast to the view's dtype.
+    """Fill each view with the stored tensor of its name, cast to the dtype of the view.
 
     Raises:
-        CheckpointError: a missing or unexpected tensor, a wrong shape, or numbers of another kind.
+        CheckpointError: a missing or unexpected tensor, a wrong shape, or a wrong kind of number.
     """
     check_names(views, stored, source)
     for name, view in tqdm(views.items(), desc=f"load {source.name}", unit="tensor", disable=not progress):
@@ -107,7 +107,7 @@ def copy_weights(views: Mapping[str, Tensor], stored: Weights, *, source: Path, 
 
 
 def check_names(expected: Iterable[str], stored: Weights, source: Path) -> None:
-    """Refuse a checkpoint whose keys are not exactly `expected`."""
+    """Raise CheckpointError if the keys of the checkpoint are not exactly `expected`."""
     wanted = set(expected)
     missing, unexpected = sorted(wanted - set(stored)), sorted(set(stored) - wanted)
     if missing:
@@ -118,7 +118,7 @@ def check_names(expected: Iterable[str], stored: Weights, source: Path) -> None:
 
 
 def read_as(stored: StoredTensor, shape: tuple[int, ...], *, floating: bool) -> Tensor:
-    """The tensor, if it has this shape and kind of number."""
+    """Read the tensor. Raise CheckpointError if it has another shape or kind of number."""
     if stored.shape != shape:
         raise CheckpointError(f"{stored.file}: {stored.key}: expected shape {list(shape)}, found {list(stored.shape)}")
     tensor = stored.read()
@@ -129,7 +129,7 @@ def read_as(stored: StoredTensor, shape: tuple[int, ...], *, floating: bool) -> 
 
 
 def refuse_quantized(raw: Mapping[str, Any], source: str) -> None:
-    """Only unquantized weights are served for now."""
+    """Raise CheckpointError for quantized weights, which are not supported yet."""
     quantization = raw.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
@@ -160,7 +160,7 @@ def _pickled(path: Path) -> Weights:
 
 
 def load_pickle(path: Path) -> Any:
-    """A file saved by torch, of plain data only; code in it is refused, never run."""
+    """The content of a file saved by torch, plain data only. Code in it is refused and never run."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:

@@ -1,11 +1,11 @@
-"""The EAGLE-1/2 draft head: one Llama layer without an input norm over fc(cat(embedding of t+1, feature of t)).
+"""The EAGLE-1/2 draft head: a Llama layer without input norm, over fc(cat(embedding of t+1, feature of t)).
 
-    h = fc(cat(e(t+1), f[t]))        f: the target's post-norm hidden state; in later passes this head's own output
+    h = fc(cat(e(t+1), f[t]))        f: the target's post-norm hidden state; in later passes the feedback
     u = h + attn(h)
     y = u + mlp(post_attention_layernorm(u))
     logits = target_lm_head(y);  feedback = y
 
-Source: EAGLE (arXiv 2401.15077); EAGLE-2 drafts differently with the same checkpoint.
+Source: EAGLE (arXiv 2401.15077). EAGLE-2 grows trees differently, with the same checkpoint.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.interface import DraftOutput, TargetWeights
 from eagle_server.models.drafts.post_norm_head import PostNormHead
-from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views, llama_layer
+from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views
 from eagle_server.models.rope import RotaryEmbedding
+from eagle_server.models.targets.llama import llama_layer
 from eagle_server.ops.fused import Rotation
 
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """What an EAGLE-1/2 checkpoint says of itself; `layers.hidden_size` equals the target's."""
+    """Sizes and flags of an EAGLE-1/2 head. `layers.hidden_size` equals the target's."""
 
     layers: ModelConfig
     fc_bias: bool = True
@@ -35,7 +36,7 @@ class EagleConfig:
 
 
 class EagleLayer(nn.Module):
-    """The first layer; its attention input is not normalized. Its result is in two summands: see `DecoderLayer`."""
+    """The first layer. Its attention input is not normalized. It returns two summands (see `DecoderLayer`)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class EagleLayer(nn.Module):
         self.mlp = GatedMLP(config)
 
     def forward(self, x: Tensor, rope: Rotation, attention: BoundAttention) -> tuple[Tensor, Tensor]:
-        """x [rows, H], which may be overwritten, to two summands of the residual stream [rows, H]."""
+        """x [rows, H] -> two summands of the residual stream [rows, H]. May overwrite x."""
         normed, residual = self.post_norm.after_add(self.attention(x, rope, attention), x)
         return self.mlp(normed), residual
 
@@ -66,7 +67,7 @@ class EagleHead(PostNormHead):
         self.layers = nn.ModuleList([EagleLayer(config.layers), *plain])
 
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: BoundAttention) -> DraftOutput:
-        """tokens, positions [rows], hidden [rows, H] -> feedback and normed [rows, H], which are the same here."""
+        """tokens, positions [rows], hidden [rows, H] -> feedback and normed [rows, H], equal in this head."""
         embedded = self.embedded(tokens)
         rope = self.rope(positions, embedded.dtype)
         first, *rest = self.layers
@@ -77,7 +78,7 @@ class EagleHead(PostNormHead):
         return DraftOutput(stream, stream)
 
     def weight_views(self) -> Views:
-        """Every published name with its place in this head."""
+        """Every published name with its view of a parameter."""
         if self.embed is not None:
             yield "embed_tokens.weight", self.embed
         yield from self.fc.weight_views("")

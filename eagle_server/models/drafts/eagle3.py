@@ -1,11 +1,11 @@
-"""The EAGLE-3 draft head, with the EAGLE-3.1 and speculators variants of it as explicit flags.
+"""The EAGLE-3 draft head. Flags select the variants of EAGLE-3.1 and speculators.
 
-A slot pairs the embedding of token t+1 with n residual streams of the target at t; RoPE position of the slot is t:
+A slot pairs the embedding of token t+1 with n residual streams of the target at t. Its RoPE position is t:
 
-    g = fc(N(cat(aux low -> high)))              first pass; later passes take the previous pass's feedback as g
+    g = fc(N(cat(aux low -> high)))              first pass; in later passes g is the feedback of the previous pass
     r = g, or hidden_norm(g) if norm_before_residual
     u = r + attn(cat(input_layernorm(e(t+1)), hidden_norm(g)))
-    y = u + mlp(post_attention_layernorm(u))     then further plain layers, if there are any
+    y = u + mlp(post_attention_layernorm(u))     then further Llama layers, if there are any
     logits = lm_head(norm(y)) over the draft vocabulary;  feedback = y, or norm(y) if norm_output
 
 Source: EAGLE-3 (arXiv 2503.01840) and the published checkpoints of EAGLE, SpecForge and speculators.
@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.interface import DraftOutput, TargetWeights
-from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views, llama_layer
+from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views
 from eagle_server.models.rope import RotaryEmbedding
+from eagle_server.models.targets.llama import llama_layer
 from eagle_server.ops.fused import Rotation
 
 FeatureNorm = Literal["none", "each", "concat"]
@@ -33,12 +34,13 @@ FeatureNorm = Literal["none", "each", "concat"]
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """What an EAGLE-3 checkpoint says of itself.
+    """Sizes and flags of an EAGLE-3 head.
 
-    `layers` is the shape of the decoder (its vocab_size is the target's). `aux_boundaries` names the n streams that
-    `fc` takes; empty (`use_aux_hidden_state: false`) means that the feature is the target's post-norm hidden state and
-    that there is no `fc`. `feature_norm` is N above: none, "each" slice (fc_norm) or the "concat" (norm_before_fc).
-    `vocab_map` says that d2t and t2d are part of the checkpoint.
+    layers: the decoder. Its vocab_size is the target's.
+    aux_boundaries: the n residual streams that `fc` takes. If empty (`use_aux_hidden_state: false`), there is no `fc`,
+        and the feature is the target's post-norm hidden state.
+    feature_norm: N above, on nothing ("none"), on each stream ("each", fc_norm) or on all ("concat", norm_before_fc).
+    vocab_map: whether d2t and t2d are part of the checkpoint.
     """
 
     layers: ModelConfig
@@ -54,9 +56,9 @@ class Eagle3Config:
 
 
 class Eagle3Layer(nn.Module):
-    """The first layer: attention reads the normed embedding beside the normed feature, so its input is 2H wide.
+    """The first layer. Its attention reads cat(normed embedding, normed feature), so the input is 2H wide.
 
-    Its result is in two summands: see `DecoderLayer`.
+    It returns two summands (see `DecoderLayer`).
     """
 
     def __init__(self, config: ModelConfig, *, norm_before_residual: bool) -> None:
@@ -71,13 +73,13 @@ class Eagle3Layer(nn.Module):
     def forward(
         self, embedded: Tensor, hidden: Tensor, rope: Rotation, attention: BoundAttention
     ) -> tuple[Tensor, Tensor]:
-        """embedded, hidden [rows, H] -> two summands of the residual stream [rows, H]. Overwrites neither argument."""
+        """embedded, hidden [rows, H] -> two summands of the residual stream [rows, H]. Overwrites no argument."""
         normed = self.hidden_norm(hidden)
         pair = torch.cat([self.input_norm(embedded), normed], dim=-1)  # [rows, 2H]
         attended = self.attention(pair, rope, attention)
         if self.norm_before_residual:
             normed, residual = self.post_norm.after_add(attended, normed)
-        else:  # hidden is the caller's, who may use it again
+        else:  # not in place: the caller may use hidden again
             residual = hidden + attended
             normed = self.post_norm(residual)
         return self.mlp(normed), residual
@@ -91,7 +93,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """A `DraftHead`; what it borrows from the target (`target`) is not registered, so it is not trained or saved."""
+    """A `DraftHead`. Weights shared with the target are not registered, so they are not trained or saved."""
 
     def __init__(self, config: Eagle3Config, context: int, target: TargetWeights) -> None:
         super().__init__()
@@ -122,7 +124,7 @@ class Eagle3Head(nn.Module):
         return self.eagle.draft_vocab_size
 
     def combine(self, features: Tensor) -> Tensor:
-        """Target features [rows, n * Ht] -> hidden [rows, H]. First pass only."""
+        """Target features [rows, n * Ht] -> hidden [rows, H]. For the first pass only."""
         if self.fc is None:
             return features
         if self.feature_norms:
@@ -147,12 +149,12 @@ class Eagle3Head(nn.Module):
         return head(normed).float()  # type: ignore[no-any-return]
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Draft ids, any shape -> target ids, int64; `d2t` holds offsets."""
+        """Draft ids, any shape -> target ids, int64. `d2t` holds offsets."""
         ids = draft_ids.long()
         return ids if self.d2t is None else ids + self.d2t[ids]
 
     def set_vocabulary(self, target_ids: Tensor) -> None:
-        """Let draft id i mean `target_ids[i]` (unique, int64 [Vd]); what a trainer calls once."""
+        """Map draft id i to `target_ids[i]` (distinct, int64 [Vd]). A trainer calls this once."""
         if self.d2t is None or self.t2d is None:
             raise ValueError("this head has no vocabulary map; build it with Eagle3Config(vocab_map=True)")
         self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
@@ -160,7 +162,7 @@ class Eagle3Head(nn.Module):
         self.t2d[target_ids] = True
 
     def weight_views(self) -> Views:
-        """Every published name with its place in this head; one layer is called `midlayer`, more are `layers.{i}`."""
+        """Every published name with its view of a parameter. A single layer is `midlayer`, several are `layers.{i}`."""
         if self.embed is not None:
             yield "embed_tokens.weight", self.embed
         if self.fc is not None:

@@ -1,4 +1,4 @@
-"""What the worker knows of a draft head, whatever its published format."""
+"""The interface of draft heads, the same for all published formats."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from eagle_server.models.layers import Linear
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """What a head borrows from its target: embed [V, Ht] and the full lm_head.
+    """Weights that a head shares with its target: embed [V, Ht] and the full lm_head.
 
-    A plain value, so that nn.Module registers neither: a head does not train, move or save what it borrows.
+    A plain dataclass, so that nn.Module registers neither. A head does not train, move or save shared weights.
     """
 
     embed: Tensor
@@ -25,17 +25,18 @@ class TargetWeights:
 
 @dataclass(frozen=True)
 class DraftOutput:
-    """feedback [rows, H] is the `hidden` of the next pass; normed [rows, H] is the input of `logits`."""
+    """feedback [rows, H]: the `hidden` of the next pass. normed [rows, H]: the input of `logits`."""
 
     feedback: Tensor
     normed: Tensor
 
 
 class DraftHead(Protocol):
-    """A feature drafter: a small decoder over pairs (embedding of token t+1, target feature at t).
+    """A small decoder over pairs (embedding of token t+1, target feature at t).
 
-    `config` gives the shape of its KV pool. `aux_boundaries` names the target's residual streams that make up the
-    feature (boundary b = after b layers); empty means the target's post-norm hidden state.
+    config: gives the shape of the head's KV pool.
+    aux_boundaries: the residual streams of the target that form the feature (boundary b: after b layers). If empty, the
+        feature is the target's post-norm hidden state.
     """
 
     config: ModelConfig
@@ -43,11 +44,11 @@ class DraftHead(Protocol):
 
     @property
     def draft_vocab_size(self) -> int:
-        """How many tokens it can draft."""
+        """The size of the vocabulary that it drafts from."""
         ...
 
     def combine(self, features: Tensor) -> Tensor:
-        """Target features [rows, n * Ht] -> hidden [rows, H]. First pass only: feedback never goes through here."""
+        """Target features [rows, n * Ht] -> hidden [rows, H]. For the first pass only, not for feedback."""
         ...
 
     def __call__(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: BoundAttention) -> DraftOutput:
@@ -59,5 +60,5 @@ class DraftHead(Protocol):
         ...
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Ids of the draft vocabulary -> ids of the target's vocabulary, any shape, int64."""
+        """Ids of the draft vocabulary, any shape -> ids of the target's vocabulary, int64."""
         ...

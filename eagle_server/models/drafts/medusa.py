@@ -1,9 +1,9 @@
-"""Medusa heads: each guesses one position further ahead from the target's last hidden state h, all at once.
+"""Medusa heads: all predict from the target's last hidden state h, each for a different later position.
 
     x = h;  x = x + SiLU(W_j x + b_j)  for each residual block j;  logits = lm_head(x)
 
-Head i, counted from 0, guesses the token at t + 2 + i from h of position t. Each head has an lm_head of its own, or all
-of them share the target's.
+Head i, counted from 0, predicts the token at t + 2 + i from h at position t. Each head has its own lm_head, or all use
+the target's.
 
 Source: Medusa (arXiv 2401.10774), section 2.1.
 """
@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.layers import Linear, Views
 
-MEDUSA_2 = "medusa_head."  # stands before the heads' keys where they are in the target's own files
-
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """How many heads of how many residual blocks each, and their widths, which are the target's."""
+    """The number of heads and of residual blocks per head. The other sizes are the target's."""
 
     heads: int
     layers: int
@@ -34,7 +32,7 @@ class MedusaConfig:
 
 
 class MedusaHeads(nn.Module):
-    """All heads of a target. They keep no KV. What they borrow is not registered, so it is not trained or saved."""
+    """All heads of a target. They have no KV. Shared weights are not registered, so they are not trained or saved."""
 
     def __init__(self, config: MedusaConfig, target: TargetWeights) -> None:
         super().__init__()
@@ -46,7 +44,7 @@ class MedusaHeads(nn.Module):
         def block(layer: int, heads: range) -> Linear:
             return Linear(hidden, [(f"{i}.{layer}.linear", hidden) for i in heads], bias=True)
 
-        # The first block of every head reads the same h: one matrix.
+        # The first blocks of all heads read the same h, so they are one matrix.
         self.first = block(0, each) if config.layers else None
         later = range(1, config.layers)
         self.later = nn.ModuleList(nn.ModuleList(block(j, range(i, i + 1)) for i in each) for j in later)
@@ -59,7 +57,7 @@ class MedusaHeads(nn.Module):
         return self.config.vocab_size
 
     def forward(self, hidden: Tensor, heads: int | None = None) -> Tensor:
-        """h [rows, H] to the logits of the first `heads` heads (None: all), float32 [heads, rows, V]."""
+        """h [rows, H] -> logits of the first `heads` heads (None: all), float32 [heads, rows, V]."""
         count = heads or self.config.heads
         x = hidden.expand(count, -1, -1)  # [heads, rows, H]
         if self.first is not None:
@@ -73,7 +71,7 @@ class MedusaHeads(nn.Module):
         return torch.stack([self.lm_heads[i](x[i]) for i in range(count)]).float()
 
     def weight_views(self) -> Views:
-        """Every published name with its place."""
+        """Every published name with its view of a parameter."""
         if self.first is not None:
             yield from self.first.weight_views("")
         for blocks in self.later:

@@ -1,7 +1,7 @@
-"""The multi-token prediction layer of a target's own checkpoint (NextN), DeepSeek-V3's format.
+"""The multi-token prediction layer (NextN) in the checkpoint of a target, in DeepSeek-V3's format.
 
-    x = eh_proj(cat(enorm(e(t+1)), hnorm(f[t])))     f: the target's post-norm hidden state; later this head's own z
-    z = shared_head.norm(layer(x))                   one more decoder layer of the target's shape
+    x = eh_proj(cat(enorm(e(t+1)), hnorm(f[t])))     f: the target's post-norm hidden state; later: the feedback
+    z = shared_head.norm(layer(x))                   one more decoder layer of the target's family
     logits = shared_head.head(z);  feedback = z
 
 Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2, and its published weights.
@@ -20,12 +20,12 @@ from eagle_server.models.drafts.interface import DraftOutput, TargetWeights
 from eagle_server.models.drafts.post_norm_head import PostNormHead
 from eagle_server.models.layers import Linear, RMSNorm, Views
 from eagle_server.models.rope import RotaryEmbedding
-from eagle_server.models.targets.deepseek import decoder_layer
+from eagle_server.models.targets.registry import decoder_layer
 
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """`layers` is the shape of the one layer; `index` is its number in the files, `num_hidden_layers` of the target."""
+    """layers: the config of the one layer. index: its number in the files, the target's `num_hidden_layers`."""
 
     layers: ModelConfig
     index: int
@@ -34,7 +34,7 @@ class MtpConfig:
 
     @classmethod
     def of(cls, model: ModelConfig, index: int) -> MtpConfig:
-        """The MTP layer beside a model of this shape. Where that has experts, this layer has them too."""
+        """The MTP layer of a target with the config `model`. If the target has experts, this layer has them too."""
         moe = None if model.moe is None else replace(model.moe, first_dense_layers=0)
         return cls(replace(model, num_layers=1, windows=(), moe=moe, tie_word_embeddings=False, nextn_layers=0), index)
 
@@ -53,14 +53,14 @@ class MtpHead(PostNormHead):
         self.norm = RMSNorm(hidden, eps)
 
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: BoundAttention) -> DraftOutput:
-        """tokens, positions [rows], hidden [rows, H] -> feedback and normed [rows, H], which are the same here."""
+        """tokens, positions [rows], hidden [rows, H] -> feedback and normed [rows, H], equal in this head."""
         pair = torch.cat([self.embed_norm(self.embedded(tokens)), self.hidden_norm(hidden)], dim=-1)  # [rows, 2H]
         x = self.eh_proj(pair)
         normed, _ = self.norm.after_add(*self.layer(x, None, self.rope(positions, x.dtype), attention))
         return DraftOutput(normed, normed)
 
     def weight_views(self) -> Views:
-        """Every published name with its place in this head."""
+        """Every published name with its view of a parameter."""
         prefix = f"model.layers.{self.mtp.index}."
         if self.embed is not None:
             yield f"{prefix}embed_tokens.weight", self.embed

@@ -1,7 +1,7 @@
-"""What heads have in common that read the target's last hidden state: EAGLE-1/2 and MTP. They share its vocabulary too.
+"""Common base of the heads that read the target's post-norm hidden state: EAGLE-1/2 and MTP.
 
-The embedding and the lm_head are the target's, unless the checkpoint has others of its own. With an FR-Spec token map
-(arXiv 2502.14856) the logits are those of the listed rows of the head only.
+Embedding and lm_head are the target's, unless the checkpoint has its own. An FR-Spec token map (arXiv 2502.14856)
+restricts the logits to the listed rows of the lm_head.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from eagle_server.models.layers import Linear
 
 
 class PostNormHead(nn.Module):
-    """The part of a `DraftHead` around its layers; what it borrows is not registered, so it is not trained or saved."""
+    """A `DraftHead` without its layers. Shared weights are not registered, so they are not trained or saved."""
 
     def __init__(self, config: ModelConfig, target: TargetWeights, *, own_embed: bool, own_lm_head: bool) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class PostNormHead(nn.Module):
         self.register_buffer("token_map", None, persistent=False)
 
     def restrict_vocabulary(self, token_map: Tensor) -> None:
-        """Draft the target ids `token_map` int64 [Vd] only, by their rows of the full head; once that is loaded."""
+        """Draft only the target ids in `token_map`, int64 [Vd]. Call it after the lm_head is loaded."""
         full = self._full_head().dense_weight()
         self.token_map = token_map.to(full.device)
         self.mapped_head = Linear(full.shape[1], [("lm_head", len(token_map))])
@@ -42,7 +42,7 @@ class PostNormHead(nn.Module):
         return self.config.vocab_size if self.token_map is None else len(self.token_map)
 
     def combine(self, features: Tensor) -> Tensor:
-        """[rows, H], unchanged: the feature is the hidden state itself."""
+        """features [rows, H], unchanged: the feature is already the hidden state."""
         return features
 
     def embedded(self, tokens: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class PostNormHead(nn.Module):
         return F.embedding(tokens, self._target.embed if self.embed is None else self.embed)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """[rows, H] -> [rows, V], or [rows, Vd] under a token map, in float32."""
+        """[rows, H] -> [rows, V], or [rows, Vd] with a token map, in float32."""
         head = self._full_head() if self.mapped_head is None else self.mapped_head
         return head(normed).float()  # type: ignore[no-any-return]
 

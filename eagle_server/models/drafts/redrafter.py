@@ -1,34 +1,30 @@
-"""The ReDrafter head: a recurrent state over the drafted tokens, beside the target's hidden state, which stays fixed.
+"""The ReDrafter head: a recurrent state over the drafted tokens, and the target's hidden state h, which stays fixed.
 
     s_0 = 0
     s_k = SiLU(rnn_w(e(g_k)) + rnn_u(s_{k-1}))        without rnn:  s_k = e(g_k) + s_{k-1}
     logits = W blocks(input_proj(cat(h, s_k)))        blocks: x + SiLU(linear(x)), num_draft_layers of them
 
-h is the target's post-norm hidden state of the position before g_1, e its embedding. The logits after g_k are those of
-g_{k+1}. There is no input_proj where exit_dim is 2H already.
+g_k is the k-th drafted token, e the target's embedding, h the target's post-norm hidden state at the position before
+g_1. The logits after g_k predict g_{k+1}. If exit_dim is 2H, there is no input_proj.
 
 Source: Recurrent Drafter (arXiv 2403.09919) and the checkpoints of apple/ml-recurrent-drafter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagle_server.models.checkpoints.draft_format import DraftFiles
-from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.layers import Linear, Views
 
 
 @dataclass(frozen=True)
 class RedrafterConfig:
-    """What a checkpoint says of itself; vocab_size and hidden_size equal the target's."""
+    """Sizes and flags of a ReDrafter head. vocab_size and hidden_size equal the target's."""
 
     vocab_size: int
     hidden_size: int
@@ -38,12 +34,12 @@ class RedrafterConfig:
 
 
 class RedrafterHead(nn.Module):
-    """A drafter of its own kind: it keeps no KV, and its state starts anew in every cycle."""
+    """The head has no KV. Its recurrent state starts at zero in every cycle."""
 
     def __init__(self, config: RedrafterConfig, target: TargetWeights) -> None:
         super().__init__()
         self.config = config
-        self.aux_boundaries: tuple[int, ...] = ()  # the feature is the post-norm hidden state
+        self.aux_boundaries: tuple[int, ...] = ()  # so the feature is the post-norm hidden state
         self._target = target
         hidden, exit_dim, layers = config.hidden_size, config.exit_dim, config.num_draft_layers
         self.rnn_u = Linear(hidden, [("rnn_u", hidden)], bias=True) if config.rnn else None
@@ -57,11 +53,11 @@ class RedrafterHead(nn.Module):
 
     @property
     def draft_vocab_size(self) -> int:
-        """How many tokens it can draft."""
+        """The size of the vocabulary that it drafts from."""
         return self.config.vocab_size
 
     def state(self, tokens: Tensor, before: Tensor | None) -> Tensor:
-        """The states [rows, H] after tokens [rows]; `before` are the states ahead of them, None: the first ones."""
+        """The states [rows, H] after tokens [rows]. `before`: the states [rows, H] before them, None for s_0."""
         embedded = F.embedding(tokens, self._target.embed)
         if self.rnn_u is None or self.rnn_w is None:
             return embedded if before is None else embedded + before
@@ -78,37 +74,7 @@ class RedrafterHead(nn.Module):
         return self.lm_head(x).float()  # type: ignore[no-any-return]
 
     def weight_views(self) -> Views:
-        """Every published name with its place in this head."""
+        """Every published name with its view of a parameter."""
         for module in (self.rnn_u, self.rnn_w, self.input_proj, *self.blocks, self.lm_head):
             if module is not None:
                 yield from module.weight_views("")
-
-
-def redrafter_config(flat: Mapping[str, Any], files: DraftFiles, target: ModelConfig) -> RedrafterConfig:
-    """The shape of the head of `files`. Where config.json is silent the tensors decide.
-
-    Raises:
-        CheckpointError: another target's head, or a config that contradicts the tensors.
-    """
-    source, tensors = files.config_source, files.tensors
-    for key, expected in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
-        if flat.get(key, expected) != expected:
-            raise CheckpointError(f"{source}: {key}: the target's is {expected}, found {flat[key]}: another target?")
-    layers = 0
-    while f"lm_head.{layers}.linear.weight" in tensors:
-        layers += 1
-    if f"lm_head.{layers}.weight" not in tensors:
-        raise CheckpointError(
-            f"{files.directory}: missing tensors: lm_head.{layers}.weight, the vocabulary's rows behind "
-            f"{layers} residual blocks; found {len(tensors)} tensors"
-        )
-    found = {
-        "num_draft_layers": layers,
-        "exit_dim": files.matrix(f"lm_head.{layers}.weight")[1],
-        "rnn": "rnn_u.weight" in tensors,
-    }
-    for key, value in found.items():
-        declared = flat.get(key, value)
-        if type(declared) is not type(value) or declared != value:
-            raise CheckpointError(f"{source}: {key}: config.json says {declared!r}, but the tensors say {value!r}")
-    return RedrafterConfig(target.vocab_size, target.hidden_size, found["exit_dim"], layers, bool(found["rnn"]))

@@ -1,28 +1,16 @@
-"""A smaller language model that drafts for a larger one of the same vocabulary."""
+"""A smaller language model with the target's vocabulary, as a draft."""
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
-from typing import cast
-
-import tokenizers
 from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
-from eagle_server.models.checkpoints.load_target import DtypeName, load_target, read_model_config
-from eagle_server.models.checkpoints.weights import resolve_checkpoint
-from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.interface import DraftOutput
 from eagle_server.models.targets.interface import Target
 
-_TOKENIZER = "tokenizer.json"
-
-log = logging.getLogger(__name__)
-
 
 class DraftLM(nn.Module):
-    """A `DraftHead` that reads the text alone: features and feedback pass it by."""
+    """A `DraftHead` that reads only the text. It ignores features and feedback."""
 
     aux_boundaries: tuple[int, ...] = ()
 
@@ -38,7 +26,7 @@ class DraftLM(nn.Module):
         return features
 
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: BoundAttention) -> DraftOutput:  # noqa: ARG002
-        """tokens, positions [rows] -> its hidden states [rows, H], as feedback and as the input of the logits."""
+        """tokens, positions [rows] -> hidden states [rows, H], for both fields of the output. Ignores `hidden`."""
         out = self.model(tokens, positions, attention)
         return DraftOutput(out.hidden, out.hidden)
 
@@ -47,59 +35,3 @@ class DraftLM(nn.Module):
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids.long()
-
-
-def load_standalone(
-    path: str | Path,
-    target: Target,
-    *,
-    target_path: str | Path | None = None,
-    context: int,
-    lookahead: int = 0,
-    progress: bool = True,
-) -> DraftLM:
-    """The language model of a checkpoint directory or Hub id, in the target's dtype and on its device.
-
-    Where `target_path` is given, tokenizers are compared.
-
-    Raises:
-        CheckpointError: it cannot be loaded as a target could, or its vocabulary is another.
-    """
-    directory = resolve_checkpoint(path)
-    config = read_model_config(directory)
-    wanted = target.config.vocab_size
-    if config.vocab_size != wanted:
-        raise CheckpointError(
-            f"{directory}: vocab_size {config.vocab_size}, but the target's is {wanted}: a draft model must have the "
-            "target's vocabulary; choose a smaller model of the same family"
-        )
-    if target_path is not None:
-        _check_tokenizers(directory, resolve_checkpoint(target_path))
-    if config.max_position < context:
-        log.warning(
-            "%s: trained for %d positions and the target is served with %d: beyond them few drafts will be accepted",
-            *(directory, config.max_position, context),
-        )
-    model = load_target(
-        directory,
-        dtype=cast(DtypeName, str(target.config.dtype).removeprefix("torch.")),
-        context=context,
-        lookahead=lookahead,
-        device=target.embed.device,
-        progress=progress,
-    )
-    return DraftLM(model)
-
-
-def _check_tokenizers(draft: Path, target: Path) -> None:
-    """Where both say what their ids mean, they must mean the same."""
-    files = [directory / _TOKENIZER for directory in (draft, target)]
-    if draft == target or not all(file.is_file() for file in files):
-        return
-    mine, theirs = (tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True) for file in files)
-    if mine != theirs:
-        token = min(t for t in mine | theirs if mine.get(t) != theirs.get(t))
-        raise CheckpointError(
-            f"{files[0]}: another vocabulary than {files[1]}: token {token!r} is {mine.get(token)} there and "
-            f"{theirs.get(token)} in the target's; choose a draft model of the same family"
-        )

@@ -1,28 +1,24 @@
-"""The target: a decoder over paged KV (Llama 2/3, Mistral, Qwen2, Qwen3, DeepSeek-V2 and V3)."""
+"""What the rest of the package needs of a target, and what a target family consists of."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.layers import Linear, RMSNorm, Views
-from eagle_server.models.rope import RotaryEmbedding
-from eagle_server.models.targets.deepseek import decoder_layer
+from eagle_server.models.layers import DecoderLayer, Linear
 
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What one target forward leaves behind.
+    """The result of one target forward.
 
-    hidden: [rows, hidden] after the final norm; the input of the logits and the feature of EAGLE-1/2 heads.
-    aux: [rows, n * hidden], the residual stream at the captured boundaries, low to high; None if none are captured.
+    hidden: [rows, hidden] after the final norm: the input of `logits`, and the feature of EAGLE-1/2 heads.
+    aux: [rows, n * hidden], the residual streams at `aux_boundaries`, from low to high; None if there are none.
     """
 
     hidden: Tensor
@@ -30,9 +26,9 @@ class TargetOutput:
 
 
 class Target(Protocol):
-    """What verification and drafters use of a target: a `TargetModel`, or transformers' own code behind this contract.
+    """The target as verification and drafters use it: a `TargetModel` or a `TransformersTarget`.
 
-    Boundary b of `aux_boundaries` is the residual stream after b layers.
+    Boundary b in `aux_boundaries` is the residual stream after b layers.
     """
 
     config: ModelConfig
@@ -53,46 +49,16 @@ class Target(Protocol):
         ...
 
 
-class TargetModel(nn.Module):
-    """A `Target` of a family whose layers are written here."""
+@dataclass(frozen=True)
+class TargetFamily:
+    """A decoder family whose layers are in this package. Each file in targets/ defines one or more.
 
-    def __init__(self, config: ModelConfig, context: int, aux_boundaries: Sequence[int] = ()) -> None:
-        super().__init__()
-        self.config = config
-        self.aux_boundaries = tuple(aux_boundaries)
-        self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.rope = RotaryEmbedding(config.rope, config.head_dim, context)
-        self.layers = nn.ModuleList(decoder_layer(config, index) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, [("lm_head", config.vocab_size)])
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed
+    architecture, model_type: its names in config.json.
+    add_flags(config, raw, source): the config of `common_config` with the family's own fields, read from `raw`.
+    layer(config, index): decoder layer `index`.
+    """
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: BoundAttention) -> TargetOutput:
-        """tokens, positions [rows] -> hidden states of every row."""
-        x = F.embedding(tokens, self.embed)
-        rope = self.rope(positions, x.dtype)
-        captured: list[Tensor] = []
-        residual: Tensor | None = None
-        for boundary, layer in enumerate(self.layers):
-            if boundary in self.aux_boundaries:  # a tensor of its own, as layers may overwrite their arguments
-                captured.append(x.clone() if residual is None else residual + x)
-            x, residual = layer(x, residual, rope, attention)
-        assert residual is not None, "a target has layers"
-        hidden, stream = self.norm.after_add(x, residual)
-        if len(self.layers) in self.aux_boundaries:
-            captured.append(stream)
-        return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else None)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab] in float32."""
-        return self.lm_head(hidden).float()  # type: ignore[no-any-return]
-
-    def weight_views(self) -> Views:
-        """Every checkpoint name with its place in this model."""
-        yield "model.embed_tokens.weight", self.embed
-        for index, layer in enumerate(self.layers):
-            yield from layer.weight_views(f"model.layers.{index}.")  # type: ignore[operator]
-        yield "model.norm.weight", self.norm.weight
-        if not self.config.tie_word_embeddings:
-            yield from self.lm_head.weight_views("")
+    architecture: str
+    model_type: str
+    add_flags: Callable[[ModelConfig, Mapping[str, Any], str], ModelConfig]
+    layer: Callable[[ModelConfig, int], DecoderLayer]

@@ -1,7 +1,7 @@
-"""A target that transformers' own code runs, on paged attention: for architectures whose layers are not written here.
+"""The fallback for architectures without a native family: transformers' code runs the model on our paged attention.
 
-transformers asks a registered function for attention. Ours finds, on the attention module, which layer it is (`spec`)
-and the forward that is under way (`link`). Norms, positions, embeddings and the head stay theirs.
+transformers calls a registered function for attention. Ours reads two attributes of the attention module: `spec`, the
+layer's parameters, and `link`, the attention of the current forward. All other computation is transformers' own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ATTENTION = "eagle_server"
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a layer asked of attention: its module, how queries, keys and values were shaped, and its options."""
+    """One call of the attention function: the module, the shapes of queries, keys and values, and the options."""
 
     module: nn.Module
     heads: int
@@ -37,9 +37,9 @@ class AttentionCall:
 
 @dataclass
 class Link:
-    """Between a model's attention modules and the forward that is under way; it notes the calls of unknown layers."""
+    """Connects the attention modules of a model to the current forward. Records the calls of layers without a spec."""
 
-    planned: BoundAttention | None = None
+    attention: BoundAttention | None = None
     calls: list[AttentionCall] = field(default_factory=list)
 
 
@@ -48,7 +48,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query, key, value [1, heads, rows, dim] -> [1, rows, heads, value_dim]."""
     link: Link = module.link
-    assert link.planned is not None, "attention outside of a forward"
+    assert link.attention is not None, "attention outside of a forward"
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     if module.spec is None:
         given = {name: option for name, option in options.items() if option is not None}
@@ -56,7 +56,7 @@ def attend(
             given["attention_mask"] = attention_mask
         link.calls.append(AttentionCall(module, q.shape[1], k.shape[1], q.shape[2], v.shape[2], given))
         return v.new_zeros(1, *q.shape[:2], v.shape[2]), None
-    return link.planned.run(q, k, v, module.spec)[None], None
+    return link.attention.run(q, k, v, module.spec)[None], None
 
 
 AttentionInterface.register(ATTENTION, attend)
@@ -64,28 +64,28 @@ AttentionInterface.register(ATTENTION, attend)
 
 @dataclass
 class _Hidden(BaseModelOutputWithPastAndCrossAttentions):
-    """The result of any kind of decoder: heads of mixtures of experts look at one more field."""
+    """The output of a decoder. Mixture-of-experts models read one more field of it."""
 
     router_logits: None = None
 
 
 class _Echo(nn.Module):
-    """In the place of a decoder: its result is what it is given as embeddings."""
+    """Replaces the decoder and returns its input embeddings, so that the model computes only its head."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Hidden:
         return _Hidden(last_hidden_state=inputs_embeds)
 
     @property
     def decoder(self) -> _Echo:
-        """What some heads (OPT's) ask for inside of it."""
+        """Some models (OPT) read this attribute of their base model."""
         return self
 
 
 class TransformersTarget(nn.Module):
     """A `Target` around a causal language model of transformers.
 
-    Positions stop at the last that it knows, or that `context` has: trees reach past it, and what stands there is never
-    emitted. (A draft model may be asked for longer texts than it knows: then its guesses get worse.)
+    Positions are clamped to the last one that the model and `context` have. Trees may reach beyond it, but tokens there
+    are never returned. A draft model may also get longer texts than it supports; then only its drafts get worse.
     """
 
     def __init__(self, model: Any, config: ModelConfig, context: int) -> None:
@@ -112,7 +112,7 @@ class TransformersTarget(nn.Module):
         return self.model.get_input_embeddings().weight  # type: ignore[no-any-return]
 
     def adopt(self, specs: list[tuple[nn.Module, LayerSpec]], config: ModelConfig) -> None:
-        """Take what a survey found: each attention module's layer, and the shapes of its KV."""
+        """Set the spec of each attention module, and the config with the shapes of the KV, both from the survey."""
         self.config = config
         self.link.calls.clear()
         for module, spec in specs:
@@ -125,18 +125,18 @@ class TransformersTarget(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: BoundAttention) -> TargetOutput:
         """tokens, positions [rows] -> hidden states of every row."""
-        self.link.planned = attention
+        self.link.attention = attention
         try:
             out = self.model.base_model(
                 input_ids=tokens[None], position_ids=positions.clamp(max=self._last)[None], use_cache=False
             )
         finally:
-            self.link.planned = None
+            self.link.attention = None
         aux = [self._captured.pop(boundary) for boundary in self.aux_boundaries]
         return TargetOutput(out.last_hidden_state[0], torch.cat(aux, dim=-1) if aux else None)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab] in float32: transformers' own head with its scales, caps and biases."""
+        """[rows, hidden] -> [rows, vocab] in float32, by transformers' own head with its scales, caps and biases."""
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()  # type: ignore[no-any-return]
 
     def _capture(self, boundary: int) -> Any:
@@ -155,7 +155,7 @@ class TransformersTarget(nn.Module):
 
 
 def _layers(model: nn.Module, attentions: list[nn.Module]) -> list[nn.Module]:
-    """The decoder layers around these attention modules, in order; none if they are not one list of layers."""
+    """The decoder layers that contain these attention modules, in order; [] if they are not in one ModuleList."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == len(attentions):
             inside = [set(layer.modules()) for layer in module]

@@ -16,7 +16,7 @@ from eagle_server.bench.padding import DEMO, PaddedShape, load_demo, pad_checkpo
 from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.drafts.eagle3 import Eagle3Head
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from tests.support.dense import Recording, features_of, follow_path
 from tests.support.engines import CONTEXT, MARGIN, request, run, speculative
 

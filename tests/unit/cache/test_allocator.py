@@ -1,4 +1,4 @@
-"""Pages are free or used, each exactly once."""
+"""Every page is either free or used by one owner."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from eagle_server.cache.allocator import PADDING_PAGE, OutOfPages, PageAllocator
 
 
-def test_pages_are_handed_out_once_and_never_the_padding_page() -> None:
+def test_pages_are_allocated_once_and_never_the_padding_page() -> None:
     allocator = PageAllocator(10, 4)
     pages = allocator.allocate(4) + allocator.allocate(6)
     assert sorted(pages) == list(range(1, 11))

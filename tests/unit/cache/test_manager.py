@@ -1,4 +1,4 @@
-"""Leases: every page is free, cached, or in exactly one allocation, through any admission, growth and end."""
+"""Every page is free, cached, or in exactly one allocation, after any sequence of allocate, grow and release."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from eagle_server.cache.radix import RadixCache
 ROWS, WIDTH = 4, 64
 
 
-def allocations(pages: int, page_size: int = 1, *, radix: bool = True) -> KVCacheManager:
+def manager(pages: int, page_size: int = 1, *, radix: bool = True) -> KVCacheManager:
     table = PageTable(ROWS, WIDTH, page_size)
     return KVCacheManager(PageAllocator(pages, page_size), table, RadixCache(page_size) if radix else None)
 
 
-def admit(kv: KVCacheManager, tokens: list[int], positions: int) -> KVAllocation:
-    allocation = kv.admit(tokens, positions, share=True)
+def allocate(kv: KVCacheManager, tokens: list[int], positions: int) -> KVAllocation:
+    allocation = kv.allocate(tokens, positions, share=True)
     assert allocation is not None
     return allocation
 
 
-class LeasesUnderRandomUse(RuleBasedStateMachine):
-    """Tokens of two kinds, so that prompts share; every slot carries who wrote which token where, which must hold."""
+class AllocationsUnderRandomUse(RuleBasedStateMachine):
+    """Only two tokens, so that prompts share prefixes. The model records the text that every slot was written for."""
 
     held = Bundle("held")
 
     @initialize(page_size=st.sampled_from([1, 3]), radix=st.booleans(), pages=st.integers(4, 30))
     def start(self, page_size: int, pages: int, *, radix: bool) -> None:
-        self.kv = allocations(pages, page_size, radix=radix)
+        self.kv = manager(pages, page_size, radix=radix)
         self.kv._on_free = self.forget
-        self.content: dict[int, tuple[int, ...]] = {}  # slot -> the text up to and with the token it is paired with
+        self.content: dict[int, tuple[int, ...]] = {}  # slot -> its text, including the token it is paired with
         self.count = 0
 
     def forget(self, pages: list[int]) -> None:
@@ -43,16 +43,16 @@ class LeasesUnderRandomUse(RuleBasedStateMachine):
                 self.content.pop(slot, None)
 
     @rule(target=held, tokens=st.lists(st.integers(1, 2), min_size=1, max_size=12), extra=st.integers(0, 6))
-    def admit(self, tokens: list[int], extra: int) -> object:
+    def allocate(self, tokens: list[int], extra: int) -> object:
         free, rows = self.kv.available_pages, self.kv.table.free_rows
-        allocation = self.kv.admit(tokens, len(tokens) + extra, share=True)
+        allocation = self.kv.allocate(tokens, len(tokens) + extra, share=True)
         if allocation is None:
             assert rows == 0 or self.kv.pages_for(len(tokens) + extra) > free
             assert (free, rows) == (self.kv.available_pages, self.kv.table.free_rows)
             return None
         shared = allocation.shared * self.kv.page_size
         assert shared < len(tokens)
-        slots = self.kv.table.slots[allocation.row]
+        slots = self.kv.table.slots[allocation.req_pool_index]
         assert all(self.content[slots[p]] == tuple(tokens[: p + 2]) for p in range(shared)), "a hit on other content"
         for p in range(shared, len(tokens) - 1):
             self.content[int(slots[p])] = tuple(tokens[: p + 2])
@@ -70,11 +70,11 @@ class LeasesUnderRandomUse(RuleBasedStateMachine):
         assert len(allocation.pages) == (max(before, wanted) if grown else before)
 
     @rule(entry=consumes(held), written=st.integers(0, 11))
-    def end(self, entry: tuple[KVAllocation, list[int]] | None, written: int) -> None:
+    def release(self, entry: tuple[KVAllocation, list[int]] | None, written: int) -> None:
         if entry is None:
             return
         allocation, tokens = entry
-        self.kv.end(allocation, tokens, min(max(written, allocation.shared * self.kv.page_size), len(tokens) - 1))
+        self.kv.release(allocation, tokens, min(max(written, allocation.shared * self.kv.page_size), len(tokens) - 1))
 
     @rule()
     def clear(self) -> None:
@@ -88,57 +88,57 @@ class LeasesUnderRandomUse(RuleBasedStateMachine):
         assert self.kv.table.free_rows == ROWS - len(self.kv.allocations)
         for allocation in self.kv.allocations:
             expected = [page * self.kv.page_size + i for page in allocation.pages for i in range(self.kv.page_size)]
-            assert self.kv.table.slots[allocation.row, : len(expected)].tolist() == expected
+            assert self.kv.table.slots[allocation.req_pool_index, : len(expected)].tolist() == expected
 
 
-TestLeasesUnderRandomUse = LeasesUnderRandomUse.TestCase
-TestLeasesUnderRandomUse.settings = settings(max_examples=150, stateful_step_count=30)
+TestAllocationsUnderRandomUse = AllocationsUnderRandomUse.TestCase
+TestAllocationsUnderRandomUse.settings = settings(max_examples=150, stateful_step_count=30)
 
 
 def test_a_prompt_shares_what_another_wrote_but_never_its_last_token() -> None:
-    kv = allocations(40)
-    kv.end(admit(kv, [1, 2, 3, 4], 8), [1, 2, 3, 4, 5], written=4)
-    assert admit(kv, [1, 2, 3, 4, 5, 6], 10).shared == 4
-    assert admit(kv, [1, 2, 3, 4, 5], 10).shared == 4
-    assert admit(kv, [1, 2, 3, 4], 10).shared == 3
-    assert admit(kv, [1, 9], 3).shared == 0
+    kv = manager(40)
+    kv.release(allocate(kv, [1, 2, 3, 4], 8), [1, 2, 3, 4, 5], written=4)
+    assert allocate(kv, [1, 2, 3, 4, 5, 6], 10).shared == 4
+    assert allocate(kv, [1, 2, 3, 4, 5], 10).shared == 4
+    assert allocate(kv, [1, 2, 3, 4], 10).shared == 3
+    assert allocate(kv, [1, 9], 3).shared == 0
 
 
 def test_only_written_slots_go_to_the_cache() -> None:
-    kv = allocations(20)
-    kv.end(admit(kv, [1, 2, 3, 4], 8), [1, 2, 3, 4], written=2)
+    kv = manager(20)
+    kv.release(allocate(kv, [1, 2, 3, 4], 8), [1, 2, 3, 4], written=2)
     assert kv.radix is not None
     assert kv.radix.cached_pages == 2
     assert kv.allocator.free_pages == 18
 
 
-def test_a_request_that_does_not_share_still_leaves_its_pages_to_others() -> None:
-    kv = allocations(20)
-    kv.end(admit(kv, [1, 2, 3], 3), [1, 2, 3], written=2)
-    alone = kv.admit([1, 2, 3], 3, share=False)
+def test_a_request_that_does_not_share_still_caches_its_pages_for_others() -> None:
+    kv = manager(20)
+    kv.release(allocate(kv, [1, 2, 3], 3), [1, 2, 3], written=2)
+    alone = kv.allocate([1, 2, 3], 3, share=False)
     assert alone is not None
     assert alone.shared == 0
-    kv.end(alone, [1, 2, 3], written=2)
+    kv.release(alone, [1, 2, 3], written=2)
     kv.check()
-    assert admit(kv, [1, 2, 3], 3).shared == 2
+    assert allocate(kv, [1, 2, 3], 3).shared == 2
 
 
-def test_cached_pages_in_use_are_not_evicted_to_admit_another() -> None:
-    kv = allocations(10)
-    kv.end(admit(kv, [1] * 6, 6), [1] * 6, written=5)
-    reader = admit(kv, [1] * 6, 6)
+def test_cached_pages_in_use_are_not_evicted_for_another_request() -> None:
+    kv = manager(10)
+    kv.release(allocate(kv, [1] * 6, 6), [1] * 6, written=5)
+    reader = allocate(kv, [1] * 6, 6)
     assert reader.shared == 5
     assert kv.available_pages == 4
-    assert kv.admit([2] * 5, 5, share=True) is None
-    kv.end(reader, [1] * 6, written=5)
-    assert kv.admit([2] * 10, 10, share=True) is not None
+    assert kv.allocate([2] * 5, 5, share=True) is None
+    kv.release(reader, [1] * 6, written=5)
+    assert kv.allocate([2] * 10, 10, share=True) is not None
     kv.check()
 
 
 def test_freed_pages_are_reported_once() -> None:
     freed: list[int] = []
     kv = KVCacheManager(PageAllocator(8, 1), PageTable(2, 16, 1), RadixCache(1), freed.extend)
-    kv.end(admit(kv, [1, 2, 3], 5), [1, 2, 3], written=2)
+    kv.release(allocate(kv, [1, 2, 3], 5), [1, 2, 3], written=2)
     assert len(freed) == 3
     kv.clear()
     assert sorted(freed) == [1, 2, 3, 4, 5]

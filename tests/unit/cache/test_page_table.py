@@ -1,4 +1,4 @@
-"""req_to_token: slots of every position, as the worker's tensor sees them."""
+"""req_to_token: the slot of every position, read through the worker's tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from eagle_server.cache.page_table import PageTable
 
 
-def test_pages_map_to_consecutive_slots_that_a_tensor_view_sees() -> None:
+def test_pages_map_to_consecutive_slots_and_a_tensor_view_shows_them() -> None:
     table = PageTable(2, 10, 4)
     view = torch.from_numpy(table.slots)
     row = table.take_row()

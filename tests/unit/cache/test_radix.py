@@ -1,4 +1,4 @@
-"""The prefix cache against a brute-force model: a prefix-closed map from whole pages of keys to page ids."""
+"""The prefix cache against a brute-force model: a dictionary from prefixes of whole pages to page ids."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def array(keys: list[int] | Prefix) -> np.ndarray:
 
 
 class RadixAgainstModel(RuleBasedStateMachine):
-    """Two-letter keys, so that prefixes are shared, split and inserted again."""
+    """Only two keys, so that prefixes are shared, split and inserted again."""
 
     matches = Bundle("matches")
 
@@ -37,7 +37,7 @@ class RadixAgainstModel(RuleBasedStateMachine):
 
     @rule(keys=KEYS)
     def insert(self, keys: list[int]) -> None:
-        """A request that owns fresh pages for what it computed itself, and shares the cached ones before them."""
+        """A request has fresh pages for all keys. The cache refuses those whose prefix it already holds."""
         prefixes = self.prefixes(keys)
         mine = [next(self.fresh) for _ in prefixes]
         rejected = self.cache.insert(array(keys[: len(mine) * self.cache.page_size]), mine)
@@ -47,7 +47,7 @@ class RadixAgainstModel(RuleBasedStateMachine):
 
     @rule(keys=KEYS)
     def insert_what_was_shared(self, keys: list[int]) -> None:
-        """Pages that are in the tree already are not given back."""
+        """Inserting pages that are already in the tree returns none as duplicates."""
         pages = [self.model[prefix] for prefix in self.prefixes(keys) if prefix in self.model]
         size = self.cache.page_size
         assert self.cache.insert(array(keys[: len(pages) * size]), pages) == []
@@ -97,7 +97,7 @@ TestRadixAgainstModel.settings = settings(max_examples=150, stateful_step_count=
 
 
 def test_keys_are_bigrams_so_that_a_draft_slot_is_keyed_by_the_token_it_is_paired_with() -> None:
-    """Two prompts that share m tokens share m - 1 slots; the last token of a prompt is never cached."""
+    """Two prompts with m common tokens share m - 1 slots. The last token of a prompt is never cached."""
     cache = RadixCache(1)
     cache.insert(bigrams([5, 6, 7, 8]), [1, 2, 3])
     assert cache.match(bigrams([5, 6, 7, 8])).pages == [1, 2, 3]
@@ -117,7 +117,7 @@ def test_the_least_recently_used_leaf_goes_first_and_from_its_tail() -> None:
     cache = RadixCache(1)
     for name, keys in enumerate([[1, 1], [1, 2], [3, 4, 5]]):
         cache.insert(array(keys), [10 * name + i for i in range(len(keys))])
-    cache.match(array([1, 1]))  # [1, 2] and [3, 4, 5] are older
+    cache.match(array([1, 1]))  # so [1, 2] and [3, 4, 5] are older
     assert cache.evict(1) == [11]
     assert cache.evict(2) == [21, 22]
     assert cache.match(array([3, 4, 5])).pages == [20]

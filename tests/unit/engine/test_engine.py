@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eagle_server.engine.engine import Engine
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.request import FinishReason
 from tests.support.engines import (
     CONTEXT,

@@ -1,4 +1,4 @@
-"""Tiny draft checkpoints in every supported format, and the plain arithmetic that they stand for.
+"""Tiny draft checkpoints in every supported format, and reference forwards in plain arithmetic.
 
 `reference_eagle` and `reference_eagle3` are written from the formulas, in float32, and share no code with the package.
 """
@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle_server.models.config import ModelConfig
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.models.targets.registry import read_target_config
 
 V, VD, H, HEADS, KV, D, FFN, LAYERS = 48, 20, 32, 4, 2, 8, 40, 8
 CONTEXT = 64
@@ -33,15 +33,15 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": KV,
     "head_dim": D,
     "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 16,  # below CONTEXT: what training saw, not a limit
+    "max_position_embeddings": 16,  # below CONTEXT: the training length is not a limit
 }
 
 
 def target(seed: int = 0) -> TargetModel:
-    """A random target of 8 layers; drafts borrow its embedding and head."""
+    """A random target of 8 layers. Drafts share its embedding and lm_head."""
     torch.manual_seed(seed)
     raw = {**CONFIG, "num_hidden_layers": LAYERS}
-    model = TargetModel(ModelConfig.from_dict(raw), CONTEXT)
+    model = TargetModel(read_target_config(raw), CONTEXT)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.3)
@@ -59,7 +59,7 @@ def write(directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, A
 
 
 def layer_tensors(prefix: str, *, width: int = H, hidden: int = H, norms: tuple[str, ...] = ()) -> Tensors:
-    """A Llama layer whose attention input is `width` wide, with the post norm and the other norms named."""
+    """A Llama layer with an attention input of `width`, a post norm and the named other norms."""
     shapes = {
         "self_attn.q_proj.weight": (HEADS * D, width),
         "self_attn.k_proj.weight": (KV * D, width),
@@ -86,7 +86,7 @@ def eagle_tensors(*, bias: bool) -> Tensors:
 
 
 def eagle3_tensors(*, streams: int = 3, hidden: int = H, prefix: str = "midlayer.") -> Tensors:
-    """fc, one layer, norm, lm_head and a map of VD ids that is neither the identity nor a prefix."""
+    """fc, one layer, norm, lm_head, and a map of VD ids that is neither the identity nor a prefix."""
     torch.manual_seed(2)
     ids = torch.randperm(V)[:VD].sort().values
     return {
@@ -101,7 +101,7 @@ def eagle3_tensors(*, streams: int = 3, hidden: int = H, prefix: str = "midlayer
 
 @dataclass(frozen=True)
 class Semantics:
-    """What a reference forward must know beyond the tensors."""
+    """The flags that a reference forward needs besides the tensors."""
 
     norm_before_residual: bool = False
     norm_output: bool = False
@@ -115,7 +115,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def attention(x: Tensor, w: Tensors, prefix: str, how: Semantics) -> Tensor:
-    """Causal grouped-query attention, one head at a time, over rows at positions 0, 1, ..."""
+    """Causal grouped-query attention, one head at a time. The rows are at positions 0, 1, ..."""
     rows = len(x)
 
     def project(name: str, heads: int) -> Tensor:
@@ -137,7 +137,7 @@ def attention(x: Tensor, w: Tensors, prefix: str, how: Semantics) -> Tensor:
 
 
 def turned(x: Tensor, theta: float) -> Tensor:
-    """RoPE, pair (i, i + D/2) by angle position * theta^(-2i/D)."""
+    """RoPE: rotates the pair (i, i + D/2) by the angle position * theta^(-2i/D)."""
     out = x.clone()
     for i in range(D // 2):
         angle = torch.arange(len(x))[:, None] * theta ** (-2 * i / D)
@@ -159,7 +159,7 @@ def plain_layer(x: Tensor, w: Tensors, prefix: str, how: Semantics) -> Tensor:
 def reference_eagle(
     w: Tensors, embed: Tensor, tokens: Tensor, hidden: Tensor, how: Semantics = Semantics()
 ) -> tuple[Tensor, Tensor]:
-    """(feedback, normed), both the layer's output y."""
+    """(feedback, normed). Both are the layer's output y."""
     h = torch.cat([embed[tokens], hidden], -1) @ w["fc.weight"].T + w.get("fc.bias", torch.tensor(0.0))
     u = h + attention(h, w, "layers.0.self_attn.", how)
     y = u + mlp(rms(u, w["layers.0.post_attention_layernorm.weight"]), w, "layers.0.mlp.")
@@ -182,7 +182,7 @@ def reference_combine(w: Tensors, features: Tensor) -> Tensor:
 def reference_eagle3(
     w: Tensors, embed: Tensor, tokens: Tensor, g: Tensor, how: Semantics = Semantics()
 ) -> tuple[Tensor, Tensor]:
-    """(feedback, normed) of one pass; the tensors of layer 0 stand under `midlayer.`."""
+    """(feedback, normed) of one pass. The tensors of layer 0 have the prefix `midlayer.`."""
     normed = rms(g, w["midlayer.hidden_norm.weight"])
     pair = torch.cat([rms(embed[tokens], w["midlayer.input_layernorm.weight"]), normed], -1)
     u = (normed if how.norm_before_residual else g) + attention(pair, w, "midlayer.self_attn.", how)

@@ -1,4 +1,4 @@
-"""Two numberings of aux layers in published files, one meaning here."""
+"""Both numberings of aux layers in published files become boundaries."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_small_targets_need_explicit_aux_layers(layers: int) -> None:
 @pytest.mark.parametrize(
     "config", [{KEY: [3, 4, 8]}, {"eagle_config": {KEY: [3, 4, 8]}}, {"eagle_config": {KEY: [2, 3, 7]}}], ids=str
 )
-def test_files_in_either_numbering_give_one_capture(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_files_in_either_numbering_give_the_same_boundaries(tmp_path: Path, config: dict[str, Any]) -> None:
     """Top-level boundaries, nested boundaries (8 = L) and nested outputs."""
     directory = dc.write(tmp_path, dc.eagle3_tensors(), {**dc.CONFIG, "draft_vocab_size": dc.VD, **config})
     assert load_draft(directory, dc.target(), context=64, progress=False).head.aux_boundaries == (3, 4, 8)

@@ -1,4 +1,4 @@
-"""Every supported draft format: a tiny checkpoint of it computes what its formula says."""
+"""For every supported draft format, a tiny checkpoint computes the formula."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eagle_server.models.checkpoints.load_draft import LoadedDraft, load_draft
 from eagle_server.models.checkpoints.load_target import save_checkpoint
 from eagle_server.models.drafts.eagle3 import Eagle3Head
 from eagle_server.models.drafts.interface import DraftHead
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from tests.unit.models import draft_checkpoints as dc
 from tests.unit.models.draft_checkpoints import CONFIG, CONTEXT, VD, D, H, Semantics, Tensors, V
 
@@ -36,7 +36,7 @@ def load(path: Path, target: TargetModel, **options: Any) -> LoadedDraft:
 
 
 def inputs(head: DraftHead) -> tuple[Tensor, Tensor, Tensor, DenseCausal]:
-    """tokens, features, positions and attention for ROWS rows of one sequence."""
+    """Tokens, features, positions and attention for ROWS rows of one sequence."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(V, (ROWS,), generator=generator)
     features = torch.randn(ROWS, max(1, len(head.aux_boundaries)) * H, generator=generator)
@@ -49,7 +49,7 @@ def inputs(head: DraftHead) -> tuple[Tensor, Tensor, Tensor, DenseCausal]:
 
 @torch.inference_mode()
 def passes(head: DraftHead) -> list[Tensor]:
-    """Logits of the first pass and of a second one that is fed back the first."""
+    """Logits of a first pass, and of a second pass on the feedback of the first."""
     tokens, features, positions, attention = inputs(head)
     first = head(tokens, head.combine(features), positions, attention)
     second = head(tokens.flip(0), first.feedback, positions, attention)
@@ -114,7 +114,7 @@ def test_eagle_keeps_its_own_embedding_and_head_where_they_differ(tmp_path: Path
 
 @dataclass(frozen=True)
 class Variant:
-    """Config keys and tensors that a variant adds to plain EAGLE-3, tensors it drops, and what they mean."""
+    """The config keys and tensors that a variant adds to plain EAGLE-3, the tensors it drops, and their meaning."""
 
     config: dict[str, Any] = field(default_factory=dict)
     adds: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -162,7 +162,7 @@ def tensors_of(variant: Variant) -> Tensors:
 
 
 def as_speculators(variant: Variant) -> dict[str, Any]:
-    """The same config nested as the speculators library writes it."""
+    """The same config, nested as the speculators library writes it."""
     outer = {k: v for k, v in variant.config.items() if "norm" in k or k.startswith(("eagle", "draft"))}
     inner = {k: v for k, v in variant.config.items() if k not in outer}
     return {

@@ -1,4 +1,4 @@
-"""What a draft loader must refuse, with a message that says which file and what was wrong."""
+"""Draft checkpoints that must be refused, with a message that names the file and the reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.config import CheckpointError
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from tests.unit.models import draft_checkpoints as dc
 from tests.unit.models.draft_checkpoints import CONFIG, CONTEXT, VD, H, Tensors, V
 

@@ -1,4 +1,4 @@
-"""Targets load strictly, keep their numbers through packing and export, and say clearly what is wrong otherwise."""
+"""Targets load strictly, with clear errors. Packing and export keep all numbers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torch import Tensor
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.models.checkpoints.load_target import load_target, save_checkpoint
 from eagle_server.models.checkpoints.weights import resolve_file
-from eagle_server.models.config import CheckpointError, ModelConfig
+from eagle_server.models.config import CheckpointError
 from eagle_server.models.layers import Linear
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.models.targets.registry import read_target_config
 from eagle_server.ops.linear import computed_rows, pack_weight, packed_linear, unpack_weight
 
 CONFIG: dict[str, Any] = {
@@ -49,7 +50,7 @@ def checkpoint(directory: Path, **settings: Any) -> Path:
     """A random checkpoint of CONFIG with `settings`."""
     torch.manual_seed(0)
     raw = {**CONFIG, **settings}
-    model = TargetModel(ModelConfig.from_dict(raw), 64)
+    model = TargetModel(read_target_config(raw), 64)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.2)
@@ -151,7 +152,7 @@ def test_missing_files_are_named(directory: Path, tmp_path: Path) -> None:
         ("not a repository", "not a local directory or file, and not available from the Hugging Face Hub"),
     ],
 )
-def test_unknown_name_says_where_it_was_sought(name: str | Path, message: str) -> None:
+def test_unknown_name_says_where_it_was_searched(name: str | Path, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         load_target(name, progress=False)
 
@@ -164,7 +165,7 @@ def test_unknown_name_says_where_it_was_sought(name: str | Path, message: str) -
         ("owner/model/freq.pt", "not available from the Hugging Face Hub"),
     ],
 )
-def test_unknown_file_says_where_it_was_sought(name: str, message: str) -> None:
+def test_unknown_file_says_where_it_was_searched(name: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         resolve_file(name)
 
@@ -225,7 +226,7 @@ def test_packed_linear_equals_the_plain_one(dtype: torch.dtype, rows_out: int, r
     weight, bias = torch.randn(rows_out, rows_in, dtype=dtype), torch.randn(rows_out, dtype=dtype)
     packed = pack_weight(weight)
     assert torch.equal(unpack_weight(packed), weight)
-    for rows in (1, 2, 17, 33, 257, 513):  # the last three are computed as more
+    for rows in (1, 2, 17, 33, 257, 513):  # the last three are padded
         x = torch.randn(rows, rows_in, dtype=dtype)
         expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
         found = packed_linear(x, packed, bias).double()
@@ -236,10 +237,10 @@ def test_packed_linear_equals_the_plain_one(dtype: torch.dtype, rows_out: int, r
 def test_batches_of_any_size_are_computed_in_few_sizes() -> None:
     counts = {rows: computed_rows(rows) for rows in range(1, 2049)}
     assert all(rows <= count <= 1.25 * rows for rows, count in counts.items())
-    assert len(set(counts.values())) < 100  # times some ten shapes of weights: what oneDNN's cache holds
+    assert len(set(counts.values())) < 100  # with about ten weight shapes this fits in oneDNN's cache
 
 
-def test_packing_gives_up_a_large_plain_weight_and_can_restore_it() -> None:
+def test_packing_drops_a_large_plain_weight_and_can_restore_it() -> None:
     linear = Linear(1024, [("a", 700), ("b", 324)])
     with torch.no_grad():
         linear.weight.normal_()

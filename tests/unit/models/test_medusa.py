@@ -1,4 +1,4 @@
-"""Medusa heads from every published format compute their formula; other files are refused with their reason."""
+"""Medusa heads of every published format compute their formula. Other files are refused with a reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target, save_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.medusa import MedusaHeads
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.training.medusa import export_medusa, medusa_lesson, medusa_loss, new_heads
 from tests.unit.models import draft_checkpoints as dc
 from tests.unit.models.draft_checkpoints import CONFIG, CONTEXT, LAYERS, H, Tensors, V
@@ -104,8 +104,10 @@ def test_medusa_2_is_target_and_draft_in_one_directory(tmp_path: Path, target: T
         check(load(tmp_path, served, target_path=path), own, served, 3, 1, "medusa_head.")
 
 
-def test_what_counts_is_in_the_file(tmp_path: Path, target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
-    config = {"medusa_num_heads": 2, "medusa_num_layers": 1}  # as published configs have it
+def test_heads_and_blocks_are_counted_in_the_file(
+    tmp_path: Path, target: TargetModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1}  # as in published configs
     with caplog.at_level(logging.WARNING):
         heads = load(dc.write(tmp_path, medusa_tensors(5), config), target)
     assert heads.config.heads == 5
@@ -152,7 +154,7 @@ def test_an_algorithm_that_contradicts_the_files_is_refused(tmp_path: Path, targ
 
 
 @pytest.mark.parametrize("layers", [0, 1, 2])
-def test_fresh_heads_guess_as_the_target_does_and_what_is_trained_loads_again(
+def test_new_heads_predict_like_the_target_and_trained_heads_load_again(
     tmp_path: Path, target: TargetModel, layers: int
 ) -> None:
     model = new_heads(target, 2, layers)

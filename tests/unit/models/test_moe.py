@@ -1,4 +1,4 @@
-"""Experts: the grouped product against its twin, the router against its rules, and no wait for the device."""
+"""Experts: the grouped product against its twin, the router against its rules, and no device synchronization."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from eagle_server.models.checkpoints.load_target import load_target
-from eagle_server.models.config import CheckpointError, ModelConfig, MoEConfig
+from eagle_server.models.config import CheckpointError, MoEConfig
 from eagle_server.models.moe import MixtureOfExperts, Router
+from eagle_server.models.targets.registry import read_target_config
 from eagle_server.ops.grouped import group_ends, grouped_linear, grouped_linear_twin
 from tests.support.deepseek import DEEPSEEK, write_config
 from tests.unit.worker.test_no_host_sync import Device
@@ -38,7 +39,7 @@ MOE = MoEConfig(
 def test_grouped_product_equals_its_twin_and_every_row_alone(
     dtype: torch.dtype, rows: int, groups: int, out: int, inside: int
 ) -> None:
-    """Empty groups, one group, more groups than rows, and sizes that only the twin takes."""
+    """Empty groups, one group, more groups than rows, and sizes that only the twin supports."""
     generator = torch.Generator().manual_seed(rows)
     ids = torch.randint(groups, (rows,), generator=generator).sort().values
     ids = ids[ids != groups // 2] if groups > 2 else ids
@@ -63,7 +64,7 @@ def router(config: MoEConfig, hidden: int = 8) -> Router:
 
 
 def reference(made: Router, row: torch.Tensor) -> dict[int, float]:
-    """One row's experts and weights, in plain Python from the rules."""
+    """The experts and weights of one row, in plain Python."""
     config = made.config
     logits = (made.weight.double() @ row.double()).detach()
     scores = (logits.softmax(0) if config.scoring == "softmax" else logits.sigmoid()).tolist()
@@ -100,7 +101,7 @@ def test_router_follows_its_rules(name: str) -> None:
         assert found == pytest.approx(reference(made, row), abs=1e-6)
 
 
-def test_router_computes_in_float32_whatever_the_model_does() -> None:
+def test_router_computes_in_float32_for_every_dtype_of_the_model() -> None:
     made, x = router(MOE), torch.randn(30, 8).bfloat16()
     chosen, weights = made(x)
     exact, _ = made(x.float())
@@ -109,8 +110,8 @@ def test_router_computes_in_float32_whatever_the_model_does() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_nothing_waits_for_the_device(dtype: torch.dtype) -> None:
-    config = ModelConfig.from_dict(DEEPSEEK)
+def test_nothing_synchronizes_with_the_device(dtype: torch.dtype) -> None:
+    config = read_target_config(DEEPSEEK)
     model = MixtureOfExperts(config, MOE)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -145,11 +146,11 @@ def test_config_is_refused(tmp_path: Any, name: str) -> None:
 
 
 def test_a_model_without_experts_is_dense_throughout() -> None:
-    config = ModelConfig.from_dict({**DEEPSEEK, "n_routed_experts": None})
+    config = read_target_config({**DEEPSEEK, "n_routed_experts": None})
     assert config.moe is None
 
 
 def test_layers_are_sparse_from_the_first_on_and_by_frequency() -> None:
-    config = ModelConfig.from_dict({**DEEPSEEK, "first_k_dense_replace": 2, "moe_layer_freq": 2}).moe
+    config = read_target_config({**DEEPSEEK, "first_k_dense_replace": 2, "moe_layer_freq": 2}).moe
     assert config is not None
     assert [config.is_sparse(layer) for layer in range(6)] == [False, False, True, False, True, False]

@@ -1,4 +1,4 @@
-"""The MTP layer of a DeepSeek checkpoint: it computes its formula, wherever it is stored, or is refused."""
+"""The MTP layer of a DeepSeek checkpoint computes its formula, in any supported place, or is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from eagle_server.models.checkpoints.load_target import load_target, save_checkp
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.models.drafts.mtp import MtpHead
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from tests.support import deepseek
 from tests.support.deepseek import DEEPSEEK, LAYERS
 from tests.unit.models import draft_checkpoints as dc
@@ -36,7 +36,7 @@ def _one_thread() -> None:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A target with its MTP layer, whose norms are not ones."""
+    """A target with its MTP layer. The norm weights are not 1."""
     target, head = deepseek.random_pair(3)
     with torch.no_grad():
         for parameter in [*target.parameters(), *head.parameters()]:
@@ -70,7 +70,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def passes(head: DraftHead) -> list[Tensor]:
-    """Logits of the first pass and of a second one that is fed back the first."""
+    """Logits of a first pass, and of a second pass on the feedback of the first."""
     tokens, features = inputs()
     positions, attention = torch.arange(ROWS), DenseCausal(1)
     first = head(tokens, head.combine(features), positions, attention)
@@ -80,7 +80,7 @@ def passes(head: DraftHead) -> list[Tensor]:
 
 @torch.inference_mode()
 def expected(directory: Path) -> list[Tensor]:
-    """The same by the formula, with transformers' decoder layer in the middle."""
+    """The same by the formula, with transformers' decoder layer."""
     w = load_file(directory / "model.safetensors")
     settings = {key: value for key, value in DEEPSEEK.items() if key not in ("architectures", "model_type")}
     config = DeepseekV3Config(**{**settings, "num_mtp_layers": 1}, attn_implementation="eager")
@@ -118,7 +118,7 @@ def close(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("algorithm", [None, "NEXTN"])
 def test_mtp_layer_of_the_targets_own_files_computes_its_formula(directory: Path, algorithm: Any) -> None:
-    """Its copies of the target's embedding and head are shared, not held twice."""
+    """Copies of the target's embedding and lm_head are not stored twice."""
     target = served(directory)
     loaded = own(directory, target, algorithm=algorithm)
     assert loaded.kind == "NEXTN"
@@ -132,7 +132,7 @@ def test_mtp_layer_of_the_targets_own_files_computes_its_formula(directory: Path
 @pytest.mark.parametrize("index", [0, LAYERS])
 @pytest.mark.parametrize("copies", [True, False])
 def test_exported_mtp_layer_computes_the_same(tmp_path: Path, directory: Path, index: int, copies: bool) -> None:
-    """A directory of its own, with the layer's first number or with 0."""
+    """In a separate directory, with the original layer number or with 0."""
     tensors = load_file(directory / "model.safetensors")
     tensors = {
         f"model.layers.{index}.{name.removeprefix(PREFIX)}": tensor
@@ -227,7 +227,7 @@ def test_mtp_layer_under_another_algorithm_is_refused(directory: Path) -> None:
         own(directory, served(directory), algorithm="EAGLE")
 
 
-def test_target_loads_beside_mtp_layers_only_if_the_config_counts_them(directory: Path) -> None:
+def test_target_with_mtp_layers_loads_only_if_the_config_counts_them(directory: Path) -> None:
     served(directory)
     deepseek.write_config(directory, num_nextn_predict_layers=0)
     with pytest.raises(CheckpointError, match=f"unexpected tensors: {PREFIX}"):

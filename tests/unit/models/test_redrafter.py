@@ -1,4 +1,4 @@
-"""ReDrafter: checkpoints compute their formula, beams are those of the textbook, and training is what is served."""
+"""ReDrafter: checkpoints compute the formula, beam search equals the textbook's, training equals serving."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eagle_server.models.checkpoints.load_draft import LoadedDraft, load_draft
 from eagle_server.models.checkpoints.load_target import save_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.redrafter import RedrafterHead
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.speculation.tree import TreeNodes, build_tree
 from eagle_server.training.redrafter import accept_length, new_redrafter, rollout, rollout_loss
 from eagle_server.training.ttt import teach
@@ -116,7 +116,7 @@ def test_an_exported_head_loads_again_with_equal_logits(tmp_path: Path, target: 
         torch.testing.assert_close(mine, theirs)
 
 
-def test_it_borrows_the_embedding_and_follows_the_targets_dtype(tmp_path: Path) -> None:
+def test_the_head_shares_the_embedding_and_follows_the_targets_dtype(tmp_path: Path) -> None:
     target = dc.target().to(torch.bfloat16)
     head = load(dc.write(tmp_path, {k: t.half() for k, t in tensors().items()}, CONFIG), target).head
     assert isinstance(head, RedrafterHead)
@@ -181,7 +181,7 @@ def test_another_algorithm_for_these_files_is_refused(tmp_path: Path, target: Ta
 def textbook(
     w: dict[str, Tensor], embed: Tensor, context: Tensor, root: int, steps: int, width: int
 ) -> list[tuple[float, list[int]]]:
-    """Beam search over all tokens, one beam and one token at a time: (log-probability, tokens), the best first."""
+    """Beam search, one beam and one token at a time: (log-probability, tokens), the best first."""
     alive: list[tuple[float, list[int]]] = [(0.0, [root])]
     for _ in range(steps):
         grown = []

@@ -1,4 +1,4 @@
-"""The walk by parents and the walk by links, as twin and kernel, against a plain walk."""
+"""`walk_tree` and `verify_tree_greedy`, torch twin and kernel, against a walk in plain Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = [(1, 1, 0), (3, 1, 2), (3, 2, 1), (5, 6, 5), (5, 13, 4), (3, 64, 7), (2,
 
 
 class Case:
-    """Random trees, and draws that mostly agree with some child. Siblings may hold one token twice, or `distinct`."""
+    """Random trees, and draws that mostly equal the token of a child. `distinct`: siblings have different tokens."""
 
     def __init__(self, bs: int, size: int, deepest: int, *, distinct: bool, seed: int) -> None:
         source = generator(bs, size, seed)
@@ -28,7 +28,7 @@ class Case:
             earlier = (self.parents[:, :, None] == self.parents[:, None, :]).tril(-1)
             self.tokens = earlier.sum(-1)
         self.drawn = torch.randint(vocab, (bs, size), generator=source)
-        for child in range(size - 1, 0, -1):  # half of the inner nodes draw one of their children
+        for child in range(size - 1, 0, -1):  # at half of the inner nodes the draw equals a child
             follow = torch.rand(bs, generator=source) < 0.5
             place = self.parents[:, child : child + 1]
             kept = torch.where(follow[:, None], self.tokens[:, child : child + 1], self.drawn.gather(1, place))
@@ -45,7 +45,7 @@ class Case:
         return tuple(result.cpu() for result in verify_tree_greedy(tokens, *retrive_links(parents), drawn, self.steps))
 
     def agrees(self, request: int, node: int) -> bool:
-        """Whether a node holds its parent's draw."""
+        """Whether a node's token equals its parent's draw."""
         return bool(self.tokens[request, node] == self.drawn[request, self.parents[request, node]])
 
 
@@ -72,7 +72,7 @@ def test_the_walk_takes_the_longest_path_of_agreeing_nodes(way: str, bs: int, si
 
 @each_way
 @pytest.mark.parametrize(("bs", "size", "deepest"), SIZES)
-def test_the_links_lead_to_the_first_child_that_agrees(way: str, bs: int, size: int, deepest: int) -> None:
+def test_the_links_lead_to_the_first_child_that_equals_the_draw(way: str, bs: int, size: int, deepest: int) -> None:
     case = Case(bs, size, deepest, distinct=False, seed=1)
     path, accept_length, tokens = case.walk_links()
     for request, links in enumerate(case.parents.tolist()):
@@ -88,8 +88,8 @@ def test_the_links_lead_to_the_first_child_that_agrees(way: str, bs: int, size: 
 @each_way
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("bs", "size", "deepest"), SIZES[3:6])
-def test_both_walks_are_one_where_siblings_differ(way: str, bs: int, size: int, deepest: int, seed: int) -> None:
-    """Where they do not, the links may lead to the sibling with the shorter continuation, but never farther."""
+def test_both_walks_are_equal_where_siblings_differ(way: str, bs: int, size: int, deepest: int, seed: int) -> None:
+    """With equal siblings the links may follow the one with the shorter continuation, but never a longer path."""
     case = Case(bs, size, deepest, distinct=True, seed=seed)
     by_parents, by_links = case.walk(), case.walk_links()
     for one, other in zip(by_parents, by_links, strict=False):

@@ -1,7 +1,7 @@
-"""Every Triton kernel compiles for Hopper, also where there is no GPU: the interpreter accepts more than the compiler.
+"""Every Triton kernel compiles for Hopper, without a GPU. The interpreter accepts more than the compiler.
 
-A new kernel gets a row in KERNELS, or several for constants that change what it does; `test_no_kernel_is_left_out`
-finds the ones without.
+Add a row to KERNELS for each new kernel, and for each combination of constexpr arguments that changes its code.
+`test_no_kernel_is_left_out` finds kernels without a row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OPS = ROOT / "eagle_server" / "ops"
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, the types of its arguments in order ("i64* i64* i32"), and its constants."""
+    """A kernel, the types of its arguments in order ("i64* i64* i32"), and its constexpr arguments."""
 
     module: str
     name: str
@@ -79,7 +79,7 @@ KERNELS = [
 
 
 def arguments(kernel: Kernel) -> list[str]:
-    """Names of the kernel's arguments, constants left out."""
+    """The names of the kernel's arguments without its constexpr arguments."""
     source = ast.parse((OPS / f"{kernel.module}.py").read_text(encoding="utf-8"))
     function = next(n for n in source.body if isinstance(n, ast.FunctionDef) and n.name == kernel.name)
     return [argument.arg for argument in function.args.args if argument.annotation is None]
@@ -87,7 +87,7 @@ def arguments(kernel: Kernel) -> list[str]:
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the compiler said of each kernel, all compiled in one process; "" where it made a program."""
+    """The compiler error of each kernel, "" if it compiled. One process compiles all."""
     cases = []
     for kernel in KERNELS:
         types = [f"*{t[:-1]}" if t.endswith("*") else t for t in kernel.types.split()]
@@ -109,7 +109,7 @@ def test_the_kernel_compiles_for_hopper(kernel: Kernel, errors: dict[str, str]) 
 
 
 def test_no_kernel_is_left_out() -> None:
-    """A kernel is a function under @jit whose name ends in _kernel; other @jit functions are parts of one."""
+    """A kernel is a @jit function with a name that ends in _kernel. Other @jit functions are called by kernels."""
     found = {
         f"{path.stem}.{node.name}"
         for path in OPS.glob("*.py")

@@ -1,4 +1,4 @@
-"""The noise and the draw: kernels against their twins, and the draw against plain arithmetic."""
+"""Gumbel noise and sampling: kernels against their torch twins, and sampling against plain arithmetic."""
 
 from __future__ import annotations
 
@@ -67,8 +67,10 @@ def test_the_draw_is_the_argmax_of_logits_and_noise(
 
 
 @each_way
-def test_ties_go_to_the_lower_id_and_views_of_wider_rows_will_do(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The equal maxima lie in one block of the kernel, and in two."""
+def test_ties_go_to_the_lower_id_and_views_of_wider_rows_are_accepted(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal maxima in one block of the kernel, and in two."""
     monkeypatch.setattr(draw, "on_gpu", lambda _: way == "kernel")
     logits = torch.zeros(3, 5000)
     logits[0, [17, 40]] = 2.0
@@ -83,7 +85,7 @@ def test_ties_go_to_the_lower_id_and_views_of_wider_rows_will_do(way: str, monke
 
 @each_way
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_rows_that_are_not_finite_say_so(way: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_not_finite_are_reported(way: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draw, "on_gpu", lambda _: way == "kernel")
     logits = torch.zeros(6, 4099)
     logits[1, 3000] = float("nan")
@@ -99,7 +101,7 @@ def test_rows_that_are_not_finite_say_so(way: str, temperature: float, monkeypat
 
 
 def test_a_batch_of_requests_is_drawn_as_it_is_without_the_kernel() -> None:
-    """Greedy and stochastic requests side by side: the GPU's way through `sampling.draw` against the CPU's."""
+    """Greedy and stochastic requests in one batch: the GPU path of `sampling.draw` against its CPU path."""
     settings = [request_sampling(key=9 * i, temperature=t) for i, t in enumerate([0.0, 1.0, 0.5, 0.0])]
     batch = sampling.SamplingBatch.of(settings, torch.device("cpu"))
     logits = torch.randn(4, 5, 50, generator=generator(3))
@@ -112,7 +114,7 @@ def test_a_batch_of_requests_is_drawn_as_it_is_without_the_kernel() -> None:
 
 @each_way
 def test_transformed_and_truncated_logits_are_drawn_alike_on_a_gpu(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All parameters of neighbours in one batch over trees, by the GPU's way through `sampling.draw` and the CPU's."""
+    """Requests with all sampling parameters in one batch, over trees: GPU path against CPU path."""
     common = {"key": 4, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.5, "frequency_penalty": 0.4}
     settings = [
         request_sampling(

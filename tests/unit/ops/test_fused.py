@@ -1,4 +1,4 @@
-"""Norms, gate and rotation: the twins by their definitions, and the calls of FlashInfer's kernels by its signatures."""
+"""Norms, gate and rotation: torch twins against their definitions, calls of FlashInfer against its signatures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.layers import RMSNorm
 from eagle_server.models.rope import RotaryEmbedding
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops import fused
 from eagle_server.ops.fused import AngleRows, AngleTable
 
@@ -69,7 +69,7 @@ def angles(positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> A
 
 
 def turned(x: Tensor, positions: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
-    """Each pair of coordinates is a complex number, multiplied by exp(i * position * theta^(-2j / dim))."""
+    """Each pair of coordinates is a complex number that is multiplied by exp(i * position * theta^(-2j / dim))."""
     out = torch.empty_like(x, dtype=torch.float64)
     for j, (real, imaginary) in enumerate(pairs):
         angle = positions.double() * 100.0 ** (-2 * j / x.shape[-1])
@@ -102,7 +102,7 @@ def test_dense_attention_takes_values_of_another_size_than_keys():
     torch.testing.assert_close(out, wide[..., :5])
 
 
-def test_both_conventions_are_one_rotation_of_reordered_coordinates():
+def test_both_conventions_are_the_same_rotation_of_reordered_coordinates():
     x, rows = normal(4, 2, 16), angles(torch.arange(4), 16)
     pairs_apart = x.unflatten(-1, (8, 2)).transpose(-1, -2).flatten(-2)
     found = fused.rotate(pairs_apart, *rows).unflatten(-1, (2, 8)).transpose(-1, -2).flatten(-2)
@@ -126,7 +126,7 @@ def test_the_kernels_table_holds_a_positions_cosines_then_its_sines(monkeypatch)
 
 
 def fake_flashinfer() -> ModuleType:
-    """FlashInfer's four functions in torch, with its names and its writing in place."""
+    """FlashInfer's four functions in torch, with the same names and the same in-place writes."""
 
     def rmsnorm(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
         return F.rms_norm(input, weight.shape, weight, eps)
@@ -155,14 +155,14 @@ def fake_flashinfer() -> ModuleType:
 
 @pytest.fixture
 def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels' side of every function, with FlashInfer played by torch, so that it runs on a CPU."""
+    """The kernel branch of every function on a CPU, with torch in place of FlashInfer."""
     monkeypatch.setattr(fused, "_is_fused", lambda _: not torch.is_grad_enabled())
     monkeypatch.setattr(fused, "_flashinfer", fake_flashinfer)
     monkeypatch.setattr("eagle_server.models.rope.can_use_table", lambda *_: not torch.is_grad_enabled())
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_the_kernels_side_says_what_the_twins_say(in_place, interleaved):
+def test_the_kernel_branch_equals_the_twins(in_place, interleaved):
     x, residual, norm, gate_up = normal(3, 64), normal(3, 64, seed=1), RMSNorm(64, 1e-5), normal(3, 32, seed=3)
     rope, positions = RotaryEmbedding(RopeConfig(), 16, 8), torch.tensor([1, 5, 2])
 
@@ -181,12 +181,12 @@ def test_the_kernels_side_says_what_the_twins_say(in_place, interleaved):
         torch.testing.assert_close(kernel, twin)
 
 
-SHAPE = ModelConfig("llama", 50, 32, 48, 3, 4, 2, 8, 1e-5, RopeConfig(), 64, torch.float32, qk_norm=True)
+SHAPE = ModelConfig("LlamaForCausalLM", 50, 32, 48, 3, 4, 2, 8, 1e-5, RopeConfig(), 64, torch.float32, qk_norm=True)
 
 
 @pytest.fixture
 def target() -> TargetModel:
-    """Captures every boundary, the embedding and the end included."""
+    """A target that captures every boundary, including the embedding and the last layer."""
     return randomized(TargetModel(SHAPE, 64, range(4)))
 
 
@@ -197,7 +197,7 @@ def randomized(model: Model) -> Model:
 
 
 def run(model: torch.nn.Module, *given: Tensor) -> list[Tensor]:
-    """What a forward leaves behind, of five sequences of one token, twins first and kernels second: they must agree."""
+    """A forward over five sequences of one token, first with the twins, then with the kernels. Results must agree."""
     positions = torch.tensor([0, 3, 9, 1, 63])
     twins = vars(model(*given, positions, DenseCausal(5)))
     kept = [x.clone() for x in given]

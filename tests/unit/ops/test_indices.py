@@ -1,4 +1,4 @@
-"""kv_indices from the page table: twin and kernel against the slices they stand for."""
+"""kv_indices from the page table: torch twin and kernel against slices of the table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNTOUCHED = -7
 
 
 def page_table(bs: int, width: int) -> tuple[Tensor, Tensor]:
-    """A table of shuffled slots with more rows than requests, and the rows of `bs` of them, shuffled."""
+    """A table of shuffled slots with more rows than requests, and `bs` shuffled req_pool_indices."""
     source = generator(bs, width)
     table = torch.randperm((bs + 3) * width, generator=source).view(bs + 3, width).int()
     return on_device(table, torch.randperm(bs + 3, generator=source)[:bs])
@@ -26,32 +26,34 @@ def page_table(bs: int, width: int) -> tuple[Tensor, Tensor]:
 @each_way
 @pytest.mark.parametrize("lens_type", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("bs", "width"), [(1, 5), (3, 40), (5, 1100)])
-def test_each_requests_slots_stand_in_token_order(way: str, bs: int, width: int, lens_type: torch.dtype) -> None:
-    table, rows = page_table(bs, width)
+def test_the_slots_of_each_request_are_in_token_order(way: str, bs: int, width: int, lens_type: torch.dtype) -> None:
+    table, req_pool_indices = page_table(bs, width)
     kv_lens = torch.randint(0, width + 1, (bs,), generator=generator(width)).to(lens_type).to(DEVICE)
     kv_lens[0] = width
     kv_indptr = torch.zeros(bs + 1, dtype=torch.int32, device=DEVICE)
     kv_indptr[1:] = kv_lens.cumsum(0)
     out = torch.full((bs * width + 9,), UNTOUCHED, dtype=torch.int32, device=DEVICE)
     if way == "kernel":
-        indices._launch_kv_indices(table, rows, kv_lens, kv_indptr, out)
+        indices._launch_kv_indices(table, req_pool_indices, kv_lens, kv_indptr, out)
     else:
-        indices._kv_indices_torch(table, rows, kv_indptr, out)
-    slots = [slot for row, n in zip(rows, kv_lens, strict=True) for slot in table[row, :n].tolist()]
+        indices._kv_indices_torch(table, req_pool_indices, kv_indptr, out)
+    slots = [slot for row, n in zip(req_pool_indices, kv_lens, strict=True) for slot in table[row, :n].tolist()]
     assert out.tolist() == slots + [UNTOUCHED] * (len(out) - len(slots))
 
 
-def test_a_part_of_a_wider_table_will_do() -> None:
-    """The pages' first slots are every page_size-th column: a view."""
+def test_a_view_of_a_wider_table_is_accepted() -> None:
+    """A view of a wider table, as for the first slot of each page."""
     table = torch.arange(24, dtype=torch.int32, device=DEVICE).view(2, 12)[:, :6]
     out = torch.zeros(5, dtype=torch.int32, device=DEVICE)
-    rows, lens, indptr = on_device(torch.tensor([1, 0]), torch.tensor([3, 2]), torch.tensor([0, 3, 5]).int())
-    build_kv_indices(table, rows, lens, indptr, out)
+    req_pool_indices, lens, indptr = on_device(
+        torch.tensor([1, 0]), torch.tensor([3, 2]), torch.tensor([0, 3, 5]).int()
+    )
+    build_kv_indices(table, req_pool_indices, lens, indptr, out)
     assert out.tolist() == [12, 13, 14, 0, 1]
 
 
 def beam(bs: int, topk: int, step: int) -> Tensor:
-    """lineage [bs, topk, (step + 1) * topk]: a random ancestor per level, and the node itself."""
+    """lineage [bs, topk, (step + 1) * topk]: one random ancestor per level, and the node itself."""
     source = generator(bs, topk, step)
     lineage = torch.zeros(bs, topk, step + 1, topk, dtype=torch.bool)
     choice = torch.randint(topk, (bs, topk, step + 1, 1), generator=source)
@@ -61,10 +63,10 @@ def beam(bs: int, topk: int, step: int) -> Tensor:
 
 @each_way
 @pytest.mark.parametrize(("bs", "topk", "step", "width"), [(1, 1, 0, 6), (3, 4, 2, 50), (5, 3, 4, 700), (2, 8, 5, 64)])
-def test_a_beams_queries_read_the_prefix_their_ancestors_and_themselves(
+def test_draft_step_queries_read_the_prefix_their_ancestors_and_themselves(
     way: str, bs: int, topk: int, step: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table, rows = page_table(bs, width)
+    table, req_pool_indices = page_table(bs, width)
     lineage = beam(bs, topk, step)
     window, seen = lineage.shape[2], step + 1
     seq_lens = torch.randint(0, width - window + 1, (bs,), generator=generator(step))
@@ -73,31 +75,31 @@ def test_a_beams_queries_read_the_prefix_their_ancestors_and_themselves(
     for b, k in itertools.product(range(bs), range(topk)):
         length = int(seq_lens[b])
         read = [*range(length), *(length + w for w in range(window) if lineage[b, k, w])]
-        expected.append(table[rows[b]].cpu()[read])
+        expected.append(table[req_pool_indices[b]].cpu()[read])
         ends.append(ends[-1] + len(read))
     out = torch.full((bs * topk * width,), UNTOUCHED, dtype=torch.int32, device=DEVICE)
     monkeypatch.setattr(indices, "on_gpu", lambda _: way == "kernel")
     lens, lineage = on_device(seq_lens, lineage)
-    kv_indptr = build_beam_kv_indices(table, rows, lens, lineage, seen, out)
+    kv_indptr = build_beam_kv_indices(table, req_pool_indices, lens, lineage, seen, out)
     assert kv_indptr.dtype is torch.int32
     assert kv_indptr.tolist() == ends
     assert out[: ends[-1]].tolist() == torch.cat(expected).tolist()
     assert set(out[ends[-1] :].tolist()) <= {UNTOUCHED}
 
     draft = EagleDraftInput(lens, lens, frontier=Frontier(step, lens, lens, lens, lineage, window))
-    slots, indptr, _ = draft.generate_attn_arg_decode(rows, lens, table)
+    slots, indptr, _ = draft.generate_attn_arg_decode(req_pool_indices, lens, table)
     assert torch.equal(out[: ends[-1]], slots)
     assert torch.equal(kv_indptr, indptr)
 
 
 @each_way
 def test_the_worked_examples_second_draft_step(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Section 4 and 5 of the reference: both nodes hang under the first of the level before."""
+    """Sections 4 and 5 of the reference: both nodes are children of the first node of the previous level."""
     monkeypatch.setattr(indices, "on_gpu", lambda _: way == "kernel")
     table = torch.arange(100, 120, dtype=torch.int32, device=DEVICE).view(2, 10)
     lineage = torch.tensor([[[1, 0, 1, 0], [1, 0, 0, 1]]], dtype=torch.bool)
-    rows, lens, lineage = on_device(torch.tensor([1]), torch.tensor([4]), lineage)
+    req_pool_indices, lens, lineage = on_device(torch.tensor([1]), torch.tensor([4]), lineage)
     out = torch.zeros(12, dtype=torch.int32, device=DEVICE)
-    kv_indptr = build_beam_kv_indices(table, rows, lens, lineage, 2, out)
+    kv_indptr = build_beam_kv_indices(table, req_pool_indices, lens, lineage, 2, out)
     assert kv_indptr.tolist() == [0, 6, 12]
     assert [slot - 110 for slot in out.tolist()] == [0, 1, 2, 3, 4, 6, 0, 1, 2, 3, 4, 7]

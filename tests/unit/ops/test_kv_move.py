@@ -1,4 +1,4 @@
-"""Moving KV: windows in which sources and targets overlap, in both pools' layouts."""
+"""Moving KV within windows where sources and targets overlap, in the layouts of both pools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SLOTS = 97
 
 
 def paths(bs: int, steps: int) -> tuple[Tensor, Tensor]:
-    """Moves [bs, steps] within shuffled windows: ascending paths with path[j] >= j, then self-moves."""
+    """Moves [bs, steps] within shuffled windows: ascending paths with path[j] >= j, then moves to the same slot."""
     source = generator(bs, steps)
     size = 3 * steps
     windows = 1 + torch.randperm(SLOTS - 1, generator=source)[: bs * size].view(bs, size)
@@ -30,7 +30,7 @@ def paths(bs: int, steps: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(("bs", "steps"), [(1, 1), (3, 5), (5, 6)])
 @pytest.mark.parametrize(("heads", "size"), [(None, 37), (2, 8), (3, 700)])
-def test_the_kept_nodes_come_to_the_front(
+def test_accepted_nodes_move_to_the_front(
     way: str, dtype: torch.dtype, bs: int, steps: int, heads: int | None, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layout [2, layers, slots, heads, size], or [layers, slots, size]; 37 elements are not a multiple of any word."""
@@ -47,7 +47,7 @@ def test_the_kept_nodes_come_to_the_front(
 
 
 def test_pools_move_keys_and_values_of_every_layer() -> None:
-    """Any moves of [n], a swap too; moves of [bs, m] in their order."""
+    """[n] may hold any moves, also a swap. [bs, m] holds ordered moves."""
     kv = KVPool(2, SLOTS, 2, 4, torch.float32, DEVICE)
     latent = LatentPool(2, SLOTS, 6, 2, torch.float32, DEVICE)
     for pool, dim in ((kv, 2), (latent, 1)):

@@ -1,4 +1,4 @@
-"""The packed mask against numpy.packbits over the mask written out, bit by bit."""
+"""The packed mask against numpy.packbits of the expanded mask."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def written_out(
 @pytest.mark.parametrize(
     ("bs", "rows", "width"), [(1, 1, 1), (3, 2, 2), (5, 6, 6), (3, 13, 13), (2, 4, 12), (1, 64, 64)]
 )
-def test_the_bits_are_those_of_the_mask_written_out(
+def test_the_bits_equal_those_of_the_expanded_mask(
     way: str, bs: int, rows: int, width: int, sliding: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mask, "on_gpu", lambda _: way == "kernel")

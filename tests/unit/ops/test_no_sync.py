@@ -1,4 +1,4 @@
-"""The torch twins know their shapes without reading a value, as what runs inside a CUDA graph must.
+"""The torch twins never read a value to determine a shape. CUDA graphs require this.
 
 Meta tensors have no values: `.item()`, a boolean selection or `nonzero` fails on them.
 """

@@ -1,4 +1,4 @@
-"""Top-k log-probabilities: twin and kernel against a stable sort and log_softmax in float64."""
+"""Top-k log-probabilities: torch twin and kernel against a stable sort and log_softmax in float64."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_best_come_first_with_their_log_probabilities(
 @needs_triton
 @pytest.mark.parametrize("vocab", [16, 1000, 4099])
 def test_ties_go_to_the_lower_id(vocab: int) -> None:
-    """Few values, so that most tie, within a block and across blocks."""
+    """Few different values, so that most tie, within a block and across blocks."""
     logits = torch.randint(3, (4, vocab), generator=generator(vocab)).float()
     logits[3] = 0.0
     _, ids = topk_logprobs(logits.to(DEVICE), 12)
@@ -50,7 +50,7 @@ def test_ties_go_to_the_lower_id(vocab: int) -> None:
 
 @each_way
 def test_forbidden_tokens_and_far_values_keep_the_sum_exact(way: str) -> None:
-    """A block of nothing but -inf beside one far below zero: neither may swallow the other."""
+    """One block holds only -inf, another only very negative logits. The sum must count both correctly."""
     logits = torch.full((2, 4099), -INF)
     logits[0, 4097] = -200.0
     logits[1, [3, 4098]] = torch.tensor([-200.0, -201.0])
@@ -65,7 +65,7 @@ def test_forbidden_tokens_and_far_values_keep_the_sum_exact(way: str) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's numpy
 @each_way
 @pytest.mark.parametrize("vocab", [9, 4099])
-def test_no_logits_give_an_id_out_of_range(way: str, vocab: int) -> None:
+def test_no_logits_produce_an_id_out_of_range(way: str, vocab: int) -> None:
     logits = torch.zeros(5, vocab)
     logits[0] = float("nan")
     logits[1, vocab - 1] = float("nan")

@@ -1,4 +1,4 @@
-"""Trees from selections, and their links: twin and kernel against the pool walked in plain Python."""
+"""Trees from selections, and their links: torch twin and kernel against plain Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.kernels import DEVICE, climb, each_way, generator, on_device,
 
 
 def selection(bs: int, drafted: int, topk: int, steps: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random `selected_index` and `parent_list` of a pool, closed under ancestors."""
+    """Random `selected_index` and `parent_list`, closed under ancestors."""
     source = generator(bs, drafted, topk, seed)
     levels = [list(range(topk))]
     selected, parent_lists = [], []

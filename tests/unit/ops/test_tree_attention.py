@@ -1,4 +1,4 @@
-"""Attention of a tree's window and its merge with the prefix: twin against loops in float64, kernel against twin."""
+"""Tree window attention and its merge with the prefix: torch twin against float64 loops, kernel against twin."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Case:
 
 
 def case(shape: tuple[int, ...], dtype: torch.dtype, *, prefix: bool = True, seed: int = 0) -> Case:
-    """Every third row sees nothing, the last column is seen by nobody, and unseen slots hold NaN."""
+    """Every third row sees nothing, no row sees the last column, and unseen slots hold NaN."""
     heads, kv_heads, dim, value_dim, bs, rows, width = shape
     generator = torch.Generator().manual_seed(seed)
 
@@ -64,7 +64,7 @@ def case(shape: tuple[int, ...], dtype: torch.dtype, *, prefix: bool = True, see
     mask[:, :, -1] &= width == 1
     mask[:, 0, 0] = True
     slots = torch.randperm(SLOTS, generator=generator)[: bs * width].view(bs, width)
-    # Not dense: every second slot of a larger pool with a head too many, as a pool of many layers may be laid out.
+    # Not dense: every second slot of a larger pool with one more head, like the layers of a common pool.
     keys = normal(2 * SLOTS, kv_heads + 1, dim)[::2, :kv_heads]
     values = keys[..., :value_dim] if value_dim < dim else normal(SLOTS, kv_heads, dim)
     written = torch.zeros(SLOTS, dtype=torch.bool)
@@ -73,13 +73,13 @@ def case(shape: tuple[int, ...], dtype: torch.dtype, *, prefix: bool = True, see
         pool[~written] = math.nan
     lse = torch.randn(bs * rows, heads, generator=generator) * 3
     states = normal(bs * rows, heads, value_dim)
-    lse[1::4], states[1::4] = -math.inf, math.nan  # no prefix: whatever stands in the output must not count
+    lse[1::4], states[1::4] = -math.inf, math.nan  # no prefix: the content of its output must be ignored
     q = normal(bs * rows, heads + 2, dim)[:, 1:-1]  # a slice of a wider projection
     return Case(q, keys, values, slots, mask, dim**-0.5, (states, lse) if prefix else None)
 
 
 def by_loops(case: Case) -> Tensor:
-    """One row and head at a time, from the definition: the prefix is a key with mass 2^lse."""
+    """By the definition, one row and head at a time. The prefix counts as one key with mass 2^lse."""
     bs, rows, width = case.mask.shape
     heads, shared = case.q.shape[1], case.q.shape[1] // case.keys.shape[1]
     out = torch.zeros(bs * rows, heads, case.values.shape[2], dtype=torch.float64)
@@ -127,7 +127,7 @@ def test_the_kernel_equals_its_twin(shape, prefix):
 @interpreted
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[5]], ids=str)
 def test_the_kernel_equals_its_twin_in_16_bits(shape):
-    """Not bfloat16: the interpreter's dot multiplies its bits as integers. The test on a GPU has it."""
+    """Without bfloat16: the interpreter's dot multiplies its bits as integers. The GPU test covers it."""
     given = case(shape, torch.float16, seed=2)
     found, expected = given.run(tree_attention._launch_block), given.run(tree_block_attention_torch)
     torch.testing.assert_close(found, expected, rtol=3e-3, atol=3e-3)
@@ -182,7 +182,7 @@ def test_the_merge_kernel_equals_its_twin():
 
 @pytest.mark.parametrize("shape", [(4, 2, 64, 64, 2, 7, 13), (3, 1, 80, 64, 2, 6, 6)], ids=str)
 def test_prefix_and_tree_merged_are_one_masked_attention(shape):
-    """The prefix is attended to by the same operation, as a window that every row sees whole."""
+    """Attention over the prefix uses the same operation, as a window that every row sees."""
     heads, kv_heads, _, value_dim, bs, rows, width = shape
     length = 17
     generator = torch.Generator().manual_seed(5)

@@ -15,9 +15,9 @@ from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import LayerSpec
 from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
-from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.eagle3 import Eagle3Head
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.models.targets.registry import read_target_config
 from eagle_server.training.__main__ import DEMO_HEAD, main
 from eagle_server.training.corpus import train_tokenizer
 from eagle_server.training.export import MAX_DEMO_BYTES, export_demo, export_head, export_target
@@ -32,7 +32,7 @@ VOCAB = 40
 
 
 def random_target(layers: int = 4) -> TargetModel:
-    config = ModelConfig.from_dict(
+    config = read_target_config(
         {
             "architectures": ["LlamaForCausalLM"],
             "vocab_size": VOCAB,

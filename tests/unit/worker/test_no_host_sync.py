@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_server.models.drafts.medusa import MedusaHeads
-from eagle_server.models.targets.interface import TargetModel
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.speculation.static_tree import PRESETS, truncated
 from eagle_server.speculation.typical import Typical
 from eagle_server.training.medusa import new_heads

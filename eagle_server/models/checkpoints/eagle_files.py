@@ -1,4 +1,4 @@
-"""What a draft's config.json means, checked against its tensors: flags, nesting, biases, aux layers, vocabulary."""
+"""EAGLE-1/2 and EAGLE-3 checkpoints: the sizes and flags in config.json, checked against the tensors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from eagle_server.models.checkpoints.aux_layers import aux_boundaries
-from eagle_server.models.checkpoints.draft_format import DraftFiles
-from eagle_server.models.config import CheckpointError, ModelConfig, windows_by_type
+from eagle_server.models.checkpoints.draft_format import DraftFiles, flatten
+from eagle_server.models.config import CheckpointError, ModelConfig
+from eagle_server.models.config_json import windows_by_type
 from eagle_server.models.drafts.eagle import EagleConfig
 from eagle_server.models.drafts.eagle3 import Eagle3Config, FeatureNorm
+from eagle_server.models.targets.registry import read_target_config
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_FIXED_FLAGS = {  # flags of other exporters, with the one meaning that is built here
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # model types of draft layers; all others are read as Llama
+_FIXED_FLAGS = {  # flags of other exporters, with the only value that is supported
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
@@ -23,32 +25,13 @@ _FIXED_FLAGS = {  # flags of other exporters, with the one meaning that is built
 log = logging.getLogger(__name__)
 
 
-def flatten(files: DraftFiles, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """One flat config: a nested layer config comes up, the outer keys win over it, and overrides win over both."""
-    raw = dict(files.config)
-    nested_key = None
-    if "speculators_model_type" in raw:
-        nested_key = "transformer_layer_config"
-    elif raw.get("model_type") == "eagle" and "model" in raw:
-        nested_key = "model"  # drafts of vLLM's first EAGLE support
-    if nested_key is not None:
-        nested = raw.pop(nested_key, None)
-        if not isinstance(nested, Mapping):
-            raise CheckpointError(f"{files.config_source}: {nested_key}: the draft's layer config is expected here")
-        for key in ("architectures", "model_type", "tie_word_embeddings"):
-            raw.pop(key, None)
-        raw = {**nested, **raw}
-    rope = raw.get("rope_parameters")
-    if "rope_theta" in overrides and isinstance(rope, Mapping):
-        raw["rope_parameters"] = {**rope, "rope_theta": overrides["rope_theta"]}
-    for key, value in overrides.items():
-        both = isinstance(value, Mapping) and isinstance(raw.get(key), Mapping)
-        raw[key] = {**raw[key], **value} if both else value
-    return raw
+def eagle_config(files: DraftFiles, target: ModelConfig) -> EagleConfig:
+    """The config of an EAGLE-1/2 head. Its fc has a bias if the file holds one.
 
-
-def eagle_config(flat: Mapping[str, Any], files: DraftFiles, target: ModelConfig) -> EagleConfig:
-    """The shape of an EAGLE-1/2 head; its fc has a bias exactly if the file holds one."""
+    Raises:
+        CheckpointError: the config contradicts the tensors, or is for another target.
+    """
+    flat = flatten(files)
     layers = layer_config(flat, files, target)
     source, has_bias = files.config_source, "fc.bias" in files.tensors
     if layers.hidden_size != target.hidden_size:
@@ -65,11 +48,13 @@ def eagle_config(flat: Mapping[str, Any], files: DraftFiles, target: ModelConfig
     return EagleConfig(layers, fc_bias=has_bias)
 
 
-def eagle3_config(
-    flat: Mapping[str, Any], files: DraftFiles, target: ModelConfig, *, overridden: Mapping[str, Any]
-) -> Eagle3Config:
-    """The shape and flags of an EAGLE-3 head, whose fc must fit the target's width and the number of aux streams."""
-    source = files.config_source
+def eagle3_config(files: DraftFiles, target: ModelConfig) -> Eagle3Config:
+    """The config of an EAGLE-3 head. Its fc must fit the target's width and the number of aux streams.
+
+    Raises:
+        CheckpointError: the config contradicts the tensors, or is for another target.
+    """
+    flat, source = flatten(files), files.config_source
     layers = layer_config(flat, files, target)
     _refuse_other_meanings(flat, source)
     expected_width = flat.get("target_hidden_size")
@@ -89,17 +74,17 @@ def eagle3_config(
         aux_boundaries=boundaries,
         norm_before_residual=_norm_before_residual(flat, source),
         feature_norm=norm,
-        norm_output=_norm_output(flat, norm, overridden, source),
+        norm_output=_norm_output(flat, norm, files),
         vocab_map="d2t" in files.tensors,
     )
 
 
 def layer_config(flat: Mapping[str, Any], files: DraftFiles, target: ModelConfig) -> ModelConfig:
-    """The decoder shape of a draft: vocab_size and dtype are the target's, biases and q/k norms what the file holds."""
+    """The decoder config of a draft. vocab_size and dtype are the target's; biases and q/k norms follow the tensors."""
     source = files.config_source
     family = flat.get("model_type") if flat.get("model_type") in _FAMILIES else "llama"
     raw = {"vocab_size": target.vocab_size, **flat, "model_type": family, "architectures": []}
-    config = ModelConfig.from_dict(raw, source)
+    config = read_target_config(raw, source)
     windows = windows_by_type(raw, config.num_layers, source) if raw.get("layer_types") else config.windows
     attention, mlp = "layers.0.self_attn.", "layers.0.mlp."
     qkv_bias = f"{attention}q_proj.bias" in files.tensors
@@ -149,7 +134,7 @@ def _check_fc(
 
 
 def _feature_norm(flat: Mapping[str, Any], files: DraftFiles) -> FeatureNorm:
-    """N of the EAGLE-3 formula; where the config is silent, the tensors decide."""
+    """N of the EAGLE-3 formula. Without a flag in the config, the tensors decide."""
     source = files.config_source
     legacy = _flag(flat, "use_aux_norm", source)
     declared_each = _flag(flat, "fc_norm", source)
@@ -168,10 +153,11 @@ def _matching(flag: str, declared: bool | None, files: DraftFiles, tensor: str) 
     return present
 
 
-def _norm_output(flat: Mapping[str, Any], norm: FeatureNorm, overridden: Mapping[str, Any], source: str) -> bool:
-    """EAGLE-3.1 feeds norm(y) back. SpecForge 0.3.0 wrote the flag for plain EAGLE-3 too, with another meaning."""
+def _norm_output(flat: Mapping[str, Any], norm: FeatureNorm, files: DraftFiles) -> bool:
+    """Whether norm(y) is the feedback, as in EAGLE-3.1. SpecForge 0.3.0 set the flag for plain EAGLE-3 too."""
+    source = files.config_source
     declared = bool(_flag(flat, "norm_output", source))
-    settled = "norm_output" in overridden or "speculators_model_type" in flat or norm == "each"
+    settled = "norm_output" in files.overrides or "speculators_model_type" in flat or norm == "each"
     if declared and not settled:
         log.warning(
             "%s: norm_output without fc_norm is what SpecForge 0.3.0 wrote for plain EAGLE-3 heads, so it is not "
@@ -196,7 +182,7 @@ def _refuse_other_meanings(flat: Mapping[str, Any], source: str) -> None:
 
 
 def _flag(flat: Mapping[str, Any], key: str, source: str) -> bool | None:
-    """A boolean at the top level or in eagle_config; None if it is in neither."""
+    """A boolean at the top level or in eagle_config; None if it is absent."""
     nested = flat.get("eagle_config") or {}
     value = flat.get(key, nested.get(key))
     if value is not None and not isinstance(value, bool):

@@ -1,0 +1,75 @@
+"""A language model as a draft: loaded like a target, and its vocabulary compared with the target's."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import cast
+
+import tokenizers
+
+from eagle_server.models.checkpoints.load_target import DtypeName, load_target, read_model_config
+from eagle_server.models.checkpoints.weights import resolve_checkpoint
+from eagle_server.models.config import CheckpointError
+from eagle_server.models.drafts.standalone import DraftLM
+from eagle_server.models.targets.interface import Target
+
+_TOKENIZER = "tokenizer.json"
+
+log = logging.getLogger(__name__)
+
+
+def load_standalone(
+    path: str | Path,
+    target: Target,
+    *,
+    target_path: str | Path | None = None,
+    context: int,
+    lookahead: int = 0,
+    progress: bool = True,
+) -> DraftLM:
+    """Load the language model of a checkpoint directory or Hub id, in the target's dtype and on its device.
+
+    With `target_path`, the tokenizers are compared too.
+
+    Raises:
+        CheckpointError: the model cannot be loaded as a target, or its vocabulary is not the target's.
+    """
+    directory = resolve_checkpoint(path)
+    config = read_model_config(directory)
+    wanted = target.config.vocab_size
+    if config.vocab_size != wanted:
+        raise CheckpointError(
+            f"{directory}: vocab_size {config.vocab_size}, but the target's is {wanted}: a draft model must have the "
+            "target's vocabulary; choose a smaller model of the same family"
+        )
+    if target_path is not None:
+        _check_tokenizers(directory, resolve_checkpoint(target_path))
+    if config.max_position < context:
+        log.warning(
+            "%s: trained for %d positions and the target is served with %d: beyond them few drafts will be accepted",
+            *(directory, config.max_position, context),
+        )
+    model = load_target(
+        directory,
+        dtype=cast(DtypeName, str(target.config.dtype).removeprefix("torch.")),
+        context=context,
+        lookahead=lookahead,
+        device=target.embed.device,
+        progress=progress,
+    )
+    return DraftLM(model)
+
+
+def _check_tokenizers(draft: Path, target: Path) -> None:
+    """If both have a tokenizer.json, all ids must mean the same tokens."""
+    files = [directory / _TOKENIZER for directory in (draft, target)]
+    if draft == target or not all(file.is_file() for file in files):
+        return
+    mine, theirs = (tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True) for file in files)
+    if mine != theirs:
+        token = min(t for t in mine | theirs if mine.get(t) != theirs.get(t))
+        raise CheckpointError(
+            f"{files[0]}: another vocabulary than {files[1]}: token {token!r} is {mine.get(token)} there and "
+            f"{theirs.get(token)} in the target's; choose a draft model of the same family"
+        )

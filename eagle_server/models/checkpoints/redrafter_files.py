@@ -1,0 +1,37 @@
+"""ReDrafter's checkpoint format, that of apple/ml-recurrent-drafter. The sizes are counted from the tensors."""
+
+from __future__ import annotations
+
+from eagle_server.models.checkpoints.draft_format import DraftFiles, flatten
+from eagle_server.models.config import CheckpointError, ModelConfig
+from eagle_server.models.drafts.redrafter import RedrafterConfig
+
+
+def redrafter_config(files: DraftFiles, target: ModelConfig) -> RedrafterConfig:
+    """The config of the head, from its tensors. Keys of config.json must not contradict them.
+
+    Raises:
+        CheckpointError: the head is for another target, or the config contradicts the tensors.
+    """
+    flat, source, tensors = flatten(files), files.config_source, files.tensors
+    for key, expected in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
+        if flat.get(key, expected) != expected:
+            raise CheckpointError(f"{source}: {key}: the target's is {expected}, found {flat[key]}: another target?")
+    layers = 0
+    while f"lm_head.{layers}.linear.weight" in tensors:
+        layers += 1
+    if f"lm_head.{layers}.weight" not in tensors:
+        raise CheckpointError(
+            f"{files.directory}: missing tensors: lm_head.{layers}.weight, the vocabulary's rows behind "
+            f"{layers} residual blocks; found {len(tensors)} tensors"
+        )
+    found = {
+        "num_draft_layers": layers,
+        "exit_dim": files.matrix(f"lm_head.{layers}.weight")[1],
+        "rnn": "rnn_u.weight" in tensors,
+    }
+    for key, value in found.items():
+        declared = flat.get(key, value)
+        if type(declared) is not type(value) or declared != value:
+            raise CheckpointError(f"{source}: {key}: config.json says {declared!r}, but the tensors say {value!r}")
+    return RedrafterConfig(target.vocab_size, target.hidden_size, found["exit_dim"], layers, bool(found["rnn"]))

@@ -1,0 +1,139 @@
+"""Reading config.json: the file, and the keys that have one meaning in every family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle_server.models.config import CheckpointError, ModelConfig, RopeConfig
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The parsed config.json of a checkpoint directory.
+
+    Raises:
+        CheckpointError: the file is absent or is not a JSON object.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{directory}: no config.json here; a Hugging Face checkpoint directory is expected")
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: a JSON object is expected")
+    return raw
+
+
+def architecture_name(raw: Mapping[str, Any]) -> str | None:
+    """The first entry of `architectures`, or else `model_type`."""
+    name = (raw.get("architectures") or [raw.get("model_type")])[0]
+    return None if name is None else str(name)
+
+
+def common_config(raw: Mapping[str, Any], architecture: str, source: str) -> ModelConfig:
+    """A decoder's config without the flags of its family: no biases, no q/k norms, no windows, no MLA, no experts.
+
+    Raises:
+        CheckpointError: a required key is absent or has a value that is not supported.
+    """
+    heads = integer(raw, "num_attention_heads", source)
+    hidden = integer(raw, "hidden_size", source)
+    layers = integer(raw, "num_hidden_layers", source)
+    max_position = int(raw.get("max_position_embeddings") or 2048)
+    if raw.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"{source}: hidden_act {raw['hidden_act']!r} is not supported, only 'silu' is")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=integer(raw, "vocab_size", source),
+        hidden_size=hidden,
+        intermediate_size=integer(raw, "intermediate_size", source),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+        head_dim=int(raw.get("head_dim") or hidden // heads),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=rope_config(raw, max_position, source),
+        max_position=max_position,
+        dtype=stored_dtype(raw),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        windows=(0,) * layers,
+        eos_token_ids=token_ids(raw.get("eos_token_id")),
+        bos_token_id=raw.get("bos_token_id"),
+        nextn_layers=int(raw.get("num_nextn_predict_layers") or 0),
+    )
+
+
+def rope_config(raw: Mapping[str, Any], max_position: int, source: str) -> RopeConfig:
+    """RoPE from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`. The default base is 10000."""
+    scaling: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = scaling.get("rope_theta", raw.get("rope_theta"))
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in _ROPE_TYPES:
+        raise CheckpointError(
+            f"{source}: rope type {kind!r} is not supported; supported are default, linear, dynamic, llama3 and yarn"
+        )
+    if kind != "default" and "factor" not in scaling:
+        raise CheckpointError(f"{source}: rope type {kind!r} needs a 'factor'")
+    return RopeConfig(
+        kind=kind,
+        theta=float(10000.0 if theta is None else theta),
+        factor=float(scaling.get("factor") or 1.0),
+        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
+        original_max_position=int(scaling.get("original_max_position_embeddings") or max_position),
+        beta_fast=float(scaling.get("beta_fast") or 32.0),
+        beta_slow=float(scaling.get("beta_slow") or 1.0),
+        attention_factor=scaling.get("attention_factor"),
+        mscale=scaling.get("mscale"),
+        mscale_all_dim=scaling.get("mscale_all_dim"),
+        truncate=bool(scaling.get("truncate", True)),
+    )
+
+
+def windows_by_type(raw: Mapping[str, Any], layers: int, source: str) -> tuple[int, ...]:
+    """One sliding-window size per layer (0: full attention), from `layer_types` and `sliding_window`.
+
+    Raises:
+        CheckpointError: an unknown type, too few types, or no window size.
+    """
+    kinds, window = list(raw["layer_types"]), int(raw.get("sliding_window") or 0)
+    if len(kinds) < layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise CheckpointError(
+            f"{source}: layer_types must say 'full_attention' or 'sliding_attention' for each of {layers} layers, "
+            f"found {kinds}"
+        )
+    if "sliding_attention" in kinds and not window:
+        raise CheckpointError(f"{source}: layer_types names sliding_attention, but there is no sliding_window")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """Token ids from one id, a list of ids, or null."""
+    return tuple(value) if isinstance(value, list) else () if value is None else (int(value),)
+
+
+def integer(raw: Mapping[str, Any], key: str, source: str) -> int:
+    """The positive integer under `key`.
+
+    Raises:
+        CheckpointError: the key is absent or has another value.
+    """
+    value = raw.get(key)
+    if not isinstance(value, int) or value <= 0:
+        raise CheckpointError(f"{source}: {key} must be a positive integer, found {value!r}")
+    return value
+
+
+def stored_dtype(raw: Mapping[str, Any]) -> torch.dtype:
+    """The dtype of the stored weights; float32 if config.json names none that is known."""
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    return _DTYPES.get(name, torch.float32)

@@ -1,0 +1,61 @@
+"""The decoder of every native family: an embedding, the family's layers over paged KV, a norm and the lm_head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eagle_server.attention.interface import BoundAttention
+from eagle_server.models.config import ModelConfig
+from eagle_server.models.layers import Linear, RMSNorm, Views
+from eagle_server.models.rope import RotaryEmbedding
+from eagle_server.models.targets.interface import TargetOutput
+from eagle_server.models.targets.registry import decoder_layer
+
+
+class TargetModel(nn.Module):
+    """A `Target` of a family in the registry. `context` is the number of positions in the RoPE table."""
+
+    def __init__(self, config: ModelConfig, context: int, aux_boundaries: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.config = config
+        self.aux_boundaries = tuple(aux_boundaries)
+        self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.rope = RotaryEmbedding(config.rope, config.head_dim, context)
+        self.layers = nn.ModuleList(decoder_layer(config, index) for index in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(config.hidden_size, [("lm_head", config.vocab_size)])
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: BoundAttention) -> TargetOutput:
+        """tokens, positions [rows] -> hidden states of every row."""
+        x = F.embedding(tokens, self.embed)
+        rope = self.rope(positions, x.dtype)
+        captured: list[Tensor] = []
+        residual: Tensor | None = None
+        for boundary, layer in enumerate(self.layers):
+            if boundary in self.aux_boundaries:  # a copy, because layers may overwrite their arguments
+                captured.append(x.clone() if residual is None else residual + x)
+            x, residual = layer(x, residual, rope, attention)
+        assert residual is not None, "a target has layers"
+        hidden, stream = self.norm.after_add(x, residual)
+        if len(self.layers) in self.aux_boundaries:
+            captured.append(stream)
+        return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab] in float32."""
+        return self.lm_head(hidden).float()  # type: ignore[no-any-return]
+
+    def weight_views(self) -> Views:
+        """Every checkpoint name with its view of a parameter."""
+        yield "model.embed_tokens.weight", self.embed
+        for index, layer in enumerate(self.layers):
+            yield from layer.weight_views(f"model.layers.{index}.")  # type: ignore[operator]
+        yield "model.norm.weight", self.norm.weight
+        if not self.config.tie_word_embeddings:
+            yield from self.lm_head.weight_views("")
