@@ -98,7 +98,7 @@ def trie(draw: st.DrawFn) -> Proposal:
     shared = SharedTexts(64, depth) if draw(st.booleans()) else None
     if shared is not None:
         shared.add(draw(st.lists(st.integers(0, 2), max_size=20)), known=0)
-    drafter = NgramDrafter(NgramTries(depth, draw(st.integers(1, 11)), shared))
+    drafter = NgramDrafter(NgramTries(depth, draw(st.integers(2, 12)), shared))
     return drafter.propose(None, cast(DecodeBatch, cast(Any, batch)))
 
 
