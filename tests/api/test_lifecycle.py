@@ -81,7 +81,7 @@ def test_the_engine_dies_with_its_server(tokenizer_dir: Path, tmp_path: Path) ->
 # --- Signals ---
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_drains(tokenizer_dir: Path, tmp_path: Path, signal_number: int) -> None:
     with serving(tokenizer_dir, tmp_path / "log") as running:
         body = {"prompt": f"{SLOW}abc", "max_tokens": 40, "stream": True}

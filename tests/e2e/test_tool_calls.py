@@ -57,7 +57,11 @@ def calls_of(answer: Any) -> list[tuple[str, str]]:
 PAINT = {"type": "function", "function": {"name": "paint"}}
 
 
-@pytest.mark.parametrize(("choice", "temperature"), [("required", 1.0), (PAINT, 0.0)], ids=["required", "named"])
+@pytest.mark.parametrize(
+    ("choice", "temperature"),
+    [("required", 1.0), pytest.param(PAINT, 0.0, marks=pytest.mark.slow)],
+    ids=["required", "named"],
+)
 def test_calls_are_valid_and_the_same_without_speculation(
     client: openai.OpenAI, choice: Any, temperature: float
 ) -> None:

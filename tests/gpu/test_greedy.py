@@ -83,6 +83,7 @@ def padded_texts(padded: Pair, served: dict[str, Any], module_device: torch.devi
     return texts(padded, requests_on(module_device), **served)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", TREES, ids=NAMES)
 def test_in_bfloat16(
     padded: Pair,

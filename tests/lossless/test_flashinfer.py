@@ -5,7 +5,7 @@ That it changes no drafter's text is shown in `test_every_drafter`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from eagle_server.ops import accept, draw, indices, kv_move, mask, topk, tree, t
 from eagle_server.ops.triton_support import HAS_TRITON
 from eagle_server.request import Request
 from eagle_server.speculation import sampling
+from tests.lossless.conftest import eagle_is_slow
 from tests.lossless.pairs import Pair
 from tests.lossless.scenes import REQUESTS, SIZES, as_on_a_gpu, check, play
 from tests.lossless.test_equality import FAMILIES
@@ -27,9 +28,14 @@ from tests.support.scoring import NEAR_TIE, in_float64, slack
 KERNELS = (accept, draw, indices, kv_move, mask, sampling, topk, tree, tree_attention)  # modules that choose one
 
 
+@eagle_is_slow
 @pytest.mark.parametrize(
     ("steps", "topk", "page", "modes"),
-    [(6, 8, 1, {"verify_attention": "mask", "draft_attention": "beams"}), (4, 1, 16, {}), (1, 4, 1, {})],
+    [
+        pytest.param(6, 8, 1, {"verify_attention": "mask", "draft_attention": "beams"}, marks=pytest.mark.slow),
+        (4, 1, 16, {}),
+        (1, 4, 1, {}),
+    ],
     ids=str,
 )
 def test_captured_cycles_with_other_trees_and_modes_give_the_plain_text(
@@ -43,7 +49,8 @@ def test_captured_cycles_with_other_trees_and_modes_give_the_plain_text(
     check(pair.target, outcome, texts, engines)
 
 
-@pytest.mark.parametrize("sizes", [(), (1, 2), SIZES], ids=str)
+@eagle_is_slow
+@pytest.mark.parametrize("sizes", [pytest.param((), marks=pytest.mark.slow), (1, 2), SIZES], ids=str)
 def test_batches_beyond_the_largest_graph_are_launched_eagerly_with_the_same_text(
     pair: Pair, texts: Mapping[str, Sequence[int]], sizes: tuple[int, ...]
 ) -> None:
@@ -54,6 +61,7 @@ def test_batches_beyond_the_largest_graph_are_launched_eagerly_with_the_same_tex
     assert len(captured) == 3 * len(sizes), "extend, propose and verify for each size"
 
 
+@eagle_is_slow
 def test_the_workspace_is_large_enough_for_batches_beyond_the_largest_graph(
     pair: Pair, texts: Mapping[str, Sequence[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,14 +70,21 @@ def test_the_workspace_is_large_enough_for_batches_beyond_the_largest_graph(
     assert tokens_of(run(speculative(pair.target, pair.head, **as_on_a_gpu((1, 2))), REQUESTS)) == texts
 
 
+@eagle_is_slow
 def test_plain_decoding_is_captured_too(pair: Pair, texts: Mapping[str, Sequence[int]]) -> None:
     engine = plain(pair.target, **as_on_a_gpu())
     assert tokens_of(run(engine, REQUESTS)) == texts
     assert len(engine.worker.verifier.graphs.keys) == len(SIZES)
 
 
-@pytest.mark.parametrize("family", ["mistral, window 7", "qwen2, window 5 in one layer"])
-@pytest.mark.parametrize("modes", ["mask", "cascade", "beams"])
+def with_windows() -> Iterator[Any]:
+    """(how attention is computed, family): all of them. The quick round has every mode, and both families."""
+    for number, modes in enumerate(("mask", "cascade", "beams")):
+        for place, family in enumerate(("mistral, window 7", "qwen2, window 5 in one layer")):
+            yield pytest.param(modes, family, marks=() if place == number % 2 else (pytest.mark.slow,))
+
+
+@pytest.mark.parametrize(("modes", "family"), list(with_windows()))
 def test_sliding_windows_are_measured_along_the_path(family: str, modes: str) -> None:
     target = random_target(48, seed=3, **FAMILIES[family])
     prompts = torch.randint(1, 48, (3, 40), generator=torch.Generator().manual_seed(8)).tolist()

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from eagle_server.engine.engine import Engine
+from tests.lossless.conftest import eagle_is_slow
 from tests.lossless.pairs import Pair
 from tests.lossless.scenes import REQUESTS
 from tests.support.engines import run, speculative, tokens_of
+
+pytestmark = eagle_is_slow
 
 
 def mixed(pair: Pair, **numbers: Any) -> Engine:

@@ -14,9 +14,12 @@ from eagle_server.engine.engine import Engine
 from eagle_server.models.drafts.interface import DraftOutput
 from eagle_server.plan import CycleResult
 from eagle_server.request import FinishReason, TokenDelta, TokenLogprob
+from tests.lossless.conftest import eagle_is_slow
 from tests.lossless.pairs import Pair
 from tests.support.engines import Finished, plain, request, run, speculative
 from tests.support.scoring import in_float64, logits_of
+
+pytestmark = eagle_is_slow
 
 TOLERANCE = 1e-4
 SAMPLED = {"temperature": 1.0, "ignore_eos": True}

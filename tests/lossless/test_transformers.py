@@ -7,9 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eagle_server.request import FinishReason
+from tests.lossless.conftest import eagle_is_slow
 from tests.lossless.pairs import Pair
 from tests.support.engines import request, run, speculative
 from tests.support.scoring import NEAR_TIE, in_float64, slack
+
+pytestmark = eagle_is_slow
 
 NEW_TOKENS = 48
 

@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import scipy
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 from torch import Tensor
 
 from eagle_server.ops.gumbel import gumbel
@@ -175,16 +175,18 @@ def p_value_of_pairs(setting: Sampling) -> float:
     assert counts.keys() <= expected.keys()
     assert min(expected.values()) > 5
     statistic = sum((counts[cell] - mean) ** 2 / mean for cell, mean in expected.items())
-    return float(stats.chi2.sf(statistic, len(expected) - 1))
+    return float(scipy.stats.chi2.sf(statistic, len(expected) - 1))
 
 
-@pytest.mark.parametrize("name", LAWS)
+# The quick round has the one in which all of them are together.
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "all" else (pytest.mark.slow,)) for n in LAWS])
 def test_draws_follow_the_law_and_are_independent_between_positions(name: str) -> None:
     """130,000 pairs, 64 cells: a true distribution is refused with probability 1e-6, one at a total variation of .02 is
     missed with probability below 1e-6."""
     assert p_value_of_pairs(replace(SAMPLED, **LAWS[name])) > ALPHA
 
 
+@pytest.mark.slow
 def test_noise_that_is_a_tenth_too_small_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling_module, "gumbel", lambda *args: gumbel(*args) * 0.9)
     assert p_value_of_pairs(SAMPLED) < ALPHA

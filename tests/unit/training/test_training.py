@@ -153,6 +153,7 @@ def test_continuations_follow_the_law_of_the_target() -> None:
     assert float((found - distribution).abs().sum()) / 2 < 0.06  # total variation; sampling noise gives about 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
 def test_a_tiny_pair_loads_and_its_drafts_are_partly_right(tmp_path: Path, kind: Kind) -> None:
     pair = tiny_pair(tmp_path, kind=kind)

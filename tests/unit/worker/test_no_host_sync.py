@@ -162,8 +162,12 @@ def cycles(
     return device, engine.stats().cycles
 
 
-@pytest.mark.parametrize("topk", [1, 4])
-@pytest.mark.parametrize("modes", [{}, {"verify_attention": "cascade", "draft_attention": "beams"}], ids=str)
+TREES = (pytest.param(1, marks=pytest.mark.slow), 4)  # chains, and trees, which do all that chains do and more
+CASCADE = {"verify_attention": "cascade", "draft_attention": "beams"}
+
+
+@pytest.mark.parametrize("topk", TREES)
+@pytest.mark.parametrize("modes", [{}, pytest.param(CASCADE, marks=pytest.mark.slow)], ids=str)
 def test_no_cycle_waits_for_the_device_before_its_results_are_copied(
     monkeypatch: pytest.MonkeyPatch, topk: int, modes: dict[str, Any]
 ) -> None:
@@ -172,27 +176,28 @@ def test_no_cycle_waits_for_the_device_before_its_results_are_copied(
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
 
 
-@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize("topk", TREES)
 def test_no_cycle_of_redrafter_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, topk: int) -> None:
     device, count = cycles(monkeypatch, topk, {}, "REDRAFTER")
     assert count > 5
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
 
 
+@pytest.mark.slow
 def test_no_cycle_with_typical_acceptance_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device, count = cycles(monkeypatch, 4, {"acceptance": Typical(0.09, 0.3)})
     assert count > 5
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
 
 
-@pytest.mark.parametrize("kind", ["NGRAM", "EAGLE3", "REDRAFTER"])
+@pytest.mark.parametrize("kind", ["NGRAM", *(pytest.param(k, marks=pytest.mark.slow) for k in ("EAGLE3", "REDRAFTER"))])
 def test_no_cycle_with_ngrams_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     device, count = cycles(monkeypatch, 4, {"ngram_depth": 5}, kind)
     assert count > 5
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
 
 
-@pytest.mark.parametrize("ngram_depth", [0, 5])
+@pytest.mark.parametrize("ngram_depth", [pytest.param(0, marks=pytest.mark.slow), 5])
 def test_no_cycle_of_medusa_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, ngram_depth: int) -> None:
     choices = truncated(PRESETS["mc_sim_7b_63"], 3)
     shape = {"choices": choices, "draft_token_num": len(choices) + 1, "ngram_depth": ngram_depth}
