@@ -147,7 +147,7 @@ def wrong_start(tmp_path: Path, *flags: str, function: str = "build") -> tuple[i
     return status, failed.log.read_text().splitlines()
 
 
-@pytest.mark.parametrize("port", ["0", "x", "70000"])
+@pytest.mark.parametrize("port", ["0", *(pytest.param(port, marks=pytest.mark.slow) for port in ("x", "70000"))])
 def test_a_wrong_flag_is_one_line(tmp_path: Path, port: str) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "eagle_server", "--port", port], capture_output=True, text=True, cwd=REPOSITORY
@@ -163,6 +163,7 @@ def test_a_bad_configuration_found_by_the_engine_is_one_line(tokenizer_dir: Path
     assert not any("Traceback" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_bug_while_building_is_reported_with_its_traceback(tokenizer_dir: Path, tmp_path: Path) -> None:
     status, lines = wrong_start(tmp_path, "--model-path", str(tokenizer_dir), function="build_with_bug")
     assert status == 1

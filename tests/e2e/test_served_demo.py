@@ -218,9 +218,9 @@ async def _one(http: httpx.AsyncClient, body: dict[str, object], leaves_after: i
     [
         ["--page-size", "zero"],
         ["--model-path", "/no/such/directory"],
-        ["--speculative-num-steps", "3"],
-        ["--no-such-flag"],
-        ["--model-path", str(REPOSITORY / "docs")],
+        pytest.param(["--speculative-num-steps", "3"], marks=pytest.mark.slow),
+        pytest.param(["--no-such-flag"], marks=pytest.mark.slow),
+        pytest.param(["--model-path", str(REPOSITORY / "docs")], marks=pytest.mark.slow),
     ],
 )
 def test_wrong_flag_or_path_is_one_line_and_exit_status_2(flags: list[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.conftest import README_FLAGS, serving
 
+pytestmark = pytest.mark.slow  # a server of its own; tests/api has tools, and tests/lossless has grammars
 TEMPLATE = """\
 {% for tool in tools or [] %}{{ '<tool_call>\n{"name": "' + tool.function.name + '"}\n' }}{% endfor %}
 {% for message in messages %}{{ message.content + '\n' }}{% endfor %}"""
@@ -57,11 +58,7 @@ def calls_of(answer: Any) -> list[tuple[str, str]]:
 PAINT = {"type": "function", "function": {"name": "paint"}}
 
 
-@pytest.mark.parametrize(
-    ("choice", "temperature"),
-    [("required", 1.0), pytest.param(PAINT, 0.0, marks=pytest.mark.slow)],
-    ids=["required", "named"],
-)
+@pytest.mark.parametrize(("choice", "temperature"), [("required", 1.0), (PAINT, 0.0)], ids=["required", "named"])
 def test_calls_are_valid_and_the_same_without_speculation(
     client: openai.OpenAI, choice: Any, temperature: float
 ) -> None:

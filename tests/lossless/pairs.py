@@ -118,12 +118,17 @@ class Pairs:
 
     def texts(self, pair: Pair) -> dict[str, list[int]]:
         """What plain decoding writes for the scenes' requests; none of its draws is a near-tie. Once per target."""
-        key = sha256((pair.directory / "model.safetensors").read_bytes()).hexdigest()
+        key = weights_of(pair)
         if key not in self._texts:
             texts, exact = tokens_of(run(plain(pair.target), REQUESTS)), in_float64(pair.target)
             assert min(slack(exact, each, texts[each.request_id]) for each in REQUESTS) > NEAR_TIE
             self._texts[key] = texts
         return self._texts[key]
+
+
+def weights_of(pair: Pair) -> str:
+    """The same for pairs with the same target."""
+    return sha256((pair.directory / "model.safetensors").read_bytes()).hexdigest()
 
 
 def _tiny(kind: str, name: Kind, directory: Path) -> Pair:

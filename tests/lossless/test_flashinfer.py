@@ -101,9 +101,13 @@ def test_sliding_windows_are_measured_along_the_path(family: str, modes: str) ->
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed: its interpreter runs the kernels on a CPU")
-@pytest.mark.parametrize(("pair", "topk"), [("EAGLE", 1), ("EAGLE3", 4)], indirect=["pair"])
+@pytest.mark.parametrize(
+    ("pair", "topk", "sizes"),
+    [("EAGLE", 1, ()), pytest.param("EAGLE3", 4, (2,), marks=pytest.mark.slow)],  # launched eagerly, and captured
+    indirect=["pair"],
+)
 def test_the_gpu_kernels_in_the_cycle_give_the_plain_text(
-    pair: Pair, texts: Mapping[str, Sequence[int]], monkeypatch: pytest.MonkeyPatch, topk: int
+    pair: Pair, texts: Mapping[str, Sequence[int]], monkeypatch: pytest.MonkeyPatch, topk: int, sizes: tuple[int, ...]
 ) -> None:
     """Every operation of the cycle by its Triton kernel, interpreted."""
     launched: set[str] = set()
@@ -115,7 +119,7 @@ def test_the_gpu_kernels_in_the_cycle_give_the_plain_text(
 
         monkeypatch.setattr(module, "on_gpu", chosen)
     modes = {"verify_attention": "cascade", "draft_attention": "mask"}
-    engine = speculative(pair.target, pair.head, 2, topk, **as_on_a_gpu((2,)), **modes)
+    engine = speculative(pair.target, pair.head, 2, topk, **as_on_a_gpu(sizes), **modes)
     short = [replace_tokens(REQUESTS[i], 5) for i in (0, 6)]  # greedy, and drawn with top-k and top-p
     outcome = tokens_of(run(engine, short))
     assert outcome == {each.request_id: texts[each.request_id][:5] for each in short}

@@ -146,8 +146,8 @@ def joined() -> tuple[list[Request], dict[int, list[Request]]]:
 
 
 # Every drafter that asks the grammar. The quick round has the mixture instead of the two that it is made of.
-SLOWER = ("EAGLE3", "NGRAM, shared", "EAGLE3 static tree", "STANDALONE")
-DRAFTERS = ["MEDUSA unsorted", "REDRAFTER", "EAGLE3+NGRAM", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOWER)]
+SLOWER = ("EAGLE3", "NGRAM, shared", "EAGLE3 static tree", "STANDALONE", "REDRAFTER")
+DRAFTERS = ["MEDUSA unsorted", "EAGLE3+NGRAM", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOWER)]
 
 
 @pytest.mark.parametrize("drafting", DRAFTERS, indirect=True)

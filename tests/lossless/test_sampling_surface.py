@@ -29,6 +29,7 @@ from tests.support.sampling_reference import text_of
 from tests.support.scoring import NEAR_TIE, in_float64, logits_of
 
 pytestmark = pytest.mark.parametrize("pair", ["EAGLE3"], indirect=True, scope="session")
+slow = pytest.mark.slow
 VOCAB, LENGTH = 62, 18
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)]"
 
@@ -170,13 +171,15 @@ DRAFTERS = {build.__name__: build for build in (dynamic, static, ngram, mixture,
 PAIRINGS = [(dynamic, scene) for scene in SCENES.values()] + [
     (static, batch),
     (ngram, alone),
-    (ngram, preempted),
+    pytest.param(ngram, preempted, marks=slow),
     (mixture, batch),
-    (captured, batch),
+    pytest.param(captured, batch, marks=slow),
 ]
 
 
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize(
+    "scene", ["alone", "batch", *(pytest.param(s, marks=slow) for s in ("preempted", "prefix_hit"))]
+)
 def test_plain_text_is_the_references(pair: Pair, case: Case, scene: str) -> None:
     outcome = SCENES[scene](lambda **settings: plain(pair.target, **settings), case.requests)
     assert tokens_of(outcome) == {name: case.texts[name] for name in outcome}
@@ -228,7 +231,9 @@ PATH_DEPENDENT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PATH_DEPENDENT)
+@pytest.mark.parametrize(
+    "name", ["repetition", "words", *(pytest.param(n, marks=slow) for n in ("frequency", "presence"))]
+)
 def test_nodes_that_forget_their_path_are_caught(pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The penalizer_state of the root at every node would be a relaxed rule."""
     settings = {"temperature": 0.5, "ignore_eos": True, **PATH_DEPENDENT[name]}

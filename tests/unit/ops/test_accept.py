@@ -9,6 +9,7 @@ from torch import Tensor
 from eagle_server.ops import accept
 from eagle_server.ops.accept import verify_tree_greedy, walk_tree
 from eagle_server.ops.tree import ancestors, retrive_links
+from tests.support.covering import covering
 from tests.support.kernels import climb, each_way, generator, on_device, random_parents
 
 SIZES = [(1, 1, 0), (3, 1, 2), (3, 2, 1), (5, 6, 5), (5, 13, 4), (3, 64, 7), (2, 256, 10)]
@@ -85,8 +86,7 @@ def test_the_links_lead_to_the_first_child_that_agrees(way: str, bs: int, size: 
 
 
 @each_way
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(("bs", "size", "deepest"), SIZES[3:6])
+@pytest.mark.parametrize(("bs", "size", "deepest", "seed"), covering(SIZES[3:6], range(5), together=1))
 def test_both_walks_are_one_where_siblings_differ(way: str, bs: int, size: int, deepest: int, seed: int) -> None:
     """Where they do not, the links may lead to the sibling with the shorter continuation, but never farther."""
     case = Case(bs, size, deepest, distinct=True, seed=seed)

@@ -218,6 +218,7 @@ def test_the_command_line_trains_a_head_for_a_target_of_ones_own(
     assert "no such directory" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_demo_is_exported_in_the_published_formats(tmp_path: Path) -> None:
     torch.manual_seed(0)
     work, assets, target = tmp_path / "work", tmp_path / "demo", build_target()

@@ -48,7 +48,7 @@ def search(pair: TinyPair, data: Path, out: Path, *more: str, draft: str | None 
 
 @pytest.mark.parametrize(
     ("draft", "option"),
-    [("eagle3", "--speculative-token-tree"), ("medusa", "--medusa-choices")],
+    [("eagle3", "--speculative-token-tree"), pytest.param("medusa", "--medusa-choices", marks=pytest.mark.slow)],
     ids=["eagle3", "medusa"],
 )
 def test_the_tree_that_is_written_can_be_served_and_the_text_stays(pair, data, tmp_path, capsys, draft, option):
@@ -93,6 +93,7 @@ def worths(found: dict) -> list[float]:
     return out
 
 
+@pytest.mark.slow
 def test_without_nodes_the_fastest_is_chosen(pair, data, tmp_path, capsys):
     found = search(pair, data, tmp_path / "tree")
     last = [cost for cost in found["costs"][-1] if cost["nodes"]]
@@ -101,6 +102,7 @@ def test_without_nodes_the_fastest_is_chosen(pair, data, tmp_path, capsys):
     assert "chosen" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_drafter_whose_trees_are_its_own_is_measured_and_said_not_to_serve_one(pair, data, tmp_path, capsys):
     found = search(
         pair, data, tmp_path / "tree", "--algorithm", "NGRAM", "--nodes", "4", "--max-tokens", "80", draft=""
