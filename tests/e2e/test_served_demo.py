@@ -51,6 +51,7 @@ def test_openai_client_streams_what_it_gets_in_one_piece(served: Served) -> None
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
+@pytest.mark.slow
 def test_openai_client_gets_json_of_its_schema(served: Served) -> None:
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused")
     schema = {

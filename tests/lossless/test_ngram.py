@@ -25,9 +25,11 @@ def mixed(pair: Pair, **numbers: Any) -> Engine:
     "shape",
     [
         {"steps": 6, "topk": 1, "draft_token_num": 4, "ngram_depth": 2},  # a chain deeper than the tries
-        {"steps": 1, "topk": 2, "draft_token_num": 2, "ngram_depth": 8},  # one node for both
+        pytest.param(  # one node for both
+            {"steps": 1, "topk": 2, "draft_token_num": 2, "ngram_depth": 8}, marks=pytest.mark.slow
+        ),
         {"steps": 1, "topk": 2, "draft_token_num": 40, "ngram_depth": 9},  # more than the head can fill
-        {"steps": 4, "topk": 8, "draft_token_num": 6, "ngram_depth": 1},
+        pytest.param({"steps": 4, "topk": 8, "draft_token_num": 6, "ngram_depth": 1}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -168,7 +168,11 @@ def captured(pair: Pair, **settings: Any) -> Engine:
 
 
 DRAFTERS = {build.__name__: build for build in (dynamic, static, ngram, mixture, captured)}
-PAIRINGS = [(dynamic, scene) for scene in SCENES.values()] + [
+PAIRINGS = [
+    pytest.param(dynamic, alone, marks=slow),
+    (dynamic, batch),
+    (dynamic, preempted),
+    pytest.param(dynamic, prefix_hit, marks=slow),
     (static, batch),
     (ngram, alone),
     pytest.param(ngram, preempted, marks=slow),
@@ -244,7 +248,7 @@ def test_nodes_that_forget_their_path_are_caught(pair: Pair, name: str, monkeypa
     assert tokens_of(run(dynamic(pair), requests)) != expected
 
 
-@pytest.mark.parametrize("drafter", ["dynamic", "ngram", "mixture"])
+@pytest.mark.parametrize("drafter", [*(pytest.param(d, marks=slow) for d in ("dynamic", "ngram")), "mixture"])
 def test_requests_without_speculation_leave_it_to_their_neighbours(pair: Pair, case: Case, drafter: str) -> None:
     requests = [with_fields(each, speculative=number % 2 == 0) for number, each in enumerate(case.requests[:8])]
     outcome = run(DRAFTERS[drafter](pair), requests)

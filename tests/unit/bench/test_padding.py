@@ -76,6 +76,7 @@ def test_target_logits_are_the_demos(demo: Pair, padded: Pair, prompts: list[lis
         assert_same(target_logits(padded.target, prompt), target_logits(demo.target, prompt), 1e-4)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_head_logits_are_the_demos_along_a_draft(demo: Pair, padded: Pair, prompts: list[list[int]]) -> None:
     path = prompts[1][:6]
