@@ -99,6 +99,7 @@ def test_a_signal_drains(tokenizer_dir: Path, tmp_path: Path, signal_number: int
         assert "Traceback" not in running.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_stops_at_once(tokenizer_dir: Path, tmp_path: Path) -> None:
     with serving(tokenizer_dir, tmp_path / "log") as running:
         [engine] = running.engine_pids()
@@ -120,6 +121,7 @@ def _post_and_forget(server: Server, body: dict[str, Any]) -> None:
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE)
 
 
+@pytest.mark.slow
 def test_an_idle_server_stops_and_leaves_nothing(tokenizer_dir: Path, tmp_path: Path) -> None:
     sockets = tmp_path / "tmp"
     sockets.mkdir()
@@ -156,6 +158,7 @@ def test_a_wrong_flag_is_one_line(tmp_path: Path, port: str) -> None:
     assert len(run.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_bad_configuration_found_by_the_engine_is_one_line(tokenizer_dir: Path, tmp_path: Path) -> None:
     status, lines = wrong_start(tmp_path, "--model-path", str(tokenizer_dir), function="build_with_bad_configuration")
     assert status == 2
@@ -178,6 +181,7 @@ def test_a_directory_without_a_model_is_one_line(tmp_path: Path) -> None:
     assert not any("Traceback" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_one_line(tokenizer_dir: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -118,6 +118,7 @@ def test_flushing_makes_prompts_new_again(served: Served) -> None:
     assert httpx.get(f"{served.url}/health_generate").status_code == 200
 
 
+@pytest.mark.slow
 def test_same_seed_same_text_whatever_runs_beside_it(served: Served) -> None:
     asked = {"prompt": PROMPTS[1], "max_tokens": 32, "temperature": 1.0, "seed": 3}
 

@@ -50,7 +50,7 @@ def test_captured_cycles_with_other_trees_and_modes_give_the_plain_text(
 
 
 @eagle_is_slow
-@pytest.mark.parametrize("sizes", [pytest.param((), marks=pytest.mark.slow), (1, 2), SIZES], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in ((), SIZES))], ids=str)
 def test_batches_beyond_the_largest_graph_are_launched_eagerly_with_the_same_text(
     pair: Pair, texts: Mapping[str, Sequence[int]], sizes: tuple[int, ...]
 ) -> None:
@@ -104,7 +104,11 @@ def test_sliding_windows_are_measured_along_the_path(family: str, modes: str) ->
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed: its interpreter runs the kernels on a CPU")
 @pytest.mark.parametrize(
     ("pair", "topk", "sizes"),
-    [("EAGLE", 1, ()), pytest.param("EAGLE3", 4, (2,), marks=pytest.mark.slow)],  # launched eagerly, and captured
+    [  # launched eagerly, and captured
+        ("EAGLE3", 1, ()),
+        pytest.param("EAGLE", 1, (2,), marks=pytest.mark.slow),
+        pytest.param("EAGLE3", 4, (2,), marks=pytest.mark.slow),
+    ],
     indirect=["pair"],
 )
 def test_the_gpu_kernels_in_the_cycle_give_the_plain_text(

@@ -152,8 +152,8 @@ def undisturbed() -> dict[str, dict[str, Finished]]:
     return {}
 
 
-# The quick round has a head with KV of its own and one without, each beside the tries, which keep most by row.
-QUICK = {"EAGLE3+NGRAM", "REDRAFTER+NGRAM, shared"}
+# The quick round has a head with KV of its own beside the tries, which keep most by row.
+QUICK = {"EAGLE3+NGRAM"}
 CASES_BY_TIME = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,)) for name in CASES]
 
 

@@ -48,9 +48,10 @@ def search(pair: TinyPair, data: Path, out: Path, *more: str, draft: str | None 
 
 @pytest.mark.parametrize(
     ("draft", "option"),
-    [("eagle3", "--speculative-token-tree"), pytest.param("medusa", "--medusa-choices", marks=pytest.mark.slow)],
+    [("eagle3", "--speculative-token-tree"), ("medusa", "--medusa-choices")],
     ids=["eagle3", "medusa"],
 )
+@pytest.mark.slow
 def test_the_tree_that_is_written_can_be_served_and_the_text_stays(pair, data, tmp_path, capsys, draft, option):
     found = search(pair, data, tmp_path / "tree", "--nodes", "6", draft=draft)
     written = tmp_path / "tree" / "choices.txt"

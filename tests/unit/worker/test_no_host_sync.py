@@ -199,7 +199,8 @@ def test_no_cycle_with_ngrams_waits_for_the_device(monkeypatch: pytest.MonkeyPat
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
 
 
-@pytest.mark.parametrize("ngram_depth", [pytest.param(0, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("ngram_depth", [0, 5])
+@pytest.mark.slow
 def test_no_cycle_of_medusa_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, ngram_depth: int) -> None:
     choices = truncated(PRESETS["mc_sim_7b_63"], 3)
     shape = {"choices": choices, "draft_token_num": len(choices) + 1, "ngram_depth": ngram_depth}
