@@ -20,6 +20,7 @@ from tests.support.replay import FirstCallRecorder
 
 SIZES = (1, 2, 4)
 TREES = [{"steps": 4, "topk": 4, "nodes": 13}, {"steps": 3, "topk": 1, "nodes": 4}, {}]
+NAMES = ["tree", "chain", "plain"]
 WAYS = [
     {"verify_attention": "mask", "draft_attention": "mask"},
     {"verify_attention": "cascade", "draft_attention": "cascade"},
@@ -60,8 +61,22 @@ def stand_ins(pair: Pair, library: Any) -> dict[str, Any]:
     return {"flashinfer": library, **graphs}
 
 
-@pytest.mark.parametrize("ways", WAYS, ids=lambda ways: "-".join(ways.values()))
-@pytest.mark.parametrize("tree", TREES, ids=["tree", "chain", "plain"])
+def each_tree_each_way() -> list[Any]:
+    """(tree, ways): all of them. The quick round has the tree with the last way, and plain decoding with the first."""
+    quick = [("tree", WAYS[-1]), ("plain", WAYS[0])]
+    both = [(name, tree, ways) for name, tree in zip(NAMES, TREES, strict=True) for ways in WAYS]
+    return [
+        pytest.param(
+            tree,
+            ways,
+            id=f"{name}-{'-'.join(ways.values())}",
+            marks=() if (name, ways) in quick else (pytest.mark.slow,),
+        )
+        for name, tree, ways in both
+    ]
+
+
+@pytest.mark.parametrize(("tree", "ways"), each_tree_each_way())
 def test_a_captured_cycle_draws_what_the_same_cycle_draws_uncaptured(
     pair: Pair, library: Any, tree: dict[str, int], ways: dict[str, str]
 ) -> None:
@@ -120,8 +135,10 @@ def run_scene(engine: Engine, scene: str) -> None:
     run(engine, asked, joining=joining)
 
 
-@pytest.mark.parametrize("sizes", [SIZES, ()], ids=["graphs", "eager"])
-@pytest.mark.parametrize("tree", TREES, ids=["tree", "chain", "plain"])
+@pytest.mark.parametrize("sizes", [SIZES, pytest.param((), marks=pytest.mark.slow)], ids=["graphs", "eager"])
+@pytest.mark.parametrize(
+    "tree", [TREES[0], *(pytest.param(tree, marks=pytest.mark.slow) for tree in TREES[1:])], ids=NAMES
+)
 def test_no_cycle_waits_for_the_device_before_its_results_are_copied(
     pair: Pair, library: Any, tree: dict[str, int], sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

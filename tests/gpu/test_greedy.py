@@ -83,6 +83,7 @@ def padded_texts(padded: Pair, served: dict[str, Any], module_device: torch.devi
     return texts(padded, requests_on(module_device), **served)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", TREES, ids=NAMES)
 def test_in_bfloat16(
     padded: Pair,
@@ -95,6 +96,7 @@ def test_in_bfloat16(
     check(padded, asked, padded_texts, texts(padded, asked, **tree, **served))
 
 
+@pytest.mark.slow
 def test_a_departure_away_from_a_tie_is_noticed(padded: Pair, padded_texts: dict[str, list[int]]) -> None:
     asked = requests_on(padded.target.embed.device)
     wrong = {name: [*text[:5], (text[5] + 1) % 4096, *text[6:]] for name, text in padded_texts.items()}

@@ -21,6 +21,7 @@ from eagle_server.attention.interface import AttentionBackend, LayerSpec
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool, LatentPool
+from tests.support.covering import covering
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.paged import CPU, Case, World, causal, draft_step, replay_with, verify
 
@@ -111,9 +112,9 @@ def attend(backend: AttentionBackend, case: Case) -> float:
     return error(case.run(backend.plan(case.layout).bind(case.batch), queries), case.expected(queries))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    ("name", "phase", "heads", "kv_heads"), covering(BACKENDS, PHASES, [(4, 4), (4, 2), (6, 1)], together=2)
+)
 def test_every_backend_gives_dense_attention_in_every_phase(name: str, phase: str, heads: int, kv_heads: int) -> None:
     world = World(LAYERS, heads=heads, kv_heads=kv_heads)
     backend = BACKENDS[name](world)
@@ -229,6 +230,7 @@ def test_a_forward_cannot_run_after_another_was_bound() -> None:
         case.run(planned, case.queries())
 
 
+@pytest.mark.slow
 def test_borrowed_wrappers_come_back() -> None:
     world = World(LAYERS)
     built = flashinfer(world, EAGER)

@@ -15,6 +15,7 @@ from eagle_server.cache.pool import LatentPool
 from eagle_server.ops import tree_attention
 from eagle_server.ops.tree_attention import merge_states_torch, tree_block_attention, tree_block_attention_torch
 from eagle_server.ops.triton_support import HAS_TRITON
+from tests.support.covering import covering
 
 interpreted = pytest.mark.skipif(
     not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton and its interpreter"
@@ -115,8 +116,7 @@ def test_the_twin_computes_in_float32(dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("prefix", [True, False])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "prefix"), covering(((s,) for s in SHAPES), [True, False], together=1), ids=str)
 def test_the_kernel_equals_its_twin(shape, prefix):
     given = case(shape, torch.float32, prefix=prefix, seed=1)
     expected = given.run(tree_block_attention_torch)

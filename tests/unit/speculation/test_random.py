@@ -9,8 +9,8 @@ import math
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy import stats
 
 from eagle_server.ops.gumbel import gumbel
 from eagle_server.speculation.random import TARGET_STREAM, request_key
@@ -33,7 +33,7 @@ def dependence(one: np.ndarray, other: np.ndarray) -> float:
     """p-value of independence of two uniforms: chi-squared over the 8 x 8 cells of their joint distribution."""
     counts, _, _ = np.histogram2d(one, other, bins=8, range=[[0, 1], [0, 1]])
     expected = len(one) / 64
-    return float(stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), 63))
+    return float(scipy.stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), 63))
 
 
 def test_the_noise_is_standard_gumbel(keys: torch.Tensor) -> None:
@@ -45,7 +45,7 @@ def test_the_noise_is_standard_gumbel(keys: torch.Tensor) -> None:
     ):
         assert noise.dtype is torch.float32
         assert bool(noise.isfinite().all())
-        assert stats.kstest(noise.flatten().numpy(), stats.gumbel_r.cdf).pvalue > ALPHA
+        assert scipy.stats.kstest(noise.flatten().numpy(), scipy.stats.gumbel_r.cdf).pvalue > ALPHA
 
 
 def test_the_tail_that_picks_rare_tokens_is_right() -> None:
@@ -58,7 +58,7 @@ def test_the_tail_that_picks_rare_tokens_is_right() -> None:
             counts[threshold] += int((noise > threshold).sum())
     for threshold, count in counts.items():
         expected = values * -math.expm1(-math.exp(-threshold))
-        assert min(stats.poisson.cdf(count, expected), stats.poisson.sf(count - 1, expected)) > ALPHA / 2
+        assert min(scipy.stats.poisson.cdf(count, expected), scipy.stats.poisson.sf(count - 1, expected)) > ALPHA / 2
 
 
 @pytest.mark.parametrize("distance", [1, 2, 7, 256])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import scipy
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 from torch import Tensor
 
 from eagle_server.ops.gumbel import gumbel
@@ -171,7 +171,7 @@ def p_value_of_pairs(setting: RequestSampling) -> float:
     """Chi-squared over the joint cells of draws at two neighbouring positions, each pair under its own seed."""
     pieces = []
     for start in range(0, DRAWS, 13_000):
-        settings = [changed(setting, key=request_key(seed, 0)) for seed in range(start, start + 13_000)]
+        settings = [RequestSampling(setting.params, request_key(seed, 0)) for seed in range(start, start + 13_000)]
         logits, positions = LOGITS.expand(13_000, 2, -1).clone(), torch.tensor([[50, 51]]).expand(13_000, -1)
         pieces.append(draw(logits, positions, SamplingBatch.of(settings, CPU), span=2)[0])
     counts = Counter(map(tuple, torch.cat(pieces).tolist()))
@@ -182,21 +182,24 @@ def p_value_of_pairs(setting: RequestSampling) -> float:
     assert counts.keys() <= expected.keys()
     assert min(expected.values()) > 5
     statistic = sum((counts[cell] - mean) ** 2 / mean for cell, mean in expected.items())
-    return float(stats.chi2.sf(statistic, len(expected) - 1))
+    return float(scipy.stats.chi2.sf(statistic, len(expected) - 1))
 
 
-@pytest.mark.parametrize("name", LAWS)
+# The quick round has the one in which all of them are together.
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "all" else (pytest.mark.slow,)) for n in LAWS])
 def test_draws_follow_the_law_and_are_independent_between_positions(name: str) -> None:
     """130,000 pairs, 64 cells: a true distribution is refused with probability 1e-6, one at a total variation of .02 is
     missed with probability below 1e-6."""
     assert p_value_of_pairs(changed(SAMPLED, **LAWS[name])) > ALPHA
 
 
+@pytest.mark.slow
 def test_noise_that_is_a_tenth_too_small_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling_module, "gumbel", lambda *args: gumbel(*args) * 0.9)
     assert p_value_of_pairs(SAMPLED) < ALPHA
 
 
+@pytest.mark.slow
 def test_noise_shared_by_neighbouring_positions_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         sampling_module, "gumbel", lambda keys, positions, vocab: gumbel(keys, positions // 2 * 2, vocab)
