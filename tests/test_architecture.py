@@ -157,6 +157,23 @@ def test_models_attention_speculation_and_cache_do_not_import_in_a_circle():
     assert not graph, f"these import one another: {graph}"
 
 
+def test_no_class_name_stands_twice():
+    places: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(at(path, node))
+    twice = {class_name: found for class_name, found in places.items() if len(found) > 1}
+    assert not twice, f"one name, one class: {twice}"
+
+
+@each_module
+def test_serving_does_not_import_the_reference(path):
+    """speculation/reference.py is what tests hold serving against; trees show their retrive links by it."""
+    if name(path) not in ("speculation.tree", "speculation.reference"):
+        assert not [i for i in own_imports(path) if i.startswith("speculation.reference")]
+
+
 @each_module
 def test_imports_are_absolute(path):
     relative = [at(path, n) for n in ast.walk(tree(path)) if isinstance(n, ast.ImportFrom) and n.level]

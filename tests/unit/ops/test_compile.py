@@ -73,9 +73,6 @@ KERNELS = [
     Kernel("topk", "_merge_kernel", "fp32* i32* fp32* fp32* i64* i32 i32 i32", {"PIECES": 64, "CANDIDATES": 1024}),
     Kernel("tree_attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS, "heads"),
     Kernel("tree_attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS | MLA, "latent"),
-    Kernel(
-        "tree_attention", "_merge_kernel", "bf16* fp32* bf16* fp32* bf16* fp32* i32 i32", {"PAIRS": 8, "BLOCK": 128}
-    ),
 ]
 
 
