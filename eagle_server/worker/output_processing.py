@@ -104,8 +104,8 @@ def _chunks(
             last += 1
         if chunk.prompt_logprobs:
             rows = range(start, start + len(chunk.following))
-            count = chunk.sampling.params.logprobs or 0
-            prompt_logprobs = _logprobs(drawn.logits, rows, chunk.following, count)
+            alternatives = chunk.sampling.params.logprobs or 0
+            prompt_logprobs = _logprobs(drawn.logits, rows, chunk.following, alternatives)
         start += count
         out.append(SequenceOutput(own, 0, logprobs, prompt_logprobs, failed))
     return tuple(out)
