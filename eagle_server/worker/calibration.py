@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.merge import REFUSED, UNASKED, Union
+from eagle_server.speculation.merge import REFUSED, UNASKED, JoinedTrees
 from eagle_server.speculation.tree import EagleVerifyInput
 
 _EDGES = (UNASKED / 2, REFUSED, 0.1, 0.3, 0.6, 0.9)  # of a source's bins: unasked, refused, then by its estimate
@@ -29,7 +29,7 @@ class Calibration:
         self.accepted = torch.zeros(bins, device=device)
         self.expected = torch.zeros(bins, device=device)
 
-    def chances(self, union: Union) -> tuple[Tensor, Tensor, Tensor]:
+    def chances(self, union: JoinedTrees) -> tuple[Tensor, Tensor, Tensor]:
         """Chances float32 [bs, M] given an accepted parent; what they were made from: bins int64, priors float32."""
         first, second = union.first.clamp(min=0.0), union.second.clamp(min=0.0)
         # Two that agree err together at most half of the time that they err alone.

@@ -1,4 +1,4 @@
-"""A model drafter and n-gram tries in one tree: equal paths joined, the nodes most likely to be accepted kept."""
+"""A model drafter and n-gram tries in one tree: equal paths union, the nodes most likely to be accepted kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle_server.ops.upload import upload
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.merge import ScoredNodes, best, unite
+from eagle_server.speculation.merge import ScoredNodes, best, join_trees
 from eagle_server.speculation.tree import EagleVerifyInput, Proposal, TreeNodes
 from eagle_server.worker.batch import DecodeBatch, Prompts
 from eagle_server.worker.calibration import Calibration
@@ -58,7 +58,7 @@ class MixtureDrafter(Generic[State]):
         return self.model.extend(batch)
 
     def propose(self, draft: State, batch: DecodeBatch) -> TreeNodes:
-        """The model's candidates and the tries, joined."""
+        """The model's candidates and the tries, union."""
         tries = [self.tries.of(decode) for decode in batch.decodes]
         size = len(batch.seq_lens_host)
         numbers = upload(packed(tries, size, self.tries.budget), batch.seq_lens.device)
@@ -88,7 +88,7 @@ class MixtureDrafter(Generic[State]):
         named: dict[str, Any] = dict(zip(names, proposed, strict=True))
         found = replace(kind, **named)
         trie = ScoredNodes(numbers[0], numbers[1], numbers[2].float() / SCALE)
-        union = unite(ScoredNodes.of(found), trie, self.depth)
+        union = join_trees(ScoredNodes.of(found), trie, self.depth)
         chances, bins, priors = self.calibration.chances(union)
         nodes, order = best(union, chances, self.tries.budget, self.depth)
         return nodes.tokens, nodes.parents, bins.gather(1, order), priors.gather(1, order)
