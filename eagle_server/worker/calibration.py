@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.merge import REFUSED, UNASKED, Union
+from eagle_server.speculation.merge import REFUSED, UNASKED, JoinedTrees
 from eagle_server.speculation.tree import EagleVerifyInput
 
 _EDGES = (UNASKED / 2, REFUSED, 0.1, 0.3, 0.6, 0.9)  # bins of a source: unasked, refused, then by its estimate
@@ -30,7 +30,7 @@ class Calibration:
         self.accepted = torch.zeros(bins, device=device)
         self.expected = torch.zeros(bins, device=device)
 
-    def chances(self, union: Union) -> tuple[Tensor, Tensor, Tensor]:
+    def chances(self, union: JoinedTrees) -> tuple[Tensor, Tensor, Tensor]:
         """Chances float32 [bs, M] given an accepted parent, and their bins int64 and uncalibrated priors float32."""
         first, second = union.first.clamp(min=0.0), union.second.clamp(min=0.0)
         # If both propose a node, both are wrong at most half as often as one alone.

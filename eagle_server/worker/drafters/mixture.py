@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle_server.ops.upload import upload
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.merge import ScoredNodes, best, unite
+from eagle_server.speculation.merge import ScoredNodes, best, join_trees
 from eagle_server.speculation.tree import EagleVerifyInput, Proposal, TreeNodes
 from eagle_server.worker.batch import DecodeBatch, Prompts
 from eagle_server.worker.calibration import Calibration
@@ -86,7 +86,7 @@ class MixtureDrafter(Generic[State]):
         named: dict[str, Any] = dict(zip(names, proposed, strict=True))
         found = replace(kind, **named)
         trie = ScoredNodes(numbers[0], numbers[1], numbers[2].float() / SCALE)
-        union = unite(ScoredNodes.of(found), trie, self.depth)
+        union = join_trees(ScoredNodes.of(found), trie, self.depth)
         chances, bins, priors = self.calibration.chances(union)
         nodes, order = best(union, chances, self.tries.max_nodes, self.depth)
         return nodes.tokens, nodes.parents, bins.gather(1, order), priors.gather(1, order)

@@ -1,6 +1,6 @@
 """The noise: its distribution, its independence across keys and positions, and that it depends on nothing else.
 
-Every statistical test refuses a true distribution with probability 1e-6; the keys are fixed, so a pass stays one.
+Every statistical test rejects a correct distribution with probability 1e-6. The keys are fixed, so results repeat.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def keys() -> torch.Tensor:
 
 
 def uniform(noise: torch.Tensor) -> np.ndarray:
-    """Gumbel noise brought back to (0, 1)."""
+    """Gumbel noise mapped back to uniform noise in (0, 1)."""
     return torch.exp(-torch.exp(-noise.double())).numpy()
 
 
@@ -83,7 +83,7 @@ def test_the_test_of_independence_sees_a_shared_key(keys: torch.Tensor) -> None:
 
 
 def test_a_row_depends_on_its_key_and_position_only(keys: torch.Tensor) -> None:
-    """Not on its place in the batch, its neighbours, or how large the vocabulary is."""
+    """A row does not depend on its place in the batch, on other rows, or on the vocabulary size."""
     positions = torch.arange(SEEDS)
     whole = gumbel(keys, positions, 64)
     for row in (0, 1, 999, SEEDS - 1):
@@ -101,7 +101,7 @@ def test_keys_differ_by_seed_choice_and_stream() -> None:
 
 
 def test_the_generator_is_splitmix64() -> None:
-    """The published first outputs for state 0 are those of the counters GAMMA, 2 GAMMA, ...: a row whose mix is 0."""
+    """The published first outputs for state 0 belong to counters GAMMA, 2 GAMMA, ... These are a row with mix 0."""
     bits = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     expected = [-math.log(-math.log1p(-(value >> 11) * 2.0**-53)) for value in bits]
     noise = gumbel(torch.tensor([0]), torch.tensor([0]), 3)[0].tolist()
