@@ -38,9 +38,9 @@ class Calibration:
         agreed = agreed + (1 - agreed) * torch.minimum(first, second) / 2
         contested = (union.first == REFUSED) | (union.second == REFUSED)
         prior = torch.where(contested, agreed / 2, agreed).clamp(_LEAST, _MOST)
-        said = [torch.bucketize(opinion, self._edges) for opinion in (union.first, union.second)]
+        source_bins = [torch.bucketize(estimate, self._edges) for estimate in (union.first, union.second)]
         width = len(_EDGES) + 1
-        bins = ((union.depths.clamp(max=_DEPTHS) - 1) * width + said[0]) * width + said[1]
+        bins = ((union.depths.clamp(max=_DEPTHS) - 1) * width + source_bins[0]) * width + source_bins[1]
         ratio = (self.accepted + _PRIOR_COUNT) / (self.expected + _PRIOR_COUNT)
         corrected = prior * ratio.index_select(0, bins.view(-1)).view_as(prior)
         return corrected.clamp(_LEAST, _MOST), bins, prior

@@ -202,7 +202,7 @@ async def _one(http: httpx.AsyncClient, body: dict[str, object], leaves_after: i
             outcome.errors.append(f"status {response.status_code}: {await response.aread()!r}")
             return
         async for line in response.aiter_lines():
-            if '"error"' in line:
+            if line.startswith("data: {") and "error" in json.loads(line.removeprefix("data: ")):
                 outcome.errors.append(line)
             done = done or line == "data: [DONE]"
             seen += line.startswith("data: ")

@@ -63,12 +63,12 @@ def drafted_trees(engine: Engine, spy: SpyHead) -> list[Drafted]:
     worker, original = engine.worker, engine.worker.run
 
     def watched(plan: CyclePlan) -> CycleResult:
-        texts = {each.row: list(each.tokens) for each in engine.scheduler.running}
+        texts = {each.req_pool_index: list(each.tokens) for each in engine.scheduler.running}
         spy.runs.clear()
         result = original(plan)
         steps = spy.runs[0][1:] if plan.decodes else []
         assert len(steps) == (STEPS - 1 if plan.decodes else 0)
-        trees.extend(tree_of(texts[d.row], r, steps) for r, d in enumerate(plan.decodes))
+        trees.extend(tree_of(texts[d.req_pool_index], r, steps) for r, d in enumerate(plan.decodes))
         return result
 
     worker.run = watched  # type: ignore[method-assign]
