@@ -171,7 +171,7 @@ def test_no_drafter_guesses_what_a_grammar_refuses(drafting: Drafting, monkeypat
     assert {n: f.tokens for n, f in outcome.items()} == {n: f.tokens for n, f in expected.items()}
     compiled = Grammars(reading, 64, [63]).compile(LETTERS).result()
     for number in map(str, FOLLOWING):
-        grammar_matcher, text, guesses = compiled.follow(0, [63]), list[int](), 0
+        grammar_matcher, text, guesses = compiled.matcher(0, [63]), list[int](), 0
         for tree, tokens in [(tree, tokens) for name, tree, tokens in trees if name == number]:
             for node in range(1, 0 if tree is None else len(tree.token_ids)):
                 *path, token = path_to(tree, node)

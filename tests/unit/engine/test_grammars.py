@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from eagle_server.engine.grammars import DEEPEST, LONGEST, Compiled, Grammars
+from eagle_server.engine.grammars import DEEPEST, LONGEST, CompiledGrammar, Grammars
 from eagle_server.plan import GrammarMatcher
 from eagle_server.request import Grammar
 from eagle_server.speculation.transforms import Masks, PenalizerState, Rows
@@ -26,7 +26,7 @@ def grammars() -> Grammars:
     return Grammars(json_tokenizer, VOCAB, [0])
 
 
-def compiled(grammars: Grammars, kind: str) -> Compiled:
+def compiled(grammars: Grammars, kind: str) -> CompiledGrammar:
     return grammars.compile(GRAMMARS[kind]).result()
 
 
@@ -38,7 +38,7 @@ def root_mask(grammar_matcher: GrammarMatcher, text: list[int]) -> np.ndarray:
     return tree_masks(grammar_matcher, text, [text[-1]], [-1])[0]
 
 
-def brute_force(found: Compiled, output: list[int]) -> set[int] | None:
+def brute_force(found: CompiledGrammar, output: list[int]) -> set[int] | None:
     """The tokens that a fresh matcher accepts after `output`; None if it does not get so far."""
     import xgrammar
 
@@ -53,7 +53,7 @@ def brute_force(found: Compiled, output: list[int]) -> set[int] | None:
     return out
 
 
-def random_tree(found: Compiled, output: list[int], chance: random.Random) -> tuple[list[int], list[int]]:
+def random_tree(found: CompiledGrammar, output: list[int], chance: random.Random) -> tuple[list[int], list[int]]:
     """Nodes that a grammar allows, that it forbids, below such ones, and padding."""
     tokens, parents = [PROMPT[-1] if not output else output[-1]], [-1]
     for _ in range(14):
@@ -77,7 +77,7 @@ def path_to(tokens: list[int], parents: list[int], node: int) -> list[int]:
 @pytest.mark.parametrize("kind", GRAMMARS)
 def test_every_nodes_mask_is_what_a_fresh_matcher_accepts_there(grammars: Grammars, kind: str) -> None:
     found, chance = compiled(grammars, kind), random.Random(kind)
-    grammar_matcher: GrammarMatcher = found.follow(len(PROMPT), [0])
+    grammar_matcher: GrammarMatcher = found.matcher(len(PROMPT), [0])
     output: list[int] = []
     dead = 0
     for _ in range(5):
@@ -96,7 +96,7 @@ def test_every_nodes_mask_is_what_a_fresh_matcher_accepts_there(grammars: Gramma
 
 
 def test_the_end_stands_where_the_grammar_is_complete_and_only_there(grammars: Grammars) -> None:
-    grammar_matcher = compiled(grammars, "choice").follow(0, [0])
+    grammar_matcher = compiled(grammars, "choice").matcher(0, [0])
     spelled = [json_tokenizer().token_to_id(piece) for piece in ("12", "ab", "12", "a", "b")]
     for length in range(1, 5):
         assert 0 not in allowed(root_mask(grammar_matcher, spelled[:length]))
@@ -104,7 +104,7 @@ def test_the_end_stands_where_the_grammar_is_complete_and_only_there(grammars: G
 
 
 def test_a_lost_matcher_allows_nothing(grammars: Grammars) -> None:
-    grammar_matcher = compiled(grammars, "choice").follow(0, [0])
+    grammar_matcher = compiled(grammars, "choice").matcher(0, [0])
     assert allowed(root_mask(grammar_matcher, [1])) == set()
     assert grammar_matcher.mask([1], (2,)) is None
 

@@ -19,12 +19,14 @@ from tests.support.engines import request
 from tests.support.sampling import request_sampling
 
 GREEDY = request_sampling(temperature=0.0)
-LIMITS = SchedulerLimits(context_length=64, max_running=8, chunk_tokens=16, window=4, spec_steps=3, draft_feeds=True)
+LIMITS = SchedulerLimits(
+    context_length=64, max_running_requests=8, chunked_prefill_size=16, window=4, spec_steps=3, draft_feeds=True
+)
 
 
 def scheduler(slots: int = 200, page: int = 1, *, radix: bool = False, **limits: Any) -> Scheduler:
     allowed = replace(LIMITS, **limits)
-    table = PageTable(allowed.max_running, allowed.context_length + allowed.window, page)
+    table = PageTable(allowed.max_running_requests, allowed.context_length + allowed.window, page)
     kv = KVCacheManager(PageAllocator(slots // page, page), table, RadixCache(page) if radix else None)
     return Scheduler(allowed, kv)
 
@@ -77,7 +79,7 @@ def lengths(plan: CyclePlan) -> list[tuple[int, int]]:
 
 
 def test_a_prompt_is_prefilled_in_chunks_that_name_the_token_after_them() -> None:
-    it = scheduler(chunk_tokens=4)
+    it = scheduler(chunked_prefill_size=4)
     add(it, "a", 10)
     plans = [cycle(it)[0] for _ in range(4)]
     assert [lengths(plan) for plan in plans] == [[(0, 4)], [(4, 4)], [(8, 2)], []]
@@ -87,7 +89,7 @@ def test_a_prompt_is_prefilled_in_chunks_that_name_the_token_after_them() -> Non
 
 
 def test_decodes_keep_their_pace_while_prompts_share_the_chunk_budget() -> None:
-    it = scheduler(chunk_tokens=8)
+    it = scheduler(chunked_prefill_size=8)
     add(it, "a", 3)
     cycle(it)
     add(it, "b", 6)
@@ -103,12 +105,12 @@ def test_decodes_keep_their_pace_while_prompts_share_the_chunk_budget() -> None:
 
 
 def test_requests_are_admitted_in_order_of_arrival_as_rows_and_kv_last() -> None:
-    it = scheduler(slots=40, max_running=3)
+    it = scheduler(slots=40, max_running_requests=3)
     for name, prompt in (("a", 10), ("b", 30), ("c", 2), ("d", 2)):
         add(it, name, prompt, max_tokens=2)
     it.schedule()
     assert names(it) == (["a"], ["b", "c", "d"]), "c would fit, but b is first in line"
-    it = scheduler(slots=200, max_running=3)
+    it = scheduler(slots=200, max_running_requests=3)
     for name in "abcd":
         add(it, name, 5)
     it.schedule()
@@ -147,7 +149,7 @@ def test_the_youngest_gives_way_and_every_text_is_whole(accepted: int) -> None:
 
 
 def test_a_preempted_request_goes_before_those_that_wait_and_resumes_as_a_prompt_of_all_it_has() -> None:
-    it = scheduler(slots=46, chunk_tokens=32, max_running=2)
+    it = scheduler(slots=46, chunked_prefill_size=32, max_running_requests=2)
     add(it, "a", 16, max_tokens=8)
     add(it, "b", range(100, 114), max_tokens=12)
     add(it, "c", 3, max_tokens=1)
@@ -188,7 +190,7 @@ def test_without_a_draft_all_that_is_committed_is_cached() -> None:
 
 @pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding", "preempted"])
 def test_a_request_is_aborted_in_any_state_and_its_kv_is_free_at_once(state: str) -> None:
-    it = scheduler(slots=48, chunk_tokens=12)
+    it = scheduler(slots=48, chunked_prefill_size=12)
     add(it, "a", 12, max_tokens=18)
     add(it, "b", 18, max_tokens=14)
     if state in ("prefilling", "decoding", "preempted"):
@@ -215,7 +217,7 @@ def test_a_request_is_aborted_in_any_state_and_its_kv_is_free_at_once(state: str
 
 
 def test_rows_are_released_to_the_worker_before_another_request_has_them() -> None:
-    it = scheduler(max_running=1)
+    it = scheduler(max_running_requests=1)
     add(it, "a", 3, max_tokens=1)
     add(it, "b", 3, max_tokens=1)
     first, _ = cycle(it)
