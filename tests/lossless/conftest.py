@@ -1,4 +1,5 @@
-"""Trained tiny pairs, the drafters made of them, and the threads that tiny tensors want."""
+"""Fixtures: trained tiny pairs, their drafters and plain texts. Tests run on one thread, because the tensors are
+tiny."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ KINDS = {"EAGLE": makers.eagle, "EAGLE3": makers.eagle3}
 
 @dataclass(frozen=True)
 class Drafting:
-    """One of CASES with its pair, and the plain texts of the scenes' requests."""
+    """One of CASES with its pair, and the texts of plain decoding for the scenes' requests."""
 
     case: Case
     pair: Pair
@@ -50,7 +51,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
-    with _threads(1):  # set up before any fixture of a test
+    with _threads(1):  # session fixtures run before `_one_thread`
         yield Pairs(tmp_path_factory.mktemp("pairs"))
 
 
@@ -62,13 +63,13 @@ def pair(request: pytest.FixtureRequest, pairs: Pairs) -> Pair:
 
 @pytest.fixture
 def texts(pairs: Pairs, pair: Pair) -> dict[str, list[int]]:
-    """The plain outputs of the scenes' requests; none of their draws is a near-tie."""
+    """Outputs of plain decoding for the scenes' requests. None of their draws is a near-tie."""
     return pairs.texts(pair)
 
 
 @pytest.fixture
 def drafting(request: pytest.FixtureRequest, pairs: Pairs) -> Drafting:
-    """Indirectly parametrised by names of CASES."""
+    """A drafter by its name in CASES (indirect parametrization)."""
     case = CASES[request.param]
     pair = pairs.of(case.maker)
     return Drafting(case, pair, pairs.texts(pair))

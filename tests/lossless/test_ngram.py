@@ -1,4 +1,4 @@
-"""Mixtures with n-grams beyond what `test_every_drafter` shows: shapes of all kinds, and what they learn."""
+"""Tests of mixtures with n-grams beyond `test_every_drafter`: more tree shapes, and the calibration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.engines import run, speculative, tokens_of
 
 
 def mixed(pair: Pair, **numbers: Any) -> Engine:
-    """The pair's head with n-grams beside it."""
+    """An engine with a mixture of the pair's head and n-grams."""
     return speculative(pair.target, pair.head, **{"num_draft_tokens": 12, "ngram_depth": 5, **numbers})
 
 
@@ -22,7 +22,7 @@ def mixed(pair: Pair, **numbers: Any) -> Engine:
     "shape",
     [
         {"steps": 6, "topk": 1, "num_draft_tokens": 4, "ngram_depth": 2},  # a chain deeper than the tries
-        {"steps": 1, "topk": 2, "num_draft_tokens": 2, "ngram_depth": 8},  # one node for both
+        {"steps": 1, "topk": 2, "num_draft_tokens": 2, "ngram_depth": 8},  # one node for both sources
         {"steps": 1, "topk": 2, "num_draft_tokens": 40, "ngram_depth": 9},  # more than the head can fill
         {"steps": 4, "topk": 8, "num_draft_tokens": 6, "ngram_depth": 1},
     ],
@@ -36,7 +36,7 @@ def test_any_shape_of_a_mixture_gives_the_same_text(
     assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens
 
 
-def test_a_mixture_learns_what_to_expect_of_its_drafters(pair: Pair) -> None:
+def test_a_mixture_learns_the_acceptance_of_its_sources(pair: Pair) -> None:
     engine = mixed(pair)
     calibration = engine.worker.drafter.calibration  # type: ignore[attr-defined]
     run(engine, REQUESTS)
