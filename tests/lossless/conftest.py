@@ -1,5 +1,4 @@
-"""Fixtures: trained tiny pairs, their drafters and plain texts. Tests run on one thread, because the tensors are
-tiny."""
+"""Fixtures: trained tiny pairs, their drafters and plain texts. The tensors are tiny, so tests run on one thread."""
 
 from __future__ import annotations
 

@@ -47,8 +47,11 @@ class Walk:
 
 @dataclass(frozen=True)
 class Key:
-    """`offset`: which position's noise a node of a given depth uses, relative to the root. `reach`: how many text
-    lengths share one noise value."""
+    """Which noise a node uses.
+
+    `offset` maps the node's depth to a position relative to the root. `reach`: how many text lengths share one noise
+    value.
+    """
 
     reach: int
     offset: Callable[[int], int]

@@ -72,8 +72,7 @@ def texts_of(outcome: Mapping[str, Finished]) -> list[Text]:
 
 
 def p_value(texts: Sequence[Text], expected: Distribution) -> float:
-    """The p-value of the chi-squared statistic. The rarest cells are merged until the merged cell expects five
-    texts."""
+    """The p-value of the chi-squared statistic. The rarest cells are merged until every cell expects five texts."""
     counts = Counter(texts)
     assert counts.keys() <= expected.keys(), "a token outside the top four"
     cells = sorted(((mass * len(texts), counts[text]) for text, mass in expected.items()), reverse=True)
@@ -87,8 +86,7 @@ def p_value(texts: Sequence[Text], expected: Distribution) -> float:
 
 
 def untrained(target: TargetModel, **settings: Any) -> Engine:
-    """An engine with an untrained head. It predicts badly, so the tree is wide: about half of the cycles accept some
-    drafts."""
+    """An engine with an untrained head and a wide tree. About half of its cycles accept drafts."""
     head = random_head(target, "EAGLE3", seed=2)
     return speculative(target, head, steps=2, topk=6, num_draft_tokens=25, max_running_requests=64, **settings)
 

@@ -67,8 +67,7 @@ def test_batches_beyond_the_largest_graph_are_launched_eagerly_with_the_same_tex
 def test_the_workspace_is_large_enough_for_batches_beyond_the_largest_graph(
     pair: Pair, texts: Mapping[str, Sequence[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The workspace cannot grow once graphs hold its address. Without `_STEP` = 1, rounding hides this in a tiny
-    model."""
+    """The workspace cannot grow once graphs hold its address. `_STEP` = 1: rounding up to megabytes would hide this."""
     monkeypatch.setattr(workspace, "_STEP", 1)
     assert tokens_of(run(speculative(pair.target, pair.head, **as_on_a_gpu((1, 2))), REQUESTS)) == texts
 

@@ -56,8 +56,7 @@ def test_other_trees_give_the_plain_text_too(medusa: Pair, texts: Mapping[str, S
 
 
 def test_deep_trees_accept_more_than_one_head(medusa: Pair) -> None:
-    """Some cycles accept every depth of the tree, so all heads read the right feature and predict the right
-    position."""
+    """Cycles accept 0 to 3 tokens, so the heads read the right feature and predict the right positions."""
     engine = engine_of(medusa.target, medusa.head, MC_SIM)
     outcome = run(engine, REQUESTS)
     lengths: list[int] = []

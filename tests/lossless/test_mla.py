@@ -1,5 +1,4 @@
-"""A DeepSeek target with latent KV and its own MTP layer as the draft: output with speculation equals output
-without."""
+"""A DeepSeek target with latent KV and its MTP layer as the draft: output with speculation equals output without."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ def pair(pairs: Pairs) -> Pair:
 
 
 def test_the_context_is_the_feature_before_each_verified_token(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The context is the target's hidden state at the position before verified_id, for any number of accepted
-    tokens."""
+    """The context is the target's hidden state at the position before verified_id, whatever was accepted."""
     seen: list[tuple[int, int, Tensor]] = []
     propose = RedrafterDrafter.propose
 
