@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -16,6 +18,25 @@ os.environ["MPLBACKEND"] = "Agg"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where there is no GPU, Triton's kernels run in its interpreter, on CPU tensors. It looks when it is imported.
 os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists() else "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_for_small_models() -> Iterator[None]:
+    """Engines built by their options take two threads, which spin at every short operation and take each other's cores.
+
+    Torch is left alone where no test of this run has imported it.
+    """
+    if "torch" not in sys.modules:
+        yield
+        return
+    import torch
+
+    from eagle_server.engine import devices
+
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "SMALL_MODEL_THREADS", 1)
+        yield
 
 
 def pytest_configure() -> None:

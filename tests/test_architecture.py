@@ -5,11 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "eagle_server"
@@ -109,7 +107,20 @@ def at(path: Path, node: ast.AST) -> str:
     return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
 
 
-each_module = pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def each_module(check: Callable[[Path], None]) -> Callable[[], None]:
+    """One test of a rule that holds for every module, and that names all offenders: cheaper than one test each."""
+
+    def test() -> None:
+        offenders = []
+        for path in MODULES:
+            try:
+                check(path)
+            except AssertionError as error:
+                offenders.append(f"{path.relative_to(PACKAGE)}: {error}")
+        assert not offenders, "\n".join(offenders)
+
+    test.__name__, test.__doc__ = check.__name__, check.__doc__
+    return test
 
 
 @each_module
@@ -144,6 +155,23 @@ def test_models_attention_speculation_and_cache_do_not_import_in_a_circle():
         for peer in leaves:
             del graph[peer]
     assert not graph, f"these import one another: {graph}"
+
+
+def test_no_class_name_stands_twice():
+    places: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(at(path, node))
+    twice = {class_name: found for class_name, found in places.items() if len(found) > 1}
+    assert not twice, f"one name, one class: {twice}"
+
+
+@each_module
+def test_serving_does_not_import_the_reference(path):
+    """speculation/reference.py is what tests hold serving against; trees show their retrive links by it."""
+    if name(path) not in ("speculation.tree", "speculation.reference"):
+        assert not [i for i in own_imports(path) if i.startswith("speculation.reference")]
 
 
 @each_module

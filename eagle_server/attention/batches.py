@@ -1,4 +1,4 @@
-"""Attention batches: what every forward reads from and writes to paged KV. All batches are assembled here.
+"""Attention batches: which KV slots each forward reads and writes. All batches are made here.
 
     forward         rows per request      slots read                        mask
     prompt chunks   the chunk             prefix and chunk                  causal
@@ -7,9 +7,8 @@
     static level    nodes with children   prefix and the draft's window     each node's ancestors
     verify          draft_token_num       prefix and the tree's window      the tree's mask; causal for a chain
 
-The host plans a forward from its `Layout`. The batch has the device's side. As in SGLang, a speculative forward brings
-a `spec_info`, and the backend asks it for qo_indptr, kv_indptr and kv_indices (`attn_args_prefill`,
-`attn_args_decode`).
+The host plans a forward from its `Layout`. The batch holds the device tensors. As in SGLang, a speculative forward has
+a `spec_info`, which computes qo_indptr, kv_indptr and kv_indices (`attn_args_prefill`, `attn_args_decode`).
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from eagle_server.attention.interface import (
 from eagle_server.ops.indices import build_beam_kv_indices, build_kv_indices
 from eagle_server.ops.upload import upload
 
-# Arguments of FlashInfer's plan and run, from the device's tensors.
+# Arguments of FlashInfer's plan and run, computed on the device.
 
 
 def attn_args_prefill(batch: AttentionBatch, out: Tensor | None = None) -> AttnArgs:
-    """kv_indices, kv_indptr, qo_indptr and mask of a forward. `out` as in `kv_arguments`."""
+    """kv_indices, kv_indptr, qo_indptr and mask of a forward. `out`: see `kv_arguments`."""
     total = sum(batch.layout.kv_lens)
     if batch.spec_info is not None:
         return batch.spec_info.generate_attn_arg_prefill(
@@ -48,7 +47,7 @@ def attn_args_prefill(batch: AttentionBatch, out: Tensor | None = None) -> AttnA
 
 
 def attn_args_decode(batch: AttentionBatch, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """kv_indices, kv_indptr and qo_indptr of a draft step, each node a decode query. `out` as in `kv_arguments`."""
+    """kv_indices, kv_indptr and qo_indptr of a draft step. Each node is a decode query. `out`: see `kv_arguments`."""
     if isinstance(batch.spec_info, DraftStepInput):
         return batch.spec_info.generate_attn_arg_decode(
             batch.req_pool_indices, batch.spec_lens, batch.req_to_token, out
@@ -69,9 +68,9 @@ def kv_arguments(
 
     Args:
         kv_lens: int64 [bs], how many slots each request reads.
-        kv_lens_sum: their sum, if the host knows it; without it the device is asked, which waits.
-        out: int32, a buffer of at least that size, which the index kernel fills from the front. It is returned whole:
-            its shape follows from no length, so a CUDA graph may hold the call.
+        kv_lens_sum: their sum, if the host knows it. Without it the sum is read from the device, which synchronizes.
+        out: int32 buffer of at least that size. The index kernel fills it from the front, and the whole buffer is
+            returned. Its shape does not depend on the lengths, so a CUDA graph may capture the call.
     """
     kv_indptr = indptr_of(kv_lens)
     if out is not None:
@@ -92,11 +91,11 @@ def beam_arguments(
     seen: int,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """kv_indices, kv_indptr and qo_indptr of bs * topk decode queries with a list of slots each.
+    """kv_indices, kv_indptr and qo_indptr of bs * topk decode queries, each with its own list of slots.
 
-    Query (b, k) reads seq_lens[b] + seen slots: the prefix, then the window slots that lineage bool [bs, topk, W]
-    marks, `seen` of them in each row. Without a buffer `out` the result has its exact size, and the device is asked for
-    it.
+    Query (b, k) reads seq_lens[b] + seen slots: the prefix, then the window slots marked in lineage bool
+    [bs, topk, W]. Each lineage row marks `seen` slots. Without a buffer `out` the result has its exact size, and that
+    size is read from the device, which synchronizes.
     """
     bs, topk, _ = lineage.shape
     if out is None:
@@ -117,16 +116,15 @@ def even_indptr(count: int, rows: int, device: torch.device) -> Tensor:
     return torch.arange(0, count * rows + 1, rows, dtype=torch.int32, device=device)
 
 
-# Batches and layouts, forward by forward.
+# The batch and layout of each forward.
 
 
 def prefill_batch(
     req_pool_indices: Tensor, kv_lens: Tensor, req_to_token: Tensor, mask: Causal | TreeMask, layout: Layout
 ) -> AttentionBatch:
-    """Prompt chunks: the last q_lens of kv_lens positions are the queries. Also what other forwards without a spec_info
-    are.
+    """Prompt chunks, and all other forwards without a spec_info. The queries are the last q_lens of kv_lens positions.
 
-    Where all requests have as many queries, nothing but `layout.q_len` is taken from the host, so that a captured graph
+    If all requests have the same number of queries, only `layout.q_len` comes from the host, so a captured graph
     replays with other lengths.
     """
     if layout.q_len is not None:
@@ -139,7 +137,7 @@ def prefill_batch(
 
 
 def extend_layout(seq_lens: Sequence[int], accept_lengths: Sequence[int], width: int) -> Layout:
-    """Draft-extend with `width` rows for every request, the first accept_length of which count."""
+    """Draft-extend with `width` rows per request. Only the first accept_length rows are used; the rest is padding."""
     lens = zip(seq_lens, accept_lengths, strict=True)
     return Layout((width,) * len(seq_lens), tuple(n - count + width for n, count in lens))
 
@@ -147,22 +145,22 @@ def extend_layout(seq_lens: Sequence[int], accept_lengths: Sequence[int], width:
 def extend_batch(
     draft: SpecInput, first: Tensor, req_pool_indices: Tensor, req_to_token: Tensor, layout: Layout
 ) -> AttentionBatch:
-    """Draft-extend of an EagleDraftInput: rows at positions first int64 [bs] and after, causal."""
+    """Draft-extend of an EagleDraftInput, causal. The rows start at position first, int64 [bs]."""
     width = layout.q_lens[0]
     return _speculative(draft, req_pool_indices, first + width, first + width, first, req_to_token, layout)
 
 
 def draft_layout(seq_lens: Sequence[int], forwards: int, topk: int) -> Layout:
-    """Every draft step of requests of these lengths: one plan serves all `forwards` of them.
+    """One layout for all draft steps of requests with these lengths, so one plan serves all `forwards` steps.
 
-    Each step reads the whole window. The columns of later steps are masked, and must hold finite numbers.
+    Each step reads the whole window. The columns of later steps are masked, but must hold finite numbers.
     """
     window = forwards * topk
     return Layout((topk,) * len(seq_lens), tuple(length + window for length in seq_lens), window=window)
 
 
 def beam_layout(seq_lens: Sequence[int], step: int, topk: int) -> Layout:
-    """Draft step `step` alone, for backends that give each node a list of the slots it reads."""
+    """One draft step, for backends that give each node its own list of slots."""
     window = (step + 1) * topk
     lens = tuple(length + window for length in seq_lens)
     return Layout((topk,) * len(lens), lens, window=window, seen=step + 1)
@@ -171,28 +169,28 @@ def beam_layout(seq_lens: Sequence[int], step: int, topk: int) -> Layout:
 def draft_step_batch(
     draft: SpecInput, step: int, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor, layout: Layout
 ) -> AttentionBatch:
-    """Draft step `step` of an EagleDraftInput: topk rows, which write window slots step * topk and after."""
+    """Draft step `step` of an EagleDraftInput: topk rows. They write the window slots from step * topk on."""
     assert layout.window is not None
     kv_lens, first = seq_lens + layout.window, seq_lens + step * layout.q_lens[0]
     return _speculative(draft, req_pool_indices, seq_lens, kv_lens, first, req_to_token, layout)
 
 
 def static_level_layout(seq_lens: Sequence[int], rows: int, window: int) -> Layout:
-    """A level of a static tree, of which `rows` nodes are fed. The window has a slot for every fed node of the tree."""
+    """A level of a static tree that feeds `rows` nodes. The window has one slot per fed node of the whole tree."""
     return Layout((rows,) * len(seq_lens), tuple(length + window for length in seq_lens), window=window)
 
 
-def static_level_batch(  # noqa: PLR0913, PLR0917  the mask comes with where it begins
+def static_level_batch(  # noqa: PLR0913, PLR0917  `start` belongs to the mask
     mask: TreeMask, start: int, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor, layout: Layout
 ) -> AttentionBatch:
-    """A level of a static tree: its fed nodes write window slots `start` and after."""
+    """A level of a static tree. Its fed nodes write the window slots from `start` on."""
     assert layout.window is not None
     out_cache_loc = cache_locations(req_pool_indices, seq_lens + start, layout.q_lens[0], req_to_token)
     return AttentionBatch(req_pool_indices, seq_lens + layout.window, req_to_token, out_cache_loc, mask, layout)
 
 
 def verify_layout(seq_lens: Sequence[int], draft_token_num: int, topk: int) -> Layout:
-    """The verify forward of requests of these lengths, before their trees are known."""
+    """The verify forward of requests with these lengths. The trees need not be known yet."""
     lens = tuple(length + draft_token_num for length in seq_lens)
     return Layout((draft_token_num,) * len(lens), lens, window=None if topk == 1 else draft_token_num)
 
@@ -206,9 +204,9 @@ def verify_batch(
 
 
 def cache_locations(req_pool_indices: Tensor, first: Tensor, count: int, req_to_token: Tensor) -> Tensor:
-    """Slots int64 [bs * count] of positions first int64 [bs] and the count - 1 after."""
+    """Slots int64 [bs * count] of `count` positions per request, starting at first, int64 [bs]."""
     places = first[:, None] + torch.arange(count, device=first.device)
-    return req_to_token[req_pool_indices[:, None], places].view(-1).long()  # a whole row may be half a megabyte
+    return req_to_token[req_pool_indices[:, None], places].view(-1).long()  # whole rows may have 0.5 MB each
 
 
 def _speculative(  # noqa: PLR0913, PLR0917

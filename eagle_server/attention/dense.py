@@ -1,4 +1,4 @@
-"""Dense causal attention over equal-length sequences without a KV pool: what training runs, and tests compare with."""
+"""Dense causal attention over sequences of equal length, without a KV pool: for training, and as reference in tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from eagle_server.attention.interface import LayerSpec
 
 @dataclass(frozen=True)
 class DenseCausal:
-    """Rows are `batch` sequences of one length, concatenated. `bias` [length, length] replaces plain causality."""
+    """The rows are `batch` concatenated sequences of equal length. `bias` [length, length] replaces the causal mask."""
 
     batch: int
     bias: Tensor | None = None

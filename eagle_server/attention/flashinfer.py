@@ -1,10 +1,11 @@
 """The flashinfer backend: multi-head and grouped-query attention on NVIDIA GPUs.
 
-Causal forwards need no mask; single rows go to the decode kernels. A tree is either a bit mask over prefix and window,
-or a cascade: the prefix without a mask, the tree's block by our own kernel, merged by their log-sum-exp. A sliding
-window under a tree is counted by depth, which only a mask can say: layers with one keep the mask when the others
-cascade. A draft step may also run as decode queries, one per node with its own list of slots; positions along such a
-list are consecutive, so that sliding windows need nothing more.
+Causal forwards need no mask; those with one query row per request use the decode kernels. A tree forward uses either a
+bit mask over prefix and window, or a cascade. In a cascade FlashInfer computes the prefix without a mask, our own
+kernel computes the tree's block, and both are merged by their log-sum-exp. In a tree, sliding windows are measured by
+depth, which only a mask can express. So layers with a sliding window use the mask even if the others cascade. A draft
+step may also run as decode queries: one per node, each with its own list of slots. Positions in such a list are
+consecutive, so sliding windows work there unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from eagle_server.attention.flashinfer_forward import FlashInferBackend, Form, Wrapper
+from eagle_server.attention.flashinfer_forward import FlashInferBackend, Wrapper, WrapperKind
 from eagle_server.attention.flashinfer_scratch import AttentionLimits, Mode, int_buffer
 from eagle_server.attention.flashinfer_wrappers import DecodeWrapper, Heads, PagedWrapper, plan_arguments
 from eagle_server.attention.interface import Layout
@@ -26,17 +27,17 @@ __all__ = ["FlashInferAttention", "AttentionLimits", "Workspace", "flashinfer_mo
 
 TreeMode = Literal["mask", "cascade", "beams", "auto"]
 
-# "auto" is a cascade from this many KV slots on, else a mask, which costs rows * kv_len bits, read in every tile.
-# Not measured yet.
+# "auto" means a cascade if a request has at least this many KV slots, else a mask. A mask has rows * kv_len bits, which
+# every tile reads. The threshold has not been measured yet.
 CASCADE_FROM = 4096
 
-TENSOR_CORES_FROM = 2  # query heads per KV head from which decode runs on tensor cores
-HEAD_DIMS = (64, 128, 256, 512)  # that fa2 has kernels for
+TENSOR_CORES_FROM = 2  # decode uses tensor cores from this many query heads per KV head
+HEAD_DIMS = (64, 128, 256, 512)  # the head sizes of fa2's kernels
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
 def flashinfer_module() -> Any:
-    """FlashInfer itself. Raises ImportError with what to install."""
+    """The module flashinfer. Raises an ImportError that says what to install."""
     try:
         return importlib.import_module("flashinfer")
     except ImportError as error:
@@ -44,7 +45,7 @@ def flashinfer_module() -> Any:
 
 
 def check_dtype(dtype: torch.dtype, module: Any) -> None:
-    """Refuse what FlashInfer has no kernels for; a stand-in with `any_dtype` and `any_head_dim` computes everything."""
+    """Raise ValueError if FlashInfer has no kernels for this dtype. A test's stand-in may have `any_dtype`."""
     if dtype not in _DTYPES and not getattr(module, "any_dtype", False):
         raise ValueError(
             f"FlashInfer's kernels compute in float16 and bfloat16, not {dtype}: choose --dtype bfloat16, "
@@ -56,14 +57,14 @@ class FlashInferAttention(FlashInferBackend):
     """`AttentionBackend` over a `KVPool`.
 
     Args:
-        pool: where K and V live; head sizes, dtype and device are its own.
+        pool: holds K and V. It gives head size, dtype and device.
         workspace: shared with the process's other backends.
-        heads: query heads.
-        specs: (scale, sliding window or 0) of every layer, duplicates allowed. Each distinct one is planned apart.
-        limits: the largest forward, and which are static.
-        verify: how tree forwards are computed, "mask", "cascade" or "auto".
-        draft: the same for draft steps, where there is "beams" too.
-        module: FlashInfer, or what stands in for it (tests).
+        heads: number of query heads.
+        specs: (scale, sliding window or 0) of every layer, duplicates allowed. Each distinct spec has its own plan.
+        limits: the size of the largest forward, and which forwards have static buffers.
+        verify: how tree forwards are computed: "mask", "cascade" or "auto".
+        draft: how draft steps are computed: as `verify`, or "beams".
+        module: FlashInfer, or a stand-in for tests.
 
     Raises:
         ValueError: FlashInfer has no kernels for the dtype or head size, or a mode is unknown.
@@ -102,39 +103,39 @@ class FlashInferAttention(FlashInferBackend):
             chosen = "cascade" if max(layout.kv_lens) >= CASCADE_FROM else "mask"
         return "mask" if chosen == "cascade" and sliding else chosen
 
-    def make(self, form: Form) -> Wrapper:
-        return self._decode(form) if form.mode in ("decode", "beams") else self._prefill(form)
+    def make(self, kind: WrapperKind) -> Wrapper:
+        return self._decode(kind) if kind.mode in ("decode", "beams") else self._prefill(kind)
 
-    def _prefill(self, form: Form) -> PagedWrapper:
-        scale, sliding = form.spec
-        masked = form.mode == "mask"
+    def _prefill(self, kind: WrapperKind) -> PagedWrapper:
+        scale, sliding = kind.spec
+        masked = kind.mode == "mask"
         arguments = plan_arguments(self._heads, scale, 0 if masked else sliding)
-        arguments |= {"head_dim_qk": self._heads.head_dim, "causal": form.mode == "prefill"}
-        buffers: dict[str, Any] = {"use_cuda_graph": form.static, "backend": "auto" if form.long else "fa2"}
-        if form.static:
+        arguments |= {"head_dim_qk": self._heads.head_dim, "causal": kind.mode == "prefill"}
+        buffers: dict[str, Any] = {"use_cuda_graph": kind.static, "backend": "auto" if kind.long else "fa2"}
+        if kind.static:
             device = self.workspace.device
-            arguments["uniform_q_len"] = form.rows
+            arguments["uniform_q_len"] = kind.rows
             buffers |= {
-                "qo_indptr_buf": int_buffer(form.batch + 1, device),
-                "paged_kv_indptr_buf": int_buffer(form.batch + 1, device),
-                "paged_kv_indices_buf": self.scratch.slots(form.mode, form.batch, form.rows),
-                "paged_kv_last_page_len_buf": int_buffer(form.batch, device),
+                "qo_indptr_buf": int_buffer(kind.batch + 1, device),
+                "paged_kv_indptr_buf": int_buffer(kind.batch + 1, device),
+                "paged_kv_indices_buf": self.scratch.slots(kind.mode, kind.batch, kind.rows),
+                "paged_kv_last_page_len_buf": int_buffer(kind.batch, device),
             }
         if masked:
-            mask = self.scratch.mask(form.batch, form.rows, sliding)
+            mask = self.scratch.mask(kind.batch, kind.rows, sliding)
             buffers |= {"custom_mask_buf": mask.bits, "mask_indptr_buf": mask.indptr}
         wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(self.workspace.buffer, "NHD", **buffers)
-        return PagedWrapper(wrapper, self.workspace, arguments, static=form.static)
+        return PagedWrapper(wrapper, self.workspace, arguments, static=kind.static)
 
-    def _decode(self, form: Form) -> DecodeWrapper:
-        arguments = plan_arguments(self._heads, *form.spec) | {"head_dim": self._heads.head_dim}
-        buffers: dict[str, Any] = {"use_cuda_graph": form.static, "backend": "fa2"}
-        if form.static:
+    def _decode(self, kind: WrapperKind) -> DecodeWrapper:
+        arguments = plan_arguments(self._heads, *kind.spec) | {"head_dim": self._heads.head_dim}
+        buffers: dict[str, Any] = {"use_cuda_graph": kind.static, "backend": "fa2"}
+        if kind.static:
             device = self.workspace.device
-            queries = form.batch * form.rows
+            queries = kind.batch * kind.rows
             buffers |= {
                 "paged_kv_indptr_buffer": int_buffer(queries + 1, device),
-                "paged_kv_indices_buffer": self.scratch.slots(form.mode, form.batch, form.rows),
+                "paged_kv_indices_buffer": self.scratch.slots(kind.mode, kind.batch, kind.rows),
                 "paged_kv_last_page_len_buffer": int_buffer(queries, device),
             }
         wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(
@@ -143,14 +144,15 @@ class FlashInferAttention(FlashInferBackend):
             use_tensor_cores=self._heads.heads // self._heads.kv_heads >= TENSOR_CORES_FROM,
             **buffers,
         )
-        return DecodeWrapper(wrapper, self.workspace, arguments, static=form.static)
+        return DecodeWrapper(wrapper, self.workspace, arguments, static=kind.static)
 
 
 def _eager_floats(head_dim: int, device: torch.device) -> int:
-    """The most float workspace, in bytes, that plans without static buffers need.
+    """An upper bound of the float workspace, in bytes, for plans without static buffers.
 
-    Without CUDA graphs fa2 splits KV only while its tiles number at most 2 * SMs / kv_heads, of at most 128 query rows
-    times heads of a group: so heads drop out (PrefillPlanImpl in flashinfer/attention/scheduler.cuh).
+    Without CUDA graphs fa2 splits KV only if it has at most 2 * SMs / kv_heads tiles. A tile has at most 128 rows:
+    query rows times the query heads of one KV head. So the bound does not depend on the number of heads
+    (PrefillPlanImpl in flashinfer/attention/scheduler.cuh).
     """
     if device.type != "cuda":
         return 0

@@ -1,10 +1,10 @@
-"""What the FlashInfer backends have in common: which wrapper serves which forward, and the two steps of planning one.
+"""The base class of the FlashInfer backends, with its attention plan and bound attention: which wrapper runs what.
 
-Static buffers and CUDA graphs: forwards with as many query rows for every request (`AttentionLimits.graph_rows`) and a
-batch size of `AttentionLimits.graph_batches` get wrappers of their own, made once and found again by `graph_key`.
-`plan` plans them on the host before every forward; a graph captured with `bind` and `run` of the first such forward
-replays for all later ones, because every address stays, and lengths, slots and masks are read from device memory. All
-other forwards borrow wrappers that return when they are done.
+Static buffers and CUDA graphs. A forward may be captured if all its requests have the same number of query rows, one of
+`AttentionLimits.graph_rows`, and its batch size is one of `AttentionLimits.graph_batches`. Such forwards have their own
+wrappers, which are made once and looked up by `graph_key`. `plan` runs on the host before every forward. A graph
+captures `bind` and `run` of the first forward and replays for all later ones: no address changes, and lengths, slots
+and masks are read from device memory. All other forwards borrow wrappers and return them when their plan is deleted.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import Pool
 from eagle_server.ops.tree_attention import tree_block_attention
 
-LONG_ROWS = 64  # a causal forward with a request of at least so many rows is one of prompt chunks
+LONG_ROWS = 64  # a causal forward counts as prompt chunks if a request has at least this many query rows
 
 
 @dataclass(frozen=True)
-class Form:
-    """What a wrapper is made for: wrappers of one form are interchangeable. batch 0: any."""
+class WrapperKind:
+    """The properties that a wrapper is made for. Wrappers of one kind are interchangeable. batch 0: any batch size."""
 
     mode: Mode
     spec: tuple[float, int]  # scale, sliding window
     batch: int = 0
     rows: int = 0
     static: bool = False
-    long: bool = False  # prompt chunks, where another kernel may be the best
+    long: bool = False  # prompt chunks, for which FlashInfer may choose another kernel
 
 
 class Wrapper(Protocol):
-    """`PagedWrapper`, or MLA's."""
+    """A `PagedWrapper` or an `MLAWrapper`."""
 
     fence: Fence
 
@@ -52,7 +52,7 @@ class Wrapper(Protocol):
 
 
 class FlashInferBackend(ABC):
-    """`AttentionBackend` over one pool; a subclass says how a forward is computed and makes the wrappers."""
+    """`AttentionBackend` over one pool. A subclass chooses how a forward is computed and makes the wrappers."""
 
     def __init__(
         self, pool: Pool, workspace: Workspace, specs: Collection[tuple[float, int]], limits: AttentionLimits
@@ -60,19 +60,19 @@ class FlashInferBackend(ABC):
         self.pool, self.workspace, self.limits = pool, workspace, limits
         self.specs = tuple(dict.fromkeys(specs))
         self.scratch = Scratch(limits, pool.keys[0].device)
-        self._kept: dict[Hashable, _Kept] = {}
-        self._free: defaultdict[Form, list[Wrapper]] = defaultdict(list)
+        self._static: dict[Hashable, _StaticWrappers] = {}
+        self._free: defaultdict[WrapperKind, list[Wrapper]] = defaultdict(list)
 
     @abstractmethod
     def mode(self, layout: Layout, sliding: int) -> Mode:
-        """How layers with this sliding window compute the forward."""
+        """The mode in which layers with this sliding window compute the forward."""
 
     @abstractmethod
-    def make(self, form: Form) -> Wrapper:
+    def make(self, kind: WrapperKind) -> Wrapper:
         """A new wrapper."""
 
     def plan(self, layout: Layout) -> FlashInferPlan:
-        """See `AttentionBackend.prepare`.
+        """See `AttentionBackend.plan`.
 
         Raises:
             ValueError: the forward is larger than `limits`.
@@ -82,39 +82,39 @@ class FlashInferBackend(ABC):
         static = batch in limits.graph_batches and rows in limits.graph_rows
         modes = tuple(self.mode(layout, sliding) for _, sliding in self.specs)
         both = zip(self.specs, modes, strict=True)
-        forms = tuple(self._form(layout, spec, mode, static=static) for spec, mode in both)
+        kinds = tuple(self._kind(layout, spec, mode, static=static) for spec, mode in both)
         key = (modes, batch, rows, layout.window, layout.seen) if static else None
-        kept = None
+        shared = None
         if key is None:
-            wrappers = tuple(self._borrow(form) for form in forms)
+            wrappers = tuple(self._borrow(kind) for kind in kinds)
         else:
-            kept = self._kept.get(key)
-            if kept is None:
-                kept = self._kept[key] = _Kept(tuple(self.make(form) for form in forms))
-            kept.plans += 1
-            wrappers = kept.wrappers
-        for wrapper, (lengths, slots) in zip(wrappers, _planned(self.scratch, layout, modes), strict=True):
+            shared = self._static.get(key)
+            if shared is None:
+                shared = self._static[key] = _StaticWrappers(tuple(self.make(kind) for kind in kinds))
+            shared.plans += 1
+            wrappers = shared.wrappers
+        for wrapper, (lengths, slots) in zip(wrappers, _plan_inputs(self.scratch, layout, modes), strict=True):
             wrapper.plan(lengths, slots)
-        prepared = FlashInferPlan(self, layout, modes, wrappers, key, kept)
+        plan = FlashInferPlan(self, layout, modes, wrappers, key, shared)
         if key is None:
-            for form, wrapper in zip(forms, wrappers, strict=True):
-                weakref.finalize(prepared, self._free[form].append, wrapper).atexit = False
-        return prepared
+            for kind, wrapper in zip(kinds, wrappers, strict=True):
+                weakref.finalize(plan, self._free[kind].append, wrapper).atexit = False
+        return plan
 
-    def _form(self, layout: Layout, spec: tuple[float, int], mode: Mode, *, static: bool) -> Form:
+    def _kind(self, layout: Layout, spec: tuple[float, int], mode: Mode, *, static: bool) -> WrapperKind:
         batch, rows = len(layout.q_lens), layout.q_len or 0
-        # A masked wrapper keeps our buffers only if it believes in CUDA graphs, for one batch size and number of rows.
+        # A masked wrapper uses our buffers only with use_cuda_graph, which fixes its batch size and number of rows.
         if static or mode == "mask":
-            return Form(mode, spec, batch, rows, static=True)
-        return Form(mode, spec, long=mode == "prefill" and max(layout.q_lens) >= LONG_ROWS)
+            return WrapperKind(mode, spec, batch, rows, static=True)
+        return WrapperKind(mode, spec, long=mode == "prefill" and max(layout.q_lens) >= LONG_ROWS)
 
-    def _borrow(self, form: Form) -> Wrapper:
-        """A wrapper that nobody uses. Waiting for the device would cost more than another wrapper."""
-        free = self._free[form]
+    def _borrow(self, kind: WrapperKind) -> Wrapper:
+        """A free wrapper, or a new one if all are in use. Waiting for the device would cost more than a new one."""
+        free = self._free[kind]
         for i, wrapper in enumerate(free):
             if wrapper.fence.passed():
                 return free.pop(i)
-        return self.make(form)
+        return self.make(kind)
 
     def _check(self, layout: Layout) -> None:
         batch, longest, limits = len(layout.q_lens), max(layout.kv_lens), self.limits
@@ -128,15 +128,15 @@ class FlashInferBackend(ABC):
 
 
 @dataclass
-class _Kept:
-    """The wrappers of one graph key, and how often they were planned."""
+class _StaticWrappers:
+    """The wrappers of one graph key, and how often they have been planned."""
 
     wrappers: tuple[Wrapper, ...]
     plans: int = 0
 
 
 class FlashInferPlan:
-    """See `AttentionPlan`. Wrappers and modes are by spec, in the backend's order."""
+    """See `AttentionPlan`. There is one wrapper and one mode per spec, in the order of the backend's specs."""
 
     def __init__(  # noqa: PLR0913, PLR0917  made in one place
         self,
@@ -145,20 +145,20 @@ class FlashInferPlan:
         modes: tuple[Mode, ...],
         wrappers: tuple[Wrapper, ...],
         graph_key: Hashable | None,
-        kept: _Kept | None,
+        shared: _StaticWrappers | None,
     ) -> None:
         self.backend, self.layout, self.modes, self.wrappers = backend, layout, modes, wrappers
         self.graph_key = graph_key
-        self._kept, self._plan = kept, kept.plans if kept else 0
+        self._static, self._plan = shared, shared.plans if shared else 0
         self._bound = False
-        self.token = object()  # stands for this forward where keeping the forward itself alive would keep its wrappers
+        self.token = object()  # identifies this plan; a reference to the plan itself would keep its wrappers in use
 
     def bind(self, batch: AttentionBatch) -> BoundFlashInfer:
-        """Write the forward's slots and masks. Of the layout it uses only what `graph_key` stands for."""
-        if self._kept is not None and not self._bound and self._plan != self._kept.plans:
+        """Write the forward's slots and masks. It uses only those values of the layout that are in `graph_key`."""
+        if self._static is not None and not self._bound and self._plan != self._static.plans:
             raise RuntimeError(
-                "a forward was prepared again before this one, with the same graph key, was bound: forwards that are "
-                "prepared together need layouts that differ, as draft steps do in `seen`"
+                "a forward was planned again before this one, with the same graph key, was bound: forwards that are "
+                "planned together need layouts that differ, as draft steps do in `seen`"
             )
         self._bound = True
         backend = self.backend
@@ -180,16 +180,16 @@ class FlashInferPlan:
 
 @dataclass(frozen=True)
 class BoundFlashInfer:
-    """One planned forward; see `BoundAttention`."""
+    """See `BoundAttention`."""
 
-    prepared: FlashInferPlan
+    plan: FlashInferPlan
     out_cache_loc: Tensor
     tree: TreeBlock | None
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
         """See `BoundAttention.run`."""
-        backend = self.prepared.backend
-        if backend.scratch.owner is not self.prepared.token:
+        backend = self.plan.backend
+        if backend.scratch.owner is not self.plan.token:
             raise RuntimeError("another forward of this backend was bound meanwhile; bind it after this one has run")
         pool = backend.pool
         pool.write(layer.index, self.out_cache_loc, k, v)
@@ -198,9 +198,9 @@ class BoundFlashInfer:
             spec = backend.specs.index((layer.scale, layer.window))
         except ValueError:
             raise ValueError(f"the backend was built for {backend.specs}, not for {layer}") from None
-        wrapper = self.prepared.wrappers[spec]
+        wrapper = self.plan.wrappers[spec]
         out = q.new_empty(*q.shape[:2], values.shape[2])
-        if self.prepared.modes[spec] != "cascade":
+        if self.plan.modes[spec] != "cascade":
             wrapper.run(q, keys, values, out)
             return out
         assert self.tree is not None
@@ -211,16 +211,16 @@ class BoundFlashInfer:
         return out
 
 
-def _planned(scratch: Scratch, layout: Layout, modes: Sequence[Mode]) -> list[tuple[Lengths, Tensor]]:
-    """Per mode, what plan is told: lengths, and where the slots will stand."""
-    made: dict[Mode, tuple[Lengths, Tensor]] = {}
+def _plan_inputs(scratch: Scratch, layout: Layout, modes: Sequence[Mode]) -> list[tuple[Lengths, Tensor]]:
+    """The arguments of plan for each mode: the lengths, and the buffer for the slots."""
+    found: dict[Mode, tuple[Lengths, Tensor]] = {}
     for mode in modes:
-        if mode not in made:
-            made[mode] = (
+        if mode not in found:
+            found[mode] = (
                 _lengths(layout, mode),
                 scratch.slots(mode, len(layout.q_lens), layout.q_len or 0),
             )
-    return [made[mode] for mode in modes]
+    return [found[mode] for mode in modes]
 
 
 def _lengths(layout: Layout, mode: Mode) -> Lengths:

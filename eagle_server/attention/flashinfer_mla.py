@@ -1,7 +1,7 @@
-"""The flashinfer backend for multi-head latent attention: all heads attend to one latent, queries are absorbed.
+"""The flashinfer backend for multi-head latent attention, absorbed: all query heads attend to one latent per token.
 
-FlashInfer's MLA kernels take no mask, so every tree is a cascade: the prefix by them, the tree's block by our own
-kernel. A plan there makes a new inner object each time; the int workspace it hands on has a fixed 8 MiB.
+FlashInfer's MLA kernels take no mask, so every tree forward is a cascade: they compute the prefix, and our own kernel
+computes the tree's block. Each plan of an MLA wrapper makes a new inner object, which reuses an int workspace of 8 MiB.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.flashinfer import check_dtype, flashinfer_module
-from eagle_server.attention.flashinfer_forward import FlashInferBackend, Form, Wrapper
+from eagle_server.attention.flashinfer_forward import FlashInferBackend, Wrapper, WrapperKind
 from eagle_server.attention.flashinfer_scratch import AttentionLimits, Mode, int_buffer
 from eagle_server.attention.flashinfer_wrappers import Fence, Lengths
 from eagle_server.attention.interface import Layout
@@ -25,15 +25,15 @@ class FlashInferMLAAttention(FlashInferBackend):
     """`AttentionBackend` over a `LatentPool`: q [T, heads, rank + rope_dim] -> [T, heads, rank].
 
     Args:
-        pool: where the latents live; rank, dtype and device are its own.
+        pool: holds the latents. It gives rank, dtype and device.
         workspace: shared with the process's other backends.
-        heads: query heads. Causal forwards want a divisor of 64 (FlashInfer refuses some lengths otherwise).
-        specs: (scale, 0) of every layer; there are no sliding windows here.
-        limits: the largest forward, and which are static.
-        module: FlashInfer, or what stands in for it (tests).
+        heads: number of query heads. For causal forwards it should divide 64; else FlashInfer refuses some lengths.
+        specs: (scale, 0) of every layer. Sliding windows are not supported.
+        limits: the size of the largest forward, and which forwards have static buffers.
+        module: FlashInfer, or a stand-in for tests.
 
     Raises:
-        ValueError: a dtype that FlashInfer has no kernels for, or a sliding window.
+        ValueError: FlashInfer has no kernels for the dtype, or a spec has a sliding window.
         ImportError: FlashInfer is not installed.
     """
 
@@ -56,20 +56,20 @@ class FlashInferMLAAttention(FlashInferBackend):
             raise ValueError("latent attention has no sliding windows")
         workspace.require(_floats(self._rank, workspace.device))
 
-    def mode(self, layout: Layout, sliding: int) -> Mode:  # noqa: ARG002  there are none
+    def mode(self, layout: Layout, sliding: int) -> Mode:  # noqa: ARG002  sliding is always 0
         if layout.window is not None:
             return "cascade"
         return "decode" if layout.q_len == 1 else "prefill"
 
-    def make(self, form: Form) -> Wrapper:
-        cascade = form.mode == "cascade"
+    def make(self, kind: WrapperKind) -> Wrapper:
+        cascade = kind.mode == "cascade"
         arguments = {
             "num_heads": self._heads,
             "head_dim_ckv": self._rank,
             "head_dim_kpe": self._width - self._rank,
             "page_size": 1,
             "causal": not cascade,
-            "sm_scale": form.spec[0],
+            "sm_scale": kind.spec[0],
             "q_data_type": self._dtype,
             "kv_data_type": self._dtype,
             "query_layout": "packed",
@@ -78,19 +78,19 @@ class FlashInferMLAAttention(FlashInferBackend):
             "output_dtype": self._dtype,
         }
         buffers: dict[str, Any] = {}
-        if form.static:
+        if kind.static:
             device = self.workspace.device
             buffers = {
-                "qo_indptr": int_buffer(form.batch + 1, device),
-                "kv_indptr": int_buffer(form.batch + 1, device),
-                "kv_indices": self.scratch.slots(form.mode, form.batch, form.rows),
-                "kv_len_arr": int_buffer(form.batch, device),
+                "qo_indptr": int_buffer(kind.batch + 1, device),
+                "kv_indptr": int_buffer(kind.batch + 1, device),
+                "kv_indices": self.scratch.slots(kind.mode, kind.batch, kind.rows),
+                "kv_len_arr": int_buffer(kind.batch, device),
             }
         return MLAWrapper(self._module.mla, self.workspace, arguments, buffers)
 
 
 class MLAWrapper:
-    """One planned attention over a `LatentPool`; see `Wrapper`."""
+    """Attention over a `LatentPool`: FlashInfer's MLA wrapper and the arguments of all its plans. See `Wrapper`."""
 
     def __init__(self, mla: Any, workspace: Workspace, arguments: dict[str, Any], buffers: dict[str, Any]) -> None:
         self._mla, self._workspace, self._arguments, self._buffers = mla, workspace, arguments, buffers
@@ -99,12 +99,12 @@ class MLAWrapper:
         self.fence = Fence(workspace.device)
 
     def plan(self, lengths: Lengths, indices: Tensor) -> None:
-        """Plan one forward. `indices` int32 is where `bind` will write its slots.
+        """Plan one forward. `bind` will write its slots to `indices`, int32.
 
-        FlashInfer wants as many indices as there are slots. With static buffers it copies them onto themselves.
+        FlashInfer requires one index per slot. With static buffers it copies the indices onto themselves.
         """
         self.fence.wait()
-        if self._float is not self._workspace.buffer:  # these wrappers cannot be given another one
+        if self._float is not self._workspace.buffer:  # an MLA wrapper cannot change its buffer
             self._float = self._workspace.buffer
             self._wrapper = self._mla.BatchMLAPagedAttentionWrapper(
                 self._float, use_cuda_graph=bool(self._buffers), backend="auto", **self._buffers
@@ -119,7 +119,10 @@ class MLAWrapper:
         self.fence.set()
 
     def run(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor | None = None) -> None:  # noqa: ARG002
-        """q [T, heads, rank + rope_dim] over latents [slots, 1, rank + rope_dim] into `out`, base-2 LSE into `lse`."""
+        """Attend with q [T, heads, rank + rope_dim] over latents [slots, 1, rank + rope_dim].
+
+        Writes `out`, and the base-2 LSE to `lse`.
+        """
         if lse is None:
             self._wrapper.run(query=q, kv_cache=keys, out=out)
         else:
@@ -127,7 +130,7 @@ class MLAWrapper:
 
 
 def _floats(rank: int, device: torch.device) -> int:
-    """Float workspace in bytes: two partial results of 64 rows for every SM (MLAPlan in attention/scheduler.cuh)."""
+    """Float workspace in bytes: two partial results of 64 rows per SM (MLAPlan in attention/scheduler.cuh)."""
     if device.type != "cuda":
         return 0
     rows = 2 * 64 * torch.cuda.get_device_properties(device).multi_processor_count

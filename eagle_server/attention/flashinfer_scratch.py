@@ -1,6 +1,6 @@
-"""What `bind` writes for FlashInfer's kernels: which slots a forward reads, and its packed masks.
+"""The buffers that `bind` fills for FlashInfer's kernels: KV slots and packed tree masks; with modes and limits.
 
-All of it happens on the device with shapes that follow from batch size, rows and window, so a CUDA graph may hold it.
+They are filled on the device. Shapes depend only on batch size, rows and window, so a CUDA graph may capture this.
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ from eagle_server.attention.interface import AttentionBatch, TreeMask
 from eagle_server.ops.mask import pack_tree_mask
 
 # How a forward is computed.
-#   decode   one row per request, causal             prefill  rows of any number, causal
-#   mask     a bit mask over prefix and window       cascade  prefix without a mask, the tree's block apart, merged
+#   decode   causal, one query row per request
+#   prefill  causal, any number of query rows
+#   mask     with a bit mask over prefix and window
+#   cascade  the prefix without a mask and the tree's block separately, then merged
 #   beams    each node of a draft step as a decode query with its own list of slots
 Mode = Literal["decode", "prefill", "mask", "cascade", "beams"]
 
 
 @dataclass(frozen=True)
 class AttentionLimits:
-    """The largest forward, and which forwards may be captured in graphs."""
+    """The size of the largest forward, and which forwards CUDA graphs may capture."""
 
-    batch: int  # requests
-    kv_len: int  # slots that one request spans, its window included
+    batch: int  # most requests in a forward
+    kv_len: int  # most slots of one request, its window included
     graph_batches: Collection[int] = ()  # batch sizes with static buffers
-    graph_rows: Collection[int] = ()  # query rows per request of forwards with static buffers
+    graph_rows: Collection[int] = ()  # numbers of query rows per request with static buffers
 
 
 @dataclass(frozen=True)
-class Masked:
-    """Buffers of a packed tree mask."""
+class PackedMask:
+    """The buffers of a packed tree mask."""
 
     bits: Tensor  # uint8 [capacity]
     indptr: Tensor  # int32 [bs + 1], in bytes
@@ -43,16 +45,16 @@ class Masked:
 
 @dataclass(frozen=True)
 class TreeBlock:
-    """The window's part of a cascade."""
+    """The window's part of a cascade: its slots and its mask."""
 
     slots: Tensor  # int32 [bs, W]
     mask: Tensor  # bool [bs, R, W]
 
 
 class Scratch:
-    """Slots and masks that `bind` writes and kernels read: one set per backend, written anew by each forward.
+    """The slots and masks that `bind` writes and kernels read. A backend has one set; each forward overwrites it.
 
-    Invariant: `owner` is the token of the forward whose contents stand here. Any other would read the wrong slots.
+    Invariant: `owner` is the token of the last forward that wrote the buffers. Another forward would read wrong slots.
     """
 
     def __init__(self, limits: AttentionLimits, device: torch.device) -> None:
@@ -60,28 +62,28 @@ class Scratch:
         self._limits, self._device = limits, device
         self._slots: dict[Hashable, Tensor] = {}
         self._bits: dict[Hashable, Tensor] = {}
-        self._masks: dict[Hashable, Masked] = {}
+        self._masks: dict[Hashable, PackedMask] = {}
 
     def slots(self, mode: Mode, batch: int, rows: int) -> Tensor:
-        """int32, room for the longest forward of `batch` requests. Beams have `rows` lists per request."""
+        """int32 buffer for the slots of the longest forward of `batch` requests. Beams have `rows` lists for each."""
         limits, lists = self._limits, rows if mode == "beams" else 1
         key = (mode if mode in ("beams", "cascade") else "all", lists)
         if key not in self._slots:
             self._slots[key] = int_buffer(limits.batch * lists * limits.kv_len, self._device)
         return self._slots[key][: batch * lists * limits.kv_len]
 
-    def mask(self, batch: int, rows: int, sliding: int) -> Masked:
-        """Room for the longest mask of `batch` requests with `rows` rows each."""
+    def mask(self, batch: int, rows: int, sliding: int) -> PackedMask:
+        """Buffers for the longest mask of `batch` requests with `rows` query rows each."""
         key, size = (rows, sliding), -(-rows * self._limits.kv_len // 8)
         if key not in self._bits:
             self._bits[key] = torch.zeros(self._limits.batch * size, dtype=torch.uint8, device=self._device)
         if (batch, *key) not in self._masks:
             indptr = int_buffer(batch + 1, self._device)
-            self._masks[batch, *key] = Masked(self._bits[key][: batch * size], indptr)
+            self._masks[batch, *key] = PackedMask(self._bits[key][: batch * size], indptr)
         return self._masks[batch, *key]
 
     def write_slots(self, mode: Mode, batch: AttentionBatch) -> None:
-        """kv_indices of a forward in this mode."""
+        """Write the kv_indices of a forward in this mode."""
         layout = batch.layout
         out = self.slots(mode, len(layout.q_lens), layout.q_len or 0)
         if mode == "beams":
@@ -93,7 +95,7 @@ class Scratch:
             attn_args_prefill(batch, out)
 
     def write_mask(self, batch: AttentionBatch, mask: TreeMask, sliding: int) -> None:
-        """The tree mask over prefix and window, for layers with this sliding window."""
+        """Pack the tree mask over prefix and window, for layers with this sliding window."""
         size, rows, _ = mask.window.shape
         out = self.mask(size, rows, sliding)
         depths = {"row_depths": mask.row_depths, "column_depths": mask.column_depths}

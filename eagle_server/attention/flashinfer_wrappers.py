@@ -1,16 +1,17 @@
-"""FlashInfer's paged wrappers, as this package uses them: page size 1, lengths from the host, slots filled in later.
+"""FlashInfer's paged wrappers for prefill and decode: page size 1, lengths from the host, slots written after plan.
 
-What the sources of 0.7.2.post1 say, and what rests on it here:
+Facts from the sources of 0.7.2.post1, and how this package uses them:
 
-* `plan` reads lengths on the host. All its metadata are CPU tensors, so that nothing is copied from the device.
-* Slots need not be known to plan: with CUDA graphs a wrapper copies the indices it is given into its buffer, so an
-  empty slice leaves our buffer alone; without, it keeps the device tensor itself. Either way `run` reads what `bind`
-  has written there. (fa2 and fa3 read indices nowhere else. Backends that build block tables from them are not used.)
-* A wrapper made with a mask buffer always masks, whatever `plan` is told, and plan without a mask leaves the mask
-  buffers alone. So masks never pass through plan, which would synchronize, and masked work has wrappers of its own.
-* With CUDA graphs all offsets into the workspaces follow from batch size and rows, not from lengths, in fa2 as in fa3.
-  fa3 would be safe in graphs, but it splits no KV and packs no query heads: for the few rows of a decoding batch fa2 is
-  the better kernel. fa3 is left to FlashInfer's choice for prompt chunks.
+* `plan` reads lengths on the host. All our metadata are CPU tensors, so nothing is copied from the device.
+* `plan` does not need the slots. With CUDA graphs a wrapper copies the given indices into its buffer, so an empty slice
+  leaves our buffer unchanged. Without graphs it keeps the device tensor itself. In both cases `run` reads the slots
+  that `bind` wrote there. (fa2 and fa3 read indices nowhere else. We do not use backends that build block tables.)
+* A wrapper made with a mask buffer always masks, whatever arguments `plan` gets. `plan` without a mask leaves the mask
+  buffers unchanged. We never pass masks to `plan`, because that would synchronize. Masked forwards have their own
+  wrappers.
+* With CUDA graphs all offsets into the workspaces depend on batch size and rows, not on lengths, in fa2 and in fa3. So
+  fa3 would be safe in graphs. But it does not split KV and does not pack query heads, so fa2 is the better kernel for
+  the few rows of a decoding batch. For prompt chunks FlashInfer may choose fa3.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from torch import Tensor
 
 from eagle_server.attention.workspace import Workspace
 
-_INT_WORKSPACE = 64 << 10  # bytes, the least; wrappers are born with 8 MiB, and as much pinned host memory
+_INT_WORKSPACE = 64 << 10  # bytes, the minimum; a new wrapper has 8 MiB, and as much pinned host memory
 _EAGER_INT_WORKSPACE = 1 << 20
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """What plan is told of a forward, int32 on the CPU. `total` is the number of KV indices."""
+    """The lengths of a forward as plan takes them, int32 on the CPU. `total` is the number of KV indices."""
 
     qo_indptr: Tensor  # [bs + 1]
     kv_indptr: Tensor  # [bs + 1]
@@ -42,14 +43,14 @@ class Lengths:
     @classmethod
     def of(cls, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Lengths:
         indptr = [0, *accumulate(kv_lens)]
-        # FlashInfer counts (pages - 1) * page_size + last_page_len, with at least 0 for the first term.
+        # FlashInfer computes a length as max(pages - 1, 0) * page_size + last_page_len.
         last = [min(length, 1) for length in kv_lens]
         qo_indptr = [0, *accumulate(q_lens)]
         return cls(_ints(qo_indptr), _ints(indptr), _ints(kv_lens), _ints(last), indptr[-1])
 
 
 class Fence:
-    """Until when the pinned memory of a wrapper's last plan is still being copied to the device."""
+    """Tells whether the pinned memory of a wrapper's last plan has been copied to the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None
@@ -68,7 +69,7 @@ class Fence:
 
 @dataclass(frozen=True)
 class Heads:
-    """What plan is told of the model."""
+    """The model's head counts, head size and dtype, as plan takes them."""
 
     heads: int
     kv_heads: int
@@ -77,16 +78,16 @@ class Heads:
 
 
 class PagedWrapper:
-    """One planned attention over a `KVPool`: FlashInfer's wrapper, its workspaces, and what all its plans are told."""
+    """Attention over a `KVPool`: FlashInfer's prefill wrapper, its workspaces, and the arguments of all its plans."""
 
     def __init__(self, wrapper: Any, workspace: Workspace, arguments: dict[str, Any], *, static: bool) -> None:
         self._wrapper, self._workspace, self._arguments, self._static = wrapper, workspace, arguments, static
-        self._ints: Tensor | None = None  # the int workspace, once it is ours
+        self._ints: Tensor | None = None  # our int workspace; None: still the wrapper's own
         self._float = workspace.buffer
         self.fence = Fence(workspace.device)
 
     def plan(self, lengths: Lengths, indices: Tensor) -> None:
-        """Plan one forward. `indices` int32 is where `bind` will write its slots."""
+        """Plan one forward. `bind` will write its slots to `indices`, int32."""
         self.fence.wait()
         metadata = self._metadata(lengths, indices[:0] if self._static else indices[: lengths.total])
         if self._ints is None or not self._static or self._float is not self._workspace.buffer:
@@ -95,7 +96,10 @@ class PagedWrapper:
         self.fence.set()
 
     def run(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """q [T, heads, head_dim] over pools [slots, kv_heads, *] into `out`, and the base-2 LSE into `lse`."""
+        """Attend with q [T, heads, head_dim] over pools [slots, kv_heads, *].
+
+        Writes `out`, and the base-2 LSE to `lse`.
+        """
         cache = (keys.unsqueeze(1), values.unsqueeze(1))  # [slots, page size 1, kv_heads, *]
         if lse is None:
             self._wrapper.run(q, cache, out=out)
@@ -106,10 +110,10 @@ class PagedWrapper:
         return lengths.qo_indptr, lengths.kv_indptr, indices, lengths.last_page_len
 
     def _fit(self, metadata: tuple[Tensor, ...]) -> None:
-        """Give the wrapper workspaces of the size that its plan needs."""
+        """Replace the wrapper's workspaces by ones of the size that its plan needs."""
         try:
             floats, ints = self._wrapper.workspace_size(*metadata, **self._arguments)
-        except NotImplementedError:  # fa3, which needs no float workspace and little of the 8 MiB it is born with
+        except NotImplementedError:  # fa3 needs no float workspace, and little of its initial 8 MiB of int workspace
             self._float = self._workspace.buffer
             return
         self._workspace.require(floats)
@@ -123,14 +127,14 @@ class PagedWrapper:
 
 
 class DecodeWrapper(PagedWrapper):
-    """The same for one query row per request (or beam)."""
+    """FlashInfer's decode wrapper: one query row per request (or beam)."""
 
     def _metadata(self, lengths: Lengths, indices: Tensor) -> tuple[Tensor, ...]:
         return lengths.kv_indptr, indices, lengths.last_page_len
 
 
 def plan_arguments(heads: Heads, scale: float, window: int) -> dict[str, Any]:
-    """What prefill and decode plans have in common. `window` counts the query's own position; 0: everything."""
+    """Arguments that prefill and decode plans share. `window` counts the query's own position; 0: no window."""
     return {
         "num_qo_heads": heads.heads,
         "num_kv_heads": heads.kv_heads,

@@ -1,8 +1,8 @@
-"""The one attention contract: ragged queries over paged KV, causal or under a tree mask.
+"""The attention interface: ragged queries over paged KV, causal or with a tree mask.
 
-A forward is planned in two steps: `prepare(layout)` with what the host knows, `bind(batch)` with the device's tensors.
-That gives a `BoundAttention`, whose `run(q, k, v, layer)` the model calls once per layer. Models know nothing else of
-attention, so one model file serves every backend and training too.
+A forward is set up in two steps. `plan(layout)` takes the lengths that the host knows and returns an `AttentionPlan`.
+`bind(batch)` takes the device tensors and returns a `BoundAttention`. The model calls its `run(q, k, v, layer)` once
+per layer. A model uses nothing else of attention, so one model file works with every backend and in training.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from eagle_server.cache.pool import Pool
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What attention must know of a layer: its index in the KV pool, softmax scale and sliding window (0 = full).
+    """The attention parameters of a layer: its index in the KV pool, softmax scale and sliding window (0 = full).
 
-    `softcap` c > 0 puts c * tanh(score / c) in the place of every scaled score (Gemma 2).
+    `softcap` c > 0 replaces every scaled score by c * tanh(score / c) (Gemma 2).
     """
 
     index: int
@@ -36,10 +36,10 @@ class Causal:
 
 @dataclass(frozen=True)
 class TreeMask:
-    """The queries of a request see its whole prefix and, of the window behind it, what `window` allows.
+    """The queries of a request see the whole prefix. In the window after the prefix they see what `window` allows.
 
-    Every request has the same number of rows R and of window columns W. `depths` are positions relative to the
-    window's first column, which sliding windows are measured by.
+    Every request has the same number of rows R and of window columns W. The depths are positions relative to the
+    window's first column. Sliding windows are measured by these depths.
     """
 
     window: Tensor  # bool [bs, R, W], True = attend
@@ -49,10 +49,10 @@ class TreeMask:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the host knows of a forward before any of its device work: lengths, and whether a tree mask comes.
+    """What the host knows about a forward before its device work: the lengths, and the size of the tree mask.
 
-    `window` is the number of columns W of the tree mask; None means causal. `seen`, where it is given, is how many of
-    them each row sees: a draft step's nodes see their ancestors and themselves.
+    `window` is the number of columns W of the tree mask; None means causal. `seen`, if given, is the number of these
+    columns that each row sees: a node of a draft step sees its ancestors and itself.
     """
 
     q_lens: tuple[int, ...]
@@ -71,7 +71,7 @@ AttnArgs = tuple[Tensor, Tensor, Tensor, TreeMask | None]  # kv_indices, kv_indp
 
 
 class SpecInput(Protocol):
-    """What a speculative forward knows of its own attention: an EagleDraftInput or an EagleVerifyInput."""
+    """The speculative input of a forward, which makes its attention arguments: EagleDraftInput or EagleVerifyInput."""
 
     @property
     def tree_mask(self) -> TreeMask | None:
@@ -86,66 +86,66 @@ class SpecInput(Protocol):
         kv_lens_sum: int | None = None,
         out: Tensor | None = None,
     ) -> AttnArgs:
-        """All rows of a request over one list of slots. kv_lens_sum and out as in `batches.kv_arguments`."""
+        """All query rows of a request read one list of slots. kv_lens_sum and out: see `batches.kv_arguments`."""
         ...
 
 
 @runtime_checkable
 class DraftStepInput(SpecInput, Protocol):
-    """A `SpecInput` whose rows may also be computed one by one."""
+    """A `SpecInput` that can also run each query row as a decode query of its own."""
 
     def generate_attn_arg_decode(
         self, req_pool_indices: Tensor, paged_kernel_lens: Tensor, req_to_token: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """kv_indices, kv_indptr, qo_indptr: every row is a query with its own list of slots."""
+        """kv_indices, kv_indptr and qo_indptr. Every query row has its own list of slots."""
         ...
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """One forward on the device. Query rows are concatenated by request; `layout` is the host's side of it.
+    """The device tensors of one forward. Query rows are concatenated by request; `layout` has the host's lengths.
 
-    KV of request r is `req_to_token[req_pool_indices[r], : kv_lens[r]]`: slots in token order, those of this forward's
-    own tokens included. `batches.py` makes all batches.
+    Request r reads the KV slots `req_to_token[req_pool_indices[r], : kv_lens[r]]`. They are in token order and include
+    the slots of this forward's own tokens. `batches.py` makes all batches.
     """
 
     req_pool_indices: Tensor  # int64 [bs], rows of req_to_token
     kv_lens: Tensor  # int64 [bs], slots read
     req_to_token: Tensor  # int32 [max requests, width]
-    out_cache_loc: Tensor  # int64 [query rows], slots that the rows' K and V are written to
+    out_cache_loc: Tensor  # int64 [query rows], where K and V of each query row are written
     mask: Causal | TreeMask
     layout: Layout
     spec_info: SpecInput | None = None
-    paged_kernel_lens: Tensor | None = None  # int64 [bs], the lengths that spec_info's generators take; None: kv_lens
+    paged_kernel_lens: Tensor | None = None  # int64 [bs], argument of spec_info's methods; None: kv_lens
 
     @property
     def spec_lens(self) -> Tensor:
-        """What to give spec_info's generators as paged_kernel_lens."""
+        """The paged_kernel_lens argument of spec_info's methods, int64 [bs]."""
         return self.kv_lens if self.paged_kernel_lens is None else self.paged_kernel_lens
 
 
 class BoundAttention(Protocol):
-    """Attention of one planned forward."""
+    """The attention of one forward, planned and bound to its tensors."""
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
-        """Store k, v and attend.
+        """Write k and v to the pool, then attend.
 
-        q [T, heads, head_dim], k [T, kv_heads, head_dim], v [T, kv_heads, value_dim] -> [T, heads, value_dim]. Over a
-        `LatentPool` v is the front of k, and only k is stored.
+        q [T, heads, head_dim], k [T, kv_heads, head_dim], v [T, kv_heads, value_dim] -> [T, heads, value_dim]. With a
+        `LatentPool` v is the first part of k, and only k is stored.
         """
         ...
 
 
 class AttentionPlan(Protocol):
-    """A forward whose host side is planned. What `bind` does may be captured in a CUDA graph, `prepare` may not."""
+    """A planned forward without its device tensors. CUDA graphs may capture `bind`, but not `AttentionBackend.plan`."""
 
     @property
     def graph_key(self) -> Hashable | None:
-        """Equal keys share buffers, so a graph captured with one replays with the other; None: not to be captured."""
+        """Plans with equal keys share buffers, so one captured graph replays for all of them. None: do not capture."""
         ...
 
     def bind(self, batch: AttentionBatch) -> BoundAttention:
-        """Give the forward its device tensors; everything that is the same for all layers happens here."""
+        """Bind the plan to device tensors. All work that the layers share is done here."""
         ...
 
 
@@ -154,9 +154,9 @@ class AttentionBackend(Protocol):
 
     @property
     def pool(self) -> Pool:
-        """Where its keys and values live."""
+        """The pool with the keys and values."""
         ...
 
     def plan(self, layout: Layout) -> AttentionPlan:
-        """Plan one forward from host values alone: nothing is read from the device."""
+        """Plan one forward from host values only. Nothing is read from the device."""
         ...

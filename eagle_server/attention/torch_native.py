@@ -1,4 +1,4 @@
-"""The torch_native backend: gather each request's KV by slot, then dense attention over padded groups. Any device."""
+"""The torch_native backend, for any device: gather each request's KV by slot, then attend in padded groups."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from eagle_server.attention.interface import AttentionBatch, LayerSpec, Layout, 
 from eagle_server.cache.pool import Pool
 from eagle_server.ops.upload import upload
 
-SHORT_QUERY = 32  # requests with at most this many rows share one padded group; longer ones are computed alone
+SHORT_QUERY = 32  # requests with at most this many query rows share one padded group; each longer one has its own
 
 
 @dataclass
 class _Group:
-    """Requests computed together, padded to Q rows and L columns.
+    """Requests that are computed together, padded to Q query rows and L columns.
 
-    `rows` [g, Q] indexes the forward's rows (None: they are all of them, in order); padded entries repeat row 0 and
-    are dropped by `kept` [g, Q]. `slots` is flat [g * L].
+    `rows` [g, Q] are indices into the forward's query rows. None: the group has all of them, in order. Padding repeats
+    row 0, and `kept` [g, Q] drops it. `slots` is flat, [g * L].
     """
 
     size: int
@@ -31,13 +31,13 @@ class _Group:
     rows: Tensor | None
     kept: Tensor | None
     slots: Tensor
-    positions: Tensor  # int64 [g, Q], of each query, counted in KV columns or tree depth
-    columns: Tensor  # int64 [g, L], position of each column, in the same count
-    allowed: Tensor | None  # bool [g, Q, L] before windows; None: every query sees every column
+    positions: Tensor  # int64 [g, Q], position of each query, in a tree its depth after the prefix
+    columns: Tensor  # int64 [g, L], position of each column, counted in the same way
+    allowed: Tensor | None  # bool [g, Q, L] without sliding windows; None: every query sees every column
     biases: dict[tuple[int, torch.dtype, int], Tensor | None] = field(default_factory=dict)
 
     def bias(self, window: int, heads_per_kv: int, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask [g, 1, heads_per_kv * Q, L], made once per forward and window; None where nothing is hidden."""
+        """Additive mask [g, 1, heads_per_kv * Q, L], made once per forward and window. None if nothing is masked."""
         key = (window, dtype, heads_per_kv)
         if key not in self.biases:
             allowed = self.allowed
@@ -54,13 +54,13 @@ class TorchNativeAttention:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
 
-    def plan(self, layout: Layout) -> TorchNativePlan:  # noqa: ARG002  the batch brings it along
+    def plan(self, layout: Layout) -> TorchNativePlan:  # noqa: ARG002  the batch has the layout too
         return TorchNativePlan(self.pool)
 
 
 @dataclass(frozen=True)
 class TorchNativePlan:
-    """Nothing to prepare; shapes follow the lengths, so no graph is captured. See `AttentionPlan`."""
+    """See `AttentionPlan`. There is nothing to plan. Shapes depend on the lengths, so graphs cannot capture it."""
 
     pool: Pool
     graph_key: None = None
@@ -71,7 +71,7 @@ class TorchNativePlan:
 
 @dataclass(frozen=True)
 class BoundTorchNative:
-    """One planned forward; see `BoundAttention`."""
+    """See `BoundAttention`."""
 
     pool: Pool
     out_cache_loc: Tensor
@@ -90,7 +90,7 @@ class BoundTorchNative:
         return out
 
     def _attend(self, q: Tensor, group: _Group, layer: LayerSpec) -> Tensor:
-        """Query heads that share a KV head become rows of one product, so nothing is expanded."""
+        """Attend in one group. Query heads that share a KV head become rows of one product, so KV is not expanded."""
         heads, dim = q.shape[1:]
         keys, values = (  # [g, kv_heads, L, *]
             pool[layer.index].index_select(0, group.slots).unflatten(0, (group.size, group.kv_len)).transpose(1, 2)
@@ -110,7 +110,7 @@ class BoundTorchNative:
 
 
 def _capped(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, layer: LayerSpec) -> Tensor:
-    """Attention [.., Q, value_dim] whose scaled scores are bent to at most `layer.softcap`, the softmax in float32."""
+    """Attention [.., Q, value_dim] with scores capped by tanh at `layer.softcap`. The softmax is in float32."""
     scores = queries @ keys.transpose(-1, -2) * layer.scale
     scores = layer.softcap * torch.tanh(scores / layer.softcap)
     if bias is not None:
@@ -120,7 +120,7 @@ def _capped(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, 
 
 @dataclass(frozen=True)
 class _Indices:
-    """The arrays of a forward, and the lengths that the host knows."""
+    """The index arrays of a forward, and its layout on the host."""
 
     kv_indices: Tensor  # int32 [sum of kv_lens]
     kv_indptr: Tensor  # int32 [bs + 1]
@@ -128,7 +128,7 @@ class _Indices:
     layout: Layout
 
     def padded_slots(self, members: list[int]) -> tuple[Tensor, Tensor]:
-        """(slots [g, L], padded with slot 0; lengths [g, 1]) of some requests."""
+        """Slots [g, L] and lengths [g, 1] of some requests. Slots are padded with slot 0."""
         lens = [self.layout.kv_lens[i] for i in members]
         first, last = self.kv_indptr[:-1, None], self.kv_indptr[1:, None]
         if len(members) < len(self.layout.kv_lens):
@@ -156,7 +156,7 @@ def _groups(batch: AttentionBatch) -> Iterator[_Group]:
 
 
 def _causal_group(indices: _Indices, members: list[int]) -> _Group:
-    """Query j of n over m columns sees columns up to m - n + j."""
+    """A causal group: with n queries and m columns, query j sees the columns up to m - n + j."""
     slots, kv_lens = indices.padded_slots(members)
     device, layout = slots.device, indices.layout
     q_lens = [layout.q_lens[i] for i in members]
@@ -177,7 +177,7 @@ def _causal_group(indices: _Indices, members: list[int]) -> _Group:
 
 
 def _tree_group(indices: _Indices, mask: TreeMask) -> _Group:
-    """Every query sees the prefix, and of the window behind it what the mask allows."""
+    """A tree group: every query sees the prefix. In the window after it, a query sees what the mask allows."""
     size, rows, window = mask.window.shape
     slots, kv_lens = indices.padded_slots(list(range(size)))
     lens = indices.layout.kv_lens

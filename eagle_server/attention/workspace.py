@@ -1,4 +1,4 @@
-"""The scratch memory that FlashInfer's kernels keep partial results in: one buffer for all wrappers of a process."""
+"""The workspace for partial results of FlashInfer's kernels: one buffer for all wrappers of a process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ _STEP = 1 << 20  # bytes; sizes are rounded up to it
 
 
 class Workspace:
-    """A device buffer that all wrappers share: kernels run one after the other, and none outlives its forward.
+    """A device buffer that all wrappers share.
+
+    Sharing is safe: kernels run one after another, and no partial result is used after its forward.
 
     Invariant: once frozen, `buffer` stays the same tensor, because captured graphs hold its address.
     """
@@ -20,7 +22,7 @@ class Workspace:
         self.buffer = self._allocate(max(size, 1))
 
     def require(self, size: int) -> None:
-        """Make room for `size` bytes. Wrappers look at `buffer` anew before they plan.
+        """Grow the buffer to at least `size` bytes. Wrappers read `buffer` again before each plan.
 
         Raises:
             RuntimeError: the buffer is frozen and too small.
@@ -29,16 +31,16 @@ class Workspace:
             return
         if self.frozen:
             raise RuntimeError(
-                f"attention needs {size} bytes of workspace, but {self.buffer.numel()} were there when the CUDA graphs "
-                "were captured, and they hold its address: prepare the largest batch, with the longest and with short "
-                "contexts, before freeze(), or construct Workspace with a larger size"
+                f"attention needs {size} bytes of workspace, but there were {self.buffer.numel()} when the CUDA graphs "
+                "were captured, and the graphs hold its address: plan the largest batch, with the longest and with "
+                "short contexts, before freeze(), or construct Workspace with a larger size"
             )
         self.buffer = self._allocate(size)
 
     def freeze(self) -> None:
-        """From now on growth is an error. Call it when graphs are captured."""
+        """Make further growth an error. Call it once graphs are captured."""
         self.frozen = True
 
     def _allocate(self, size: int) -> Tensor:
-        # Zeros: FlashInfer asks for it before the first use of a decode wrapper.
+        # FlashInfer requires zeros before the first use of a decode wrapper.
         return torch.zeros(-(-size // _STEP) * _STEP, dtype=torch.uint8, device=self.device)

@@ -51,7 +51,7 @@ def make_drafter(
 
 def _tries(tree: TreeConfig) -> NgramTries:
     shared = SharedTexts(tree.ngram_share_tokens, tree.ngram_depth) if tree.ngram_share_tokens else None
-    return NgramTries(tree.ngram_depth, tree.num_draft_tokens - 1, shared)
+    return NgramTries(tree.ngram_depth, tree.num_draft_tokens, shared)
 
 
 def _level_drafter(
@@ -69,7 +69,7 @@ def _level_drafter(
         backends.make(model, pool, (tree.depth + 1, tree.topk), config.draft_attention),
         num_steps=tree.num_steps,
         topk=tree.topk,
-        draft_token_num=tree.num_draft_tokens,
+        num_draft_tokens=tree.num_draft_tokens,
         graphs=graphs,
         beams=config.backend == "flashinfer" and config.draft_attention == "beams",
     )
@@ -87,7 +87,7 @@ def _redrafter(head: RedrafterHead, config: EngineConfig, graphs: Graphs) -> Red
         head,
         num_steps=tree.num_steps,
         beam_width=tree.topk,
-        draft_token_num=min(tree.num_draft_tokens, most),
+        num_draft_tokens=min(tree.num_draft_tokens, most),
         graphs=graphs,
         graph_sizes=config.graph_sizes,
     )

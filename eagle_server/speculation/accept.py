@@ -1,4 +1,4 @@
-"""Acceptance: the target draws its own token at every node, and the tree is walked along children equal to it."""
+"""Acceptance: the target draws a token at every node, and the walk goes to the child with that token."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from eagle_server.speculation.tree import EagleVerifyInput
 
 @dataclass(frozen=True)
 class Accepted:
-    """The longest path of each request that the rule allows.
+    """The accepted path of each request: the longest one that the acceptance rule allows.
 
-    `accept_length` a counts drafted nodes, without root and bonus, so a + 1 tokens are emitted. `tokens[:, j]` comes
-    after node `path[:, j]`: the next path node's token for j < a, the bonus for j = a. Unused places of `path` and
-    `tokens` are -1.
+    `accept_length` a counts drafted nodes without root and bonus, so the cycle outputs a + 1 tokens. `tokens[:, j]`
+    follows node `path[:, j]`: it is the token of the next path node for j < a, and the bonus for j = a. Unused entries
+    of `path` and `tokens` are -1.
     """
 
     path: Tensor  # int64 [bs, spec_steps + 1], node numbers, path[:, 0] = 0
     accept_length: Tensor  # int64 [bs]
     tokens: Tensor  # int64 [bs, spec_steps + 1]
-    drafted: Tensor  # int64 [bs], nodes that were proposed: without root and padding
-    finite: Tensor  # bool [bs], False where a path node's best score is not: NaN or inf, or no token is allowed
-    scores: Tensor  # float32 [bs, D], every node's best
+    drafted: Tensor  # int64 [bs], number of drafted nodes, without root and padding
+    finite: Tensor  # bool [bs], False if a path node's best score is NaN or inf; it is -inf if no token is allowed
+    scores: Tensor  # float32 [bs, D], the best score of every node
 
 
 class Acceptance(Protocol):
-    """The rule by which drafts are kept; chosen once, when the engine is assembled. `lossy`: its name if it is."""
+    """An acceptance rule, chosen once when the engine is assembled. `lossy` is its name if it is lossy, else None."""
 
     @property
     def lossy(self) -> str | None: ...
 
     def accept(self, tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
-        """The kept path of each tree; target_logits float32 [bs * D, vocab], one row per node."""
+        """The accepted path of each tree. target_logits float32 [bs * D, vocab] has one row per node."""
         ...
 
 
 @dataclass(frozen=True)
 class Lossless:
-    """Every emitted token is the target's own draw; see `accept`."""
+    """The lossless rule: every output token is drawn from the target's distribution. See `accept`."""
 
     lossy: ClassVar[None] = None
 
@@ -53,17 +53,18 @@ class Lossless:
 
 
 def paths_of(tree: EagleVerifyInput) -> Paths | None:
-    """What stands between the committed texts and each node; None for trees of one node."""
+    """The drafted tokens between the text so far and each node. None for trees of one node."""
     tokens = tree.draft_token.view_as(tree.parents)
     return Paths(tokens, tree.parents, tree.custom_mask) if tree.draft_token_num > 1 else None
 
 
 def accept(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
-    """Walk each tree along the target's draws.
+    """Walk each tree along the tokens that the target draws.
 
-    One rule for greedy and stochastic decoding: y = argmax(log p + Gumbel(key, position)) once per node (plain argmax
-    at temperature 0), go to the child that equals y, and where there is none emit y as the bonus. Every emitted token
-    is the target's own draw given its prefix, so the text is that of plain decoding whatever the tree holds.
+    The rule is the same for greedy and stochastic decoding. Draw y = argmax(log p + Gumbel(key, position)) once per
+    node (plain argmax at temperature 0). Go to the child with token y. If there is none, y is the bonus and the walk
+    ends. Every output token is drawn from the target's distribution given its prefix. So the text is the same as in
+    plain decoding, whatever the tree contains.
 
     Args:
         target_logits: float32 [bs * D, vocab], one row per node.

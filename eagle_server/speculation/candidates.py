@@ -1,4 +1,4 @@
-"""The candidate pool of one multi-step draft: every child ever scored, and the best of them."""
+"""The candidate pool of one multi-step draft: all scored children, and the selection of the best."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from eagle_server.speculation.tree import Candidates
 
 
 class CandidatePool:
-    """Collects topk first-level nodes and topk * topk children per draft step; `best` re-ranks them all.
+    """Collects topk first-level nodes and topk * topk children per draft step. `best` re-ranks all of them.
 
-    Pool index: level 1 at 0..topk-1; the child of column f and rank c found by step i at topk + i*topk^2 + f*topk + c.
+    Pool indices: level 1 has 0..topk-1. Step i adds the child of column f and rank c at topk + i*topk^2 + f*topk + c.
     """
 
     def __init__(self, tokens: Tensor, scores: Tensor) -> None:
@@ -22,22 +22,25 @@ class CandidatePool:
         self._parents = [first]
 
     def add(self, tokens: Tensor, scores: Tensor) -> None:
-        """Children [bs, topk, topk] of the current frontier."""
+        """Add the children [bs, topk, topk] of the current frontier."""
         self._tokens.append(tokens.flatten(1))
         self._scores.append(scores.flatten(1))
         self.levels += 1
 
     def expand(self, chosen: Tensor) -> None:
-        """The frontier becomes `chosen` [bs, topk], flat indices into the children added last."""
+        """Set the frontier to `chosen` [bs, topk], flat indices into the children added last."""
         self._parents.append(chosen + self.topk + (self.levels - 2) * self.topk**2)
 
     def best(self, count: int) -> Candidates:
-        """The `count` best by cumulative score. A child never outscores its parent and ties go to the lower index, so
-        the set is closed under ancestors; in ascending pool order parents come before children."""
+        """The `count` candidates with the best cumulative scores, in ascending pool order.
+
+        A child never scores above its parent, and ties go to the lower index. So the set is closed under ancestors, and
+        parents come before children.
+        """
         scores = torch.cat(self._scores, dim=1).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
         order = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
         selected = order.sort(dim=1).values
-        # Groups: the root's, then one per frontier column of every level that was expanded.
+        # Groups: one for the root, then one per frontier column of every expanded level.
         width = self.topk * (self.levels - 1) + 1
         return Candidates(
             tokens=torch.cat(self._tokens, dim=1).gather(1, selected),

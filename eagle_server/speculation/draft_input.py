@@ -1,4 +1,4 @@
-"""EagleDraftInput: the draft's side of a cycle, from draft-extend to the last draft step."""
+"""EagleDraftInput: the inputs of the draft model in a cycle, from draft-extend to the last draft step."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from eagle_server.attention.interface import AttnArgs, TreeMask
 
 @dataclass(frozen=True)
 class EagleDraftInput:
-    """What the draft model's forwards are made from; the `spec_info` of their attention.
+    """The inputs of the draft model's forwards, and the `spec_info` of their attention.
 
-    Draft-extend feeds the newly accepted tokens, causally. It leaves a frontier, which the draft steps feed one after
-    the other. The first level of the tree needs no forward: it is the top-k that draft-extend found.
+    Draft-extend feeds the newly accepted tokens and is causal. Its top-k tokens are the first frontier, so the first
+    level of the tree needs no forward of its own. Each draft step feeds a frontier and gives the next one.
     """
 
     verified_id: Tensor  # int64 [bs]
-    accept_length: Tensor  # int64 [bs], rows that count in draft-extend: accepted drafts and the bonus
-    extend_width: int | None = None  # rows of every request in draft-extend, padded; None: accept_length rows each
+    accept_length: Tensor  # int64 [bs], valid rows in draft-extend: accepted drafts and the bonus
+    extend_width: int | None = None  # padded rows per request in draft-extend; None: accept_length rows each
     frontier: Frontier | None = None  # None: before draft-extend
-    normed: Tensor | None = None  # [bs, H], draft-extend's input of the logits, which a grammar masks anew
+    normed: Tensor | None = None  # [bs, H], input of draft-extend's logits, kept so that a grammar can mask them again
 
     @property
     def tree_mask(self) -> TreeMask | None:
@@ -41,8 +41,9 @@ class EagleDraftInput:
     ) -> AttnArgs:
         """kv_indices, kv_indptr, qo_indptr and mask, page size 1.
 
-        Draft-extend: paged_kernel_lens int64 [bs] are the lengths read, the extended rows included; it is causal. A
-        draft step: they are committed lengths; topk rows read the window behind them too, under their lineage.
+        Draft-extend is causal; paged_kernel_lens int64 [bs] are the lengths read, including the extended rows. In a
+        draft step paged_kernel_lens are the sequence lengths; topk rows also read the window after them, masked by
+        their lineage.
         """
         device, bs = paged_kernel_lens.device, len(req_pool_indices)
         if self.frontier is not None:
@@ -58,9 +59,9 @@ class EagleDraftInput:
     def generate_attn_arg_decode(
         self, req_pool_indices: Tensor, paged_kernel_lens: Tensor, req_to_token: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """A draft step as bs * topk decode queries with explicit slots: kv_indices, kv_indptr, qo_indptr.
+        """kv_indices, kv_indptr and qo_indptr of a draft step as bs * topk decode queries with explicit slots.
 
-        paged_kernel_lens int64 [bs] are committed lengths. Each query reads step + 1 slots more: the prefix, its
+        paged_kernel_lens int64 [bs] are sequence lengths. Each query reads the prefix and step + 1 more slots: its
         ancestors and itself.
         """
         assert self.frontier is not None, "draft steps follow draft-extend"
@@ -70,11 +71,11 @@ class EagleDraftInput:
 
 @dataclass(frozen=True)
 class Frontier:
-    """The topk nodes per request that one draft step feeds, and which slots each may see.
+    """The topk nodes per request that one draft step feeds, and the window slots that each of them sees.
 
-    Step i (0-based) feeds the nodes of level i + 1 at position seq_len + i. The node in column c writes window slot i *
-    topk + c. `lineage[b, c]` marks the window slots of c's ancestors and of c itself, so a node never attends to
-    another branch, whatever column its parent came from. Scores are log-probabilities: products would underflow and
+    Step i (0-based) feeds the nodes of level i + 1 at position seq_len + i. The node in column c writes window slot
+    i * topk + c. `lineage[b, c]` marks the window slots of node c and its ancestors. So a node never attends to another
+    branch, whatever column its parent had. Scores are log-probabilities: products of probabilities would underflow and
     tie.
     """
 
@@ -83,19 +84,19 @@ class Frontier:
     topk_logp: Tensor  # float32 [bs, topk], log-probabilities of the paths
     hidden_states: Tensor  # [bs * topk, H], the draft's feedback at the parents
     lineage: Tensor  # bool [bs, topk, (step + 1) * topk]
-    window: int  # slots that all draft steps write together; what later steps write is masked
+    window: int  # number of slots that all draft steps write; the slots of later steps are masked
 
     @classmethod
     def first(cls, topk_logp: Tensor, topk_index: Tensor, hidden_states: Tensor, window: int) -> Frontier:
-        """After draft-extend: every node's parent is the root."""
+        """The frontier after draft-extend. The parent of every node is the root."""
         bs, topk = topk_index.shape
         own = torch.eye(topk, dtype=torch.bool, device=topk_index.device).expand(bs, -1, -1)
         return cls(0, topk_index, topk_logp, hidden_states, own, window)
 
     def advance(self, child_tokens: Tensor, child_scores: Tensor, feedback: Tensor) -> tuple[Frontier, Tensor]:
-        """The best topk of the topk * topk children, and their flat indices int64 [bs, topk].
+        """The frontier of the best topk among topk * topk children, and their flat indices int64 [bs, topk].
 
-        child_tokens, child_scores [bs, topk, topk] by parent and rank; feedback [bs * topk, H] of the parents.
+        child_tokens and child_scores [bs, topk, topk] are by parent and rank. feedback [bs * topk, H] is the parents'.
         """
         bs, topk, _ = child_scores.shape
         scores, chosen = child_scores.flatten(1).topk(topk, dim=1)
@@ -110,7 +111,7 @@ class Frontier:
 
     @cached_property
     def tree_mask(self) -> TreeMask:
-        """The lineage over the whole window; the columns of later steps are hidden."""
+        """The lineage as a mask over the whole window. The columns of later steps are masked."""
         bs, topk, reached = self.lineage.shape
         later = self.window - reached
         levels = torch.arange(self.window // topk, device=self.lineage.device).repeat_interleave(topk)

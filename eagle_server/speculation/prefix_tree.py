@@ -1,7 +1,7 @@
-"""Beams packed to prefix trees: sequences that begin alike share what they have in common.
+"""Beams packed into prefix trees: sequences with a common prefix share its nodes.
 
-`pack` and `unpack` convert between a beam and its tree, `tree_nodes` makes a packed beam a proposal. All shapes follow
-from the arguments' shapes, so nothing here waits for the device.
+`pack` and `unpack` convert between a beam and its tree. `tree_nodes` converts a packed beam to a proposal. All shapes
+depend only on the arguments' shapes, so nothing here synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ PADDING = -1
 
 
 class PackedBeam(NamedTuple):
-    """A prefix tree per request, L places each: its nodes, parents before children, then padding.
+    """A prefix tree per request with L places: its nodes, parents before children, then padding.
 
-    Nodes stand in row-major order of the beam: sequence 0 comes first and whole, and of each later sequence what none
-    before it has. Padding sees only itself and is seen by nobody.
+    Nodes are in row-major order of the beam: first all tokens of sequence 0, then from each later sequence the tokens
+    after its longest prefix shared with an earlier one. Padding attends only to itself, and no node attends to padding.
     """
 
     packed_beam: Tensor  # [B, L], -1: padding
@@ -31,10 +31,10 @@ class PackedBeam(NamedTuple):
 
 
 def pack(beam: Tensor, length: int | None = None) -> PackedBeam:
-    """The prefix trees of beams [B, M, C]: M sequences of C tokens each, none of them negative.
+    """The prefix trees of beams [B, M, C]: M sequences of C tokens each. Tokens must not be negative.
 
-    `length`: how many places there are, M * C by default. Nodes beyond it are dropped, so it should be a bound that the
-    caller knows, like M * (C - 1) + 1 where all sequences begin with one token.
+    `length`: number of places L, M * C by default. Nodes beyond it are dropped, so the caller should pass an upper
+    bound of the nodes: M * (C - 1) + 1 if all sequences begin with the same token.
     """
     batch, beams, width = beam.shape
     places = beams * width if length is None else length
@@ -45,7 +45,7 @@ def pack(beam: Tensor, length: int | None = None) -> PackedBeam:
     order = own.cumsum(1) - 1  # the place of each token that is its prefix's first
     column = torch.arange(width, device=device)
     unpack_map = order.gather(1, (first * width + column).flatten(1)).view_as(beam)
-    # One place more takes what is a copy, and goes.
+    # Duplicates go to one extra place, which is dropped.
     goal = torch.where(own & (order < places), order, places)
     source = torch.full((batch, places + 1), PADDING, device=device)
     entries = torch.arange(beams * width, device=device).expand(batch, -1)
@@ -62,23 +62,23 @@ def pack(beam: Tensor, length: int | None = None) -> PackedBeam:
 
 
 def unpack(x: Tensor, unpack_map: Tensor) -> Tensor:
-    """What a model made of the packed tokens, [B, L, ...], as the beam has them: [B, M, C, ...]."""
+    """Values per packed token, [B, L, ...], as values per token of the beam, [B, M, C, ...]."""
     batch = torch.arange(len(x), device=x.device)[:, None, None]
     return x[batch, unpack_map]
 
 
 def pack_like(values: Tensor, unpack_map: Tensor, length: int, padding: float) -> Tensor:
-    """Values of the beam's tokens [B, M, C], equal where prefixes are, in the places of the tree: [B, L]."""
+    """Values per token of the beam, [B, M, C], as values per packed token, [B, L]. Equal prefixes need equal values."""
     out = values.new_full((len(values), length), padding)
     return out.scatter(1, unpack_map.flatten(1), values.flatten(1))
 
 
 def tree_nodes(packed: PackedBeam, draft_token_num: int, scores: Tensor | None = None) -> TreeNodes:
-    """A proposal of `draft_token_num` nodes with the root, which is the token that all sequences begin with.
+    """A proposal of `draft_token_num` nodes, including the root. The root is the common first token of all sequences.
 
-    Where a tree has more nodes, those with the best `scores` [B, L] are kept; a node must not outscore its parent, so
-    the choice is closed under ancestors. Without scores the first ones are kept. Where it has fewer, padding is added,
-    whose score is -inf.
+    If a tree has more nodes, those with the best `scores` [B, L] are kept. No node may score above its parent, so the
+    kept nodes are closed under ancestors. Without scores the first nodes are kept. If a tree has fewer nodes, padding
+    is added with score -inf.
     """
     device, places = packed.packed_beam.device, packed.packed_beam.shape[1]
     number = torch.arange(places, device=device)

@@ -1,7 +1,7 @@
-"""Keys of the random numbers: a draw depends on (seed, choice, stream) by its key, its position, and nothing else.
+"""Keys of the random numbers. A draw depends only on its position and its key, which is made of (seed, choice, stream).
 
-So a seeded request gives the same text alone, in a batch, after a preemption and with speculation on or off.
-The noise itself, and the generator, are in `ops.gumbel`.
+So a seeded request gives the same text alone, in a batch, after a preemption, and with speculation on or off. The
+generator and the noise are in `ops.gumbel`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from eagle_server.ops.gumbel import FIRST, GAMMA, SECOND, signed
 
 _MASK = (1 << 64) - 1
-TARGET_STREAM = 0  # the target's own draws; drafters that sample take other streams
+TARGET_STREAM = 0  # the target's draws; drafters that sample use other streams
 
 
 def request_key(seed: int, choice: int, stream: int = TARGET_STREAM) -> int:

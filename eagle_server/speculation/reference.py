@@ -1,6 +1,6 @@
-"""Reference only: what other systems name and serving does another way. Tests hold the serving path against it.
+"""Reference only: functions and buffers of other systems. The serving path does not use them; tests compare with them.
 
-    here                                                          serving
+    reference                                                     serving path
     verify_tree_greedy, retrive_links (SGLang)                    ops.accept.walk_tree: the walk by parents and masks
     flat_custom_mask, page_arguments (FlashInfer's plan)          ops.mask.pack_tree_mask, and pages of one slot
     generate_medusa_buffers, generate_candidates (Medusa)         static_tree.static_tree, drafters.medusa
@@ -22,18 +22,18 @@ from eagle_server.speculation.sampling import typical_threshold
 from eagle_server.speculation.static_tree import Choices, sorted_choices
 
 Rule = Literal["typical", "nucleus"]
-TOPK = 10  # tokens of each head among the candidates
+TOPK = 10  # candidate tokens of each head
 PAD = -1
 
 
 class MedusaBuffers(TypedDict):
     """A static tree of n nodes, root included, and P paths from the root to a leaf."""
 
-    medusa_attn_mask: Tensor  # float32 [1, 1, n, n], to be added: 0 at ancestors and self, -inf elsewhere
-    tree_indices: Tensor  # int64 [n], places in [root, topk tokens of head 0, topk tokens of head 1, ...]
+    medusa_attn_mask: Tensor  # float32 [1, 1, n, n], additive: 0 at ancestors and self, -inf elsewhere
+    tree_indices: Tensor  # int64 [n], indices into [root, topk tokens of head 0, topk tokens of head 1, ...]
     medusa_position_ids: Tensor  # int64 [n], depths
     retrieve_indices: Tensor  # int64 [P, depth + 1], nodes of each path, -1: padding
-    sorted_medusa_choices: list[tuple[int, ...]]  # node i + 1 is choice i
+    sorted_medusa_choices: list[tuple[int, ...]]  # choice i is node i + 1
 
 
 def retrive_links(parents: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,9 +51,9 @@ def verify_tree_greedy(
     target_argmax: Tensor,
     spec_steps: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The walk by links: from each node to its first child that equals the target's token there.
+    """The walk by links: from each node to its first child that has the target's token at the node.
 
-    Where two siblings hold one token, this follows the first of them. `walk_tree` follows the one that leads farther.
+    If two siblings have the same token, this walk takes the first one. `walk_tree` takes the one with the longer path.
 
     Args:
         draft_token, target_argmax: int64 [bs, D].
@@ -83,9 +83,9 @@ def verify_tree_greedy(
 
 
 def flat_custom_mask(mask: TreeMask, seq_lens: Tensor) -> Tensor:
-    """The mask as FlashInfer's plan takes it: the rows [R, L + W] of every request, flattened and concatenated, bool.
+    """The mask as FlashInfer's plan takes it: bool, the rows [R, L + W] of every request, flattened and concatenated.
 
-    seq_lens int64 [bs] are committed lengths L; the prefix is visible to every row.
+    seq_lens int64 [bs] are the sequence lengths L. Every row sees the whole prefix.
     """
     parts = []
     for length, window in zip(seq_lens, mask.window, strict=True):
@@ -97,7 +97,7 @@ def flat_custom_mask(mask: TreeMask, seq_lens: Tensor) -> Tensor:
 def page_arguments(
     req_pool_indices: Tensor, kv_lens: Tensor, req_to_token: Tensor, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """kv_indptr, kv_indices and kv_last_page_len counted in pages, as FlashInfer's paged wrappers take them."""
+    """kv_indptr, kv_indices and kv_last_page_len in pages, as FlashInfer's paged wrappers take them."""
     pages = torch.div(kv_lens + page_size - 1, page_size, rounding_mode="floor")
     kv_indptr, first_slots = kv_arguments(req_pool_indices, pages, req_to_token[:, ::page_size])
     last_page_len = (kv_lens - 1) % page_size + 1
@@ -109,7 +109,7 @@ def generate_medusa_buffers(
     topk: int = TOPK,
     device: str | torch.device = "cpu",
 ) -> MedusaBuffers:
-    """The tensors of a tree. Nodes are sorted by depth, then by ranks; paths come in the reverse order of their leaves.
+    """The tensors of a tree. Nodes are sorted by depth, then by ranks. Paths are sorted by leaf, the last leaf first.
 
     Raises:
         ValueError: a rank of `topk` or more.
@@ -154,11 +154,11 @@ def generate_candidates(  # noqa: PLR0913
     topk: int = TOPK,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(candidates by path [P, depth + 1], candidates by node [1, n]) of one sequence.
+    """The candidates of one sequence: by path [P, depth + 1], and by node [1, n].
 
-    The root is the best token of `logits` [1, rows, V]'s last row, or a draw from what `sampling` leaves of its
-    distribution; then come the topk tokens of each head, of `medusa_logits` [heads, 1, rows, V]. Padding is -1, which
-    no token is.
+    The root comes from the last row of `logits` [1, rows, V]: its argmax, or a draw from its distribution truncated by
+    the rule `sampling`. The other candidates are the topk tokens of each head in `medusa_logits` [heads, 1, rows, V].
+    Padding is -1, which is no token id.
     """
     row = logits[0, -1:]
     if temperature == 0 or fast:
@@ -183,15 +183,15 @@ def evaluate_posterior(  # noqa: PLR0913
     sampling: Rule = "typical",
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(best_candidate, accept_length), int64 scalars: the path of which most is accepted, and how much of it.
+    """best_candidate and accept_length, int64 scalars: the path with the most accepted tokens, and their number.
 
-    logits [P, depth + 1, V] and candidates int64 [P, depth + 1] go along the paths; accept_length does not count the
-    root, and an entry of -1 is never accepted. Lossy above temperature 0.
+    logits [P, depth + 1, V] and candidates int64 [P, depth + 1] are by path. accept_length does not count the root. An
+    entry of -1 is never accepted. Lossy above temperature 0.
 
         temperature 0   candidate == argmax of the logits before it
-        typical         p(candidate) > min(posterior_threshold, posterior_alpha * exp(-entropy of p)); of several
-                        longest paths the most probable one
-        nucleus         candidate == a draw from p within top_p; paths with a beginning in common share its draws
+        typical         p(candidate) > min(posterior_threshold, posterior_alpha * exp(-entropy of p)); if several paths
+                        are longest, the most probable of them
+        nucleus         candidate == a draw from p within top_p; paths with a common prefix share its draws
     """
     drafted, before = candidates[:, 1:], logits[:, :-1]
     if temperature == 0:
@@ -217,7 +217,7 @@ def evaluate_posterior(  # noqa: PLR0913
 def _kept_probs(  # noqa: PLR0913, PLR0917
     logits: Tensor, temperature: float, sampling: Rule, posterior_threshold: float, posterior_alpha: float, top_p: float
 ) -> Tensor:
-    """The distribution at a temperature, without what the rule cuts off, renormalized; [.., V]."""
+    """Probabilities [.., V] at a temperature, truncated by the rule and renormalized."""
     probs = (logits / temperature).softmax(-1)
     if sampling == "typical":
         kept = probs >= typical_threshold(probs, posterior_threshold, posterior_alpha)[..., None]
@@ -230,9 +230,9 @@ def _kept_probs(  # noqa: PLR0913, PLR0917
 
 
 def _shared_draws(probs: Tensor, seen: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One token per row of distribution [P, depth, V]; rows after equal tokens `seen` [P, depth] draw the same one.
+    """One token per row of probs [P, depth, V], the same one for rows with equal prefixes in `seen` [P, depth].
 
-    Separate draws for one node would be a second chance for it.
+    Several draws at one node would raise its probability of being accepted.
     """
     drawn = torch.multinomial(probs.flatten(0, 1), 1, generator=generator).view(seen.shape)
     same = (seen[:, None] == seen[None]).long().cumprod(-1).bool()  # [path, other, depth]
@@ -240,5 +240,5 @@ def _shared_draws(probs: Tensor, seen: Tensor, generator: torch.Generator | None
 
 
 def _first(marks: Tensor) -> Tensor:
-    """The first marked place of the last dimension, -1 if none."""
+    """The index of the first True in the last dimension, -1 if there is none."""
     return torch.where(marks.any(-1), marks.int().argmax(-1), -1)

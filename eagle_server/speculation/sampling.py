@@ -1,7 +1,8 @@
-"""The target's own draw at each row: one function for plain decoding, prefill and verification.
+"""Draw the target's token at each row: one function for plain decoding, prefill and verification.
 
 Order: the `transforms` of logits, temperature, top-k, top-p on the renormalized remainder, min_p. Then
-y = argmax(logits / T + Gumbel(key, position)), which is a draw from the transformed softmax; plain argmax at T = 0.
+y = argmax(logits / T + Gumbel(key, position)), which is a draw from the softmax of the transformed logits. At T = 0 it
+is the plain argmax.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from eagle_server.ops.upload import upload
 from eagle_server.plan import RequestSampling
 from eagle_server.speculation.transforms import Paths, PenalizerState, Rows, Transform, transforms_of
 
-_SORTED_ROWS = 64  # of logits at a time, on a GPU: some 56 bytes for each of their tokens
+_SORTED_ROWS = 64  # rows of logits sorted at a time on a GPU; sorting takes about 56 bytes per row and vocabulary entry
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """Sampling settings of `bs` requests. Index tensors select the requests that need a step; None where none does."""
+    """Sampling settings of `bs` requests. Index tensors select the requests that need a step; None: no request does."""
 
     all_keys: Tensor  # int64 [bs]
     all_temperature: Tensor  # float32 [bs], 0: greedy
     stochastic: Tensor | None  # int64 [s], requests with temperature > 0
     keys: Tensor  # int64 [s]
     temperature: Tensor  # float32 [s]
-    truncated: Tensor | None  # int64 [t], indices into the s stochastic ones with top-k or top-p on
-    top_k: Tensor  # int64 [t], beyond any vocabulary where off
+    truncated: Tensor | None  # int64 [t], indices into `stochastic` of requests with top-k or top-p
+    top_k: Tensor  # int64 [t], larger than any vocabulary if top-k is off
     top_p: Tensor  # float32 [t]
-    floored: Tensor | None  # int64 [m], indices into the s stochastic ones with min_p on
+    floored: Tensor | None  # int64 [m], indices into `stochastic` of requests with min_p
     min_p: Tensor  # float32 [m]
     transforms: tuple[Transform, ...]
-    penalizer_state: PenalizerState = field(default_factory=PenalizerState)  # of the texts at this cycle's start
+    penalizer_state: PenalizerState = field(default_factory=PenalizerState)  # at the start of the cycle
 
     @classmethod
     def of(cls, settings: Sequence[RequestSampling], device: torch.device) -> SamplingBatch:
@@ -64,14 +65,14 @@ class SamplingBatch:
 def draw(
     logits: Tensor, positions: Tensor, sampling: SamplingBatch, span: int = 1, paths: Paths | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One token per row, and its score (not finite where the row's logits hold NaN or inf, or allow no token).
+    """One token per row, and its score. The score is not finite if the row has NaN or inf, or allows no token.
 
     Args:
-        logits: float32 [bs, rows, vocab]. They stay raw: log-probabilities are read from them.
-        positions: int64 [bs, rows], the sequence position that each row's draw fills. It keys the noise, so rows that
-            fill the same position of the same request see the same noise. Row 0 fills the first position.
-        span: how many distinct positions a request's rows fill at most (a tree's depth + 1).
-        paths: the tokens between the committed text and each row, where there is more than one row.
+        logits: float32 [bs, rows, vocab]. They are not modified, because log-probabilities are read from them later.
+        positions: int64 [bs, rows], the sequence position of each row's draw. The noise depends on it, so rows with the
+            same position in the same request get the same noise. Row 0 has the first position.
+        span: the maximum number of distinct positions in a request's rows (a tree's depth + 1).
+        paths: the tokens between the text so far and each row, if there is more than one row.
 
     Returns:
         tokens int64 [bs, rows] and scores float32 [bs, rows].
@@ -95,10 +96,9 @@ def draw(
 
 
 def sampling_probs(logits: Tensor, positions: Tensor, sampling: SamplingBatch, paths: Paths | None = None) -> Tensor:
-    """The distribution that `draw` draws from, after all transforms: probabilities [s, rows, vocab] of the stochastic
-    requests.
+    """The probabilities [s, rows, vocab] that `draw` samples from, after all transforms, for the stochastic requests.
 
-    Arguments as in `draw`; at least one request is stochastic.
+    Arguments: see `draw`. At least one request must be stochastic.
     """
     assert sampling.stochastic is not None
     kept = _truncated(transformed(logits, positions, sampling, paths), sampling)
@@ -106,9 +106,9 @@ def sampling_probs(logits: Tensor, positions: Tensor, sampling: SamplingBatch, p
 
 
 def transformed(logits: Tensor, positions: Tensor, sampling: SamplingBatch, paths: Paths | None = None) -> Tensor:
-    """The logits after all that precedes the temperature: the same tensor where no request asks for anything.
+    """The logits after all transforms that come before temperature. The same tensor if no request has any.
 
-    Arguments as `draw`'s.
+    Arguments: see `draw`.
     """
     if not sampling.transforms:
         return logits
@@ -119,7 +119,7 @@ def transformed(logits: Tensor, positions: Tensor, sampling: SamplingBatch, path
 
 
 def _truncated(logits: Tensor, sampling: SamplingBatch) -> Tensor:
-    """The logits with -inf where top-k, top-p or min_p leave a token out."""
+    """The logits with -inf for tokens that top-k, top-p or min_p remove."""
     if sampling.truncated is None and sampling.floored is None:
         return logits
     logits = logits.clone()
@@ -133,9 +133,9 @@ def _truncated(logits: Tensor, sampling: SamplingBatch) -> Tensor:
 def _drop(
     logits: Tensor, sampling: SamplingBatch, chosen: Tensor, kept: Callable[..., Tensor], *limits: Tensor
 ) -> None:
-    """-inf in place where `kept` leaves a token of the `chosen` stochastic requests out.
+    """Set tokens that `kept` removes to -inf, in place, for the `chosen` stochastic requests.
 
-    A few requests at a time: sorting takes memory.
+    It takes a few requests at a time, because sorting needs memory.
     """
     assert sampling.stochastic is not None
     requests = sampling.stochastic.index_select(0, chosen)
@@ -148,7 +148,7 @@ def _drop(
 
 
 def _draw_fused(logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """`draw` for all requests' rows alike, by the kernel that makes the noise as it goes."""
+    """`draw` for all requests in one kernel, which generates the noise itself."""
     rows = positions.shape[1]
     keys = sampling.all_keys.repeat_interleave(rows)
     temperature = sampling.all_temperature.repeat_interleave(rows)
@@ -157,9 +157,9 @@ def _draw_fused(logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> t
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """-inf outside the top-k, then outside the smallest set whose renormalized mass reaches top_p.
+    """The logits with -inf outside the top-k, then outside the smallest set with renormalized mass >= top_p.
 
-    logits [n, rows, vocab], already divided by the temperature; ties go to the smaller token id.
+    logits [n, rows, vocab] are already divided by the temperature. Ties go to the smaller token id.
     """
     ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
@@ -171,19 +171,19 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def above_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
-    """-inf where a token has less than min_p [n] times the best one's probability; as `truncate` else."""
+    """The logits with -inf for tokens with less than min_p [n] times the best probability. Shapes as in `truncate`."""
     least = logits.amax(dim=-1, keepdim=True) + min_p.log()[:, None, None]
     return logits.masked_fill(logits < least, float("-inf"))
 
 
 def typical_threshold(probability: Tensor, posterior_threshold: float, posterior_alpha: float) -> Tensor:
-    """min(eps, alpha * exp(-H(p))), [..] of distributions [.., V]."""
+    """min(posterior_threshold, posterior_alpha * exp(-H(p))), [..], from probabilities [.., V]."""
     entropy = -(probability * (probability + 1e-5).log()).sum(-1)
     return (posterior_alpha * (-entropy).exp()).clamp(max=posterior_threshold)
 
 
 def _noise(keys: Tensor, positions: Tensor, vocab_size: int, span: int) -> Tensor:
-    """Noise [n, rows, vocab]. Rows of one request fill at most `span` positions from its first, each drawn once."""
+    """Noise [n, rows, vocab]. A request's rows have at most `span` positions, and each position is drawn once."""
     n, rows = positions.shape
     base = positions[:, :1]
     distinct = base + torch.arange(span, device=base.device)  # [n, span]

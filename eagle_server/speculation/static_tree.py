@@ -2,8 +2,8 @@
 
 A tree is a list of choices, one per node. Choice (i, j, ..) is the node reached by rank i at depth 1, then rank j at
 depth 2, and so on. Medusa takes rank i from head 0 and rank j from head 1. An EAGLE head drafts level by level: (i, j)
-is the j-th best child of the i-th best child of the root. Only nodes with children are fed to such a head, so a node's
-slot in the draft's window is its place among those.
+is the j-th best child of the i-th best child of the root. Only nodes with children are fed to an EAGLE head, and only
+these have slots in the draft's window, in the order of the nodes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 Choices = tuple[tuple[int, ...], ...]
 
-_SHOWN = 60  # characters of a wrong value
-_MOST_NODES = 1023  # a tree is verified in one forward
+_SHOWN = 60  # error texts show this many characters of a wrong value
+_MOST_NODES = 1023  # limited because a tree is verified in one forward
 
 # One word per node, one digit per rank. Source: Medusa (arXiv 2401.10774) and its published code.
 _PUBLISHED = {
@@ -66,7 +66,7 @@ _PUBLISHED = {
 
 
 def published_choices(name: str) -> Choices:
-    """A published tree, in its published order."""
+    """A published tree, in the published order of nodes."""
     return tuple(tuple(int(digit) for digit in word) for word in _PUBLISHED[name].split())
 
 
@@ -75,11 +75,11 @@ DEFAULT = "mc_sim_7b_63"
 
 
 def parse_choices(text: str) -> Choices:
-    """The tree of a preset's name, or of a list as Python writes it: "[(0,), (0, 0), (1,)]".
+    """The tree from the name of a preset, or from a list in Python's syntax: "[(0,), (0, 0), (1,)]".
 
     Raises:
-        ValueError: neither; or a list with no nodes, with ranks that are no ranks, with a node twice or without its
-            parent.
+        ValueError: the text is neither; or the list is empty or too long, a rank is not an integer >= 0, a node is
+            listed twice, or a node's parent is missing.
     """
     if text.strip() in PRESETS:
         return PRESETS[text.strip()]
@@ -96,7 +96,7 @@ def parse_choices(text: str) -> Choices:
 
 
 def checked(listed: object) -> Choices:
-    """A list of nodes as `Choices`; see `parse_choices` for what is refused."""
+    """A list of nodes as `Choices`. Raises ValueError as in `parse_choices`."""
     if not isinstance(listed, list | tuple) or not 0 < len(listed) <= _MOST_NODES:
         raise ValueError(f"a list of 1 to {_MOST_NODES} nodes is expected")
     for node in listed:
@@ -117,27 +117,27 @@ def checked(listed: object) -> Choices:
 
 
 def truncated(choices: Choices, depth: int) -> Choices:
-    """The nodes that are no deeper than `depth`."""
+    """The nodes down to `depth`."""
     return tuple(node for node in choices if len(node) <= depth)
 
 
 def depth_of(choices: Choices) -> int:
-    """Depth of the deepest node; how many Medusa heads the tree uses."""
+    """Depth of the deepest node, which is the number of Medusa heads that the tree uses."""
     return max(map(len, choices))
 
 
 def ranks_of(choices: Choices) -> int:
-    """Children per node at most, if all lower ranks counted; tokens that it takes from one Medusa head."""
+    """The highest rank + 1: the tree needs this many top tokens per Medusa head, or per fed node of an EAGLE head."""
     return 1 + max(map(max, choices))
 
 
 def sorted_choices(choices: Choices | list[tuple[int, ...]] | list[list[int]]) -> list[tuple[int, ...]]:
-    """By depth, then by ranks: parents before their children."""
+    """The choices sorted by depth, then by ranks. Parents come before their children."""
     return sorted((tuple(choice) for choice in choices), key=lambda choice: (len(choice), choice))
 
 
 def choice_parents(choices: Choices | list[tuple[int, ...]]) -> list[int]:
-    """The number of each sorted choice's parent; the root is 0, choice i of the sorted ones i + 1."""
+    """The node number of each sorted choice's parent. The root has number 0, sorted choice i has number i + 1."""
     nodes = sorted_choices(choices)
     number = {(): 0, **{choice: i + 1 for i, choice in enumerate(nodes)}}
     return [number[choice[:-1]] for choice in nodes]
@@ -145,24 +145,24 @@ def choice_parents(choices: Choices | list[tuple[int, ...]]) -> list[int]:
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of one depth, and those of them that a draft step feeds."""
+    """The nodes of one depth. A draft step feeds those of them that have children."""
 
-    picks: Tensor  # int64 [n], places in the flat [rows fed before, topk] children: row * topk + rank
-    fed: Tensor  # int64 [rows], columns of this level that have children
-    parents: Tensor  # int64 [rows], rows of the step before of which each fed node is a child
-    sees: Tensor  # bool [rows, window], window slots of its fed ancestors and its own
+    picks: Tensor  # int64 [n], indices into the children [rows of the previous step, topk], flat: row * topk + rank
+    fed: Tensor  # int64 [rows], the nodes of this level that have children
+    parents: Tensor  # int64 [rows], the row of each fed node's parent in the previous step
+    sees: Tensor  # bool [rows, window], window slots of each fed node's ancestors and its own
     start: int  # the first window slot of this level
 
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A tree of n nodes without the root, numbered by depth and ranks; the same for all requests."""
+    """A tree of n nodes without the root, sorted by depth and ranks. All requests share it."""
 
     levels: tuple[Level, ...]
     parents: Tensor  # int64 [n], node numbers, the root is 0
     topk: int
     window: int  # window slots, one per node with children
-    slot_depths: Tensor  # int64 [window], from 0
+    slot_depths: Tensor  # int64 [window], depth of each slot's node, 0 for children of the root
 
     @property
     def size(self) -> int:
@@ -170,19 +170,19 @@ class StaticTree:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """How many nodes of a request each draft step feeds."""
+        """The number of nodes per request that each draft step feeds."""
         return tuple(len(level.fed) for level in self.levels[:-1])
 
 
 def tree_attention_bias(choices: Choices | list[tuple[int, ...]]) -> Tensor:
-    """float32 [n + 1, n + 1], root first, then by depth and ranks: 0 at ancestors and self, -inf elsewhere."""
+    """float32 [n + 1, n + 1], the root first, then sorted by depth and ranks: 0 at ancestors and self, else -inf."""
     nodes = [(), *sorted_choices(choices)]
     sees = [[below[: len(above)] == above for above in nodes] for below in nodes]
     return torch.zeros(len(nodes), len(nodes)).masked_fill(~torch.tensor(sees), float("-inf"))
 
 
 def static_tree(choices: Choices, device: torch.device) -> StaticTree:
-    """The tensors of a tree whose every node's parent is in it too (see `medusa_choices.checked`)."""
+    """The tensors of a tree. It must contain the parent of every node (see `checked`)."""
     nodes, topk = sorted_choices(choices), ranks_of(choices)
     inner = {node[:-1] for node in nodes}
     fed = [node for node in nodes if node in inner]
@@ -190,7 +190,7 @@ def static_tree(choices: Choices, device: torch.device) -> StaticTree:
     slots = [nodes.index(node) for node in fed]
     sees = visible[slots][:, slots].to(device)
     levels, start = list[Level](), 0
-    before: list[tuple[int, ...]] = [()]  # the root is the row that extend fed
+    before: list[tuple[int, ...]] = [()]  # draft-extend has fed the root
     for depth in range(1, max(map(len, nodes)) + 1):
         here = [node for node in nodes if len(node) == depth]
         rows = [node for node in here if node in inner]

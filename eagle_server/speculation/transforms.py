@@ -1,8 +1,8 @@
-"""What a request's parameters do to its logits before temperature and truncation, in the order of `SamplingParams`.
+"""Logit transforms of the sampling parameters, before temperature and truncation, in the order of `SamplingParams`.
 
-A transform holds the settings of those requests of a batch that ask for it, and edits rows of logits in place. Row j of
-a request is drawn given the text that is committed and, in a tree, the tokens on the path from the root to node j: with
-every edit depending on that alone, a draw is the same wherever the row stands, in a tree or by itself.
+A transform holds the settings of those requests in a batch that use it, and edits rows of logits in place. An edit of
+row j depends only on the row's text: the request's text so far and, in a tree, the tokens on the path from the root to
+node j. So a row gives the same draw in a tree and in plain decoding.
 """
 
 from __future__ import annotations
@@ -18,48 +18,50 @@ from eagle_server.ops.upload import upload
 from eagle_server.plan import MASK_WORD, RequestSampling
 
 _OFF = float("-inf")
-BEGINNING = -2  # in a tail, what stands before the text
-_ANY = -1  # in a bad word, what need not match
-_PENALIZED_ROWS = 256  # of logits at a time, with some 20 bytes for each of their tokens
+BEGINNING = -2  # in a tail: the entries before the first token of the text
+_ANY = -1  # in a bad word: matches every token
+_PENALIZED_ROWS = 256  # rows of logits at a time; penalties take about 20 bytes per row and vocabulary entry
 
 
 @dataclass(frozen=True)
 class Paths:
-    """How rows' texts go on from the committed one: row j has the tokens of its ancestors and its own.
+    """The drafted tokens of each row: row j's text is the text so far, then the tokens of its ancestors and its own.
 
-    Row 0 is the root, whose token is committed itself.
+    Row 0 is the root. Its token is the last token of the text so far.
     """
 
-    tokens: Tensor  # int64 [bs, rows], -1: padding, which no other row has among its ancestors
+    tokens: Tensor  # int64 [bs, rows], -1: padding, which is never an ancestor of another row
     parents: Tensor  # int64 [bs, rows], -1 at row 0
     ancestors: Tensor  # bool [bs, rows, rows], ancestors and self
 
     def of(self, requests: Tensor) -> Paths:
-        """Those of some requests, int64 [n]."""
+        """The paths of some requests, int64 [n]."""
         return Paths(*(part.index_select(0, requests) for part in (self.tokens, self.parents, self.ancestors)))
 
 
 @dataclass(frozen=True)
 class PenalizerState:
-    """What transforms read of the committed texts, in the order of the batch: counts for requests that are `penalized`,
-    tails for those with a `lookback`."""
+    """What transforms read of the text so far, in the order of the batch.
+
+    Counts and prompts are for `penalized` requests, tails for requests with a `lookback`.
+    """
 
     counts: Tensor | None = None  # float32 [h, vocab], how often each token occurs in the output
     prompts: Tensor | None = None  # bool [h, vocab], whether it occurs in the prompt
-    tails: Tensor | None = None  # int64 [w, longest lookback], the last tokens, newest last, -2 before the first
+    tails: Tensor | None = None  # int64 [w, longest lookback], the last tokens, newest last, BEGINNING before the first
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where rows of logits [bs, rows, vocab] stand. Without `paths` each has the committed text before it."""
+    """Positions and texts of rows of logits [bs, rows, vocab]. Without `paths` every row's text is the text so far."""
 
-    positions: Tensor  # int64 [bs, rows], of the tokens to be drawn
+    positions: Tensor  # int64 [bs, rows], positions of the tokens to draw
     paths: Paths | None
     penalizer_state: PenalizerState
 
 
 class Transform(Protocol):
-    """One parameter's effect."""
+    """The effect of one sampling parameter on logits."""
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
         """Edit logits float32 [bs, rows, vocab] in place."""
@@ -68,27 +70,27 @@ class Transform(Protocol):
 
 @dataclass(frozen=True)
 class Masks:
-    """-inf for the tokens that a grammar forbids: each row's bits, of the requests that have one."""
+    """-inf for tokens that the grammar forbids: token masks of the requests with a grammar."""
 
     requests: tuple[int, ...]
-    bits: Tensor  # int32 [len(requests), rows, vocab / 32], the lowest first
+    bits: Tensor  # int32 [len(requests), rows, vocab / 32], the lowest bit first
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
-        """One request at a time, for the memory of the bits spread out."""
+        """One request at a time, because the unpacked bits need memory."""
         tokens = torch.arange(logits.shape[2], device=logits.device)
         for request, bits in zip(self.requests, self.bits, strict=True):
             logits[request].masked_fill_(~allowed_by(bits, tokens), _OFF)
 
 
 def allowed_by(bits: Tensor, tokens: Tensor) -> Tensor:
-    """Whether rows of a grammar's bits, int32 [rows, vocab / 32], have those of tokens int64 [n]: bool [rows, n]."""
+    """bool [rows, n]: whether token masks int32 [rows, vocab / 32] allow tokens int64 [n]."""
     word, place = tokens // MASK_WORD, (tokens % MASK_WORD).to(torch.int32)
     return (bits.index_select(1, word) >> place & 1) != 0
 
 
 @dataclass(frozen=True)
 class LogitBias:
-    """l + bias for each entry of logit_bias; l - inf for a bad word of one token."""
+    """l + bias for each entry of logit_bias. l - inf for each bad word of one token."""
 
     requests: Tensor  # int64 [entries]
     tokens: Tensor  # int64 [entries]
@@ -116,10 +118,10 @@ class LogitBias:
 
 @dataclass(frozen=True)
 class AllowedTokens:
-    """l - inf outside allowed_token_ids."""
+    """l - inf for tokens that are not in allowed_token_ids."""
 
     requests: Tensor  # int64 [a]
-    entries: Tensor  # int64 [2, entries], numbers into `requests`, and tokens
+    entries: Tensor  # int64 [2, entries], indices into `requests`, and tokens
 
     @classmethod
     def of(cls, settings: Sequence[RequestSampling], device: torch.device) -> AllowedTokens | None:
@@ -137,10 +139,10 @@ class AllowedTokens:
 
 @dataclass(frozen=True)
 class BadWords:
-    """l - inf for the last token of a word whose other tokens end the row's text, be they prompt, output or both."""
+    """l - inf for the last token of a word if the row's text (prompt and output) ends with the word's other tokens."""
 
-    requests: Tensor  # int64 [w], those with words of several tokens
-    words: Tensor  # int64 [3, words], of each its number into `requests`, its request and its last token
+    requests: Tensor  # int64 [w], requests with words of several tokens
+    words: Tensor  # int64 [3, words]: index into `requests`, request, last token
     beginnings: Tensor  # int64 [words, longest lookback], the other tokens, newest first, then -1
 
     @classmethod
@@ -165,11 +167,11 @@ class BadWords:
 
 @dataclass(frozen=True)
 class MinTokens:
-    """l - inf for tokens that would end a text, at positions below the first where they may."""
+    """l - inf for stop tokens at positions before `allowed_from`."""
 
     requests: Tensor  # int64 [entries]
     tokens: Tensor  # int64 [entries]
-    allowed_from: Tensor  # int64 [entries]
+    allowed_from: Tensor  # int64 [entries], the first position where the token may be drawn
 
     @classmethod
     def of(cls, settings: Sequence[RequestSampling], device: torch.device) -> MinTokens | None:
@@ -183,11 +185,14 @@ class MinTokens:
 
 @dataclass(frozen=True)
 class Penalties:
-    """With n the token's count in the output, for tokens of prompt or output l' = l / r where l > 0, else l * r;
-    then l' - f * n - p * [n > 0]."""
+    """Repetition penalty r, frequency penalty f and presence penalty p. n is the token's count in the output.
+
+    For tokens in prompt or output: l' = l / r if l > 0, else l * r. For other tokens: l' = l. The result is
+    l' - f * n - p * [n > 0].
+    """
 
     requests: Tensor  # int64 [h]
-    strength: Tensor  # float32 [3, h], r, f and p of each
+    strength: Tensor  # float32 [3, h]: r, f and p
 
     @classmethod
     def of(cls, settings: Sequence[RequestSampling], device: torch.device) -> Penalties | None:
@@ -199,7 +204,7 @@ class Penalties:
         return cls(upload([i for i, _ in chosen], device), upload(strength, device, torch.float32).T)
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
-        """A few requests at a time, for the memory of the intermediate results."""
+        """A few requests at a time, because intermediate results need memory."""
         counts, prompts = rows.penalizer_state.counts, rows.penalizer_state.prompts
         assert counts is not None and prompts is not None
         step = max(1, _PENALIZED_ROWS // logits.shape[1])
@@ -213,7 +218,7 @@ class Penalties:
 
 
 def transforms_of(settings: Sequence[RequestSampling], device: torch.device) -> tuple[Transform, ...]:
-    """What a batch of these settings needs, in order. Grammars' Masks, new in every cycle, come before."""
+    """The transforms of a batch, in order. The grammars' `Masks` come before them; they are new in every cycle."""
     found: tuple[Transform | None, ...] = (
         LogitBias.of(settings, device),
         AllowedTokens.of(settings, device),
@@ -227,13 +232,13 @@ def transforms_of(settings: Sequence[RequestSampling], device: torch.device) -> 
 def latest_tokens(tails: Tensor, paths: Paths | None) -> Tensor:
     """The last `width` tokens of each row's text, newest first: int64 [bs, rows, width].
 
-    tails int64 [bs, width], the committed texts' last tokens, newest last.
+    tails int64 [bs, width] are the last tokens of the text so far, newest last.
     """
     bs, width = tails.shape
     chain = torch.arange(width, device=tails.device)
     if paths is None:
         return tails.flip(1)[:, None]
-    # The tails stand before the tree as a chain that ends in its root, so the way back is one walk to the parents.
+    # Put the tail before the tree as a chain that ends in the root. Then one walk over parents finds all latest tokens.
     tokens = torch.cat([tails, paths.tokens[:, 1:]], dim=1)
     parents = torch.cat([(chain - 1).clamp(min=0).expand(bs, -1), paths.parents[:, 1:] + (width - 1)], dim=1)
     place = torch.arange(width - 1, tokens.shape[1], device=tails.device).expand(bs, -1)  # [bs, rows]
@@ -245,7 +250,7 @@ def latest_tokens(tails: Tensor, paths: Paths | None) -> Tensor:
 
 
 def _penalized(logits: Tensor, counts: Tensor, prompts: Tensor, strength: Tensor) -> Tensor:
-    """`Penalties`' formula on logits [n, rows, m], with counts and prompts of their shape, strength [n, 3]."""
+    """The formula of `Penalties` for logits [n, rows, m]. counts and prompts broadcast to them; strength is [n, 3]."""
     repetition, frequency, presence = strength.T[:, :, None, None]
     occurs = counts > 0
     scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -256,14 +261,14 @@ def _penalized(logits: Tensor, counts: Tensor, prompts: Tensor, strength: Tensor
 def _count_paths(
     penalized: Tensor, given: Tensor, paths: Paths, counts: Tensor, prompts: Tensor, strength: Tensor
 ) -> None:
-    """Penalize the trees' tokens anew, [n, rows, vocab] in place, with their counts on each row's path added.
+    """Add the tokens on each row's path to the counts, and recompute penalized [n, rows, vocab] for them in place.
 
-    Only a tree's own rows - 1 tokens may count more than in the committed output; one that is not on a row's path is
-    given the value it had.
+    Only the rows - 1 drafted tokens of a tree can have higher counts than in the output so far. A token that is not on
+    a row's path keeps its value in that row.
     """
     tokens = paths.tokens[:, 1:]  # [n, rows - 1]
     place = tokens.clamp(min=0)
-    same = tokens[:, :, None] == place[:, None]  # padding is the same as none
+    same = tokens[:, :, None] == place[:, None]  # padding (-1) equals no token
     more = paths.ancestors[:, :, 1:].float() @ same.float()  # [n, rows, rows - 1]
     everywhere = place[:, None].expand(-1, given.shape[1], -1)
     total = counts.gather(1, place)[:, None] + more

@@ -1,4 +1,4 @@
-"""The tree of candidate tokens: every drafter ends in it, and every verify pass starts from it."""
+"""The tree of candidate tokens: drafters propose it, and the verify forward runs over it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from eagle_server.speculation.reference import retrive_links
 
 @dataclass(frozen=True)
 class Candidates:
-    """A drafter's proposal, before the root is added: the n = draft_token_num - 1 best nodes of its pool.
+    """A drafter's proposal, without the root: the n = draft_token_num - 1 best nodes of its candidate pool.
 
-    `selected_index` holds pool indices in ascending order and is closed under ancestors; `parent_list` gives, for
-    group g of K pool entries, the pool index of their common parent (-1: the root).
+    `selected_index` has pool indices in ascending order and is closed under ancestors. K pool entries with a common
+    parent are a group; `parent_list[g]` is the pool index of group g's parent (-1: the root).
     """
 
     tokens: Tensor  # int64 [bs, n], target vocabulary
@@ -32,15 +32,15 @@ class Candidates:
 
 @dataclass(frozen=True)
 class TreeNodes:
-    """A proposal as an explicit tree, before the root is added: static trees, packed beams, tries.
+    """A proposal as an explicit tree, without the root: static trees, packed beams, tries.
 
-    Node i of the lists has number i + 1; the root is 0. Parents come before children. Requests with fewer nodes than
-    their neighbours are padded with token -1 under the root, which no draw equals.
+    The root has number 0, entry i has number i + 1. Parents come before children. Requests with fewer nodes are padded
+    with token -1 under the root; no drawn token equals -1.
     """
 
     tokens: Tensor  # int64 [bs, n], target vocabulary, -1: padding
     parents: Tensor  # int64 [bs, n], node numbers
-    spec_steps: int  # no node is deeper
+    spec_steps: int  # the maximum depth
     scores: Tensor | None = None  # float32 [bs, n], log-probabilities of the paths, if the drafter has them
 
 
@@ -49,21 +49,21 @@ Proposal = Candidates | TreeNodes
 
 @dataclass(frozen=True)
 class EagleVerifyInput:
-    """A tree per request, D = draft_token_num nodes each, node 0 the root. Node numbers are parents-first.
+    """A tree per request with D = draft_token_num nodes. Node 0 is the root; parents have lower numbers than children.
 
-    `custom_mask` is the query window only, True = attend: the prefix is always visible, and a backend expands the
-    mask as it needs. `parents` is -1 at the root.
+    `custom_mask` covers the query window only, True = attend. The prefix is always visible, and each backend expands
+    the mask in its own way. `parents` is -1 at the root.
     """
 
-    draft_token: Tensor  # int64 [bs * D], -1: padding, which is nobody's child for the walk
+    draft_token: Tensor  # int64 [bs * D], -1: padding, which the walk never reaches
     custom_mask: Tensor  # bool [bs, D, D], ancestors and self
     positions: Tensor  # int64 [bs * D], seq_len + depth
     parents: Tensor  # int64 [bs, D]
     depths: Tensor  # int64 [bs, D]
     spec_steps: int
-    topk: int  # children per node; 1: every tree is a chain; 0: nothing is known of them
+    topk: int  # maximum children per node; 1: every tree is a chain; 0: unknown
     draft_token_num: int
-    scores: Tensor | None = None  # float32 [bs, D - 1], of the nodes after the root, if the drafter has them
+    scores: Tensor | None = None  # float32 [bs, D - 1], scores of the nodes after the root, if the drafter has them
 
     @cached_property
     def retrive_index(self) -> Tensor:
@@ -86,11 +86,11 @@ class EagleVerifyInput:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What differs between trees of one shape; see `with_tensors`."""
+        """The tensors of the tree, without scores; see `with_tensors`."""
         return (self.draft_token, self.custom_mask, self.positions, self.parents, self.depths)
 
     def with_tensors(self, *tensors: Tensor) -> EagleVerifyInput:
-        """Trees of the same numbers with other `tensors`; their scores are dropped."""
+        """Trees with the same spec_steps, topk and draft_token_num, but other `tensors`. Scores are dropped."""
         draft_token, custom_mask, positions, parents, depths = tensors
         return EagleVerifyInput(
             draft_token, custom_mask, positions, parents, depths, self.spec_steps, self.topk, self.draft_token_num
@@ -98,7 +98,7 @@ class EagleVerifyInput:
 
     @cached_property
     def tree_mask(self) -> TreeMask | None:
-        """The mask as attention takes it. A chain is causal."""
+        """The mask as attention takes it. None for chains, because they are causal."""
         return None if self.topk == 1 else TreeMask(self.custom_mask, row_depths=self.depths, column_depths=self.depths)
 
     def generate_attn_arg_prefill(
@@ -109,10 +109,10 @@ class EagleVerifyInput:
         kv_lens_sum: int | None = None,
         out: Tensor | None = None,
     ) -> AttnArgs:
-        """Arguments of the verify forward, page size 1: kv_indices, kv_indptr, qo_indptr, mask.
+        """kv_indices, kv_indptr, qo_indptr and mask of the verify forward, page size 1.
 
-        paged_kernel_lens int64 [bs] are committed lengths L. Each request reads L + D slots with D query rows. The mask
-        is the query window's; `reference.flat_custom_mask` expands it to what FlashInfer's plan takes.
+        paged_kernel_lens int64 [bs] are sequence lengths L. Each request has D query rows that read L + D slots. The
+        mask covers the query window; `reference.flat_custom_mask` expands it to the form that FlashInfer's plan takes.
         """
         kv_lens = paged_kernel_lens + self.draft_token_num
         kv_indptr, kv_indices = kv_arguments(req_pool_indices, kv_lens, req_to_token, kv_lens_sum, out)
@@ -123,9 +123,9 @@ class EagleVerifyInput:
 def build_tree(
     candidates: Proposal, verified_id: Tensor, seq_lens: Tensor, speculation_disabled: Tensor | None = None
 ) -> EagleVerifyInput:
-    """Root every request's candidates at its verified_id [bs], which stands at position seq_lens [bs].
+    """Add the root to every request's candidates: its verified_id [bs] at position seq_lens [bs].
 
-    All nodes of requests in `speculation_disabled`, bool [bs], become padding.
+    For requests marked in `speculation_disabled`, bool [bs], all drafted nodes become padding.
     """
     if isinstance(candidates, TreeNodes):
         root = candidates.parents.new_full((len(verified_id), 1), -1)

@@ -1,7 +1,7 @@
-"""Typical acceptance, Medusa's: a draft is kept if the target finds it likely enough. LOSSY above temperature 0.
+"""Medusa's typical acceptance: a draft is accepted if the target finds it likely enough. LOSSY above temperature 0.
 
-The only rule that changes the distribution of the output; `accept.Lossless` is the default. It serves any drafter's
-trees.
+This is the only rule that changes the distribution of the output; `accept.Lossless` is the default. It works with the
+trees of every drafter.
 
 Source: Medusa (arXiv 2401.10774), section 2.3.
 """
@@ -19,15 +19,16 @@ from eagle_server.speculation.accept import Accepted, paths_of
 from eagle_server.speculation.sampling import SamplingBatch, draw, sampling_probs, typical_threshold
 from eagle_server.speculation.tree import EagleVerifyInput
 
-_ROWS = 64  # of distributions at a time, of which the entropy takes two copies
+_ROWS = 64  # rows of probabilities at a time, because the entropy takes two copies of them
 
 
 @dataclass(frozen=True)
 class Typical:
     """A child is acceptable if p(child) > min(posterior_threshold, posterior_alpha * exp(-H(p))).
 
-    p is its parent's distribution after all transforms. The longest acceptable path is kept, of several the most
-    probable; the bonus is the target's own draw at its last node. Requests with temperature 0 are served losslessly.
+    p is the target's distribution at the parent, after all transforms. The longest acceptable path is accepted; if
+    there are several, the most probable of them. The bonus is a draw from the target at the path's last node. Requests
+    with temperature 0 are lossless.
     """
 
     posterior_threshold: float
@@ -35,13 +36,13 @@ class Typical:
     lossy: ClassVar[str] = "typical"
 
     def accept(self, tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
-        """As `Lossless.accept`, but that `tokens` are the path's own, and a draw only at its end."""
+        """As `Lossless.accept`, except that `tokens` are the path's drafted tokens, then one drawn bonus."""
         bs, size = tree.parents.shape
         logits, positions = target_logits.view(bs, size, -1), tree.positions.view(bs, size) + 1
         paths = paths_of(tree)
         drawn, scores = draw(logits, positions, sampling, tree.spec_steps + 1, paths)
         tokens, parents = tree.draft_token.view(bs, size), tree.parents[:, 1:]
-        agrees = tokens[:, 1:] == drawn.gather(1, parents)  # [bs, D - 1], what greedy requests go by
+        agrees = tokens[:, 1:] == drawn.gather(1, parents)  # [bs, D - 1], the rule of greedy requests
         logp = torch.zeros_like(agrees, dtype=torch.float32)
         if sampling.stochastic is not None:
             some = sampling.stochastic
@@ -56,10 +57,10 @@ class Typical:
         return Accepted(path, (path >= 0).sum(1) - 1, emitted, (tokens >= 0).sum(1) - 1, finite, scores)
 
     def _likely(self, probability: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-        """Which drafted nodes [s, D - 1] are acceptable after their parents, and their log-probabilities there.
+        """Whether drafted nodes [s, D - 1] are acceptable, and their log-probabilities at their parents.
 
-        probability [s, D, V], tokens [s, D], parents [s, D - 1]. Whatever the transforms exclude has probability 0,
-        which is above no threshold.
+        probability [s, D, V], tokens [s, D], parents [s, D - 1]. Tokens that the transforms exclude have probability 0,
+        so they are never above the threshold.
         """
         drafted = tokens[:, 1:]
         places = parents * probability.shape[2] + drafted.clamp(min=0)
@@ -71,7 +72,7 @@ class Typical:
 
 
 def _best_end(tree: EagleVerifyInput, agrees: Tensor, logp: Tensor) -> Tensor:
-    """The last node int64 [bs] of the longest path of acceptable nodes, of several the most probable one."""
+    """The last node int64 [bs] of the longest path of acceptable nodes; of several, the most probable one."""
     above = tree.custom_mask[:, :, 1:]  # [bs, D, D - 1]
     reached = ~(above & ~agrees[:, None]).any(dim=2)
     depth = tree.depths.masked_fill(~reached, -1)

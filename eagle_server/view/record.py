@@ -74,8 +74,8 @@ class RecordingDrafter:
         self.drafter, self.feeds = drafter, drafter.feeds
         self._record = record
 
-    def forget(self, row: int) -> None:
-        self.drafter.forget(row)
+    def forget(self, req_pool_index: int) -> None:
+        self.drafter.forget(req_pool_index)
 
     def prefill(self, prompts: Prompts) -> None:
         self.drafter.prefill(prompts)

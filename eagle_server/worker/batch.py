@@ -1,4 +1,4 @@
-"""From a plan's host values to the tensors of one cycle."""
+"""Batches of one cycle: from the plan's host values to device tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PADDING = RequestSampling(SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 
 
 class ReqToToken:
-    """The page table as the device sees it: its very memory on a CPU, a mirror elsewhere."""
+    """The page table on the device. On a CPU it is the same memory; elsewhere it is a copy that is kept up to date."""
 
     def __init__(self, table: PageTable, device: torch.device) -> None:
         self._table = table
@@ -33,7 +33,7 @@ class ReqToToken:
         self.tensor = host.to(device) if self._mirrored else host
 
     def refresh(self) -> None:
-        """Bring over what was assigned since the last call."""
+        """Copy what was assigned since the last call."""
         if self._mirrored:
             changes = self._table.take_changes()
             if changes.shape[1]:
@@ -79,7 +79,7 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class PromptFeatures:
-    """A prompt batch for the drafter: tokens one ahead of the target's features [rows, F]."""
+    """A prompt batch for the drafter: each token with the target's feature of the position before it, [rows, F]."""
 
     batch: PromptBatch
     features: Tensor
@@ -87,10 +87,10 @@ class PromptFeatures:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Pieces of prompt as drafters read them: by token alone, or in pairs. A piece of one last token makes no pair."""
+    """Pieces of prompt as drafters read them: tokens alone, or pairs of token and feature."""
 
-    rows: PromptBatch  # the target's own
-    pairs: PromptFeatures | None
+    rows: PromptBatch  # the target's rows
+    pairs: PromptFeatures | None  # None: the only piece is a last token, which makes no pair yet
 
 
 class Batches:
@@ -124,18 +124,18 @@ class Batches:
         return self._decode(plan.decodes) if plan.decodes else None
 
     def prefill(self, chunks: Sequence[Chunk]) -> PromptBatch:
-        """The target's rows of all chunks."""
+        """The rows of all chunks for the target."""
         return self._prompt([(c.req_pool_index, c.start, c.tokens) for c in chunks])
 
     def prompt_sampling(self, chunks: Sequence[Chunk]) -> SamplingBatch:
-        """How the first tokens after prompts are drawn, given their last chunks."""
+        """How the first tokens after the prompts are sampled; chunks are the last ones of their prompts."""
         sampling = SamplingBatch.of([chunk.sampling for chunk in chunks], self.device)
         return self._with_penalizer_state(sampling, chunks)
 
     def prompt_features(self, chunks: Sequence[Chunk], features: Tensor) -> PromptFeatures | None:
-        """The drafter's rows: each feature beside the prompt's next token.
+        """The rows for the drafter: each feature with the prompt's next token.
 
-        A prompt's last row has none yet. It waits in the accepted tokens for the token that was drawn.
+        A prompt's last row has no next token yet. It is recorded in the accepted tokens once the token is sampled.
         """
         pieces, kept, start = [], list[int](), 0
         for chunk in chunks:
@@ -187,7 +187,7 @@ class Batches:
         return PromptBatch(numbers[0], numbers[1], attention, counts)
 
     def _sampling_of(self, decodes: Sequence[Decode], padding: int) -> SamplingBatch:
-        """The same requests in the same order, as in most cycles, keep their tensors."""
+        """The sampling tensors. They are reused while the same requests decode in the same order, as in most cycles."""
         settings, kept = tuple(d.sampling for d in decodes) + (_PADDING,) * padding, self._sampling[0]
         if len(settings) != len(kept) or not all(map(operator.is_, settings, kept)):
             self._sampling = (settings, SamplingBatch.of(settings, self.device))

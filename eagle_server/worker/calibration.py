@@ -1,4 +1,5 @@
-"""How often drafted nodes were accepted, by what their drafters had said of them. Tensors only: no copy to the host."""
+"""Calibration of acceptance estimates: how often nodes were accepted, by what their drafters estimated. On the
+device."""
 
 from __future__ import annotations
 
@@ -6,21 +7,21 @@ import torch
 from torch import Tensor
 
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.merge import REFUSED, UNASKED, Union
+from eagle_server.speculation.merge import REFUSED, UNASKED, JoinedTrees
 from eagle_server.speculation.tree import EagleVerifyInput
 
-_EDGES = (UNASKED / 2, REFUSED, 0.1, 0.3, 0.6, 0.9)  # of a source's bins: unasked, refused, then by its estimate
+_EDGES = (UNASKED / 2, REFUSED, 0.1, 0.3, 0.6, 0.9)  # bins of a source: unasked, refused, then by its estimate
 _DEPTHS = 3  # 1, 2, deeper
-_BELIEF = 4.0  # accepted nodes' worth of trust in the drafters' own estimates
-_MEMORY = 0.998  # of a cycle in the next
-_LEAST, _MOST = 1e-4, 0.98  # a chance below one keeps parents above their children
+_PRIOR_COUNT = 4.0  # prior pseudo-count, in accepted nodes
+_DECAY = 0.998  # per cycle, of past counts
+_LEAST, _MOST = 1e-4, 0.98  # chances stay below 1, so that a child never outranks its parent
 
 
 class Calibration:
-    """Chances of acceptance: the drafters' estimates, times what was accepted over what was expected in their bin.
+    """Chance of acceptance = estimate * (accepted nodes / expected nodes) of the estimate's bin.
 
-    A bin is what each of the two sources said, and the depth. The trees thus depend on what the server saw before;
-    texts do not, since no draw depends on a tree.
+    A bin is the two sources' estimates and the depth. So trees depend on what the server saw before. Texts do not,
+    because no sampled token depends on a tree.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,10 +30,10 @@ class Calibration:
         self.accepted = torch.zeros(bins, device=device)
         self.expected = torch.zeros(bins, device=device)
 
-    def chances(self, union: Union) -> tuple[Tensor, Tensor, Tensor]:
-        """Chances float32 [bs, M] given an accepted parent; what they were made from: bins int64, priors float32."""
+    def chances(self, union: JoinedTrees) -> tuple[Tensor, Tensor, Tensor]:
+        """Chances float32 [bs, M] given an accepted parent, and their bins int64 and uncalibrated priors float32."""
         first, second = union.first.clamp(min=0.0), union.second.clamp(min=0.0)
-        # Two that agree err together at most half of the time that they err alone.
+        # If both propose a node, both are wrong at most half as often as one alone.
         agreed = torch.maximum(first, second)
         agreed = agreed + (1 - agreed) * torch.minimum(first, second) / 2
         contested = (union.first == REFUSED) | (union.second == REFUSED)
@@ -40,12 +41,12 @@ class Calibration:
         said = [torch.bucketize(opinion, self._edges) for opinion in (union.first, union.second)]
         width = len(_EDGES) + 1
         bins = ((union.depths.clamp(max=_DEPTHS) - 1) * width + said[0]) * width + said[1]
-        ratio = (self.accepted + _BELIEF) / (self.expected + _BELIEF)
+        ratio = (self.accepted + _PRIOR_COUNT) / (self.expected + _PRIOR_COUNT)
         corrected = prior * ratio.index_select(0, bins.view(-1)).view_as(prior)
         return corrected.clamp(_LEAST, _MOST), bins, prior
 
     def observe(self, bins: Tensor, priors: Tensor, tree: EagleVerifyInput, accepted: Accepted, count: int) -> None:
-        """The drafted nodes [bs, D - 1] of the first `count` requests, and the paths that were accepted."""
+        """Count the drafted nodes [bs, D - 1] of the first `count` requests, and which were accepted."""
         path, parents = accepted.path[:count], tree.parents[:count]
         size = parents.shape[1]
         place = torch.where(path < 0, size, path)
@@ -53,5 +54,5 @@ class Calibration:
         drafted = tree.draft_token.view(-1, size)[:count, 1:] >= 0
         tried = (on_path.gather(1, parents[:, 1:]) * drafted).reshape(-1)
         bins = bins[:count].reshape(-1)
-        self.accepted.mul_(_MEMORY).index_add_(0, bins, on_path[:, 1:].reshape(-1) * tried)
-        self.expected.mul_(_MEMORY).index_add_(0, bins, priors[:count].reshape(-1) * tried)
+        self.accepted.mul_(_DECAY).index_add_(0, bins, on_path[:, 1:].reshape(-1) * tried)
+        self.expected.mul_(_DECAY).index_add_(0, bins, priors[:count].reshape(-1) * tried)

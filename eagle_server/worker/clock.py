@@ -1,4 +1,4 @@
-"""How long the stages of a cycle took: by the host's clock, or on a GPU by events that nobody waits for."""
+"""Times of a cycle's stages: by the host's clock, or on a GPU by events, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StageClock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time what runs inside; a name that comes again adds up."""
+        """Time what runs inside. Times of one name add up."""
         if self._cuda:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

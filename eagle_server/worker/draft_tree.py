@@ -1,4 +1,4 @@
-"""What was drafted, for requests that want to know: from a batch's trees to each one's own, without padding."""
+"""Draft trees for requests that asked for them: one request's tree out of the batch, without padding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ PADDING = -1
 
 
 def drafted_nodes(tree: EagleVerifyInput) -> tuple[Tensor, ...]:
-    """Tokens and parents [bs, D], and where there are any the scores [bs, D - 1]: what `draft_tree` is made of."""
+    """The tensors that `draft_tree` needs: tokens and parents [bs, D], and scores [bs, D - 1] if the drafter has
+    any."""
     nodes = (tree.draft_token.view_as(tree.parents), tree.parents)
     return nodes if tree.scores is None else (*nodes, tree.scores)
 
@@ -25,10 +26,10 @@ def draft_tree(
     path: Sequence[int],
     emitted: Sequence[int],
 ) -> DraftTree:
-    """One request's tree, its nodes numbered anew without padding.
+    """One request's tree, renumbered without padding.
 
-    `path` has the accepted nodes, the root first, -1 where it is over; `emitted` are the tokens after these nodes,
-    fewer where the request failed on the way.
+    `path` has the accepted nodes, the root first, then -1. `emitted` are the tokens after these nodes; there are fewer
+    if the request failed within the path.
     """
     kept = [node for node, token in enumerate(tokens) if token != PADDING]
     number = {PADDING: PADDING, **{node: place for place, node in enumerate(kept)}}

@@ -1,8 +1,8 @@
-"""CUDA graphs: a function of tensors is captured once per key and replayed, which takes the launches off the CPU.
+"""CUDA graphs: a function of tensors is captured once per key and then replayed, without launches from the CPU.
 
-What makes a function capturable: shapes follow from its key alone; it reads no host value that changes between calls
-with an equal key; it never waits for the device. Its inputs are copied into the tensors it was captured with, its
-outputs are the same tensors each time: read them before the next call with that key.
+A function can be captured if its shapes follow from the key alone, if it reads no host value that changes between calls
+with an equal key, and if it never waits for the device. A replay copies the inputs into the captured input tensors and
+writes the same output tensors: read them before the next call with that key.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Recorded(Protocol):
 
 
 class Recorder(Protocol):
-    """Captures what a function does on the device; `torch.cuda` in earnest, a stand-in in tests."""
+    """Captures what a function does on the device: `CudaRecorder`, or a stand-in in tests."""
 
     def record(self, function: Callable[[], Output]) -> tuple[Recorded, Output]: ...
 
@@ -37,7 +37,7 @@ class _Captured:
 
 
 class Graphs:
-    """Runs functions through their captured graphs; without a recorder, or while `paused`, it calls them."""
+    """Runs functions through captured graphs. Without a recorder, or while `paused`, it calls them directly."""
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self._recorder = recorder

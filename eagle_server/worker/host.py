@@ -12,7 +12,7 @@ from eagle_server.request import TokenLogprob
 
 
 def to_host(*tensors: Tensor) -> tuple[Any, ...]:
-    """Tensors as nested lists; from a GPU all of them in one copy."""
+    """Tensors as nested lists. From a GPU they come in one copy."""
     if not tensors or tensors[0].device.type == "cpu":
         return tuple(t.tolist() for t in tensors)
     flat = torch.cat([_as_words(t) for t in tensors]).cpu()
@@ -21,7 +21,7 @@ def to_host(*tensors: Tensor) -> tuple[Any, ...]:
 
 
 def _as_words(values: Tensor) -> Tensor:
-    """int64, flat. Floating point travels as the bits of float64, which holds every narrower format exactly."""
+    """Flat int64. Floating point is stored as the bits of float64, which holds every narrower format exactly."""
     flat = values.reshape(-1)
     return flat.double().view(torch.int64) if values.is_floating_point() else flat.to(torch.int64)
 
@@ -32,7 +32,7 @@ def _from_words(words: Tensor, like: Tensor) -> Tensor:
 
 
 class HostCopy:
-    """Integer tensors on their way to the host, while the device goes on with what comes after them."""
+    """A copy of integer tensors to the host that runs beside the device's later work."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._tensors = tensors
@@ -45,7 +45,7 @@ class HostCopy:
             self._arrived.record()
 
     def lists(self) -> tuple[Any, ...]:
-        """As nested lists. Waits for the copies, not for what was started since."""
+        """As nested lists. Waits for the copy, not for later work."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return tuple(t.tolist() for t in self._tensors)

@@ -1,4 +1,4 @@
-"""From what a cycle computed to what its requests get: the one copy to the host."""
+"""Output processing: one copy to the host, and from it what each scheduled request gets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NONE_ALLOWED = (
 
 @dataclass(frozen=True)
 class Decoded:
-    """A verified batch: logits float32 [bs * D, vocab] of the nodes of its trees, and what was accepted of these."""
+    """A verified batch: its trees, their logits float32 [bs * D, vocab], and what was accepted."""
 
     logits: Tensor
     accepted: Accepted
@@ -34,7 +34,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Prefilled chunks: logits float32 [n, vocab], `logit_rows` of them per chunk, and the last chunks' draws."""
+    """Prefilled chunks: logits float32 [n, vocab], `logit_rows` of them per chunk, and the last chunks' tokens."""
 
     logits: Tensor
     logit_rows: tuple[int, ...]
@@ -45,7 +45,7 @@ class Drawn:
 def process_outputs(
     plan: CyclePlan, decoded: Decoded | None, drawn: Drawn | None
 ) -> tuple[tuple[SequenceOutput, ...], tuple[SequenceOutput, ...]]:
-    """What chunks and decodes of the plan get, in its order. Waits for the device."""
+    """The outputs of the plan's chunks and decodes, in its order. Waits for the device."""
     accepted = drafts = tuple[Tensor, ...]()
     if decoded is not None:
         a = decoded.accepted
@@ -70,10 +70,10 @@ def _decodes(
     finite: list[bool],
 ) -> tuple[SequenceOutput, ...]:
     out = []
-    for number, decode in enumerate(decodes):  # what follows them is padding
+    for number, decode in enumerate(decodes):  # the batch may have padding after them
         rows = [node + number * decoded.tree.draft_token_num for node in paths[number] if node >= 0]
         failed = None
-        if not finite[number]:  # what comes before the failure was drawn as ever
+        if not finite[number]:  # the tokens before the failure are valid
             good = leading_finite(decoded.accepted.scores.view(-1), rows)
             failed, rows = _failure(decoded.logits, rows[good]), rows[:good]
         kept = tokens[number][: len(rows)]
@@ -104,15 +104,15 @@ def _chunks(
             last += 1
         if chunk.prompt_logprobs:
             rows = range(start, start + len(chunk.following))
-            count = chunk.sampling.params.logprobs or 0
-            prompt_logprobs = _logprobs(drawn.logits, rows, chunk.following, count)
+            alternatives = chunk.sampling.params.logprobs or 0
+            prompt_logprobs = _logprobs(drawn.logits, rows, chunk.following, alternatives)
         start += count
         out.append(SequenceOutput(own, 0, logprobs, prompt_logprobs, failed))
     return tuple(out)
 
 
 def _failure(logits: Tensor, row: int) -> str:
-    """Why a row's best score is not finite, by the raw logits."""
+    """Why a row's best score is not finite."""
     return NONE_ALLOWED if all_finite(logits[row]) else NOT_FINITE
 
 

@@ -69,7 +69,7 @@ class Verifier:
         return Verified(self.target.logits(out.hidden), _features(out))
 
     def prefill(self, batch: PromptBatch, chunks: tuple[Chunk, ...]) -> Prefilled:
-        """Prompt chunks, causally. Logits only where a token is drawn or prompt log-probabilities are wanted."""
+        """Prompt chunks, causally. Logits only for rows that sample a token or need prompt log-probabilities."""
         bound = self.attention.plan(batch.attention.layout).bind(batch.attention)
         out = self.target(batch.tokens, batch.positions, bound)
         rows: list[int] = []
@@ -85,9 +85,9 @@ class Verifier:
         return Prefilled(_features(out), self.target.logits(hidden), tuple(counts))
 
     def keep(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
-        """Move the accepted nodes' KV to the front of each window; the rest of it is scratch again.
+        """Move the accepted nodes' KV to the front of each window. The next cycle overwrites the rest.
 
-        The draft pool needs no move: draft-extend rewrites those slots.
+        The draft's KV does not move: draft-extend rewrites those slots.
         """
         if tree.topk == 1:
             return  # a chain's path is already in place

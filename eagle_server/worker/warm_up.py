@@ -1,4 +1,4 @@
-"""Before the first request: cycles over nobody's row, so that kernels are compiled and CUDA graphs captured."""
+"""Warm-up cycles on the padding row, before the first request: they compile kernels and capture CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _TRUNCATED = RequestSampling(SamplingParams(max_tokens=1, seed=0, top_k=50, top_
 
 
 def warm_up(worker: Worker, sizes: Iterable[int], lengths: Sequence[int] = (2,)) -> None:
-    """Run prompts, long, of one token and two at once, and the cycle for batches of `sizes` and committed `lengths`."""
+    """Run a long prompt, a prompt of one token, both at once, and decode batches of these sizes and sequence
+    lengths."""
     row = worker.batches.pad_row
     width = worker.batches.req_to_token.tensor.shape[1]
     long, short = (Chunk(row, 0, (0,) * n, next_token=None, sampling=_GREEDY) for n in (min(_PROMPT, width), 1))

@@ -27,7 +27,7 @@ class Worker:
 
     @torch.inference_mode()
     def run(self, plan: CyclePlan) -> CycleResult:
-        """One cycle: every decoding request emits at least one token, every chunk advances its prompt.
+        """One cycle: every decoding request gets at least one token, and every chunk advances its prompt.
 
         The device runs ahead of the host until `process_outputs` copies the results. With grammars the host also reads
         the trees in between: as they grow (`batch.token_mask`) and while they are verified.
@@ -72,7 +72,7 @@ class Worker:
         batch.accepted_tokens.record(starts, batch.req_pool_indices, accepted.tokens.clamp(min=0), features)
 
     def _prefill(self, chunks: tuple[Chunk, ...]) -> Drawn:
-        """Prompt chunks through target and drafter; the last one of a prompt draws its next token."""
+        """Prompt chunks through target and drafter. The last chunk of a prompt samples the first output token."""
         batch = self.batches.prefill(chunks)
         done = self.verifier.prefill(batch, chunks)
         device = done.logits.device

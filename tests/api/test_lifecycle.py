@@ -31,7 +31,7 @@ def mortal(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield running
 
 
-@pytest.mark.parametrize("death", ["exception", "exit", "kill"])
+@pytest.mark.parametrize("death", ["exception", pytest.param("exit", marks=pytest.mark.slow), "kill"])
 def test_a_dying_engine_fails_its_requests_and_comes_back(mortal: Server, death: str) -> None:
     [engine] = mortal.engine_pids()
     answers: list[httpx.Response] = []
@@ -81,7 +81,7 @@ def test_the_engine_dies_with_its_server(tokenizer_dir: Path, tmp_path: Path) ->
 # --- Signals ---
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_drains(tokenizer_dir: Path, tmp_path: Path, signal_number: int) -> None:
     with serving(tokenizer_dir, tmp_path / "log") as running:
         body = {"prompt": f"{SLOW}abc", "max_tokens": 40, "stream": True}
@@ -99,6 +99,7 @@ def test_a_signal_drains(tokenizer_dir: Path, tmp_path: Path, signal_number: int
         assert "Traceback" not in running.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_stops_at_once(tokenizer_dir: Path, tmp_path: Path) -> None:
     with serving(tokenizer_dir, tmp_path / "log") as running:
         [engine] = running.engine_pids()
@@ -120,6 +121,7 @@ def _post_and_forget(server: Server, body: dict[str, Any]) -> None:
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE)
 
 
+@pytest.mark.slow
 def test_an_idle_server_stops_and_leaves_nothing(tokenizer_dir: Path, tmp_path: Path) -> None:
     sockets = tmp_path / "tmp"
     sockets.mkdir()
@@ -147,7 +149,7 @@ def wrong_start(tmp_path: Path, *flags: str, function: str = "build") -> tuple[i
     return status, failed.log.read_text().splitlines()
 
 
-@pytest.mark.parametrize("port", ["0", "x", "70000"])
+@pytest.mark.parametrize("port", ["0", *(pytest.param(port, marks=pytest.mark.slow) for port in ("x", "70000"))])
 def test_a_wrong_flag_is_one_line(tmp_path: Path, port: str) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "eagle_server", "--port", port], capture_output=True, text=True, cwd=REPOSITORY
@@ -156,6 +158,7 @@ def test_a_wrong_flag_is_one_line(tmp_path: Path, port: str) -> None:
     assert len(run.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_bad_configuration_found_by_the_engine_is_one_line(tokenizer_dir: Path, tmp_path: Path) -> None:
     status, lines = wrong_start(tmp_path, "--model-path", str(tokenizer_dir), function="build_with_bad_configuration")
     assert status == 2
@@ -163,6 +166,7 @@ def test_a_bad_configuration_found_by_the_engine_is_one_line(tokenizer_dir: Path
     assert not any("Traceback" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_bug_while_building_is_reported_with_its_traceback(tokenizer_dir: Path, tmp_path: Path) -> None:
     status, lines = wrong_start(tmp_path, "--model-path", str(tokenizer_dir), function="build_with_bug")
     assert status == 1
@@ -177,6 +181,7 @@ def test_a_directory_without_a_model_is_one_line(tmp_path: Path) -> None:
     assert not any("Traceback" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_one_line(tokenizer_dir: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

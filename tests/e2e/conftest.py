@@ -64,8 +64,9 @@ def serving(log: Path, *flags: str) -> Iterator[Served]:
     """The demo's server on a free port. At the end it must exit cleanly on SIGTERM."""
     port = free_port()
     command = [sys.executable, "-m", "eagle_server", "--port", str(port), *flags]
+    environment = {**os.environ, "EAGLE_SERVER_CPU_THREADS": "1"}  # other tests run on the other cores
     with log.open("wb") as sink:
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=sink, stderr=sink, env={**os.environ})
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=sink, stderr=sink, env=environment)
     url = f"http://127.0.0.1:{port}"
     try:
         _until_healthy(url, process, log)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from eagle_server.config import parse_args
 from eagle_server.engine.build import build_engine
 from tests.support.engines import request, run, tokens_of
@@ -15,6 +17,7 @@ def answers(algorithm: str) -> tuple[dict[str, list[int]], str, int]:
     return outcome, engine.ready().speculative_algorithm, engine.stats().accepted_tokens
 
 
+@pytest.mark.slow
 def test_the_demo_with_any_drafter_writes_the_plain_text() -> None:
     plain, name, _ = answers("NONE")
     assert name == "NONE"

@@ -51,6 +51,7 @@ def test_openai_client_streams_what_it_gets_in_one_piece(served: Served) -> None
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
+@pytest.mark.slow
 def test_openai_client_gets_json_of_its_schema(served: Served) -> None:
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused")
     schema = {
@@ -117,6 +118,7 @@ def test_flushing_drops_cached_prompts(served: Served) -> None:
     assert httpx.get(f"{served.url}/health_generate").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_text_in_any_batch(served: Served) -> None:
     asked = {"prompt": PROMPTS[1], "max_tokens": 32, "temperature": 1.0, "seed": 3}
 
@@ -218,9 +220,9 @@ async def _one(http: httpx.AsyncClient, body: dict[str, object], leaves_after: i
     [
         ["--page-size", "zero"],
         ["--model-path", "/no/such/directory"],
-        ["--speculative-num-steps", "3"],
-        ["--no-such-flag"],
-        ["--model-path", str(REPOSITORY / "docs")],
+        pytest.param(["--speculative-num-steps", "3"], marks=pytest.mark.slow),
+        pytest.param(["--no-such-flag"], marks=pytest.mark.slow),
+        pytest.param(["--model-path", str(REPOSITORY / "docs")], marks=pytest.mark.slow),
     ],
 )
 def test_wrong_flag_or_path_is_one_line_and_exit_status_2(flags: list[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.conftest import README_FLAGS, serving
 
+pytestmark = pytest.mark.slow  # a server of its own; tests/api has tools, and tests/lossless has grammars
 TEMPLATE = """\
 {% for tool in tools or [] %}{{ '<tool_call>\n{"name": "' + tool.function.name + '"}\n' }}{% endfor %}
 {% for message in messages %}{{ message.content + '\n' }}{% endfor %}"""

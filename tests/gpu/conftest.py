@@ -1,4 +1,4 @@
-"""Each test here runs on the CPU, against torch twins and stand-ins, and on a GPU where there is one."""
+"""Each test here runs on the CPU with torch twins and stand-ins, and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(scope="module", params=DEVICES)
 def module_device(request: pytest.FixtureRequest) -> torch.device:
-    """The same for fixtures that live as long as a module."""
+    """The same device, for fixtures with module scope."""
     return torch.device(request.param)
 
 
@@ -28,7 +28,7 @@ def flashinfer(device: torch.device) -> Any:
 
 
 def flashinfer_on(device: torch.device) -> Any:
-    """FlashInfer; on the CPU its emulation."""
+    """FlashInfer on a GPU, its emulation on the CPU."""
     if device.type == "cuda":
         return pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
     from tests.support.flashinfer_emulation import Emulation
@@ -47,7 +47,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def _skip_what_was_not_built() -> Generator[None, object, object]:
-    """Prebuilt FlashInfer modules cover some shapes only; with FLASHINFER_DISABLE_JIT the others cannot be had."""
+    """Skip tests without a prebuilt FlashInfer module. With FLASHINFER_DISABLE_JIT only some shapes have one."""
     try:
         return (yield)
     except RuntimeError as error:
@@ -58,7 +58,7 @@ def _skip_what_was_not_built() -> Generator[None, object, object]:
 
 
 def moved(values: Any, device: torch.device) -> Any:
-    """Tensors on `device`, in any nesting of tuples and dictionaries."""
+    """The values with all tensors copied to `device`, in any nesting of tuples and dictionaries."""
     return _mapped(values, lambda tensor: tensor.to(device, copy=True))
 
 

@@ -1,4 +1,4 @@
-"""Targets with their draft heads on a device, and how an engine runs them there."""
+"""Pairs of a target and a draft head on a device, and engines that run them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONTEXT = 256
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and its head. `stand_ins`: what FlashInfer and CUDA graphs are replaced by, if they are."""
+    """A target and its head."""
 
     target: TargetModel
     head: DraftHead
@@ -39,7 +39,7 @@ class Pair:
     def engine(
         self, *, steps: int = 0, topk: int = 1, nodes: int = 1, stand_ins: Any = None, **settings: Any
     ) -> Engine:
-        """Plain decoding, or with trees of `steps`."""
+        """An engine for plain decoding, or for trees of `steps`. `stand_ins` may replace FlashInfer and CUDA graphs."""
         numbers: dict[str, Any] = {
             "context_length": CONTEXT,
             "max_total_tokens": 8 * CONTEXT,
@@ -52,7 +52,7 @@ class Pair:
 
 
 def random_pair(device: torch.device) -> Pair:
-    """Untrained, of a head size that FlashInfer's modules are built for; bfloat16 on a GPU, float32 on the CPU."""
+    """An untrained pair. On a GPU: bfloat16 and a head size of FlashInfer's prebuilt modules. On the CPU: float32."""
     gpu = device.type == "cuda"
     name = "bfloat16" if gpu else "float32"
     target = random_target(64, 64, 3, head_dim=128 if gpu else 16, dtype=name, std=0.12)
@@ -63,7 +63,8 @@ def random_pair(device: torch.device) -> Pair:
 
 
 def cast(model: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Parameters in `dtype`; buffers, such as RoPE's angles, as wide as they were. In place, for heads borrow."""
+    """Cast parameters to `dtype`, in place, because heads share the target's. Buffers (RoPE angles) keep their
+    dtype."""
     module: nn.Module = model
     for parameter in module.parameters():
         parameter.data = parameter.data.to(device, dtype)
@@ -73,14 +74,14 @@ def cast(model: Any, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def demo_pair(device: torch.device) -> Pair:
-    """The embedded pair in float32."""
+    """The demo's target and head in float32."""
     target = load_target(DEMO / "target", dtype="float32", lookahead=64, device=device, progress=False)
     draft = load_draft(DEMO / "eagle3", target, context=target.config.max_position, lookahead=64, progress=False)
     return Pair(target, draft.head)
 
 
 def demo_requests(count: int, max_tokens: int, **sampling: Any) -> list[Request]:
-    """Held-out prompts of the demo."""
+    """Requests from the demo's held-out prompts."""
     tokenizers = pytest.importorskip("tokenizers", reason="the demo's tokenizer needs tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
     prompts = json.loads((DEMO / "prompts.json").read_text())[:count]

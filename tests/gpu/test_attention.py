@@ -1,8 +1,8 @@
 """Every attention backend, in every mode and phase, against dense attention in float64.
 
-On a GPU FlashInfer's kernels compute in bfloat16, on the CPU their emulation in float32. A bfloat16 kernel rounds the
-inputs' products not at all and its weights and output once each: 2^-8 of values of about 1, times a few for sums of
-several roundings. A slot that must not be read holds NaN.
+On a GPU FlashInfer's kernels compute in bfloat16. On the CPU their emulation computes in float32. A bfloat16 kernel
+does not round the products of its inputs, but rounds its weights and its output once each. That is an error of 2^-8 for
+values of about 1, times a few for sums of several roundings. A slot that must not be read holds NaN.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MODES = {"mask": ("mask", "mask"), "cascade": ("cascade", "cascade"), "beams": (
 
 @dataclass
 class OnDevice:
-    """A world whose pool lies on a device, in the dtype of the kernels there."""
+    """A world with its pool on a device, in the dtype of the kernels there."""
 
     world: World
     device: torch.device
@@ -59,7 +59,7 @@ class OnDevice:
 
     def __post_init__(self) -> None:
         world, pool = self.world, self.world.pool
-        # What the kernels get is what the reference gets: values that the dtype can hold.
+        # The kernels and the reference get the same values, which are exact in the dtype.
         world.keys, world.values = (x.to(self.dtype).float() for x in (world.keys, world.values))
         layers, slots, heads, dim = len(pool.keys), *pool.keys[0].shape
         self.pool: KVPool | LatentPool
@@ -69,13 +69,13 @@ class OnDevice:
             self.pool = KVPool(layers, slots, heads, dim, self.dtype, self.device)
 
     def error(self, backend: AttentionBackend, case: Case) -> float:
-        """Of one forward's layers, the largest."""
+        """The largest error over the layers of one forward."""
         case.arrive()
         self.pool.data.copy_(self.world.pool.data)  # type: ignore[attr-defined]
         queries = case.queries().to(self.dtype).float()
-        planned = backend.plan(case.layout).bind(batch_on(case.batch, self.device))
-        found = case.run(Cast(planned, self.device, self.dtype), queries)
-        assert not bool(found.isnan().any()), "a slot was read that nobody had written"
+        bound = backend.plan(case.layout).bind(batch_on(case.batch, self.device))
+        found = case.run(Cast(bound, self.device, self.dtype), queries)
+        assert not bool(found.isnan().any()), "an unwritten slot was read"
         return float((found.double() - case.expected(queries)).abs().max())
 
     @property
@@ -87,13 +87,13 @@ class OnDevice:
 class Cast:
     """`BoundAttention` for callers on the CPU."""
 
-    planned: Any
+    bound: Any
     device: torch.device
     dtype: torch.dtype
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
         q, k, v = (x.to(self.device, self.dtype) for x in (q, k, v))
-        return self.planned.run(q, k, v, layer).float().cpu()
+        return self.bound.run(q, k, v, layer).float().cpu()
 
 
 def batch_on(batch: AttentionBatch, device: torch.device) -> AttentionBatch:
@@ -105,13 +105,14 @@ def batch_on(batch: AttentionBatch, device: torch.device) -> AttentionBatch:
 
 
 def world_on(device: torch.device, **shape: Any) -> OnDevice:
-    """Head sizes that FlashInfer's modules are built for, and small ones for the emulation."""
+    """A world on the device."""
     layers = shape.pop("layers", ((0.088, 0), (0.1, 0)))
     world = World(layers, rows=ROWS, width=WIDTH, **shape)
     return OnDevice(world, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 def heads_of(device: torch.device, heads: int, kv_heads: int) -> dict[str, int]:
+    """Head counts and size. FlashInfer has prebuilt modules for 128; the emulation takes a small size."""
     return {"heads": heads, "kv_heads": kv_heads, "dim": 128 if device.type == "cuda" else 16}
 
 
@@ -139,7 +140,7 @@ def test_flashinfer_gives_dense_attention(  # noqa: PLR0917
 ) -> None:
     on = world_on(device, **heads_of(device, heads, kv_heads))
     backend = mha(on, flashinfer, limits, modes)
-    for _ in range(2 if device.type == "cuda" else 1):  # the second time with wrappers that were used before
+    for _ in range(2 if device.type == "cuda" else 1):  # the second time with used wrappers
         assert on.error(backend, PHASES[phase](on.world)) < TOLERANCE[on.dtype]
 
 

@@ -1,4 +1,4 @@
-"""A whole cycle: captured or not it draws the same tokens, and the host waits for the device once, at its end."""
+"""A cycle draws the same tokens with and without graphs, and synchronizes with the device once, at its end."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.support.replay import FirstCallRecorder
 
 SIZES = (1, 2, 4)
 TREES = [{"steps": 4, "topk": 4, "nodes": 13}, {"steps": 3, "topk": 1, "nodes": 4}, {}]
+NAMES = ["tree", "chain", "plain"]
 WAYS = [
     {"verify_attention": "mask", "draft_attention": "mask"},
     {"verify_attention": "cascade", "draft_attention": "cascade"},
@@ -55,17 +56,31 @@ def library(module_device: torch.device) -> Any:
 
 
 def stand_ins(pair: Pair, library: Any) -> dict[str, Any]:
-    """CUDA graphs where there is a GPU."""
+    """The stand-ins of an engine: on the CPU a recorder replaces CUDA graphs."""
     graphs = {} if pair.target.embed.is_cuda else {"recorder": FirstCallRecorder()}
     return {"flashinfer": library, **graphs}
 
 
-@pytest.mark.parametrize("ways", WAYS, ids=lambda ways: "-".join(ways.values()))
-@pytest.mark.parametrize("tree", TREES, ids=["tree", "chain", "plain"])
+def each_tree_each_way() -> list[Any]:
+    """(tree, ways): all of them. The quick round has the tree with the last way, and plain decoding with the first."""
+    quick = [("tree", WAYS[-1]), ("plain", WAYS[0])]
+    both = [(name, tree, ways) for name, tree in zip(NAMES, TREES, strict=True) for ways in WAYS]
+    return [
+        pytest.param(
+            tree,
+            ways,
+            id=f"{name}-{'-'.join(ways.values())}",
+            marks=() if (name, ways) in quick else (pytest.mark.slow,),
+        )
+        for name, tree, ways in both
+    ]
+
+
+@pytest.mark.parametrize(("tree", "ways"), each_tree_each_way())
 def test_a_captured_cycle_draws_what_the_same_cycle_draws_uncaptured(
     pair: Pair, library: Any, tree: dict[str, int], ways: dict[str, str]
 ) -> None:
-    """The uncaptured one runs the very functions again, with the Python values of the first call."""
+    """The uncaptured engine calls the same functions again, with the Python values of the first call."""
     asked, joining = SCENES["a batch that changes"]
     everything = [*asked, *(each for more in joining.values() for each in more)]
     texts = []
@@ -85,13 +100,13 @@ def test_a_captured_cycle_draws_what_the_same_cycle_draws_uncaptured(
 
 @contextmanager
 def refusing_to_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """From the start of each cycle to the copy of its results, whatever waits for the device raises."""
+    """From the start of each cycle until its results are copied, every synchronization with the device raises."""
     gpu = engine.worker.batches.device.type == "cuda"
-    told: list[str] = []
+    modes: list[str] = []
     original, copy = engine.worker.run, output_processing.to_host
 
     def mode(name: str) -> None:
-        told.append(name)
+        modes.append(name)
         if gpu:
             torch.cuda.set_sync_debug_mode(name)
 
@@ -112,7 +127,7 @@ def refusing_to_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterato
     with monkeypatch.context() as patched:
         patched.setattr(engine.worker, "run", refusing(original))
         patched.setattr(output_processing, "to_host", to_host)
-        yield told
+        yield modes
 
 
 def run_scene(engine: Engine, scene: str) -> None:
@@ -120,19 +135,21 @@ def run_scene(engine: Engine, scene: str) -> None:
     run(engine, asked, joining=joining)
 
 
-@pytest.mark.parametrize("sizes", [SIZES, ()], ids=["graphs", "eager"])
-@pytest.mark.parametrize("tree", TREES, ids=["tree", "chain", "plain"])
+@pytest.mark.parametrize("sizes", [SIZES, pytest.param((), marks=pytest.mark.slow)], ids=["graphs", "eager"])
+@pytest.mark.parametrize(
+    "tree", [TREES[0], *(pytest.param(tree, marks=pytest.mark.slow) for tree in TREES[1:])], ids=NAMES
+)
 def test_no_cycle_waits_for_the_device_before_its_results_are_copied(
     pair: Pair, library: Any, tree: dict[str, int], sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = stand_ins(pair, library) if sizes else {"flashinfer": library}
     engine = pair.engine(**tree, backend="flashinfer", graph_sizes=sizes, chunked_prefill_size=32, stand_ins=recorder)
     scenes = list(SCENES) if pair.target.embed.is_cuda else ["a batch that changes"]
-    for scene in scenes:  # kernels are compiled, and libraries make their workspaces
+    for scene in scenes:  # the first run compiles kernels and allocates workspaces
         run_scene(engine, scene)
     waits = []
     for scene in scenes:
-        with refusing_to_wait(engine, monkeypatch) as told:
+        with refusing_to_wait(engine, monkeypatch) as modes:
             try:
                 run_scene(engine, scene)
             except RuntimeError as error:
@@ -140,7 +157,7 @@ def test_no_cycle_waits_for_the_device_before_its_results_are_copied(
                 engine = pair.engine(
                     **tree, backend="flashinfer", graph_sizes=sizes, chunked_prefill_size=32, stand_ins=recorder
                 )
-        assert told[0] == "error"
+        assert modes[0] == "error"
     assert not waits
 
 

@@ -1,6 +1,7 @@
 """Norms, gate and rotary embedding: FlashInfer's kernels on a GPU against the twins in float64.
 
-bfloat16 keeps 8 bits, so one rounding is off by at most 2^-9 of a value; what was rounded twice is allowed 2^-7.
+bfloat16 has 8 bits of precision, so one rounding changes a value by at most 2^-9 of it. Results that are rounded twice
+may differ by 2^-7.
 """
 
 from __future__ import annotations
@@ -74,5 +75,5 @@ def test_rotations(device: torch.device, dtype: torch.dtype, heads: int, dim: in
         on_device = rope.to(device)
         rotation = on_device(positions.to(device), dtype)
         found = fused.apply_rope(moved(x, device), rotation, interleaved=interleaved)
-    # Angles are rounded to the activations' dtype on the CPU, so their error counts too.
+    # On the CPU angles are rounded to the dtype of the activations, which adds an error.
     torch.testing.assert_close(found.cpu().double(), expected, rtol=2 * TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])

@@ -1,4 +1,4 @@
-"""Greedy text with speculation is greedy text without, on the embedded pair, up to the tie rule (tests/gpu/ties.py)."""
+"""Greedy text is the same with and without speculation, up to the tie rule (tests/gpu/ties.py). Uses the demo pair."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ["13 nodes", "64 nodes", "chain"]
 
 
 def requests_on(device: torch.device) -> list[Request]:
-    """Few on the CPU, where they only show that the test works."""
+    """Few requests on the CPU, which only check the test itself."""
     return demo_requests(16, 48) if device.type == "cuda" else demo_requests(2, 8)
 
 
@@ -64,14 +64,14 @@ def test_in_float32(
 
 @pytest.fixture(scope="module")
 def padded(module_device: torch.device) -> Pair:
-    """A little wider than the demo, with heads of 128 as FlashInfer's modules want them. float32 on the CPU: faster."""
+    """The demo pair made wider, with head size 128 for FlashInfer's modules. float32 on the CPU, which is faster."""
     dtype = torch.bfloat16 if module_device.type == "cuda" else torch.float32
     return Pair(*pad_demo(PaddedShape.tiny(), device=module_device, dtype=dtype, context=1024))
 
 
 @pytest.fixture(scope="module")
 def served(module_device: torch.device) -> dict[str, Any]:
-    """FlashInfer and CUDA graphs on a GPU; neither on the CPU."""
+    """Engine settings: FlashInfer and CUDA graphs on a GPU, neither on the CPU."""
     if module_device.type == "cpu":
         return {}
     flashinfer_on(module_device)
@@ -83,6 +83,7 @@ def padded_texts(padded: Pair, served: dict[str, Any], module_device: torch.devi
     return texts(padded, requests_on(module_device), **served)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", TREES, ids=NAMES)
 def test_in_bfloat16(
     padded: Pair,
@@ -95,6 +96,7 @@ def test_in_bfloat16(
     check(padded, asked, padded_texts, texts(padded, asked, **tree, **served))
 
 
+@pytest.mark.slow
 def test_a_departure_away_from_a_tie_is_noticed(padded: Pair, padded_texts: dict[str, list[int]]) -> None:
     asked = requests_on(padded.target.embed.device)
     wrong = {name: [*text[:5], (text[5] + 1) % 4096, *text[6:]] for name, text in padded_texts.items()}

@@ -1,6 +1,6 @@
 """Every compiled operation against its torch twin, over odd sizes: kernels on a GPU, twins on the CPU.
 
-On the CPU an operation is its twin; what is checked there is the twin against the formula where there is one.
+On the CPU an operation is its twin. There the tests check the twin against the formula, if there is one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def candidates(bs: int, topk: int, steps: int, nodes: int, vocab: int = 9) -> Candidates:
-    """What a drafter would propose: random children, expanded by score."""
+    """A proposal as from a drafter: random children, expanded by score."""
     random_ = generator(nodes)
     scores = -torch.rand(bs, topk, generator=random_).cumsum(1)
     pool = CandidatePool(_siblings(bs, topk, vocab, random_), scores)
@@ -48,7 +48,7 @@ def candidates(bs: int, topk: int, steps: int, nodes: int, vocab: int = 9) -> Ca
 
 
 def _siblings(bs: int, topk: int, vocab: int, random_: torch.Generator) -> Tensor:
-    """Distinct tokens, as a top-k gives."""
+    """Distinct tokens, as from a top-k."""
     return torch.stack([torch.randperm(max(vocab, topk), generator=random_)[:topk] for _ in range(bs)])
 
 
@@ -90,7 +90,7 @@ def test_trees_are_walked_alike(device: torch.device, bs: int, topk: int, steps:
 
 
 def test_two_siblings_with_one_token_are_walked_alike(device: torch.device) -> None:
-    """The second of them leads farther: the walk by mask takes it, the walk by links the first."""
+    """The second sibling has the longer path. The walk by mask takes it; the walk by links takes the first."""
     parents = torch.tensor([[-1, 0, 0, 2]])
     mask, depths = ancestors(parents, 2)
     tokens, drawn = torch.tensor([[0, 5, 5, 6]]), torch.tensor([[5, 7, 6, 8]])
@@ -152,16 +152,16 @@ def test_best_children_are_alike(device: torch.device, dtype: torch.dtype, n: in
 def test_slots_are_listed_alike(device: torch.device, lens: list[int]) -> None:
     random_ = generator(len(lens))
     table = torch.randint(0, 10**6, (9, 1100), generator=random_).int()
-    rows = torch.randperm(9, generator=random_)[: len(lens)]
+    req_pool_indices = torch.randperm(9, generator=random_)[: len(lens)]
     kv_lens = torch.tensor(lens)
     kv_indptr = torch.tensor([0, *lens]).cumsum(0).int()
     outs = []
     for where in (torch.device("cpu"), device):
         out = torch.full((sum(lens) + 37,), -7, dtype=torch.int32, device=where)
-        build_kv_indices(*moved((table, rows, kv_lens, kv_indptr), where), out)
+        build_kv_indices(*moved((table, req_pool_indices, kv_lens, kv_indptr), where), out)
         outs.append(out)
     assert_same(outs[1], outs[0])
-    expected = torch.cat([table[row, :n] for row, n in zip(rows, lens, strict=True)])
+    expected = torch.cat([table[row, :n] for row, n in zip(req_pool_indices, lens, strict=True)])
     assert torch.equal(outs[0][:-37], expected) and bool((outs[0][-37:] == -7).all())
 
 
@@ -170,7 +170,7 @@ def test_slots_are_listed_alike(device: torch.device, lens: list[int]) -> None:
 def test_slots_of_beams_are_listed_alike(device: torch.device, lens: list[int], topk: int, step: int) -> None:
     rng, random_ = random.Random(step), generator(topk)
     table = torch.randint(0, 10**6, (5, 700), generator=random_).int()
-    rows = torch.randperm(5, generator=random_)[: len(lens)]
+    req_pool_indices = torch.randperm(5, generator=random_)[: len(lens)]
     lineage = torch.zeros(len(lens), topk, (step + 1) * topk, dtype=torch.bool)
     for b in range(len(lens)):
         for node in range(topk):
@@ -179,12 +179,13 @@ def test_slots_of_beams_are_listed_alike(device: torch.device, lens: list[int], 
     outs = []
     for where in (torch.device("cpu"), device):
         out = torch.full((topk * (sum(lens) + len(lens) * seen) + 5,), -7, dtype=torch.int32, device=where)
-        table_, rows_, lens_, lineage_ = moved((table, rows, torch.tensor(lens), lineage), where)
-        indptr = build_beam_kv_indices(table_, rows_, lens_, lineage_, seen, out)
+        table_, indices_, lens_, lineage_ = moved((table, req_pool_indices, torch.tensor(lens), lineage), where)
+        indptr = build_beam_kv_indices(table_, indices_, lens_, lineage_, seen, out)
         outs.append((indptr, out))
     assert_same(outs[1], outs[0])
     own = lineage[0, 0].nonzero()[:, 0] + lens[0]
-    assert outs[0][1][: lens[0] + seen].tolist() == table[rows[0]][[*range(lens[0]), *own.tolist()]].tolist()
+    slots = table[req_pool_indices[0], [*range(lens[0]), *own.tolist()]]
+    assert outs[0][1][: lens[0] + seen].tolist() == slots.tolist()
 
 
 @pytest.mark.parametrize("sliding", [0, 3, 50])
@@ -212,7 +213,7 @@ def test_masks_are_packed_alike(device: torch.device, lens: list[int], size: int
 def test_kept_nodes_move_alike(
     device: torch.device, dtype: torch.dtype, planes: tuple[int, ...], row: tuple[int, ...]
 ) -> None:
-    """Chains of moves within a request, whose sources earlier moves of it must not have overwritten."""
+    """Chains of moves within a request. A move must not overwrite the source of a later move."""
     bs, window, moves = 3, 16, 5
     data = torch.randn(*planes, 1 + bs * window, *row, generator=generator(1)).to(dtype)
     slots = (torch.randperm(bs * window, generator=generator(2)) + 1).view(bs, window)

@@ -11,7 +11,7 @@ from torch import Tensor
 from eagle_server.ops.tree_attention import merge_states, tree_block_attention
 from tests.gpu.conftest import moved
 
-# float32 may be rounded to TF32 in a GPU's matrix products: 10 bits.
+# A GPU may round float32 to TF32 in matrix products, which has 10 bits.
 TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 2e-2}
 GROUPED, ALONE, SHARED, LATENT = (8, 2, 128, 0), (4, 4, 64, 0), (6, 1, 96, 0), (16, 1, 576, 512)
 TREE, DRAFT, ROOT, ODD = (2, 64, 64), (2, 8, 48), (1, 1, 1), (3, 7, 7)
@@ -33,7 +33,7 @@ CASES = [
 def test_a_trees_block_attends_alike(
     device: torch.device, heads: tuple[int, ...], tree: tuple[int, ...], dtype: torch.dtype, prefixed: bool
 ) -> None:
-    """With the share of a prefix, given by output and base-2 log-sum-exp, or without. Slots nobody sees hold NaN."""
+    """With a prefix (its output and base-2 log-sum-exp) or without. Slots that no row sees hold NaN."""
     (count, kv_heads, dim, rank), (bs, rows, width) = heads, tree
     random_ = torch.Generator().manual_seed(count)
     value_dim, scale = rank or dim, dim**-0.5
@@ -79,7 +79,7 @@ def test_states_merge_alike(device: torch.device, shape: tuple[int, ...], dtype:
 def _merged(  # noqa: PLR0917
     q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, mask: Tensor, scale: float, prefix: Tensor, lse: Tensor
 ) -> Tensor:
-    """softmax over the prefix's mass and the block's scores, in float64."""
+    """The expected output in float64: a softmax over the prefix's log-sum-exp and the block's scores."""
     bs, rows, _ = mask.shape
     shared = q.shape[1] // keys.shape[1]
     k, v = (x.double()[slots].repeat_interleave(shared, dim=2) for x in (keys, values))  # [bs, W, heads, *]

@@ -1,9 +1,9 @@
-"""When two texts of one model may differ: the tie rule.
+"""The tie rule: when two texts of one model may differ.
 
-Kernels round one row and many rows differently, so where a position's best two tokens score nearly the same, either may
-win. A text may depart from another at such a position and nowhere else: both tokens must score within
-`margin * |best score|` of the best, in a dense rescoring of the text up to there. What follows a departure is another
-text and is not compared.
+Kernels round differently for one row and for many rows. So if the best two tokens of a position have nearly the same
+score, either may win. Two texts may differ at such a position and nowhere else. Both tokens must score within
+`margin * |best score|` of the best token. The scores come from a dense forward over the text up to that position. The
+tokens after the first difference are not compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ MARGIN = {torch.bfloat16: 2.0**-6, torch.float32: 1e-5}
 
 @dataclass
 class Verdict:
-    """`compared` positions, of which `near_ties` were near-ties in the plain text; departures at and off near-ties."""
+    """Counts of compared positions and of near-ties in the plain text. Differences at near-ties are `excused`; others
+    are `wrong`."""
 
     compared: int = 0
     near_ties: int = 0
@@ -47,7 +48,7 @@ def judge(
     fast: Mapping[str, Sequence[int]],
     margin: float,
 ) -> Verdict:
-    """Compare the texts of `requests`, token by token, up to each one's first departure."""
+    """Compare the texts of `requests` token by token, up to the first difference in each."""
     verdict = Verdict()
     for each in requests:
         ours, theirs = fast[each.request_id], plain[each.request_id]
@@ -69,7 +70,7 @@ def judge(
 
 
 def _scores(target: TargetModel, request: Request, text: Sequence[int]) -> Tensor:
-    """What every token of `text` was drawn from: float32 [len(text), vocab] on the CPU, noise included."""
+    """The scores from which every token of `text` was drawn, noise included: float32 [len(text), vocab] on the CPU."""
     prompt, params, device = request.prompt_token_ids, request.sampling, target.embed.device
     tokens = torch.tensor([*prompt, *text], device=device)
     hidden = target(tokens, torch.arange(len(tokens), device=device), DenseCausal(1)).hidden

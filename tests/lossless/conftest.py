@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ from tests.lossless.drafters import CASES, Case
 from tests.lossless.pairs import Pair, Pairs
 
 KINDS = {"EAGLE": makers.eagle, "EAGLE3": makers.eagle3}
+# Runs a test with both heads. The quick round has only EAGLE3, because another test covers EAGLE.
+eagle_is_slow = pytest.mark.parametrize(
+    "pair", [pytest.param("EAGLE", marks=pytest.mark.slow), "EAGLE3"], indirect=True, scope="session"
+)
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,11 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
     with _threads(1):  # session fixtures run before `_one_thread`
-        yield Pairs(tmp_path_factory.mktemp("pairs"))
+        yield Pairs(shared / "pairs")
 
 
 @pytest.fixture(scope="session", params=KINDS)

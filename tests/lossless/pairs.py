@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 from collections.abc import Callable
@@ -88,7 +89,7 @@ def standalone(directory: Path) -> Pair:
 
 
 class Pairs:
-    """Makes each pair once, in a folder of `directory`."""
+    """Makes each pair once, in a folder of `directory`. The processes of `pytest -n` share the directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -97,17 +98,37 @@ class Pairs:
 
     def of(self, maker: Maker) -> Pair:
         if maker not in self._pairs:
-            self._pairs[maker] = maker(self.directory / maker.__name__)
+            self._pairs[maker] = self._made_once(maker)
         return self._pairs[maker]
+
+    def _made_once(self, maker: Maker) -> Pair:
+        directory = self.directory / maker.__name__
+        directory.mkdir(parents=True, exist_ok=True)
+        made = directory / "pair.json"
+        with (directory / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            if made.exists():
+                kind, target, draft = json.loads(made.read_text())
+                return _loaded(kind, Path(target), None if draft is None else Path(draft))
+            pair = maker(directory)
+            made.write_text(
+                json.dumps([pair.kind, str(pair.directory), None if pair.draft is None else str(pair.draft)])
+            )
+            return pair
 
     def texts(self, pair: Pair) -> dict[str, list[int]]:
         """Outputs of plain decoding for the scenes' requests, once per target. None of the draws is a near-tie."""
-        key = sha256((pair.directory / "model.safetensors").read_bytes()).hexdigest()
+        key = weights_of(pair)
         if key not in self._texts:
             texts, exact = tokens_of(run(plain(pair.target), REQUESTS)), in_float64(pair.target)
             assert min(slack(exact, each, texts[each.request_id]) for each in REQUESTS) > NEAR_TIE
             self._texts[key] = texts
         return self._texts[key]
+
+
+def weights_of(pair: Pair) -> str:
+    """The same for pairs with the same target."""
+    return sha256((pair.directory / "model.safetensors").read_bytes()).hexdigest()
 
 
 def _tiny(kind: str, name: Kind, directory: Path) -> Pair:

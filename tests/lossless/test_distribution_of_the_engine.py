@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from scipy import stats
+import scipy
 from torch import Tensor
 
 from eagle_server.engine.engine import Engine
@@ -82,7 +82,7 @@ def p_value(texts: Sequence[Text], expected: Distribution) -> float:
         cells.sort(reverse=True)
     assert len(cells) > 30
     statistic = sum((seen - mass) ** 2 / mass for mass, seen in cells)
-    return float(stats.chi2.sf(statistic, len(cells) - 1))
+    return float(scipy.stats.chi2.sf(statistic, len(cells) - 1))
 
 
 def untrained(target: TargetModel, **settings: Any) -> Engine:
@@ -91,13 +91,19 @@ def untrained(target: TargetModel, **settings: Any) -> Engine:
     return speculative(target, head, steps=2, topk=6, num_draft_tokens=25, max_running_requests=64, **settings)
 
 
+@pytest.mark.slow
 def test_speculative_decoding_has_the_models_distribution(target: TargetModel, exact_probs: Distribution) -> None:
     outcome = run(untrained(target), requests(TEXTS))
     assert p_value(texts_of(outcome), exact_probs) > ALPHA
     assert min(accepted(outcome)) > TEXTS / 50  # none, a part and all of a path were accepted often
 
 
-@pytest.mark.parametrize("drafting", CASES, indirect=True)
+# The quick round has one drafter: all of them use the same acceptance rule.
+QUICK = {"EAGLE3"}
+CASES_BY_TIME = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,)) for name in CASES]
+
+
+@pytest.mark.parametrize("drafting", CASES_BY_TIME, indirect=True)
 def test_every_drafter_has_the_models_distribution(drafting: Drafting) -> None:
     """The prompt is a text of the target, so that n-grams repeat in it. A high temperature gives wide distributions."""
     target, sampling = drafting.pair.target, {"temperature": 1.6, "top_k": 4}
@@ -137,6 +143,7 @@ def noise_of_the_position_before(tree: EagleVerifyInput, logits: Tensor, samplin
 MUTANTS = (fresh_bonus_after_a_miss, root_and_first_level_share_their_noise, noise_of_the_position_before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_planted_bias_is_caught(
     target: TargetModel, exact_probs: Distribution, mutant: object, monkeypatch: pytest.MonkeyPatch
@@ -145,6 +152,7 @@ def test_a_planted_bias_is_caught(
     assert p_value(texts_of(run(untrained(target), requests(TEXTS // 4))), exact_probs) < ALPHA
 
 
+@pytest.mark.slow
 def test_typical_acceptance_changes_the_distribution_and_is_reported_as_lossy(
     target: TargetModel, exact_probs: Distribution
 ) -> None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from eagle_server.ops import accept, draw, indices, kv_move, mask, topk, tree, t
 from eagle_server.ops.triton_support import HAS_TRITON
 from eagle_server.request import Request
 from eagle_server.speculation import sampling
+from tests.lossless.conftest import eagle_is_slow
 from tests.lossless.pairs import Pair
 from tests.lossless.scenes import REQUESTS, SIZES, as_on_a_gpu, check, play
 from tests.lossless.test_equality import FAMILIES
@@ -37,9 +38,14 @@ KERNELS = (
 )  # modules that choose between kernel and torch
 
 
+@eagle_is_slow
 @pytest.mark.parametrize(
     ("steps", "topk", "page", "modes"),
-    [(6, 8, 1, {"verify_attention": "mask", "draft_attention": "beams"}), (4, 1, 16, {}), (1, 4, 1, {})],
+    [
+        pytest.param(6, 8, 1, {"verify_attention": "mask", "draft_attention": "beams"}, marks=pytest.mark.slow),
+        (4, 1, 16, {}),
+        (1, 4, 1, {}),
+    ],
     ids=str,
 )
 def test_captured_cycles_with_other_trees_and_modes_give_the_plain_text(
@@ -53,7 +59,8 @@ def test_captured_cycles_with_other_trees_and_modes_give_the_plain_text(
     check(pair.target, outcome, texts, engines)
 
 
-@pytest.mark.parametrize("sizes", [(), (1, 2), SIZES], ids=str)
+@eagle_is_slow
+@pytest.mark.parametrize("sizes", [(1, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in ((), SIZES))], ids=str)
 def test_batches_beyond_the_largest_graph_are_launched_eagerly_with_the_same_text(
     pair: Pair, texts: Mapping[str, Sequence[int]], sizes: tuple[int, ...]
 ) -> None:
@@ -64,6 +71,7 @@ def test_batches_beyond_the_largest_graph_are_launched_eagerly_with_the_same_tex
     assert len(captured) == 3 * len(sizes), "extend, propose and verify for each size"
 
 
+@eagle_is_slow
 def test_the_workspace_is_large_enough_for_batches_beyond_the_largest_graph(
     pair: Pair, texts: Mapping[str, Sequence[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,14 +80,22 @@ def test_the_workspace_is_large_enough_for_batches_beyond_the_largest_graph(
     assert tokens_of(run(speculative(pair.target, pair.head, **as_on_a_gpu((1, 2))), REQUESTS)) == texts
 
 
+@eagle_is_slow
 def test_plain_decoding_is_captured_too(pair: Pair, texts: Mapping[str, Sequence[int]]) -> None:
     engine = plain(pair.target, **as_on_a_gpu())
     assert tokens_of(run(engine, REQUESTS)) == texts
     assert len(engine.worker.verifier.graphs.keys) == len(SIZES)
 
 
-@pytest.mark.parametrize("family", ["mistral, window 7", "qwen2, window 5 in one layer"])
-@pytest.mark.parametrize("modes", ["mask", "cascade", "beams"])
+def with_windows() -> Iterator[Any]:
+    """All (attention mode, family). The quick round has both families and both modes of verification."""
+    quick = [("cascade", "qwen2, window 5 in one layer"), ("beams", "mistral, window 7")]
+    for modes in ("mask", "cascade", "beams"):
+        for family in ("mistral, window 7", "qwen2, window 5 in one layer"):
+            yield pytest.param(modes, family, marks=() if (modes, family) in quick else (pytest.mark.slow,))
+
+
+@pytest.mark.parametrize(("modes", "family"), list(with_windows()))
 def test_sliding_windows_count_positions_along_the_path(family: str, modes: str) -> None:
     target = random_target(48, seed=3, **FAMILIES[family])
     prompts = torch.randint(1, 48, (3, 40), generator=torch.Generator().manual_seed(8)).tolist()
@@ -96,9 +112,17 @@ def test_sliding_windows_count_positions_along_the_path(family: str, modes: str)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed: its interpreter runs the kernels on a CPU")
-@pytest.mark.parametrize(("pair", "topk"), [("EAGLE", 1), ("EAGLE3", 4)], indirect=["pair"])
+@pytest.mark.parametrize(
+    ("pair", "topk", "sizes"),
+    [  # launched eagerly, and captured
+        ("EAGLE3", 1, ()),
+        pytest.param("EAGLE", 1, (2,), marks=pytest.mark.slow),
+        pytest.param("EAGLE3", 4, (2,), marks=pytest.mark.slow),
+    ],
+    indirect=["pair"],
+)
 def test_the_gpu_kernels_in_the_cycle_give_the_plain_text(
-    pair: Pair, texts: Mapping[str, Sequence[int]], monkeypatch: pytest.MonkeyPatch, topk: int
+    pair: Pair, texts: Mapping[str, Sequence[int]], monkeypatch: pytest.MonkeyPatch, topk: int, sizes: tuple[int, ...]
 ) -> None:
     """Every operation of the cycle runs its Triton kernel, in the interpreter."""
     launched: set[str] = set()
@@ -110,7 +134,7 @@ def test_the_gpu_kernels_in_the_cycle_give_the_plain_text(
 
         monkeypatch.setattr(module, "on_gpu", chosen)
     modes = {"verify_attention": "cascade", "draft_attention": "mask"}
-    engine = speculative(pair.target, pair.head, 2, topk, **as_on_a_gpu((2,)), **modes)
+    engine = speculative(pair.target, pair.head, 2, topk, **as_on_a_gpu(sizes), **modes)
     short = [replace_tokens(REQUESTS[i], 5) for i in (0, 6)]  # greedy, and sampled with top-k and top-p
     outcome = tokens_of(run(engine, short))
     assert outcome == {each.request_id: texts[each.request_id][:5] for each in short}

@@ -145,11 +145,12 @@ def joined() -> tuple[list[Request], dict[int, list[Request]]]:
     return free, {3: [with_fields(each, trees=True) for each in with_grammar]}
 
 
-@pytest.mark.parametrize(
-    "drafting",
-    ["EAGLE3", "EAGLE3 static tree", "MEDUSA unsorted", "REDRAFTER", "STANDALONE", "EAGLE3+NGRAM", "NGRAM, shared"],
-    indirect=True,
-)
+# Every drafter that uses the token mask. The quick round has the mixture instead of its two sources.
+SLOWER = ("EAGLE3", "NGRAM, shared", "EAGLE3 static tree", "STANDALONE", "REDRAFTER")
+DRAFTERS = ["MEDUSA unsorted", "EAGLE3+NGRAM", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOWER)]
+
+
+@pytest.mark.parametrize("drafting", DRAFTERS, indirect=True)
 def test_no_drafter_drafts_what_a_grammar_forbids(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
     """With emulated graphs: cycles without grammars are captured and replayed before, between and after the others."""
     file = str(drafting.pair.directory / "tokenizer.json")

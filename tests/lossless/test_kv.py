@@ -16,9 +16,12 @@ from eagle_server.cache.pool import Pool
 from eagle_server.cache.radix import Node, RadixCache
 from eagle_server.engine.engine import Engine
 from eagle_server.worker.verifier import Verifier
+from tests.lossless.conftest import eagle_is_slow
 from tests.lossless.pairs import Pair
 from tests.support.dense import Recording, extend, features_of
 from tests.support.engines import pools, request, run, speculative
+
+pytestmark = eagle_is_slow
 
 TOLERANCE = 1e-4
 

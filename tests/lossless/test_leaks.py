@@ -17,6 +17,7 @@ from eagle_server.worker.drafters.ngram.drafter import NgramTries
 from eagle_server.worker.verifier import Verified
 from tests.lossless.conftest import Drafting
 from tests.lossless.drafters import CASES
+from tests.lossless.pairs import weights_of
 from tests.support.engines import CONTEXT, Finished, plain, random_head, random_target, request, run, speculative
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
@@ -119,6 +120,7 @@ def check_everything_is_free(engine: Engine) -> None:
     assert kv.table.free_rows == ROWS
 
 
+@pytest.mark.slow
 def test_a_thousand_requests_with_aborts_and_preemptions_leave_nothing_behind() -> None:
     rng, target = random.Random(16), random_target(VOCAB, hidden=16, layers=3, seed=16)
     requests = random_requests(rng, 1000)
@@ -146,15 +148,29 @@ def test_a_thousand_requests_with_aborts_and_preemptions_leave_nothing_behind() 
     check_everything_is_free(engine)
 
 
-@pytest.mark.parametrize("drafting", CASES, indirect=True)
-def test_no_state_of_a_request_outlives_it(drafting: Drafting) -> None:
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, dict[str, Finished]]:
+    """Per target, the outputs of plain decoding for the requests of the next test. The first drafter fills it."""
+    return {}
+
+
+# The quick round has a head with its own KV and the tries, which keep the most state per request.
+QUICK = {"EAGLE3+NGRAM"}
+CASES_BY_TIME = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,)) for name in CASES]
+
+
+@pytest.mark.parametrize("drafting", CASES_BY_TIME, indirect=True)
+def test_no_state_of_a_request_outlives_it(drafting: Drafting, undisturbed: dict[str, dict[str, Finished]]) -> None:
     """Pages, request slots and the drafter's state are freed, however a request ends. A failure affects no others."""
     rng = random.Random(1)
     requests = [*random_requests(rng, 60), request("never served", [1], max_tokens=CONTEXT)]
     growing = [
         request(f"growing {i}", [5, i], seed=i, max_tokens=40, temperature=1.0, ignore_eos=True) for i in range(6)
     ]
-    expected = run(plain(drafting.pair.target, max_running_requests=60), [*requests, *growing])
+    target = weights_of(drafting.pair)
+    if target not in undisturbed:
+        undisturbed[target] = run(plain(drafting.pair.target, max_running_requests=60), [*requests, *growing])
+    expected = undisturbed[target]
     window = drafting.engine().scheduler.limits.window
     engine = drafting.engine(max_total_tokens=110 + 2 * window, max_running_requests=ROWS, chunked_prefill_size=48)
     fail_now_and_then(engine, every=20)

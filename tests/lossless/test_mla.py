@@ -12,6 +12,7 @@ from tests.lossless.pairs import Pair, Pairs, nextn
 from tests.lossless.scenes import REQUESTS
 from tests.lossless.test_kv import TOLERANCE, busy_engine, worst_cached_slot
 from tests.support import deepseek
+from tests.support.covering import covering
 from tests.support.engines import plain, pools, random_head, request, run, speculative, tokens_of
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
@@ -59,8 +60,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["NEXTN", "EAGLE3"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kind"), covering(FAMILIES, ["NEXTN", "EAGLE3"], together=1))
 def test_untrained_heads_change_nothing_either(family: str, kind: str) -> None:
     """An MTP layer, or an EAGLE-3 head with ordinary attention and an ordinary KV pool."""
     target, mtp = deepseek.random_pair(5, num_hidden_layers=3, **FAMILIES[family])

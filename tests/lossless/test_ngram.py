@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from eagle_server.engine.engine import Engine
+from tests.lossless.conftest import eagle_is_slow
 from tests.lossless.pairs import Pair
 from tests.lossless.scenes import REQUESTS
 from tests.support.engines import run, speculative, tokens_of
+
+pytestmark = eagle_is_slow
 
 
 def mixed(pair: Pair, **numbers: Any) -> Engine:
@@ -22,9 +25,11 @@ def mixed(pair: Pair, **numbers: Any) -> Engine:
     "shape",
     [
         {"steps": 6, "topk": 1, "num_draft_tokens": 4, "ngram_depth": 2},  # a chain deeper than the tries
-        {"steps": 1, "topk": 2, "num_draft_tokens": 2, "ngram_depth": 8},  # one node for both sources
+        pytest.param(  # one node for both sources
+            {"steps": 1, "topk": 2, "num_draft_tokens": 2, "ngram_depth": 8}, marks=pytest.mark.slow
+        ),
         {"steps": 1, "topk": 2, "num_draft_tokens": 40, "ngram_depth": 9},  # more than the head can fill
-        {"steps": 4, "topk": 8, "num_draft_tokens": 6, "ngram_depth": 1},
+        pytest.param({"steps": 4, "topk": 8, "num_draft_tokens": 6, "ngram_depth": 1}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

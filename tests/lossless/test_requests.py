@@ -14,9 +14,13 @@ from eagle_server.engine.engine import Engine
 from eagle_server.models.drafts.interface import DraftOutput
 from eagle_server.plan import CycleResult
 from eagle_server.request import FinishReason, TokenDelta, TokenLogprob
+from tests.lossless.conftest import eagle_is_slow
 from tests.lossless.pairs import Pair
 from tests.support.engines import Finished, plain, request, run, speculative
 from tests.support.scoring import in_float64, logits_of
+
+pytestmark = eagle_is_slow
+each_temperature = pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 
 TOLERANCE = 1e-4
 SAMPLED = {"temperature": 1.0, "ignore_eos": True}
@@ -155,7 +159,7 @@ def watch_cuts(engine: Engine) -> list[int]:
     return cuts
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@each_temperature
 def test_max_tokens_cuts_inside_an_accepted_path(pair: Pair, temperature: float) -> None:
     settings = {"temperature": temperature, "ignore_eos": True}
     whole = run(plain(pair.target), [request(i, prompt(12, i), seed=i, max_tokens=16, **settings) for i in range(4)])
@@ -172,7 +176,7 @@ def test_max_tokens_cuts_inside_an_accepted_path(pair: Pair, temperature: float)
     assert max(cuts) > 1, "no path was cut before its last drafted token"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@each_temperature
 def test_stop_tokens_cut_inside_an_accepted_path(pair: Pair, temperature: float) -> None:
     """Each token of a text is the stop token of one request. The request ends at its first occurrence."""
     settings = {"temperature": temperature, "ignore_eos": True, "max_tokens": 20}
@@ -210,7 +214,7 @@ def test_the_end_of_sequence_ends_a_text_unless_it_is_ignored(pair: Pair) -> Non
         assert finished.tokens[: len(outcome[name].tokens)] == outcome[name].tokens
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@each_temperature
 def test_min_tokens_forbids_stops_before_it_and_not_after(pair: Pair, temperature: float) -> None:
     stops = tuple(range(0, 62, 2))
     lengths = range(1, 20, 3)

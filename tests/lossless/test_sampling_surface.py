@@ -27,6 +27,7 @@ from tests.support.sampling_reference import text_of
 from tests.support.scoring import NEAR_TIE, in_float64, logits_of
 
 pytestmark = pytest.mark.parametrize("pair", ["EAGLE3"], indirect=True, scope="session")
+slow = pytest.mark.slow
 VOCAB, LENGTH = 62, 18
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)]"
 
@@ -164,16 +165,22 @@ def captured(pair: Pair, **settings: Any) -> Engine:
 
 
 DRAFTERS = {build.__name__: build for build in (dynamic, static, ngram, mixture, captured)}
-PAIRINGS = [(dynamic, scene) for scene in SCENES.values()] + [
+PAIRINGS = [
+    pytest.param(dynamic, alone, marks=slow),
+    (dynamic, batch),
+    (dynamic, preempted),
+    pytest.param(dynamic, prefix_hit, marks=slow),
     (static, batch),
     (ngram, alone),
-    (ngram, preempted),
+    pytest.param(ngram, preempted, marks=slow),
     (mixture, batch),
-    (captured, batch),
+    pytest.param(captured, batch, marks=slow),
 ]
 
 
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize(
+    "scene", ["alone", "batch", *(pytest.param(s, marks=slow) for s in ("preempted", "prefix_hit"))]
+)
 def test_plain_text_is_the_references(pair: Pair, case: Case, scene: str) -> None:
     outcome = SCENES[scene](lambda **settings: plain(pair.target, **settings), case.requests)
     assert tokens_of(outcome) == {name: case.texts[name] for name in outcome}
@@ -225,7 +232,9 @@ PATH_DEPENDENT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PATH_DEPENDENT)
+@pytest.mark.parametrize(
+    "name", ["repetition", "words", *(pytest.param(n, marks=slow) for n in ("frequency", "presence"))]
+)
 def test_transforms_that_ignore_the_path_are_caught(pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant uses the root's penalizer state at every node."""
     settings = {"temperature": 0.5, "ignore_eos": True, **PATH_DEPENDENT[name]}
@@ -236,7 +245,7 @@ def test_transforms_that_ignore_the_path_are_caught(pair: Pair, name: str, monke
     assert tokens_of(run(dynamic(pair), requests)) != expected
 
 
-@pytest.mark.parametrize("drafter", ["dynamic", "ngram", "mixture"])
+@pytest.mark.parametrize("drafter", [*(pytest.param(d, marks=slow) for d in ("dynamic", "ngram")), "mixture"])
 def test_requests_without_speculation_do_not_disable_it_for_others(pair: Pair, case: Case, drafter: str) -> None:
     requests = [with_fields(each, speculative=number % 2 == 0) for number, each in enumerate(case.requests[:8])]
     outcome = run(DRAFTERS[drafter](pair), requests)

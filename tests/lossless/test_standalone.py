@@ -67,7 +67,12 @@ def latent() -> TargetModel:
 
 @pytest.mark.parametrize(
     ("family", "machine"),
-    [(random_target, "cpu"), (random_target, "beams"), (latent, "cpu"), (latent, "mask")],
+    [
+        (random_target, "cpu"),
+        pytest.param(random_target, "beams", marks=pytest.mark.slow),
+        (latent, "cpu"),
+        pytest.param(latent, "mask", marks=pytest.mark.slow),
+    ],
 )
 def test_a_draft_that_is_the_target_is_accepted_whole_in_every_cycle(
     family: Callable[[], TargetModel], machine: str, monkeypatch: pytest.MonkeyPatch

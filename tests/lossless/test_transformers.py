@@ -7,14 +7,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eagle_server.request import FinishReason
+from tests.lossless.conftest import eagle_is_slow
 from tests.lossless.pairs import Pair
 from tests.support.engines import request, run, speculative
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
+pytestmark = eagle_is_slow
+
 NEW_TOKENS = 48
 
 
-@pytest.mark.parametrize(("topk", "page"), [(1, 16), (4, 1), (4, 16)])
+@pytest.mark.parametrize(
+    ("topk", "page"), [pytest.param(1, 16, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow), (4, 16)]
+)
 def test_greedy_output_equals_transformers_generate(pair: Pair, topk: int, page: int) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(pair.directory, dtype=torch.float32)
     exact = in_float64(pair.target)

@@ -32,7 +32,7 @@ from eagle_server.worker.graphs import Graphs
 class EagleDrafter:
     """Multi-step top-k drafting (EAGLE-2) with any `DraftHead`.
 
-    `beams`: attention computes each node of a step as a decode query of its own, planned for each step.
+    `beams`: attention computes each node of a step as a decode query of its own, and every step is planned.
     """
 
     feeds = True
@@ -44,17 +44,17 @@ class EagleDrafter:
         *,
         num_steps: int,
         topk: int,
-        draft_token_num: int,
+        num_draft_tokens: int,
         graphs: Graphs | None = None,
         beams: bool = False,
     ) -> None:
         self.head, self.attention = head, attention
-        self.num_steps, self.topk, self.draft_token_num = num_steps, topk, draft_token_num
+        self.num_steps, self.topk, self.num_draft_tokens = num_steps, topk, num_draft_tokens
         self.window, self.first_rows = (num_steps - 1) * topk, topk  # slots of all draft steps, and of the first one
         self.graphs, self.beams = graphs or Graphs(), beams
 
-    def forget(self, row: int) -> None:
-        """Nothing is kept by row but KV, which the next request there writes anew."""
+    def forget(self, req_pool_index: int) -> None:
+        """The only state is KV, which the next request overwrites."""
 
     def prefill(self, prompts: Prompts) -> None:
         """Draft KV of prompt rows, causally."""
@@ -67,8 +67,8 @@ class EagleDrafter:
     def extend(self, batch: DecodeBatch) -> EagleDraftInput:
         """Draft-extend: rewrite the draft KV of accepted tokens from the target's features, causally.
 
-        Every request has `extend_width` rows. Those past its count stand behind the last one that counts, so nothing
-        reads them, and they are written again next time.
+        Every request has `extend_width` rows. Rows past its accepted tokens come last, so no row that counts reads
+        them, and the next cycle overwrites their KV.
         """
         layout = extend_layout(batch.seq_lens_host, batch.extend_lens_host, batch.extend_width)
         plan = self.attention.plan(layout)
@@ -83,7 +83,7 @@ class EagleDrafter:
         return replace(draft, frontier=replace(draft.frontier, topk_logp=logp, topk_index=tokens))
 
     def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> Candidates:
-        """num_steps - 1 forwards over the frontier; the first level is what draft-extend already found."""
+        """num_steps - 1 forwards over the frontier. Draft-extend has already found the first level."""
         frontier, lens, steps = draft.frontier, batch.seq_lens_host, range(self.num_steps - 1)
         assert frontier is not None
         if self.beams:
@@ -100,7 +100,7 @@ class EagleDrafter:
         return self.graphs.run(key, function, *inputs, *tensors)
 
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
-        """It learns nothing while it serves."""
+        """Heads do not learn while serving."""
 
     def _extend(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
         self,
@@ -158,7 +158,7 @@ class EagleDrafter:
             if step < self.num_steps - 2:
                 frontier, chosen = frontier.advance(tokens.view(shape), scores, out.feedback)
                 pool.expand(chosen)
-        best = pool.best(self.draft_token_num - 1)
+        best = pool.best(self.num_draft_tokens - 1)
         assert best.scores is not None
         return replace(best, tokens=token_mask.without_refused(best.tokens, best.scores))
 

@@ -1,4 +1,4 @@
-"""What drafters share that read nothing but the target's newest feature: no KV, no memory of a text."""
+"""Base of drafters that read only the target's newest feature. They keep no KV and no state of a text."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class FeatureDrafter:
     def __init__(self, graphs: Graphs | None, graph_sizes: Collection[int]) -> None:
         self.graphs, self.graph_sizes = graphs or Graphs(), frozenset(graph_sizes)
 
-    def forget(self, row: int) -> None:
-        """Nothing is kept by row."""
+    def forget(self, req_pool_index: int) -> None:
+        """There is no state per request."""
 
     def prefill(self, prompts: Prompts) -> None:
-        """Nothing is learned from prompts: the newest feature knows them."""
+        """Prompts need no work: the newest feature depends on all of them."""
 
     def extend(self, batch: DecodeBatch) -> Tensor:
         """The feature [bs, H] of the position before each verified_id."""
@@ -34,9 +34,9 @@ class FeatureDrafter:
         return features.index_select(0, first + batch.extend_lens - 1)
 
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
-        """It learns nothing while it serves."""
+        """Heads do not learn while serving."""
 
     def graph_key(self, name: str, batch: DecodeBatch) -> Hashable | None:
-        """The key of this batch's graph, None where there is none."""
+        """The key of this batch's graph; None: it is not captured."""
         size = len(batch.seq_lens_host)
         return (name, size) if size in self.graph_sizes and not batch.token_mask.is_active else None

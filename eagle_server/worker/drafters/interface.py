@@ -1,4 +1,4 @@
-"""What a drafter is: something that ends in a tree of candidate tokens. The cycle knows no drafter by name."""
+"""The drafter contract. Every drafter proposes a tree of candidate tokens, and the cycle knows none by name."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ State = TypeVar("State")
 
 
 class Drafter(Protocol[State]):
-    """`State` is the drafter's own affair. `feeds`: it must see every token with the target's feature before it."""
+    """Proposes trees. `State` passes from `extend` to `propose`; the cycle does not look into it."""
 
-    feeds: bool
+    feeds: bool  # it must be fed every token, with the target's feature before it
 
-    def forget(self, row: int) -> None:
-        """The request in this row of req_to_token has ended, or was preempted."""
+    def forget(self, req_pool_index: int) -> None:
+        """The request has ended, or was preempted."""
         ...
 
     def prefill(self, prompts: Prompts) -> None:
-        """Show the drafter pieces of prompts."""
+        """Feed pieces of prompts."""
         ...
 
     def extend(self, batch: DecodeBatch) -> State:
-        """Show the drafter the newly accepted tokens, which are in `batch.accepted_tokens`; the state of the
-        requests."""
+        """Feed the newly accepted tokens, `batch.accepted_tokens`; returns the state to propose from."""
         ...
 
     def propose(self, draft: State, batch: DecodeBatch) -> Proposal:
-        """The candidate nodes of each decoding request, of those that `batch.token_mask` lets follow."""
+        """The candidate nodes of each decoding request, restricted to tokens that `batch.token_mask` allows."""
         ...
 
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
-        """What became of the candidates proposed last; on the device still."""
+        """What was accepted of the last proposal. All of it is still on the device."""
         ...
 
 
 class ModelDrafter(Drafter[State], Protocol[State]):
-    """A drafter whose proposals have scores, and are `num_steps` deep at most."""
+    """A drafter whose proposals have scores and at most `num_steps` levels."""
 
     num_steps: int

@@ -1,4 +1,4 @@
-"""Medusa: heads that guess several positions at once, in a static tree of their best tokens."""
+"""Medusa: each head predicts one further position, and a static tree combines their best tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from eagle_server.worker.graphs import Graphs
 
 
 class MedusaDrafter(FeatureDrafter):
-    """Drafts the tree `choices` for every request; a node of choice (.., r) at depth d is rank r of head d - 1.
+    """Drafts the static tree `choices` for every request. The node of choice (.., r) at depth d is rank r of head d -
+    1.
 
     `graph_sizes`: batch sizes that graphs are captured for.
     """
@@ -42,11 +43,12 @@ class MedusaDrafter(FeatureDrafter):
     ) -> None:
         super().__init__(graphs, graph_sizes)
         self.heads, self.num_steps, self.ranks = heads, depth_of(choices), ranks_of(choices)
-        # Of a node's path, its own token last: places among the best tokens of all heads, and behind those of all.
-        nobody = self.num_steps * self.ranks
-        lines = [[head * self.ranks + rank for head, rank in enumerate(choice)] for choice in sorted_choices(choices)]
-        padded = [[nobody] * (self.num_steps - len(line)) + line for line in lines]
-        self._lines = torch.tensor(padded, device=device)  # [n, num_steps]
+        # Each node's path as indices into the heads' best tokens, [head * ranks + rank], its own token last. Shorter
+        # paths are padded in front with an index past all of them, whose score is 0.
+        padding = self.num_steps * self.ranks
+        paths = [[head * self.ranks + rank for head, rank in enumerate(choice)] for choice in sorted_choices(choices)]
+        padded = [[padding] * (self.num_steps - len(path)) + path for path in paths]
+        self._paths = torch.tensor(padded, device=device)  # [n, num_steps]
         self._parents = torch.tensor([choice_parents(choices)], device=device)  # [1, n]
         self._levels = static_tree(choices, device).levels
 
@@ -65,13 +67,13 @@ class MedusaDrafter(FeatureDrafter):
             each.unflatten(0, (self.num_steps, -1)).transpose(0, 1).flatten(1)  # [bs, num_steps * ranks]
             for each in topk_logprobs(logits.flatten(0, 1), self.ranks)
         )
-        steps = F.pad(logp, (0, 1)).index_select(1, self._lines.view(-1)).unflatten(1, self._lines.shape)
-        return ids.index_select(1, self._lines[:, -1]), steps.sum(-1)
+        steps = F.pad(logp, (0, 1)).index_select(1, self._paths.view(-1)).unflatten(1, self._paths.shape)
+        return ids.index_select(1, self._paths[:, -1]), steps.sum(-1)
 
     def _grow(self, feature: Tensor, token_mask: DraftTokenMask) -> tuple[Tensor, Tensor]:
-        """The same level by level: the best tokens of a head are each node's own, of those that may follow it."""
+        """The same level by level under token masks: each node has its own best tokens of a head."""
         bs = len(feature)
-        above = torch.zeros(bs, 1, device=feature.device)  # scores of the nodes that have children
+        above = torch.zeros(bs, 1, device=feature.device)  # path scores of the nodes that have children
         tokens, scores = list[Tensor](), list[Tensor]()
         logits: Tensor = self.heads(feature, self.num_steps)  # [num_steps, bs, V]
         for depth, (level, of_head) in enumerate(zip(self._levels, logits, strict=True)):

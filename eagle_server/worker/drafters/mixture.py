@@ -1,4 +1,4 @@
-"""A model drafter and n-gram tries in one tree: equal paths joined, the nodes most likely to be accepted kept."""
+"""A model drafter and n-gram tries in one tree: equal paths are joined, and the nodes most likely accepted are kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle_server.ops.upload import upload
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.merge import ScoredNodes, best, unite
+from eagle_server.speculation.merge import ScoredNodes, best, join_trees
 from eagle_server.speculation.tree import EagleVerifyInput, Proposal, TreeNodes
 from eagle_server.worker.batch import DecodeBatch, Prompts
 from eagle_server.worker.calibration import Calibration
@@ -22,12 +22,10 @@ from eagle_server.worker.graphs import Graphs
 
 
 class MixtureDrafter(Generic[State]):
-    """As many nodes as the tries may have, of theirs and the model's, by their calibrated chances of acceptance.
+    """Joins a model's tree and the tries, and keeps the nodes with the highest calibrated chance of acceptance.
 
-    The model is not asked where the tries of all requests are as good as certain: its forwards could not pay then.
-
-    `depth` is the deeper of the two sources'. Joining is tensors only, and captured for the batch sizes in
-    `graph_sizes`.
+    The model is not run while the tries of all requests are almost certain: its forwards could not pay then. `depth` is
+    the larger of the two depths. Joining uses tensors only, and is captured for the batch sizes in `graph_sizes`.
     """
 
     feeds = True
@@ -47,9 +45,9 @@ class MixtureDrafter(Generic[State]):
         self.calibration = Calibration(device)
         self._proposed: tuple[Tensor, Tensor] | None = None  # bins and priors of the nodes proposed last
 
-    def forget(self, row: int) -> None:
-        self.model.forget(row)
-        self.tries.forget(row)
+    def forget(self, req_pool_index: int) -> None:
+        self.model.forget(req_pool_index)
+        self.tries.forget(req_pool_index)
 
     def prefill(self, prompts: Prompts) -> None:
         self.model.prefill(prompts)
@@ -61,7 +59,7 @@ class MixtureDrafter(Generic[State]):
         """The model's candidates and the tries, joined."""
         tries = [self.tries.of(decode) for decode in batch.decodes]
         size = len(batch.seq_lens_host)
-        numbers = upload(packed(tries, size, self.tries.budget), batch.seq_lens.device)
+        numbers = upload(packed(tries, size, self.tries.max_nodes), batch.seq_lens.device)
         if all(map(self.tries.is_certain, tries)):
             self._proposed = None
             return TreeNodes(numbers[0], numbers[1], spec_steps=self.depth)
@@ -73,28 +71,28 @@ class MixtureDrafter(Generic[State]):
         return TreeNodes(tokens, parents, spec_steps=self.depth)
 
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
-        """Learn from what was accepted, if both sources were asked; padding teaches nothing."""
+        """Calibrate by what was accepted, if both sources proposed. Padding does not count."""
         if self._proposed is None:
             return
-        served = sum(bool(decode.text) for decode in batch.decodes)  # before the first request there is only warm-up
+        served = sum(bool(decode.text) for decode in batch.decodes)  # warm-up has no text
         self.calibration.observe(*self._proposed, tree, accepted, served)
 
     def _join(self, kind: Proposal, names: Sequence[str], *captured: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens and parents of the tree, bins and priors of its nodes, each [bs, budget].
+        """Tokens and parents of the tree, bins and priors of its nodes, each [bs, max_nodes].
 
-        `captured` are the tensors of a proposal of this kind, by `names`, and the tries' numbers.
+        `captured`: the tensors of a proposal like `kind`, whose fields are `names`, and then the tries' numbers.
         """
         *proposed, numbers = captured
         named: dict[str, Any] = dict(zip(names, proposed, strict=True))
         found = replace(kind, **named)
         trie = ScoredNodes(numbers[0], numbers[1], numbers[2].float() / SCALE)
-        union = unite(ScoredNodes.of(found), trie, self.depth)
+        union = join_trees(ScoredNodes.of(found), trie, self.depth)
         chances, bins, priors = self.calibration.chances(union)
-        nodes, order = best(union, chances, self.tries.budget, self.depth)
+        nodes, order = best(union, chances, self.tries.max_nodes, self.depth)
         return nodes.tokens, nodes.parents, bins.gather(1, order), priors.gather(1, order)
 
 
 def _tensors(proposal: Proposal) -> dict[str, Tensor]:
-    """What differs between proposals of one kind and shape, by the names of their fields."""
+    """The tensors of a proposal by field name; they are what differs between proposals of one kind and shape."""
     values = {each.name: getattr(proposal, each.name) for each in fields(proposal)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}

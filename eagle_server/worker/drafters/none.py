@@ -1,4 +1,4 @@
-"""Plain decoding: a tree that is only its root."""
+"""Plain decoding: every tree is only its root."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from eagle_server.worker.batch import DecodeBatch, Prompts
 
 
 class NoDrafter:
-    """Proposes nothing, so verify is one row per request and accept draws the next token."""
+    """Proposes no nodes: verify has one row per request, and accept samples the next token."""
 
     feeds = False
 
-    def forget(self, row: int) -> None:
+    def forget(self, req_pool_index: int) -> None:
         return None
 
     def prefill(self, prompts: Prompts) -> None:

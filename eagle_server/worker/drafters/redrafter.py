@@ -19,7 +19,7 @@ from eagle_server.worker.graphs import Graphs
 
 
 class RedrafterDrafter(FeatureDrafter):
-    """Drafts the tree of `beam_width` beams of `num_steps` tokens each, of which it keeps the best nodes.
+    """Packs `beam_width` beams of `num_steps` tokens to a prefix tree, and keeps its best num_draft_tokens - 1 nodes.
 
     `graph_sizes`: batch sizes that graphs are captured for.
     """
@@ -30,13 +30,13 @@ class RedrafterDrafter(FeatureDrafter):
         *,
         num_steps: int,
         beam_width: int,
-        draft_token_num: int,
+        num_draft_tokens: int,
         graphs: Graphs | None = None,
         graph_sizes: Collection[int] = (),
     ) -> None:
         super().__init__(graphs, graph_sizes)
         self.head = head
-        self.num_steps, self.beam_width, self.draft_token_num = num_steps, beam_width, draft_token_num
+        self.num_steps, self.beam_width, self.num_draft_tokens = num_steps, beam_width, num_draft_tokens
 
     def propose(self, draft: Tensor, batch: DecodeBatch) -> TreeNodes:
         function = partial(self._propose, token_mask=batch.token_mask)
@@ -44,10 +44,10 @@ class RedrafterDrafter(FeatureDrafter):
 
     def _propose(self, context: Tensor, verified_id: Tensor, token_mask: DraftTokenMask = NO_TOKEN_MASK) -> TreeNodes:
         beam, scores = beam_search(self.head, context, verified_id, self.num_steps, self.beam_width, token_mask)
-        places = self.beam_width * self.num_steps + 1  # all beams have the root in common
+        places = self.beam_width * self.num_steps + 1  # all beams share the root
         packed = pack(beam, places)
         worth = pack_like(scores, packed.unpack_map, places, padding=float("-inf"))
-        tree = tree_nodes(packed, self.draft_token_num, worth)
+        tree = tree_nodes(packed, self.num_draft_tokens, worth)
         assert tree.scores is not None
         return replace(tree, tokens=token_mask.without_refused(tree.tokens, tree.scores))
 
@@ -60,18 +60,18 @@ def beam_search(  # noqa: PLR0913, PLR0917
     width: int,
     token_mask: DraftTokenMask = NO_TOKEN_MASK,
 ) -> tuple[Tensor, Tensor]:
-    """The `width` most probable continuations of verified_id [bs] that a search of this width finds.
+    """Beam search: the `width` most probable continuations of verified_id [bs] that it finds.
 
     Args:
         context: [bs, H], the target's feature of the position before verified_id.
 
     Returns:
-        beams int64 [bs, width, num_steps + 1], verified_id first, the best beam first, and the log-probability of every
-        prefix of theirs, float32, of the same shape.
+        beams int64 [bs, width, num_steps + 1], the best one first, each with verified_id first; and the log-probability
+        of each of their prefixes, float32, of the same shape.
     """
     bs = len(verified_id)
     state = head.state(verified_id, None)
-    logp, tokens = token_mask.best(head.logits(context, state), width)  # one beam so far, which has `width` children
+    logp, tokens = token_mask.best(head.logits(context, state), width)  # one beam so far, with `width` children
     beams = torch.stack([verified_id[:, None].expand(-1, width), tokens], dim=-1)
     scores = torch.stack([torch.zeros_like(logp), logp], dim=-1)
     state, context = (x.repeat_interleave(width, dim=0) for x in (state, context))

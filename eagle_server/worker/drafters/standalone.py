@@ -1,4 +1,4 @@
-"""A smaller language model drafts the trees of an EAGLE head, from the text alone."""
+"""A smaller language model as the drafter. It drafts trees as an EAGLE head does, from tokens alone."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from eagle_server.worker.drafters.eagle import EagleDrafter
 class StandaloneDrafter(EagleDrafter):
     """Multi-step top-k drafting with a `DraftLM`.
 
-    A head stores the pair (token p + 1, feature of p) in slot p; a language model stores token p there. So it reads
-    prompts as the target does, the first token included, and its extend ends with verified_id in slot seq_len, where a
-    head's ends one slot earlier. Everything after that is a head's, one position further on.
+    A head stores the pair (token p + 1, feature of p) in slot p. A language model stores token p there. So it reads the
+    prompt as the target does, first token included. Its draft-extend ends with verified_id in slot seq_len; a head's
+    ends one slot earlier. After that it drafts as a head does, one position later.
     """
 
     head: DraftLM
@@ -22,11 +22,11 @@ class StandaloneDrafter(EagleDrafter):
     def prefill(self, prompts: Prompts) -> None:
         """Draft KV of prompt rows, causally."""
         batch = prompts.rows
-        planned = self.attention.plan(batch.attention.layout).bind(batch.attention)
-        self.head.model(batch.tokens, batch.positions, planned)
+        bound = self.attention.plan(batch.attention.layout).bind(batch.attention)
+        self.head.model(batch.tokens, batch.positions, bound)
 
     def extend(self, batch: DecodeBatch) -> EagleDraftInput:
-        """The accepted tokens and verified_id, written anew: what drafting left in their slots is another branch's."""
+        """Recompute the accepted tokens and verified_id: drafting may have left another branch's KV in their slots."""
         return super().extend(batch.past_verified())
 
     def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> Candidates:

@@ -21,18 +21,18 @@ from eagle_server.worker.graphs import Graphs
 
 
 class StaticEagleDrafter(EagleDrafter):
-    """Extends like `EagleDrafter`; every level takes the children of the ranks that the tree names, best or not."""
+    """Extends like `EagleDrafter`. Each level takes the children whose ranks the tree lists, whatever their scores."""
 
     def __init__(
         self, head: DraftHead, attention: AttentionBackend, tree: StaticTree, graphs: Graphs | None = None
     ) -> None:
         depth, size = len(tree.levels), tree.size + 1
-        super().__init__(head, attention, num_steps=depth, topk=tree.topk, draft_token_num=size, graphs=graphs)
+        super().__init__(head, attention, num_steps=depth, topk=tree.topk, num_draft_tokens=size, graphs=graphs)
         self.tree = tree
         self.window, self.first_rows = tree.window, tree.rows[0] if tree.rows else 0
 
     def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> TreeNodes:  # type: ignore[override]
-        """A forward for each level that has children; the first level is what draft-extend already found."""
+        """One forward for each level that has children. Draft-extend has already found the first level."""
         frontier = draft.frontier
         assert frontier is not None
         layouts = [static_level_layout(batch.seq_lens_host, rows, self.tree.window) for rows in self.tree.rows]
@@ -64,20 +64,13 @@ class StaticEagleDrafter(EagleDrafter):
         for step, (level, below) in enumerate(zip(self.tree.levels, deeper, strict=False)):
             count, fed = len(level.fed), tokens[-1].index_select(1, level.fed)
             token_mask = token_mask.advance(fed, level.parents.expand(bs, -1))
+            mask, layout = self._mask(level, step, bs), layouts[step]
+            attention = static_level_batch(mask, level.start, req_pool_indices, seq_lens, req_to_token, layout)
             out = self.head(
                 (fed.clamp(min=0) if token_mask.is_active else fed).view(-1),  # a refused node is padding
                 feedback.index_select(1, level.parents).flatten(0, 1),
                 (seq_lens + step)[:, None].expand(-1, count).reshape(-1),
-                plans[step].bind(
-                    static_level_batch(
-                        self._mask(level, step, bs),
-                        level.start,
-                        req_pool_indices,
-                        seq_lens,
-                        req_to_token,
-                        layouts[step],
-                    )
-                ),
+                plans[step].bind(attention),
             )
             logp, children = self._best(out.normed, token_mask)
             children = token_mask.without_refused(children, logp).view(bs, -1)  # [bs, rows * topk]

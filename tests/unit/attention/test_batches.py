@@ -1,4 +1,4 @@
-"""Index arrays of the passes: what a batch reads and writes, on the device and as the host plans it."""
+"""Index arrays of attention batches: the slots that a forward reads and writes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_a_batch_writes_its_last_slots() -> None:
 
 
 def test_draft_extend_has_one_query_per_accepted_token_and_one_for_the_bonus() -> None:
-    """Section 13 of the reference: qo_indptr is cumsum(a + 1), not one query each; it is causal, so no mask."""
+    """Section 13 of the reference: qo_indptr is cumsum(a + 1), not one query per request. It is causal: no mask."""
     draft = EagleDraftInput(
         verified_id=torch.tensor([7, 8, 9]),
         accept_length=torch.tensor([1, 4, 2]),  # rows: accepted drafts and the bonus
     )
-    rows, lens = torch.tensor([0, 1, 2]), torch.tensor([5, 9, 2])
-    kv_indices, kv_indptr, qo_indptr, mask = draft.generate_attn_arg_prefill(rows, lens, REQ_TO_TOKEN)
+    req_pool_indices, lens = torch.tensor([0, 1, 2]), torch.tensor([5, 9, 2])
+    kv_indices, kv_indptr, qo_indptr, mask = draft.generate_attn_arg_prefill(req_pool_indices, lens, REQ_TO_TOKEN)
     assert qo_indptr.tolist() == [0, 1, 5, 7]
     assert kv_indptr.tolist() == [0, 5, 14, 16]
     assert kv_indices.tolist() == [*range(300, 305), *range(320, 329), 340, 341]

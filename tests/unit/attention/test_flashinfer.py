@@ -1,6 +1,6 @@
-"""The FlashInfer backends over emulated kernels, beside torch_native, against dense attention in float64.
+"""The FlashInfer backends with emulated kernels, and torch_native, against dense attention in float64.
 
-Every slot that must not be read holds NaN. The emulation has the real wrappers' traps: see tests/support.
+Every slot that must not be read holds NaN. The emulation has the pitfalls of the real wrappers: see tests/support.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from eagle_server.attention.interface import AttentionBackend, LayerSpec
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool, LatentPool
+from tests.support.covering import covering
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.paged import CPU, Case, World, causal, draft_step, replay_with, verify
 
@@ -100,20 +101,20 @@ BACKENDS: dict[str, Callable[[World], AttentionBackend]] = {
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    assert not bool(found.isnan().any()), "a slot was read that nobody had written"
+    assert not bool(found.isnan().any()), "an unwritten slot was read"
     return float((found.double() - expected).abs().max())
 
 
 def attend(backend: AttentionBackend, case: Case) -> float:
-    """Run the forward; its error."""
+    """Run the forward and return its error."""
     case.arrive()
     queries = case.queries()
     return error(case.run(backend.plan(case.layout).bind(case.batch), queries), case.expected(queries))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    ("name", "phase", "heads", "kv_heads"), covering(BACKENDS, PHASES, [(4, 4), (4, 2), (6, 1)], together=2)
+)
 def test_every_backend_gives_dense_attention_in_every_phase(name: str, phase: str, heads: int, kv_heads: int) -> None:
     world = World(LAYERS, heads=heads, kv_heads=kv_heads)
     backend = BACKENDS[name](world)
@@ -142,7 +143,7 @@ PAIRS: dict[str, Callable[[World], tuple[Case, Case]]] = {
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("modes", [*MODES, "mla"])
 def test_the_first_forward_of_a_key_replays_for_other_requests_and_lengths(modes: str, pair: str) -> None:
-    """What a CUDA graph does: bind and run of the first forward again, over new contents of its tensors."""
+    """Like a CUDA graph: call bind and run of the first forward again, with new contents in its tensors."""
     world = latent_world() if modes == "mla" else World(LAYERS)
     built = mla(world, STATIC) if modes == "mla" else flashinfer(world, STATIC, modes)
     first, second = PAIRS[pair](world)
@@ -185,36 +186,36 @@ def test_graph_keys_tell_forwards_apart() -> None:
 
 @pytest.mark.parametrize("limits", [EAGER, STATIC], ids=["eager", "static"])
 @pytest.mark.parametrize("modes", MODES)
-def test_draft_steps_are_prepared_together_and_run_in_turn(modes: str, limits: AttentionLimits) -> None:
+def test_draft_steps_are_planned_together_and_run_in_turn(modes: str, limits: AttentionLimits) -> None:
     world = World(LAYERS)
     backend = flashinfer(world, limits, modes).backend
     cases = [draft_step(world, [4, 1], [20, 6], step) for step in range(3)]
-    prepared = [backend.plan(case.layout) for case in cases]
-    for case, ready in zip(cases, prepared, strict=True):
+    plans = [backend.plan(case.layout) for case in cases]
+    for case, plan in zip(cases, plans, strict=True):
         case.arrive()
         queries = case.queries()
-        assert error(case.run(ready.bind(case.batch), queries), case.expected(queries)) < TOLERANCE
+        assert error(case.run(plan.bind(case.batch), queries), case.expected(queries)) < TOLERANCE
 
 
 @pytest.mark.parametrize("limits", [EAGER, STATIC], ids=["eager", "static"])
-def test_steps_of_a_drafted_chain_are_prepared_together_too(limits: AttentionLimits) -> None:
+def test_steps_of_a_drafted_chain_are_planned_together_too(limits: AttentionLimits) -> None:
     world = World(LAYERS)
     backend = flashinfer(world, limits).backend
     cases = [causal(world, [4, 1], [1, 1], [20 + step, 6 + step], seen=step + 1) for step in range(3)]
-    prepared = [backend.plan(case.layout) for case in cases]
-    for case, ready in zip(cases, prepared, strict=True):
+    plans = [backend.plan(case.layout) for case in cases]
+    for case, plan in zip(cases, plans, strict=True):
         case.arrive()
         queries = case.queries()
-        assert error(case.run(ready.bind(case.batch), queries), case.expected(queries)) < TOLERANCE
+        assert error(case.run(plan.bind(case.batch), queries), case.expected(queries)) < TOLERANCE
 
 
-def test_two_forwards_of_one_key_cannot_be_prepared_at_once() -> None:
+def test_two_forwards_of_one_key_cannot_be_planned_at_once() -> None:
     world = World(LAYERS)
     backend = flashinfer(world, STATIC).backend
     case = causal(world, [4, 1], [1, 1], [20, 6])
     early = backend.plan(case.layout)
     backend.plan(case.layout)
-    with pytest.raises(RuntimeError, match="prepared again before this one"):
+    with pytest.raises(RuntimeError, match="planned again before this one"):
         early.bind(case.batch)
 
 
@@ -223,12 +224,13 @@ def test_a_forward_cannot_run_after_another_was_bound() -> None:
     backend = flashinfer(world, EAGER).backend
     case, other = causal(world, [4, 1], [1, 1], [20, 6]), verify(world, [0, 1], [9, 30])
     case.arrive()
-    planned = backend.plan(case.layout).bind(case.batch)
+    bound = backend.plan(case.layout).bind(case.batch)
     backend.plan(other.layout).bind(other.batch)
     with pytest.raises(RuntimeError, match="another forward of this backend was bound"):
-        case.run(planned, case.queries())
+        case.run(bound, case.queries())
 
 
+@pytest.mark.slow
 def test_borrowed_wrappers_come_back() -> None:
     world = World(LAYERS)
     built = flashinfer(world, EAGER)
@@ -300,15 +302,15 @@ def test_forwards_beyond_the_limits_are_refused() -> None:
 def test_layers_the_backend_does_not_know_are_refused() -> None:
     world = World(LAYERS)
     case = causal(world, [0], [1], [9])
-    planned = flashinfer(world, EAGER).backend.plan(case.layout).bind(case.batch)
+    bound = flashinfer(world, EAGER).backend.plan(case.layout).bind(case.batch)
     zeros = torch.zeros(1, 2, 8)
     with pytest.raises(ValueError, match="not for LayerSpec"):
-        planned.run(torch.zeros(1, 4, 8), zeros, zeros, LayerSpec(0, 0.5))
+        bound.run(torch.zeros(1, 4, 8), zeros, zeros, LayerSpec(0, 0.5))
 
 
 def test_what_flashinfer_cannot_compute_is_refused_with_a_way_out() -> None:
     class Real:
-        """No leave to compute everything."""
+        """FlashInfer without the emulation's any_dtype and any_head_dim."""
 
     pool, workspace = KVPool(1, 8, 2, 128, torch.float32, CPU), Workspace(CPU)
     with pytest.raises(ValueError, match=r"not torch.float32: choose --dtype bfloat16"):

@@ -1,7 +1,7 @@
-"""What our FlashInfer backends and the emulation take for granted, held against the installed FlashInfer.
+"""The assumptions of our FlashInfer backends and of the emulation, checked against the installed FlashInfer.
 
-No kernel runs here. Its Python does: constructors, plan and run of the real wrappers, over stand-ins for the compiled
-modules that compute with what they are handed.
+No compiled kernel runs here. The Python code of the real wrappers does: constructors, plan and run. Stand-ins replace
+the compiled modules and compute with the arguments that they get.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def new_world(modes: str, dtype: torch.dtype = torch.float32) -> World:
 
 
 def run(backend: FlashInferBackend, case: Case) -> tuple[Tensor, Tensor]:
-    """What the forward gives, and what dense attention does."""
+    """The result of the forward, and of dense attention."""
     case.arrive()
     queries = case.queries()
     return case.run(backend.plan(case.layout).bind(case.batch), queries), case.expected(queries)
@@ -101,7 +101,7 @@ def wrapper_class(module: Any, name: str) -> Any:
 
 
 def real_method(module: Any, owner: str, method: str) -> Any:
-    """Decode's plan takes anything and hands it to `_plan_impl`."""
+    """A method of a real wrapper. The decode wrapper's plan takes any arguments and passes them to `_plan_impl`."""
     hidden = owner == "BatchDecodeWithPagedKVCacheWrapper" and method == "plan"
     return getattr(wrapper_class(module, owner), "_plan_impl" if hidden else method)
 
@@ -134,7 +134,7 @@ def test_the_emulation_names_its_parameters_as_the_real_wrappers_do(real: Any, o
 
 @dataclass
 class Kernels:
-    """Stand-ins for FlashInfer's compiled modules: they attend with exactly the tensors they are handed."""
+    """Stand-ins for FlashInfer's compiled modules. They attend with exactly the tensors that they get."""
 
     plans: list[tuple[Any, ...]] = field(default_factory=list)
     mask_modes: list[int] = field(default_factory=list)
@@ -143,7 +143,7 @@ class Kernels:
 
     def prefill(self, backend: str, *args: Any) -> Any:
         self.backends.add(backend)
-        sizes = None if backend == "fa3" else self.size  # as it is
+        sizes = None if backend == "fa3" else self.size  # as in the real module
         return SimpleNamespace(plan=self.plan, workspace_size=sizes, paged_run=self.paged_run)
 
     def size(self, *args: Any) -> tuple[int, int]:
@@ -251,7 +251,7 @@ def packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[Tensor, 
 
 @pytest.fixture
 def kernels(real: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
-    """FlashInfer's Python on the CPU."""
+    """FlashInfer's Python code on the CPU, over stand-ins."""
     import flashinfer.mla._batch_mla._auto_policy as policy
     import flashinfer.mla._batch_mla._backends._fa_common as fa
     import flashinfer.mla._batch_mla._backends.fa2_backend as fa2
@@ -362,7 +362,7 @@ def plan_arguments(world: World) -> dict[str, Any]:
 
 
 def test_our_packed_masks_are_those_that_plan_packs_itself(real: Any, kernels: Kernels) -> None:
-    """Two requests of 8 rows over 20 and 25 slots: the second begins at byte 20, not at element 160."""
+    """Two requests of 8 rows over 20 and 25 slots: the second request begins at byte 20, not at element 160."""
     assert kernels is not None
     world = new_world("mask")
     case = verify(world, [0, 1], [12, 17], size=8)

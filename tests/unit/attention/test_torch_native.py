@@ -54,7 +54,7 @@ class Paged:
         slots = (sum(pages) + 1) * self.page
         self.pool = KVPool(LAYERS, slots, self.kv_heads, DIM, torch.float32, torch.device("cpu"))
         self.pool.poison(torch.arange(self.page, slots))
-        self.table.slots[:] = 1  # past a request's pages: a slot of somebody else
+        self.table.slots[:] = 1  # after a request's pages: a slot of another request
         for row, (count, length) in enumerate(zip(pages, self.kv_lens, strict=True)):
             self.table.assign(row, 0, [order.pop() for _ in range(count)])
             self.keys.append(self.normal(length, self.kv_heads, DIM))
@@ -68,11 +68,11 @@ class Paged:
         return torch.from_numpy(self.table.slots)
 
     @property
-    def rows(self) -> Tensor:
+    def req_pool_indices(self) -> Tensor:
         return torch.arange(len(self.kv_lens))
 
     def store(self, row: int, positions: Sequence[int]) -> None:
-        """Write positions that earlier passes would have written."""
+        """Write K and V of positions that earlier forwards would have written."""
         slots = self.req_to_token[row, list(positions)].long()
         self.pool.write(self.layer, slots, self.keys[row][list(positions)], self.values[row][list(positions)])
 
@@ -88,7 +88,7 @@ class Paged:
 
 
 def attend(paged: Paged, batch: AttentionBatch, queries: Tensor, new: Sequence[Sequence[int]], window: int) -> Tensor:
-    """Run a layer whose new K and V are those of positions `new` of each request."""
+    """Run a layer. Its new K and V are those of the positions `new` of each request."""
     keys = torch.cat([paged.keys[row][list(p)] for row, p in enumerate(new)])
     values = torch.cat([paged.values[row][list(p)] for row, p in enumerate(new)])
     layer = LayerSpec(paged.layer, 0.37, window)
@@ -97,11 +97,11 @@ def attend(paged: Paged, batch: AttentionBatch, queries: Tensor, new: Sequence[S
 
 def causal_batch(paged: Paged, q_lens: Sequence[int], kv_lens: Sequence[int]) -> AttentionBatch:
     layout = Layout(tuple(q_lens), tuple(kv_lens))
-    return prefill_batch(paged.rows, torch.tensor(kv_lens), paged.req_to_token, Causal(), layout)
+    return prefill_batch(paged.req_pool_indices, torch.tensor(kv_lens), paged.req_to_token, Causal(), layout)
 
 
 def error(found: Tensor, expected: list[Tensor]) -> float:
-    assert not bool(found.isnan().any()), "a slot was read that nobody had written"
+    assert not bool(found.isnan().any()), "an unwritten slot was read"
     return float((found.double() - torch.stack(expected)).abs().max())
 
 
@@ -155,7 +155,7 @@ def test_tree_attention_sees_prefix_and_ancestors_and_measures_windows_by_depth(
     layout = verify_layout(tuple(prefixes), size, topk=2)
     lens = torch.tensor(prefixes)
     tree = EagleVerifyInput(lens, mask, lens, torch.tensor(parents), depths, size, topk=2, draft_token_num=size)
-    batch = verify_batch(tree, paged.rows, lens, paged.req_to_token, layout)
+    batch = verify_batch(tree, paged.req_pool_indices, lens, paged.req_to_token, layout)
     queries = paged.normal(size * len(prefixes), 4, DIM)
     found = attend(paged, batch, queries, [range(n, n + size) for n in prefixes], window)
     expected = []
@@ -174,7 +174,7 @@ def test_tree_attention_sees_prefix_and_ancestors_and_measures_windows_by_depth(
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("prefixes", [[9, 9], [4, 30, 17]])
 def test_a_draft_step_as_masked_pass_and_as_explicit_decodes_is_the_same(prefixes: list[int], window: int) -> None:
-    """And reads its ancestors: the levels above were written by earlier steps, the branches differ in their KV."""
+    """Each node also reads its ancestors. Earlier steps wrote the levels above, and the branches have different KV."""
     bs, topk, steps = len(prefixes), 3, 3
     generator = torch.Generator().manual_seed(7)
     paged = Paged(4, 2, 4, [n + topk * steps for n in prefixes])
@@ -191,13 +191,15 @@ def test_a_draft_step_as_masked_pass_and_as_explicit_decodes_is_the_same(prefixe
         assert alone.seen == step + 1
         draft = EagleDraftInput(torch.zeros(bs).long(), torch.ones(bs).long(), frontier=frontier)
         ends = replace(draft, frontier=replace(frontier, window=(step + 1) * topk))
-        batch = draft_step_batch(ends, step, paged.rows, lens, paged.req_to_token, alone)
+        batch = draft_step_batch(ends, step, paged.req_pool_indices, lens, paged.req_to_token, alone)
         masked = attend(paged, batch, queries, new, window)
         paged.pool.clear(torch.cat([paged.req_to_token[r, p.stop :].long() for r, p in enumerate(new)]))
         together = draft_layout(tuple(prefixes), steps, topk)
-        batch = draft_step_batch(draft, step, paged.rows, lens, paged.req_to_token, together)
+        batch = draft_step_batch(draft, step, paged.req_pool_indices, lens, paged.req_to_token, together)
         assert float((attend(paged, batch, queries, new, window) - masked).abs().max()) < TOLERANCE
-        kv_indices, kv_indptr, qo_indptr = draft.generate_attn_arg_decode(paged.rows, lens, paged.req_to_token)
+        kv_indices, kv_indptr, qo_indptr = draft.generate_attn_arg_decode(
+            paged.req_pool_indices, lens, paged.req_to_token
+        )
         kv_lens = tuple(n + step + 1 for n in prefixes for _ in range(topk))
         assert kv_indptr.tolist() == [0, *accumulate(kv_lens)]
         assert qo_indptr.tolist() == list(range(bs * topk + 1))
@@ -231,11 +233,11 @@ def test_a_draft_step_reads_the_slots_of_the_worked_example() -> None:
 def test_layers_keep_their_own_kv_and_plans_are_reused() -> None:
     paged = Paged(2, 2, 1, [6])
     batch = causal_batch(paged, [6], [6])
-    planned = TorchNativeAttention(paged.pool).plan(batch.layout).bind(batch)
+    bound = TorchNativeAttention(paged.pool).plan(batch.layout).bind(batch)
     keys, values = paged.normal(LAYERS, 6, 2, DIM), paged.normal(LAYERS, 6, 2, DIM)
     queries = paged.normal(6, 2, DIM)
     for layer in range(LAYERS):
-        planned.run(queries, keys[layer], values[layer], LayerSpec(layer, 1 / math.sqrt(DIM)))
+        bound.run(queries, keys[layer], values[layer], LayerSpec(layer, 1 / math.sqrt(DIM)))
     slots = paged.req_to_token[0, :6].long()
     assert torch.equal(paged.pool.data[0][:, slots], keys)
     assert torch.equal(paged.pool.data[1][:, slots], values)

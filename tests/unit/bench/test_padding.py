@@ -76,6 +76,7 @@ def test_target_logits_are_the_demos(demo: Pair, padded: Pair, prompts: list[lis
         assert_same(target_logits(padded.target, prompt), target_logits(demo.target, prompt), 1e-4)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_head_logits_are_the_demos_along_a_draft(demo: Pair, padded: Pair, prompts: list[list[int]]) -> None:
     path = prompts[1][:6]
@@ -112,6 +113,7 @@ def test_new_draft_ids_mean_distinct_new_tokens(demo: Pair, padded: Pair) -> Non
     assert padded.head.t2d is not None and padded.head.t2d.nonzero().flatten().tolist() == ids.sort().values.tolist()
 
 
+@pytest.mark.slow
 def test_engine_writes_the_demos_text_and_accepts_as_much(demo: Pair, padded: Pair, prompts: list[list[int]]) -> None:
     asked = [request(i, prompt, max_tokens=24, ignore_eos=True) for i, prompt in enumerate(prompts[:3])]
     asked.append(request("sampled", prompts[3], max_tokens=24, temperature=1.0, seed=5, ignore_eos=True))
@@ -129,6 +131,7 @@ def test_bfloat16_mostly_decides_alike(demo: Pair, prompts: list[list[int]]) -> 
     assert (wide.argmax(1) == narrow.argmax(1)).float().mean() > 0.9
 
 
+@pytest.mark.slow
 def test_checkpoint_is_one_for_transformers_and_for_this_server(
     tmp_path: Path, padded: Pair, prompts: list[list[int]]
 ) -> None:

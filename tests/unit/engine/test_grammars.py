@@ -152,6 +152,7 @@ def test_what_does_not_compile_says_why_in_one_line(grammars: Grammars, grammar:
     assert ".cc" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_chain_of_references_overflows_no_stack(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stack overflow would end the process. This chain is longer than the allowed length."""
     monkeypatch.setattr("eagle_server.engine.grammars.LONGEST", 1 << 20)

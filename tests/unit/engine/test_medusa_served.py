@@ -109,6 +109,7 @@ def test_options_that_do_not_go_together_are_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_heads_and_resumes(
     files: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

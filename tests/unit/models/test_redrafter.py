@@ -212,7 +212,7 @@ def test_beam_search_is_the_textbooks(target: TargetModel, steps: int, width: in
 @torch.inference_mode()
 def test_the_drafter_proposes_the_best_nodes_of_its_beams(target: TargetModel, size: int) -> None:
     head = random_redrafter(target)
-    drafter = RedrafterDrafter(head, num_steps=3, beam_width=4, draft_token_num=size)
+    drafter = RedrafterDrafter(head, num_steps=3, beam_width=4, num_draft_tokens=size)
     contexts, roots = torch.randn(2, H, generator=torch.Generator().manual_seed(7)), torch.tensor([9, 1])
     nodes = drafter._propose(contexts, roots)
     assert isinstance(nodes, TreeNodes)

@@ -10,6 +10,7 @@ from eagle_server.ops import accept
 from eagle_server.ops.accept import walk_tree
 from eagle_server.ops.tree import ancestors
 from eagle_server.speculation.reference import retrive_links, verify_tree_greedy
+from tests.support.covering import covering
 from tests.support.kernels import climb, each_way, generator, on_device, random_parents
 
 SIZES = [(1, 1, 0), (3, 1, 2), (3, 2, 1), (5, 6, 5), (5, 13, 4), (3, 64, 7), (2, 256, 10)]
@@ -86,8 +87,7 @@ def test_the_links_lead_to_the_first_child_that_equals_the_draw(way: str, bs: in
 
 
 @each_way
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(("bs", "size", "deepest"), SIZES[3:6])
+@pytest.mark.parametrize(("bs", "size", "deepest", "seed"), covering(SIZES[3:6], range(5), together=1))
 def test_both_walks_are_equal_where_siblings_differ(way: str, bs: int, size: int, deepest: int, seed: int) -> None:
     """With equal siblings the links may follow the one with the shorter continuation, but never a longer path."""
     case = Case(bs, size, deepest, distinct=True, seed=seed)

@@ -8,6 +8,7 @@ import torch
 
 from eagle_server.ops import mask
 from eagle_server.ops.mask import pack_tree_mask
+from tests.support.covering import covering
 from tests.support.kernels import DEVICE, each_way, generator, on_device
 
 UNTOUCHED = 90
@@ -28,9 +29,13 @@ def written_out(
 
 
 @each_way
-@pytest.mark.parametrize("sliding", [0, 1, 5, 40])
 @pytest.mark.parametrize(
-    ("bs", "rows", "width"), [(1, 1, 1), (3, 2, 2), (5, 6, 6), (3, 13, 13), (2, 4, 12), (1, 64, 64)]
+    ("bs", "rows", "width", "sliding"),
+    covering(
+        [(1, 1, 1), (3, 2, 2), (5, 6, 6), (3, 13, 13), (2, 4, 12), (1, 64, 64)],
+        [0, 1, 5, 40],
+        together=1,  # what is masked and how bits are packed do not interact
+    ),
 )
 def test_the_bits_equal_those_of_the_expanded_mask(
     way: str, bs: int, rows: int, width: int, sliding: int, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ import torch
 
 from eagle_server.ops import topk
 from eagle_server.ops.topk import topk_logprobs
+from tests.support.covering import covering
 from tests.support.kernels import DEVICE, each_way, generator, needs_triton
 
 INF = float("inf")
@@ -19,9 +20,13 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @each_way
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("n", "vocab", "k"), [(1, 7, 7), (3, 7, 1), (5, 1000, 4), (3, 4099, 8), (2, 2049, 16), (1, 1, 1)]
+    ("n", "vocab", "k", "dtype"),
+    covering(
+        [(1, 7, 7), (3, 7, 1), (5, 1000, 4), (3, 4099, 8), (2, 2049, 16), (1, 1, 1)],
+        [torch.float32, torch.bfloat16],
+        together=1,
+    ),
 )
 def test_the_best_come_first_with_their_log_probabilities(
     way: str, n: int, vocab: int, k: int, dtype: torch.dtype

@@ -40,7 +40,15 @@ def selection(bs: int, drafted: int, topk: int, steps: int, seed: int) -> tuple[
 @each_way
 @pytest.mark.parametrize(
     ("bs", "drafted", "topk", "steps"),
-    [(1, 1, 1, 1), (3, 1, 4, 1), (5, 4, 1, 4), (3, 12, 4, 3), (5, 15, 2, 8), (2, 63, 4, 5), (1, 255, 8, 6)],
+    [
+        (1, 1, 1, 1),
+        (3, 1, 4, 1),
+        (5, 4, 1, 4),
+        (3, 12, 4, 3),
+        (5, 15, 2, 8),
+        (2, 63, 4, 5),
+        pytest.param(1, 255, 8, 6, marks=pytest.mark.slow),
+    ],
 )
 def test_every_node_is_linked_to_its_pool_parent(
     way: str, bs: int, drafted: int, topk: int, steps: int, monkeypatch: pytest.MonkeyPatch

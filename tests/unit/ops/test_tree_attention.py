@@ -13,8 +13,9 @@ from torch import Tensor
 
 from eagle_server.cache.pool import LatentPool
 from eagle_server.ops import tree_attention
-from eagle_server.ops.tree_attention import merge_states_torch, tree_block_attention, tree_block_attention_torch
+from eagle_server.ops.tree_attention import tree_block_attention, tree_block_attention_torch
 from eagle_server.ops.triton_support import HAS_TRITON
+from tests.support.covering import covering
 
 interpreted = pytest.mark.skipif(
     not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton and its interpreter"
@@ -115,8 +116,7 @@ def test_the_twin_computes_in_float32(dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("prefix", [True, False])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "prefix"), covering(((s,) for s in SHAPES), [True, False], together=1), ids=str)
 def test_the_kernel_equals_its_twin(shape, prefix):
     given = case(shape, torch.float32, prefix=prefix, seed=1)
     expected = given.run(tree_block_attention_torch)
@@ -172,12 +172,6 @@ def test_merging_weighs_parts_by_their_mass_and_ignores_empty_ones():
     expected = (mass_a * a[3:] + mass_b * b[3:]) / (mass_a + mass_b)
     torch.testing.assert_close(out[3:].double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse[3:].double(), (mass_a + mass_b).log2()[..., 0], rtol=1e-5, atol=1e-5)
-
-
-@interpreted
-def test_the_merge_kernel_equals_its_twin():
-    given = states()
-    torch.testing.assert_close(tree_attention._launch_merge(*given), merge_states_torch(*given), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(4, 2, 64, 64, 2, 7, 13), (3, 1, 80, 64, 2, 6, 6)], ids=str)

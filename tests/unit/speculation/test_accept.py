@@ -19,7 +19,7 @@ EXAMPLE = tree_input([[-1, 0, 0, 1, 1, 4]], [[99, 11, 12, 21, 22, 33]], [4], 3)
 
 
 def accepted(tree: EagleVerifyInput, draws: list[list[int]], vocab: int = VOCAB) -> Accepted:
-    """`accept` with logits that have their maximum at `draws`."""
+    """`accept` with logits that are largest at `draws`."""
     logits = torch.nn.functional.one_hot(torch.tensor(draws).view(-1), vocab).float()
     return accept(tree, logits, SamplingBatch.of([GREEDY] * len(draws), logits.device))
 
@@ -46,7 +46,7 @@ def test_a_node_that_agrees_below_a_refused_one_is_not_reached() -> None:
 
 @st.composite
 def trees(draw_value: st.DrawFn, *, distinct: bool) -> tuple[EagleVerifyInput, list[list[int]]]:
-    """Random trees of random shapes, with random draws that often agree; siblings with `distinct` tokens or not."""
+    """Random trees of random shapes, with random draws that often agree. With `distinct`, siblings' tokens differ."""
     bs, size = draw_value(st.integers(1, 3)), draw_value(st.integers(1, 9))
     parents, tokens, draws = [], [], []
     for _ in range(bs):
@@ -103,7 +103,7 @@ def test_among_siblings_with_one_token_the_longest_path_is_taken(drawn) -> None:
 
 
 def test_a_chain_and_a_tree_of_its_path_emit_the_same() -> None:
-    """The tree decides how much is accepted, never what."""
+    """The tree decides how many tokens are accepted, but never which."""
     generator = torch.Generator().manual_seed(0)
     target = torch.randint(10, (10, 10), generator=generator)  # the draw after tokens a, b
     chain = tree_input([[-1, 0, 1, 2]], [[3, int(target[0, 3]), 5, 6]], [7], 3)

@@ -9,7 +9,7 @@ from tests.support.drafts import example_pool
 
 
 def test_ties_go_to_the_lower_pool_index_so_that_parents_stay() -> None:
-    """A child of probability one ties with its parent; the parent comes first."""
+    """A child with probability 1 ties with its parent. The parent has the lower index and comes first."""
     pool = CandidatePool(torch.tensor([[1, 2]]), torch.tensor([[-1.0, -1.0]]))
     pool.add(torch.tensor([[[3, 4], [5, 6]]]), torch.tensor([[[-1.0, -1.0], [-1.0, -1.0]]]))
     assert [pool.best(count).selected_index.tolist() for count in (1, 2, 3, 5)] == [

@@ -1,6 +1,7 @@
-"""What holds for the tree of every builder, over random proposals: a new builder is covered by one line of BUILDERS.
+"""Properties of the trees of all builders, over random proposals. To cover a new builder, add it to BUILDERS.
 
-Ancestors only, parents before children, positions = depth, padding alone under the root, links to exactly the children.
+Nodes see their ancestors only. Parents come before children. Positions follow depths. Padding is under the root and has
+no children. Links lead to exactly the children.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_server.plan import Decode
-from eagle_server.speculation.merge import ScoredNodes, best, unite
+from eagle_server.speculation.merge import ScoredNodes, best, join_trees
 from eagle_server.speculation.prefix_tree import pack, pack_like, tree_nodes
 from eagle_server.speculation.reference import TOPK, generate_medusa_buffers
 from eagle_server.speculation.static_tree import Choices, depth_of, ranks_of, sorted_choices, static_tree
@@ -33,7 +34,7 @@ VOCAB = 12
 
 
 def candidate_pool(draw: st.DrawFn) -> Proposal:
-    """A dynamic tree: the best of what was drafted, by scores that often tie."""
+    """A dynamic tree: the best drafted nodes, by scores that often tie."""
     bs, topk, steps = draw(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4)))
     source = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     shapes = [(bs, topk), *[(bs, topk, topk)] * (steps - 1)]
@@ -46,7 +47,7 @@ def candidate_pool(draw: st.DrawFn) -> Proposal:
 
 
 def choices(draw: st.DrawFn) -> Choices:
-    """Up to 16 nodes in the order of their growth, in which a node may precede its better sibling."""
+    """Up to 16 nodes in the order in which they were added. A node may come before a better sibling."""
     nodes: list[tuple[int, ...]] = []
     for _ in range(draw(st.integers(1, 16))):
         node = (*draw(st.sampled_from([(), *(node for node in nodes if len(node) < 5)])), draw(st.integers(0, 5)))
@@ -56,7 +57,7 @@ def choices(draw: st.DrawFn) -> Choices:
 
 
 def medusa(draw: st.DrawFn) -> Proposal:
-    """As its drafter proposes it, from heads whose best tokens differ by request and depth."""
+    """A proposal of `MedusaDrafter`. The heads' best tokens differ by request and depth."""
     tree, bs = choices(draw), draw(st.integers(1, 3))
 
     def heads(features: torch.Tensor, depth: int) -> torch.Tensor:
@@ -68,7 +69,7 @@ def medusa(draw: st.DrawFn) -> Proposal:
 
 
 def static(draw: st.DrawFn) -> Proposal:
-    """As `StaticEagleDrafter` proposes it; a node's token is its rank."""
+    """A proposal like that of `StaticEagleDrafter`. A node's token is its rank."""
     tree, bs = choices(draw), draw(st.integers(1, 3))
     parents = static_tree(tree, CPU).parents.expand(bs, -1)
     tokens = torch.tensor([node[-1] for node in sorted_choices(tree)]).expand(bs, -1)
@@ -76,7 +77,7 @@ def static(draw: st.DrawFn) -> Proposal:
 
 
 def packed_beam(draw: st.DrawFn) -> Proposal:
-    """Of beams with one beginning; all nodes and padding, or the best of them."""
+    """A proposal from beams with a common first token: all nodes and padding, or the best nodes."""
     bs, count, width = draw(st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(2, 5)))
     source = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     beam = torch.randint(3, (bs, count, width), generator=source)
@@ -89,7 +90,7 @@ def packed_beam(draw: st.DrawFn) -> Proposal:
 
 
 def trie(draw: st.DrawFn) -> Proposal:
-    """As n-gram drafting proposes it, for texts that repeat themselves or others, or not, and a request of padding."""
+    """A proposal of `NgramDrafter`, for texts with and without repetitions, and one padding request."""
     texts = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=3))
     greedy = request_sampling(temperature=0.0)
     decodes = tuple(Decode(row, len(text) - 1, text[-1], greedy, text) for row, text in enumerate(texts))
@@ -98,11 +99,11 @@ def trie(draw: st.DrawFn) -> Proposal:
     shared = SharedTexts(64, depth) if draw(st.booleans()) else None
     if shared is not None:
         shared.add(draw(st.lists(st.integers(0, 2), max_size=20)), known=0)
-    drafter = NgramDrafter(NgramTries(depth, draw(st.integers(1, 11)), shared))
+    drafter = NgramDrafter(NgramTries(depth, draw(st.integers(2, 12)), shared))
     return drafter.propose(None, cast(DecodeBatch, cast(Any, batch)))
 
 
-def union(draw: st.DrawFn) -> Proposal:
+def joined_trees(draw: st.DrawFn) -> Proposal:
     """A dynamic tree joined with a trie of the same requests, cut to the best nodes."""
     pool, grams = candidate_pool(draw), trie(draw)
     assert isinstance(grams, TreeNodes)
@@ -111,13 +112,13 @@ def union(draw: st.DrawFn) -> Proposal:
     first = ScoredNodes(first.tokens[:bs], first.parents[:bs], first.estimates[:bs])
     second = ScoredNodes(grams.tokens[:bs], grams.parents[:bs], torch.full(grams.tokens[:bs].shape, 0.5))
     depth = max(pool.spec_steps, grams.spec_steps)
-    joined = unite(first, second, depth)
+    joined = join_trees(first, second, depth)
     source = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     chances = torch.rand(joined.tokens.shape, generator=source) * 0.98 + 0.001
     return best(joined, chances, draw(st.integers(1, joined.tokens.shape[1])), depth)[0]
 
 
-BUILDERS = {each.__name__: each for each in (candidate_pool, medusa, static, packed_beam, trie, union)}
+BUILDERS = {each.__name__: each for each in (candidate_pool, medusa, static, packed_beam, trie, joined_trees)}
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
@@ -148,13 +149,13 @@ def test_a_tree_is_a_tree_whoever_built_it(builder: str, data: st.DataObject) ->
             assert len(set(named)) == len(named), "no two siblings guess the same token"
         for node, token in enumerate(tokens):
             if token < 0:
-                assert parents[node] == 0, "padding stands under the root"
-                assert node not in parents, "and nothing stands under it"
+                assert parents[node] == 0, "padding is under the root"
+                assert node not in parents, "padding has no children"
 
 
 @given(data=st.data())
 def test_medusas_buffers_static_trees_and_the_tree_built_of_them_agree(data: st.DataObject) -> None:
-    """Three accounts of one list of choices: the published buffers, an EAGLE head's levels, the verified tree."""
+    """Three forms of one list of choices: the published buffers, an EAGLE head's levels, the verified tree."""
     tree = choices(cast(st.DrawFn, data.draw))
     buffers, grown = generate_medusa_buffers(tree), static_tree(tree, CPU)
     nodes = TreeNodes(torch.zeros(1, len(tree), dtype=torch.int64), grown.parents[None], depth_of(tree))

@@ -38,7 +38,7 @@ DEPTHS = {
 
 @st.composite
 def trees(draw: st.DrawFn) -> Choices:
-    """Trees grown node by node, in the order of their growth."""
+    """Random trees. Nodes are in the order in which they were added."""
     nodes: list[tuple[int, ...]] = []
     for _ in range(draw(st.integers(1, 24))):
         parent = draw(st.sampled_from([(), *(node for node in nodes if len(node) < 5)]))
@@ -173,7 +173,7 @@ def test_greedy_takes_the_path_that_agrees_longest() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("sampling", ["typical", "nucleus"])
 def test_padding_is_never_accepted(temperature: float, sampling: str) -> None:
-    """Token 0 is the best after node 1; where padding looked like token 0, the short path would win."""
+    """Token 0 is the best after node 1. If padding counted as token 0, the short path would win."""
     candidates = torch.tensor([[3, 1, -1], [3, 2, 2]])
     logits = path_logits([[1, 0, 0], [1, 3, 0]], sharpness=40.0)
     best, length = evaluate_posterior(logits, candidates, temperature, sampling=sampling)  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def test_typical_accepts_above_its_threshold_and_prefers_the_likelier_path() -> 
 
 
 def test_paths_share_the_draws_of_the_nodes_they_share() -> None:
-    """Two paths with the same first node: with separate draws one of them would pass in 3 of 4 cases."""
+    """Two paths with the same first node. With separate draws, one of them would be accepted in 3 of 4 cases."""
     logits = torch.zeros(2, 3, 2)
     candidates = torch.tensor([[0, 1, 0], [0, 1, 1]])
     generator, passed = torch.Generator().manual_seed(0), []

@@ -1,4 +1,4 @@
-"""Two trees joined into one: nothing twice, nobody without its parent, the best within the budget."""
+"""Two trees joined into one: no path twice, no node without its parent, and the best nodes within the budget."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.merge import REFUSED, UNASKED, ScoredNodes, Union, best, unite
+from eagle_server.speculation.merge import REFUSED, UNASKED, JoinedTrees, ScoredNodes, best, join_trees
 from eagle_server.speculation.tree import TreeNodes, build_tree
 from eagle_server.worker.calibration import Calibration
 
@@ -17,7 +17,7 @@ Path = tuple[int, ...]
 
 
 def tree(draw: random.Random, size: int, padding: int) -> dict[Path, float]:
-    """Paths to estimates, parents first; siblings differ."""
+    """A random tree as paths with estimates. Parents come first, and siblings differ."""
     nodes: dict[Path, float] = {}
     while len(nodes) < size - padding:
         parent = draw.choice([(), *(path for path in nodes if len(path) < DEPTH)])
@@ -36,7 +36,7 @@ def scored(trees: list[dict[Path, float]], width: int) -> ScoredNodes:
 
 
 def paths_of(nodes: TreeNodes, row: int) -> list[Path]:
-    """The path of every node that is no padding."""
+    """The path of every node that is not padding."""
     found: list[Path] = [()]
     for token, parent in zip(nodes.tokens[row].tolist(), nodes.parents[row].tolist(), strict=True):
         assert parent < len(found), "parents come first"
@@ -49,10 +49,10 @@ def test_the_union_holds_every_path_once_and_the_best_of_them_are_kept(seed: int
     draw = random.Random(seed)
     first = [tree(draw, 10, draw.randrange(3)) for _ in range(3)]
     second = [tree(draw, 12, draw.randrange(13)) for _ in range(3)]
-    union = unite(scored(first, 10), scored(second, 12), DEPTH)
-    everything, _ = best(union, torch.full((3, 22), 0.5), 22, DEPTH)
+    joined = join_trees(scored(first, 10), scored(second, 12), DEPTH)
+    everything, _ = best(joined, torch.full((3, 22), 0.5), 22, DEPTH)
     chances = torch.rand(3, 22, generator=torch.Generator().manual_seed(seed)) * 0.98 + 0.001
-    kept, order = best(union, chances, 7, DEPTH)
+    kept, order = best(joined, chances, 7, DEPTH)
     for row in range(3):
         paths = paths_of(everything, row)
         assert len(paths) == len(set(paths))
@@ -61,7 +61,7 @@ def test_the_union_holds_every_path_once_and_the_best_of_them_are_kept(seed: int
         assert len(few) == min(7, len(paths))
         assert all(path[:-1] in {(), *few} for path in few), "closed under ancestors"
         assert len(set(few)) == len(few)
-        worth = path_chances(union, chances, row, [*first[row]], [*second[row]])
+        worth = path_chances(joined, chances, row, [*first[row]], [*second[row]])
         assert sorted((worth[path] for path in few), reverse=True) == pytest.approx(
             sorted(worth.values(), reverse=True)[:7]
         )
@@ -69,9 +69,9 @@ def test_the_union_holds_every_path_once_and_the_best_of_them_are_kept(seed: int
 
 
 def path_chances(
-    union: Union, chances: torch.Tensor, row: int, first: list[Path], second: list[Path]
+    joined: JoinedTrees, chances: torch.Tensor, row: int, first: list[Path], second: list[Path]
 ) -> dict[Path, float]:
-    """By hand: a node's chance is that of its first place, a path's the product."""
+    """The reference: a duplicate has the chance of the node in the first source. A path's chance is the product."""
     each: dict[Path, float] = {}
     for i, path in [*enumerate(first), *((10 + i, path) for i, path in enumerate(second))]:
         each.setdefault(path, chances[row, i].item())
@@ -81,9 +81,9 @@ def path_chances(
 def test_what_each_source_said_of_a_node() -> None:
     first = scored([{(1,): 0.5, (1, 2): 0.4}], 2)
     second = scored([{(1,): 0.9, (3,): 0.1, (3, 4): 0.7, (1, 5): 0.2}], 5)
-    union = unite(first, second, DEPTH)
-    assert union.counts.tolist() == [[True, True, False, True, True, True, False]]
-    said = list(zip(union.first[0].tolist(), union.second[0].tolist(), strict=True))
+    joined = join_trees(first, second, DEPTH)
+    assert joined.counts.tolist() == [[True, True, False, True, True, True, False]]
+    said = list(zip(joined.first[0].tolist(), joined.second[0].tolist(), strict=True))
     assert said[0] == pytest.approx((0.5, 0.9))  # both
     assert said[1] == pytest.approx((0.4, REFUSED))  # the second guessed 5 there
     assert said[3] == pytest.approx((REFUSED, 0.1))
@@ -92,13 +92,13 @@ def test_what_each_source_said_of_a_node() -> None:
 
 
 def test_calibration_follows_what_was_accepted() -> None:
-    """Of two sources that promise the same, the one that keeps its promise is believed."""
+    """Two sources have equal estimates, but only the second one's nodes are accepted. Its chance rises."""
     calibration = Calibration(torch.device("cpu"))
     first, second = scored([{(1,): 0.5}], 1), scored([{(2,): 0.5}], 1)
     for _ in range(100):
-        union = unite(first, second, DEPTH)
-        chances, bins, priors = calibration.chances(union)
-        nodes, order = best(union, chances, 2, DEPTH)
+        joined = join_trees(first, second, DEPTH)
+        chances, bins, priors = calibration.chances(joined)
+        nodes, order = best(joined, chances, 2, DEPTH)
         rooted = build_tree(nodes, torch.tensor([9]), torch.tensor([3]))
         hit = nodes.tokens[0].tolist().index(2) + 1
         accepted = Accepted(
@@ -119,9 +119,9 @@ def test_calibration_follows_what_was_accepted() -> None:
 
 def test_nodes_below_a_refused_one_and_padding_teach_nothing() -> None:
     calibration = Calibration(torch.device("cpu"))
-    union = unite(scored([{(1,): 0.5, (1, 2): 0.9}] * 2, 2), scored([{}, {}], 2), DEPTH)
-    chances, bins, priors = calibration.chances(union)
-    nodes, order = best(union, chances, 3, DEPTH)
+    joined = join_trees(scored([{(1,): 0.5, (1, 2): 0.9}] * 2, 2), scored([{}, {}], 2), DEPTH)
+    chances, bins, priors = calibration.chances(joined)
+    nodes, order = best(joined, chances, 3, DEPTH)
     rooted = build_tree(nodes, torch.tensor([9, 9]), torch.tensor([3, 3]))
     nothing = Accepted(
         torch.tensor([[0, -1], [0, -1]]),

@@ -1,4 +1,4 @@
-"""Beams packed to prefix trees: what one packs can be unpacked, and the tree is exactly that of the prefixes."""
+"""Beams packed into prefix trees: unpacking restores the beam, and the tree has exactly the beam's prefixes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXAMPLE = [
 
 @st.composite
 def beams(draw: Any, *, rooted: bool = False) -> Tensor:
-    """Up to 3 requests, 5 sequences, 5 tokens of a vocabulary so small that prefixes meet."""
+    """Up to 3 requests of 5 sequences of 5 tokens. The vocabulary is small, so that prefixes are shared."""
     batch, count, width = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 5))
     size = batch * count * width
     values = draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
@@ -33,12 +33,12 @@ def beams(draw: Any, *, rooted: bool = False) -> Tensor:
 
 
 def prefixes(beam: Tensor) -> list[tuple[int, ...]]:
-    """The distinct prefixes of one request's sequences, in the order in which they are met."""
+    """The distinct prefixes of one request's sequences, in order of first occurrence."""
     return list(dict.fromkeys(tuple(row[: j + 1]) for row in beam.tolist() for j in range(len(row))))
 
 
 def text(packed: PackedBeam, request: int, place: int) -> tuple[int, ...]:
-    """What a place sees, in rising order."""
+    """The tokens that a place attends to, in ascending order of places."""
     seen = packed.attention_mask[request, place].nonzero().flatten()
     return tuple(packed.packed_beam[request, seen].tolist())
 
@@ -59,7 +59,7 @@ def test_the_published_example() -> None:
 
 
 def test_the_sentences_of_the_prefix_tree_document() -> None:
-    """Mars is a red / Mars is reddish when / Mars is dark red: nodes as the mask of the document has them."""
+    """Mars is a red / Mars is reddish when / Mars is dark red: the nodes and mask of the document."""
     packed = pack(torch.tensor([[[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 6, 3]]]))
     assert packed.packed_beam[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 3] + [PADDING] * 4
     assert [mask.nonzero().flatten().tolist() for mask in packed.attention_mask[0, :8]] == [
@@ -88,7 +88,7 @@ def test_packing_keeps_every_prefix_once_and_unpacking_restores_the_beam(beam: T
     for request in range(batch):
         expected = prefixes(beam[request])
         real = [p for p in range(count * width) if packed.packed_beam[request, p] != PADDING]
-        assert real == list(range(len(expected)))  # padding stands last
+        assert real == list(range(len(expected)))  # padding comes last
         assert [text(packed, request, place) for place in real] == expected
         for i in range(count):
             for j in range(width):

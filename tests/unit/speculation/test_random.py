@@ -1,6 +1,6 @@
 """The noise: its distribution, its independence across keys and positions, and that it depends on nothing else.
 
-Every statistical test refuses a true distribution with probability 1e-6; the keys are fixed, so a pass stays one.
+Every statistical test rejects a correct distribution with probability 1e-6. The keys are fixed, so results repeat.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import math
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy import stats
 
 from eagle_server.ops.gumbel import gumbel
 from eagle_server.speculation.random import TARGET_STREAM, request_key
@@ -25,7 +25,7 @@ def keys() -> torch.Tensor:
 
 
 def uniform(noise: torch.Tensor) -> np.ndarray:
-    """Gumbel noise brought back to (0, 1)."""
+    """Gumbel noise mapped back to uniform noise in (0, 1)."""
     return torch.exp(-torch.exp(-noise.double())).numpy()
 
 
@@ -33,7 +33,7 @@ def dependence(one: np.ndarray, other: np.ndarray) -> float:
     """p-value of independence of two uniforms: chi-squared over the 8 x 8 cells of their joint distribution."""
     counts, _, _ = np.histogram2d(one, other, bins=8, range=[[0, 1], [0, 1]])
     expected = len(one) / 64
-    return float(stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), 63))
+    return float(scipy.stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), 63))
 
 
 def test_the_noise_is_standard_gumbel(keys: torch.Tensor) -> None:
@@ -45,7 +45,7 @@ def test_the_noise_is_standard_gumbel(keys: torch.Tensor) -> None:
     ):
         assert noise.dtype is torch.float32
         assert bool(noise.isfinite().all())
-        assert stats.kstest(noise.flatten().numpy(), stats.gumbel_r.cdf).pvalue > ALPHA
+        assert scipy.stats.kstest(noise.flatten().numpy(), scipy.stats.gumbel_r.cdf).pvalue > ALPHA
 
 
 def test_the_tail_that_picks_rare_tokens_is_right() -> None:
@@ -58,7 +58,7 @@ def test_the_tail_that_picks_rare_tokens_is_right() -> None:
             counts[threshold] += int((noise > threshold).sum())
     for threshold, count in counts.items():
         expected = values * -math.expm1(-math.exp(-threshold))
-        assert min(stats.poisson.cdf(count, expected), stats.poisson.sf(count - 1, expected)) > ALPHA / 2
+        assert min(scipy.stats.poisson.cdf(count, expected), scipy.stats.poisson.sf(count - 1, expected)) > ALPHA / 2
 
 
 @pytest.mark.parametrize("distance", [1, 2, 7, 256])
@@ -83,7 +83,7 @@ def test_the_test_of_independence_sees_a_shared_key(keys: torch.Tensor) -> None:
 
 
 def test_a_row_depends_on_its_key_and_position_only(keys: torch.Tensor) -> None:
-    """Not on its place in the batch, its neighbours, or how large the vocabulary is."""
+    """A row does not depend on its place in the batch, on other rows, or on the vocabulary size."""
     positions = torch.arange(SEEDS)
     whole = gumbel(keys, positions, 64)
     for row in (0, 1, 999, SEEDS - 1):
@@ -101,7 +101,7 @@ def test_keys_differ_by_seed_choice_and_stream() -> None:
 
 
 def test_the_generator_is_splitmix64() -> None:
-    """The published first outputs for state 0 are those of the counters GAMMA, 2 GAMMA, ...: a row whose mix is 0."""
+    """The published first outputs for state 0 belong to counters GAMMA, 2 GAMMA, ... These are a row with mix 0."""
     bits = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     expected = [-math.log(-math.log1p(-(value >> 11) * 2.0**-53)) for value in bits]
     noise = gumbel(torch.tensor([0]), torch.tensor([0]), 3)[0].tolist()

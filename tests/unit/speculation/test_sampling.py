@@ -1,14 +1,14 @@
-"""Drawing tokens: the order of transforms, ties, forbidden tokens, what is drawn, and what a draw depends on."""
+"""Drawing tokens: the order of transforms, ties, forbidden tokens, the distribution, and what a draw depends on."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import pytest
+import scipy
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 from torch import Tensor
 
 from eagle_server.ops.gumbel import gumbel
@@ -35,7 +35,7 @@ def kept(logits: list[float], top_k: int = 1 << 40, top_p: float = 1.0) -> list[
 
 
 def test_top_p_counts_mass_within_the_top_k() -> None:
-    """.4 .3 .2 .1: of the top three .4 and .3 are 7/9 of the mass; of all four they are .7."""
+    """With .4 .3 .2 .1, the tokens .4 and .3 have 7/9 of the mass of the top three, and .7 of the mass of all four."""
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().tolist()
     assert kept(logits, 3, 0.75) == [0, 1]
     assert kept(logits, 3, 0.8) == [0, 1, 2]
@@ -63,18 +63,18 @@ def test_ties_go_to_the_smaller_token_id() -> None:
     st.sampled_from([0.1, 0.33, 0.6, 0.9, 0.999, 1.0]),
     st.sampled_from([0.5, 0.7, 1.0, 1.7]),
 )
-def test_the_kept_tokens_and_their_law_are_the_references(values, top_k, top_p, temperature) -> None:
+def test_the_kept_tokens_and_their_distribution_are_the_references(values, top_k, top_p, temperature) -> None:
     logits = torch.tensor(values, dtype=torch.float32) / 3
     expected = token_probs(logits, temperature=temperature, top_k=top_k, top_p=top_p)
     scaled = (logits / temperature).view(1, 1, -1)
     found = truncate(scaled, torch.tensor([top_k or 1 << 40]), torch.tensor([top_p])).softmax(-1)[0, 0]
-    if found.tolist() != pytest.approx(expected, abs=1e-6):  # a running sum that is top_p but for rounding
+    if found.tolist() != pytest.approx(expected, abs=1e-6):  # a running sum that equals top_p up to rounding
         nudged = [token_probs(logits, temperature=temperature, top_k=top_k, top_p=top_p + e) for e in (-1e-6, 1e-6)]
         assert any(found.tolist() == pytest.approx(each, abs=1e-6) for each in nudged)
 
 
 def test_a_draw_is_the_best_of_truncated_logits_and_noise() -> None:
-    """Mixed settings in one batch, several rows each: every draw by its own formula."""
+    """Mixed settings in one batch with several rows each: every draw follows its own formula."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(5, 4, 40, generator=generator) * 3
     positions = torch.tensor([[11, 12, 12, 13], [0, 1, 2, 2], [5, 6, 6, 6], [70, 71, 72, 73], [9, 10, 10, 11]])
@@ -129,7 +129,7 @@ def test_rows_that_fill_one_position_see_the_same_noise() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_forbidden_tokens_are_never_drawn_before_they_are_allowed(temperature: float) -> None:
-    """Three forbidden tokens over four rows, of which the last two are late enough; the neighbour has none."""
+    """Three forbidden tokens and four rows. The last two rows may draw them. The other request forbids no token."""
     base = SAMPLED if temperature else GREEDY
     logits = torch.full((2, 4, 8), -40.0)
     logits[:, :, [1, 4, 6]] = 40.0
@@ -157,7 +157,7 @@ def test_nan_logits_show_in_the_score() -> None:
 
 
 DRAWS, ALPHA = 130_000, 1e-6
-LAWS = {
+SETTINGS = {
     "plain": {},
     "cooler": {"temperature": 0.8},
     "top-k": {"top_k": 5},
@@ -168,10 +168,10 @@ LOGITS = torch.tensor([0.3, -1.2, 1.1, 0.0, -0.4, 0.9, -2.0, 0.5])
 
 
 def p_value_of_pairs(setting: RequestSampling) -> float:
-    """Chi-squared over the joint cells of draws at two neighbouring positions, each pair under its own seed."""
+    """Chi-squared test over the joint cells of draws at two neighbouring positions. Each pair has its own seed."""
     pieces = []
     for start in range(0, DRAWS, 13_000):
-        settings = [changed(setting, key=request_key(seed, 0)) for seed in range(start, start + 13_000)]
+        settings = [RequestSampling(setting.params, request_key(seed, 0)) for seed in range(start, start + 13_000)]
         logits, positions = LOGITS.expand(13_000, 2, -1).clone(), torch.tensor([[50, 51]]).expand(13_000, -1)
         pieces.append(draw(logits, positions, SamplingBatch.of(settings, CPU), span=2)[0])
     counts = Counter(map(tuple, torch.cat(pieces).tolist()))
@@ -182,21 +182,24 @@ def p_value_of_pairs(setting: RequestSampling) -> float:
     assert counts.keys() <= expected.keys()
     assert min(expected.values()) > 5
     statistic = sum((counts[cell] - mean) ** 2 / mean for cell, mean in expected.items())
-    return float(stats.chi2.sf(statistic, len(expected) - 1))
+    return float(scipy.stats.chi2.sf(statistic, len(expected) - 1))
 
 
-@pytest.mark.parametrize("name", LAWS)
-def test_draws_follow_the_law_and_are_independent_between_positions(name: str) -> None:
-    """130,000 pairs, 64 cells: a true distribution is refused with probability 1e-6, one at a total variation of .02 is
-    missed with probability below 1e-6."""
-    assert p_value_of_pairs(changed(SAMPLED, **LAWS[name])) > ALPHA
+# The quick round has the one in which all of them are together.
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "all" else (pytest.mark.slow,)) for n in SETTINGS])
+def test_draws_follow_the_distribution_and_are_independent_between_positions(name: str) -> None:
+    """130,000 pairs in 64 cells. The test rejects a correct distribution with probability 1e-6. It misses a total
+    variation of .02 with probability below 1e-6."""
+    assert p_value_of_pairs(changed(SAMPLED, **SETTINGS[name])) > ALPHA
 
 
+@pytest.mark.slow
 def test_noise_that_is_a_tenth_too_small_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling_module, "gumbel", lambda *args: gumbel(*args) * 0.9)
     assert p_value_of_pairs(SAMPLED) < ALPHA
 
 
+@pytest.mark.slow
 def test_noise_shared_by_neighbouring_positions_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         sampling_module, "gumbel", lambda keys, positions, vocab: gumbel(keys, positions // 2 * 2, vocab)

@@ -1,4 +1,4 @@
-"""Static trees for EAGLE heads: the bias as vLLM has it, and which nodes each draft step feeds."""
+"""Static trees for EAGLE heads: the bias as in vLLM, and which nodes each draft step feeds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @st.composite
 def trees(draw: st.DrawFn) -> Choices:
-    """Up to 12 nodes, each below one drawn before it; children of a node need not be its best ones."""
+    """Up to 12 nodes, each a child of the root or of an earlier node. Children need not have the lowest ranks."""
     nodes: list[tuple[int, ...]] = []
     for _ in range(draw(st.integers(1, 12))):
         above = draw(st.sampled_from([(), *nodes]))
@@ -46,7 +46,8 @@ def test_unequal_children_are_fed_level_by_level() -> None:
 
 @given(trees())
 def test_every_node_is_found_among_the_children_of_its_parent(choices: Choices) -> None:
-    """Growing the tree with names for tokens gives each node its own name, in the order of the bias."""
+    """If tokens are the nodes' names, drafting level by level gives each node its own name, in the order of the
+    bias."""
     tree = static_tree(choices, CPU)
     nodes = sorted(choices, key=lambda node: (len(node), node))
     fed: list[tuple[int, ...]] = [()]

@@ -1,4 +1,4 @@
-"""Transforms of all rows of a batch at once against plain Python over one row's text."""
+"""Transforms of all rows of a batch at once, against plain Python over the text of each row."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKENS = st.integers(0, VOCAB - 1)
 
 @st.composite
 def params(choose: st.DrawFn) -> SamplingParams:
-    """Any subset of the parameters; tokens are few, so that counts and words meet."""
+    """Any subset of the parameters. The vocabulary is small, so that tokens repeat and bad words occur."""
     biases = st.lists(st.tuples(TOKENS, st.sampled_from([-100.0, -1.5, 0.0, 2.25])), max_size=4)
     words = st.lists(st.lists(TOKENS, min_size=1, max_size=4).map(tuple), max_size=5)
     allowed = st.none() | st.lists(TOKENS, min_size=1, max_size=6).map(tuple)
@@ -65,7 +65,7 @@ def sampling(asked: SamplingParams, prompt: Sequence[int]) -> RequestSampling:
 
 @st.composite
 def batches(choose: st.DrawFn) -> tuple[list[SamplingParams], list[list[int]], list[list[int]], list[list[int]], ...]:
-    """Requests with prompt, output and a tree: links and drafted tokens, of which -1 are padding under the root."""
+    """Requests with prompt, output and a tree of parents and drafted tokens. -1 is padding under the root."""
     bs, size = choose(st.integers(1, 3)), choose(st.integers(1, 7))
     asked = [choose(params()) for _ in range(bs)]
     prompts = [choose(st.lists(TOKENS, min_size=1, max_size=5)) for _ in range(bs)]
@@ -91,8 +91,8 @@ def test_every_node_is_transformed_given_its_own_text(batch, seed: int) -> None:
     penalizer_state = PenalizerStates(bs, VOCAB, CPU).of(scheduled)
     paths = Paths(tree.draft_token.view(bs, size), tree.parents, tree.custom_mask) if size > 1 else None
     given_logits = logits.clone()
-    prepared = replace(SamplingBatch.of(settings, CPU), penalizer_state=penalizer_state)
-    found = transformed(given_logits, tree.positions.view(bs, size) + 1, prepared, paths)
+    batch_sampling = replace(SamplingBatch.of(settings, CPU), penalizer_state=penalizer_state)
+    found = transformed(given_logits, tree.positions.view(bs, size) + 1, batch_sampling, paths)
     assert torch.equal(given_logits, logits), "log-probabilities are read from these"
     for request in range(bs):
         for node in range(size):
@@ -120,7 +120,7 @@ def test_min_p_keeps_what_has_that_part_of_the_best_ones_probability(values, min
 
 
 def test_min_p_comes_after_top_k_and_top_p() -> None:
-    """.4 .3 .2 .1: top-p 0.6 leaves two, of which min_p .8 leaves the best alone, and min_p .7 both."""
+    """With .4 .3 .2 .1, top-p 0.6 keeps two tokens. Of these, min_p .8 keeps only the best, and min_p .7 keeps both."""
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(1, 1, 4)
     for min_p, expected in ((0.8, {0}), (0.7, {0, 1})):
         setting = request_sampling(key=3, temperature=1.0, top_k=3, top_p=0.6, min_p=min_p)
@@ -140,7 +140,7 @@ def counts_of(penalizer_state: Tensor | None) -> list[dict[int, int]]:
     return [{token: int(n) for token, n in enumerate(row) if n} for row in penalizer_state.tolist()]
 
 
-def test_histories_follow_their_texts_and_forget_with_them() -> None:
+def test_penalizer_state_follows_its_texts_and_forgets_with_them() -> None:
     setting = request_sampling(key=0, temperature=0.0, presence_penalty=1.0, prompt_length=3)
     penalizers = PenalizerStates(3, VOCAB, CPU)
     first, second = [1, 1, 2], [4, 5, 5, 1, 1]
@@ -154,10 +154,10 @@ def test_histories_follow_their_texts_and_forget_with_them() -> None:
     first.extend([3, 1, 3])
     assert found() == ([{1: 1, 3: 2}, {1: 2}], [{1: 1, 2: 1}, {4: 1, 5: 1}])
     assert found()[0] == [{1: 1, 3: 2}, {1: 2}]
-    penalizers.forget(0)  # preempted, and back in the same row with the same list
+    penalizers.forget(0)  # preempted, then scheduled again in the same row with the same list
     second.append(7)
     assert found() == ([{1: 1, 3: 2}, {1: 2, 7: 1}], [{1: 1, 2: 1}, {4: 1, 5: 1}])
-    scheduled[0] = Decode(2, 0, 0, setting, [*first])  # another request in that row, though nobody said so
+    scheduled[0] = Decode(2, 0, 0, setting, [*first])  # another request in that row, without forget()
     assert found()[0] == [{1: 1, 3: 2}, {1: 2, 7: 1}]
     scheduled[0] = Decode(2, 0, 0, setting, [6, 6, 6, 0])
     assert found() == ([{0: 1}, {1: 2, 7: 1}], [{6: 1}, {4: 1, 5: 1}])

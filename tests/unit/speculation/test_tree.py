@@ -1,4 +1,4 @@
-"""The tree: the worked example of the reference, and what holds for every candidate pool."""
+"""The tree: the worked example of the reference, and properties for every candidate pool."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def test_the_worked_example_selects_and_links_its_nodes(example: EagleVerifyInpu
 
 
 def test_the_worked_example_plans_its_verify_pass(example: EagleVerifyInput) -> None:
-    """Section 6 of the reference, with the requests in rows 2 and 0 of req_to_token."""
+    """Section 6 of the reference, with the requests at req_pool_indices 2 and 0."""
     req_to_token = torch.arange(100, 160, dtype=torch.int32).view(3, 20)
-    rows_used, lens = torch.tensor([2, 0]), torch.tensor([4, 7])
-    kv_indices, kv_indptr, qo_indptr, mask = example.generate_attn_arg_prefill(rows_used, lens, req_to_token)
+    req_pool_indices, lens = torch.tensor([2, 0]), torch.tensor([4, 7])
+    kv_indices, kv_indptr, qo_indptr, mask = example.generate_attn_arg_prefill(req_pool_indices, lens, req_to_token)
     assert qo_indptr.tolist() == [0, 6, 12]
     assert kv_indptr.tolist() == [0, 10, 23]
     assert kv_indices.tolist() == [*range(140, 150), *range(100, 113)]
@@ -72,7 +72,7 @@ def test_the_worked_example_packs_into_the_published_bytes(example: EagleVerifyI
 
 
 def test_page_arguments_count_pages_and_the_last_ones_length() -> None:
-    """The worked example's lengths 10 and 13 over pages of 16, and lengths at and past a page's end."""
+    """The worked example's lengths 10 and 13 with pages of 16, and lengths at and after the end of a page."""
     pages = torch.tensor([[5, 2, 9], [7, 1, 4], [3, 6, 8]])
     req_to_token = (pages[:, :, None] * 16 + torch.arange(16)).view(3, 48).int()
     arguments = page_arguments(torch.tensor([0, 1]), torch.tensor([10, 13]), req_to_token, 16)
@@ -92,7 +92,7 @@ def test_a_tree_of_nothing_but_its_root_is_plain_decoding() -> None:
 
 @st.composite
 def pools(draw_value: st.DrawFn) -> tuple[object, list[list[PoolNode]], int, int]:
-    """Scores from a few values only, so that most of them tie, NaN and -inf among them."""
+    """Candidate pools with few distinct scores, so that most of them tie. Some scores are NaN and -inf."""
     bs, topk, steps = draw_value(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4)))
     seed = draw_value(st.integers(0, 2**31))
     spoilt = draw_value(st.booleans())

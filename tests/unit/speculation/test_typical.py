@@ -1,4 +1,4 @@
-"""Typical acceptance over trees: Medusa's rule over paths, greedy at temperature 0, never a token that is excluded."""
+"""Typical acceptance over trees: Medusa's rule over paths, greedy at temperature 0, and no excluded token accepted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def settings(temperature: float, **other: object) -> RequestSampling:
 
 
 def random_tree(choices: Choices, requests: int, generator: torch.Generator) -> EagleVerifyInput:
-    """Random tokens, siblings different: each node's rank picks from a permutation of its depth's own."""
+    """A tree with random tokens; siblings differ. A node's rank selects from a random permutation for its depth."""
     nodes = generate_medusa_buffers(choices)["sorted_medusa_choices"]
     depths = [len(node) - 1 for node in nodes]
     tokens = torch.rand(requests, max(depths) + 1, VOCAB, generator=generator).argsort(-1)
@@ -81,7 +81,7 @@ def test_the_bonus_is_the_targets_own_draw_at_the_last_node() -> None:
 
 @pytest.mark.parametrize("limits", [{"top_k": 1}, {"top_p": 0.3}, {"stop_ids": (3,), "allowed_from": 99}], ids=str)
 def test_what_the_transforms_exclude_is_never_accepted(limits: dict[str, object]) -> None:
-    """Token 3 is the second best at first, the best where it is forbidden; without limits it is accepted."""
+    """Token 3 is the second best, or the best if a limit forbids it by id. Without limits it is accepted."""
     proposal = TreeNodes(torch.tensor([[3]]), torch.tensor([[0]]), spec_steps=1)
     tree = build_tree(proposal, torch.tensor([0]), torch.tensor([9]))
     logits = torch.zeros(2, VOCAB)

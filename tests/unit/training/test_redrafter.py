@@ -14,6 +14,7 @@ from eagle_server.training.loop import read_history
 from eagle_server.training.tiny import tiny_pair
 
 
+@pytest.mark.slow
 def test_a_head_is_trained_in_two_sittings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair, out = tiny_pair(tmp_path, kind="eagle", steps=1, context=64), tmp_path / "head"
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)

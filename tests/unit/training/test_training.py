@@ -153,6 +153,7 @@ def test_continuations_follow_the_distribution_of_the_target() -> None:
     assert float((found - distribution).abs().sum()) / 2 < 0.06  # total variation; sampling noise gives about 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
 def test_a_tiny_pair_loads_and_its_drafts_are_partly_right(tmp_path: Path, kind: Kind) -> None:
     pair = tiny_pair(tmp_path, kind=kind)
@@ -217,6 +218,7 @@ def test_the_command_line_trains_a_head_for_a_target_of_ones_own(
     assert "no such directory" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_demo_is_exported_in_the_published_formats(tmp_path: Path) -> None:
     torch.manual_seed(0)
     work, assets, target = tmp_path / "work", tmp_path / "demo", build_target()

@@ -51,6 +51,7 @@ def search(pair: TinyPair, data: Path, out: Path, *more: str, draft: str | None 
     [("eagle3", "--speculative-token-tree"), ("medusa", "--medusa-choices")],
     ids=["eagle3", "medusa"],
 )
+@pytest.mark.slow
 def test_the_tree_that_is_written_can_be_served_and_the_text_stays(pair, data, tmp_path, capsys, draft, option):
     found = search(pair, data, tmp_path / "tree", "--nodes", "6", draft=draft)
     written = tmp_path / "tree" / "choices.txt"
@@ -93,6 +94,7 @@ def worths(found: dict) -> list[float]:
     return out
 
 
+@pytest.mark.slow
 def test_without_nodes_the_fastest_is_chosen(pair, data, tmp_path, capsys):
     found = search(pair, data, tmp_path / "tree")
     last = [cost for cost in found["costs"][-1] if cost["nodes"]]
@@ -101,6 +103,7 @@ def test_without_nodes_the_fastest_is_chosen(pair, data, tmp_path, capsys):
     assert "chosen" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_drafter_whose_trees_are_its_own_is_measured_and_said_not_to_serve_one(pair, data, tmp_path, capsys):
     found = search(
         pair, data, tmp_path / "tree", "--algorithm", "NGRAM", "--nodes", "4", "--max-tokens", "80", draft=""

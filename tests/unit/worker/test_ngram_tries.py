@@ -29,7 +29,7 @@ def from_scratch(text: Sequence[int]) -> Trie:
 
 
 def test_a_text_that_grew_by_several_tokens_is_read_on() -> None:
-    tries, text = NgramTries(DEPTH, BUDGET), [1, 2, 3, 1, 2]
+    tries, text = NgramTries(DEPTH, BUDGET + 1), [1, 2, 3, 1, 2]
     for more in ([], [3], [1, 2, 3, 4], [1], [2, 3]):
         text.extend(more)
         assert tries.of(scheduled(7, text)) == from_scratch(text)
@@ -37,14 +37,14 @@ def test_a_text_that_grew_by_several_tokens_is_read_on() -> None:
 
 def test_a_row_that_another_request_took_over_is_read_anew() -> None:
     """Even where its text begins with all that the row's last one held."""
-    tries, text = NgramTries(DEPTH, BUDGET), [1, 2, 3, 1, 2]
+    tries, text = NgramTries(DEPTH, BUDGET + 1), [1, 2, 3, 1, 2]
     tries.of(scheduled(0, text))
     for other in ([1, 2, 3, 1, 2, 9, 1], [4, 5, 4], [1, 2, 3, 1, 2]):
         assert tries.of(scheduled(0, other)) == from_scratch(other)
 
 
 def test_a_resumed_request_is_read_in_its_new_row() -> None:
-    tries, text = NgramTries(DEPTH, BUDGET), [1, 2, 3, 1, 2]
+    tries, text = NgramTries(DEPTH, BUDGET + 1), [1, 2, 3, 1, 2]
     first = tries.of(scheduled(0, text))
     tries.forget(0)
     assert tries.of(scheduled(3, text)) == first
@@ -52,7 +52,7 @@ def test_a_resumed_request_is_read_in_its_new_row() -> None:
 
 
 def test_a_text_that_was_cut_is_read_anew() -> None:
-    tries, text = NgramTries(DEPTH, BUDGET), [1, 2, 3, 1, 2, 3, 1]
+    tries, text = NgramTries(DEPTH, BUDGET + 1), [1, 2, 3, 1, 2, 3, 1]
     tries.of(scheduled(0, text))
     del text[4:]
     assert tries.of(scheduled(0, text)) == from_scratch(text)
@@ -60,7 +60,7 @@ def test_a_text_that_was_cut_is_read_anew() -> None:
 
 def test_requests_without_a_match_and_padding_draft_nothing() -> None:
     """Of a batch of 4 the first finds something; the second does not, and the others are padding."""
-    drafter = NgramDrafter(NgramTries(DEPTH, BUDGET))
+    drafter = NgramDrafter(NgramTries(DEPTH, BUDGET + 1))
     decodes = (scheduled(0, [1, 2, 1]), scheduled(1, [1, 2, 3]))
     batch = SimpleNamespace(decodes=decodes, seq_lens_host=(2, 2, 1, 1), seq_lens=torch.tensor([2, 2, 1, 1]))
     nodes = drafter.propose(None, cast(DecodeBatch, cast(Any, batch)))

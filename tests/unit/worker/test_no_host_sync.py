@@ -162,8 +162,12 @@ def cycles(
     return device, engine.stats().cycles
 
 
-@pytest.mark.parametrize("topk", [1, 4])
-@pytest.mark.parametrize("modes", [{}, {"verify_attention": "cascade", "draft_attention": "beams"}], ids=str)
+TREES = (pytest.param(1, marks=pytest.mark.slow), 4)  # chains, and trees, which do all that chains do and more
+CASCADE = {"verify_attention": "cascade", "draft_attention": "beams"}
+
+
+@pytest.mark.parametrize("topk", TREES)
+@pytest.mark.parametrize("modes", [{}, pytest.param(CASCADE, marks=pytest.mark.slow)], ids=str)
 def test_no_cycle_waits_for_the_device_before_its_results_are_copied(
     monkeypatch: pytest.MonkeyPatch, topk: int, modes: dict[str, Any]
 ) -> None:
@@ -172,6 +176,7 @@ def test_no_cycle_waits_for_the_device_before_its_results_are_copied(
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topk", [1, 4])
 def test_no_cycle_of_redrafter_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, topk: int) -> None:
     device, count = cycles(monkeypatch, topk, {}, "REDRAFTER")
@@ -179,12 +184,14 @@ def test_no_cycle_of_redrafter_waits_for_the_device(monkeypatch: pytest.MonkeyPa
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
 
 
+@pytest.mark.slow
 def test_no_cycle_with_typical_acceptance_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device, count = cycles(monkeypatch, 4, {"acceptance": Typical(0.09, 0.3)})
     assert count > 5
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["NGRAM", "EAGLE3", "REDRAFTER"])
 def test_no_cycle_with_ngrams_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     device, count = cycles(monkeypatch, 4, {"ngram_depth": 5}, kind)
@@ -193,6 +200,7 @@ def test_no_cycle_with_ngrams_waits_for_the_device(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("ngram_depth", [0, 5])
+@pytest.mark.slow
 def test_no_cycle_of_medusa_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, ngram_depth: int) -> None:
     choices = truncated(PRESETS["mc_sim_7b_63"], 3)
     shape = {"choices": choices, "num_draft_tokens": len(choices) + 1, "ngram_depth": ngram_depth}

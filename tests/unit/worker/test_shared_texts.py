@@ -88,7 +88,7 @@ def test_a_blend_asks_the_longer_context_first_and_the_own_text_at_equal_length(
 
 
 def test_requests_read_what_others_wrote_finished_or_running() -> None:
-    tries = NgramTries(DEPTH, 6, SharedTexts(1000, DEPTH))
+    tries = NgramTries(DEPTH, 7, SharedTexts(1000, DEPTH))
     short, long = [1, 2, 3, 4, 5], [20, *range(100, 170)]
     tries.of(scheduled(0, short))
     tries.of(scheduled(1, long))
@@ -97,6 +97,6 @@ def test_requests_read_what_others_wrote_finished_or_running() -> None:
     short.append(6)
     tries.forget(0)
     assert paths(tries.of(scheduled(3, [4, 5])))[0] == (6,), "to its end"
-    alone = NgramTries(DEPTH, 6)
+    alone = NgramTries(DEPTH, 7)
     alone.of(scheduled(1, long))
     assert not alone.of(scheduled(2, [100, 101])).tokens

@@ -1,7 +1,7 @@
-"""What followed the end of a text where it occurred in the texts of other requests, of which the newest are kept.
+"""Continuations from other requests' texts: the newest tokens of all requests, searched for a text's last tokens.
 
-Plain Python on the host. A ring of tokens, whose places are chained by the hash of the CONTEXT tokens that end there,
-newest first, as in LZ77's compressors: a new place takes the oldest one's memory, and nothing is ever rebuilt.
+Plain Python on the host. The tokens are in a ring buffer. Its places are chained, newest first, by the hash of the
+CONTEXT tokens that end there, as in LZ77 compressors. A new token overwrites the oldest one; nothing is rebuilt.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from heapq import heappop, heappush
 
 from eagle_server.worker.drafters.ngram.suffix_automaton import LONGEST, Trie
 
-CONTEXT = 2  # tokens of context that are worth a guess
-_BOUNDARY = -1  # between pieces of text; no token
-_CANDIDATES = 24  # places with the same context that are looked at, the newest
-_DOUBT = 2.0  # tokens of agreement that an estimate is worth beforehand
+CONTEXT = 2  # tokens of context that a proposal needs
+_BOUNDARY = -1  # between pieces of text
+_CANDIDATES = 24  # newest places with the same context that are considered
+_DOUBT = 2.0  # prior pseudo-count, in matching tokens
 _MIX = 0x9E3779B97F4A7C15  # odd, of random bits
 
 
 @dataclass
 class _Node:
-    """Continuations that begin alike. The weight is their agreement with the context, in tokens, summed up."""
+    """Continuations with a common beginning. `weight` sums the lengths of their matches, in tokens."""
 
     weight: float = 0.0
     children: dict[int, _Node] = field(default_factory=dict)
@@ -31,24 +31,24 @@ class _Node:
 class SharedTexts:
     """The newest `capacity` tokens of all requests.
 
-    Costs 20 bytes of host memory for each, 28 where `capacity` is no power of two, from the start.
+    Takes 20 bytes of host memory for each from the start, 28 if `capacity` is not a power of two.
     """
 
     def __init__(self, capacity: int, depth: int) -> None:
         self.capacity, self.depth = capacity, depth
-        self.length = 0  # places that were ever written; place p is in slot p % capacity
+        self.length = 0  # places written so far; place p is in slot p % capacity
         self._tokens = array("i", [_BOUNDARY]) * capacity
         self._before = array("q", [-1]) * capacity  # the place before this one in its chain
         self._mask = (1 << max(capacity - 1, 1).bit_length()) - 1
         self._newest = array("q", [-1]) * (self._mask + 1)  # of each chain
 
     def add(self, piece: Sequence[int], known: int = 0) -> None:
-        """Remember a piece of text. Of its tokens the first `known` were added before; they are context only."""
+        """Add a piece of text. Its first `known` tokens were added before; they are context only."""
         self._write(_BOUNDARY)
         previous = list(piece[:known])[-LONGEST:]
         for token in previous:
             self._write(token)
-        if len(previous) >= CONTEXT:  # what followed it was not known then
+        if len(previous) >= CONTEXT:  # its continuation was not known before
             self._index(*previous[-CONTEXT:])
         last = previous[-1] if previous else _BOUNDARY
         for token in piece[known:]:
@@ -57,8 +57,8 @@ class SharedTexts:
                 self._index(last, token)
             last = token
 
-    def continuations(self, text: Sequence[int], budget: int) -> Trie:
-        """The `budget` continuations of a text of the highest estimates, up to `depth` tokens deep."""
+    def continuations(self, text: Sequence[int], count: int) -> Trie:
+        """The `count` continuations of a text with the highest estimates, up to `depth` tokens deep."""
         tail = text[-LONGEST:]
         found = [(self._agreement(tail, place), place) for place in self._places(tail)]
         longest = max((length for length, _ in found), default=0)
@@ -66,16 +66,16 @@ class SharedTexts:
             return Trie([], [], [])
         root = _Node()
         for length, place in found:
-            if 2 * length >= longest:  # a much shorter context says nothing beside it
+            if 2 * length >= longest:  # ignore much shorter contexts
                 self._insert(root, length, place + 1)
-        return _best(root, budget, longest)
+        return _best(root, count, longest)
 
     def _write(self, token: int) -> None:
         self._tokens[self.length % self.capacity] = token
         self.length += 1
 
     def _index(self, last: int, token: int) -> None:
-        """Put the newest place at the head of the chain of its context."""
+        """Put the newest place first in its context's chain."""
         chain, place = self._chain(last, token), self.length - 1
         self._before[place % self.capacity] = self._newest[chain]
         self._newest[chain] = place
@@ -85,7 +85,7 @@ class SharedTexts:
         return (mixed >> 32) & self._mask
 
     def _places(self, tail: Sequence[int]) -> Iterator[int]:
-        """Where a context like the end of `tail` may end, the newest first."""
+        """Places where the last tokens of `tail` may end, newest first."""
         if len(tail) < CONTEXT:
             return
         place, oldest = self._newest[self._chain(tail[-2], tail[-1])], self.length - self.capacity
@@ -96,7 +96,7 @@ class SharedTexts:
             place = self._before[place % self.capacity]
 
     def _agreement(self, tail: Sequence[int], place: int) -> int:
-        """How many tokens up to `place` are the last ones of `tail`."""
+        """How many tokens that end at `place` equal the last tokens of `tail`."""
         tokens, capacity, length = self._tokens, self.capacity, 0
         for token in reversed(tail):
             if tokens[(place - length) % capacity] != token:
@@ -105,7 +105,7 @@ class SharedTexts:
         return length
 
     def _insert(self, node: _Node, length: int, place: int) -> None:
-        """What stands from `place` on, to the end of its piece; each step agrees with one token more."""
+        """Add the tokens from `place` to the end of its piece. Each further token has a match longer by one."""
         for at in range(place, min(place + self.depth, self.length)):
             token = self._tokens[at % self.capacity]
             if token == _BOUNDARY:
@@ -115,12 +115,12 @@ class SharedTexts:
             length += 1
 
 
-def _best(root: _Node, budget: int, context: int) -> Trie:
-    """The most probable nodes: a child's chance is its share of the weight of all children and of doubt."""
+def _best(root: _Node, count: int, context: int) -> Trie:
+    """The most probable nodes. A child's chance is its weight over the sum of all children's weights and _DOUBT."""
     trie = Trie([], [], [], context)
     heap: list[tuple[float, int, int, int, float, _Node]] = []
     node, number, chance, pushed = root, 0, 1.0, 0
-    while len(trie.tokens) < budget:
+    while len(trie.tokens) < count:
         total = sum(child.weight for child in node.children.values()) + _DOUBT
         for token, child in node.children.items():
             pushed += 1
@@ -136,11 +136,11 @@ def _best(root: _Node, budget: int, context: int) -> Trie:
     return trie
 
 
-def blended(own: Trie, shared: Trie, budget: int) -> Trie:
-    """Both tries' nodes, the `budget` most probable ones.
+def blended(own: Trie, shared: Trie, count: int) -> Trie:
+    """The `count` most probable nodes of both tries.
 
-    The one with the longer context goes first, the request's own at equal length; what its estimates leave undecided
-    goes to the other's, as from a longer context to a shorter one.
+    The trie with the longer context has priority; at equal length it is the request's own. The probability that its
+    estimates leave over goes to the other trie.
     """
     if not shared.tokens or not own.tokens:
         return own if own.tokens else shared
@@ -167,7 +167,7 @@ def blended(own: Trie, shared: Trie, budget: int) -> Trie:
     chances = [1.0]
     for (parent, _), estimate in zip(number, estimates[1:], strict=True):
         chances.append(chances[parent] * estimate)
-    order = sorted(range(1, len(chances)), key=lambda node: -chances[node])[:budget]
+    order = sorted(range(1, len(chances)), key=lambda node: -chances[node])[:count]
     place = {0: 0, **{node: i + 1 for i, node in enumerate(order)}}
     keys = list(number)
     return Trie(

@@ -1,8 +1,9 @@
-"""What followed the end of a text wherever it occurred before: an online suffix automaton that proposes a trie.
+"""An online suffix automaton: it finds earlier occurrences of a text's last tokens and proposes a trie of
+continuations.
 
-Plain Python on the host. The automaton is Blumer et al.'s (1985): a state is a set of substrings that end at the same
-places of the text, so a state's count is the number of occurrences of each of them, and the count of a successor is
-that of a continuation. The estimates blend contexts of all lengths as PPM does, the longer the weightier.
+Plain Python on the host. The automaton is that of Blumer et al. (1985). A state is a set of substrings that end at the
+same positions of the text. Its count is the number of their occurrences, and a successor's count is that of a
+continuation. Estimates blend contexts of all lengths as PPM does; longer contexts weigh more.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush, nlargest
 
-SHORTEST = 1  # token of a context that is worth a guess
-LONGEST = 16  # tokens of context that are told apart; a longer match is taken as one of this length
-_FAN_OUT = 8  # continuations per context that are looked at
-_CERTAIN = 0.999  # no estimate is higher
-_DOUBT = 2.0  # occurrences that an estimate from one token of context is worth
-_NEGLIGIBLE = 0.05  # weight of a context that is not worth looking at
+SHORTEST = 1  # tokens of context that a proposal needs
+LONGEST = 16  # tokens of context that are compared; longer matches count as this length
+_FAN_OUT = 8  # continuations per context that are considered
+_CERTAIN = 0.999  # upper bound of an estimate
+_DOUBT = 2.0  # prior pseudo-count of a context of one token; longer ones divide it by their length
+_NEGLIGIBLE = 0.05  # contexts below this weight are skipped
 
 
 @dataclass(frozen=True)
 class Trie:
-    """Nodes 1, 2, ... by falling estimate of their path, parents first; the root is 0 and not listed.
+    """Nodes 1, 2, ... in order of falling path estimate, parents first. The root is 0 and is not listed.
 
-    `estimates` are chances of acceptance given that the parent was accepted. `context`: tokens at the end of the text
-    that occurred before.
+    `estimates`: chance of acceptance, given that the parent is accepted. `context`: length of the match, the number of
+    last tokens of the text that occurred before.
     """
 
     tokens: list[int]
@@ -34,7 +35,7 @@ class Trie:
 
     @property
     def expected(self) -> float:
-        """How many nodes are accepted, if the estimates are right."""
+        """Expected number of accepted nodes, by the estimates."""
         chances = [1.0]
         for parent, estimate in zip(self.parents, self.estimates, strict=True):
             chances.append(chances[parent] * estimate)
@@ -42,15 +43,15 @@ class Trie:
 
 
 class SuffixAutomaton:
-    """All substrings of a growing text. Adding a token costs O(1) amortised, whatever the text.
+    """All substrings of a growing text. Adding a token takes amortised O(1) time for any text.
 
-    Counts are exact for states with a substring of up to LONGEST + `depth` tokens; no others are asked for.
+    Counts are exact for states with a substring of up to LONGEST + `depth` tokens. No other counts are used.
     """
 
     def __init__(self, depth: int) -> None:
         self.depth, self._reach = depth, LONGEST + depth
         self.length = 0
-        # By state: its successors, its suffix link, the length of its longest substring, its occurrences.
+        # Per state: successors, suffix link, length of the longest substring, number of occurrences.
         self._next: list[dict[int, int]] = [{}]
         self._link, self._longest, self._count = [-1], [0], [0]
         self._whole = 0  # the state of the whole text
@@ -72,21 +73,21 @@ class SuffixAutomaton:
         return self._count[state]
 
     def match(self) -> tuple[int, int]:
-        """The state and length of the longest suffix that occurred before, of LONGEST tokens at most; 0: none."""
+        """State and length of the longest suffix that occurred before, at most LONGEST tokens; length 0: none."""
         state, limit = self._ending_in(self._near, LONGEST)
         if self._count[state] > 1:
             return state, min(limit, self.length)
         link = max(self._link[state], 0)
         return link, self._longest[link]
 
-    def continuations(self, budget: int) -> Trie:
-        """The `budget` continuations of the text of the highest estimates, up to `depth` tokens deep."""
+    def continuations(self, nodes: int) -> Trie:
+        """The `nodes` continuations of the text with the highest estimates, up to `depth` tokens deep."""
         heap: list[tuple[float, int, int, int, float, int, int, int]] = []
         state, length = self.match()
         trie = Trie([], [], [], length)
         node = depth = pushed = 0
         chance = 1.0
-        while len(trie.tokens) < budget:
+        while len(trie.tokens) < nodes:
             if depth < self.depth and length >= SHORTEST:
                 for token, (estimate, successor, reached) in self._following(state, length).items():
                     pushed += 1
@@ -104,9 +105,9 @@ class SuffixAutomaton:
         return trie
 
     def _following(self, state: int, length: int) -> dict[int, tuple[float, int, int]]:
-        """By token that followed a suffix of the context: its estimate, and the longest context that it makes."""
+        """For each token that followed a suffix of the context: its estimate, and the state and length it leads to."""
         count, found = self._count, dict[int, tuple[float, int, int]]()
-        weight = 1.0  # of this context's counts; what they leave undecided goes to the next shorter one
+        weight = 1.0  # of this context; the rest goes to the next shorter one
         while length >= SHORTEST and weight > _NEGLIGIBLE:
             successors, total = self._next[state], 0
             for to in successors.values():
@@ -129,13 +130,13 @@ class SuffixAutomaton:
         return nlargest(_FAN_OUT, successors, key=lambda token: (self._count[successors[token]], token))
 
     def _ending_in(self, state: int, limit: int) -> tuple[int, int]:
-        """From a suffix's state to that of the suffix of `limit` tokens, and its length; the state if it is shorter."""
+        """Shorten a suffix to `limit` tokens: its state and length. A shorter suffix keeps its state."""
         while self._link[state] >= 0 and self._longest[self._link[state]] >= limit:
             state = self._link[state]
         return state, limit
 
     def _grow(self, token: int) -> None:
-        """The textbook step: a state for the longer text, and a clone where a state's substrings part ways."""
+        """The textbook step: add a state for the longer text, and clone a state whose substrings now differ."""
         new = self._add({}, self._longest[self._whole] + 1)
         state, self._whole = self._whole, new
         while state >= 0 and token not in self._next[state]:
@@ -163,8 +164,8 @@ class SuffixAutomaton:
         return len(self._link) - 1
 
     def _recount(self, token: int) -> None:
-        """One more occurrence of every suffix within reach. At most `_reach` states hold them."""
-        # Growing may have cloned the short substrings out of the state that was kept.
+        """Count one more occurrence of every suffix of at most `_reach` tokens; at most `_reach` states have them."""
+        # `_grow` may have moved the short substrings to a clone.
         before, _ = self._ending_in(self._near, min(self._reach, self.length)) if self.length else (0, 0)
         self._near, _ = self._ending_in(self._next[before][token], min(self._reach, self.length + 1))
         state = self._near
