@@ -1,15 +1,17 @@
-"""What crosses process borders: requests towards the engine, token deltas back. Encoded with msgspec."""
+"""The messages between the API process and the engine process: requests in, token deltas out. Encoded with msgspec."""
 
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended; STOP and LENGTH are OpenAI's words. REFUSED: it could never be served; ERROR: it failed."""
+    """Why a request ended. STOP and LENGTH are OpenAI's values. REFUSED: it can never be served. ERROR: it failed."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -19,10 +21,10 @@ class FinishReason(enum.Enum):
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
-    """What the output must be: `source` is a JSON schema, regular expression, EBNF grammar, a JSON list of texts, or
-    one of xgrammar's structural tags (JSON, too).
+    """A grammar that the output must match.
 
-    `json_object` is any JSON object; its source is empty.
+    `source` is a JSON schema, a regular expression, an EBNF grammar, a JSON list of texts, or an xgrammar structural
+    tag (also JSON). `json_object` allows any JSON object; its source is empty.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "structural_tag"]
@@ -30,19 +32,21 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is drawn. Every value is concrete: the API fills in defaults, and draws a seed if need be.
+    """How the next token is drawn. Every value is concrete: the API fills in the defaults and, if needed, the seed.
 
-    Transforms of a row's logits, in this order, each given the text up to that row, drafted tokens included:
+    The logits l of a row are transformed in this order. Each transform sees the text up to that row, including the
+    drafted tokens on its path:
 
-        logit_bias is added; tokens outside allowed_token_ids, tokens that would complete one of bad_words, end and stop
-        tokens before min_tokens, and tokens that the grammar forbids get probability zero
-        repetition_penalty r, for tokens of prompt or output: l / r where l > 0, else l * r
-        frequency_penalty and presence_penalty, for tokens of the output: l - f * count - p
-        temperature (0: the best token now, nothing further), top-k, top-p on what remains, min_p times the best
+        1. logit_bias is added. These tokens get probability zero: tokens outside allowed_token_ids, tokens that would
+           complete one of bad_words, end and stop tokens before min_tokens, and tokens that the grammar forbids.
+        2. repetition_penalty r, for tokens of the prompt or the output: l / r if l > 0, else l * r
+        3. frequency_penalty f and presence_penalty p, for tokens of the output: l - f * count - p
+        4. temperature (0: take the best token and skip the rest), top_k, top_p of what remains, and min_p: at least
+           min_p times the probability of the best token
 
-    top_k 0, top_p 1, min_p 0, penalties 0 and repetition_penalty 1 are off. `logprobs` asks for that many alternatives
-    beside each emitted token's own log-probability (None: no logprobs); they are those of the raw model distribution,
-    before all transforms.
+    top_k 0, top_p 1, min_p 0, penalties 0 and repetition_penalty 1 are off. `logprobs` is the number of alternatives
+    returned beside the log-probability of each output token (None: no logprobs). Log-probabilities come from the raw
+    model distribution, before all transforms.
     """
 
     max_tokens: int
@@ -63,12 +67,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
 
+    def problems(self) -> Iterator[str]:
+        """Why no token can be drawn with these values, one reason at a time. Checks that need no vocabulary."""
+        biases = {f"the logit_bias of token id {token}": bias for token, bias in self.logit_bias}
+        penalties = {"presence_penalty": self.presence_penalty, "frequency_penalty": self.frequency_penalty}
+        factors = {"repetition_penalty": self.repetition_penalty, "temperature": self.temperature}
+        for name, value in (biases | penalties | factors).items():
+            if not math.isfinite(value):
+                yield f"{name} is {value}; it must be finite"
+        checks = (
+            (
+                self.grammar is None or not self.ignore_eos,
+                "ignore_eos: with a grammar the text ends where the grammar does; drop one of the two",
+            ),
+            (self.allowed_token_ids != (), "allowed_token_ids is empty: no token could be drawn"),
+            (() not in self.bad_words, "bad_words: a word has no tokens"),
+            (self.repetition_penalty > 0, f"repetition_penalty is {self.repetition_penalty}; it must be above 0"),
+            (self.temperature >= 0, f"temperature is {self.temperature}; it must not be negative"),
+            (0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1"),
+            (0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be from 0 to 1"),
+            (self.top_k >= 0, f"top_k is {self.top_k}; it must not be negative"),
+        )
+        yield from (reason for is_valid, reason in checks if not is_valid)
+
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
-    """One sequence to generate. `choice` numbers the n choices of one API request and keys their random numbers.
+    """One sequence to generate. `choice` numbers the n choices of one API request and is a key of the random numbers.
 
-    `speculative` False: nothing is drafted for it. Its text is the same either way. `trees`: its deltas tell what was
-    drafted.
+    If `speculative` is False, no tokens are drafted; the text is the same either way. If `trees` is True, the deltas
+    contain the draft trees.
     """
 
     request_id: str
@@ -81,21 +108,21 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """The client went away, or a stop string was found: end this request and free its KV."""
+    """End this request and free its KV: the client disconnected, or a stop string was found."""
 
     request_id: str
 
 
 class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
-    """Drop the prefix cache; answered with Flushed."""
+    """Drop the prefix cache. The answer is Flushed."""
 
 
 class SpecStats(msgspec.Struct, kw_only=True):
-    """Counters of one request's speculative cycles; everything published is derived from them.
+    """Counters of one request's speculative cycles. All published statistics are derived from them.
 
-    histogram[a] counts cycles that accepted exactly a drafted tokens (bonus not included), so it has spec_steps + 1
+    histogram[a] counts the cycles that accepted exactly `a` drafted tokens (without the bonus). It has spec_steps + 1
     buckets, and sum(histogram) is the number of cycles. `drafted` counts proposed tree nodes without the root. `lossy`
-    names the rule that kept drafts which plain decoding might not have written, if there was one.
+    names the acceptance rule if it changes the output distribution, else None.
     """
 
     histogram: list[int]
@@ -117,7 +144,7 @@ class SpecStats(msgspec.Struct, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """Log-probability of an emitted (or prompt) token, and the most likely alternatives as (token id, logprob)."""
+    """Log-probability of an output or prompt token, and the most likely alternatives as (token id, logprob)."""
 
     token_id: int
     logprob: float
@@ -125,7 +152,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a request in the engine: until first scheduled, until its prompt was computed, until its end."""
+    """Times of a request in the engine, in seconds: waiting for its first cycle, computing the prompt, decoding."""
 
     queue: float
     prefill: float
@@ -133,31 +160,31 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftTree(msgspec.Struct, frozen=True):
-    """What one cycle drafted for one request, and what of it was kept.
+    """The draft tree of one request in one cycle, and which of its nodes were accepted.
 
-    Node 0 is the root, the newest token before the cycle; parents come before children. `path` are the accepted nodes
-    after the root, so that their tokens and the bonus are the cycle's tokens. There is no bonus where the request ended
-    before it.
+    Node 0 is the root, the newest token before the cycle. Parents come before children. `path` lists the accepted nodes
+    after the root. Their tokens, then the bonus, are the cycle's tokens. `bonus` is None if the request ended before
+    it.
     """
 
     token_ids: list[int]
     parents: list[int]  # node numbers, -1 for the root
-    scores: list[float] | None  # log-probabilities of the paths, 0 for the root; None where the drafter has none
+    scores: list[float] | None  # log-probabilities of the paths, 0 for the root; None if the drafter has no scores
     path: list[int]
     bonus: int | None
 
     def cut(self, count: int) -> DraftTree:
-        """The same tree of a request that kept only the first `count` of the cycle's tokens."""
+        """The same tree, for a request that ended after the first `count` of the cycle's tokens."""
         bonus = self.bonus if count > len(self.path) else None
         return msgspec.structs.replace(self, path=self.path[:count], bonus=bonus)
 
 
 class TokenDelta(msgspec.Struct, kw_only=True):
-    """What one cycle added to one request. The last delta of a request has a finish_reason (and may have no tokens).
+    """The tokens that one cycle added to one request. The last delta has a finish_reason, and may have no tokens.
 
-    prompt_logprobs, if asked for, comes with the first delta: one entry per prompt token but the first. `tree`, if
-    asked for, is there unless the token was drawn by a prompt's prefill. The last delta has the timing, unless the
-    request ended before its prompt was computed.
+    The first delta has `prompt_logprobs` if the request asks for them: one entry for every prompt token except the
+    first. Every delta of a decode has a `tree` if the request asks for trees; the delta of a prefill has none. The last
+    delta has `timing`, unless the request ended before its prompt was computed.
     """
 
     request_id: str
@@ -173,7 +200,7 @@ class TokenDelta(msgspec.Struct, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
-    """A snapshot of the engine: load, KV use and totals since start. Times are seconds."""
+    """A snapshot of the engine: load, KV use, and totals since the start. Times are in seconds."""
 
     running: int
     waiting: int
@@ -189,11 +216,12 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
 
 class CycleStats(msgspec.Struct, kw_only=True):
-    """What one cycle did and how many seconds it took, all of it and stage by stage.
+    """Statistics of one cycle. `seconds` is the whole cycle, `stage_seconds` its stages.
 
-    `verified` has (drafted, accepted) of every request that decoded, counted as in SpecStats; 0 drafted is no draft.
-    `computed` prompt tokens went through the target. `prompt_tokens` are those of the requests whose prompts were
-    computed to their end, of which `cache_queries` were looked up in the prefix cache and `cache_hits` found.
+    `verified` has one (drafted, accepted) for every decode, counted as in SpecStats; (0, 0) means no draft. `computed`
+    counts the prompt tokens that the target computed in this cycle. `prompt_tokens` counts all prompt tokens of the
+    requests whose prefill ended in this cycle, `cache_queries` those of them that were looked up in the prefix cache,
+    and `cache_hits` those that were found.
     """
 
     seconds: float = 0.0
@@ -207,9 +235,10 @@ class CycleStats(msgspec.Struct, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The engine's first message: what it serves. max_request_tokens, prompt and output, is the tightest limit.
+    """The engine's first message: the model and its limits.
 
-    `pid` is the engine process; None where it has none of its own.
+    `max_request_tokens` is the largest sum of prompt and output tokens that both the context and the KV pool allow.
+    `pid` is the engine process; None if the engine runs in the caller's process.
     """
 
     context_length: int
@@ -223,7 +252,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
-    """Everything one cycle produced, and the engine's state after it. `cycle` is None where none was run."""
+    """All deltas of one cycle, and the engine's state after it. `cycle` is None if no cycle ran."""
 
     deltas: list[TokenDelta]
     stats: EngineStats
@@ -231,7 +260,7 @@ class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
 
 
 class Flushed(msgspec.Struct, frozen=True, kw_only=True, tag="flushed"):
-    """KV slots of the prefix cache that are free now. Nothing is flushed while requests are running or waiting."""
+    """The answer to FlushCache: how many KV slots became free. Running or waiting requests prevent a flush."""
 
     freed_slots: int = 0
     running: int = 0

@@ -119,8 +119,8 @@ def _capture(worker: Worker, graphs: Graphs, backends: Backends, config: EngineC
 def _limits(config: EngineConfig, *, draft_feeds: bool) -> SchedulerLimits:
     return SchedulerLimits(
         context_length=config.context_length,
-        max_running=config.max_running_requests,
-        chunk_tokens=config.chunked_prefill_size,
+        max_running_requests=config.max_running_requests,
+        chunked_prefill_size=config.chunked_prefill_size,
         window=config.tree.window,
         spec_steps=config.tree.depth,
         draft_feeds=draft_feeds,

@@ -1,4 +1,4 @@
-"""The engine: schedule, run, commit."""
+"""The engine: each step schedules a cycle, runs it and commits its result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import defaultdict
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 
-from eagle_server.engine.grammars import Compiled, Grammars
+from eagle_server.engine.grammars import CompiledGrammar, Grammars
 from eagle_server.engine.refusals import refusal
 from eagle_server.plan import RequestSampling
 from eagle_server.request import CycleStats, EngineStats, FinishReason, Flushed, Ready, Request, TokenDelta
@@ -15,48 +15,48 @@ from eagle_server.scheduling.scheduler import Scheduler
 from eagle_server.speculation.random import request_key
 from eagle_server.worker.worker import Worker
 
-CANNOT_FOLLOW = "grammar: this engine cannot follow one: the model names no end of sequence"
-_MOMENT = 0.01  # seconds, after which the engine looks at its messages again
+NO_END_OF_SEQUENCE = "grammar: this engine cannot follow one: the model names no end of sequence"
+_COMPILE_WAIT = 0.01  # seconds to wait for a grammar before the engine reads its messages again
 
 
 class Engine:
-    """Requests in, token deltas out, one cycle per `step`."""
+    """Takes requests and returns token deltas. Each `step` runs one cycle."""
 
     def __init__(self, scheduler: Scheduler, worker: Worker, ready: Ready, grammars: Grammars | None = None) -> None:
         self.scheduler, self.worker = scheduler, worker
-        self.cores: AbstractContextManager[None] = nullcontext()  # what cycles compute in
+        self.cores: AbstractContextManager[None] = nullcontext()  # entered for every cycle
         self._ready, self._grammars = ready, grammars
-        self._compiling: dict[str, tuple[Request, Future[Compiled]]] = {}
+        self._compiling: dict[str, tuple[Request, Future[CompiledGrammar]]] = {}
         self._outbox: list[TokenDelta] = []
         self._stages: defaultdict[str, float] = defaultdict(float)
         self._cycle: CycleStats | None = None
 
     def ready(self) -> Ready:
-        """What this engine serves."""
+        """The model and limits of this engine."""
         return self._ready
 
     def preload(self) -> None:
-        """Begin to load, beside the engine, what only the first request with a grammar would wait for."""
+        """Start to load, on a thread, what grammars need. Otherwise the first request with a grammar waits for it."""
         if self._grammars is not None:
             self._grammars.preload()
 
     def add(self, request: Request) -> None:
-        """Queue a request. One that can never be served gets its error with the next `step`."""
+        """Queue a request. If it can never be served, the next `step` returns its error."""
         reason = self.scheduler.refusal(request) or refusal(request, self._ready.vocab_size)
         grammar = request.sampling.grammar
         if reason is None and grammar is not None and self._grammars is None:
-            reason = CANNOT_FOLLOW
+            reason = NO_END_OF_SEQUENCE
         if reason is not None:
             self._refuse(request, reason)
         elif grammar is None or self._grammars is None:
             self._queue(request)
         else:
             self._compiling[request.request_id] = (request, self._grammars.compile(grammar))
-            self._take_compiled()
+            self._queue_compiled()
 
-    def _take_compiled(self, seconds: float = 0.0) -> None:
-        """Queue the requests whose grammars are ready, after waiting `seconds` at most for one of them."""
-        wait([future for _, future in self._compiling.values()], seconds, FIRST_COMPLETED)
+    def _queue_compiled(self, timeout: float = 0.0) -> None:
+        """Queue the requests whose grammars are compiled. Wait at most `timeout` seconds for the first of them."""
+        wait([future for _, future in self._compiling.values()], timeout, FIRST_COMPLETED)
         for name, (request, future) in list(self._compiling.items()):
             if not future.done():
                 continue
@@ -71,12 +71,12 @@ class Engine:
         name = request.request_id
         self._outbox.append(TokenDelta(request_id=name, token_ids=[], finish_reason=FinishReason.REFUSED, error=reason))
 
-    def _queue(self, request: Request, compiled: Compiled | None = None) -> None:
+    def _queue(self, request: Request, compiled: CompiledGrammar | None = None) -> None:
         params, prompt_length = request.sampling, len(request.prompt_token_ids)
         ends = () if params.ignore_eos else self._ready.eos_token_ids
-        # A checkpoint's config may name an end of sequence beyond its vocabulary; it can never be drawn.
+        # A checkpoint's config may name an end of sequence outside the vocabulary. That token can never be drawn.
         stop_ids = frozenset(i for i in (*ends, *params.stop_token_ids) if 0 <= i < self._ready.vocab_size)
-        grammar_matcher = None if compiled is None else compiled.follow(prompt_length, stop_ids)
+        grammar_matcher = None if compiled is None else compiled.matcher(prompt_length, stop_ids)
         sampling = RequestSampling(
             params,
             key=request_key(params.seed, request.choice),
@@ -86,7 +86,7 @@ class Engine:
         self.scheduler.add(request, sampling, stop_ids, grammar_matcher)
 
     def abort(self, request_id: str) -> None:
-        """End a request and free its KV; an unknown id is ignored."""
+        """End a request and free its KV. An unknown id is ignored."""
         delta = self.scheduler.abort(request_id)
         if self._compiling.pop(request_id, None) is not None:
             delta = TokenDelta(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
@@ -97,9 +97,9 @@ class Engine:
         return bool(self._outbox or self._compiling) or self.scheduler.has_work()
 
     def step(self) -> list[TokenDelta]:
-        """One cycle. Where there is nothing to do but wait for a grammar, that, for a moment."""
+        """Run one cycle. If there is nothing to run, wait a short time for a grammar to be compiled."""
         if self._compiling:
-            self._take_compiled(0.0 if self._outbox or self.scheduler.has_work() else _MOMENT)
+            self._queue_compiled(0.0 if self._outbox or self.scheduler.has_work() else _COMPILE_WAIT)
         deltas, self._outbox = self._outbox, []
         if self.scheduler.has_work():
             began = time.perf_counter()
@@ -115,12 +115,12 @@ class Engine:
         return deltas
 
     def take_cycle(self) -> CycleStats | None:
-        """What the cycle did that was run since the last call."""
+        """Statistics of the newest cycle; None if no cycle ran since the last call."""
         cycle, self._cycle = self._cycle, None
         return cycle
 
     def stats(self) -> EngineStats:
-        """Load, KV use and totals since start."""
+        """Load, KV use, and totals since the start."""
         kv, totals = self.scheduler.kv, self.scheduler.totals
         return EngineStats(
             running=len(self.scheduler.running),
@@ -137,7 +137,7 @@ class Engine:
         )
 
     def flush_cache(self) -> Flushed:
-        """Drop the prefix cache, unless there are requests."""
+        """Drop the prefix cache. Does nothing if requests are running or waiting."""
         scheduler = self.scheduler
         if scheduler.has_work() or self._compiling:
             waiting = len(scheduler.waiting) + len(self._compiling)
@@ -147,5 +147,5 @@ class Engine:
         return Flushed(freed_slots=(scheduler.kv.allocator.free_pages - free) * scheduler.kv.page_size)
 
     def check(self) -> None:
-        """Assert that no KV page is lost or held twice."""
+        """Assert that no KV page is lost or allocated twice."""
         self.scheduler.kv.check()

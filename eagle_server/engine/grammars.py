@@ -1,7 +1,7 @@
-"""Grammars that outputs must follow, by xgrammar: compiled beside the engine's loop, followed by one matcher a request.
+"""Grammars for outputs, with xgrammar. Threads beside the engine's loop compile them; each request has its own matcher.
 
-A token's mask depends on the text before it alone, so a request's draws are the same with and without speculation.
-xgrammar is imported beside the loop too, with `preload` or else the first grammar: it takes a second or more.
+A token mask depends only on the text before it, so a request's draws are the same with and without speculation. A
+thread also imports xgrammar, in `preload` or for the first grammar, because the import takes a second or more.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from eagle_server.text.tool_grammars import WHITESPACE
 
 logger = logging.getLogger(__name__)
 
-CACHED_BYTES = 256 << 20  # of compiled grammars that no request may be using any more
-NO_TEXT = b"\xff"  # in no UTF-8, so in nothing that a grammar spells
-DEEPEST = 100  # brackets; xgrammar's parsers recurse, and a stack that overflows ends the process
-LONGEST = 256 << 10  # characters; its rules may refer to each other in a row, and there xgrammar recurses too
-_STACK = 256 << 20  # bytes of address space for that; the longest row needs less than 64 MiB
+CACHED_BYTES = 256 << 20  # size limit of the cache of compiled grammars
+NO_TEXT = b"\xff"  # never occurs in UTF-8, so no grammar can match it as text
+DEEPEST = 100  # nested brackets: xgrammar's parsers recurse, and a stack overflow ends the process
+LONGEST = 256 << 10  # characters: xgrammar also recurses along chains of rules that refer to each other
+_STACK = 256 << 20  # bytes of address space for this recursion; the longest chain needs less than 64 MiB
 _WORKERS = 2  # grammars compiled at a time
-_THREADS = 4  # for each of them
+_THREADS = 4  # xgrammar's threads for each of them
 _ESCAPES_AND_CLASSES = r"\\.|\[(?:\\.|[^\]\\])*\]"
 _LITERALS = {
-    "regex": re.compile(_ESCAPES_AND_CLASSES + r"|[\]{}]", re.DOTALL),  # of the brackets only round ones nest
+    "regex": re.compile(_ESCAPES_AND_CLASSES + r"|[\]{}]", re.DOTALL),  # in a regex only round brackets nest
     "ebnf": re.compile(r'"(?:\\.|[^"\\])*"|' + _ESCAPES_AND_CLASSES, re.DOTALL),
     "json_schema": re.compile(r'"(?:\\.|[^"\\])*"', re.DOTALL),
     "structural_tag": re.compile(r'"(?:\\.|[^"\\])*"', re.DOTALL),
 }
-_SOURCE_LINE = re.compile(r"\[[\d:]+\] \S+:\d+: ")  # where in xgrammar's code an error arose
+_SOURCE_LINE = re.compile(r"\[[\d:]+\] \S+:\d+: ")  # the place in xgrammar's code that raised an error
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A model's tokens as text: `pieces` as its tokenizer.json spells them, empty for special tokens.
+    """A model's tokens as text: `pieces` as tokenizer.json spells them, empty for special tokens.
 
-    But for markers of calls, which grammars may name by id: xgrammar accepts no empty token, so these have a byte that
-    is in no text.
+    Special tokens that mark tool calls have the piece NO_TEXT instead. Grammars name them by id, and xgrammar accepts
+    no token with an empty piece.
     """
 
     pieces: tuple[str | bytes, ...]
@@ -57,7 +57,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: tokenizers.Tokenizer, size: int) -> Vocabulary:
-        """The first `size` tokens: a model may have fewer logits than its tokenizer entries, or more."""
+        """The first `size` tokens. A model may have fewer or more logits than its tokenizer has entries."""
         special = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         pieces = [NO_TEXT if special.get(i) in MARKERS else "" for i in range(size)]
         for piece, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
@@ -69,43 +69,43 @@ class Vocabulary:
         return cls(tuple(pieces), next((name for part, name in spellings.items() if part in parts), "RAW"))
 
 
-class RequestMatcher:
-    """One request's way through its grammar; a `plan.GrammarMatcher`.
+class XGrammarMatcher:
+    """A `plan.GrammarMatcher` for one request.
 
-    It reads what was emitted from the scheduler's list, so what was drafted in vain or preempted changes nothing.
+    It reads the accepted tokens from the scheduler's list. So rejected drafts and preemptions do not change its state.
     """
 
     def __init__(self, matcher: Any, words: int, prompt_length: int) -> None:
         self.words = words
         self._matcher, self._length = matcher, prompt_length
-        self._path: tuple[int, ...] = ()  # where the matcher stands, after the text
-        self._known: dict[tuple[int, ...], NDArray[np.int32] | None] = {}
-        self._lost = False
+        self._path: tuple[int, ...] = ()  # drafted tokens that the matcher has accepted after the text
+        self._masks: dict[tuple[int, ...], NDArray[np.int32] | None] = {}
+        self._failed = False
 
     def mask(self, text: Sequence[int], path: tuple[int, ...] = ()) -> NDArray[np.int32] | None:
         """See `plan.GrammarMatcher`."""
         if len(text) > self._length:
             self._advance(text)
-        if path not in self._known:
-            self._known[path] = self._find(text, path)
-        return self._known[path]
+        if path not in self._masks:
+            self._masks[path] = self._compute(text, path)
+        return self._masks[path]
 
-    def _find(self, text: Sequence[int], path: tuple[int, ...]) -> NDArray[np.int32] | None:
-        if self._lost:
+    def _compute(self, text: Sequence[int], path: tuple[int, ...]) -> NDArray[np.int32] | None:
+        if self._failed:
             return None if path else np.zeros(self.words, dtype=np.int32)
         if path:
-            above = self.mask(text, path[:-1])
-            if above is None or not allows(above, path[-1]):
+            parent = self.mask(text, path[:-1])
+            if parent is None or not allows(parent, path[-1]):
                 return None
-        self._go(path)
+        self._move_to(path)
         if self._matcher.is_terminated():
             return None
         mask = np.empty(self.words, dtype=np.int32)
         self._matcher.fill_next_token_bitmask(mask[None], 0)
         return mask
 
-    def _go(self, path: tuple[int, ...]) -> None:
-        """Lead the matcher to a path that is allowed."""
+    def _move_to(self, path: tuple[int, ...]) -> None:
+        """Roll back to the common prefix with the current path, then accept the rest of an allowed `path`."""
         common = 0
         while common < min(len(path), len(self._path)) and path[common] == self._path[common]:
             common += 1
@@ -115,77 +115,77 @@ class RequestMatcher:
         self._path = path
 
     def _advance(self, text: Sequence[int]) -> None:
-        """Accept what was emitted since the last call. The masks allowed it; else the request cannot go on."""
-        self._go(())
+        """Accept the output tokens since the last call. If one is not allowed, all later masks are empty."""
+        self._move_to(())
         for token in text[self._length :]:
-            if not self._lost and not self._matcher.accept_token(token):
+            if not self._failed and not self._matcher.accept_token(token):
                 logger.error("a grammar refuses token %d, which its mask allowed", token)
-                self._lost = True
+                self._failed = True
         self._length = len(text)
-        self._known.clear()
+        self._masks.clear()
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """A grammar for one vocabulary, ready to be followed."""
+class CompiledGrammar:
+    """A grammar compiled for one vocabulary."""
 
     grammar: Any  # xgrammar.CompiledGrammar
-    words: int  # of a bitmask
+    words: int  # int32 words of a token mask
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Memory in bytes."""
         return int(self.grammar.memory_size_bytes)
 
-    def follow(self, prompt_length: int, stop_ids: Iterable[int]) -> RequestMatcher:
-        """A matcher for a request.
+    def matcher(self, prompt_length: int, stop_ids: Iterable[int]) -> XGrammarMatcher:
+        """A matcher for one request.
 
-        Where the grammar is complete, and only there, the model's end of sequence may stand, and of the request's own
-        stop_ids those that have no text. The others are part of what the grammar speaks of.
+        Only a complete output may end. The end tokens are the model's end of sequence and those of the request's
+        stop_ids that have no text. Other stop ids are ordinary tokens of the grammar.
         """
         import xgrammar
 
         info = self.grammar.tokenizer_info
         stops = {*info.stop_token_ids, *set(info.special_token_ids).intersection(stop_ids)}
         matcher = xgrammar.GrammarMatcher(self.grammar, override_stop_tokens=sorted(stops))
-        return RequestMatcher(matcher, self.words, prompt_length)
+        return XGrammarMatcher(matcher, self.words, prompt_length)
 
 
 class Grammars:
-    """Compiles grammars on threads of its own, and keeps the latest ones. `read` loads the tokenizer, once."""
+    """Compiles grammars on its own threads, and caches the latest ones. `read` loads the tokenizer and runs once."""
 
     def __init__(self, read: Callable[[], tokenizers.Tokenizer], vocab_size: int, stops: Sequence[int]) -> None:
         """`stops`: the model's end-of-sequence tokens, at least one."""
         self._read, self._vocab_size, self._stops = read, vocab_size, tuple(stops)
         self._threads = _workers()
         self._compiler: Future[Any] | None = None
-        self._known: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
+        self._cache: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
 
-    def compile(self, grammar: Grammar) -> Future[Compiled]:
-        """The compiled grammar in time; a ValueError in one line if it cannot be followed."""
-        self._forget()
-        found = self._known.get(grammar)
+    def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
+        """A future of the compiled grammar. Its exception is a ValueError in one line if the grammar is invalid."""
+        self._evict()
+        found = self._cache.get(grammar)
         if found is None:
-            found = self._known[grammar] = self._threads.submit(self._compile, grammar, self.preload())
-        self._known.move_to_end(grammar)
+            found = self._cache[grammar] = self._threads.submit(self._compile, grammar, self.preload())
+        self._cache.move_to_end(grammar)
         return found
 
     def preload(self) -> Future[Any]:
-        """Begin to load what every grammar needs, unless that is done: xgrammar and the model's tokens."""
+        """Start to load what every grammar needs, once: xgrammar and the model's tokens."""
         if self._compiler is None:
             self._compiler = self._threads.submit(self._make_compiler)
         return self._compiler
 
-    def _forget(self) -> None:
-        """Drop what failed, to be tried anew, and of the rest the oldest until CACHED_BYTES hold it."""
+    def _evict(self) -> None:
+        """Drop failed grammars, so that they are tried again, and the oldest ones beyond CACHED_BYTES."""
         total = 0
-        for grammar, future in reversed(list(self._known.items())):
+        for grammar, future in reversed(list(self._cache.items())):
             if not future.done():
                 continue
             if future.exception() is None:
                 total += future.result().size
             if future.exception() is not None or total > CACHED_BYTES:
-                del self._known[grammar]
+                del self._cache[grammar]
 
     def _make_compiler(self) -> Any:
         import xgrammar
@@ -199,16 +199,16 @@ class Grammars:
         )
         return xgrammar.GrammarCompiler(info, max_threads=_THREADS, cache_enabled=False)
 
-    def _compile(self, grammar: Grammar, compiler: Future[Any]) -> Compiled:
+    def _compile(self, grammar: Grammar, compiler: Future[Any]) -> CompiledGrammar:
         try:
-            return Compiled(_compiled(compiler.result(), grammar), -(-self._vocab_size // MASK_WORD))
-        except Exception as error:  # xgrammar raises RuntimeError for whatever is wrong with a grammar
+            return CompiledGrammar(_compiled(compiler.result(), grammar), -(-self._vocab_size // MASK_WORD))
+        except Exception as error:  # xgrammar raises RuntimeError for any error in a grammar
             reason = " ".join(_SOURCE_LINE.sub("", str(error)).split()) or type(error).__name__
             raise ValueError(f"grammar: this {grammar.kind} cannot be followed: {reason}") from error
 
 
 def _workers() -> ThreadPoolExecutor:
-    """Threads with deep stacks, whose size Python takes when they start."""
+    """Threads with deep stacks. Python reads the stack size when a thread starts, so all of them start here."""
     before, started = threading.stack_size(_STACK), threading.Barrier(_WORKERS)
     pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="grammar")
     for each in [pool.submit(started.wait) for _ in range(_WORKERS)]:
@@ -218,7 +218,7 @@ def _workers() -> ThreadPoolExecutor:
 
 
 def _compiled(compiler: Any, grammar: Grammar) -> Any:
-    """An xgrammar.CompiledGrammar."""
+    """Compile to an xgrammar.CompiledGrammar."""
     if len(grammar.source) > LONGEST:
         raise ValueError(f"it has more than {LONGEST} characters")
     if any(_depth(_LITERALS[kind].sub("", source)) > DEEPEST for kind, source in _parts(grammar)):
@@ -238,7 +238,7 @@ def _compiled(compiler: Any, grammar: Grammar) -> Any:
 
 
 def _parts(grammar: Grammar) -> Iterator[tuple[str, str]]:
-    """The texts of a grammar that have brackets, and what they are, the outermost first: a schema has patterns."""
+    """(kind, source) of each part of a grammar that can nest brackets: the grammar, then a schema's regex patterns."""
     if grammar.kind in _LITERALS:
         yield grammar.kind, grammar.source
     if grammar.kind in {"json_schema", "structural_tag"}:
@@ -255,7 +255,7 @@ def _parts(grammar: Grammar) -> Iterator[tuple[str, str]]:
 
 
 def _depth(source: str) -> int:
-    """How deep brackets are nested."""
+    """How deeply brackets are nested."""
     deepest = depth = 0
     for character in source:
         depth = max(depth + (character in "([{") - (character in ")]}"), 0)

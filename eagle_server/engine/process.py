@@ -1,4 +1,4 @@
-"""The engine process: one loop that takes requests in, runs a cycle and sends out what it produced."""
+"""The engine process: one loop that receives requests, runs a cycle and sends its deltas."""
 
 from __future__ import annotations
 
@@ -38,55 +38,55 @@ logger = logging.getLogger(__name__)
 
 CONFIGURATION_STATUS = 2
 FAILURE_STATUS = 1
-_QUIET = 2.0  # seconds without a message, after which the engine may be slow for a moment
+_QUIET = 2.0  # seconds without a message before the engine preloads, which slows it for a short time
 
 
 class EngineProtocol(Protocol):
-    """What the loop drives."""
+    """The engine's methods that the loop calls."""
 
     def ready(self) -> Ready: ...
 
     def preload(self) -> None:
-        """Begin to load, on threads, what the engine can do without as long as no request asks for it.
+        """Start to load, on threads, what only some requests need.
 
-        Called at a quiet moment: Python's imports slow down whatever else the process does.
+        The loop calls this while no messages arrive, because Python's imports slow down the rest of the process.
         """
         ...
 
     def add(self, request: Request) -> None:
-        """Queue a request. A bad one is answered with a delta that ends it, never with an exception."""
+        """Queue a request. A bad request gets a delta that ends it, never an exception."""
         ...
 
     def abort(self, request_id: str) -> None:
-        """End a request; it gets a last delta. An unknown id is ignored."""
+        """End a request. It gets a last delta. An unknown id is ignored."""
         ...
 
     def has_work(self) -> bool:
-        """Whether `step` has something to do or to say."""
+        """Whether `step` has a cycle to run or deltas to return."""
         ...
 
     def step(self) -> list[TokenDelta]:
-        """One cycle."""
+        """Run one cycle and return its deltas."""
         ...
 
     def stats(self) -> EngineStats: ...
 
     def take_cycle(self) -> CycleStats | None:
-        """What the cycle did that was run since the last call."""
+        """Statistics of the newest cycle; None if no cycle ran since the last call."""
         ...
 
     def flush_cache(self) -> Flushed:
-        """Drop the prefix cache, unless there are requests."""
+        """Drop the prefix cache. Does nothing if requests are running or waiting."""
         ...
 
     def check(self) -> None:
-        """Assert that nothing is lost; cheap enough for when the last request has ended."""
+        """Assert that no KV page is lost. The loop calls this each time the last request ends, so it must be cheap."""
         ...
 
 
 @dataclass(frozen=True)
 class EngineFactory:
-    """A function that builds an engine, by name: what it imports is imported in the engine process only."""
+    """A function that builds an engine, given by name, so that only the engine process imports its module."""
 
     module: str
     function: str
@@ -98,12 +98,12 @@ class EngineFactory:
 
 
 def run_engine(build: Callable[[], EngineProtocol], inbound_address: str, outbound_address: str) -> None:
-    """Build an engine and serve it for ever: messages in from one socket, one message per cycle out to the other."""
+    """Build an engine and serve it forever: receive messages on one socket, send one message per cycle on the other."""
     engine = build()
     freeze()
     with zmq.Context() as context, context.socket(zmq.PULL) as inbound, context.socket(zmq.PUSH) as outbound:
         for socket in (inbound, outbound):
-            socket.set_hwm(0)  # the API bounds what is in flight; a cycle never waits for a reader
+            socket.set_hwm(0)  # no limit: the API limits the requests in flight, and a cycle must not block on a send
             socket.linger = 0
         inbound.bind(inbound_address)
         outbound.connect(outbound_address)
@@ -130,27 +130,27 @@ def run_engine(build: Callable[[], EngineProtocol], inbound_address: str, outbou
 
 
 def freeze() -> None:
-    """What exists now stays: the collector need not go through it again, in some later cycle or request.
+    """Exclude all current objects from later garbage collections.
 
-    A full collection of an engine's modules takes longer than a cycle.
+    They stay until the process ends, and one full collection over an engine's modules takes longer than a cycle.
     """
     gc.collect()
     gc.freeze()
 
 
 class _Inbox:
-    """Decoded messages of a socket."""
+    """Receives and decodes the messages of a socket."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._decode = msgspec.msgpack.Decoder(Inbound).decode
 
     def stays_empty(self, seconds: float) -> bool:
-        """Whether nothing arrives for so long; returns as soon as something does."""
+        """Whether no message arrives within `seconds`. Returns at once when a message arrives."""
         return not self._socket.poll(round(1000 * seconds))
 
     def take(self, *, wait: bool) -> list[Inbound]:
-        """Everything that has arrived; if `wait`, at least one message."""
+        """All messages that have arrived. With `wait`, block until there is at least one."""
         messages: list[Inbound] = []
         if wait:
             messages.append(self._decode(self._socket.recv()))
@@ -162,18 +162,18 @@ class _Inbox:
 def child_main(
     build: Callable[[], EngineProtocol], inbound_address: str, outbound_address: str, report: Connection, logs: LogStyle
 ) -> None:
-    """Entry of the engine process. Why an engine could not be built goes to `report` as one line.
+    """Entry point of the engine process. If the engine cannot be built, `report` gets the reason in one line.
 
-    Signals are the parent's to answer; when the parent is gone, however it went, this process ends too.
+    This process ignores SIGINT and SIGTERM: the parent handles them. It exits when the parent exits, for any reason.
     """
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.SIG_IGN)
     sockets = Path(inbound_address.removeprefix("ipc://")).parent
     threading.Thread(target=_exit_with_parent, args=(sockets,), name="exit-with-parent", daemon=True).start()
     configure_logging(logs)
-    from tqdm import tqdm  # not for the API process, which imports this module too
+    from tqdm import tqdm  # imported here because the API process also imports this module and needs no tqdm
 
-    # Progress bars would lock between processes otherwise, with a semaphore that outlives a killed engine.
+    # By default tqdm locks between processes, with a semaphore that stays behind when an engine is killed.
     tqdm.set_lock(threading.RLock())
     run_engine(lambda: _build_or_report(build, report), inbound_address, outbound_address)
 
@@ -181,7 +181,7 @@ def child_main(
 def _build_or_report(build: Callable[[], EngineProtocol], report: Connection) -> EngineProtocol:
     try:
         return build()
-    except (ValueError, OSError) as error:  # the user's to mend: a path, a checkpoint, a size
+    except (ValueError, OSError) as error:  # errors that the user can fix: a path, a checkpoint, a size
         logger.debug("the engine cannot be built", exc_info=True)
         report.send(_one_line(str(error) or type(error).__name__))
         sys.exit(CONFIGURATION_STATUS)
@@ -192,7 +192,7 @@ def _build_or_report(build: Callable[[], EngineProtocol], report: Connection) ->
 
 
 def _exit_with_parent(sockets: Path) -> None:
-    """Wait for the parent's end and follow it; it may have had no chance to remove the sockets' directory."""
+    """Exit when the parent has exited. Remove the sockets' directory, because a killed parent cannot do it."""
     parent = parent_process()
     if parent is not None:
         parent.join()

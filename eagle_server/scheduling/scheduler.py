@@ -1,8 +1,8 @@
-"""Who computes what in the next cycle: admission by KV budget, chunked prefill, preemption, commit.
+"""The scheduler plans each cycle: admission by KV budget, chunked prefill, preemption, and commit of the results.
 
-First come, first served. When KV runs out, the youngest running request gives its pages up; what it had computed goes
-to the prefix cache, and it resumes as a prompt of all its tokens. Its random numbers are keyed by position, so its
-output does not change by a single token.
+Requests are served in order of arrival. When KV runs out, the youngest running request is preempted: its computed KV
+goes to the prefix cache and its pages are freed. Later it resumes as a prompt of all its tokens. Random numbers are
+keyed by position, so a preemption does not change the output.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from eagle_server.scheduling.sequence import Sequence
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """`window` lookahead slots stand behind every decoding request; `spec_steps` is the depth of its trees.
+    """Limits of a cycle, and facts about the drafter that planning needs.
 
-    `draft_feeds`: draft KV is written too, one cycle after the target's. `lossy` names the acceptance rule of requests
-    that are not greedy, if it changes their distribution.
+    Every decoding request has `window` KV slots for lookahead after its text. `spec_steps` is the depth of the draft
+    trees. `draft_feeds`: the drafter also writes KV, one cycle after the target. `lossy` names the acceptance rule of
+    sampled (not greedy) requests if it changes their distribution.
     """
 
     context_length: int
-    max_running: int
-    chunk_tokens: int
+    max_running_requests: int
+    chunked_prefill_size: int  # prompt tokens per cycle
     window: int
     spec_steps: int
     draft_feeds: bool
@@ -37,7 +38,7 @@ class SchedulerLimits:
 
 @dataclass
 class SchedulerTotals:
-    """Counters since start."""
+    """Counters since the start."""
 
     cycles: int = 0
     generated: int = 0
@@ -47,9 +48,9 @@ class SchedulerTotals:
 
 
 class Scheduler:
-    """Owns the sequences: `waiting` in order of arrival, `running` (prefilling or decoding) likewise.
+    """Owns the sequences: `waiting` and `running` (prefilling or decoding), both in order of arrival.
 
-    `cycle` tells of the plan made last and its result; how long they took is for others to add.
+    `cycle` has the statistics of the newest plan and its result. The engine adds the times.
     """
 
     def __init__(self, limits: SchedulerLimits, kv: KVCacheManager) -> None:
@@ -66,7 +67,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def refusal(self, request: Request) -> str | None:
-        """Why a request can never be served; None if it can."""
+        """The reason why a request can never be served; None if it can."""
         tokens, sampling = len(request.prompt_token_ids), request.sampling
         if tokens == 0:
             return "the prompt is empty"
@@ -90,7 +91,7 @@ class Scheduler:
         stop_ids: frozenset[int],
         grammar_matcher: GrammarMatcher | None = None,
     ) -> None:
-        """Queue a request that `refusal` has nothing against."""
+        """Queue a request for which `refusal` returns None."""
         self._arrivals += 1
         tokens = list(request.prompt_token_ids)
         lossy = self.limits.lossy if sampling.params.temperature > 0 else None
@@ -98,20 +99,20 @@ class Scheduler:
         self.waiting.append(Sequence(request, sampling, stop_ids, self._arrivals, tokens, spec, grammar_matcher))
 
     def abort(self, request_id: str) -> TokenDelta | None:
-        """End a request wherever it is; None if it is not here."""
+        """End a waiting or running request; None if there is no such request."""
         for sequence in (*self.waiting, *self.running):
             if sequence.request.request_id == request_id:
                 return self._finish(sequence, [], FinishReason.ABORT)
         return None
 
     def schedule(self) -> CyclePlan:
-        """The next cycle's plan. Decodes come first: they keep their pace while prompts are prefilled in chunks."""
+        """The next cycle's plan. Decodes get KV first, so that they run in every cycle beside chunked prefill."""
         self.cycle = CycleStats()
-        decoding = self._growable()
+        decoding = self._grow_decodes()
         self._admit()
         chunked: list[Sequence] = []
         chunks: list[Chunk] = []
-        budget = self.limits.chunk_tokens
+        budget = self.limits.chunked_prefill_size
         for sequence in self.running:
             if sequence.prefilling and budget > 0:
                 chunks.append(_chunk(sequence, budget))
@@ -125,23 +126,23 @@ class Scheduler:
         return plan
 
     def commit(self, result: CycleResult) -> list[TokenDelta]:
-        """Take the result of the plan made last into its sequences; what each request gained."""
+        """Add the result of the newest plan to its sequences. Returns a delta for each request with new output."""
         plan, chunked, decoding = self._planned
         self.totals.cycles += 1
         deltas = []
-        for sequence, emitted in zip(decoding, result.decodes, strict=True):
-            self._advance(sequence, sequence.num_computed_tokens + len(emitted.tokens))
-            deltas.append(self._take(sequence, emitted, decoded=True))
-        for sequence, chunk, emitted in zip(chunked, plan.chunks, result.chunks, strict=True):
+        for sequence, output in zip(decoding, result.decodes, strict=True):
+            self._advance(sequence, sequence.num_computed_tokens + len(output.tokens))
+            deltas.append(self._append(sequence, output, decoded=True))
+        for sequence, chunk, output in zip(chunked, plan.chunks, result.chunks, strict=True):
             self._advance(sequence, chunk.start + len(chunk.tokens))
-            sequence.prompt_logprobs.extend(emitted.prompt_logprobs)
+            sequence.prompt_logprobs.extend(output.prompt_logprobs)
             if not sequence.prefilling:
-                self._prefilled(sequence)
-                deltas.append(self._take(sequence, emitted, decoded=False))
+                self._count_prefill(sequence)
+                deltas.append(self._append(sequence, output, decoded=False))
         return deltas
 
-    def _prefilled(self, sequence: Sequence) -> None:
-        """Count a prompt that has been computed, unless it is a preempted request's, which was counted before."""
+    def _count_prefill(self, sequence: Sequence) -> None:
+        """Count a finished prefill. The prefill of a resumed request is not counted again."""
         if sequence.times.prefilled is not None:
             return
         sequence.times.prefilled = time.monotonic()
@@ -151,14 +152,14 @@ class Scheduler:
             self.cycle.cache_hits += sequence.cached_tokens
 
     def _advance(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Target KV now has `num_computed_tokens`. Draft-extend runs at a cycle's start: draft KV is a cycle behind."""
+        """Target KV now holds `num_computed_tokens`. Draft-extend runs in the next cycle, so draft KV is one behind."""
         sequence.draft_computed_tokens = (
             sequence.num_computed_tokens if self.limits.draft_feeds else num_computed_tokens
         )
         sequence.num_computed_tokens = num_computed_tokens
 
-    def _growable(self) -> list[Sequence]:
-        """The decoding sequences whose window fits, after preempting as many of the youngest as that takes."""
+    def _grow_decodes(self) -> list[Sequence]:
+        """Allocate the window of every decoding sequence; preempt the youngest when KV runs out. Returns the rest."""
         decoding: list[Sequence] = []
         for sequence in [s for s in self.running if not s.prefilling]:
             while sequence in self.running:
@@ -170,8 +171,8 @@ class Scheduler:
         return decoding
 
     def _admit(self) -> None:
-        """Move waiting sequences to running while rows and KV last."""
-        while self.waiting and len(self.running) < self.limits.max_running:
+        """Move waiting sequences to running while request slots and KV are free."""
+        while self.waiting and len(self.running) < self.limits.max_running_requests:
             sequence = self.waiting[0]
             share = not sequence.request.prompt_logprobs
             allocation = self.kv.allocate(sequence.tokens, len(sequence.tokens) + self.limits.window, share=share)
@@ -196,7 +197,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _release(self, sequence: Sequence, *, cache: bool = True) -> None:
-        """Give the KV back; what draft and target have both written goes to the prefix cache."""
+        """Free the KV allocation. KV that both target and draft have computed goes to the prefix cache."""
         assert sequence.allocation is not None
         self.running.remove(sequence)
         self._released.append(sequence.req_pool_index)
@@ -205,41 +206,41 @@ class Scheduler:
         sequence.allocation = None
         sequence.num_computed_tokens = sequence.draft_computed_tokens = 0
 
-    def _take(self, sequence: Sequence, emitted: SequenceOutput, *, decoded: bool) -> TokenDelta:
-        """Append emitted tokens one by one, and cut at the first that ends the sequence."""
-        kept: list[int] = []
-        wants_none = sequence.request.sampling.max_tokens == 0 and emitted.failed is None
+    def _append(self, sequence: Sequence, output: SequenceOutput, *, decoded: bool) -> TokenDelta:
+        """Append the output's tokens up to the first that ends the sequence, and count them."""
+        tokens: list[int] = []
+        wants_none = sequence.request.sampling.max_tokens == 0 and output.failed is None
         reason: FinishReason | None = FinishReason.LENGTH if wants_none else None
-        for token in emitted.tokens:
+        for token in output.tokens:
             if reason is not None:
                 break
             sequence.tokens.append(token)
-            kept.append(token)
+            tokens.append(token)
             reason = sequence.finish_after(token)
         sequence.allow_ends()
-        self.totals.generated += len(kept)
-        bonus = emitted.failed is None
-        accepted = min(len(kept), len(emitted.tokens) - bonus) if emitted.drafted else 0
+        self.totals.generated += len(tokens)
+        bonus = output.failed is None
+        accepted = min(len(tokens), len(output.tokens) - bonus) if output.drafted else 0
         if decoded:
-            self.cycle.verified.append((emitted.drafted, accepted))
-        if decoded and emitted.drafted:
+            self.cycle.verified.append((output.drafted, accepted))
+        if decoded and output.drafted:
             sequence.spec.histogram[accepted] += 1
-            sequence.spec.drafted += emitted.drafted
+            sequence.spec.drafted += output.drafted
             self.totals.accepted += accepted
-            self.totals.drafted += emitted.drafted
+            self.totals.drafted += output.drafted
         if reason is not None:
-            return self._finish(sequence, kept, reason, emitted=emitted)
-        if emitted.failed is not None:
-            return self._finish(sequence, kept, FinishReason.ERROR, emitted=emitted, error=emitted.failed, cache=False)
-        return self._delta(sequence, kept, emitted)
+            return self._finish(sequence, tokens, reason, output=output)
+        if output.failed is not None:
+            return self._finish(sequence, tokens, FinishReason.ERROR, output=output, error=output.failed, cache=False)
+        return self._delta(sequence, tokens, output)
 
     def _finish(
         self,
         sequence: Sequence,
-        kept: Seq[int],
+        tokens: Seq[int],
         reason: FinishReason,
         *,
-        emitted: SequenceOutput | None = None,
+        output: SequenceOutput | None = None,
         error: str | None = None,
         cache: bool = True,
     ) -> TokenDelta:
@@ -247,24 +248,24 @@ class Scheduler:
             self._release(sequence, cache=cache)
         else:
             self.waiting.remove(sequence)
-        delta = self._delta(sequence, kept, emitted or SequenceOutput())
+        delta = self._delta(sequence, tokens, output or SequenceOutput())
         delta.finish_reason, delta.error = reason, error
         delta.spec = sequence.spec if sequence.spec.cycles else None
         delta.timing = sequence.times.timing()
         return delta
 
-    def _delta(self, sequence: Sequence, kept: Seq[int], emitted: SequenceOutput) -> TokenDelta:
+    def _delta(self, sequence: Sequence, tokens: Seq[int], output: SequenceOutput) -> TokenDelta:
         prompt_logprobs = None
         if sequence.request.prompt_logprobs and sequence.prompt_logprobs:
             prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
-        wanted = sequence.request.sampling.logprobs is not None
+        wants_logprobs = sequence.request.sampling.logprobs is not None
         return TokenDelta(
             request_id=sequence.request.request_id,
-            token_ids=list(kept),
-            logprobs=list(emitted.logprobs[: len(kept)]) if wanted else None,
+            token_ids=list(tokens),
+            logprobs=list(output.logprobs[: len(tokens)]) if wants_logprobs else None,
             prompt_logprobs=prompt_logprobs,
             cached_tokens=sequence.cached_tokens,
-            tree=None if emitted.tree is None else emitted.tree.cut(len(kept)),
+            tree=None if output.tree is None else output.tree.cut(len(tokens)),
         )
 
 

@@ -1,4 +1,4 @@
-"""A request on its way through the engine."""
+"""The scheduler's state of one request."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from eagle_server.request import FinishReason, Request, SpecStats, Timing, Token
 
 @dataclass
 class Times:
-    """When a request was queued, first scheduled, and had its prompt computed; seconds of time.monotonic()."""
+    """When a request was queued, first scheduled, and prefilled. Seconds of time.monotonic()."""
 
     queued: float = field(default_factory=time.monotonic)
     scheduled: float | None = None
     prefilled: float | None = None
 
     def timing(self) -> Timing | None:
-        """That of a request which ends now; None before its prompt has been computed."""
+        """The timing of a request that ends now; None if its prompt has not been computed."""
         if self.scheduled is None or self.prefilled is None:
             return None
         return Timing(
@@ -31,10 +31,11 @@ class Times:
 
 @dataclass(eq=False)
 class Sequence:
-    """`tokens` is prompt plus output. Target KV holds positions 0..num_computed_tokens-1; of those, draft KV
-    0..draft_computed_tokens-1.
+    """One request with its tokens and its KV. `tokens` is the prompt plus the output.
 
-    `num_prefill_tokens` must be prefilled before it decodes: the prompt, and after a preemption all it had.
+    Target KV holds positions 0..num_computed_tokens-1. Draft KV holds positions 0..draft_computed_tokens-1 of these.
+    `num_prefill_tokens` is the number of tokens to prefill before decoding: the prompt, or after a preemption all
+    tokens.
     """
 
     request: Request
@@ -70,14 +71,14 @@ class Sequence:
         return self.allocation.req_pool_index
 
     def allow_ends(self) -> None:
-        """Once min_tokens are out, no token is forbidden any more, and drawing need not look."""
+        """Stop forbidding end tokens once the output has min_tokens, so that sampling skips the check."""
         if self.sampling.stop_ids and self.output_length >= self.request.sampling.min_tokens:
             self.sampling = replace(self.sampling, stop_ids=())
 
     def finish_after(self, token: int) -> FinishReason | None:
-        """Why the sequence ends with `token`, its newest; None if it goes on.
+        """Why the sequence ends with `token`, its newest token; None if it continues.
 
-        The context cannot end it: a request whose prompt and max_tokens exceed that is refused.
+        The context length needs no check: a request whose prompt and max_tokens exceed it is refused.
         """
         if token in self.stop_ids:
             return FinishReason.STOP

@@ -1,4 +1,4 @@
-"""The embedded demo: as an engine in this process, and as the server that a user starts."""
+"""The embedded demo, as an engine in this process and as a server that a user starts."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def tokenizer() -> Tokenizer:
 
 
 def demo_engine(*flags: str) -> Engine:
-    """The demo as `python -m eagle_server` with these flags would build it."""
+    """The demo's engine, built as `python -m eagle_server` builds it with these flags."""
     return build_engine(parse_args([*flags], environ={}), progress=False)
 
 
 @dataclass(frozen=True)
 class Served:
-    """A server that is up."""
+    """A running server."""
 
     url: str
     process: subprocess.Popen[bytes]
@@ -54,14 +54,14 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The README's command."""
+    """The server of the README's command."""
     with serving(tmp_path_factory.mktemp("served") / "log", *README_FLAGS) as up:
         yield up
 
 
 @contextmanager
 def serving(log: Path, *flags: str) -> Iterator[Served]:
-    """The demo on a free port; at the end SIGTERM must drain it to a clean exit."""
+    """The demo's server on a free port. At the end it must exit cleanly on SIGTERM."""
     port = free_port()
     command = [sys.executable, "-m", "eagle_server", "--port", str(port), *flags]
     environment = {**os.environ, "EAGLE_SERVER_CPU_THREADS": "1"}  # other tests run on the other cores

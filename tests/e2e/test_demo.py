@@ -1,4 +1,4 @@
-"""The embedded pair itself: small, real, accelerated, and exact."""
+"""The embedded pair is small and real, and its speculation is fast and exact."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_mean_accept_length_on_held_out_prompts(tokenizer: Tokenizer, temperatur
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_demo_text_with_speculation_is_the_text_without(tokenizer: Tokenizer, temperature: float) -> None:
-    """Differences are allowed only at near-ties of float32. They are counted, and none is expected here."""
+def test_demo_text_with_speculation_equals_text_without(tokenizer: Tokenizer, temperature: float) -> None:
+    """Texts may differ only at near-ties of float32. These are counted, and none is expected here."""
     asked = requests(tokenizer, temperature, 8, 48)
     plain_engine, fast_engine = demo_engine("--speculative-algorithm", "NONE"), demo_engine(*README_FLAGS)
     plain, fast = tokens_of(run(plain_engine, asked)), tokens_of(run(fast_engine, asked))

@@ -1,4 +1,4 @@
-"""The demo with each of its drafters, chosen by options, writes the plain text."""
+"""The demo's text is the same with each of its drafters, chosen by options."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
 
 
 def output(name: str, url: str, *arguments: str) -> str:
-    """What an example prints."""
+    """The output of an example."""
     command = [sys.executable, str(REPOSITORY / "examples" / name), "--url", f"{url}/v1", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

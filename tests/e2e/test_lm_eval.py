@@ -1,4 +1,4 @@
-"""lm-eval's own models for OpenAI's API on tasks of a few lines: the same scores with and without speculation."""
+"""lm-eval's OpenAI API models, on small tasks: the scores are the same with and without speculation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plain(tmp_path: Path) -> Iterator[Served]:
 
 
 def completions(server: Served) -> dict[str, Any]:
-    """Arguments of a run. The tokenizer is the server's, which lm-eval finds by itself."""
+    """Arguments of a run. lm-eval finds the server's tokenizer by itself."""
     return {
         "model": "local-completions",
         "model_args": f"model=demo,base_url={server.url}/v1/completions,max_length=1024",
@@ -100,7 +100,7 @@ def test_scores_and_answers_are_those_of_plain_decoding(drafting: Served, plain:
     assert fast == slow
     assert chatted == speculation_disabled
 
-    # The tasks tell right from wrong, and sampled from greedy: nothing above is equal because it is empty.
+    # The answers above are not trivially equal: some are wrong, and sampled answers differ from greedy ones.
     assert fast["samples"]["lines"] != fast["samples"]["lines_sampled"]
     assert chatted["samples"]["lines_sampled"] != fast["samples"]["lines_sampled"][:3]
     scores = fast["results"]

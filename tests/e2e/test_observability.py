@@ -30,7 +30,7 @@ COUNTED = {
 
 
 def scrape(url: str) -> dict[str, float]:
-    """Values by name and the labels other than model_name and engine."""
+    """Metric values by name and labels, without the labels model_name and engine."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
         for sample in family.samples:
@@ -52,7 +52,7 @@ def at(answer: dict[str, Any], path: tuple[str, ...]) -> float:
     return float(value)
 
 
-def test_counters_are_exactly_what_the_answers_say(served: Served) -> None:
+def test_counters_equal_the_sums_over_the_responses(served: Served) -> None:
     before = scrape(served.url)
     bodies = [
         {"prompt": PROMPTS[number % 3], "max_tokens": 8 + 5 * number, "temperature": number % 2, "seed": number}
@@ -83,7 +83,7 @@ def test_counters_are_exactly_what_the_answers_say(served: Served) -> None:
 
 
 def expressions() -> list[tuple[str, str]]:
-    """(panel, expression) of the dashboard, with values for Grafana's variables."""
+    """(panel, expression) of the dashboard. Grafana's variables are replaced by values."""
     found = []
     for panel in json.loads(DASHBOARD.read_text())["panels"]:
         for target in panel.get("targets", []):

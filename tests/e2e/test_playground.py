@@ -1,4 +1,4 @@
-"""The playground in a real browser: an installed Chromium, driven by playwright (`pip install -e '.[browser]'`)."""
+"""The playground in a real browser: an installed Chromium, controlled by playwright (`pip install -e '.[browser]'`)."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def browser() -> Iterator[Any]:
 
 @contextmanager
 def opened(browser: Any, url: str) -> Iterator[Any]:
-    """The page, which must load nothing from elsewhere and report no error."""
+    """The page. It must load nothing from other hosts and report no error."""
     page = browser.new_page(viewport={"width": 390, "height": 844})
     page.set_default_timeout(PATIENCE)
     complaints: list[str] = []
-    refused = "Failed to load resource"  # Chromium's note of an answer that is an error; the page shows those itself
+    refused = "Failed to load resource"  # Chromium's message for an error response, which the page shows itself
     page.on(
         "console",
         lambda message: (
@@ -85,13 +85,13 @@ def test_a_run_shows_its_trees_and_the_same_text_from_plain_decoding(page: Any) 
     assert 1 + sum(length * count for length, count in enumerate(counts)) / cycles == pytest.approx(
         float(page.inner_text("#length")), abs=0.01
     )
-    assert page.evaluate("() => document.documentElement.scrollWidth") == 390  # nothing hangs out of a phone's screen
+    assert page.evaluate("() => document.documentElement.scrollWidth") == 390  # the page fits a phone's screen
 
     page.focus("#cycle")
     page.keyboard.press("Home")
     assert page.inner_text("#cycle-name") == f"cycle 1 of {cycles}"
     page.focus("#back")
-    page.keyboard.press("Enter")  # there is nothing before: a button that is off keeps the focus all the same
+    page.keyboard.press("Enter")  # there is no earlier cycle; a disabled button must keep the focus
     assert page.evaluate("() => document.activeElement.id") == "back"
     assert page.inner_text("#cycle-name") == f"cycle 1 of {cycles}"
     said = page.locator("#text [data-cycle='0']")
@@ -126,7 +126,7 @@ def test_chats_and_errors(page: Any) -> None:
 
 
 def test_a_server_with_an_api_key(browser: Any, tmp_path: Path) -> None:
-    key = "clé 🔑"  # of bytes that fetch does not take as they are
+    key = "clé 🔑"  # fetch needs these characters encoded
     with serving(tmp_path / "log", "--api-key", key, *README_FLAGS) as up, opened(browser, up.url) as page:
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
@@ -143,7 +143,7 @@ def test_a_server_with_an_api_key(browser: Any, tmp_path: Path) -> None:
         page.locator("#served", has_text="demo").wait_for()
         assert page.inner_text("#verdict").startswith("identical text")
         assert not page.is_visible("#error")
-        # No key in an address, and none is kept.
+        # The key is in no URL and is not stored.
         called = {url for url in asked if "/playground/" not in url}
         assert called == {f"{up.url}/{path}" for path in ("v1/server_info", "tokenizer_info", "v1/completions")}
         assert page.url == f"{up.url}/"

@@ -1,4 +1,4 @@
-"""The README's server, used like its users use it."""
+"""The README's server, used as a user would."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_openai_client_gets_json_of_its_schema(served: Served) -> None:
 
 
 def test_openai_client_chats(served: Served) -> None:
-    """The demo has no chat template, so the conversation is a dialogue as text."""
+    """The demo has no chat template, so the conversation is written as plain text."""
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused")
     asked = {
         "model": client.models.list().data[0].id,
@@ -104,7 +104,7 @@ def test_openai_client_chats(served: Served) -> None:
     assert plain.choices[0].message.content == whole.choices[0].message.content
 
 
-def test_flushing_makes_prompts_new_again(served: Served) -> None:
+def test_flushing_drops_cached_prompts(served: Served) -> None:
     asked = {"prompt": PROMPTS[2], "max_tokens": 8}
 
     def cached() -> int:
@@ -119,7 +119,7 @@ def test_flushing_makes_prompts_new_again(served: Served) -> None:
 
 
 @pytest.mark.slow
-def test_same_seed_same_text_whatever_runs_beside_it(served: Served) -> None:
+def test_a_seed_gives_the_same_text_in_any_batch(served: Served) -> None:
     asked = {"prompt": PROMPTS[1], "max_tokens": 32, "temperature": 1.0, "seed": 3}
 
     def text(_: int) -> str:

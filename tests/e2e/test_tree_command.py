@@ -56,7 +56,7 @@ def test_the_command_prints_and_draws(tokenizer, plain, tmp_path, capsys):
     assert f"text    {visible(tokenizer.decode(plain))}\n" in shown
     headings = re.findall(r"cycle \d+  (\d+) drafted, (\d+) accepted \+ 1 = (\d+) tokens?", shown)
     assert len(headings) == 2
-    assert all(int(kept) + 1 == int(tokens) for _, kept, tokens in headings)
+    assert all(int(accepted) + 1 == int(tokens) for _, accepted, tokens in headings)
     names = sorted(path.name for path in (tmp_path / "pictures").iterdir())
     assert names == ["cycle-1.png", "cycle-1.svg", "cycle-2.png", "cycle-2.svg"]
 

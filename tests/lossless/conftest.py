@@ -1,4 +1,4 @@
-"""Trained tiny pairs, the drafters made of them, and the threads that tiny tensors want."""
+"""Fixtures: trained tiny pairs, their drafters and plain texts. The tensors are tiny, so tests run on one thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.lossless.drafters import CASES, Case
 from tests.lossless.pairs import Pair, Pairs
 
 KINDS = {"EAGLE": makers.eagle, "EAGLE3": makers.eagle3}
-# For tests that say of a pair what another test says of its head too: the quick round takes one of the two.
+# Runs a test with both heads. The quick round has only EAGLE3, because another test covers EAGLE.
 eagle_is_slow = pytest.mark.parametrize(
     "pair", [pytest.param("EAGLE", marks=pytest.mark.slow), "EAGLE3"], indirect=True, scope="session"
 )
@@ -25,7 +25,7 @@ eagle_is_slow = pytest.mark.parametrize(
 
 @dataclass(frozen=True)
 class Drafting:
-    """One of CASES with its pair, and the plain texts of the scenes' requests."""
+    """One of CASES with its pair, and the texts of plain decoding for the scenes' requests."""
 
     case: Case
     pair: Pair
@@ -58,7 +58,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
-    with _threads(1):  # set up before any fixture of a test
+    with _threads(1):  # session fixtures run before `_one_thread`
         yield Pairs(shared / "pairs")
 
 
@@ -70,13 +70,13 @@ def pair(request: pytest.FixtureRequest, pairs: Pairs) -> Pair:
 
 @pytest.fixture
 def texts(pairs: Pairs, pair: Pair) -> dict[str, list[int]]:
-    """The plain outputs of the scenes' requests; none of their draws is a near-tie."""
+    """Outputs of plain decoding for the scenes' requests. None of their draws is a near-tie."""
     return pairs.texts(pair)
 
 
 @pytest.fixture
 def drafting(request: pytest.FixtureRequest, pairs: Pairs) -> Drafting:
-    """Indirectly parametrised by names of CASES."""
+    """A drafter by its name in CASES (indirect parametrization)."""
     case = CASES[request.param]
     pair = pairs.of(case.maker)
     return Drafting(case, pair, pairs.texts(pair))

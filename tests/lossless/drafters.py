@@ -1,4 +1,4 @@
-"""Every drafter with every kind of tree that it drafts. The shared tests run over all of CASES."""
+"""All drafters with all kinds of trees that they draft. The shared tests run over all of CASES."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.support.engines import engine_config, tree_size
 
 @dataclass(frozen=True)
 class Case:
-    """A drafter: what makes its pair, and the trees that it drafts.
+    """A drafter: the function that makes its pair, and the trees that it drafts.
 
-    `size`: nodes that are verified, all that fit a dynamic tree of `steps` and `topk` if None. `tree`: a static one, by
-    name or list. `shared`: tokens of other requests' texts that n-grams are looked up in, too. `stages`: functions that
-    are captured into graphs, per batch size.
+    `size`: verified nodes; None is the largest dynamic tree of `steps` and `topk`. `tree`: a static tree, by name or as
+    a list. `shared`: how many tokens of other requests' texts the n-gram lookup also uses. `stages`: the number of
+    functions captured into graphs, per batch size.
     """
 
     maker: Maker
@@ -34,7 +34,7 @@ class Case:
 
     @property
     def branches(self) -> bool:
-        """Whether a tree may be more than a chain, so that it matters how attention treats trees."""
+        """Whether a tree may be more than a chain. Only then do the attention modes for trees differ."""
         return bool(self.topk > 1 or self.tree or self.ngrams)
 
     @property
@@ -48,7 +48,7 @@ class Case:
         return {"num_steps": self.steps, "topk": self.topk, "num_draft_tokens": size, **ngrams}
 
     def engine(self, pair: Pair, *, stand_ins: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
-        """An engine with freed slots poisoned; `settings` as in `engine_config`, `stand_ins` as for `assemble`."""
+        """An engine with poisoned free slots. `settings` are those of `engine_config`, `stand_ins` of `assemble`."""
         config = engine_config(**{**self.numbers, **settings})
         return assemble(pair.target, pair.head, config, **(stand_ins or {}))
 

@@ -1,4 +1,4 @@
-"""Tiny targets with drafts that were trained for them in seconds, in the published formats; made at their first use."""
+"""Tiny targets and drafts in the published formats. Each pair is trained in seconds, at its first use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.scoring import NEAR_TIE, in_float64, slack
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and a draft that was trained for it (`head` is None: there is none), and the files of both."""
+    """A target, a draft trained for it (`head` None: no draft), and the files of both."""
 
     kind: str
     directory: Path
@@ -67,7 +67,7 @@ def redrafter(directory: Path) -> Pair:
 
 
 def nextn(directory: Path) -> Pair:
-    """A DeepSeek target, whose own MTP layer drafts."""
+    """A DeepSeek target. Its MTP layer is the draft."""
     target, head = deepseek.random_pair()
     deepseek.train(target, head)
     saved = deepseek.save(target, head, directory / "target")
@@ -75,7 +75,7 @@ def nextn(directory: Path) -> Pair:
 
 
 def standalone(directory: Path) -> Pair:
-    """A target, and in smaller/ its first two layers, which often say the same."""
+    """A target, and in smaller/ a draft model with its first two layers, which often predicts the same token."""
     files, smaller = tiny_pair(directory, kind="eagle", steps=1), directory / "smaller"
     whole = load_target(files.target, dtype="float32", progress=False, pack=False)
     raw = json.loads((files.target / "config.json").read_text()) | {"num_hidden_layers": 2}
@@ -89,7 +89,7 @@ def standalone(directory: Path) -> Pair:
 
 
 class Pairs:
-    """What the makers made, once each, below `directory`, which the processes of `pytest -n` share."""
+    """Makes each pair once, in a folder of `directory`. The processes of `pytest -n` share the directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -117,7 +117,7 @@ class Pairs:
             return pair
 
     def texts(self, pair: Pair) -> dict[str, list[int]]:
-        """What plain decoding writes for the scenes' requests; none of its draws is a near-tie. Once per target."""
+        """Outputs of plain decoding for the scenes' requests, once per target. None of the draws is a near-tie."""
         key = weights_of(pair)
         if key not in self._texts:
             texts, exact = tokens_of(run(plain(pair.target), REQUESTS)), in_float64(pair.target)

@@ -1,4 +1,4 @@
-"""What the engine is put through: eight requests, the scenes that they play, and the machine that they play them on."""
+"""Eight requests, the scenes in which the engine runs them, and the emulated GPU backend."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.flashinfer_emulation import Emulation
 from tests.support.replay import FirstCallRecorder
 from tests.support.scoring import in_float64, slack
 
-SIZES = (1, 2, 4, 8)  # batches that graphs are captured for
+SIZES = (1, 2, 4, 8)  # batch sizes of the captured graphs
 
 
 def as_on_a_gpu(sizes: Sequence[int] = SIZES) -> dict[str, Any]:
-    """The flashinfer backend with its wrappers emulated, and CUDA graphs replayed as what they do to tensors."""
+    """Settings for the flashinfer backend, with emulated wrappers and emulated CUDA graphs."""
     stand_ins = {"flashinfer": Emulation(), "recorder": FirstCallRecorder()}
     return {"backend": "flashinfer", "graph_sizes": sizes, "stand_ins": stand_ins, "max_running_requests": max(SIZES)}
 
@@ -29,7 +29,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def mixed_requests() -> list[Request]:
-    """Eight requests of mixed lengths and settings; most go on past the end of sequence, so that texts are long."""
+    """Eight requests of mixed lengths and settings. Most ignore the end of sequence, so that texts are long."""
     common = prompt(40, 99)
     settings = [
         {"temperature": 0.0, "ignore_eos": True},
@@ -53,7 +53,7 @@ Build = Callable[..., Engine]
 
 
 def alone(build: Build) -> dict[str, Finished]:
-    """One request of every temperature, each with the engine to itself."""
+    """One request of each temperature, one after the other."""
     engine = build()
     outcome: dict[str, Finished] = {}
     for each in (REQUESTS[0], REQUESTS[1], REQUESTS[6]):
@@ -62,14 +62,14 @@ def alone(build: Build) -> dict[str, Finished]:
 
 
 def batch(build: Build) -> dict[str, Finished]:
-    """All eight, joining over several cycles, with prompts in chunks."""
+    """All eight requests, with chunked prompts. They arrive over several cycles."""
     return run(
         build(chunked_prefill_size=32), REQUESTS[:4], joining={2: REQUESTS[4:6], 3: REQUESTS[6:7], 5: REQUESTS[7:]}
     )
 
 
 def preempted(build: Build) -> dict[str, Finished]:
-    """The pool holds the first four as they are admitted and not a page more, so that the youngest must go."""
+    """The pool holds exactly the first four requests at admission, so that the youngest is preempted."""
     sized = build(disable_radix_cache=True, graph_sizes=())
     kv, window = sized.scheduler.kv, sized.scheduler.limits.window
     pages = sum(kv.pages_for(len(each.prompt_token_ids) + window) for each in REQUESTS[:4])
@@ -80,7 +80,7 @@ def preempted(build: Build) -> dict[str, Finished]:
 
 
 def prefix_hit(build: Build) -> dict[str, Finished]:
-    """Prompts that share their beginning, after one of them; and prompts that the engine wrote itself in part."""
+    """Prompts with a cached prefix: first a shared prefix, then the same prompts again."""
     engine = build()
     first = run(engine, REQUESTS[:1])
     outcome = run(engine, [REQUESTS[i] for i in (2, 4)])
@@ -96,20 +96,20 @@ SCENES = {scene.__name__: scene for scene in (alone, batch, preempted, prefix_hi
 
 
 def play(scene: str, build: Build) -> tuple[dict[str, Finished], list[Engine]]:
-    """What came of a scene, and the engines that were built for it."""
+    """The outcome of a scene, and the engines built for it."""
     engines: list[Engine] = []
 
-    def kept(**settings: Any) -> Engine:
+    def recorded(**settings: Any) -> Engine:
         engines.append(build(**settings))
         return engines[-1]
 
-    return SCENES[scene](kept), engines
+    return SCENES[scene](recorded), engines
 
 
 def check(
     target: TargetModel, outcome: Mapping[str, Finished], texts: Mapping[str, Sequence[int]], engines: Sequence[Engine]
 ) -> None:
-    """The texts are the plain ones, and some drafts were accepted and some refused."""
+    """Assert that the texts equal plain decoding, and that some drafts were accepted and some rejected."""
     for name, finished in outcome.items():
         assert finished.tokens == texts[name], departure(target, name, texts[name], finished.tokens)
     totals = [engine.stats() for engine in engines]
@@ -117,7 +117,7 @@ def check(
 
 
 def departure(target: TargetModel, name: str, expected: Sequence[int], got: Sequence[int]) -> str:
-    """Where and how clearly a text departed: for the message of a failure."""
+    """A failure message: where a text differs from the expected one, and how clear the draws were up to there."""
     at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(len(expected), len(got)))
     gap = slack(in_float64(target), REQUESTS[int(name)], expected[: at + 1])
     return f"request {name} departs at token {at} of {len(expected)}; the smallest gap up to there is {gap:.2e}"

@@ -1,4 +1,4 @@
-"""A drafted node attends to the prefix and its own ancestors: drafting path by path gives what the tree gave."""
+"""A drafted node attends only to the prefix and its ancestors: drafting each path alone gives the same logits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Call:
 
 
 class SpyHead:
-    """A `DraftHead` that notes its passes, in runs that each begin with `combine`: draft-extend, or prompts."""
+    """A `DraftHead` that records its passes. Each run begins with `combine`: a draft-extend or a prefill."""
 
     def __init__(self, head: DraftHead) -> None:
         self.head, self.config, self.aux_boundaries = head, head.config, head.aux_boundaries
@@ -50,15 +50,15 @@ class SpyHead:
 
 @dataclass
 class Drafted:
-    """The tree that one request drafted behind `text`, whose last token is the root: nodes as (path, logits)."""
+    """One request's draft tree after `text`. The last token of `text` is the root."""
 
     text: list[int]
-    nodes: list[tuple[list[int], Tensor]]
-    moved: int  # nodes whose parent stood in another column than their own
+    nodes: list[tuple[list[int], Tensor]]  # (path, the head's normed output)
+    moved: int  # nodes in a different column than their parent
 
 
 def drafted_trees(engine: Engine, spy: SpyHead) -> list[Drafted]:
-    """Every tree that the engine drafts from now on; filled while it runs."""
+    """A list that receives every tree the engine drafts from now on."""
     trees: list[Drafted] = []
     worker, original = engine.worker, engine.worker.run
 
@@ -76,7 +76,7 @@ def drafted_trees(engine: Engine, spy: SpyHead) -> list[Drafted]:
 
 
 def tree_of(text: list[int], request_number: int, steps: list[Call]) -> Drafted:
-    """Whom a column descends from is read off the feedback that it was given."""
+    """The tree of one request. The feedback given to a column identifies its parent."""
     rows = slice(request_number * TOPK, (request_number + 1) * TOPK)
     nodes, moved = [], 0
     paths: list[list[int]] = [[]] * TOPK
@@ -92,7 +92,7 @@ def tree_of(text: list[int], request_number: int, steps: list[Call]) -> Drafted:
 
 
 def largest_error(pair: Pair, size: int) -> float:
-    """Of any drafted node's logits against those of its path alone, over all cycles of three requests."""
+    """The largest difference between a drafted node's logits and those of its path alone, over three requests."""
     spy = SpyHead(pair.head)
     engine = speculative(pair.target, spy, STEPS, TOPK, num_draft_tokens=size, page_size=4, chunked_prefill_size=16)
     trees = drafted_trees(engine, spy)
@@ -116,20 +116,20 @@ def largest_error(pair: Pair, size: int) -> float:
 @eagle_is_slow
 @pytest.mark.parametrize("size", [pytest.param(13, marks=pytest.mark.slow), 4])
 def test_drafting_a_tree_equals_drafting_each_of_its_paths_alone(pair: Pair, size: int) -> None:
-    """Also where drafting needs more slots than verifying does."""
+    """Size 4: drafting needs more slots than verification."""
     assert largest_error(pair, size) < TOLERANCE
 
 
 @eagle_is_slow
 def test_attending_to_columns_instead_of_ancestors_is_caught(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layout of a known server: column c of a level sees column c of the levels above, whoever stands there."""
+    """The layout of a known server: column c of a level attends to column c of the levels above, not to ancestors."""
     advance = Frontier.advance
 
     def by_column(self: Frontier, tokens: Tensor, scores: Tensor, feedback: Tensor) -> tuple[Frontier, Tensor]:
-        following, chosen = advance(self, tokens, scores, feedback)
-        own = following.lineage[:, :, self.lineage.shape[2] :]
+        frontier, chosen = advance(self, tokens, scores, feedback)
+        own = frontier.lineage[:, :, self.lineage.shape[2] :]
         lineage = torch.cat([self.lineage, own], dim=2)
-        return replace(following, lineage=lineage), chosen
+        return replace(frontier, lineage=lineage), chosen
 
     monkeypatch.setattr(Frontier, "advance", by_column)
     assert largest_error(pair, 13) > 100 * TOLERANCE

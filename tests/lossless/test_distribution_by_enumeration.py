@@ -1,8 +1,9 @@
 """The output distribution of the acceptance rule, by exact enumeration.
 
-The noise of a position is one number u, shared by all nodes that fill this position, and a node draws by inverting its
-own distribution's distribution function at u. Between two neighbouring break points of those functions no draw changes,
-so a point of every cell, weighed by the cell's size, stands for all of it: no sampling, and an error of rounding only.
+Each position has one noise value u in [0, 1), shared by all nodes at this position. A node draws by inverse transform:
+it inverts the cumulative distribution of its probs at u. The break points of these functions divide [0, 1) into cells.
+No draw changes inside a cell, so one point per cell, weighted by the cell's size, covers all values of u. The result is
+exact up to rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from eagle_server.speculation.sampling import SamplingBatch
 from tests.support.sampling import request_sampling
 from tests.support.trees import tree_input
 
-LENGTH = 3  # tokens whose joint distribution is looked at
+LENGTH = 3  # tokens in the joint distribution
 GREEDY = request_sampling(temperature=0.0)
 Text = tuple[int, ...]
 Point = tuple[tuple[float, float], ...]  # (size, midpoint) of a cell per position
@@ -30,7 +31,7 @@ Point = tuple[tuple[float, float], ...]  # (size, midpoint) of a cell per positi
 
 @dataclass(frozen=True)
 class Node:
-    """`path` are the tokens from the root, exclusive; `parent` is a node number."""
+    """`path` lists the tokens after the root; `parent` is a node number."""
 
     parent: int
     path: Text
@@ -38,7 +39,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Walk:
-    """What a rule did with one set of draws: the tokens it emits, and whether it wants a fresh draw after them."""
+    """A rule's result for one set of draws: the output tokens, and whether the next token needs a fresh draw."""
 
     tokens: Text
     fresh: bool = False
@@ -46,7 +47,11 @@ class Walk:
 
 @dataclass(frozen=True)
 class Key:
-    """Which position's noise a node at some depth reads, counted from the root's; `reach`: text lengths per noise."""
+    """Which noise a node uses.
+
+    `offset` maps the node's depth to a position relative to the root. `reach`: how many text lengths share one noise
+    value.
+    """
 
     reach: int
     offset: Callable[[int], int]
@@ -56,22 +61,22 @@ Rule = Callable[[list[Node], list[list[int]]], list[Walk]]
 
 
 class Problem:
-    """Random next-token probs with zeros and ties, and a random tree for every text: a function of the text alone."""
+    """Random next-token probs with zeros and ties, and a random tree for every text. Both depend only on the text."""
 
     def __init__(self, seed: int, vocab: int) -> None:
         self.random, self.vocab = random.Random(seed), vocab
         self.probs = {
-            text: self._law() for n in range(LENGTH) for text in itertools.product(range(self.vocab), repeat=n)
+            text: self._random_probs() for n in range(LENGTH) for text in itertools.product(range(self.vocab), repeat=n)
         }
         self.trees = {text: self._tree() for text in self.probs}
 
-    def _law(self) -> list[float]:
+    def _random_probs(self) -> list[float]:
         weights = [self.random.choice((0.0, 0.25, 0.25, self.random.random())) for _ in range(self.vocab)]
         total = math.fsum(weights)
-        return [w / total for w in weights] if total else self._law()
+        return [w / total for w in weights] if total else self._random_probs()
 
     def _tree(self) -> list[Node]:
-        """Parents come first; siblings may repeat a token."""
+        """A random tree. Parents come before children; siblings may have the same token."""
         nodes = [Node(-1, ())]
         for _ in range(self.random.randint(1, 7)):
             parent = self.random.choice([i for i, node in enumerate(nodes) if len(node.path) < LENGTH])
@@ -85,7 +90,7 @@ class Problem:
         return {text: self.probability(text) for text in itertools.product(range(self.vocab), repeat=LENGTH)}
 
     def draw(self, text: Text, u: float) -> int:
-        """The token that follows `text` when its position's noise is u."""
+        """The next token after `text` if the noise is u."""
         total = 0.0
         for token, probability in enumerate(self.probs[text]):
             total += probability
@@ -94,7 +99,7 @@ class Problem:
         raise AssertionError("u lies inside a cell, so below 1")
 
     def cells(self, lengths: range) -> list[tuple[float, float]]:
-        """(size, midpoint) of the cells of the noise that texts of these lengths draw with."""
+        """(size, midpoint) of each cell of a noise value that texts of these lengths use."""
         points = {0.0, 1.0}
         for text in self.probs:
             if len(text) in lengths:
@@ -103,8 +108,7 @@ class Problem:
 
 
 def output_distribution(problem: Problem, rule: Rule, key: Key) -> tuple[dict[Text, float], Counter[int]]:
-    """The distribution of the first tokens that cycles of `rule` emit, and how often each number of drafts was
-    accepted."""
+    """The distribution of the first tokens if `rule` accepts, and how often each number of drafts was accepted."""
     distribution: defaultdict[Text, list[float]] = defaultdict(list)
     accepted: Counter[int] = Counter()
     cells = [problem.cells(range(position, position + key.reach)) for position in range(LENGTH)]
@@ -115,20 +119,20 @@ def output_distribution(problem: Problem, rule: Rule, key: Key) -> tuple[dict[Te
         draws = [[node_draw(problem, text, node, point, key) for node in tree] for point in points]
         for point, walk in zip(points, rule(tree, draws), strict=True):
             accepted[len(walk.tokens) - 1] += 1
-            emitted = (*text, *walk.tokens)[:LENGTH]
+            output = (*text, *walk.tokens)[:LENGTH]
             mass = math.prod(size for size, _ in point)
             if walk.fresh:
-                for rest in itertools.product(range(problem.vocab), repeat=LENGTH - len(emitted)):
-                    distribution[(*emitted, *rest)].append(mass * problem.probability((*emitted, *rest), len(emitted)))
-            elif len(emitted) == LENGTH:
-                distribution[emitted].append(mass)
+                for rest in itertools.product(range(problem.vocab), repeat=LENGTH - len(output)):
+                    distribution[(*output, *rest)].append(mass * problem.probability((*output, *rest), len(output)))
+            elif len(output) == LENGTH:
+                distribution[output].append(mass)
             else:
-                groups.setdefault(emitted, []).append(point)
+                groups.setdefault(output, []).append(point)
     return {text: math.fsum(masses) for text, masses in distribution.items()}, accepted
 
 
 def node_draw(problem: Problem, text: Text, node: Node, point: Point, key: Key) -> int:
-    """What the target draws at a node; past the tokens looked at, anything will do."""
+    """The target's draw at a node. Beyond LENGTH tokens the value does not matter."""
     before = (*text, *node.path)
     if len(before) >= LENGTH:
         return 0
@@ -136,33 +140,33 @@ def node_draw(problem: Problem, text: Text, node: Node, point: Point, key: Key) 
 
 
 def production(tree: list[Node], draws: list[list[int]]) -> list[Walk]:
-    """`accept`, made to draw what the cell says: logits that have their maximum there."""
+    """`accept`, with greedy sampling and logits that are largest at the given draws."""
     parents, tokens = [node.parent for node in tree], [(0, *node.path)[-1] for node in tree]
     inputs = tree_input([parents] * len(draws), [tokens] * len(draws), [0] * len(draws), LENGTH)
     logits = torch.nn.functional.one_hot(torch.tensor(draws).view(-1)).float()
     accepted = accept(inputs, logits, SamplingBatch.of([GREEDY] * len(draws), logits.device))
-    lengths, emitted = accepted.accept_length.tolist(), accepted.tokens.tolist()
-    return [Walk(tuple(row[: length + 1])) for length, row in zip(lengths, emitted, strict=True)]
+    lengths, tokens = accepted.accept_length.tolist(), accepted.tokens.tolist()
+    return [Walk(tuple(row[: length + 1])) for length, row in zip(lengths, tokens, strict=True)]
 
 
 def fresh_bonus_after_a_miss(tree: list[Node], draws: list[list[int]]) -> list[Walk]:
-    """Draws the token that decided the rejection a second time."""
+    """A wrong rule: it draws the bonus again, although this draw already decided the rejection."""
     return [Walk(walk.tokens[:-1], fresh=True) for walk in production(tree, draws)]
 
 
 def nodes_dropped_by_their_own_draw(tree: list[Node], draws: list[list[int]]) -> list[Walk]:
-    """Refuses a drafted node whose own draw is token 0, and draws in its place."""
+    """A wrong rule: it rejects a drafted node if the draw at this node is token 0, and draws again."""
     walks = []
     for row, walk in zip(draws, production(tree, draws), strict=True):
         path = walk.tokens[:-1]
         own = [next(row[i] for i, node in enumerate(tree) if node.path == path[:n]) for n in range(1, len(path) + 1)]
-        kept = own.index(0) if 0 in own else None
-        walks.append(walk if kept is None else Walk(path[:kept], fresh=True))
+        cut = own.index(0) if 0 in own else None
+        walks.append(walk if cut is None else Walk(path[:cut], fresh=True))
     return walks
 
 
 def bonus_from_the_root(tree: list[Node], draws: list[list[int]]) -> list[Walk]:
-    """Reads the bonus from another node's row than the last accepted one's."""
+    """A wrong rule: it reads the bonus from the root's row instead of the last accepted node's."""
     return [Walk((*walk.tokens[:-1], row[0])) for row, walk in zip(draws, production(tree, draws), strict=True)]
 
 
@@ -186,7 +190,7 @@ def distance(distribution: dict[Text, float], other: dict[Text, float]) -> float
     )
 
 
-def test_the_law_of_the_first_tokens_is_the_targets_for_any_tree() -> None:
+def test_the_distribution_of_the_first_tokens_is_the_targets_for_any_tree() -> None:
     accepted: Counter[int] = Counter()
     for seed in range(24):
         problem = Problem(seed, vocab=(5, 3, 4, 3)[seed % 4])

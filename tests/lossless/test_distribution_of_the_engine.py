@@ -1,12 +1,12 @@
-"""The distribution of the first three tokens, through the whole engine and against the model's own distribution in
-float64.
+"""The engine's distribution of the first three tokens equals the model's, computed in float64.
 
-Every request has its own seed, so the texts are independent. The cells are the joint outcomes of three tokens under
-top-k 4: 64 of them, merged where fewer than five are expected. A true distribution is refused with probability 1e-6
-(the seeds are fixed, so a pass stays one). 20,000 texts miss a distribution at a total variation of .05 with
-probability below 1e-6, and one at .04 with probability below 1e-2; so many are drawn with one drafter. 1,000 texts miss
-one at .2 with probability below 1e-3; so many are drawn with every drafter, whose texts `test_every_drafter` compares
-anyway.
+Every request has its own seed, so the texts are independent. The cells of the chi-squared test are the joint outcomes
+of three tokens under top-k 4: 64 cells, merged where fewer than five texts are expected. The test rejects a correct
+distribution with probability 1e-6. The seeds are fixed, so the result does not vary between runs.
+
+One untrained drafter draws 20,000 texts. They miss a wrong distribution at a total variation of .05 with probability
+below 1e-6, and one at .04 with probability below 1e-2. Every drafter of CASES draws 1,000 texts. They miss a wrong
+distribution at .2 with probability below 1e-3; `test_every_drafter` also compares their texts.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from tests.support.engines import Finished, plain, random_head, random_target, r
 from tests.support.scoring import in_float64, logits_of, token_probs
 
 ALPHA, TEXTS, LENGTH, VOCAB = 1e-6, 20_000, 3, 16
-SEED = 3  # of a prompt
+SEED = 3  # of the text that is used as a prompt
 PROMPT = [3, 7, 1]
 Text = tuple[int, ...]
-Law = dict[Text, float]
+Distribution = dict[Text, float]
 SAMPLING = {"temperature": 1.0, "top_k": 4}
 
 
@@ -47,18 +47,18 @@ def target() -> TargetModel:
 
 
 @pytest.fixture(scope="module")
-def exact_law(target: TargetModel) -> Law:
-    return law_of(target, PROMPT, SAMPLING)
+def exact_probs(target: TargetModel) -> Distribution:
+    return text_probs(target, PROMPT, SAMPLING)
 
 
-def law_of(target: TargetModel, prompt: Sequence[int], sampling: Mapping[str, Any]) -> Law:
-    """By enumeration, in float64."""
+def text_probs(target: TargetModel, prompt: Sequence[int], sampling: Mapping[str, Any]) -> Distribution:
+    """The probability of every text of LENGTH tokens, by enumeration in float64."""
     model, texts = in_float64(target), {(): 1.0}
     for _ in range(LENGTH):
         longer = {}
         for text, mass in texts.items():
-            following = token_probs(logits_of(model, [*prompt, *text])[-1], **sampling)
-            longer |= {(*text, token): mass * p for token, p in enumerate(following) if p}
+            probs = token_probs(logits_of(model, [*prompt, *text])[-1], **sampling)
+            longer |= {(*text, token): mass * p for token, p in enumerate(probs) if p}
         texts = longer
     return texts
 
@@ -71,8 +71,8 @@ def texts_of(outcome: Mapping[str, Finished]) -> list[Text]:
     return [tuple(finished.tokens) for finished in outcome.values()]
 
 
-def p_value(texts: Sequence[Text], expected: Law) -> float:
-    """Of the chi-squared statistic; the rarest cells are merged into one until it expects five."""
+def p_value(texts: Sequence[Text], expected: Distribution) -> float:
+    """The p-value of the chi-squared statistic. The rarest cells are merged until every cell expects five texts."""
     counts = Counter(texts)
     assert counts.keys() <= expected.keys(), "a token outside the top four"
     cells = sorted(((mass * len(texts), counts[text]) for text, mass in expected.items()), reverse=True)
@@ -86,43 +86,43 @@ def p_value(texts: Sequence[Text], expected: Law) -> float:
 
 
 def untrained(target: TargetModel, **settings: Any) -> Engine:
-    """An untrained head guesses badly, so its trees are wide: about every second cycle accepts something."""
+    """An engine with an untrained head and a wide tree. About half of its cycles accept drafts."""
     head = random_head(target, "EAGLE3", seed=2)
     return speculative(target, head, steps=2, topk=6, num_draft_tokens=25, max_running_requests=64, **settings)
 
 
 @pytest.mark.slow
-def test_speculative_decoding_follows_the_models_law(target: TargetModel, exact_law: Law) -> None:
+def test_speculative_decoding_has_the_models_distribution(target: TargetModel, exact_probs: Distribution) -> None:
     outcome = run(untrained(target), requests(TEXTS))
-    assert p_value(texts_of(outcome), exact_law) > ALPHA
-    assert min(accepted(outcome)) > TEXTS / 50  # refusals, part of a path, and all of one
+    assert p_value(texts_of(outcome), exact_probs) > ALPHA
+    assert min(accepted(outcome)) > TEXTS / 50  # none, a part and all of a path were accepted often
 
 
-# The quick round has one: all go through the same acceptance rule.
+# The quick round has one drafter: all of them use the same acceptance rule.
 QUICK = {"EAGLE3"}
 CASES_BY_TIME = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,)) for name in CASES]
 
 
 @pytest.mark.parametrize("drafting", CASES_BY_TIME, indirect=True)
-def test_every_drafter_follows_the_models_law(drafting: Drafting) -> None:
-    """The prompt is the target's own text, drawn: n-grams repeat in it. A high temperature makes wide probs."""
+def test_every_drafter_has_the_models_distribution(drafting: Drafting) -> None:
+    """The prompt is a text of the target, so that n-grams repeat in it. A high temperature gives wide distributions."""
     target, sampling = drafting.pair.target, {"temperature": 1.6, "top_k": 4}
     written = run(plain(target), [request(0, PROMPT, max_tokens=60, temperature=1.0, ignore_eos=True, seed=SEED)])
     prompt = [*PROMPT, *written["0"].tokens]
     outcome = run(drafting.engine(max_running_requests=64), requests(TEXTS // 20, prompt, sampling))
-    assert p_value(texts_of(outcome), law_of(target, prompt, sampling)) > ALPHA
+    assert p_value(texts_of(outcome), text_probs(target, prompt, sampling)) > ALPHA
     lengths = accepted(outcome)
-    assert min(lengths[:LENGTH]) > TEXTS / 2000 if drafting.drafts else not lengths  # as far as the tree is deep
+    assert min(lengths[:LENGTH]) > TEXTS / 2000 if drafting.drafts else not lengths  # at every depth of the tree
 
 
 def accepted(outcome: Mapping[str, Finished]) -> list[int]:
-    """How often 0, 1, 2, .. drafted tokens were accepted."""
+    """How many cycles accepted 0, 1, 2, ... drafted tokens."""
     histograms = [each.spec.histogram for each in outcome.values() if each.spec is not None]
     return [sum(counts) for counts in zip(*histograms, strict=True)]
 
 
 def fresh_bonus_after_a_miss(tree: EagleVerifyInput, logits: Tensor, sampling: SamplingBatch) -> Accepted:
-    """Draws the last node's token again, with noise that nothing else reads."""
+    """A wrong rule: it draws the bonus again, with other noise."""
     accepted = accept(tree, logits, sampling)
     bs, size = tree.parents.shape
     elsewhere = tree.positions.view(bs, size) + 1_000_000
@@ -146,20 +146,22 @@ MUTANTS = (fresh_bonus_after_a_miss, root_and_first_level_share_their_noise, noi
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_planted_bias_is_caught(
-    target: TargetModel, exact_law: Law, mutant: object, monkeypatch: pytest.MonkeyPatch
+    target: TargetModel, exact_probs: Distribution, mutant: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rules, "accept", mutant)
-    assert p_value(texts_of(run(untrained(target), requests(TEXTS // 4))), exact_law) < ALPHA
+    assert p_value(texts_of(run(untrained(target), requests(TEXTS // 4))), exact_probs) < ALPHA
 
 
 @pytest.mark.slow
-def test_typical_acceptance_follows_another_law_and_says_so(target: TargetModel, exact_law: Law) -> None:
+def test_typical_acceptance_changes_the_distribution_and_is_reported_as_lossy(
+    target: TargetModel, exact_probs: Distribution
+) -> None:
     outcome = run(untrained(target, acceptance=Typical(0.09, 0.3)), requests(TEXTS // 4))
-    assert p_value(texts_of(outcome), exact_law) < ALPHA
+    assert p_value(texts_of(outcome), exact_probs) < ALPHA
     assert {each.spec.lossy for each in outcome.values() if each.spec is not None} == {"typical"}
 
 
-def test_typical_acceptance_leaves_greedy_requests_alone(target: TargetModel) -> None:
+def test_typical_acceptance_does_not_change_greedy_requests(target: TargetModel) -> None:
     greedy = [request(i, [*PROMPT, i], ignore_eos=True) for i in range(8)]
     outcome = run(untrained(target, acceptance=Typical(0.09, 0.3)), greedy)
     assert tokens_of(outcome) == tokens_of(run(plain(target), greedy))

@@ -1,6 +1,6 @@
-"""Dynamic trees of every shape, and targets of every family: output with speculation is output without.
+"""Dynamic trees of many shapes and targets of every family: output with speculation equals output without.
 
-What holds for every drafter is in `test_every_drafter`, and the reason why texts may be compared at all.
+`test_every_drafter` tests what all drafters share, and explains why texts can be compared exactly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHAPES = [  # steps, topk, nodes, page size
     (6, 4, 25, 1),
     (6, 8, 49, 4),
     (3, 4, 37, 16),  # the whole pool
-    (6, 8, 5, 4),  # drafting needs more slots than verifying
+    (6, 8, 5, 4),  # drafting needs more slots than verification
     (8, 1, 9, 5),
 ]
 
@@ -49,7 +49,7 @@ def played() -> Iterator[Any]:
 def test_any_dynamic_tree_gives_the_same_text(
     pair: Pair, texts: Mapping[str, Sequence[int]], shape: tuple[int, int, int, int], scene: str
 ) -> None:
-    """What matters in the scenes beside the shape is shown for every drafter."""
+    """`test_every_drafter` runs every drafter in every scene."""
     steps, topk, size, page = shape
 
     def build(**given: Any) -> Engine:
@@ -85,7 +85,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def in_every_family() -> Iterator[Any]:
-    """(family, head, page size): all of them. The quick round has every family once, every head with every size."""
+    """All (family, head, page size). The quick round has every family once, and every head with every page size."""
     for number, family in enumerate(FAMILIES):
         for cell, (kind, page) in enumerate((k, p) for k in ("EAGLE", "EAGLE3") for p in (1, 16)):
             yield pytest.param(family, kind, page, marks=() if cell == number % 4 else (pytest.mark.slow,))
@@ -93,7 +93,7 @@ def in_every_family() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("family", "kind", "page"), list(in_every_family()))
 def test_speculation_changes_nothing_in_any_family(family: str, kind: str, page: int) -> None:
-    """Untrained heads with a part of the vocabulary; windows are measured along the path, not by slot."""
+    """Untrained heads with a reduced vocabulary. Sliding windows count positions along the path, not slots."""
     target = random_target(48, seed=3, **FAMILIES[family])
     prompts = torch.randint(1, 48, (4, 40), generator=torch.Generator().manual_seed(8)).tolist()
     requests = [

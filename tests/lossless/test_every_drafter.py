@@ -1,10 +1,11 @@
-"""What holds for every drafter and every kind of tree: output with it is output without, greedy and seeded alike.
+"""For every drafter and every kind of tree, output with speculation equals output without, greedy and sampled.
 
-Float32 kernels round differently for one row and for many, so a draw whose two best scores lie within 1e-4 might depart
-legitimately. The texts here are chosen, and checked in float64, to have no such draw: every departure is a bug.
+Float32 kernels round differently for one row and for many rows. So a draw may change if its two best scores differ by
+less than 1e-4. The texts here have no such draw (checked in float64), so every difference is a bug.
 
-On the flashinfer backend the whole engine runs as on a GPU: batches padded to the sizes of graphs, every forward
-planned on the host and bound on the device, and every captured function called again with the values of its first call.
+On the flashinfer backend the whole engine runs as on a GPU. Batches are padded to the sizes of the graphs. Every
+forward is planned on the host and bound on the device. A replay calls the captured function with the host values of its
+first call.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ def slow_unless(quick: bool) -> tuple[pytest.MarkDecorator, ...]:
 
 
 def played() -> Iterator[Any]:
-    """(drafter, page size, scene): all of them.
+    """All (drafter, page size, scene).
 
-    The quick round has each drafter but EAGLE's once. They take turns: each scene is played with each page size.
-    EAGLE's head takes seconds to train, and drafts as EAGLE-3's does; `test_equality` has one that is not trained.
+    The quick round has each drafter except EAGLE once, and each scene with each page size. EAGLE's head takes seconds
+    to train and drafts like EAGLE-3's head; `test_equality` has an untrained one.
     """
     for number, (name, case) in enumerate(CASES.items()):
-        turn = (PAGES[number // len(SCENES) % len(PAGES)], list(SCENES)[number % len(SCENES)])
+        quick = (PAGES[number // len(SCENES) % len(PAGES)], list(SCENES)[number % len(SCENES)])
         for page, scene in itertools.product(PAGES, SCENES):
-            yield pytest.param(name, page, scene, marks=slow_unless((page, scene) == turn and case.maker is not eagle))
+            yield pytest.param(name, page, scene, marks=slow_unless((page, scene) == quick and case.maker is not eagle))
 
 
 def played_on_a_gpu() -> Iterator[Any]:
-    """(drafter, how its trees are computed, page size, scene): both ways over either size of pages, and every scene.
+    """(drafter, attention mode for trees, page size, scene). Both modes run with both page sizes, and every scene.
 
-    The quick round has every other drafter once, at least one of each kind. They take turns: it has each way with
-    each page size, and each scene.
+    The quick round has every second drafter once, at least one of each kind. It has each mode with each page size, and
+    each scene.
     """
     batches = [("mask", 16, "batch"), ("cascade", 1, "batch")]
     others = [("mask", 1, "alone"), ("cascade", 16, "preempted"), ("mask", 1, "prefix_hit")]
-    scenes = {True: batches + others, False: batches[:1] + others[:2]}  # a chain is causal: there is but one way
+    scenes = {True: batches + others, False: batches[:1] + others[:2]}  # a chain is causal, so it has one mode
     for number, (name, case) in enumerate(CASES.items()):
         for place, scene in enumerate(scenes[case.branches]):
             quick = number % 2 == 0 and place == number // 2 % len(scenes[case.branches])
@@ -57,7 +58,7 @@ def played_on_a_gpu() -> Iterator[Any]:
 
 
 def check_case(drafting: Drafting, scene: str, settings: dict[str, Any]) -> Engine:
-    """Play a scene; the engine that played it."""
+    """Run a scene and check its texts. Returns the last engine of the scene."""
     outcome, engines = play(scene, lambda **given: drafting.engine(**{**settings, **given}))
     if drafting.drafts:
         check(drafting.pair.target, outcome, drafting.texts, engines)
@@ -68,7 +69,7 @@ def check_case(drafting: Drafting, scene: str, settings: dict[str, Any]) -> Engi
 
 
 @pytest.mark.parametrize(("drafting", "page", "scene"), list(played()), indirect=["drafting"])
-def test_output_with_a_drafter_is_output_without(drafting: Drafting, page: int, scene: str) -> None:
+def test_output_with_a_drafter_equals_output_without(drafting: Drafting, page: int, scene: str) -> None:
     check_case(drafting, scene, {"page_size": page})
 
 

@@ -1,6 +1,6 @@
-"""What is particular to the flashinfer backend; its wrappers are emulated, and CUDA graphs replayed.
+"""Tests of the flashinfer backend only, with emulated wrappers and emulated CUDA graphs.
 
-That it changes no drafter's text is shown in `test_every_drafter`.
+`test_every_drafter` shows that the backend changes no text with any drafter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,17 @@ from tests.lossless.test_equality import FAMILIES
 from tests.support.engines import plain, random_head, random_target, request, run, speculative, tokens_of
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
-KERNELS = (accept, draw, indices, kv_move, mask, sampling, topk, tree, tree_attention)  # modules that choose one
+KERNELS = (
+    accept,
+    draw,
+    indices,
+    kv_move,
+    mask,
+    sampling,
+    topk,
+    tree,
+    tree_attention,
+)  # modules that choose between kernel and torch
 
 
 @eagle_is_slow
@@ -41,7 +51,7 @@ KERNELS = (accept, draw, indices, kv_move, mask, sampling, topk, tree, tree_atte
 def test_captured_cycles_with_other_trees_and_modes_give_the_plain_text(
     pair: Pair, texts: Mapping[str, Sequence[int]], steps: int, topk: int, page: int, modes: dict[str, Any]
 ) -> None:
-    """Beams, and what is chosen where nothing is asked for."""
+    """The mode "beams", and the default modes."""
     settings = {"page_size": page, **as_on_a_gpu(), **modes}
     outcome, engines = play(
         "batch", lambda **given: speculative(pair.target, pair.head, steps, topk, **{**settings, **given})
@@ -65,7 +75,7 @@ def test_batches_beyond_the_largest_graph_are_launched_eagerly_with_the_same_tex
 def test_the_workspace_is_large_enough_for_batches_beyond_the_largest_graph(
     pair: Pair, texts: Mapping[str, Sequence[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once graphs hold its address it cannot grow; rounding up to megabytes hides that from a model this small."""
+    """The workspace cannot grow once graphs hold its address. `_STEP` = 1: rounding up to megabytes would hide this."""
     monkeypatch.setattr(workspace, "_STEP", 1)
     assert tokens_of(run(speculative(pair.target, pair.head, **as_on_a_gpu((1, 2))), REQUESTS)) == texts
 
@@ -78,7 +88,7 @@ def test_plain_decoding_is_captured_too(pair: Pair, texts: Mapping[str, Sequence
 
 
 def with_windows() -> Iterator[Any]:
-    """(how attention is computed, family): all of them. The quick round has both families, and both ways to verify."""
+    """All (attention mode, family). The quick round has both families and both modes of verification."""
     quick = [("cascade", "qwen2, window 5 in one layer"), ("beams", "mistral, window 7")]
     for modes in ("mask", "cascade", "beams"):
         for family in ("mistral, window 7", "qwen2, window 5 in one layer"):
@@ -86,7 +96,7 @@ def with_windows() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("modes", "family"), list(with_windows()))
-def test_sliding_windows_are_measured_along_the_path(family: str, modes: str) -> None:
+def test_sliding_windows_count_positions_along_the_path(family: str, modes: str) -> None:
     target = random_target(48, seed=3, **FAMILIES[family])
     prompts = torch.randint(1, 48, (3, 40), generator=torch.Generator().manual_seed(8)).tolist()
     requests = [
@@ -114,7 +124,7 @@ def test_sliding_windows_are_measured_along_the_path(family: str, modes: str) ->
 def test_the_gpu_kernels_in_the_cycle_give_the_plain_text(
     pair: Pair, texts: Mapping[str, Sequence[int]], monkeypatch: pytest.MonkeyPatch, topk: int, sizes: tuple[int, ...]
 ) -> None:
-    """Every operation of the cycle by its Triton kernel, interpreted."""
+    """Every operation of the cycle runs its Triton kernel, in the interpreter."""
     launched: set[str] = set()
     for module in KERNELS:
 
@@ -125,10 +135,13 @@ def test_the_gpu_kernels_in_the_cycle_give_the_plain_text(
         monkeypatch.setattr(module, "on_gpu", chosen)
     modes = {"verify_attention": "cascade", "draft_attention": "mask"}
     engine = speculative(pair.target, pair.head, 2, topk, **as_on_a_gpu(sizes), **modes)
-    short = [replace_tokens(REQUESTS[i], 5) for i in (0, 6)]  # greedy, and drawn with top-k and top-p
+    short = [replace_tokens(REQUESTS[i], 5) for i in (0, 6)]  # greedy, and sampled with top-k and top-p
     outcome = tokens_of(run(engine, short))
     assert outcome == {each.request_id: texts[each.request_id][:5] for each in short}
-    unused = {"eagle_server.ops.kv_move", "eagle_server.ops.tree_attention"}  # a chain stays where it is
+    unused = {
+        "eagle_server.ops.kv_move",
+        "eagle_server.ops.tree_attention",
+    }  # a chain needs no compaction and no tree mask
     assert launched == {module.__name__ for module in KERNELS} - (unused if topk == 1 else set())
 
 

@@ -1,4 +1,4 @@
-"""A grammar means under speculation what it means without: the same text, which follows it."""
+"""With a grammar, output with speculation equals output without, and it matches the grammar."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def target() -> TargetModel:
 
 @pytest.fixture(scope="module")
 def texts(target: TargetModel) -> dict[str, Finished]:
-    """What plain decoding writes, one request at a time."""
+    """Outputs of plain decoding, one request at a time."""
     engine = plain(target, stand_ins=TOKENIZER)
     return {each.request_id: run(engine, [each])[each.request_id] for each in requests()}
 
@@ -43,7 +43,7 @@ def requests(**settings: Any) -> list[Request]:
     for number, kind in enumerate(KINDS):
         for temperature in (0.0, 1.0):
             own: dict[str, Any] = {"grammar": kind and GRAMMARS[kind], "seed": number, "temperature": temperature}
-            if kind is not None:  # a random target would write nothing but the space between JSON's parts
+            if kind is not None:  # a random target would write only the white space that JSON allows
                 own["logit_bias"] = tuple((1 + string.printable.index(space), -100.0) for space in " \t\n\r")
             own |= {"max_tokens": 40, "presence_penalty": 0.5 * (number % 2), **settings}
             out.append(request(f"{kind} {temperature:g}", PROMPT[number:], **own))
@@ -63,7 +63,7 @@ def spelled(finished: Finished) -> str:
     return tokenizer.decode(finished.tokens, skip_special_tokens=True)
 
 
-def test_plain_texts_follow_their_grammars(texts: dict[str, Finished]) -> None:
+def test_plain_texts_match_their_grammars(texts: dict[str, Finished]) -> None:
     ended = {name: spelled(text) for name, text in texts.items() if text.reason is FinishReason.STOP}
     for name, text in ended.items():
         kind = name.split()[0]
@@ -78,7 +78,7 @@ def test_plain_texts_follow_their_grammars(texts: dict[str, Finished]) -> None:
 
 @pytest.mark.parametrize("build", [eagle3, ngram])
 @pytest.mark.parametrize("scene", ["batch", "preempted"])
-def test_texts_with_speculation_are_those_without(
+def test_texts_with_speculation_equal_texts_without(
     target: TargetModel, texts: dict[str, Finished], build: Any, scene: str
 ) -> None:
     settings = {"batch": {}, "preempted": {"max_total_tokens": 260, "page_size": 4}}[scene]
@@ -88,9 +88,9 @@ def test_texts_with_speculation_are_those_without(
         assert (outcome[name].tokens, outcome[name].reason) == (text.tokens, text.reason), name
     if scene == "preempted":
         assert engine.stats().preemptions > 0
-    constrained = [outcome[name].spec for name in texts if not name.startswith("None")]
-    accepted = sum(spec.accepted for spec in constrained if spec is not None)
-    assert 0 < accepted < sum(spec.drafted for spec in constrained if spec is not None)
+    with_grammar = [outcome[name].spec for name in texts if not name.startswith("None")]
+    accepted = sum(spec.accepted for spec in with_grammar if spec is not None)
+    assert 0 < accepted < sum(spec.drafted for spec in with_grammar if spec is not None)
 
 
 def test_prompts_in_the_cache_change_nothing(target: TargetModel, texts: dict[str, Finished]) -> None:
@@ -101,7 +101,7 @@ def test_prompts_in_the_cache_change_nothing(target: TargetModel, texts: dict[st
     assert {name: finished.tokens for name, finished in outcome.items()} == {n: t.tokens for n, t in texts.items()}
 
 
-def test_what_cannot_be_followed_is_refused_and_disturbs_nobody(
+def test_an_invalid_grammar_is_refused_and_other_requests_do_not_change(
     target: TargetModel, texts: dict[str, Finished]
 ) -> None:
     wrong = {
@@ -117,7 +117,7 @@ def test_what_cannot_be_followed_is_refused_and_disturbs_nobody(
     assert outcome[name].tokens == texts[name].tokens
 
 
-def test_neighbours_go_on_and_aborts_are_answered_while_a_grammar_is_compiled(target: TargetModel) -> None:
+def test_other_requests_run_and_aborts_are_answered_while_a_grammar_is_compiled(target: TargetModel) -> None:
     engine = eagle3(target)
     large = {"type": "object", "properties": {f"key{i}": {"type": "string", "maxLength": 99} for i in range(40)}}
     grammar = Grammar(kind="json_schema", source=json.dumps(large))
@@ -131,25 +131,28 @@ def test_neighbours_go_on_and_aborts_are_answered_while_a_grammar_is_compiled(ta
 
 
 LETTERS = Grammar(kind="regex", source="(([a-m][n-z]){1,2}[A-Z0-9]|[0-9]{2}[ab ]|[C-Z][c-x]{3}){12}")
-FREE, FOLLOWING = [0, 1], [2, 3, 4]
+WITHOUT_GRAMMAR, WITH_GRAMMAR = [0, 1], [2, 3, 4]
 
 
 def joined() -> tuple[list[Request], dict[int, list[Request]]]:
-    """Two requests that may write anything, and three that join them and may not, and that tell of their trees."""
-    settings = [{"temperature": 0.7 * (n % 2), "seed": n, "ignore_eos": n in FREE, "max_tokens": 40} for n in range(5)]
-    free = [request(n, prompt(20 + n, n), **settings[n]) for n in FREE]
-    following = [request(n, prompt(9 + n, n), grammar=LETTERS, **settings[n]) for n in FOLLOWING]
-    return free, {3: [with_fields(each, trees=True) for each in following]}
+    """Two requests without a grammar, and three that join them with a grammar and return their trees."""
+    settings = [
+        {"temperature": 0.7 * (n % 2), "seed": n, "ignore_eos": n in WITHOUT_GRAMMAR, "max_tokens": 40}
+        for n in range(5)
+    ]
+    free = [request(n, prompt(20 + n, n), **settings[n]) for n in WITHOUT_GRAMMAR]
+    with_grammar = [request(n, prompt(9 + n, n), grammar=LETTERS, **settings[n]) for n in WITH_GRAMMAR]
+    return free, {3: [with_fields(each, trees=True) for each in with_grammar]}
 
 
-# Every drafter that asks the grammar. The quick round has the mixture instead of the two that it is made of.
+# Every drafter that uses the token mask. The quick round has the mixture instead of its two sources.
 SLOWER = ("EAGLE3", "NGRAM, shared", "EAGLE3 static tree", "STANDALONE", "REDRAFTER")
 DRAFTERS = ["MEDUSA unsorted", "EAGLE3+NGRAM", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOWER)]
 
 
 @pytest.mark.parametrize("drafting", DRAFTERS, indirect=True)
-def test_no_drafter_guesses_what_a_grammar_refuses(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where cycles without grammars are captured and replayed before, between and after the others."""
+def test_no_drafter_drafts_what_a_grammar_forbids(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With emulated graphs: cycles without grammars are captured and replayed before, between and after the others."""
     file = str(drafting.pair.directory / "tokenizer.json")
     settings = as_on_a_gpu()
     settings["stand_ins"]["tokenizer"] = reading = lambda: Tokenizer.from_file(file)
@@ -171,19 +174,19 @@ def test_no_drafter_guesses_what_a_grammar_refuses(drafting: Drafting, monkeypat
     expected = run(slow, [*free, *joining[3]])
     assert {n: f.tokens for n, f in outcome.items()} == {n: f.tokens for n, f in expected.items()}
     compiled = Grammars(reading, 64, [63]).compile(LETTERS).result()
-    for number in map(str, FOLLOWING):
-        grammar_matcher, text, guesses = compiled.follow(0, [63]), list[int](), 0
+    for number in map(str, WITH_GRAMMAR):
+        grammar_matcher, text, drafted = compiled.matcher(0, [63]), list[int](), 0
         for tree, tokens in [(tree, tokens) for name, tree, tokens in trees if name == number]:
             for node in range(1, 0 if tree is None else len(tree.token_ids)):
                 *path, token = path_to(tree, node)
                 mask = grammar_matcher.mask(text, tuple(path))
                 assert mask is not None, (text, path)
                 assert allows(mask, token), (text, path, token)
-                guesses += 1
+                drafted += 1
             text += tokens
         spec = outcome[number].spec
         assert spec is not None
-        assert 0 < spec.accepted < spec.drafted == guesses
+        assert 0 < spec.accepted < spec.drafted == drafted
 
 
 def path_to(tree: DraftTree | None, node: int) -> list[int]:

@@ -1,6 +1,7 @@
-"""What the prefix cache keeps is what a plain causal pass over its tokens would have written, in target and draft pool.
+"""Cached KV equals the KV of a plain causal pass over the same tokens, in the target pool and in the draft pool.
 
-Wrong target KV changes texts. Wrong draft KV changes none: it only costs acceptance, so it is looked at here directly.
+Wrong target KV changes texts, which other tests find. Wrong draft KV only lowers the acceptance, so these tests compare
+the KV itself.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TOLERANCE = 1e-4
 
 
 def cached_texts(radix: RadixCache) -> Iterator[tuple[list[int], list[int]]]:
-    """Every path to a leaf: its pages, and their tokens with the one that follows the last slot."""
+    """Every path to a leaf, as (tokens, pages). The tokens include the one after the last slot."""
 
     def descend(node: Node, keys: list[int], pages: list[int]) -> Iterator[tuple[list[int], list[int]]]:
         keys, pages = keys + node.keys.tolist(), pages + node.pages
@@ -40,7 +41,7 @@ def cached_texts(radix: RadixCache) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def worst_cached_slot(pair: Pair, engine: Engine) -> tuple[float, float, int]:
-    """(largest error of target KV, of draft KV, how many slots were compared); NaN if anything is poisoned."""
+    """(largest error of target KV, of draft KV, number of compared slots). An error is NaN if a slot is poisoned."""
     radix = engine.scheduler.kv.radix
     assert radix is not None
     target_pool, draft_pool = pools(engine)
@@ -64,7 +65,7 @@ def difference(pool: Pool, slots: Tensor, dense: Recording) -> Tensor:
 
 
 def busy_engine(pair: Pair, page: int, topk: int) -> Engine:
-    """An engine that has prefilled in chunks, joined, preempted, resumed, shared, aborted and evicted."""
+    """An engine after chunked prefills, joining requests, preemptions, resumptions, prefix hits, aborts, evictions."""
     generator = torch.Generator().manual_seed(page)
     texts = torch.randint(0, 62, (14, 60), generator=generator).tolist()
     lengths = torch.randint(8, 60, (14,), generator=generator).tolist()

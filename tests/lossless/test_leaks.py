@@ -1,4 +1,4 @@
-"""Random requests with aborts, preemptions and failures: no page is lost, nothing is kept, and no text changes."""
+"""Random requests with aborts, preemptions and failures: no page is lost, no reference stays, and no text changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOCAB, ROWS = 24, 12
 
 
 def random_requests(rng: random.Random, count: int) -> list[Request]:
-    """Prompts begin in one of a few ways, so that they hit the cache; now and then one can never be served."""
+    """Prompts share a few beginnings, so that they hit the cache. A few requests can never be served."""
     beginnings = [[rng.randrange(1, VOCAB) for _ in range(40)] for _ in range(4)]
     requests = []
     for i in range(count):
@@ -49,7 +49,7 @@ def random_requests(rng: random.Random, count: int) -> list[Request]:
 
 
 def disturbed(engine: Engine, requests: list[Request], rng: random.Random) -> dict[str, Finished]:
-    """Requests arrive in bursts; one in eight is aborted, wherever it is by then."""
+    """Run requests that arrive in bursts. One in eight is aborted, in any state."""
     arrivals: dict[int, list[Request]] = {}
     cycle = 0
     for each in requests:
@@ -70,7 +70,7 @@ def disturbed(engine: Engine, requests: list[Request], rng: random.Random) -> di
 
 
 def fail_now_and_then(engine: Engine, every: int) -> None:
-    """In one of so many cycles the target's logits of the youngest decoding request are not finite."""
+    """Once per `every` cycles, the target's logits of the youngest decoding request become NaN."""
     verifier, original, cycles = engine.worker.verifier, engine.worker.verifier.verify, 0
 
     def failing(batch: DecodeBatch, tree: EagleVerifyInput) -> Verified:
@@ -88,7 +88,7 @@ def fail_now_and_then(engine: Engine, every: int) -> None:
 
 
 def texts_seen(engine: Engine) -> dict[int, list[int]]:
-    """By id, every request's list of tokens that the engine works on from now on; filled while it runs."""
+    """A dict that receives the token list of every request that runs from now on, by id()."""
     worker, original, seen = engine.worker, engine.worker.run, dict[int, list[int]]()
 
     def watched(plan: CyclePlan) -> CycleResult:
@@ -99,8 +99,8 @@ def texts_seen(engine: Engine) -> dict[int, list[int]]:
     return seen
 
 
-def kept_texts(engine: Engine, seen: dict[int, list[int]]) -> int:
-    """How many of the texts something still refers to, one cycle after the last of their requests has ended."""
+def leaked_texts(engine: Engine, seen: dict[int, list[int]]) -> int:
+    """How many references to the texts remain, one cycle after their last request has ended."""
     texts = list(seen.values())
     run(engine, [request("one more cycle", [1, 2, 3], max_tokens=2)])
     seen.clear()
@@ -150,18 +150,18 @@ def test_a_thousand_requests_with_aborts_and_preemptions_leave_nothing_behind() 
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, dict[str, Finished]]:
-    """Per target, what plain decoding writes for the requests of the test below; filled by its first drafter."""
+    """Per target, the outputs of plain decoding for the requests of the next test. The first drafter fills it."""
     return {}
 
 
-# The quick round has a head with KV of its own beside the tries, which keep most by row.
+# The quick round has a head with its own KV and the tries, which keep the most state per request.
 QUICK = {"EAGLE3+NGRAM"}
 CASES_BY_TIME = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,)) for name in CASES]
 
 
 @pytest.mark.parametrize("drafting", CASES_BY_TIME, indirect=True)
-def test_nothing_of_a_request_outlives_it(drafting: Drafting, undisturbed: dict[str, dict[str, Finished]]) -> None:
-    """However it ends: pages, rows, and what a drafter keeps by row; and whoever fails takes nobody with it."""
+def test_no_state_of_a_request_outlives_it(drafting: Drafting, undisturbed: dict[str, dict[str, Finished]]) -> None:
+    """Pages, request slots and the drafter's state are freed, however a request ends. A failure affects no others."""
     rng = random.Random(1)
     requests = [*random_requests(rng, 60), request("never served", [1], max_tokens=CONTEXT)]
     growing = [
@@ -175,7 +175,7 @@ def test_nothing_of_a_request_outlives_it(drafting: Drafting, undisturbed: dict[
     engine = drafting.engine(max_total_tokens=110 + 2 * window, max_running_requests=ROWS, chunked_prefill_size=48)
     fail_now_and_then(engine, every=20)
     seen = texts_seen(engine)
-    for each in growing:  # more than the pool can hold at their end, so that one is preempted
+    for each in growing:  # they outgrow the pool, so that one is preempted
         engine.add(each)
 
     outcome = disturbed(engine, requests, rng)
@@ -190,21 +190,21 @@ def test_nothing_of_a_request_outlives_it(drafting: Drafting, undisturbed: dict[
     assert all(slack(exact, each, expected[each.request_id].tokens) < NEAR_TIE for each in departed)
     assert len(departed) <= 1
     assert len(seen) > 30
-    assert kept_texts(engine, seen) == 0
+    assert leaked_texts(engine, seen) == 0
     check_everything_is_free(engine)
 
 
 @pytest.mark.parametrize("drafting", ["NGRAM"], indirect=True)
-def test_a_drafter_that_forgets_nothing_is_caught(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_keeps_its_state_is_caught(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NgramTries, "forget", lambda *_: None)
     engine = drafting.engine(max_running_requests=ROWS)
     seen = texts_seen(engine)
     run(engine, [request(i, [1, 2, 1, 2, i]) for i in range(3)])
-    assert kept_texts(engine, seen) > 0
+    assert leaked_texts(engine, seen) > 0
 
 
 def is_right(finished: Finished, expected: Finished) -> bool:
-    """A text that was aborted or failed is the beginning of the whole one; a refused one is empty."""
+    """Whether the text is as expected. An aborted or failed text is a prefix of it; a refused text is empty."""
     if finished.reason in (FinishReason.ABORT, FinishReason.REFUSED, FinishReason.ERROR):
         return finished.tokens == expected.tokens[: len(finished.tokens)]
     return finished.tokens == expected.tokens and finished.reason is expected.reason

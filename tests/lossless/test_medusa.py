@@ -1,4 +1,4 @@
-"""Medusa beyond what `test_every_drafter` shows: trees of other shapes, worthwhile heads, shared lm_heads."""
+"""Medusa tests beyond `test_every_drafter`: other trees, useful heads, a shared lm_head."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_other_trees_give_the_plain_text_too(medusa: Pair, texts: Mapping[str, S
     check(medusa.target, outcome, texts, engines)
 
 
-def test_heads_are_worth_more_than_one_guess(medusa: Pair) -> None:
-    """Every depth of the tree is accepted at times: the heads read the right feature and guess the right positions."""
+def test_deep_trees_accept_more_than_one_head(medusa: Pair) -> None:
+    """Cycles accept 0 to 3 tokens, so the heads read the right feature and predict the right positions."""
     engine = engine_of(medusa.target, medusa.head, MC_SIM)
     outcome = run(engine, REQUESTS)
     lengths: list[int] = []

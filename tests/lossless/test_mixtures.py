@@ -1,4 +1,4 @@
-"""Mixtures weigh the opinions of both of their sources."""
+"""A mixture calibrates the drafts of both of its sources."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tests.support.engines import run
 
 
 @pytest.mark.parametrize("drafting", ["MEDUSA+NGRAM", "REDRAFTER+NGRAM, shared", "EAGLE3+NGRAM"], indirect=True)
-def test_both_sources_are_judged(drafting: Drafting) -> None:
-    """The calibration has bins where the head alone, the tries alone and both guessed."""
+def test_both_sources_are_calibrated(drafting: Drafting) -> None:
+    """The calibration has counts for drafts of the head alone and of the tries alone."""
     engine = drafting.engine()
     run(engine, REQUESTS)
-    said = engine.worker.drafter.calibration.expected.view(3, 7, 7).sum(0) > 0  # type: ignore[attr-defined]
-    assert said[2:, :2].any(), "the head alone"
-    assert said[:2, 2:].any(), "the tries alone"
+    counted = engine.worker.drafter.calibration.expected.view(3, 7, 7).sum(0) > 0  # type: ignore[attr-defined]
+    assert counted[2:, :2].any(), "the head alone"
+    assert counted[:2, 2:].any(), "the tries alone"

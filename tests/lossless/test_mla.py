@@ -1,4 +1,4 @@
-"""A DeepSeek target whose own MTP layer drafts, over latent KV: output with speculation is output without."""
+"""A DeepSeek target with latent KV and its MTP layer as the draft: output with speculation equals output without."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.scoring import NEAR_TIE, in_float64, slack
 
 @pytest.fixture(scope="module")
 def mtp_pair(pairs: Pairs) -> Pair:
-    """A random target and an MTP layer that was trained a little, loaded from one directory."""
+    """A random target and a briefly trained MTP layer, loaded from one directory."""
     return pairs.of(nextn)
 
 
@@ -62,7 +62,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize(("family", "kind"), covering(FAMILIES, ["NEXTN", "EAGLE3"], together=1))
 def test_untrained_heads_change_nothing_either(family: str, kind: str) -> None:
-    """An MTP layer, or an EAGLE-3 head with plain attention over an ordinary pool."""
+    """An MTP layer, or an EAGLE-3 head with ordinary attention and an ordinary KV pool."""
     target, mtp = deepseek.random_pair(5, num_hidden_layers=3, **FAMILIES[family])
     requests = [
         request(i, each[: 10 * i + 2], seed=i, temperature=(0.0, 0.7, 1.0)[i % 3], ignore_eos=True)
@@ -78,7 +78,7 @@ def test_untrained_heads_change_nothing_either(family: str, kind: str) -> None:
 
 
 def test_nextn_is_served_from_the_targets_directory_alone(pairs: Pairs, mtp_pair: Pair) -> None:
-    """From the options to the text; an automatic tree for this architecture is a chain of three."""
+    """From options to text. The automatic tree of this architecture is a chain of three."""
     config = Config.model_validate(
         {
             "model": {"model_path": str(mtp_pair.directory), "context_length": 256},

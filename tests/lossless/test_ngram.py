@@ -1,4 +1,4 @@
-"""Mixtures with n-grams beyond what `test_every_drafter` shows: shapes of all kinds, and what they learn."""
+"""Tests of mixtures with n-grams beyond `test_every_drafter`: more tree shapes, and the calibration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = eagle_is_slow
 
 
 def mixed(pair: Pair, **numbers: Any) -> Engine:
-    """The pair's head with n-grams beside it."""
+    """An engine with a mixture of the pair's head and n-grams."""
     return speculative(pair.target, pair.head, **{"num_draft_tokens": 12, "ngram_depth": 5, **numbers})
 
 
@@ -25,7 +25,7 @@ def mixed(pair: Pair, **numbers: Any) -> Engine:
     "shape",
     [
         {"steps": 6, "topk": 1, "num_draft_tokens": 4, "ngram_depth": 2},  # a chain deeper than the tries
-        pytest.param(  # one node for both
+        pytest.param(  # one node for both sources
             {"steps": 1, "topk": 2, "num_draft_tokens": 2, "ngram_depth": 8}, marks=pytest.mark.slow
         ),
         {"steps": 1, "topk": 2, "num_draft_tokens": 40, "ngram_depth": 9},  # more than the head can fill
@@ -41,7 +41,7 @@ def test_any_shape_of_a_mixture_gives_the_same_text(
     assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens
 
 
-def test_a_mixture_learns_what_to_expect_of_its_drafters(pair: Pair) -> None:
+def test_a_mixture_learns_the_acceptance_of_its_sources(pair: Pair) -> None:
     engine = mixed(pair)
     calibration = engine.worker.drafter.calibration  # type: ignore[attr-defined]
     run(engine, REQUESTS)

@@ -1,4 +1,4 @@
-"""ReDrafter beyond what `test_every_drafter` shows: what its head reads, how it is served, what is refused."""
+"""ReDrafter tests beyond `test_every_drafter`: the head's input, its options, and refused settings."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def pair(pairs: Pairs) -> Pair:
 
 
 def test_the_context_is_the_feature_before_each_verified_token(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """h is the target's hidden state of the position before verified_id, however many tokens were accepted."""
+    """The context is the target's hidden state at the position before verified_id, whatever was accepted."""
     seen: list[tuple[int, int, Tensor]] = []
     propose = RedrafterDrafter.propose
 
-    def noting(self: RedrafterDrafter, draft: Tensor, batch: DecodeBatch) -> TreeNodes:
+    def recorded(self: RedrafterDrafter, draft: Tensor, batch: DecodeBatch) -> TreeNodes:
         seen.append((batch.seq_lens_host[0], int(batch.verified_id[0]), draft[0].clone()))
         return propose(self, draft, batch)
 
-    monkeypatch.setattr(RedrafterDrafter, "propose", noting)
+    monkeypatch.setattr(RedrafterDrafter, "propose", recorded)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     target = pair.target
     engine = speculative(target, pair.head, 3, 4, chunked_prefill_size=5)

@@ -1,4 +1,4 @@
-"""What one request asks for holds under speculation, and disturbs no other request."""
+"""The settings of one request hold under speculation, and do not affect other requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def same(one: Finished, other: Finished) -> bool:
 
 
 def close(one: Sequence[TokenLogprob], other: Sequence[TokenLogprob]) -> bool:
-    """The same tokens with the same log-probabilities; alternatives by their values, as near-ties may swap."""
+    """Whether tokens and log-probabilities are equal. Alternatives are compared by value, as near-ties may swap."""
     if [entry.token_id for entry in one] != [entry.token_id for entry in other]:
         return False
     numbers = [[[e.logprob, *(value for _, value in e.top)] for e in entries] for entries in (one, other)]
@@ -79,7 +79,7 @@ def test_a_seed_gives_one_text_and_each_choice_its_own(pair: Pair) -> None:
 
 
 def test_logprobs_are_those_of_the_raw_model_with_and_without_speculation(pair: Pair) -> None:
-    """Whatever temperature, truncation and forbidden tokens do to the draw."""
+    """Temperature, truncation and forbidden tokens change the draw, but not the log-probabilities."""
     stops = tuple(range(0, 62, 3))
     settings: list[dict[str, Any]] = [
         {"logprobs": 0},
@@ -101,7 +101,7 @@ def test_logprobs_are_those_of_the_raw_model_with_and_without_speculation(pair: 
 
 
 def assert_logprobs(entries: Sequence[TokenLogprob], tokens: Sequence[int], logits: Tensor, count: int) -> None:
-    """Entry i is the distribution of logits[i], and its alternatives are the best."""
+    """Assert that entry i has the log-probabilities of logits[i], and that its alternatives are the best tokens."""
     assert [entry.token_id for entry in entries] == list(tokens)
     for entry, row in zip(entries, logits.log_softmax(-1), strict=True):
         assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=TOLERANCE)
@@ -113,7 +113,7 @@ def assert_logprobs(entries: Sequence[TokenLogprob], tokens: Sequence[int], logi
 @pytest.mark.parametrize("chunk", [7, 64])
 @pytest.mark.parametrize("build", [drafting, lambda pair, **settings: plain(pair.target, **settings)])
 def test_prompt_logprobs_equal_a_dense_rescoring(pair: Pair, build: Callable[..., Engine], chunk: int) -> None:
-    """Also where the prompt is cached, where only the prompt is wanted, and where it is one token."""
+    """Also for a cached prompt, for a request without output tokens, and for a prompt of one token."""
     engine = build(pair, chunked_prefill_size=chunk)
     cached = prompt(40, 3)
     run(engine, [request("warm", cached)])
@@ -145,14 +145,14 @@ def test_prompt_logprobs_come_once_and_whole_when_the_request_is_preempted(pair:
 
 
 def watch_cuts(engine: Engine) -> list[int]:
-    """Filled while the engine runs: for every decode that ran past its request's end, how many tokens were cut off."""
+    """A list that receives, for every decode from now on, how many tokens after the request's end were cut off."""
     scheduler, commit, cuts = engine.scheduler, engine.scheduler.commit, list[int]()
 
     def watched(result: CycleResult) -> list[TokenDelta]:
         before = [(each, len(each.tokens)) for each in scheduler.running if not each.prefilling]
         deltas = commit(result)
-        for (sequence, length), emitted in zip(before, result.decodes, strict=True):
-            cuts.append(len(emitted.tokens) - (len(sequence.tokens) - length))
+        for (sequence, length), output in zip(before, result.decodes, strict=True):
+            cuts.append(len(output.tokens) - (len(sequence.tokens) - length))
         return deltas
 
     scheduler.commit = watched  # type: ignore[method-assign]
@@ -178,7 +178,7 @@ def test_max_tokens_cuts_inside_an_accepted_path(pair: Pair, temperature: float)
 
 @each_temperature
 def test_stop_tokens_cut_inside_an_accepted_path(pair: Pair, temperature: float) -> None:
-    """Every token of a text is made a stop in turn: the text ends with its first occurrence."""
+    """Each token of a text is the stop token of one request. The request ends at its first occurrence."""
     settings = {"temperature": temperature, "ignore_eos": True, "max_tokens": 20}
     whole = run(plain(pair.target), [request(i, prompt(12, i), seed=i, **settings) for i in range(4)])
     requests = [
@@ -215,7 +215,7 @@ def test_the_end_of_sequence_ends_a_text_unless_it_is_ignored(pair: Pair) -> Non
 
 
 @each_temperature
-def test_min_tokens_forbids_stops_until_then_and_not_longer(pair: Pair, temperature: float) -> None:
+def test_min_tokens_forbids_stops_before_it_and_not_after(pair: Pair, temperature: float) -> None:
     stops = tuple(range(0, 62, 2))
     lengths = range(1, 20, 3)
     requests = [
@@ -236,7 +236,7 @@ def test_min_tokens_forbids_stops_until_then_and_not_longer(pair: Pair, temperat
     assert min(beyond) == 1, "a stop may follow at once"
 
 
-def test_a_broken_head_costs_acceptance_and_nothing_else(pair: Pair) -> None:
+def test_a_broken_head_only_lowers_acceptance(pair: Pair) -> None:
     """NaN from a head never reaches a text."""
     requests = [request(i, prompt(20, i), seed=i, **SAMPLED) for i in range(4)]
 

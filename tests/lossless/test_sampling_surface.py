@@ -1,7 +1,7 @@
-"""Every sampling parameter means under speculation what it means without: alone, all together, and in any batch.
+"""Every sampling parameter has the same effect with and without speculation: alone, all together, and in any batch.
 
-The expected texts are written by plain Python over float64 logits (tests/support/sampling_reference.py), one token at a
-time, so that plain decoding and verification cannot be wrong together.
+The expected texts come from plain Python over float64 logits, one token at a time
+(tests/support/sampling_reference.py). So the tests find errors that plain decoding and verification have in common.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROMPT = prompt(37, 5)
 
 
 def surface(free: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Settings by name, for the prompt whose `free` output they are to change."""
+    """Settings by name. Each changes the output of the prompt, which is `free` without them."""
     half = tuple(range(0, VOCAB, 2))
     words = ((free[0], free[1]), tuple(free[3:6]), (PROMPT[-1], free[0]), (free[7],), (1, 2, 3, 4, 5))
     biases = ((free[2], -3.0), (free[5], 1.5), (free[8], -100.0), (7, 2.5))
@@ -76,7 +76,7 @@ def surface(free: Sequence[int]) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Case:
-    """Requests, with the texts that they must give."""
+    """Requests and their expected texts."""
 
     requests: list[Request]
     texts: dict[str, list[int]]
@@ -84,7 +84,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case(pair: Pair) -> Case:
-    """Every parameter at temperature 0 and 0.8, each of which changes its text, by draws that are no near-ties."""
+    """Every parameter at temperature 0 and 0.8. Each changes the text, and no draw is a near-tie."""
     exact = in_float64(pair.target)
     requests, texts = [], {}
     for temperature in (0.0, 0.8):
@@ -108,19 +108,19 @@ def case(pair: Pair) -> Case:
 
 
 def alone(build: Callable[..., Engine], requests: list[Request]) -> dict[str, Finished]:
-    """Everything at once asked for, and a few more, one after the other in one engine: rows are used again."""
+    """Requests with all parameters at once, and a few more, one after the other: request slots are reused."""
     engine = build(disable_radix_cache=True)
     return {name: finished for each in requests[::-4] for name, finished in run(engine, [each]).items()}
 
 
 def batch(build: Callable[..., Engine], requests: list[Request]) -> dict[str, Finished]:
-    """They join over several cycles, with prompts in chunks."""
+    """Requests arrive over several cycles, with chunked prompts."""
     engine = build(chunked_prefill_size=16, max_running_requests=8)
     return run(engine, requests[:5], joining={2: requests[5:9], 3: requests[9:14], 7: requests[14:]})
 
 
 def preempted(build: Callable[..., Engine], requests: list[Request]) -> dict[str, Finished]:
-    """The pool holds four as they are admitted and not a page more, so that the youngest must go."""
+    """The pool holds exactly four requests at admission, so that the youngest is preempted."""
     sized = build(disable_radix_cache=True)
     kv, window = sized.scheduler.kv, sized.scheduler.limits.window
     pages = 4 * kv.pages_for(len(PROMPT) + window)
@@ -160,7 +160,7 @@ def mixture(pair: Pair, **settings: Any) -> Engine:
 
 
 def captured(pair: Pair, **settings: Any) -> Engine:
-    """Batches padded for graphs."""
+    """An engine with emulated graphs, so that batches are padded."""
     return dynamic(pair, **{**as_on_a_gpu(), **settings})
 
 
@@ -203,13 +203,13 @@ def test_speculative_text_is_the_references(
 
 
 def test_every_parameter_was_speculated_with(pair: Pair, case: Case) -> None:
-    """Drafts of every single request are accepted, and refused."""
+    """Every request has accepted drafts and rejected drafts."""
     for name, finished in run(dynamic(pair), case.requests).items():
         assert finished.spec is not None
         assert 0 < finished.spec.accepted < finished.spec.drafted, name
 
 
-def test_log_probabilities_are_the_raw_models_whatever_is_asked_for(pair: Pair, case: Case) -> None:
+def test_log_probabilities_are_the_raw_models_for_all_parameters(pair: Pair, case: Case) -> None:
     exact = in_float64(pair.target)
     for build in (lambda pair: plain(pair.target), dynamic, ngram):
         outcome = run(build(pair), [with_prompt_logprobs(each) for each in case.requests])
@@ -235,8 +235,8 @@ PATH_DEPENDENT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "name", ["repetition", "words", *(pytest.param(n, marks=slow) for n in ("frequency", "presence"))]
 )
-def test_nodes_that_forget_their_path_are_caught(pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The penalizer_state of the root at every node would be a relaxed rule."""
+def test_transforms_that_ignore_the_path_are_caught(pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant uses the root's penalizer state at every node."""
     settings = {"temperature": 0.5, "ignore_eos": True, **PATH_DEPENDENT[name]}
     requests = [request(seed, PROMPT[seed:], seed=seed, **settings) for seed in range(8)]
     expected = tokens_of(run(plain(pair.target), requests))
@@ -246,7 +246,7 @@ def test_nodes_that_forget_their_path_are_caught(pair: Pair, name: str, monkeypa
 
 
 @pytest.mark.parametrize("drafter", [*(pytest.param(d, marks=slow) for d in ("dynamic", "ngram")), "mixture"])
-def test_requests_without_speculation_leave_it_to_their_neighbours(pair: Pair, case: Case, drafter: str) -> None:
+def test_requests_without_speculation_do_not_disable_it_for_others(pair: Pair, case: Case, drafter: str) -> None:
     requests = [with_fields(each, speculative=number % 2 == 0) for number, each in enumerate(case.requests[:8])]
     outcome = run(DRAFTERS[drafter](pair), requests)
     whole = run(DRAFTERS[drafter](pair), case.requests[:8])
@@ -255,20 +255,20 @@ def test_requests_without_speculation_leave_it_to_their_neighbours(pair: Pair, c
         spec = outcome[each.request_id].spec
         if not each.speculative:
             assert spec is None
-        elif drafter != "mixture":  # whose trees depend on what all requests had accepted
+        elif drafter != "mixture":  # a mixture's trees depend on the accepted drafts of all requests
             assert spec == whole[each.request_id].spec
 
 
 def outcomes(pair: Pair, asked: Request) -> list[tuple[list[int], FinishReason | None, str | None]]:
-    """Text, reason and error, plain and speculative."""
+    """(text, reason, error) with plain decoding, with dynamic trees and with n-grams."""
     builds: tuple[Any, ...] = (lambda pair: plain(pair.target), dynamic, ngram)
     found = [run(build(pair), [asked])[asked.request_id] for build in builds]
     return [(each.tokens, each.reason, each.error) for each in found]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_dead_end_is_an_error_of_its_request_unless_its_text_ends_before(pair: Pair, temperature: float) -> None:
-    """Only 5 is allowed, and not three in a row. The prompt makes n-grams draft across the dead end."""
+def test_a_request_fails_when_no_token_is_allowed_unless_it_ends_before(pair: Pair, temperature: float) -> None:
+    """Only token 5 is allowed, but not three times in a row. The prompt makes n-grams draft more than two."""
     settings = {"allowed_token_ids": (5,), "bad_words": ((5, 5, 5),), "temperature": temperature, "logprobs": 0}
     for length, reason in ((1, FinishReason.LENGTH), (2, FinishReason.LENGTH), (3, FinishReason.ERROR)):
         asked = request("a", [7, 5, 5, 5, 5, 5, 7, 5, 5, 5, 5, 7], max_tokens=length, **settings)
@@ -301,7 +301,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_what_cannot_be_served_is_refused_and_disturbs_nobody(pair: Pair, case: Case) -> None:
+def test_an_invalid_parameter_is_refused_and_other_requests_do_not_change(pair: Pair, case: Case) -> None:
     engine = dynamic(pair)
     wrong = [request(reason, PROMPT, **settings) for reason, settings in REFUSED.items()]
     outcome = run(engine, [*wrong, case.requests[0]])

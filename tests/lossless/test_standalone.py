@@ -1,4 +1,4 @@
-"""A language model that drafts for another changes no text; and what it is shown is the whole text, in its places."""
+"""A draft model changes no text, and it sees the whole text at the right positions."""
 
 from __future__ import annotations
 
@@ -77,22 +77,22 @@ def latent() -> TargetModel:
 def test_a_draft_that_is_the_target_is_accepted_whole_in_every_cycle(
     family: Callable[[], TargetModel], machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The proof that it reads every token, the first too, in its place, after hits, chunks and preemption alike."""
+    """This shows that the draft model sees every token at its position, after prefix hits, chunks and preemption."""
     target, steps = family(), 4
     expected = run(plain(target), GREEDY)
     exact = in_float64(target)
     assert min(slack(exact, each, expected[each.request_id].tokens) for each in GREEDY) > NEAR_TIE
-    emitted: list[int] = []
+    lengths: list[int] = []
     cycle = Worker.run
 
-    def noting(self: Worker, plan: CyclePlan) -> CycleResult:
+    def recorded(self: Worker, plan: CyclePlan) -> CycleResult:
         result = cycle(self, plan)
-        emitted.extend(
+        lengths.extend(
             len(each.tokens) for each, decode in zip(result.decodes, plan.decodes, strict=True) if decode.text
         )
         return result
 
-    monkeypatch.setattr(Worker, "run", noting)
+    monkeypatch.setattr(Worker, "run", recorded)
     roomy = speculative(target, DraftLM(target), steps, 1, chunked_prefill_size=16, **on(machine))
     for again in (False, True):
         outcome = run(roomy, GREEDY[:2], joining={3: GREEDY[2:4], 6: GREEDY[4:]})
@@ -101,8 +101,8 @@ def test_a_draft_that_is_the_target_is_accepted_whole_in_every_cycle(
     small = speculative(target, DraftLM(target), steps, 1, max_total_tokens=120, **on(machine))
     assert tokens_of(run(small, GREEDY)) == tokens_of(expected)
     assert small.stats().preemptions > 0
-    assert len(emitted) > 50
-    assert set(emitted) == {steps + 1}
+    assert len(lengths) > 50
+    assert set(lengths) == {steps + 1}
 
 
 @pytest.mark.parametrize("algorithm", ["STANDALONE", "STANDALONE+NGRAM"])

@@ -1,4 +1,4 @@
-"""The option that asks for a static tree."""
+"""The option for a static tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Greedy output is what transformers' generate writes."""
+"""Greedy output equals the output of transformers' generate."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_greedy_output_equals_transformers_generate(pair: Pair, topk: int, page:
         settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
         written = theirs.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
         finished = outcome[each.request_id]
-        assert slack(exact, each, written) > NEAR_TIE  # so that equality is owed
+        assert slack(exact, each, written) > NEAR_TIE  # otherwise the outputs may differ
         assert finished.tokens == written
         assert finished.reason is (FinishReason.STOP if written[-1] in ends else FinishReason.LENGTH)
     assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens

@@ -41,7 +41,7 @@ def pair(
 
 
 class DenseWindows:
-    """`BoundAttention` by dense causal attention, with a mask for the sliding window of each layer."""
+    """`BoundAttention`: dense causal attention, with a mask for each layer's sliding window."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length = batch, length

@@ -1,4 +1,4 @@
-"""Targets run by transformers' code: logits over paged KV and the engine's texts equal transformers' own."""
+"""Targets that run transformers' code: logits over paged KV and the engine's texts equal those of transformers."""
 
 from __future__ import annotations
 

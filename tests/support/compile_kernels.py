@@ -1,6 +1,6 @@
-"""Compile Triton kernels for Hopper on a machine without one. Run as a program, in a process without the interpreter.
+"""Compile Triton kernels for Hopper on a machine without a GPU. Run it as a program, without Triton's interpreter.
 
-Reads a list of [module, kernel, signature, constants] as JSON, writes a list of what the compiler said: "" is success.
+Reads a JSON list of [module, kernel, signature, constants]. Writes a JSON list of error messages; "" is success.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 
 def compiled(module: str, name: str, signature: dict[str, str], constants: dict[str, object]) -> str:
-    """The error, or "" if a program for sm_90 came out."""
+    """The error message, or "" if the compiler made a program for sm_90."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -20,7 +20,7 @@ def compiled(module: str, name: str, signature: dict[str, str], constants: dict[
     types = {argument: signature.get(argument, "constexpr") for argument in kernel.arg_names}
     try:
         result = triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32))
-    except Exception as error:  # whatever the compiler says is the result
+    except Exception as error:  # any compiler error is a result
         return f"{type(error).__name__}: {error}"
     return "" if result.asm["cubin"] else "no cubin"
 

@@ -1,4 +1,4 @@
-"""Tiny DeepSeek targets with an MTP layer, in the published format: names, experts one by one, one file for both."""
+"""Tiny DeepSeek targets with an MTP layer, in the published format: same names, one tensor per expert, one file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ DEEPSEEK: dict[str, Any] = {
 
 
 def random_pair(seed: int = 0, **settings: Any) -> tuple[TargetModel, MtpHead]:
-    """A random target whose next-token probs have one to two bits, as `training.tiny` makes them, and a random head."""
+    """A random target and a random head. The next-token entropy is one to two bits, as in `training.tiny`."""
     torch.manual_seed(seed)
     config = read_target_config({**DEEPSEEK, **settings})
     target = TargetModel(config, config.max_position)
@@ -69,7 +69,7 @@ def random_pair(seed: int = 0, **settings: Any) -> tuple[TargetModel, MtpHead]:
 
 
 def train(target: TargetModel, head: MtpHead, steps: int = 60) -> None:
-    """Teach the head a little of what the target writes; a few seconds."""
+    """Train the head for a few seconds on texts of the target."""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(target.config.vocab_size, (192, 4), generator=generator)
     texts = continue_texts(target, prompts, 40, torch.tensor([0.0, 1.0, 1.0]).repeat(64), generator)
@@ -85,7 +85,7 @@ def train(target: TargetModel, head: MtpHead, steps: int = 60) -> None:
 
 
 def save(target: TargetModel, head: MtpHead | None, directory: Path, **settings: Any) -> Path:
-    """One checkpoint of target and MTP layer, which brings copies of embedding and head, as published ones do."""
+    """Save target and MTP layer in one checkpoint. Like published ones, it has copies of the embedding and the head."""
     save_checkpoint(target, directory, {**DEEPSEEK, **settings}, torch.float32)
     if head is not None:
         prefix, file = f"model.layers.{target.config.num_layers}.", directory / "model.safetensors"
@@ -99,7 +99,7 @@ def save(target: TargetModel, head: MtpHead | None, directory: Path, **settings:
 
 
 def write_config(directory: Path, **settings: Any) -> None:
-    """Change keys of config.json; None removes one."""
+    """Change keys of config.json. None removes a key."""
     path = directory / "config.json"
     raw = {**json.loads(path.read_text()), **settings}
     path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))

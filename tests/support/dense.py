@@ -1,4 +1,4 @@
-"""Dense forwards of target and head over whole texts: what the paged passes of the engine are compared with."""
+"""Dense forwards of target and head over whole texts. Tests compare the engine's paged forwards with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eagle_server.models.targets.decoder import TargetModel
 
 
 class Recording:
-    """`BoundAttention`: plain causal attention over one sequence, which keeps every layer's keys and values."""
+    """`BoundAttention`: plain causal attention over one sequence. It records the keys and values of every layer."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
@@ -29,20 +29,20 @@ class Recording:
 
 
 def features_of(target: TargetModel, tokens: Sequence[int], attention: Recording | None = None) -> Tensor:
-    """What the target gives a head at every token: the captured streams, or else the last hidden state."""
+    """The head's input features at every token: the captured residual streams, or else the last hidden state."""
     out = target(torch.tensor(tokens), torch.arange(len(tokens)), attention or Recording())
     return out.hidden if out.aux is None else out.aux
 
 
 def extend(head: DraftHead, features: Tensor, tokens: Sequence[int], attention: Recording) -> DraftOutput:
-    """The head over a text: row p pairs features[p] with tokens[p + 1]."""
+    """The head's forward over a text. Row p has features[p] and tokens[p + 1]."""
     return head(torch.tensor(tokens[1:]), head.combine(features), torch.arange(len(tokens) - 1), attention)
 
 
 def follow_path(head: DraftHead, features: Tensor, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
-    """Draft a path one token at a time after a text, each on the feedback of the one before: its logits [path, Vd].
+    """Draft a path after a text, one token at a time, each from the feedback of the previous one. Logits [path, Vd].
 
-    Every step is a causal pass over the whole text and path again, so nothing is shared with any other branch.
+    Every step is a new causal pass over the whole text and path, so it shares nothing with other branches.
     """
     hidden, inputs = head.combine(features), list(tokens[1:])
     last = extend(head, features, tokens, Recording()).feedback[-1:]

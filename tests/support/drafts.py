@@ -1,4 +1,4 @@
-"""Candidate pools drafted from made-up scores, beside plain Python's account of who descends from whom."""
+"""Candidate pools drafted from given scores, and the same trees in plain Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = -1
 
 @dataclass
 class PoolNode:
-    """One entry of a request's pool: what it is, and the pool index of its parent."""
+    """One entry of a request's pool. `parent` is a pool index."""
 
     token: int
     score: float
@@ -24,7 +24,7 @@ class PoolNode:
 
 
 def example_pool() -> tuple[CandidatePool, Frontier]:
-    """cycle.md's worked example: L = 4, K = 2, S = 3. The frontier returned is the last one: nodes 21 and 22."""
+    """The worked example of cycle.md: L = 4, K = 2, S = 3. Returns the last frontier: nodes 21 and 22."""
     pool = CandidatePool(torch.tensor([[11, 12]]), logs([[0.6, 0.3]]))
     first = Frontier.first(logs([[0.6, 0.3]]), torch.tensor([[11, 12]]), torch.zeros(2, 1), window=4)
     children = torch.tensor([[[21, 22], [23, 24]]])
@@ -41,7 +41,7 @@ def logs(values: object) -> Tensor:
 
 
 def draft(first: Tensor, steps: list[Tensor], tokens: list[Tensor]) -> tuple[CandidatePool, list[list[PoolNode]]]:
-    """Draft as the worker does, from log-probabilities: first [bs, K], then [bs, K, K] a step; tokens likewise."""
+    """Draft as the worker does, from log-probabilities: [bs, K] first, then [bs, K, K] per step. Same for tokens."""
     bs, topk = first.shape
     pool = CandidatePool(tokens[0], first)
     frontier = Frontier.first(first, tokens[0], torch.zeros(bs * topk, 1), window=len(steps) * topk)
@@ -65,7 +65,7 @@ def draft(first: Tensor, steps: list[Tensor], tokens: list[Tensor]) -> tuple[Can
 
 
 def best(nodes: list[PoolNode], count: int) -> list[int]:
-    """Pool indices of the `count` best scores, ties and NaN (the worst) to the lower index, in rising order."""
+    """Pool indices of the `count` best scores, in ascending order. Ties go to the lower index. NaN is the worst."""
     worth = [-math.inf if math.isnan(node.score) else node.score for node in nodes]
     return sorted(sorted(range(len(nodes)), key=lambda i: (-worth[i], i))[:count])
 

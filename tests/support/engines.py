@@ -25,7 +25,7 @@ MARGIN = 64  # RoPE rows past the context, for the trees
 
 @dataclass
 class Finished:
-    """Everything that came back for one request, in `deltas` pieces."""
+    """The joined output of one request. `deltas` counts its deltas."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Finished:
 def request(
     name: object, prompt: Sequence[int], *, choice: int = 0, prompt_logprobs: bool = False, **sampling: Any
 ) -> Request:
-    """A request: greedy and 24 tokens long by default."""
+    """A request. By default it is greedy and has 24 output tokens."""
     params = SamplingParams(**{"max_tokens": 24, "seed": 0, "temperature": 0.0, **sampling})
     return Request(
         request_id=str(name),
@@ -67,7 +67,7 @@ def run(
     joining: Mapping[int, Sequence[Request]] | None = None,
     each_cycle: Callable[[int], None] | None = None,
 ) -> dict[str, Finished]:
-    """Run `requests` to their end, and those that join before a given cycle. No page may be lost in any cycle."""
+    """Run `requests`, and those in `joining` from the given cycle on, to their end. Checks the KV pages every cycle."""
     later = dict(joining or {})
     outcome: dict[str, Finished] = {}
     for each in requests:
@@ -92,19 +92,19 @@ def tokens_of(outcome: Mapping[str, Finished]) -> dict[str, list[int]]:
 
 
 def tree_size(steps: int, topk: int) -> int:
-    """The default num_draft_tokens: steps * topk + 1, at most the whole pool and the root."""
+    """The default num_draft_tokens: steps * topk + 1, or the whole pool and the root if that is smaller."""
     return min(steps * topk, topk + (steps - 1) * topk**2) + 1
 
 
 def engine_config(**settings: Any) -> EngineConfig:
-    """A small engine with poisoned free slots. `settings` are fields of `EngineConfig` and of `TreeConfig` alike."""
+    """Config of a small engine with poisoned free slots. `settings` are fields of `EngineConfig` or of `TreeConfig`."""
     numbers = {"context_length": CONTEXT, "max_total_tokens": 4096, "poison": True, **settings}
     tree = {each.name: numbers.pop(each.name) for each in fields(TreeConfig) if each.name in numbers}
     return EngineConfig(tree=TreeConfig(**tree), **numbers)
 
 
 def plain(target: TargetModel, *, stand_ins: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
-    """An engine without speculation; `stand_ins`: assemble's `flashinfer` and `recorder`."""
+    """An engine without speculation. `stand_ins`: `flashinfer`, `recorder` and `tokenizer` of `assemble`."""
     return assemble(target, None, engine_config(**settings), **(stand_ins or {}))
 
 
@@ -124,7 +124,7 @@ def speculative(  # noqa: PLR0913
 def pools(engine: Engine) -> tuple[KVPool, KVPool | None]:
     """The KV pools of target and draft."""
     drafter = engine.worker.drafter
-    attention = getattr(getattr(drafter, "model", drafter), "attention", None)  # of a mixture, its model's
+    attention = getattr(getattr(drafter, "model", drafter), "attention", None)  # a mixture's `model` has the attention
     return engine.worker.verifier.pool, None if attention is None else attention.pool
 
 
@@ -176,6 +176,6 @@ def _randomized(model: Any, seed: int, std: float) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1 or name.endswith("bias"):  # norms are made as ones
+            if parameter.dim() > 1 or name.endswith("bias"):  # norms keep their initial ones
                 parameter.normal_(0.0, std, generator=generator)
     return model.requires_grad_(requires_grad=False).eval()

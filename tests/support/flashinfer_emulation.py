@@ -1,15 +1,15 @@
-"""FlashInfer's paged wrappers in plain torch: the same signatures, the same results, the same traps.
+"""FlashInfer's paged wrappers in plain torch, with the same signatures, results and restrictions.
 
     backend = FlashInferAttention(..., module=Emulation())
 
-What the real ones do that surprises, and what is done here too:
+The real wrappers have surprising behaviour, which the emulation repeats:
 
-* With CUDA graphs `run` reads lengths and slots from the buffers given to the constructor, `plan` copies there.
-* A wrapper made with a mask buffer masks always, with whatever stands in it; plan without a mask leaves it alone.
-* A plan's schedule fits the lengths it was planned for: `run` refuses any other that it finds in the buffers.
-* With CUDA graphs batch size and number of rows are fixed, and so is whatever a captured graph holds by value.
-* Only slots named by the indices are read, and a masked value of NaN still gives NaN.
-* Workspaces that are too small are refused.
+* With CUDA graphs, `plan` copies lengths and slots to the buffers given to the constructor, and `run` reads them there.
+* A wrapper made with a mask buffer always masks with the buffer's content. A plan without a mask does not change it.
+* A plan's schedule is valid only for its lengths. `run` raises an error if the buffers hold other lengths.
+* With CUDA graphs, batch size, number of rows, and all values that a captured graph holds by value are fixed.
+* Only slots named by the indices are read. A masked value of NaN still gives NaN.
+* A workspace that is too small raises an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.flashinfer_paged import BatchDecodeWithPagedKVCacheWrapper, B
 
 
 class Emulation:
-    """Stands in for the module `flashinfer`; `log` says what was called."""
+    """Replaces the module `flashinfer`. `log` records the calls."""
 
     any_dtype = any_head_dim = True
 

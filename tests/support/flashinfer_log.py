@@ -1,4 +1,4 @@
-"""What the emulated FlashInfer wrappers share: the log of calls, and attention itself."""
+"""The call log and the attention function that all emulated FlashInfer wrappers share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass
 class Call:
-    """One call of a wrapper's method, as it was made."""
+    """One call of a wrapper's method, with its arguments."""
 
     owner: str
     method: str
@@ -26,7 +26,7 @@ class Call:
 
 @dataclass
 class Log:
-    """What was called: counts always, the calls themselves where they are wanted."""
+    """The calls of all wrappers: always their counts, and on request the calls themselves."""
 
     keep: bool = False
     calls: list[Call] = field(default_factory=list)
@@ -62,14 +62,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tu
     group = q.shape[1] // k.shape[1]
     keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("nhd,mhd->hnm", q.double(), keys) * scale
-    scores = scores.masked_fill(~visible, -math.inf)  # replaced, so that a NaN key behind the mask does no harm
+    scores = scores.masked_fill(~visible, -math.inf)  # adding -inf would keep the NaN of a masked key
     lse = scores.logsumexp(-1) if len(k) else scores.new_full(scores.shape[:2], -math.inf)
     weights = torch.where(lse[..., None] == -math.inf, 0.0, (scores - lse[..., None]).exp())
     return torch.einsum("hnm,mhe->nhe", weights, values), lse.t() / math.log(2)
 
 
 def causal(rows: int, columns: int) -> Tensor:
-    """Bottom-right aligned."""
+    """A causal mask, aligned at the bottom right."""
     return torch.arange(columns) <= torch.arange(rows)[:, None] + columns - rows
 
 
@@ -78,6 +78,6 @@ def everything(rows: int, columns: int) -> Tensor:
 
 
 def parameters(method: Callable[..., Any]) -> list[str]:
-    """Names of a method's parameters, without self and stars."""
+    """Names of a method's parameters, without self, *args and **kwargs."""
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [n for n, p in inspect.signature(method).parameters.items() if n != "self" and p.kind not in starred]

@@ -1,4 +1,4 @@
-"""FlashInfer's MLA wrapper in plain torch. See flashinfer_emulation.py for what it promises."""
+"""FlashInfer's MLA wrapper in plain torch. flashinfer_emulation.py describes its behaviour."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MLAPlanMetadata:
 
 
 class BatchMLAPagedAttentionWrapper:
-    """Lengths live in the plan's int workspace, and only `kv_indices` is read from the caller's buffer."""
+    """The plan's int workspace holds the lengths. `run` reads only `kv_indices` from the caller's buffer."""
 
     log: Log
 

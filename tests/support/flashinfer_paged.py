@@ -1,4 +1,4 @@
-"""FlashInfer's paged prefill and decode wrappers in plain torch. See flashinfer_emulation.py for what they promise."""
+"""FlashInfer's paged prefill and decode wrappers in plain torch. flashinfer_emulation.py describes their behaviour."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BORN_INT_WORKSPACE = 8 << 20
 
 
 class _Paged:
-    """What prefill and decode wrappers share. Attributes without a default are set by plan."""
+    """The common part of prefill and decode wrappers. `plan` sets the attributes without a default."""
 
     log: Log
 
@@ -38,7 +38,7 @@ class _Paged:
         return (batch + 3) * heads * (dim + 1) * 4, 128 * batch + 8 * rows + 64
 
     def _stage(self, named: dict[str, Tensor], kv_indptr: Tensor, last: Tensor, constants: dict[str, Any]) -> None:
-        """Copy metadata as the real plan does, and remember the lengths that the schedule was made for."""
+        """Copy metadata as the real plan does, and record the lengths of the schedule."""
         batch = len(kv_indptr) - 1
         needed = self._size(batch, constants["rows"], constants["heads"], constants["dim"])
         if self._float.numel() < needed[0] or self._ints.numel() < needed[1]:
@@ -47,7 +47,7 @@ class _Paged:
             if not name.endswith("indices"):
                 assert tensor.device.type == "cpu" and tensor.dtype == torch.int32, f"{name}: a copy to the host"
         if not self._graph:
-            self._buffers = dict(named)  # `.to(device)`: a tensor that is there already is not copied
+            self._buffers = dict(named)  # the real `.to(device)` does not copy a tensor that is already there
         else:
             fixed = len(next(b for n, b in self._buffers.items() if b is not None and "last_page" in n))
             if batch != fixed:
@@ -68,7 +68,7 @@ class _Paged:
         self._constants = constants
 
     def _gather(self, cache: Tensor, request: int, indptr: Tensor, indices: Tensor) -> Tensor:
-        """One request's tokens [kv_len, h, *] from a cache of pages."""
+        """The keys or values of one request [kv_len, h, *], from a paged cache."""
         pages = indices[int(indptr[request]) : int(indptr[request + 1])].long()
         return cache[pages].flatten(0, 1)[: int(self._kv_lens[request])]
 
@@ -130,7 +130,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
             "paged_kv_last_page_len": paged_kv_last_page_len_buf,
         }
         self._start(float_workspace_buffer, kv_layout, use_cuda_graph, buffers)
-        # Outside of graph mode plan drops mask buffers, and with them the mask.
+        # Without graph mode, plan drops the mask buffers and so the mask.
         self._mask = (custom_mask_buf, mask_indptr_buf) if use_cuda_graph and custom_mask_buf is not None else None
         assert backend in ("auto", "fa2") and not (self._mask and backend == "auto")
 

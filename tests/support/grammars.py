@@ -1,4 +1,4 @@
-"""A tokenizer that can spell JSON, and grammars of every kind for it."""
+"""A tokenizer that can spell JSON, and one grammar of each kind except structural tags."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GRAMMARS = {
 
 
 def json_tokenizer() -> Tokenizer:
-    """Token 0 ends a sequence; then characters, and pieces of several."""
+    """Token 0 is the end of sequence. The other tokens are single characters and PIECES."""
     tokens = [END, *string.printable, "é", *PIECES]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
     tokenizer.add_special_tokens([AddedToken(END, special=True)])

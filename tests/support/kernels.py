@@ -1,6 +1,6 @@
-"""What tests of `eagle_server.ops` share: a device on which kernels run, and random trees.
+"""Shared by the tests of `eagle_server.ops`: a device for the kernels, and random trees.
 
-Kernels run on a GPU where there is one, else in Triton's interpreter (see tests/conftest.py).
+Kernels run on the GPU if there is one, else in Triton's interpreter (see tests/conftest.py).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from eagle_server.ops.triton_support import HAS_TRITON
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-# Run a test with the torch twin and with the kernel: both against the same plain reference.
+# Runs a test with the torch twin and with the kernel. Both are compared with the same plain reference.
 each_way = pytest.mark.parametrize("way", ["twin", pytest.param("kernel", marks=needs_triton)])
 
 
 def generator(*seed: int) -> torch.Generator:
-    """The same numbers for the same `seed` in every run."""
+    """A random generator with a fixed seed."""
     return torch.Generator().manual_seed(hash(seed))
 
 
@@ -27,7 +27,7 @@ def on_device(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def random_parents(bs: int, size: int, deepest: int, source: torch.Generator) -> Tensor:
-    """Trees of `size` nodes numbered parents first, none deeper than `deepest`: parents int64 [bs, size]."""
+    """Parents of random trees, int64 [bs, size]. Parents come before children, and no node is deeper than `deepest`."""
     parents = torch.full((bs, size), -1)
     for request in range(bs):
         depths = [0]

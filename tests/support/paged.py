@@ -1,4 +1,4 @@
-"""Requests whose KV lies in shuffled slots, forwards over them, and what dense attention in float64 says they give."""
+"""Requests with KV in shuffled slots, forwards over them, and the expected results from dense attention in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class World:
-    """KV of `rows` requests of up to `width` positions in every layer; what no pass has written is NaN."""
+    """KV of `rows` requests of up to `width` positions in every layer. Slots that no pass has written hold NaN."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class World:
         return torch.randn(size, generator=self.generator).to(self.dtype)
 
     def forget(self) -> None:
-        """Nothing is written."""
+        """Reset every slot to NaN."""
         self.pool.poison(torch.arange(1, len(self.pool.keys[0])))
 
     def store(self, row: int, positions: Sequence[int]) -> None:
-        """Write positions that earlier passes would have written, in all layers."""
+        """Write positions in all layers, as earlier passes would."""
         slots = self.req_to_token[row, list(positions)].long()
         for layer in self.layers:
             k, v = (x[layer.index, row, list(positions)] for x in (self.keys, self.values))
@@ -66,11 +66,11 @@ class World:
 
 @dataclass
 class Case:
-    """One forward: what the backend gets, and what every row may see."""
+    """One forward: the backend's input, and the keys that each query row attends to."""
 
     world: World
     batch: AttentionBatch
-    new: list[tuple[int, range]]  # row of the table and positions that this forward writes
+    new: list[tuple[int, range]]  # (req_pool_index, positions that this forward writes) per request
     visible: list[Tensor]  # bool [q_len, kv_len] per request, before sliding windows
     row_positions: list[Tensor]  # int64 [q_len], in depth
     column_positions: list[Tensor]  # int64 [kv_len]
@@ -80,7 +80,7 @@ class Case:
         return self.batch.layout
 
     def arrive(self) -> None:
-        """Everything before this forward is written, nothing else."""
+        """Write all positions before this forward, and reset the others."""
         self.world.forget()
         for row, positions in self.new:
             self.world.store(row, range(positions.start))
@@ -90,7 +90,7 @@ class Case:
         return self.world.normal(len(self.world.layers), rows, self.world.heads, self.world.dim)
 
     def run(self, planned: BoundAttention, queries: Tensor) -> Tensor:
-        """All layers of the forward: [layers, rows, heads, value_dim]."""
+        """The attention output of all layers: [layers, rows, heads, value_dim]."""
         world, out = self.world, []
         for layer in world.layers:
             k, v = (
@@ -101,7 +101,7 @@ class Case:
         return torch.stack(out)
 
     def expected(self, queries: Tensor) -> Tensor:
-        """The same, densely and in float64."""
+        """The same by dense attention in float64."""
         world, layers = self.world, []
         for layer in world.layers:
             parts, start = [], 0
@@ -123,7 +123,7 @@ class Case:
 def causal(
     world: World, rows: Sequence[int], q_lens: Sequence[int], kv_lens: Sequence[int], seen: int | None = None
 ) -> Case:
-    """The queries are the last tokens of each request."""
+    """A causal forward. The queries are the last tokens of each request."""
     layout = Layout(tuple(q_lens), tuple(kv_lens), seen=seen)
     batch = prefill_batch(torch.tensor(rows), torch.tensor(kv_lens), world.req_to_token, Causal(), layout)
     lens = list(zip(q_lens, kv_lens, strict=True))
@@ -135,7 +135,7 @@ def causal(
 
 
 def verify(world: World, rows: Sequence[int], prefixes: Sequence[int], size: int = 7, seed: int = 0) -> Case:
-    """A random tree of `size` nodes behind each prefix."""
+    """A verify forward: a random tree of `size` nodes after each prefix."""
     rng = random.Random(seed)
     mask = torch.eye(size, dtype=torch.bool).repeat(len(rows), 1, 1)
     for tree in mask:
@@ -148,7 +148,7 @@ def verify(world: World, rows: Sequence[int], prefixes: Sequence[int], size: int
 def draft_step(
     world: World, rows: Sequence[int], prefixes: Sequence[int], step: int, topk: int = 3, seed: int = 0
 ) -> Case:
-    """Step `step` of drafting: topk nodes, each with an ancestor in every level above, whatever its column."""
+    """Draft step `step`: topk nodes, each with one ancestor in every level above, in any column."""
     rng = random.Random(seed)
     window = (step + 1) * topk
     lineage = torch.zeros(len(rows), topk, window, dtype=torch.bool)
@@ -177,7 +177,7 @@ def _tree(world: World, rows: Sequence[int], prefixes: Sequence[int], mask: Tree
 
 
 def replay_with(batch: AttentionBatch, other: AttentionBatch) -> None:
-    """Put `other`'s values into `batch`'s tensors, as the replay of a captured graph has it; its layout stays."""
+    """Copy `other`'s values into `batch`'s tensors, as before the replay of a graph. The layout does not change."""
     batch.req_pool_indices.copy_(other.req_pool_indices)
     batch.kv_lens.copy_(other.kv_lens)
     batch.out_cache_loc.copy_(other.out_cache_loc)

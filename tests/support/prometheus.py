@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes one server twice a second."""
+"""Runs a real Prometheus that scrapes one server twice a second."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Prometheus:
     url: str
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The series that `expression` has now.
+        """The current series of `expression`.
 
         Raises:
-            AssertionError: it is no valid expression.
+            AssertionError: the expression is not valid.
         """
         answer = httpx.post(f"{self.url}/api/v1/query", data={"query": expression}, timeout=30).json()
         assert answer["status"] == "success", f"{expression}: {answer.get('error')}"
@@ -47,7 +47,7 @@ class Prometheus:
 
 @contextmanager
 def scraping(target: str, directory: Path, config: Path) -> Iterator[Prometheus]:
-    """Prometheus with `config`, its one target replaced by `target` (host:port) and its pace quickened."""
+    """Prometheus with `config`, but with `target` (host:port) as its only target and a shorter scrape interval."""
     assert BINARY is not None
     content = yaml.safe_load(config.read_text())
     content["global"]["scrape_interval"] = "500ms"

@@ -1,4 +1,4 @@
-"""ReDrafter heads for tests: a random one, one that was trained for a moment, and the formula in plain arithmetic."""
+"""ReDrafter heads for tests: a random one, a briefly trained one, and the formula in plain arithmetic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eagle_server.training.ttt import teach
 def random_redrafter(
     target: TargetModel, *, exit_dim: int | None = None, draft_layers: int = 2, rnn: bool = True, seed: int = 1
 ) -> RedrafterHead:
-    """An untrained head, biases included."""
+    """An untrained head with random weights and biases."""
     torch.manual_seed(seed)
     head = new_redrafter(target, exit_dim=exit_dim, draft_layers=draft_layers, rnn=rnn).head
     for parameter in head.parameters():
@@ -25,7 +25,7 @@ def random_redrafter(
 
 
 def trained_redrafter(target: TargetModel, *, steps: int = 80, rollout: int = 3, seed: int = 0) -> NewRedrafter:
-    """A head that learned for some seconds what a tiny target writes, at temperatures 0 and 1."""
+    """A head trained for a few seconds on texts of a tiny target, at temperatures 0 and 1."""
     state, generator = torch.get_rng_state(), torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     vocab = target.config.vocab_size
@@ -44,7 +44,7 @@ def trained_redrafter(target: TargetModel, *, steps: int = 80, rollout: int = 3,
 
 
 def reference_logits(w: dict[str, Tensor], embed: Tensor, context: Tensor, tokens: list[int]) -> Tensor:
-    """The logits after `tokens`, the first of which stands behind the position of context [H]. By the formula."""
+    """The logits after `tokens`, by the formula. The first token follows the position of context [H]."""
     state = torch.zeros_like(context)
     for token in tokens:
         if "rnn_u.weight" in w:

@@ -1,7 +1,7 @@
-"""A stand-in for CUDA graphs on the CPU: the first call is recorded and made again, whatever the later ones bring.
+"""Emulates CUDA graphs on the CPU: it records the first call of a function, and a replay makes this call again.
 
-Like a graph it sees new tensor contents in the old tensors and none of the host values of later calls; so a function
-that would replay stale lengths, masks or slots on a GPU gives wrong results here too.
+Like a graph, a replay reads new contents of the old tensors, but no host values of later calls. So a function that
+would replay stale lengths, masks or slots on a GPU also gives wrong results here.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Output = TypeVar("Output")
 
 @dataclass(frozen=True)
 class FirstCall:
-    """The recorded call, and the tensors in which its results lie."""
+    """The recorded call, and the tensors that hold its results."""
 
     function: Callable[[], Any]
     outputs: list[Tensor]
 
     def replay(self) -> None:
-        for kept, fresh in zip(self.outputs, tensors_of(self.function()), strict=True):
-            kept.copy_(fresh)
+        for output, new in zip(self.outputs, tensors_of(self.function()), strict=True):
+            output.copy_(new)
 
 
 class FirstCallRecorder:
-    """See `eagle_server.worker.graphs.Recorder`. Results are poisoned until the first replay."""
+    """A `eagle_server.worker.graphs.Recorder`. Results are poisoned until the first replay."""
 
     def record(self, function: Callable[[], Output]) -> tuple[FirstCall, Output]:
         outputs = own(function())
@@ -39,7 +39,7 @@ class FirstCallRecorder:
 
 
 def own(value: Any) -> Any:
-    """The same structure with tensors of its own."""
+    """The same structure with copies of its tensors."""
     if isinstance(value, Tensor):
         return value.clone()
     if is_dataclass(value) and not isinstance(value, type):
@@ -48,7 +48,7 @@ def own(value: Any) -> Any:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in a tensor, dataclass or tuple, in order."""
+    """All tensors in a tensor, dataclass or tuple, in order."""
     if isinstance(value, Tensor):
         return [value]
     if is_dataclass(value) and not isinstance(value, type):

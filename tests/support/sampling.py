@@ -13,7 +13,7 @@ from eagle_server.request import SamplingParams
 def request_sampling(
     key: int = 0, *, prompt_length: int = 0, stop_ids: tuple[int, ...] = (), allowed_from: int = 0, **params: Any
 ) -> RequestSampling:
-    """Settings of one request; stop_ids may be drawn from position `allowed_from` on. `params` as in SamplingParams."""
+    """Settings of one request. stop_ids are allowed from position `allowed_from` on; `params` are SamplingParams."""
     given = {"max_tokens": 1, "seed": 0, "min_tokens": max(allowed_from - prompt_length, 0), **params}
     return RequestSampling(SamplingParams(**given), key, prompt_length, stop_ids)
 
@@ -25,7 +25,7 @@ def changed(
     allowed_from: int | None = None,
     **params: Any,
 ) -> RequestSampling:
-    """The same settings but for what is given."""
+    """The same settings with the given changes."""
     if allowed_from is not None:
         params["min_tokens"] = allowed_from - setting.prompt_length
     return RequestSampling(

@@ -1,4 +1,4 @@
-"""What SamplingParams mean, in plain Python over one text at a time, apart from the package's own sampling code."""
+"""A reference for SamplingParams in plain Python, one text at a time, independent of the package's sampling code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def transformed(
     output: Sequence[int],
     stops: Iterable[int],
 ) -> list[float]:
-    """The logits of the token after prompt and output, as they are before temperature."""
+    """The transformed logits of the token after prompt and output, before temperature."""
     values = list(logits)
     for token, bias in params.logit_bias:
         values[token] += bias
@@ -50,7 +50,7 @@ def transformed(
 
 
 def token_probs(values: Sequence[float], params: SamplingParams) -> list[float]:
-    """Probabilities of the next token: temperature, top-k, top-p, min_p, in this order; ties by id."""
+    """Probabilities of the next token: temperature, top_k, top_p, min_p, in this order. Ties go to the lower id."""
     scaled = [value / params.temperature for value in values]
     order = sorted((t for t in range(len(scaled)) if scaled[t] > -INF), key=lambda token: (-scaled[token], token))
     order = order[: params.top_k or len(order)]
@@ -60,13 +60,13 @@ def token_probs(values: Sequence[float], params: SamplingParams) -> list[float]:
         if before < params.top_p or not kept:
             kept.append(token)
         before += weights[token] / total
-    kept = [token for token in kept if weights[token] >= params.min_p]  # the best one's weight is 1
+    kept = [token for token in kept if weights[token] >= params.min_p]  # the best token has weight 1
     total = math.fsum(weights[token] for token in kept)
     return [weights[token] / total if token in kept else 0.0 for token in range(len(scaled))]
 
 
 def scores(values: Sequence[float], params: SamplingParams, key: int, position: int) -> list[float]:
-    """What the drawn token is the argmax of."""
+    """The scores whose argmax is the drawn token: the values, or log-probabilities plus Gumbel noise."""
     if params.temperature == 0:
         return list(values)
     noise = gumbel(torch.tensor([key]), torch.tensor([position]), len(values))[0].tolist()
@@ -76,14 +76,14 @@ def scores(values: Sequence[float], params: SamplingParams, key: int, position: 
 
 @dataclass(frozen=True)
 class Text:
-    """An output, and the smallest gap between the two best scores of any of its draws, truncations nudged too."""
+    """An output, and the smallest gap between the two best scores of its draws, also with nudged truncations."""
 
     tokens: list[int]
     slack: float
 
 
 def text_of(target: TargetModel, request: Request) -> Text:
-    """The output of a request, token by token. `target` is float64."""
+    """The expected output of a request, token by token. `target` is float64."""
     params, prompt = request.sampling, request.prompt_token_ids
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else target.config.eos_token_ids)}
     key = request_key(params.seed, request.choice)

@@ -1,4 +1,4 @@
-"""What the target says of a text, computed densely in float64 and apart from the package's own sampling code."""
+"""Dense float64 logits of a text, and how clear its draws are. Independent of the package's sampling code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eagle_server.ops.gumbel import gumbel
 from eagle_server.request import Request, SamplingParams
 from eagle_server.speculation.random import request_key
 
-NEAR_TIE = 1e-4  # two best scores closer than this may change places between kernels: the design's one excuse
+NEAR_TIE = 1e-4  # two best scores closer than this may swap between kernels: the only reason for different texts
 
 
 class Windowed:
@@ -31,7 +31,7 @@ class Windowed:
 
 
 def in_float64(target: TargetModel) -> TargetModel:
-    """A copy with plain weights."""
+    """A float64 copy of the target."""
     copy = TargetModel(replace(target.config, dtype=torch.float64), target.rope.cos.shape[0])
     with torch.no_grad():
         for (name, theirs), (_, mine) in zip(target.weight_views(), copy.weight_views(), strict=True):
@@ -41,14 +41,13 @@ def in_float64(target: TargetModel) -> TargetModel:
 
 
 def logits_of(target: TargetModel, tokens: Sequence[int]) -> Tensor:
-    """[len(tokens), vocab], row i predicting token i + 1."""
+    """Logits [len(tokens), vocab]. Row i predicts token i + 1."""
     hidden = target(torch.tensor(tokens), torch.arange(len(tokens)), Windowed(len(tokens))).hidden
     return target.lm_head(hidden)
 
 
 def token_probs(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> list[float]:
-    """The distribution of one draw from `logits` [vocab]: temperature, then top-k, then top-p on what remains, ties by
-    id."""
+    """The distribution of a draw from `logits` [vocab]: temperature, top_k, then top_p. Ties go to the lower id."""
     scaled = [float(x) / temperature for x in logits]
     order = sorted(range(len(scaled)), key=lambda token: (-scaled[token], token))
     order = order[: top_k or len(order)]
@@ -67,9 +66,9 @@ def token_probs(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: fl
 
 
 def slack(target: TargetModel, request: Request, output: Sequence[int]) -> float:
-    """How far the draws of a text are from being another text: the smallest gap between a draw's two best scores.
+    """The smallest gap between the two best scores of any draw of a text. A small gap means that a draw may change.
 
-    0 if the text is not what the request draws, or if nudging a truncation by 1e-5 changes a draw. `target` is float64.
+    0 if the request does not draw this text, or if nudging a truncation by 1e-5 changes a draw. `target` is float64.
     """
     params, prompt = request.sampling, request.prompt_token_ids
     logits = logits_of(target, [*prompt, *output])[len(prompt) - 1 : -1]
@@ -82,13 +81,13 @@ def slack(target: TargetModel, request: Request, output: Sequence[int]) -> float
             row[stops] = -math.inf
         noise = gumbel(key, torch.tensor([len(prompt) + index]), len(row))[0].double()
         for nudge in (-1e-5, 0.0, 1e-5):
-            scores = row if params.temperature == 0 else _log_law(row, params, nudge) + noise
+            scores = row if params.temperature == 0 else _log_probs(row, params, nudge) + noise
             best, tokens = scores.topk(2)
             gaps.append(float(best[0] - best[1]) if int(tokens[0]) == token else 0.0)
     return min(gaps)
 
 
-def _log_law(row: Tensor, params: SamplingParams, nudge: float) -> Tensor:
+def _log_probs(row: Tensor, params: SamplingParams, nudge: float) -> Tensor:
     top_p = params.top_p if params.top_p == 1 else params.top_p + nudge
     return (
         torch.tensor(token_probs(row, temperature=params.temperature, top_k=params.top_k, top_p=top_p)).double().log()

@@ -1,4 +1,4 @@
-"""Verify inputs of hand-made trees, and what the tree's links say when they are walked in plain Python."""
+"""Verify inputs of given trees, and walks along a tree's links in plain Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eagle_server.speculation.tree import EagleVerifyInput
 def tree_input(
     parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], seq_lens: Sequence[int], spec_steps: int
 ) -> EagleVerifyInput:
-    """Trees of one size, by parent (-1 at node 0) and token."""
+    """The verify input of trees of one size, given by parents (-1 at node 0) and tokens."""
     links = torch.tensor(parents)
     mask, depths = ancestors(links, spec_steps)
     return EagleVerifyInput(
@@ -29,7 +29,7 @@ def tree_input(
 
 
 def children(tree: EagleVerifyInput, request: int, node: int) -> Iterator[int]:
-    """Along retrive_next_token and retrive_next_sibling."""
+    """The children of a node, along retrive_next_token and retrive_next_sibling."""
     child = int(tree.retrive_next_token[request, node])
     while child >= 0:
         yield child

@@ -1,4 +1,4 @@
-"""One thread while other processes keep the cores busy."""
+"""The engine computes with one thread while other processes use the cores."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from eagle_server.engine.cores import SharedCores
 
 
 class Machine:
-    """Clocks of a machine where each thread gets `share` of the time."""
+    """The clocks of a machine on which each thread gets a `share` of the time."""
 
     def __init__(self) -> None:
         self.now = self.ran = 0.0
@@ -25,29 +25,29 @@ class Machine:
                 self.ran += cycle * self.threads * (self.share if self.threads > 1 else 1.0)
 
 
-def test_threads_that_run_stay() -> None:
+def test_threads_that_get_their_cores_are_not_reduced() -> None:
     machine = Machine()
     machine.compute(10.0)
-    machine.now += 60.0  # nothing to do is not the same as being kept from it
+    machine.now += 60.0  # idle time must not count as waiting for a core
     machine.compute(10.0)
     assert machine.history == []
 
 
-def test_threads_that_are_kept_waiting_become_one_until_the_cores_are_free() -> None:
+def test_threads_without_free_cores_become_one_until_the_cores_are_free() -> None:
     machine = Machine()
     machine.share = 0.5
     machine.compute(0.2)
     assert machine.threads == 1
     machine.compute(30.0)
     assert machine.threads == 1
-    assert machine.history.count(2) < 20  # trials
+    assert machine.history.count(2) < 20  # it tries two threads again from time to time
     machine.share = 1.0
     machine.compute(5.0)
     assert machine.threads == 2
     assert machine.history[-1] == 2
 
 
-def test_trials_cost_little_however_long_a_cycle_is() -> None:
+def test_trials_cost_little_for_any_length_of_a_cycle() -> None:
     machine = Machine()
     machine.share = 0.3
     spent = {1: 0.0, 2: 0.0}

@@ -1,4 +1,4 @@
-"""The engine's promises about single requests: refusals, failures, aborts, and the edges of context and pool."""
+"""The engine's behaviour for single requests: refusals, failures, aborts, and the limits of context and pool."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def target() -> TargetModel:
-    """A target whose token 23 makes every later value NaN. No head drafts that token."""
+    """A target that returns NaN for every position after token 23. No head drafts this token."""
     model = random_target(VOCAB, hidden=16)
     model.embed[BROKEN] = float("nan")
-    model.lm_head.weight[BROKEN] = 0  # so that it is hardly ever drawn
+    model.lm_head.weight[BROKEN] = 0  # so that it is rarely drawn
     return model
 
 
@@ -126,7 +126,7 @@ def test_an_abort_answers_with_the_next_step_and_an_unknown_one_is_ignored(engin
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("kind", ["NONE", "EAGLE", "EAGLE3"])
 def test_a_text_may_fill_the_context_to_its_last_token(target: TargetModel, kind: str, page: int) -> None:
-    """The trees then reach past the context, and the pool holds exactly this one request."""
+    """The trees extend past the context, and the pool holds exactly one request."""
     prompt = [1 + i % 20 for i in range(CONTEXT - 20)]
     each = request("a", prompt, max_tokens=20, ignore_eos=True, temperature=1.0)
     expected = run(plain(target), [each])["a"].tokens

@@ -1,4 +1,4 @@
-"""A request that fails affects nothing else: no page, no other request, no cached prefix."""
+"""A failed request loses no page, and changes no other request and no cached prefix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_logits_that_are_not_finite_end_the_request_and_spare_the_prefix_it_shar
         asked = request("a", PROMPT, ignore_eos=True)
         expected = tokens_of(run(engine, [asked]))
         weight = engine.worker.verifier.target.lm_head.weight
-        kept = weight.clone()
+        original = weight.clone()
         with torch.no_grad():
             weight[7] = bad
         failed = run(engine, [request("b", [*PROMPT, 5, 6])])["b"]
@@ -34,7 +34,7 @@ def test_logits_that_are_not_finite_end_the_request_and_spare_the_prefix_it_shar
         assert "not finite" in (failed.error or "")
         assert failed.cached_tokens >= 32
         with torch.no_grad():
-            weight.copy_(kept)
+            weight.copy_(original)
         again = run(engine, [asked])
         assert tokens_of(again) == expected
         assert again["a"].cached_tokens >= 32

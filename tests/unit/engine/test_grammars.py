@@ -1,4 +1,4 @@
-"""Grammars of one request: masks of a tree, and what cannot be compiled."""
+"""Grammars of one request: token masks of a tree, and grammars that cannot be compiled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from eagle_server.engine.grammars import DEEPEST, LONGEST, Compiled, Grammars
+from eagle_server.engine.grammars import DEEPEST, LONGEST, CompiledGrammar, Grammars
 from eagle_server.plan import GrammarMatcher
 from eagle_server.request import Grammar
 from eagle_server.speculation.transforms import Masks, PenalizerState, Rows
@@ -26,7 +26,7 @@ def grammars() -> Grammars:
     return Grammars(json_tokenizer, VOCAB, [0])
 
 
-def compiled(grammars: Grammars, kind: str) -> Compiled:
+def compiled(grammars: Grammars, kind: str) -> CompiledGrammar:
     return grammars.compile(GRAMMARS[kind]).result()
 
 
@@ -38,8 +38,8 @@ def root_mask(grammar_matcher: GrammarMatcher, text: list[int]) -> np.ndarray:
     return tree_masks(grammar_matcher, text, [text[-1]], [-1])[0]
 
 
-def brute_force(found: Compiled, output: list[int]) -> set[int] | None:
-    """The tokens that a fresh matcher accepts after `output`; None if it does not get so far."""
+def brute_force(found: CompiledGrammar, output: list[int]) -> set[int] | None:
+    """The tokens that a new matcher accepts after `output`; None if it does not accept `output`."""
     import xgrammar
 
     matcher = xgrammar.GrammarMatcher(found.grammar)
@@ -53,8 +53,8 @@ def brute_force(found: Compiled, output: list[int]) -> set[int] | None:
     return out
 
 
-def random_tree(found: Compiled, output: list[int], chance: random.Random) -> tuple[list[int], list[int]]:
-    """Nodes that a grammar allows, that it forbids, below such ones, and padding."""
+def random_tree(found: CompiledGrammar, output: list[int], chance: random.Random) -> tuple[list[int], list[int]]:
+    """A tree of allowed nodes, forbidden nodes, their descendants, and padding."""
     tokens, parents = [PROMPT[-1] if not output else output[-1]], [-1]
     for _ in range(14):
         parent = chance.randrange(len(tokens))
@@ -75,41 +75,41 @@ def path_to(tokens: list[int], parents: list[int], node: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", GRAMMARS)
-def test_every_nodes_mask_is_what_a_fresh_matcher_accepts_there(grammars: Grammars, kind: str) -> None:
+def test_every_nodes_mask_is_what_a_new_matcher_accepts_there(grammars: Grammars, kind: str) -> None:
     found, chance = compiled(grammars, kind), random.Random(kind)
-    grammar_matcher: GrammarMatcher = found.follow(len(PROMPT), [0])
+    grammar_matcher: GrammarMatcher = found.matcher(len(PROMPT), [0])
     output: list[int] = []
     dead = 0
     for _ in range(5):
         tokens, parents = random_tree(found, output, chance)
         first = tree_masks(grammar_matcher, PROMPT + output, tokens, parents)
-        again = tree_masks(grammar_matcher, PROMPT + output, tokens, parents)  # the matcher has gone back
+        again = tree_masks(grammar_matcher, PROMPT + output, tokens, parents)  # the matcher was rolled back
         assert (first == again).all()
         for node in range(len(tokens)):
             path = path_to(tokens, parents, node)
             expected = None if 0 in path else brute_force(found, output + path)
             dead += expected is None
             assert allowed(first[node]) == (set(range(VOCAB)) if expected is None else expected), (output, path)
-        following = sorted(allowed(first[0]) - {0})
-        output += [chance.choice(following)] if following else []
+        choices = sorted(allowed(first[0]) - {0})
+        output += [chance.choice(choices)] if choices else []
     assert dead > 0
 
 
-def test_the_end_stands_where_the_grammar_is_complete_and_only_there(grammars: Grammars) -> None:
-    grammar_matcher = compiled(grammars, "choice").follow(0, [0])
+def test_the_end_is_allowed_only_where_the_grammar_is_complete(grammars: Grammars) -> None:
+    grammar_matcher = compiled(grammars, "choice").matcher(0, [0])
     spelled = [json_tokenizer().token_to_id(piece) for piece in ("12", "ab", "12", "a", "b")]
     for length in range(1, 5):
         assert 0 not in allowed(root_mask(grammar_matcher, spelled[:length]))
     assert allowed(root_mask(grammar_matcher, spelled)) == {0}
 
 
-def test_a_lost_matcher_allows_nothing(grammars: Grammars) -> None:
-    grammar_matcher = compiled(grammars, "choice").follow(0, [0])
+def test_a_matcher_allows_nothing_after_a_forbidden_token(grammars: Grammars) -> None:
+    grammar_matcher = compiled(grammars, "choice").matcher(0, [0])
     assert allowed(root_mask(grammar_matcher, [1])) == set()
     assert grammar_matcher.mask([1], (2,)) is None
 
 
-def test_what_grammars_need_is_loaded_once_be_it_ahead_or_with_the_first() -> None:
+def test_the_tokenizer_is_loaded_once_by_preload_or_by_the_first_grammar() -> None:
     reads = []
 
     def read() -> Tokenizer:
@@ -153,8 +153,8 @@ def test_what_does_not_compile_says_why_in_one_line(grammars: Grammars, grammar:
 
 
 @pytest.mark.slow
-def test_a_row_of_references_overflows_no_stack(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crash would end the process, and an engine with it. This row is longer than what is allowed."""
+def test_a_chain_of_references_overflows_no_stack(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stack overflow would end the process. This chain is longer than the allowed length."""
     monkeypatch.setattr("eagle_server.engine.grammars.LONGEST", 1 << 20)
     count = 6000
     row = {f"{n}": {"type": "object", "properties": {"b": {"$ref": f"#/{n + 1}"}}} for n in range(count)}
@@ -170,7 +170,7 @@ def test_brackets_in_texts_are_not_nesting(grammars: Grammars) -> None:
     assert all(grammars.compile(grammar).result().size for grammar in (regex, ebnf))
 
 
-def test_masks_forbid_what_their_bits_do_not_name() -> None:
+def test_masks_forbid_tokens_without_a_bit() -> None:
     bits = torch.tensor([[[0b101, -1], [-1, 0b10]]], dtype=torch.int32)
     logits = torch.zeros(2, 2, 40)
     Masks((1,), bits).apply(logits, Rows(torch.zeros(2, 2, dtype=torch.int64), None, PenalizerState()))

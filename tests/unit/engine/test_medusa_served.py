@@ -1,4 +1,4 @@
-"""Medusa from options to engine, and from its training to a checkpoint."""
+"""Medusa: from options to an engine, and from training to a checkpoint."""
 
 from __future__ import annotations
 

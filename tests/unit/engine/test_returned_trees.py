@@ -1,4 +1,4 @@
-"""A request that asks for its trees gets them, and they agree with its tokens."""
+"""A request that asks for draft trees gets them, and they match its tokens."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_accepted_path_and_bonus_are_the_tokens_of_the_delta(kind: str) -> None:
 
 
 def _check_scores(kind: str, scores: list[float] | None, parents: list[int]) -> None:
-    if kind != "EAGLE3":  # neither a static tree nor a trie is made by scores
+    if kind != "EAGLE3":  # static trees and tries have no scores
         assert scores is None
         return
     assert scores is not None
@@ -83,7 +83,7 @@ def test_without_speculation_a_tree_is_its_root() -> None:
     assert all(tree is not None and tree.parents == [-1] and tree.path == [] for tree in trees[1:])
 
 
-def test_nothing_is_copied_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_copied_to_the_host_unless_a_request_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
 
     def counted(*tensors: torch.Tensor) -> tuple[Any, ...]:
@@ -98,7 +98,7 @@ def test_nothing_is_copied_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     "values", [torch.tensor([[0.1, -2.5e-30], [float("-inf"), 3.0]]), torch.arange(-2, 2), torch.tensor([True, False])]
 )
-def test_values_of_every_kind_travel_in_one_copy_unchanged(values: torch.Tensor) -> None:
+def test_values_of_every_dtype_are_copied_unchanged(values: torch.Tensor) -> None:
     back = _from_words(_as_words(values), values)
     assert back.dtype == values.dtype
     assert torch.equal(back, values)

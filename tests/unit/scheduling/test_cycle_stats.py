@@ -1,4 +1,4 @@
-"""What the engine tells of each cycle adds up to what its requests got."""
+"""The statistics of the cycles add up to the statistics of the requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def drive(engine: Engine, requests: list[Request]) -> tuple[list[CycleStats], li
 
 
 def requests() -> list[Request]:
-    """Long enough together for preemptions in a pool of 160 slots; half share a prefix."""
+    """Six requests that cause preemptions in a pool of 160 slots. Half of them share a prefix."""
     prompts = [[*range(1, 21 + (number % 2)), 30 + number] for number in range(6)]
     return [request(number, prompt, max_tokens=40, ignore_eos=True) for number, prompt in enumerate(prompts)]
 
@@ -48,7 +48,7 @@ def test_cycles_add_up_to_the_requests_under_preemption() -> None:
     assert sum(accepted for _, accepted in verified) == sum(delta.spec.accepted for delta in ends if delta.spec) > 0
     assert len(verified) == sum(delta.spec.cycles for delta in ends if delta.spec)
     computed = sum(cycle.computed for cycle in cycles)
-    assert computed > sum(cycle.prompt_tokens - cycle.cache_hits for cycle in cycles)  # again after preemptions
+    assert computed > sum(cycle.prompt_tokens - cycle.cache_hits for cycle in cycles)  # more after preemptions
     assert set().union(*(cycle.stage_seconds for cycle in cycles)) == STAGES
     assert all(0 < sum(cycle.stage_seconds.values()) <= cycle.seconds for cycle in cycles)
 
@@ -64,7 +64,7 @@ def test_a_request_has_its_timing_at_its_end() -> None:
     assert all(delta.timing is None for delta in deltas if delta.finish_reason is None)
 
 
-def test_plain_cycles_verify_undrafted_rows_and_look_nothing_up_without_a_prefix_cache() -> None:
+def test_plain_cycles_verify_no_drafts_and_query_no_disabled_prefix_cache() -> None:
     engine = plain(random_target(), disable_radix_cache=True)
     cycles, _ = drive(engine, [request(0, range(1, 9), max_tokens=5, ignore_eos=True)])
     assert [cycle.verified for cycle in cycles] == [[], *[[(0, 0)]] * 4]

@@ -1,4 +1,4 @@
-"""The scheduler against a worker that counts upwards: token p of a text is p, so a text shows what was committed."""
+"""The scheduler with a worker that counts upwards: the token at position p is p, so a text shows wrong commits."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from tests.support.engines import request
 from tests.support.sampling import request_sampling
 
 GREEDY = request_sampling(temperature=0.0)
-LIMITS = SchedulerLimits(context_length=64, max_running=8, chunk_tokens=16, window=4, spec_steps=3, draft_feeds=True)
+LIMITS = SchedulerLimits(
+    context_length=64, max_running_requests=8, chunked_prefill_size=16, window=4, spec_steps=3, draft_feeds=True
+)
 
 
 def scheduler(slots: int = 200, page: int = 1, *, radix: bool = False, **limits: Any) -> Scheduler:
     allowed = replace(LIMITS, **limits)
-    table = PageTable(allowed.max_running, allowed.context_length + allowed.window, page)
+    table = PageTable(allowed.max_running_requests, allowed.context_length + allowed.window, page)
     kv = KVCacheManager(PageAllocator(slots // page, page), table, RadixCache(page) if radix else None)
     return Scheduler(allowed, kv)
 
 
 def add(it: Scheduler, name: str, prompt: int | Sequence[int], *, stops: Sequence[int] = (), **settings: Any) -> None:
-    """A prompt of tokens 0, 1, 2, ..., or of these."""
+    """Queue a request. `prompt` is its tokens, or the length of a prompt 0, 1, 2, ..."""
     tokens = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
     each = request(name, tokens, **settings)
     assert it.refusal(each) is None
@@ -38,9 +40,9 @@ def add(it: Scheduler, name: str, prompt: int | Sequence[int], *, stops: Sequenc
 
 
 def work(plan: CyclePlan, accepted: int = 0) -> CycleResult:
-    """Every decode accepts `accepted` of 3 drafted tokens; every last chunk draws one token."""
+    """Run a plan: every decode accepts `accepted` of 3 drafted tokens; every last chunk draws one token."""
 
-    def emitted(chunk: Chunk) -> SequenceOutput:
+    def prefilled(chunk: Chunk) -> SequenceOutput:
         end = chunk.start + len(chunk.tokens)
         return SequenceOutput((end,)) if chunk.next_token is None else SequenceOutput()
 
@@ -48,7 +50,7 @@ def work(plan: CyclePlan, accepted: int = 0) -> CycleResult:
         first = decode.seq_len + 1
         return SequenceOutput(tuple(range(first, first + accepted + 1)), drafted=3)
 
-    return CycleResult(tuple(map(emitted, plan.chunks)), tuple(map(decoded, plan.decodes)))
+    return CycleResult(tuple(map(prefilled, plan.chunks)), tuple(map(decoded, plan.decodes)))
 
 
 def cycle(it: Scheduler, accepted: int = 0) -> tuple[CyclePlan, list[TokenDelta]]:
@@ -77,7 +79,7 @@ def lengths(plan: CyclePlan) -> list[tuple[int, int]]:
 
 
 def test_a_prompt_is_prefilled_in_chunks_that_name_the_token_after_them() -> None:
-    it = scheduler(chunk_tokens=4)
+    it = scheduler(chunked_prefill_size=4)
     add(it, "a", 10)
     plans = [cycle(it)[0] for _ in range(4)]
     assert [lengths(plan) for plan in plans] == [[(0, 4)], [(4, 4)], [(8, 2)], []]
@@ -86,8 +88,8 @@ def test_a_prompt_is_prefilled_in_chunks_that_name_the_token_after_them() -> Non
     assert plans[3].decodes == (Decode(plans[0].chunks[0].req_pool_index, 10, 10, GREEDY),)
 
 
-def test_decodes_keep_their_pace_while_prompts_share_the_chunk_budget() -> None:
-    it = scheduler(chunk_tokens=8)
+def test_decodes_run_in_every_cycle_while_prompts_share_the_chunk_budget() -> None:
+    it = scheduler(chunked_prefill_size=8)
     add(it, "a", 3)
     cycle(it)
     add(it, "b", 6)
@@ -102,13 +104,13 @@ def test_decodes_keep_their_pace_while_prompts_share_the_chunk_budget() -> None:
     assert lengths(plan) == [(2, 4), (0, 3)]
 
 
-def test_requests_are_admitted_in_order_of_arrival_as_rows_and_kv_last() -> None:
-    it = scheduler(slots=40, max_running=3)
+def test_requests_are_admitted_in_order_of_arrival_while_slots_and_kv_are_free() -> None:
+    it = scheduler(slots=40, max_running_requests=3)
     for name, prompt in (("a", 10), ("b", 30), ("c", 2), ("d", 2)):
         add(it, name, prompt, max_tokens=2)
     it.schedule()
     assert names(it) == (["a"], ["b", "c", "d"]), "c would fit, but b is first in line"
-    it = scheduler(slots=200, max_running=3)
+    it = scheduler(slots=200, max_running_requests=3)
     for name in "abcd":
         add(it, name, 5)
     it.schedule()
@@ -127,7 +129,7 @@ def test_admission_takes_pages_for_the_prompt_and_the_window(page: int) -> None:
 
 
 @pytest.mark.parametrize("accepted", [0, 2])
-def test_the_youngest_gives_way_and_every_text_is_whole(accepted: int) -> None:
+def test_the_youngest_is_preempted_and_every_text_is_complete(accepted: int) -> None:
     it = scheduler(slots=60)
     for name, prompt in (("a", 14), ("b", 16), ("c", 16)):
         add(it, name, prompt, max_tokens=20)
@@ -146,8 +148,8 @@ def test_the_youngest_gives_way_and_every_text_is_whole(accepted: int) -> None:
     assert all(text == list(range(text[0], text[-1] + 1)) for text in texts.values()), "a token twice, or none"
 
 
-def test_a_preempted_request_goes_before_those_that_wait_and_resumes_as_a_prompt_of_all_it_has() -> None:
-    it = scheduler(slots=46, chunk_tokens=32, max_running=2)
+def test_a_preempted_request_is_first_in_the_queue_and_resumes_as_a_prompt_of_all_its_tokens() -> None:
+    it = scheduler(slots=46, chunked_prefill_size=32, max_running_requests=2)
     add(it, "a", 16, max_tokens=8)
     add(it, "b", range(100, 114), max_tokens=12)
     add(it, "c", 3, max_tokens=1)
@@ -155,16 +157,16 @@ def test_a_preempted_request_goes_before_those_that_wait_and_resumes_as_a_prompt
     while not it.totals.preemptions:
         cycle(it)
     assert names(it) == (["a"], ["b", "c"])
-    emitted = list(it.waiting[0].tokens)
-    assert len(emitted) > 15
+    text = list(it.waiting[0].tokens)
+    assert len(text) > 15
     while names(it)[1][:1] == ["b"]:
         plan, _ = cycle(it)
-    assert [chunk.tokens for chunk in plan.chunks][:1] == [tuple(emitted)]
+    assert [chunk.tokens for chunk in plan.chunks][:1] == [tuple(text)]
     assert plan.chunks[0].next_token is None
 
 
-def test_what_was_preempted_is_found_in_the_cache_as_far_as_the_draft_had_seen_it() -> None:
-    """The draft's KV is extended one cycle after the target's, so the newest committed tokens are computed again."""
+def test_a_preempted_request_finds_its_kv_in_the_cache_up_to_draft_computed_tokens() -> None:
+    """Draft KV is one cycle behind target KV, so the newest tokens are computed again."""
     it = scheduler(radix=True)
     add(it, "a", 8, max_tokens=9)
     cycle(it)
@@ -177,7 +179,7 @@ def test_what_was_preempted_is_found_in_the_cache_as_far_as_the_draft_had_seen_i
     assert plan.chunks[0].tokens == (8, 9, 10, 11)
 
 
-def test_without_a_draft_all_that_is_committed_is_cached() -> None:
+def test_without_a_draft_all_computed_tokens_are_cached() -> None:
     it = scheduler(radix=True, draft_feeds=False, window=1)
     add(it, "a", 8, max_tokens=3)
     finish(it)
@@ -188,7 +190,7 @@ def test_without_a_draft_all_that_is_committed_is_cached() -> None:
 
 @pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding", "preempted"])
 def test_a_request_is_aborted_in_any_state_and_its_kv_is_free_at_once(state: str) -> None:
-    it = scheduler(slots=48, chunk_tokens=12)
+    it = scheduler(slots=48, chunked_prefill_size=12)
     add(it, "a", 12, max_tokens=18)
     add(it, "b", 18, max_tokens=14)
     if state in ("prefilling", "decoding", "preempted"):
@@ -214,8 +216,8 @@ def test_a_request_is_aborted_in_any_state_and_its_kv_is_free_at_once(state: str
     assert [deltas[-1].finish_reason for deltas in finish(it).values()] == [FinishReason.LENGTH]
 
 
-def test_rows_are_released_to_the_worker_before_another_request_has_them() -> None:
-    it = scheduler(max_running=1)
+def test_req_pool_indices_are_released_to_the_worker_before_another_request_gets_them() -> None:
+    it = scheduler(max_running_requests=1)
     add(it, "a", 3, max_tokens=1)
     add(it, "b", 3, max_tokens=1)
     first, _ = cycle(it)
@@ -244,7 +246,7 @@ def test_max_tokens_cuts_inside_an_accepted_path(max_tokens: int, expected: list
     assert deltas[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_a_stop_token_is_kept_and_ends_the_text() -> None:
+def test_a_stop_token_ends_the_text_and_is_part_of_it() -> None:
     it = scheduler()
     add(it, "a", 5, stops=(7, 8), max_tokens=20)
     deltas = finish(it, accepted=3)["a"]
@@ -257,11 +259,16 @@ def test_tokens_past_a_cut_are_not_counted_as_accepted() -> None:
     add(it, "a", 5, max_tokens=7)
     spec = finish(it, accepted=3)["a"][-1].spec
     assert spec is not None
-    assert spec.histogram == [0, 0, 1, 1]  # four tokens of which three were drafted, then two of four, both drafted
+    assert spec.histogram == [
+        0,
+        0,
+        1,
+        1,
+    ]  # four tokens with three drafts, then two of four, both drafts
     assert (spec.drafted, spec.accepted, it.totals.accepted, it.totals.generated) == (6, 5, 5, 7)
 
 
-def test_no_tokens_wanted_ends_after_the_prompt() -> None:
+def test_max_tokens_0_ends_after_the_prompt() -> None:
     it = scheduler()
     add(it, "a", 5, max_tokens=0)
     (delta,) = finish(it)["a"]
@@ -269,7 +276,7 @@ def test_no_tokens_wanted_ends_after_the_prompt() -> None:
 
 
 @pytest.mark.parametrize("page", [1, 4])
-def test_a_failed_request_leaves_nothing_of_its_own_in_the_cache(page: int) -> None:
+def test_a_failed_request_adds_nothing_to_the_cache(page: int) -> None:
     it = scheduler(page=page, radix=True)
     add(it, "a", 13, max_tokens=2)
     finish(it)
