@@ -203,7 +203,7 @@ def build_end(handler: GenerationHandler, error: ApiError | None) -> bytes:
     """The error, or the usage if the request asks for it; then [DONE]."""
     if error is not None:
         return event(error.body) + DONE
-    usage = event(_chunk(handler, [], handler.usage, handler.metrics)) if handler.must_send_usage else b""
+    usage = event(_chunk(handler, [], handler.usage, handler.metrics)) if handler.include_usage else b""
     return usage + DONE
 
 

@@ -58,8 +58,8 @@ async def create_completion(request: Request) -> Response:
     body = await read_body(CompletionRequest, request)
     service = service_of(request)
     ready = service.ready_for(body.model)
-    name = f"cmpl-{request_id_of(request)}"
-    handler = await prepare(body, service, ready, name, lambda: _prompts(body, service, ready))
+    response_id = f"cmpl-{request_id_of(request)}"
+    handler = await prepare(body, service, ready, response_id, lambda: _prompts(body, service, ready))
     return await handler.respond(request, build_response=build_response, build_events=build_events, build_end=build_end)
 
 
@@ -102,7 +102,7 @@ def build_end(handler: GenerationHandler, error: ApiError | None) -> bytes:
     """The error, or the usage if the request asks for it; then [DONE]."""
     if error is not None:
         return event(error.body) + DONE
-    usage = event(_body(handler, [], handler.usage, handler.metrics)) if handler.must_send_usage else b""
+    usage = event(_body(handler, [], handler.usage, handler.metrics)) if handler.include_usage else b""
     return usage + DONE
 
 

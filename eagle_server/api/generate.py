@@ -53,14 +53,14 @@ async def prepare(
     body: GenerationBody,
     service: Service,
     ready: Ready,
-    name: str,
+    response_id: str,
     tokenize: Callable[[], Sequence[Prompt]],
     stops: TemplateStops = NO_STOPS,
     tools: ToolUse | None = None,
 ) -> GenerationHandler:
     """Tokenize the prompts, check the limits and make one engine request per choice. Nothing is submitted yet.
 
-    `name` is the response's id. `stops` end the answer in addition to the body's own. `tools`: look for tool calls.
+    `stops` end the answer in addition to the body's own. `tools`: look for tool calls.
 
     Raises:
         ApiError: the request cannot be served.
@@ -85,7 +85,7 @@ async def prepare(
     for index in range(body.sequences):  # n choices of the first prompt, then n of the second, ...
         prompt = prompts[index // body.n]
         request = Request(
-            request_id=f"{name}-{serial}-{index}",
+            request_id=f"{response_id}-{serial}-{index}",
             prompt_token_ids=prompt.token_ids,
             sampling=sampling,
             # `choice` keys the random numbers. Without a seed nothing is repeated: equal prompts get different numbers.
@@ -97,7 +97,7 @@ async def prepare(
         states.append(
             RequestState(index, request, prompt, tokenizer, [*body.stops, *stops.strings], end_token_ids, tools)
         )
-    return GenerationHandler(service, body, name, states)
+    return GenerationHandler(service, body, response_id, states)
 
 
 def _check_count(body: GenerationBody, service: Service) -> None:
@@ -132,9 +132,11 @@ class GenerationHandler:
     handler, and read from it what every response needs: id, model, usage, metrics.
     """
 
-    def __init__(self, service: Service, body: GenerationBody, name: str, states: Sequence[RequestState]) -> None:
+    def __init__(
+        self, service: Service, body: GenerationBody, response_id: str, states: Sequence[RequestState]
+    ) -> None:
         self.body = body
-        self.id = name
+        self.id = response_id
         self.created = int(time.time())
         self.model = service.model_name
         self.spelling = service.spelling
@@ -180,7 +182,7 @@ class GenerationHandler:
         )
 
     @property
-    def must_send_usage(self) -> bool:
+    def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that has usage and metrics."""
         return self._stream_options.include_usage
 
@@ -189,7 +191,7 @@ class GenerationHandler:
         """The `usage` of the other chunks. As in OpenAI's API it is null if a usage chunk will follow."""
         if self._stream_options.continuous_usage_stats:
             return self.usage
-        return None if self.must_send_usage else UNSET
+        return None if self.include_usage else UNSET
 
     @property
     def metrics(self) -> Metrics | UnsetType:

@@ -73,7 +73,7 @@ class RequestState:
     """Follows one engine request, which is one choice of an API request.
 
     Text offsets and stop strings do not depend on how many tokens a delta has. `completion_tokens` counts tokens up to
-    and including the one that completes a stop string. Later tokens of the same cycle are dropped.
+    and including the one that completes a stop string. Later tokens are dropped.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class RequestState:
         self._stops = StopStrings(stops)
         self._end_token_ids = end_token_ids
         self._must_echo = prompt.echo is not None
-        self._characters = 0
+        self._text_offset = 0
         self._has_output = False
 
     @property
@@ -118,7 +118,7 @@ class RequestState:
         Raises:
             ApiError: the engine refused the request or failed.
         """
-        self._check(delta)
+        self._raise_if_failed(delta)
         self.cached_tokens = delta.cached_tokens or self.cached_tokens
         self.spec = delta.spec or self.spec
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
@@ -144,7 +144,7 @@ class RequestState:
             return str(reason.value)
         return "tool_calls" if self._tool_parser is not None and self._tool_parser.complete else "stop"
 
-    def _check(self, delta: TokenDelta) -> None:
+    def _raise_if_failed(self, delta: TokenDelta) -> None:
         if self.is_stopped:
             return
         message = delta.error or "the engine gave no reason"
@@ -162,11 +162,11 @@ class RequestState:
             text = "" if ends else self._detokenizer.push(token_id)
             if delta.logprobs is not None:
                 entry = delta.logprobs[position]
-                output.tokens.append(ScoredToken(token_id, entry.logprob, entry.top, self._characters))
+                output.tokens.append(ScoredToken(token_id, entry.logprob, entry.top, self._text_offset))
             self.completion_tokens += 1
-            self._characters += len(text)
-            stops_count = self.completion_tokens >= self.request.sampling.min_tokens
-            self._add_text(output, self._stops.push(text) if stops_count else text)
+            self._text_offset += len(text)
+            may_stop = self.completion_tokens >= self.request.sampling.min_tokens
+            self._add_text(output, self._stops.push(text) if may_stop else text)
             if self.is_stopped:
                 return
 
@@ -179,7 +179,7 @@ class RequestState:
     def _add_prompt(self, output: OutputDelta) -> None:
         """Echo the prompt's text, with its scores if they were asked for."""
         output.text = self.prompt.echo or ""
-        self._characters = len(output.text)
+        self._text_offset = len(output.text)
         if not self.request.prompt_logprobs:
             return
         detokenizer, offset = IncrementalDetokenizer(self._tokenizer), 0

@@ -3,12 +3,13 @@
     forward         rows per request      slots read                        mask
     prompt chunks   the chunk             prefix and chunk                  causal
     draft-extend    extend_width          prefix and accepted tokens        causal
-    draft step      topk                  prefix and the draft's window     each node's lineage
+    draft step      topk                  prefix and the draft's window     each node's ancestor_mask
     static level    nodes with children   prefix and the draft's window     each node's ancestors
     verify          draft_token_num       prefix and the tree's window      the tree's mask; causal for a chain
 
-The host plans a forward from its `Layout`. The batch holds the device tensors. As in SGLang, a speculative forward has
-a `spec_info`, which computes qo_indptr, kv_indptr and kv_indices (`attn_args_prefill`, `attn_args_decode`).
+The host plans a forward from its `Layout`. The batch holds the device tensors. As in SGLang, draft-extend, draft steps
+and verify have a `spec_info`, which computes qo_indptr, kv_indptr and kv_indices (`attn_args_prefill`,
+`attn_args_decode`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from eagle_server.attention.interface import (
     SpecInput,
     TreeMask,
 )
-from eagle_server.ops.indices import build_beam_kv_indices, build_kv_indices
+from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices
 from eagle_server.ops.upload import upload
 
 # Arguments of FlashInfer's plan and run, computed on the device.
@@ -52,9 +53,11 @@ def attn_args_decode(batch: AttentionBatch, out: Tensor | None = None) -> tuple[
         return batch.spec_info.generate_attn_arg_decode(
             batch.req_pool_indices, batch.spec_lens, batch.req_to_token, out
         )
-    assert isinstance(batch.mask, TreeMask) and batch.layout.seen is not None
-    lineage, prefix = batch.mask.window, batch.kv_lens - batch.mask.window.shape[2]
-    return beam_arguments(batch.req_pool_indices, prefix, batch.req_to_token, lineage, batch.layout.seen, out)
+    assert isinstance(batch.mask, TreeMask) and batch.layout.num_visible is not None
+    ancestor_mask, prefix = batch.mask.visible, batch.kv_lens - batch.mask.visible.shape[2]
+    return draft_decode_arguments(
+        batch.req_pool_indices, prefix, batch.req_to_token, ancestor_mask, batch.layout.num_visible, out
+    )
 
 
 def kv_arguments(
@@ -69,8 +72,8 @@ def kv_arguments(
     Args:
         kv_lens: int64 [bs], how many slots each request reads.
         kv_lens_sum: their sum, if the host knows it. Without it the sum is read from the device, which synchronizes.
-        out: int32 buffer of at least that size. The index kernel fills it from the front, and the whole buffer is
-            returned. Its shape does not depend on the lengths, so a CUDA graph may capture the call.
+        out: int32 buffer of at least that size. The index kernel fills it from the front. The whole buffer is returned:
+            its shape depends on no length, so a CUDA graph can capture the call.
     """
     kv_indptr = indptr_of(kv_lens)
     if out is not None:
@@ -83,24 +86,24 @@ def kv_arguments(
     return kv_indptr, req_to_token[req_pool_indices.index_select(0, request), column]
 
 
-def beam_arguments(
+def draft_decode_arguments(
     req_pool_indices: Tensor,
     seq_lens: Tensor,
     req_to_token: Tensor,
-    lineage: Tensor,
-    seen: int,
+    ancestor_mask: Tensor,
+    num_visible: int,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """kv_indices, kv_indptr and qo_indptr of bs * topk decode queries, each with its own list of slots.
 
-    Query (b, k) reads seq_lens[b] + seen slots: the prefix, then the window slots marked in lineage bool
-    [bs, topk, W]. Each lineage row marks `seen` slots. Without a buffer `out` the result has its exact size, and that
-    size is read from the device, which synchronizes.
+    Query (b, k) reads seq_lens[b] + num_visible slots: the prefix, then the window slots marked in ancestor_mask bool
+    [bs, topk, W]. Each ancestor_mask row marks `num_visible` slots. Without a buffer `out` the result has its exact
+    size, and that size is read from the device, which synchronizes.
     """
-    bs, topk, _ = lineage.shape
+    bs, topk, _ = ancestor_mask.shape
     if out is None:
-        out = req_to_token.new_empty(int((seq_lens + seen).sum()) * topk)
-    kv_indptr = build_beam_kv_indices(req_to_token, req_pool_indices, seq_lens, lineage, seen, out)
+        out = req_to_token.new_empty(int((seq_lens + num_visible).sum()) * topk)
+    kv_indptr = build_draft_decode_kv_indices(req_to_token, req_pool_indices, seq_lens, ancestor_mask, num_visible, out)
     return out, kv_indptr, even_indptr(bs * topk, 1, seq_lens.device)
 
 
@@ -122,10 +125,11 @@ def even_indptr(count: int, rows: int, device: torch.device) -> Tensor:
 def prefill_batch(
     req_pool_indices: Tensor, kv_lens: Tensor, req_to_token: Tensor, mask: Causal | TreeMask, layout: Layout
 ) -> AttentionBatch:
-    """Prompt chunks, and all other forwards without a spec_info. The queries are the last q_lens of kv_lens positions.
+    """Prompt chunks. Other forwards without a spec_info use it too. The queries are the last q_lens of kv_lens
+    positions.
 
-    If all requests have the same number of queries, only `layout.q_len` comes from the host, so a captured graph
-    replays with other lengths.
+    If all requests have the same number of queries, the host gives only `layout.q_len`, so a captured graph replays
+    with other lengths.
     """
     if layout.q_len is not None:
         out_cache_loc = cache_locations(req_pool_indices, kv_lens - layout.q_len, layout.q_len, req_to_token)
@@ -136,9 +140,9 @@ def prefill_batch(
     return AttentionBatch(req_pool_indices, kv_lens, req_to_token, out_cache_loc, mask, layout)
 
 
-def extend_layout(seq_lens: Sequence[int], accept_lengths: Sequence[int], width: int) -> Layout:
-    """Draft-extend with `width` rows per request. Only the first accept_length rows are used; the rest is padding."""
-    lens = zip(seq_lens, accept_lengths, strict=True)
+def extend_layout(seq_lens: Sequence[int], extend_lens: Sequence[int], width: int) -> Layout:
+    """Draft-extend with `width` rows per request. Only the first extend_lens rows are used; the rest is padding."""
+    lens = zip(seq_lens, extend_lens, strict=True)
     return Layout((width,) * len(seq_lens), tuple(n - count + width for n, count in lens))
 
 
@@ -156,43 +160,43 @@ def draft_layout(seq_lens: Sequence[int], forwards: int, topk: int) -> Layout:
     Each step reads the whole window. The columns of later steps are masked, but must hold finite numbers.
     """
     window = forwards * topk
-    return Layout((topk,) * len(seq_lens), tuple(length + window for length in seq_lens), window=window)
+    return Layout((topk,) * len(seq_lens), tuple(length + window for length in seq_lens), mask_width=window)
 
 
-def beam_layout(seq_lens: Sequence[int], step: int, topk: int) -> Layout:
+def draft_decode_layout(seq_lens: Sequence[int], step: int, topk: int) -> Layout:
     """One draft step, for backends that give each node its own list of slots."""
     window = (step + 1) * topk
     lens = tuple(length + window for length in seq_lens)
-    return Layout((topk,) * len(lens), lens, window=window, seen=step + 1)
+    return Layout((topk,) * len(lens), lens, mask_width=window, num_visible=step + 1)
 
 
 def draft_step_batch(
     draft: SpecInput, step: int, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor, layout: Layout
 ) -> AttentionBatch:
     """Draft step `step` of an EagleDraftInput: topk rows. They write the window slots from step * topk on."""
-    assert layout.window is not None
-    kv_lens, first = seq_lens + layout.window, seq_lens + step * layout.q_lens[0]
+    assert layout.mask_width is not None
+    kv_lens, first = seq_lens + layout.mask_width, seq_lens + step * layout.q_lens[0]
     return _speculative(draft, req_pool_indices, seq_lens, kv_lens, first, req_to_token, layout)
 
 
 def static_level_layout(seq_lens: Sequence[int], rows: int, window: int) -> Layout:
     """A level of a static tree that feeds `rows` nodes. The window has one slot per fed node of the whole tree."""
-    return Layout((rows,) * len(seq_lens), tuple(length + window for length in seq_lens), window=window)
+    return Layout((rows,) * len(seq_lens), tuple(length + window for length in seq_lens), mask_width=window)
 
 
 def static_level_batch(  # noqa: PLR0913, PLR0917  `start` belongs to the mask
     mask: TreeMask, start: int, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor, layout: Layout
 ) -> AttentionBatch:
     """A level of a static tree. Its fed nodes write the window slots from `start` on."""
-    assert layout.window is not None
+    assert layout.mask_width is not None
     out_cache_loc = cache_locations(req_pool_indices, seq_lens + start, layout.q_lens[0], req_to_token)
-    return AttentionBatch(req_pool_indices, seq_lens + layout.window, req_to_token, out_cache_loc, mask, layout)
+    return AttentionBatch(req_pool_indices, seq_lens + layout.mask_width, req_to_token, out_cache_loc, mask, layout)
 
 
 def verify_layout(seq_lens: Sequence[int], draft_token_num: int, topk: int) -> Layout:
     """The verify forward of requests with these lengths. The trees need not be known yet."""
     lens = tuple(length + draft_token_num for length in seq_lens)
-    return Layout((draft_token_num,) * len(lens), lens, window=None if topk == 1 else draft_token_num)
+    return Layout((draft_token_num,) * len(lens), lens, mask_width=None if topk == 1 else draft_token_num)
 
 
 def verify_batch(
@@ -206,7 +210,9 @@ def verify_batch(
 def cache_locations(req_pool_indices: Tensor, first: Tensor, count: int, req_to_token: Tensor) -> Tensor:
     """Slots int64 [bs * count] of `count` positions per request, starting at first, int64 [bs]."""
     places = first[:, None] + torch.arange(count, device=first.device)
-    return req_to_token[req_pool_indices[:, None], places].view(-1).long()  # whole rows may have 0.5 MB each
+    return (
+        req_to_token[req_pool_indices[:, None], places].view(-1).long()
+    )  # only these columns: a whole row may be 0.5 MB
 
 
 def _speculative(  # noqa: PLR0913, PLR0917
@@ -219,7 +225,7 @@ def _speculative(  # noqa: PLR0913, PLR0917
     layout: Layout,
 ) -> AttentionBatch:
     out_cache_loc = cache_locations(req_pool_indices, first, layout.q_lens[0], req_to_token)
-    mask = Causal() if layout.window is None else spec_info.tree_mask
+    mask = Causal() if layout.mask_width is None else spec_info.tree_mask
     assert mask is not None
     return AttentionBatch(
         req_pool_indices, kv_lens, req_to_token, out_cache_loc, mask, layout, spec_info, paged_kernel_lens

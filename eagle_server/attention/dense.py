@@ -21,7 +21,7 @@ class DenseCausal:
         """q, k [batch * length, heads or kv_heads, head_dim], v [.., kv_heads, value_dim] -> [.., heads, value_dim]."""
         q4, k4, v4 = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (q, k, v))
         bias = self.bias
-        if layer.window and bias is None:
+        if layer.sliding_window and bias is None:
             raise ValueError("a sliding-window layer needs an explicit bias here")
         out = F.scaled_dot_product_attention(
             q4, k4, v4, attn_mask=bias, is_causal=bias is None, scale=layer.scale, enable_gqa=True

@@ -25,7 +25,7 @@ from eagle_server.cache.pool import KVPool
 
 __all__ = ["FlashInferAttention", "AttentionLimits", "Workspace", "flashinfer_module"]
 
-TreeMode = Literal["mask", "cascade", "beams", "auto"]
+TreeMode = Literal["mask", "cascade", "per_node", "auto"]
 
 # "auto" means a cascade if a request has at least this many KV slots, else a mask. A mask has rows * kv_len bits, which
 # every tile reads. The threshold has not been measured yet.
@@ -63,7 +63,7 @@ class FlashInferAttention(FlashInferBackend):
         specs: (scale, sliding window or 0) of every layer, duplicates allowed. Each distinct spec has its own plan.
         limits: the size of the largest forward, and which forwards have static buffers.
         verify: how tree forwards are computed: "mask", "cascade" or "auto".
-        draft: how draft steps are computed: as `verify`, or "beams".
+        draft: how draft steps are computed: as `verify`, or "per_node".
         module: FlashInfer, or a stand-in for tests.
 
     Raises:
@@ -90,21 +90,21 @@ class FlashInferAttention(FlashInferBackend):
         check_dtype(self._heads.dtype, self._module)
         if head_dim not in HEAD_DIMS and not getattr(self._module, "any_head_dim", False):
             raise ValueError(f"FlashInfer has kernels for head sizes {HEAD_DIMS}, not {head_dim}")
-        if verify not in ("mask", "cascade", "auto") or draft not in ("mask", "cascade", "beams", "auto"):
+        if verify not in ("mask", "cascade", "auto") or draft not in ("mask", "cascade", "per_node", "auto"):
             raise ValueError(f"no such way to attend: verify={verify!r}, draft={draft!r}")
         self._verify, self._draft = verify, draft
         workspace.require(_eager_floats(head_dim, workspace.device))
 
     def mode(self, layout: Layout, sliding: int) -> Mode:
-        if layout.window is None:
+        if layout.mask_width is None:
             return "decode" if layout.q_len == 1 else "prefill"
-        chosen = self._verify if layout.seen is None else self._draft
+        chosen = self._verify if layout.num_visible is None else self._draft
         if chosen == "auto":
             chosen = "cascade" if max(layout.kv_lens) >= CASCADE_FROM else "mask"
         return "mask" if chosen == "cascade" and sliding else chosen
 
     def make(self, kind: WrapperKind) -> Wrapper:
-        return self._decode(kind) if kind.mode in ("decode", "beams") else self._prefill(kind)
+        return self._decode(kind) if kind.mode in ("decode", "per_node") else self._prefill(kind)
 
     def _prefill(self, kind: WrapperKind) -> PagedWrapper:
         scale, sliding = kind.spec

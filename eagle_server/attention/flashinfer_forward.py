@@ -83,7 +83,7 @@ class FlashInferBackend(ABC):
         modes = tuple(self.mode(layout, sliding) for _, sliding in self.specs)
         both = zip(self.specs, modes, strict=True)
         kinds = tuple(self._kind(layout, spec, mode, static=static) for spec, mode in both)
-        key = (modes, batch, rows, layout.window, layout.seen) if static else None
+        key = (modes, batch, rows, layout.mask_width, layout.num_visible) if static else None
         shared = None
         if key is None:
             wrappers = tuple(self._borrow(kind) for kind in kinds)
@@ -123,7 +123,7 @@ class FlashInferBackend(ABC):
                 f"a forward of {batch} requests over up to {longest} slots: buffers were made for {limits.batch} "
                 f"requests of {limits.kv_len}"
             )
-        if layout.window is not None and layout.q_len is None:
+        if layout.mask_width is not None and layout.q_len is None:
             raise ValueError(f"under a tree mask all requests have as many rows, not {layout.q_lens}")
 
 
@@ -158,12 +158,12 @@ class FlashInferPlan:
         if self._static is not None and not self._bound and self._plan != self._static.plans:
             raise RuntimeError(
                 "a forward was planned again before this one, with the same graph key, was bound: forwards that are "
-                "planned together need layouts that differ, as draft steps do in `seen`"
+                "planned together need layouts that differ, as draft steps do in `num_visible`"
             )
         self._bound = True
         backend = self.backend
         backend.scratch.owner = self.token
-        expected = Causal if self.layout.window is None else TreeMask
+        expected = Causal if self.layout.mask_width is None else TreeMask
         if not isinstance(batch.mask, expected):
             raise TypeError(f"planned for {expected.__name__}, got {type(batch.mask).__name__}")
         for mode in dict.fromkeys(self.modes):
@@ -195,7 +195,7 @@ class BoundFlashInfer:
         pool.write(layer.index, self.out_cache_loc, k, v)
         keys, values = pool.keys[layer.index], pool.values[layer.index]
         try:
-            spec = backend.specs.index((layer.scale, layer.window))
+            spec = backend.specs.index((layer.scale, layer.sliding_window))
         except ValueError:
             raise ValueError(f"the backend was built for {backend.specs}, not for {layer}") from None
         wrapper = self.plan.wrappers[spec]
@@ -225,11 +225,11 @@ def _plan_inputs(scratch: Scratch, layout: Layout, modes: Sequence[Mode]) -> lis
 
 def _lengths(layout: Layout, mode: Mode) -> Lengths:
     if mode == "cascade":
-        assert layout.window is not None
-        return Lengths.of(layout.q_lens, [n - layout.window for n in layout.kv_lens])
-    if mode == "beams":
-        assert layout.window is not None and layout.seen is not None and layout.q_len is not None
-        hidden = layout.window - layout.seen
+        assert layout.mask_width is not None
+        return Lengths.of(layout.q_lens, [n - layout.mask_width for n in layout.kv_lens])
+    if mode == "per_node":
+        assert layout.mask_width is not None and layout.num_visible is not None and layout.q_len is not None
+        hidden = layout.mask_width - layout.num_visible
         kv_lens = [n - hidden for n in layout.kv_lens for _ in range(layout.q_len)]
         return Lengths.of([1] * len(kv_lens), kv_lens)
     return Lengths.of(layout.q_lens, layout.kv_lens)

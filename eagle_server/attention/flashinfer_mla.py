@@ -57,7 +57,7 @@ class FlashInferMLAAttention(FlashInferBackend):
         workspace.require(_floats(self._rank, workspace.device))
 
     def mode(self, layout: Layout, sliding: int) -> Mode:  # noqa: ARG002  sliding is always 0
-        if layout.window is not None:
+        if layout.mask_width is not None:
             return "cascade"
         return "decode" if layout.q_len == 1 else "prefill"
 

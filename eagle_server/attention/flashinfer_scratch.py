@@ -21,8 +21,8 @@ from eagle_server.ops.mask import pack_tree_mask
 #   prefill  causal, any number of query rows
 #   mask     with a bit mask over prefix and window
 #   cascade  the prefix without a mask and the tree's block separately, then merged
-#   beams    each node of a draft step as a decode query with its own list of slots
-Mode = Literal["decode", "prefill", "mask", "cascade", "beams"]
+#   per_node each node of a draft step as a decode query with its own list of slots
+Mode = Literal["decode", "prefill", "mask", "cascade", "per_node"]
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Scratch:
 
     def slots(self, mode: Mode, batch: int, rows: int) -> Tensor:
         """int32 buffer for the slots of the longest forward of `batch` requests. Beams have `rows` lists for each."""
-        limits, lists = self._limits, rows if mode == "beams" else 1
-        key = (mode if mode in ("beams", "cascade") else "all", lists)
+        limits, lists = self._limits, rows if mode == "per_node" else 1
+        key = (mode if mode in ("per_node", "cascade") else "all", lists)
         if key not in self._slots:
             self._slots[key] = int_buffer(limits.batch * lists * limits.kv_len, self._device)
         return self._slots[key][: batch * lists * limits.kv_len]
@@ -86,26 +86,26 @@ class Scratch:
         """Write the kv_indices of a forward in this mode."""
         layout = batch.layout
         out = self.slots(mode, len(layout.q_lens), layout.q_len or 0)
-        if mode == "beams":
+        if mode == "per_node":
             attn_args_decode(batch, out)
         elif mode == "cascade":
-            assert layout.window is not None
-            kv_arguments(batch.req_pool_indices, batch.kv_lens - layout.window, batch.req_to_token, out=out)
+            assert layout.mask_width is not None
+            kv_arguments(batch.req_pool_indices, batch.kv_lens - layout.mask_width, batch.req_to_token, out=out)
         else:
             attn_args_prefill(batch, out)
 
     def write_mask(self, batch: AttentionBatch, mask: TreeMask, sliding: int) -> None:
         """Pack the tree mask over prefix and window, for layers with this sliding window."""
-        size, rows, _ = mask.window.shape
+        size, rows, _ = mask.visible.shape
         out = self.mask(size, rows, sliding)
         depths = {"row_depths": mask.row_depths, "column_depths": mask.column_depths}
-        pack_tree_mask(mask.window, batch.kv_lens, out.bits, out.indptr, sliding=sliding, **depths)
+        pack_tree_mask(mask.visible, batch.kv_lens, out.bits, out.indptr, sliding=sliding, **depths)
 
 
 def tree_block(batch: AttentionBatch, mask: TreeMask) -> TreeBlock:
-    width = mask.window.shape[2]
+    width = mask.visible.shape[2]
     places = batch.kv_lens[:, None] + torch.arange(-width, 0, device=batch.kv_lens.device)
-    return TreeBlock(batch.req_to_token[batch.req_pool_indices[:, None], places], mask.window)
+    return TreeBlock(batch.req_to_token[batch.req_pool_indices[:, None], places], mask.visible)
 
 
 def int_buffer(size: int, device: torch.device) -> Tensor:

@@ -18,14 +18,14 @@ from eagle_server.cache.pool import Pool
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The attention parameters of a layer: its index in the KV pool, softmax scale and sliding window (0 = full).
+    """The attention parameters of a layer: its index in the KV pool, softmax scale and sliding window (0: none).
 
     `softcap` c > 0 replaces every scaled score by c * tanh(score / c) (Gemma 2).
     """
 
     index: int
     scale: float
-    window: int = 0
+    sliding_window: int = 0
     softcap: float = 0.0
 
 
@@ -36,13 +36,13 @@ class Causal:
 
 @dataclass(frozen=True)
 class TreeMask:
-    """The queries of a request see the whole prefix. In the window after the prefix they see what `window` allows.
+    """The queries of a request see the whole prefix. In the window after the prefix they see what `visible` allows.
 
     Every request has the same number of rows R and of window columns W. The depths are positions relative to the
     window's first column. Sliding windows are measured by these depths.
     """
 
-    window: Tensor  # bool [bs, R, W], True = attend
+    visible: Tensor  # bool [bs, R, W], True = attend
     row_depths: Tensor  # int64 [bs, R]
     column_depths: Tensor  # int64 [bs, W]
 
@@ -51,14 +51,14 @@ class TreeMask:
 class Layout:
     """What the host knows about a forward before its device work: the lengths, and the size of the tree mask.
 
-    `window` is the number of columns W of the tree mask; None means causal. `seen`, if given, is the number of these
-    columns that each row sees: a node of a draft step sees its ancestors and itself.
+    `mask_width` is the number of columns W of the tree mask; None means causal. `num_visible`, if given, is the number
+    of these columns that each row sees: a node of a draft step sees its ancestors and itself.
     """
 
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]  # this forward's own tokens included
-    window: int | None = None
-    seen: int | None = None
+    mask_width: int | None = None
+    num_visible: int | None = None
 
     @property
     def q_len(self) -> int | None:
@@ -116,7 +116,9 @@ class AttentionBatch:
     mask: Causal | TreeMask
     layout: Layout
     spec_info: SpecInput | None = None
-    paged_kernel_lens: Tensor | None = None  # int64 [bs], argument of spec_info's methods; None: kv_lens
+    paged_kernel_lens: Tensor | None = (
+        None  # int64 [bs], argument of spec_info's methods, which say what it counts; None: kv_lens
+    )
 
     @property
     def spec_lens(self) -> Tensor:

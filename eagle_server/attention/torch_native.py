@@ -100,7 +100,7 @@ class BoundTorchNative:
         shared = heads // kv_heads
         queries = q.view(group.size, group.q_len, kv_heads, shared, dim).permute(0, 2, 3, 1, 4)
         queries = queries.reshape(group.size, kv_heads, shared * group.q_len, dim)
-        bias = group.bias(layer.window, shared, q.dtype)
+        bias = group.bias(layer.sliding_window, shared, q.dtype)
         if layer.softcap:
             out = _capped(queries, keys, values, bias, layer)
         else:
@@ -178,21 +178,21 @@ def _causal_group(indices: _Indices, members: list[int]) -> _Group:
 
 def _tree_group(indices: _Indices, mask: TreeMask) -> _Group:
     """A tree group: every query sees the prefix. In the window after it, a query sees what the mask allows."""
-    size, rows, window = mask.window.shape
+    size, rows, window = mask.visible.shape
     slots, kv_lens = indices.padded_slots(list(range(size)))
     lens = indices.layout.kv_lens
     prefix = kv_lens - window  # [g, 1]
     columns = torch.arange(slots.shape[1], device=slots.device)[None].expand(size, -1)
     if min(lens) == max(lens):
-        everything = mask.window.new_ones(size, rows, slots.shape[1] - window)
-        allowed = torch.cat([everything, mask.window], dim=2)
+        everything = mask.visible.new_ones(size, rows, slots.shape[1] - window)
+        allowed = torch.cat([everything, mask.visible], dim=2)
         depths = mask.column_depths + prefix
         where = torch.cat([columns[:, : slots.shape[1] - window], depths], dim=1)
     else:
         offset = columns - prefix  # [g, L]
         inside = (offset >= 0) & (offset < window)
         clamped = offset.clamp(0, window - 1)
-        in_window = mask.window.gather(2, clamped[:, None].expand(-1, rows, -1)) & inside[:, None]
+        in_window = mask.visible.gather(2, clamped[:, None].expand(-1, rows, -1)) & inside[:, None]
         allowed = in_window | (offset < 0)[:, None]
         where = torch.where(inside, mask.column_depths.gather(1, clamped) + prefix, columns)
     positions = mask.row_depths + prefix

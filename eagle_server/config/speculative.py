@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from eagle_server.config.base import ConfigError, Count, ModelLocation, Section, Text, file_location, json_object
 from eagle_server.config.trees import TreeOptions, automatic, head_tree, mixture, refuse_root_alone, tries
-
-logger = logging.getLogger(__name__)
 
 NGRAM_SHARE_TOKENS = 1 << 20
 POSTERIOR_THRESHOLD, POSTERIOR_ALPHA = 0.09, 0.3  # Medusa's
@@ -178,16 +175,7 @@ class SpeculativeSection(Section):
     def tree_options(self, architecture: str) -> TreeOptions:
         """The tree options as given, or else chosen by the target's architecture (`architectures[0]`)."""
         kind = "STANDALONE" if self.head_algorithm == "STANDALONE" else architecture
-        options = self.given_tree_options() or automatic(kind, ngrams=self.drafts_ngrams)
-        if not self.drafts_ngrams and self.num_draft_tokens not in (None, options.num_draft_tokens):
-            logger.warning(
-                "--speculative-num-draft-tokens %d is adjusted to %d: with topk 1 the draft is a chain of %d and its "
-                "root",
-                self.num_draft_tokens,
-                options.num_draft_tokens,
-                options.num_steps,
-            )
-        return options
+        return self.given_tree_options() or automatic(kind, ngrams=self.drafts_ngrams)
 
     def given_tree_options(self) -> TreeOptions | None:
         """The tree options, completed and checked; None if none is given.

@@ -67,17 +67,17 @@ def assemble(  # noqa: PLR0913
     worker = Worker(Verifier(target, attention, pools[0], graphs), drafter, batches, config.acceptance)
     if config.graph_sizes:
         _capture(worker, graphs, backends, config)
-    scheduler = Scheduler(_limits(config, draft_feeds=drafter.feeds), kv)
+    scheduler = Scheduler(_limits(config, uses_features=drafter.uses_features), kv)
     return Engine(scheduler, worker, _ready(config, target, kv, document), _grammars(tokenizer, target.config))
 
 
 def _check(draft: DraftModel | None, config: EngineConfig) -> None:
     """Refuse numbers with which no request could be served."""
     usable, tree = config.max_total_tokens // config.page_size * config.page_size, config.tree
-    if usable < tree.window + 2:
+    if usable < tree.num_lookahead_slots + 2:
         raise ValueError(
             f"--max-total-tokens {config.max_total_tokens}: {usable} slots in pages of {config.page_size} hold no "
-            f"request; drafting and verifying alone need {tree.window}"
+            f"request; drafting and verifying alone need {tree.num_lookahead_slots}"
         )
     if draft is not None and tree.topk > draft.draft_vocab_size:
         raise ValueError(f"--speculative-eagle-topk {tree.topk}: the head drafts from {draft.draft_vocab_size} tokens")
@@ -90,7 +90,7 @@ def _recorder(config: EngineConfig, device: torch.device) -> Recorder | None:
 def _kv_cache(config: EngineConfig, pools: Sequence[Pool], device: torch.device) -> KVCacheManager:
     """The KV cache, all pages free. With `poison`, free pages hold values that no result may depend on."""
     allocator = PageAllocator(config.max_total_tokens // config.page_size, config.page_size)
-    width = config.context_length + config.tree.window
+    width = config.context_length + config.tree.num_lookahead_slots
     table = PageTable(config.max_running_requests, width, config.page_size, mirrored=device.type != "cpu")
 
     def poison(pages: list[int]) -> None:
@@ -116,21 +116,21 @@ def _capture(worker: Worker, graphs: Graphs, backends: Backends, config: EngineC
     warm_up(worker, sizes, lengths)
 
 
-def _limits(config: EngineConfig, *, draft_feeds: bool) -> SchedulerLimits:
+def _limits(config: EngineConfig, *, uses_features: bool) -> SchedulerLimits:
     return SchedulerLimits(
         context_length=config.context_length,
         max_running_requests=config.max_running_requests,
         chunked_prefill_size=config.chunked_prefill_size,
-        window=config.tree.window,
+        num_lookahead_slots=config.tree.num_lookahead_slots,
         spec_steps=config.tree.depth,
-        draft_feeds=draft_feeds,
+        uses_features=uses_features,
         lossy=config.acceptance.lossy,
     )
 
 
 def _ready(config: EngineConfig, target: Target, kv: KVCacheManager, document: Mapping[str, Any] | None) -> Ready:
     """What the engine tells the API process about itself."""
-    most = kv.allocator.num_pages * config.page_size - config.tree.window
+    most = kv.allocator.num_pages * config.page_size - config.tree.num_lookahead_slots
     return Ready(
         context_length=config.context_length,
         max_request_tokens=min(config.context_length, most),

@@ -38,7 +38,7 @@ class Backends:
         config, specs, heads = self._config, layer_specs(model), model.config.num_heads
         limits = AttentionLimits(
             batch=config.max_running_requests,
-            kv_len=config.context_length + config.tree.window,
+            kv_len=config.context_length + config.tree.num_lookahead_slots,
             graph_batches=config.graph_sizes,
             graph_rows=graph_rows,
         )
@@ -52,8 +52,8 @@ class Backends:
             heads=heads,
             specs=specs,
             limits=limits,
-            verify="mask" if trees == "beams" else trees,
-            draft="beams",
+            verify="mask" if trees == "per_node" else trees,
+            draft="per_node",
             module=self._module,
         )
 
@@ -73,7 +73,7 @@ def layer_specs(model: Any) -> set[tuple[float, int]]:
         raise ValueError(
             "--attention-backend flashinfer does not cap attention scores, which this model does: use torch_native"
         )
-    return {(spec.scale, spec.window) for spec in _specs(model)}
+    return {(spec.scale, spec.sliding_window) for spec in _specs(model)}
 
 
 def caps_scores(model: Any) -> bool:

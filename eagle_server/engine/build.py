@@ -14,7 +14,7 @@ from eagle_server.engine.assemble import assemble
 from eagle_server.engine.cores import SharedCores
 from eagle_server.engine.devices import SMALL_MODEL_THREADS, resolve_device, threads_for
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.resolve import context_length, lookahead_bound, resolve, resolved_document
+from eagle_server.engine.resolve import context_length, lookahead_bound, resolve, server_info
 from eagle_server.models.checkpoints.load_draft import Algorithm, LoadedDraft, load_draft
 from eagle_server.models.checkpoints.load_target import load_target, read_model_config
 from eagle_server.models.checkpoints.weights import resolve_checkpoint, resolve_file
@@ -92,7 +92,7 @@ def engine_over(models: LoadedModels, config: Config) -> Engine:
     """
     target, draft = models.target, None if config.draft_path is None else models.draft
     resolved = resolve(config, target, draft)
-    document = resolved_document(config, resolved, target)
+    document = server_info(config, resolved, target)
     logger.info("resolved configuration: %s", document)
     return assemble(
         target,

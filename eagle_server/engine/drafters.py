@@ -71,7 +71,7 @@ def _level_drafter(
         topk=tree.topk,
         num_draft_tokens=tree.num_draft_tokens,
         graphs=graphs,
-        beams=config.backend == "flashinfer" and config.draft_attention == "beams",
+        per_node=config.backend == "flashinfer" and config.draft_attention == "per_node",
     )
 
 

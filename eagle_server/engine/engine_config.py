@@ -1,4 +1,4 @@
-"""The numbers that an engine is built from. Every one is concrete; `engine.resolve` makes them from the options."""
+"""The numbers that an engine is built from. `engine.resolve` makes them from the options: every size is concrete."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from eagle_server.speculation.accept import Acceptance, Lossless
 
 Backend = Literal["torch_native", "flashinfer"]
-TreeMode = Literal["auto", "mask", "cascade", "beams"]
+TreeMode = Literal["auto", "mask", "cascade", "per_node"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class TreeConfig:
     num_steps: int = 0
     topk: int = 1
     num_draft_tokens: int = 1
-    choices: tuple[tuple[int, ...], ...] = ()  # a static tree, see `speculation.medusa_choices`; (): a dynamic one
+    choices: tuple[tuple[int, ...], ...] = ()  # a static tree, see `speculation.static_tree`; (): a dynamic one
     ngram_depth: int = 0  # 0: no n-grams
     ngram_share_tokens: int = 0  # tokens of all requests' texts to look n-grams up in; 0: the request's own text only
 
@@ -32,7 +32,7 @@ class TreeConfig:
         return max(self.num_steps, self.ngram_depth)
 
     @property
-    def window(self) -> int:
+    def num_lookahead_slots(self) -> int:
         """Lookahead slots per decoding request: KV slots that drafting and verifying write after its own tokens.
 
         Draft steps write one slot for verified_id, which a draft language model reads first, and one per node that
@@ -46,7 +46,7 @@ class TreeConfig:
 class EngineConfig:
     """The numbers that an engine is built from.
 
-    The RoPE tables of target and draft must reach `context_length + tree.window`.
+    The RoPE tables of target and draft must reach `context_length + tree.num_lookahead_slots`.
     """
 
     context_length: int

@@ -1,4 +1,4 @@
-"""From options and loaded models to an EngineConfig: every automatic value gets its number here, once."""
+"""From options and loaded models to an EngineConfig: every automatic size gets its number here."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ logger = logging.getLogger(__name__)
 
 
 def resolve(config: Config, target: Target, draft: LoadedDraft | None) -> EngineConfig:
-    """The numbers of an engine of `config` over these models; `draft` is None where no model drafts.
+    """The EngineConfig of `config` for these loaded models. `draft` is None if no draft model is loaded.
 
     Raises:
         ValueError: a value that cannot be served; the message says what to change.
     """
-    device, models = target.embed.device, [target.config]
-    drafted = None if draft is None else kv_config(draft.head)
-    if drafted is not None:
-        models.append(drafted)
-    context, tree = context_length(config, target.config), _tree(config, target.config, draft)
+    device = target.embed.device
+    models = [target.config]
+    draft_kv = None if draft is None else kv_config(draft.head)
+    if draft_kv is not None:
+        models.append(draft_kv)
+    context = context_length(config, target.config)
+    tree = _tree(config, target.config, draft)
     capped = caps_scores(target) or (draft is not None and caps_scores(draft.head))
     backend = resolve_backend(config, device, target.config.dtype, capped=capped)
     sizes = graph_sizes(config, backend, native=all(model.native for model in models))
     memory = memory_for_kv(config, device, graph_memory(sizes, tree.num_draft_tokens, target.config))
     fitting = memory // sum(map(bytes_per_slot, models))
-    slots = config.cache.max_total_tokens or _slots_that_fit(config, context + tree.window, fitting)
+    slots = config.cache.max_total_tokens or _slots_that_fit(config, context + tree.num_lookahead_slots, fitting)
     return EngineConfig(
         context_length=context,
         max_total_tokens=slots,
@@ -74,9 +76,9 @@ def lookahead_bound(config: Config, target: ModelConfig) -> int:
     The RoPE tables are made when the models are loaded. The kind of draft, and so its tree, is known only after that.
     """
     if not config.speculates:
-        return TreeConfig().window
+        return TreeConfig().num_lookahead_slots
     section = config.speculative
-    window = _dynamic_tree(section, target).window
+    window = _dynamic_tree(section, target).num_lookahead_slots
     if section.token_tree is not None:
         return max(window, len(read_choices(section.token_tree, TOKEN_TREE)) + 1)
     if (section.head_algorithm or section.algorithm) not in (None, "MEDUSA"):
@@ -91,6 +93,14 @@ def _tree(config: Config, target: ModelConfig, draft: LoadedDraft | None) -> Tre
     section = config.speculative
     tree, choices = _dynamic_tree(section, target), _static_choices(section, draft)
     if not choices:
+        if not section.drafts_ngrams and section.num_draft_tokens not in (None, tree.num_draft_tokens):
+            logger.warning(
+                "--speculative-num-draft-tokens %d is adjusted to %d: with topk 1 the draft is a chain of %d and its "
+                "root",
+                section.num_draft_tokens,
+                tree.num_draft_tokens,
+                tree.num_steps,
+            )
         return tree
     return TreeConfig(
         num_steps=depth_of(choices),
@@ -103,7 +113,7 @@ def _tree(config: Config, target: ModelConfig, draft: LoadedDraft | None) -> Tre
 
 
 def _dynamic_tree(section: SpeculativeSection, target: ModelConfig) -> TreeConfig:
-    """The tree of --speculative-num-steps and its like, as given or chosen by the target's architecture."""
+    """The tree of --speculative-num-steps, --topk and --speculative-num-draft-tokens, or the architecture's own."""
     options = section.tree_options(target.architecture)
     return TreeConfig(
         num_steps=options.num_steps,
@@ -162,7 +172,7 @@ def _slots_that_fit(config: Config, per_request: int, most: int) -> int:
     return slots // config.cache.page_size * config.cache.page_size
 
 
-def resolved_document(config: Config, resolved: EngineConfig, target: Target) -> dict[str, Any]:
+def server_info(config: Config, resolved: EngineConfig, target: Target) -> dict[str, Any]:
     """What /v1/server_info shows: the configuration with every automatic value in its place."""
     values = config.public_dict()
     values["model"].update(

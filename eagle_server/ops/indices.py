@@ -32,29 +32,34 @@ def build_kv_indices(
         _kv_indices_torch(req_to_token, req_pool_indices, kv_indptr, out)
 
 
-def build_beam_kv_indices(
-    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, lineage: Tensor, seen: int, out: Tensor
+def build_draft_decode_kv_indices(
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    ancestor_mask: Tensor,
+    num_visible: int,
+    out: Tensor,
 ) -> Tensor:
     """kv_indices of one draft step with bs * K decode queries. Each query reads the prefix, its ancestors and itself.
 
-    Query q = b * K + k reads seq_lens[b] + seen slots: the prefix, then the window slots seq_lens[b] + w with
-    lineage[b, k, w], in the order of w.
+    Query q = b * K + k reads seq_lens[b] + num_visible slots: the prefix, then the window slots seq_lens[b] + w with
+    ancestor_mask[b, k, w], in the order of w.
 
     Args:
         req_to_token: int32 [number of rows, width].
         req_pool_indices: int64 [bs], rows of req_to_token.
         seq_lens: int64 [bs], lengths of the prefixes.
-        lineage: bool [bs, K, W], with exactly `seen` True in each row.
-        out: int32 [capacity], capacity at least K * sum(seq_lens + seen). The rest is not written.
+        ancestor_mask: bool [bs, K, W], with exactly `num_visible` True in each row.
+        out: int32 [capacity], capacity at least K * sum(seq_lens + num_visible). The rest is not written.
 
     Returns:
         kv_indptr int32 [bs * K + 1].
     """
-    topk = lineage.shape[1]
+    topk = ancestor_mask.shape[1]
     kv_indptr = torch.zeros(len(req_pool_indices) * topk + 1, dtype=torch.int32, device=out.device)
-    torch.cumsum((seq_lens + seen).repeat_interleave(topk), 0, dtype=torch.int32, out=kv_indptr[1:])
-    launch = _launch_beam_kv_indices if on_gpu(out) else _beam_kv_indices_torch
-    launch(req_to_token, req_pool_indices, seq_lens, lineage, kv_indptr, out)
+    torch.cumsum((seq_lens + num_visible).repeat_interleave(topk), 0, dtype=torch.int32, out=kv_indptr[1:])
+    launch = _launch_draft_decode_kv_indices if on_gpu(out) else _draft_decode_kv_indices_torch
+    launch(req_to_token, req_pool_indices, seq_lens, ancestor_mask, kv_indptr, out)
     return kv_indptr
 
 
@@ -66,16 +71,21 @@ def _kv_indices_torch(req_to_token: Tensor, req_pool_indices: Tensor, kv_indptr:
     out.copy_(torch.where(place < kv_indptr[-1], slots, out))
 
 
-def _beam_kv_indices_torch(
-    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, lineage: Tensor, kv_indptr: Tensor, out: Tensor
+def _draft_decode_kv_indices_torch(
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    ancestor_mask: Tensor,
+    kv_indptr: Tensor,
+    out: Tensor,
 ) -> None:
-    _, topk, window = lineage.shape
+    _, topk, window = ancestor_mask.shape
     place = torch.arange(len(out), dtype=torch.int32, device=out.device)
     query, column = _owner(kv_indptr, place)
     request = torch.div(query, topk, rounding_mode="floor")
     prefix = seq_lens.index_select(0, request)
     # A stable sort puts the window columns of each query first, in their order.
-    own = lineage.flatten(0, 1).to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+    own = ancestor_mask.flatten(0, 1).to(torch.uint8).argsort(dim=1, descending=True, stable=True)
     in_window = own[query, (column - prefix).clamp(0, window - 1)]
     column = torch.where(column < prefix, column, prefix + in_window).clamp(0, req_to_token.shape[1] - 1)
     slots = req_to_token[req_pool_indices.index_select(0, request), column]
@@ -98,16 +108,21 @@ def _launch_kv_indices(
     )
 
 
-def _launch_beam_kv_indices(
-    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, lineage: Tensor, kv_indptr: Tensor, out: Tensor
+def _launch_draft_decode_kv_indices(
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    ancestor_mask: Tensor,
+    kv_indptr: Tensor,
+    out: Tensor,
 ) -> None:
-    _, topk, window = lineage.shape
+    _, topk, window = ancestor_mask.shape
     splits = min(_SPLITS, blocks(req_to_token.shape[1], _BLOCK))
-    _beam_kv_indices_kernel[len(req_pool_indices) * topk, splits](
+    _draft_decode_kv_indices_kernel[len(req_pool_indices) * topk, splits](
         req_to_token,
         req_pool_indices,
         seq_lens,
-        lineage.contiguous().view(torch.uint8),
+        ancestor_mask.contiguous().view(torch.uint8),
         kv_indptr,
         out,
         req_to_token.stride(0),
@@ -129,11 +144,11 @@ def _kv_indices_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _beam_kv_indices_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+def _draft_decode_kv_indices_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     table,
     req_pool_indices,
     seq_lens,
-    lineage,
+    ancestor_mask,
     kv_indptr,
     out,
     table_stride,
@@ -151,7 +166,7 @@ def _beam_kv_indices_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, P
     _copy_slots(row, out + start, prefix, SPLITS, BLOCK)
     if tl.program_id(1) == 0:
         column = tl.arange(0, WINDOW_BLOCK)
-        own = tl.load(lineage + query * window + column, mask=column < window, other=0).to(tl.int32)
+        own = tl.load(ancestor_mask + query * window + column, mask=column < window, other=0).to(tl.int32)
         rank = tl.cumsum(own, 0) - own
         room = tl.load(kv_indptr + query + 1) - start - prefix
         keep = (own != 0) & (rank < room)

@@ -22,17 +22,17 @@ from eagle_server.scheduling.sequence import Sequence
 class SchedulerLimits:
     """Limits of a cycle, and facts about the drafter that planning needs.
 
-    Every decoding request has `window` KV slots for lookahead after its text. `spec_steps` is the depth of the draft
-    trees. `draft_feeds`: the drafter also writes KV, one cycle after the target. `lossy` names the acceptance rule of
-    sampled (not greedy) requests if it changes their distribution.
+    Every decoding request has `num_lookahead_slots` KV slots after its text. `spec_steps` is the depth of the draft
+    trees. `uses_features`: the drafter reads the target's features, one cycle later, and may write KV. `lossy` names
+    the acceptance rule of sampled (not greedy) requests if it changes their distribution.
     """
 
     context_length: int
     max_running_requests: int
     chunked_prefill_size: int  # prompt tokens per cycle
-    window: int
+    num_lookahead_slots: int
     spec_steps: int
-    draft_feeds: bool
+    uses_features: bool
     lossy: str | None = None
 
 
@@ -76,7 +76,7 @@ class Scheduler:
                 f"{tokens} prompt tokens and max_tokens {sampling.max_tokens} exceed the context length "
                 f"of {self.limits.context_length}"
             )
-        needed = self.kv.pages_for(tokens + sampling.max_tokens + self.limits.window)
+        needed = self.kv.pages_for(tokens + sampling.max_tokens + self.limits.num_lookahead_slots)
         if needed > self.kv.allocator.num_pages:
             return (
                 f"the request needs {needed * self.kv.page_size} KV slots and the pool has "
@@ -154,7 +154,7 @@ class Scheduler:
     def _advance(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Target KV now holds `num_computed_tokens`. Draft-extend runs in the next cycle, so draft KV is one behind."""
         sequence.draft_computed_tokens = (
-            sequence.num_computed_tokens if self.limits.draft_feeds else num_computed_tokens
+            sequence.num_computed_tokens if self.limits.uses_features else num_computed_tokens
         )
         sequence.num_computed_tokens = num_computed_tokens
 
@@ -164,7 +164,7 @@ class Scheduler:
         for sequence in [s for s in self.running if not s.prefilling]:
             while sequence in self.running:
                 assert sequence.allocation is not None
-                if self.kv.grow(sequence.allocation, sequence.num_computed_tokens + self.limits.window):
+                if self.kv.grow(sequence.allocation, sequence.num_computed_tokens + self.limits.num_lookahead_slots):
                     decoding.append(sequence)
                     break
                 self._preempt(max(self.running, key=lambda s: s.arrival))
@@ -175,7 +175,9 @@ class Scheduler:
         while self.waiting and len(self.running) < self.limits.max_running_requests:
             sequence = self.waiting[0]
             share = not sequence.request.prompt_logprobs
-            allocation = self.kv.allocate(sequence.tokens, len(sequence.tokens) + self.limits.window, share=share)
+            allocation = self.kv.allocate(
+                sequence.tokens, len(sequence.tokens) + self.limits.num_lookahead_slots, share=share
+            )
             if allocation is None:
                 return
             self.waiting.popleft()

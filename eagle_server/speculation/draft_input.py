@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_server.attention.batches import beam_arguments, even_indptr, indptr_of, kv_arguments
+from eagle_server.attention.batches import draft_decode_arguments, even_indptr, indptr_of, kv_arguments
 from eagle_server.attention.interface import AttnArgs, TreeMask
 
 
@@ -22,10 +22,12 @@ class EagleDraftInput:
     """
 
     verified_id: Tensor  # int64 [bs]
-    accept_length: Tensor  # int64 [bs], valid rows in draft-extend: accepted drafts and the bonus
-    extend_width: int | None = None  # padded rows per request in draft-extend; None: accept_length rows each
+    extend_lens: Tensor  # int64 [bs], valid rows in draft-extend: accepted drafts and the bonus
+    extend_width: int | None = None  # padded rows per request in draft-extend; None: extend_lens rows each
     frontier: Frontier | None = None  # None: before draft-extend
-    normed: Tensor | None = None  # [bs, H], input of draft-extend's logits, kept so that a grammar can mask them again
+    normed: Tensor | None = (
+        None  # [bs, H], normed hidden states of draft-extend, kept so that a grammar can mask the first level
+    )
 
     @property
     def tree_mask(self) -> TreeMask | None:
@@ -43,16 +45,16 @@ class EagleDraftInput:
 
         Draft-extend is causal; paged_kernel_lens int64 [bs] are the lengths read, including the extended rows. In a
         draft step paged_kernel_lens are the sequence lengths; topk rows also read the window after them, masked by
-        their lineage.
+        their ancestor_mask.
         """
         device, bs = paged_kernel_lens.device, len(req_pool_indices)
         if self.frontier is not None:
-            paged_kernel_lens = paged_kernel_lens + self.frontier.window
+            paged_kernel_lens = paged_kernel_lens + self.frontier.mask_width
             qo_indptr = even_indptr(bs, self.frontier.topk_index.shape[1], device)
         elif self.extend_width is not None:
             qo_indptr = even_indptr(bs, self.extend_width, device)
         else:
-            qo_indptr = indptr_of(self.accept_length)
+            qo_indptr = indptr_of(self.extend_lens)
         kv_indptr, kv_indices = kv_arguments(req_pool_indices, paged_kernel_lens, req_to_token, kv_lens_sum, out)
         return kv_indices, kv_indptr, qo_indptr, self.tree_mask
 
@@ -65,26 +67,28 @@ class EagleDraftInput:
         ancestors and itself.
         """
         assert self.frontier is not None, "draft steps follow draft-extend"
-        lineage, seen = self.frontier.lineage, self.frontier.step + 1
-        return beam_arguments(req_pool_indices, paged_kernel_lens, req_to_token, lineage, seen, out)
+        ancestor_mask, num_visible = self.frontier.ancestor_mask, self.frontier.step + 1
+        return draft_decode_arguments(
+            req_pool_indices, paged_kernel_lens, req_to_token, ancestor_mask, num_visible, out
+        )
 
 
 @dataclass(frozen=True)
 class Frontier:
     """The topk nodes per request that one draft step feeds, and the window slots that each of them sees.
 
-    Step i (0-based) feeds the nodes of level i + 1 at position seq_len + i. The node in column c writes window slot
-    i * topk + c. `lineage[b, c]` marks the window slots of node c and its ancestors. So a node never attends to another
-    branch, whatever column its parent had. Scores are log-probabilities: products of probabilities would underflow and
-    tie.
+    Step i (0-based) feeds the nodes of level i + 1 at position seq_len + i. The node in column c writes window slot i *
+    topk + c. `ancestor_mask[b, c]` marks the window slots of node c and its ancestors. So a node never attends to
+    another branch, whatever column its parent had. Scores are log-probabilities: products of probabilities would
+    underflow and tie.
     """
 
     step: int
     topk_index: Tensor  # int64 [bs, topk], target vocabulary
     topk_logp: Tensor  # float32 [bs, topk], log-probabilities of the paths
-    hidden_states: Tensor  # [bs * topk, H], the draft's feedback at the parents
-    lineage: Tensor  # bool [bs, topk, (step + 1) * topk]
-    window: int  # number of slots that all draft steps write; the slots of later steps are masked
+    hidden_states: Tensor  # [bs * topk, H], the draft's, at the parents
+    ancestor_mask: Tensor  # bool [bs, topk, (step + 1) * topk]
+    mask_width: int  # number of slots that all draft steps write; the slots of later steps are masked
 
     @classmethod
     def first(cls, topk_logp: Tensor, topk_index: Tensor, hidden_states: Tensor, window: int) -> Frontier:
@@ -93,30 +97,31 @@ class Frontier:
         own = torch.eye(topk, dtype=torch.bool, device=topk_index.device).expand(bs, -1, -1)
         return cls(0, topk_index, topk_logp, hidden_states, own, window)
 
-    def advance(self, child_tokens: Tensor, child_scores: Tensor, feedback: Tensor) -> tuple[Frontier, Tensor]:
+    def advance(self, child_tokens: Tensor, child_scores: Tensor, hidden_states: Tensor) -> tuple[Frontier, Tensor]:
         """The frontier of the best topk among topk * topk children, and their flat indices int64 [bs, topk].
 
-        child_tokens and child_scores [bs, topk, topk] are by parent and rank. feedback [bs * topk, H] is the parents'.
+        child_tokens and child_scores [bs, topk, topk] are by parent and rank. hidden_states [bs * topk, H] are the
+        parents'.
         """
         bs, topk, _ = child_scores.shape
         scores, chosen = child_scores.flatten(1).topk(topk, dim=1)
         parent = torch.div(chosen, topk, rounding_mode="floor")  # [bs, topk], columns of this frontier
         tokens = child_tokens.flatten(1).gather(1, chosen)
         base = torch.arange(0, bs * topk, topk, device=parent.device)[:, None]
-        hidden = feedback.index_select(0, (parent + base).view(-1))
-        inherited = self.lineage.gather(1, parent[:, :, None].expand(-1, -1, self.lineage.shape[2]))
+        hidden = hidden_states.index_select(0, (parent + base).view(-1))
+        inherited = self.ancestor_mask.gather(1, parent[:, :, None].expand(-1, -1, self.ancestor_mask.shape[2]))
         own = torch.eye(topk, dtype=torch.bool, device=parent.device).expand(bs, -1, -1)
-        lineage = torch.cat([inherited, own], dim=2)
-        return Frontier(self.step + 1, tokens, scores, hidden, lineage, self.window), chosen
+        ancestor_mask = torch.cat([inherited, own], dim=2)
+        return Frontier(self.step + 1, tokens, scores, hidden, ancestor_mask, self.mask_width), chosen
 
     @cached_property
     def tree_mask(self) -> TreeMask:
-        """The lineage as a mask over the whole window. The columns of later steps are masked."""
-        bs, topk, reached = self.lineage.shape
-        later = self.window - reached
-        levels = torch.arange(self.window // topk, device=self.lineage.device).repeat_interleave(topk)
+        """The ancestor_mask as a mask over the whole window. The columns of later steps are masked."""
+        bs, topk, reached = self.ancestor_mask.shape
+        later = self.mask_width - reached
+        levels = torch.arange(self.mask_width // topk, device=self.ancestor_mask.device).repeat_interleave(topk)
         return TreeMask(
-            F.pad(self.lineage, (0, later)) if later else self.lineage,
+            F.pad(self.ancestor_mask, (0, later)) if later else self.ancestor_mask,
             row_depths=levels.new_full((bs, topk), self.step),
             column_depths=levels.expand(bs, -1),
         )

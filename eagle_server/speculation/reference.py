@@ -88,7 +88,7 @@ def flat_custom_mask(mask: TreeMask, seq_lens: Tensor) -> Tensor:
     seq_lens int64 [bs] are the sequence lengths L. Every row sees the whole prefix.
     """
     parts = []
-    for length, window in zip(seq_lens, mask.window, strict=True):
+    for length, window in zip(seq_lens, mask.visible, strict=True):
         prefix = window.new_ones(len(window), int(length))
         parts.append(torch.cat([prefix, window], dim=1).view(-1))
     return torch.cat(parts)

@@ -121,25 +121,23 @@ class EagleVerifyInput:
 
 
 def build_tree(
-    candidates: Proposal, verified_id: Tensor, seq_lens: Tensor, speculation_disabled: Tensor | None = None
+    proposal: Proposal, verified_id: Tensor, seq_lens: Tensor, speculation_disabled: Tensor | None = None
 ) -> EagleVerifyInput:
     """Add the root to every request's candidates: its verified_id [bs] at position seq_lens [bs].
 
     For requests marked in `speculation_disabled`, bool [bs], all drafted nodes become padding.
     """
-    if isinstance(candidates, TreeNodes):
-        root = candidates.parents.new_full((len(verified_id), 1), -1)
-        parents, topk = torch.cat([root, candidates.parents], dim=1), 0
-        mask, depths = ancestors(parents, candidates.spec_steps)
+    if isinstance(proposal, TreeNodes):
+        root = proposal.parents.new_full((len(verified_id), 1), -1)
+        parents, topk = torch.cat([root, proposal.parents], dim=1), 0
+        mask, depths = ancestors(parents, proposal.spec_steps)
     else:
-        topk = candidates.topk
-        parents, depths, mask = link_tree(
-            candidates.selected_index, candidates.parent_list, topk, candidates.spec_steps
-        )
+        topk = proposal.topk
+        parents, depths, mask = link_tree(proposal.selected_index, proposal.parent_list, topk, proposal.spec_steps)
     tokens = (
-        candidates.tokens
+        proposal.tokens
         if speculation_disabled is None
-        else candidates.tokens.masked_fill(speculation_disabled[:, None], -1)
+        else proposal.tokens.masked_fill(speculation_disabled[:, None], -1)
     )
     return EagleVerifyInput(
         draft_token=torch.cat([verified_id[:, None], tokens], dim=1).view(-1),
@@ -147,8 +145,8 @@ def build_tree(
         positions=(seq_lens[:, None] + depths).view(-1),
         parents=parents,
         depths=depths,
-        spec_steps=candidates.spec_steps,
+        spec_steps=proposal.spec_steps,
         topk=topk,
         draft_token_num=parents.shape[1],
-        scores=candidates.scores,
+        scores=proposal.scores,
     )

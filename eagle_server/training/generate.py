@@ -31,7 +31,7 @@ class GrowingCausal:
         start, new = self._length.get(layer.index, 0), k4.shape[2]
         if start and new != 1:
             raise ValueError(f"one row per sequence is expected after the prompt, found {new}")
-        if layer.window:
+        if layer.sliding_window:
             raise ValueError("sliding-window layers are not supported here")
         keys, values = self._room(layer.index, k4, v4)
         keys[:, :, start : start + new], values[:, :, start : start + new] = k4, v4

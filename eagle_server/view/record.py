@@ -71,7 +71,7 @@ class RecordingDrafter:
     """
 
     def __init__(self, drafter: Drafter[Any], record: Callable[[list[DraftedTree]], None]) -> None:
-        self.drafter, self.feeds = drafter, drafter.feeds
+        self.drafter, self.uses_features = drafter, drafter.uses_features
         self._record = record
 
     def forget(self, req_pool_index: int) -> None:

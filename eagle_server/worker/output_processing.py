@@ -1,4 +1,7 @@
-"""Output processing: one copy to the host, and from it what each scheduled request gets."""
+"""Output processing: one copy of tokens and trees to the host, and from it what each scheduled request gets.
+
+Log-probabilities, if a request asks for them, are copied after it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cycle: extend, propose, build the tree, verify, accept, keep."""
+"""The cycle: extend, propose, build the tree, verify, accept, keep. Then the next chunks of incomplete prompts."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Worker:
         decoded = drawn = None
         if batch is not None:
             with clock.stage("extend"):
-                draft = self.drafter.extend(batch)
+                state = self.drafter.extend(batch)
             with clock.stage("propose"):
-                candidates = self.drafter.propose(draft, batch)
+                proposal = self.drafter.propose(state, batch)
             with clock.stage("build_tree"):
-                tree = build_tree(candidates, batch.verified_id, batch.seq_lens, batch.speculation_disabled)
+                tree = build_tree(proposal, batch.verified_id, batch.seq_lens, batch.speculation_disabled)
             with clock.stage("verify"):
                 token_mask = VerifyTokenMask.of(batch.decodes, self.batches.device, tree)
                 verified = self.verifier.verify(batch, tree)
@@ -59,12 +59,12 @@ class Worker:
             with clock.stage("prefill"):
                 drawn = self._prefill(plan.chunks)
         with clock.stage("emit"):
-            prefilled, outputs = process_outputs(plan, decoded, drawn)
-        return CycleResult(prefilled, outputs, clock.seconds())
+            chunks, decodes = process_outputs(plan, decoded, drawn)
+        return CycleResult(chunks, decodes, clock.seconds())
 
     def _record(self, batch: DecodeBatch, tree: EagleVerifyInput, verified: Verified, accepted: Accepted) -> None:
-        """Keep the accepted tokens for the next draft-extend, each with its parent node's feature."""
-        if not self.drafter.feeds:
+        """Record the accepted tokens for the next draft-extend, each with its parent node's feature."""
+        if not self.drafter.uses_features:
             return
         nodes = accepted.path.clamp(min=0) + tree.retrive_index[:, :1]
         features = verified.features.index_select(0, nodes.view(-1)).unflatten(0, nodes.shape)
@@ -74,20 +74,20 @@ class Worker:
     def _prefill(self, chunks: tuple[Chunk, ...]) -> Drawn:
         """Prompt chunks through target and drafter. The last chunk of a prompt samples the first output token."""
         batch = self.batches.prefill(chunks)
-        done = self.verifier.prefill(batch, chunks)
-        device = done.logits.device
+        prefilled = self.verifier.prefill(batch, chunks)
+        device = prefilled.logits.device
         last = [i for i, chunk in enumerate(chunks) if chunk.next_token is None]
-        ends = [sum(done.logit_rows[: i + 1]) - 1 for i in last]
+        ends = [sum(prefilled.logit_rows[: i + 1]) - 1 for i in last]
         positions = upload([chunks[i].start + len(chunks[i].tokens) for i in last], device)
-        scheduled = [chunks[i] for i in last]
-        sampling = VerifyTokenMask.of(scheduled, device).sampling(self.batches.prompt_sampling(scheduled))
-        logits = done.logits.index_select(0, upload(ends, device))[:, None]
+        last_chunks = [chunks[i] for i in last]
+        sampling = VerifyTokenMask.of(last_chunks, device).sampling(self.batches.prompt_sampling(last_chunks))
+        logits = prefilled.logits.index_select(0, upload(ends, device))[:, None]
         tokens, scores = draw(logits, positions[:, None], sampling)
-        if self.drafter.feeds:
-            self.drafter.prefill(Prompts(batch, self.batches.prompt_features(chunks, done.features)))
-            starts = [(chunk.req_pool_index, chunk.start + len(chunk.tokens) - 1) for chunk in scheduled]
-            indices = upload([chunk.req_pool_index for chunk in scheduled], device)
+        if self.drafter.uses_features:
+            self.drafter.prefill(Prompts(batch, self.batches.prompt_features(chunks, prefilled.features)))
+            starts = [(chunk.req_pool_index, chunk.start + len(chunk.tokens) - 1) for chunk in last_chunks]
+            indices = upload([chunk.req_pool_index for chunk in last_chunks], device)
             newest = upload([sum(batch.counts[: i + 1]) - 1 for i in last], device)
-            features = done.features.index_select(0, newest)[:, None]
+            features = prefilled.features.index_select(0, newest)[:, None]
             self.batches.accepted_tokens.record(starts, indices, tokens, features)
-        return Drawn(done.logits, done.logit_rows, tokens, scores.isfinite())
+        return Drawn(prefilled.logits, prefilled.logit_rows, tokens, scores.isfinite())

@@ -46,7 +46,7 @@ TREES: dict[str, Callable[[World], Case]] = {
     "a draft step of topk 8": lambda w: draft_step(w, [0, 4], [100, 129], 5, topk=8),
 }
 PHASES = CAUSAL | TREES
-MODES = {"mask": ("mask", "mask"), "cascade": ("cascade", "cascade"), "beams": ("mask", "beams")}
+MODES = {"mask": ("mask", "mask"), "cascade": ("cascade", "cascade"), "per_node": ("mask", "per_node")}
 
 
 @dataclass
@@ -80,7 +80,7 @@ class OnDevice:
 
     @property
     def specs(self) -> list[tuple[float, int]]:
-        return [(layer.scale, layer.window) for layer in self.world.layers]
+        return [(layer.scale, layer.sliding_window) for layer in self.world.layers]
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Cast:
 def batch_on(batch: AttentionBatch, device: torch.device) -> AttentionBatch:
     mask = batch.mask
     if isinstance(mask, TreeMask):
-        mask = TreeMask(*moved((mask.window, mask.row_depths, mask.column_depths), device))
+        mask = TreeMask(*moved((mask.visible, mask.row_depths, mask.column_depths), device))
     names = ("req_pool_indices", "kv_lens", "req_to_token", "out_cache_loc")
     return replace(batch, mask=mask, **{name: moved(getattr(batch, name), device) for name in names})
 

@@ -24,7 +24,7 @@ NAMES = ["tree", "chain", "plain"]
 WAYS = [
     {"verify_attention": "mask", "draft_attention": "mask"},
     {"verify_attention": "cascade", "draft_attention": "cascade"},
-    {"verify_attention": "mask", "draft_attention": "beams"},
+    {"verify_attention": "mask", "draft_attention": "per_node"},
 ]
 
 

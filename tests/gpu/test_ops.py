@@ -15,7 +15,7 @@ from torch import Tensor
 from eagle_server.ops.accept import walk_tree
 from eagle_server.ops.draw import draw_tokens
 from eagle_server.ops.gumbel import gumbel
-from eagle_server.ops.indices import build_beam_kv_indices, build_kv_indices
+from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices
 from eagle_server.ops.kv_move import move_kv
 from eagle_server.ops.mask import pack_tree_mask
 from eagle_server.ops.topk import topk_logprobs
@@ -171,19 +171,19 @@ def test_slots_of_beams_are_listed_alike(device: torch.device, lens: list[int], 
     rng, random_ = random.Random(step), generator(topk)
     table = torch.randint(0, 10**6, (5, 700), generator=random_).int()
     req_pool_indices = torch.randperm(5, generator=random_)[: len(lens)]
-    lineage = torch.zeros(len(lens), topk, (step + 1) * topk, dtype=torch.bool)
+    ancestor_mask = torch.zeros(len(lens), topk, (step + 1) * topk, dtype=torch.bool)
     for b in range(len(lens)):
         for node in range(topk):
-            lineage[b, node, [level * topk + rng.randrange(topk) for level in range(step + 1)]] = True
+            ancestor_mask[b, node, [level * topk + rng.randrange(topk) for level in range(step + 1)]] = True
     seen = step + 1
     outs = []
     for where in (torch.device("cpu"), device):
         out = torch.full((topk * (sum(lens) + len(lens) * seen) + 5,), -7, dtype=torch.int32, device=where)
-        table_, indices_, lens_, lineage_ = moved((table, req_pool_indices, torch.tensor(lens), lineage), where)
-        indptr = build_beam_kv_indices(table_, indices_, lens_, lineage_, seen, out)
+        table_, indices_, lens_, lineage_ = moved((table, req_pool_indices, torch.tensor(lens), ancestor_mask), where)
+        indptr = build_draft_decode_kv_indices(table_, indices_, lens_, lineage_, seen, out)
         outs.append((indptr, out))
     assert_same(outs[1], outs[0])
-    own = lineage[0, 0].nonzero()[:, 0] + lens[0]
+    own = ancestor_mask[0, 0].nonzero()[:, 0] + lens[0]
     slots = table[req_pool_indices[0], [*range(lens[0]), *own.tolist()]]
     assert outs[0][1][: lens[0] + seen].tolist() == slots.tolist()
 

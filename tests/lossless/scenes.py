@@ -71,7 +71,7 @@ def batch(build: Build) -> dict[str, Finished]:
 def preempted(build: Build) -> dict[str, Finished]:
     """The pool holds exactly the first four requests at admission, so that the youngest is preempted."""
     sized = build(disable_radix_cache=True, graph_sizes=())
-    kv, window = sized.scheduler.kv, sized.scheduler.limits.window
+    kv, window = sized.scheduler.kv, sized.scheduler.limits.num_lookahead_slots
     pages = sum(kv.pages_for(len(each.prompt_token_ids) + window) for each in REQUESTS[:4])
     engine = build(max_total_tokens=pages * kv.page_size, chunked_prefill_size=64)
     outcome = run(engine, REQUESTS)

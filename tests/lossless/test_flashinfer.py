@@ -42,7 +42,7 @@ KERNELS = (
 @pytest.mark.parametrize(
     ("steps", "topk", "page", "modes"),
     [
-        pytest.param(6, 8, 1, {"verify_attention": "mask", "draft_attention": "beams"}, marks=pytest.mark.slow),
+        pytest.param(6, 8, 1, {"verify_attention": "mask", "draft_attention": "per_node"}, marks=pytest.mark.slow),
         (4, 1, 16, {}),
         (1, 4, 1, {}),
     ],
@@ -51,7 +51,7 @@ KERNELS = (
 def test_captured_cycles_with_other_trees_and_modes_give_the_plain_text(
     pair: Pair, texts: Mapping[str, Sequence[int]], steps: int, topk: int, page: int, modes: dict[str, Any]
 ) -> None:
-    """The mode "beams", and the default modes."""
+    """The mode "per_node", and the default modes."""
     settings = {"page_size": page, **as_on_a_gpu(), **modes}
     outcome, engines = play(
         "batch", lambda **given: speculative(pair.target, pair.head, steps, topk, **{**settings, **given})
@@ -89,8 +89,8 @@ def test_plain_decoding_is_captured_too(pair: Pair, texts: Mapping[str, Sequence
 
 def with_windows() -> Iterator[Any]:
     """All (attention mode, family). The quick round has both families and both modes of verification."""
-    quick = [("cascade", "qwen2, window 5 in one layer"), ("beams", "mistral, window 7")]
-    for modes in ("mask", "cascade", "beams"):
+    quick = [("cascade", "qwen2, window 5 in one layer"), ("per_node", "mistral, window 7")]
+    for modes in ("mask", "cascade", "per_node"):
         for family in ("mistral, window 7", "qwen2, window 5 in one layer"):
             yield pytest.param(modes, family, marks=() if (modes, family) in quick else (pytest.mark.slow,))
 
@@ -105,7 +105,7 @@ def test_sliding_windows_count_positions_along_the_path(family: str, modes: str)
     expected = tokens_of(run(plain(target), requests))
     exact = in_float64(target)
     assert min(slack(exact, each, expected[each.request_id]) for each in requests) > NEAR_TIE
-    chosen = {"verify_attention": "mask" if modes == "beams" else modes, "draft_attention": modes}
+    chosen = {"verify_attention": "mask" if modes == "per_node" else modes, "draft_attention": modes}
     engine = speculative(target, random_head(target, "EAGLE3", draft_vocab=40), 3, 8, **as_on_a_gpu(), **chosen)
     assert tokens_of(run(engine, requests)) == expected
     assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens

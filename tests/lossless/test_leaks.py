@@ -171,7 +171,7 @@ def test_no_state_of_a_request_outlives_it(drafting: Drafting, undisturbed: dict
     if target not in undisturbed:
         undisturbed[target] = run(plain(drafting.pair.target, max_running_requests=60), [*requests, *growing])
     expected = undisturbed[target]
-    window = drafting.engine().scheduler.limits.window
+    window = drafting.engine().scheduler.limits.num_lookahead_slots
     engine = drafting.engine(max_total_tokens=110 + 2 * window, max_running_requests=ROWS, chunked_prefill_size=48)
     fail_now_and_then(engine, every=20)
     seen = texts_seen(engine)

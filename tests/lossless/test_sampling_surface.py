@@ -122,7 +122,7 @@ def batch(build: Callable[..., Engine], requests: list[Request]) -> dict[str, Fi
 def preempted(build: Callable[..., Engine], requests: list[Request]) -> dict[str, Finished]:
     """The pool holds exactly four requests at admission, so that the youngest is preempted."""
     sized = build(disable_radix_cache=True)
-    kv, window = sized.scheduler.kv, sized.scheduler.limits.window
+    kv, window = sized.scheduler.kv, sized.scheduler.limits.num_lookahead_slots
     pages = 4 * kv.pages_for(len(PROMPT) + window)
     engine = build(max_total_tokens=pages * kv.page_size, chunked_prefill_size=64)
     outcome = run(engine, requests)

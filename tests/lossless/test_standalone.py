@@ -28,7 +28,7 @@ from tests.support.scoring import NEAR_TIE, in_float64, slack
 MACHINES: dict[str, dict[str, Any]] = {
     "cpu": {},
     "mask": {"verify_attention": "mask", "draft_attention": "mask"},
-    "beams": {"verify_attention": "cascade", "draft_attention": "beams"},
+    "per_node": {"verify_attention": "cascade", "draft_attention": "per_node"},
 }
 GREEDY = [
     request(i, each[: 5 + 13 * i], max_tokens=20 + i, ignore_eos=True)
@@ -69,7 +69,7 @@ def latent() -> TargetModel:
     ("family", "machine"),
     [
         (random_target, "cpu"),
-        pytest.param(random_target, "beams", marks=pytest.mark.slow),
+        pytest.param(random_target, "per_node", marks=pytest.mark.slow),
         (latent, "cpu"),
         pytest.param(latent, "mask", marks=pytest.mark.slow),
     ],

@@ -48,7 +48,7 @@ class DenseWindows:
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
         distance = torch.arange(self.length)[:, None] - torch.arange(self.length)
-        seen = (distance >= 0) & (distance < (layer.window or self.length))
+        seen = (distance >= 0) & (distance < (layer.sliding_window or self.length))
         bias = torch.zeros(self.length, self.length).masked_fill(~seen, float("-inf"))
         return DenseCausal(self.batch, bias).run(q, k, v, layer)
 

@@ -107,8 +107,8 @@ class Case:
             parts, start = [], 0
             for i, (row, _) in enumerate(self.new):
                 seen = self.visible[i]
-                if layer.window:
-                    seen = seen & (self.column_positions[i] > self.row_positions[i][:, None] - layer.window)
+                if layer.sliding_window:
+                    seen = seen & (self.column_positions[i] > self.row_positions[i][:, None] - layer.sliding_window)
                 q = queries[layer.index, start : start + len(seen)].double()
                 start += len(seen)
                 k, v = (x[layer.index, row, : seen.shape[1]].double() for x in (world.keys, world.values))
@@ -124,7 +124,7 @@ def causal(
     world: World, rows: Sequence[int], q_lens: Sequence[int], kv_lens: Sequence[int], seen: int | None = None
 ) -> Case:
     """A causal forward. The queries are the last tokens of each request."""
-    layout = Layout(tuple(q_lens), tuple(kv_lens), seen=seen)
+    layout = Layout(tuple(q_lens), tuple(kv_lens), num_visible=seen)
     batch = prefill_batch(torch.tensor(rows), torch.tensor(kv_lens), world.req_to_token, Causal(), layout)
     lens = list(zip(q_lens, kv_lens, strict=True))
     at = [torch.arange(n - q, n) for q, n in lens]
@@ -151,25 +151,25 @@ def draft_step(
     """Draft step `step`: topk nodes, each with one ancestor in every level above, in any column."""
     rng = random.Random(seed)
     window = (step + 1) * topk
-    lineage = torch.zeros(len(rows), topk, window, dtype=torch.bool)
+    ancestor_mask = torch.zeros(len(rows), topk, window, dtype=torch.bool)
     for b in range(len(rows)):
         for node in range(topk):
-            lineage[b, node, step * topk + node] = True
+            ancestor_mask[b, node, step * topk + node] = True
             for level in range(step):
-                lineage[b, node, level * topk + rng.randrange(topk)] = True
+                ancestor_mask[b, node, level * topk + rng.randrange(topk)] = True
     depths = torch.arange(step + 1).repeat_interleave(topk).repeat(len(rows), 1)
-    mask = TreeMask(lineage, torch.full((len(rows), topk), step), depths)
+    mask = TreeMask(ancestor_mask, torch.full((len(rows), topk), step), depths)
     return _tree(world, rows, prefixes, mask, seen=step + 1)
 
 
 def _tree(world: World, rows: Sequence[int], prefixes: Sequence[int], mask: TreeMask, seen: int | None) -> Case:
-    _, nodes, window = mask.window.shape
+    _, nodes, window = mask.visible.shape
     kv_lens = tuple(n + window for n in prefixes)
-    layout = Layout((nodes,) * len(rows), kv_lens, window=window, seen=seen)
+    layout = Layout((nodes,) * len(rows), kv_lens, mask_width=window, num_visible=seen)
     batch = prefill_batch(torch.tensor(rows), torch.tensor(kv_lens), world.req_to_token, mask, layout)
     visible, at, columns = [], [], []
     for b, prefix in enumerate(prefixes):
-        visible.append(torch.cat([torch.ones(nodes, prefix, dtype=torch.bool), mask.window[b]], dim=1))
+        visible.append(torch.cat([torch.ones(nodes, prefix, dtype=torch.bool), mask.visible[b]], dim=1))
         at.append(prefix + mask.row_depths[b])
         columns.append(torch.cat([torch.arange(prefix), prefix + mask.column_depths[b]]))
     new = [(row, range(n - nodes, n)) for row, n in zip(rows, kv_lens, strict=True)]
@@ -183,6 +183,6 @@ def replay_with(batch: AttentionBatch, other: AttentionBatch) -> None:
     batch.out_cache_loc.copy_(other.out_cache_loc)
     if isinstance(batch.mask, TreeMask):
         assert isinstance(other.mask, TreeMask)
-        batch.mask.window.copy_(other.mask.window)
+        batch.mask.visible.copy_(other.mask.visible)
         batch.mask.row_depths.copy_(other.mask.row_depths)
         batch.mask.column_depths.copy_(other.mask.column_depths)

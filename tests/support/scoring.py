@@ -26,7 +26,7 @@ class Windowed:
         self.distance = torch.arange(length)[:, None] - torch.arange(length)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
-        seen = (self.distance >= 0) & (self.distance < (layer.window or len(self.distance)))
+        seen = (self.distance >= 0) & (self.distance < (layer.sliding_window or len(self.distance)))
         return DenseCausal(1, torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)).run(q, k, v, layer)
 
 

@@ -36,7 +36,7 @@ def children(tree: EagleVerifyInput, request: int, node: int) -> Iterator[int]:
         child = int(tree.retrive_next_sibling[request, child])
 
 
-def lineage(parents: Sequence[int], node: int) -> list[int]:
+def path_to(parents: Sequence[int], node: int) -> list[int]:
     """Node numbers from the root to `node`."""
     path = [node]
     while parents[path[0]] >= 0:

@@ -150,7 +150,9 @@ def contexts(engines: BenchEngines) -> Document:
         "graph_sizes": (1,) if engines.flashinfer else (),
     }
     ways = (
-        [("mask", "mask"), ("cascade", "cascade"), ("cascade", "beams")] if engines.flashinfer else [("auto", "auto")]
+        [("mask", "mask"), ("cascade", "cascade"), ("cascade", "per_node")]
+        if engines.flashinfer
+        else [("auto", "auto")]
     )
     verify: dict[str, dict[str, float]] = {}
     draft: dict[str, dict[str, float]] = {}

@@ -118,7 +118,7 @@ def _survey(target: TransformersTarget, theirs: Any) -> None:
     specs = [(call.module, _spec(call, index, theirs)) for index, call in enumerate(calls)]
     vocab = target.logits(hidden[:1]).shape[1]
     shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab}
-    windows = tuple(spec.window for _, spec in specs)
+    windows = tuple(spec.sliding_window for _, spec in specs)
     target.adopt(specs, replace(target.config, **shape, windows=windows))  # type: ignore[arg-type]
 
 

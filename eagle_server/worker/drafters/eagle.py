@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.batches import (
-    beam_layout,
     cache_locations,
+    draft_decode_layout,
     draft_layout,
     draft_step_batch,
     extend_batch,
@@ -32,10 +32,10 @@ from eagle_server.worker.graphs import Graphs
 class EagleDrafter:
     """Multi-step top-k drafting (EAGLE-2) with any `DraftHead`.
 
-    `beams`: attention computes each node of a step as a decode query of its own, and every step is planned.
+    `per_node`: attention computes each node of a step as a decode query of its own, and every step is planned.
     """
 
-    feeds = True
+    uses_features = True
 
     def __init__(  # noqa: PLR0913  the shape of its trees, and what it runs on
         self,
@@ -46,12 +46,12 @@ class EagleDrafter:
         topk: int,
         num_draft_tokens: int,
         graphs: Graphs | None = None,
-        beams: bool = False,
+        per_node: bool = False,
     ) -> None:
         self.head, self.attention = head, attention
         self.num_steps, self.topk, self.num_draft_tokens = num_steps, topk, num_draft_tokens
         self.window, self.first_rows = (num_steps - 1) * topk, topk  # slots of all draft steps, and of the first one
-        self.graphs, self.beams = graphs or Graphs(), beams
+        self.graphs, self.per_node = graphs or Graphs(), per_node
 
     def forget(self, req_pool_index: int) -> None:
         """The only state is KV, which the next request overwrites."""
@@ -86,8 +86,8 @@ class EagleDrafter:
         """num_steps - 1 forwards over the frontier. Draft-extend has already found the first level."""
         frontier, lens, steps = draft.frontier, batch.seq_lens_host, range(self.num_steps - 1)
         assert frontier is not None
-        if self.beams:
-            layouts = [beam_layout(lens, step, self.topk) for step in steps]
+        if self.per_node:
+            layouts = [draft_decode_layout(lens, step, self.topk) for step in steps]
         else:
             layouts = [draft_layout(lens, len(steps), self.topk)] * len(steps)
         distinct = {layout: self.attention.plan(layout) for layout in layouts}
@@ -95,7 +95,7 @@ class EagleDrafter:
         keys = tuple(each.graph_key for each in distinct.values())
         key = None if None in keys or not keys or batch.token_mask.is_active else ("propose", keys)
         function = partial(self._propose, plans, layouts, batch.req_to_token, batch.token_mask)
-        inputs = (batch.req_pool_indices, batch.seq_lens, draft.verified_id, draft.accept_length)
+        inputs = (batch.req_pool_indices, batch.seq_lens, draft.verified_id, draft.extend_lens)
         tensors = (frontier.topk_logp, frontier.topk_index, frontier.hidden_states)
         return self.graphs.run(key, function, *inputs, *tensors)
 
@@ -111,16 +111,16 @@ class EagleDrafter:
         req_pool_indices: Tensor,
         seq_lens: Tensor,
         verified_id: Tensor,
-        accept_length: Tensor,
+        extend_lens: Tensor,
     ) -> EagleDraftInput:
         width = layout.q_lens[0]
-        draft = EagleDraftInput(verified_id, accept_length, width)
+        draft = EagleDraftInput(verified_id, extend_lens, width)
         tokens, features = accepted.take(req_pool_indices, width)
-        first = seq_lens - accept_length
+        first = seq_lens - extend_lens
         positions = (first[:, None] + torch.arange(width, device=first.device)).view(-1)
         bound = plan.bind(extend_batch(draft, first, req_pool_indices, req_to_token, layout))
         out = self.head(tokens, self.head.combine(features), positions, bound)
-        newest = accept_length - 1 + torch.arange(0, len(tokens), width, device=first.device)
+        newest = extend_lens - 1 + torch.arange(0, len(tokens), width, device=first.device)
         normed = out.normed.index_select(0, newest)
         logp, best = self._best(normed, NO_TOKEN_MASK)
         hidden = out.feedback.index_select(0, newest).repeat_interleave(self.topk, dim=0)
@@ -135,18 +135,18 @@ class EagleDrafter:
         req_pool_indices: Tensor,
         seq_lens: Tensor,
         verified_id: Tensor,
-        accept_length: Tensor,
+        extend_lens: Tensor,
         topk_logp: Tensor,
         topk_index: Tensor,
         hidden_states: Tensor,
     ) -> Candidates:
         frontier = Frontier.first(topk_logp, topk_index, hidden_states, self.window)
         pool = CandidatePool(frontier.topk_index, frontier.topk_logp)
-        if not self.beams:
+        if not self.per_node:
             self._clear_window(req_pool_indices, seq_lens, req_to_token)
         chosen: Tensor | None = None
         for step, (plan, layout) in enumerate(zip(plans, layouts, strict=True)):
-            draft = EagleDraftInput(verified_id, accept_length, frontier=frontier)
+            draft = EagleDraftInput(verified_id, extend_lens, frontier=frontier)
             token_mask = token_mask.advance(frontier.topk_index, chosen, self.topk)
             bound = plan.bind(draft_step_batch(draft, step, req_pool_indices, seq_lens, req_to_token, layout))
             positions = (seq_lens + step).repeat_interleave(self.topk)

@@ -14,7 +14,7 @@ State = TypeVar("State")
 class Drafter(Protocol[State]):
     """Proposes trees. `State` passes from `extend` to `propose`; the cycle does not look into it."""
 
-    feeds: bool  # it must be fed every token, with the target's feature before it
+    uses_features: bool  # it reads prompts and accepted tokens, each with a feature of the target
 
     def forget(self, req_pool_index: int) -> None:
         """The request has ended, or was preempted."""

@@ -28,7 +28,7 @@ class MixtureDrafter(Generic[State]):
     the larger of the two depths. Joining uses tensors only, and is captured for the batch sizes in `graph_sizes`.
     """
 
-    feeds = True
+    uses_features = True
 
     def __init__(  # noqa: PLR0913
         self,

@@ -10,7 +10,7 @@ from eagle_server.worker.batch import DecodeBatch, Prompts
 class NoDrafter:
     """Proposes no nodes: verify has one row per request, and accept samples the next token."""
 
-    feeds = False
+    uses_features = False
 
     def forget(self, req_pool_index: int) -> None:
         return None

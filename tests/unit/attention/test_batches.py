@@ -33,7 +33,7 @@ def test_draft_extend_has_one_query_per_accepted_token_and_one_for_the_bonus() -
     """Section 13 of the reference: qo_indptr is cumsum(a + 1), not one query per request. It is causal: no mask."""
     draft = EagleDraftInput(
         verified_id=torch.tensor([7, 8, 9]),
-        accept_length=torch.tensor([1, 4, 2]),  # rows: accepted drafts and the bonus
+        extend_lens=torch.tensor([1, 4, 2]),  # rows: accepted drafts and the bonus
     )
     req_pool_indices, lens = torch.tensor([0, 1, 2]), torch.tensor([5, 9, 2])
     kv_indices, kv_indptr, qo_indptr, mask = draft.generate_attn_arg_prefill(req_pool_indices, lens, REQ_TO_TOKEN)

@@ -49,7 +49,7 @@ TREES: dict[str, Callable[[World], Case]] = {
     "a draft step of an odd batch": lambda w: draft_step(w, [4, 1, 3], [20, 1, 8], 1),
 }
 PHASES = CAUSAL | TREES
-MODES = {"mask": ("mask", "mask"), "cascade": ("cascade", "cascade"), "beams": ("mask", "beams")}
+MODES = {"mask": ("mask", "mask"), "cascade": ("cascade", "cascade"), "per_node": ("mask", "per_node")}
 
 
 @dataclass
@@ -62,7 +62,7 @@ def flashinfer(world: World, limits: AttentionLimits, modes: str = "mask", *, ke
     assert isinstance(world.pool, KVPool)
     emulation = Emulation(keep_calls=keep_calls)
     verify_mode, draft_mode = MODES.get(modes, (modes, modes))
-    specs = [(layer.scale, layer.window) for layer in world.layers]
+    specs = [(layer.scale, layer.sliding_window) for layer in world.layers]
     backend = FlashInferAttention(
         world.pool,
         Workspace(CPU),
@@ -79,7 +79,7 @@ def flashinfer(world: World, limits: AttentionLimits, modes: str = "mask", *, ke
 def mla(world: World, limits: AttentionLimits) -> Built:
     assert isinstance(world.pool, LatentPool)
     emulation = Emulation()
-    specs = [(layer.scale, layer.window) for layer in world.layers]
+    specs = [(layer.scale, layer.sliding_window) for layer in world.layers]
     backend = FlashInferMLAAttention(
         world.pool, Workspace(CPU), heads=world.heads, specs=specs, limits=limits, module=emulation
     )
@@ -165,7 +165,7 @@ def test_the_first_forward_of_a_key_replays_for_other_requests_and_lengths(modes
 
 def test_graph_keys_tell_forwards_apart() -> None:
     world = World(LAYERS)
-    backend = flashinfer(world, STATIC, "beams").backend
+    backend = flashinfer(world, STATIC, "per_node").backend
     cases = [
         causal(world, [0, 1], [1, 1], [9, 30]),
         causal(world, [0, 1], [1, 1], [9, 30], seen=2),

@@ -63,14 +63,14 @@ def real() -> Any:
 
 
 def backends(world: World, module: Any, modes: str) -> FlashInferBackend:
-    specs = [(layer.scale, layer.window) for layer in world.layers]
+    specs = [(layer.scale, layer.sliding_window) for layer in world.layers]
     workspace = Workspace(CPU)
     if isinstance(world.pool, LatentPool):
         return FlashInferMLAAttention(
             world.pool, workspace, heads=world.heads, specs=specs, limits=LIMITS, module=module
         )
     assert isinstance(world.pool, KVPool)
-    tree = "mask" if modes == "beams" else modes
+    tree = "mask" if modes == "per_node" else modes
     return FlashInferAttention(
         world.pool,
         workspace,
@@ -106,7 +106,7 @@ def real_method(module: Any, owner: str, method: str) -> Any:
     return getattr(wrapper_class(module, owner), "_plan_impl" if hidden else method)
 
 
-@pytest.mark.parametrize("modes", ["mask", "cascade", "beams", "mla"])
+@pytest.mark.parametrize("modes", ["mask", "cascade", "per_node", "mla"])
 def test_every_call_our_backends_make_fits_the_real_signatures(real: Any, modes: str) -> None:
     emulation = Emulation(keep_calls=True)
     world = new_world(modes)
@@ -277,7 +277,7 @@ def kernels(real: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("modes", ["mask", "cascade", "beams", "mla"])
+@pytest.mark.parametrize("modes", ["mask", "cascade", "per_node", "mla"])
 def test_the_real_plan_and_run_hand_the_kernels_what_they_need(
     real: Any, kernels: Kernels, modes: str, phase: str
 ) -> None:
@@ -313,7 +313,7 @@ def test_prompt_chunks_leave_the_kernel_to_flashinfer_and_all_else_is_fa2(real: 
     assert kernels.backends == {"fa2", "fa3"}
 
 
-@pytest.mark.parametrize("modes", ["mask", "cascade", "beams", "mla"])
+@pytest.mark.parametrize("modes", ["mask", "cascade", "per_node", "mla"])
 def test_the_real_wrappers_replay_their_first_forward_over_new_lengths(real: Any, kernels: Kernels, modes: str) -> None:
     world = new_world(modes, torch.bfloat16)
     backend = backends(world, real, modes)
@@ -372,7 +372,7 @@ def test_our_packed_masks_are_those_that_plan_packs_itself(real: Any, kernels: K
     full = torch.cat([visible.flatten() for visible in case.visible])
     masked_wrapper(real, theirs, theirs_indptr).plan(*lengths, custom_mask=full, **plan_arguments(world))
     mask = case.batch.mask
-    pack_tree_mask(mask.window, case.batch.kv_lens, ours, ours_indptr)  # type: ignore[union-attr]
+    pack_tree_mask(mask.visible, case.batch.kv_lens, ours, ours_indptr)  # type: ignore[union-attr]
     assert theirs_indptr.tolist() == ours_indptr.tolist() == [0, 20, 45]
     assert torch.equal(theirs, ours)
     packed, _ = packbits(full, torch.tensor([0, 160, 360]), "little")

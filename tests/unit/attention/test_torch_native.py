@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.batches import (
-    beam_layout,
+    draft_decode_layout,
     draft_layout,
     draft_step_batch,
     prefill_batch,
@@ -187,10 +187,10 @@ def test_a_draft_step_as_masked_pass_and_as_explicit_decodes_is_the_same(prefixe
     for step in range(steps):
         queries = paged.normal(bs * topk, 4, DIM)
         new = [range(n + step * topk, n + (step + 1) * topk) for n in prefixes]
-        alone = beam_layout(tuple(prefixes), step, topk)
-        assert alone.seen == step + 1
+        alone = draft_decode_layout(tuple(prefixes), step, topk)
+        assert alone.num_visible == step + 1
         draft = EagleDraftInput(torch.zeros(bs).long(), torch.ones(bs).long(), frontier=frontier)
-        ends = replace(draft, frontier=replace(frontier, window=(step + 1) * topk))
+        ends = replace(draft, frontier=replace(frontier, mask_width=(step + 1) * topk))
         batch = draft_step_batch(ends, step, paged.req_pool_indices, lens, paged.req_to_token, alone)
         masked = attend(paged, batch, queries, new, window)
         paged.pool.clear(torch.cat([paged.req_to_token[r, p.stop :].long() for r, p in enumerate(new)]))
@@ -218,8 +218,8 @@ def test_a_draft_step_as_masked_pass_and_as_explicit_decodes_is_the_same(prefixe
 
 def test_a_draft_step_reads_the_slots_of_the_worked_example() -> None:
     """cycle.md, section 5: node 21 reads prefix, 4, 6 and node 22 reads prefix, 4, 7."""
-    lineage = torch.tensor([[[True, False, True, False], [True, False, False, True]]])
-    frontier = Frontier(1, torch.tensor([[21, 22]]), torch.zeros(1, 2), torch.zeros(2, 1), lineage, window=4)
+    ancestor_mask = torch.tensor([[[True, False, True, False], [True, False, False, True]]])
+    frontier = Frontier(1, torch.tensor([[21, 22]]), torch.zeros(1, 2), torch.zeros(2, 1), ancestor_mask, mask_width=4)
     draft = EagleDraftInput(torch.tensor([99]), torch.tensor([1]), frontier=frontier)
     req_to_token = torch.arange(12, dtype=torch.int32)[None]
     kv_indices, kv_indptr, qo_indptr = draft.generate_attn_arg_decode(

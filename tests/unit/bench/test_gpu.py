@@ -74,7 +74,7 @@ def test_a_report_names_missed_goals_and_what_was_not_measured(tmp_path: Path) -
     contexts = {
         "contexts": [1024, 32768],
         "verify_ms": {"mask": series, "cascade": {"1024": 4.1}},
-        "propose_ms": {"beams": series},
+        "propose_ms": {"per_node": series},
         "plain_step_ms": series,
         "floor_ms": series,
         "failed": {"verify mask, draft mask": "RuntimeError: no"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import pickle
 import subprocess
 import sys
@@ -357,13 +356,10 @@ def test_given_tree_parameters_win_over_the_architecture(given_values, expected)
     assert section.tree_options("DeepseekV3ForCausalLM") == TreeOptions(*expected)
 
 
-def test_a_chain_verifies_its_steps_and_the_root_and_says_so_if_told_otherwise(caplog):
-    with caplog.at_level(logging.WARNING, logger="eagle_server.config"):
-        exact = SpeculativeSection(num_steps=3, eagle_topk=1, num_draft_tokens=4).tree_options("")
-        assert not caplog.records
-        adjusted = SpeculativeSection(num_steps=3, eagle_topk=1, num_draft_tokens=8).tree_options("")
+def test_a_chain_verifies_its_steps_and_the_root():
+    exact = SpeculativeSection(num_steps=3, eagle_topk=1, num_draft_tokens=4).tree_options("")
+    adjusted = SpeculativeSection(num_steps=3, eagle_topk=1, num_draft_tokens=8).tree_options("")
     assert exact == adjusted == TreeOptions(3, 1, 4)
-    assert "--speculative-num-draft-tokens 8 is adjusted to 4" in caplog.text
 
 
 @given(steps=st.integers(1, 12), topk=st.integers(1, 12))

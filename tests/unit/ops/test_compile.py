@@ -47,7 +47,7 @@ KERNELS = [
     Kernel("indices", "_kv_indices_kernel", "i32* i64* i64* i32* i32* i32", {"SPLITS": 8, "BLOCK": 512}),
     Kernel(
         "indices",
-        "_beam_kv_indices_kernel",
+        "_draft_decode_kv_indices_kernel",
         "i32* i64* i64* u8* i32* i32* i32 i32 i32",
         {"WINDOW_BLOCK": 32, "SPLITS": 8, "BLOCK": 512},
     ),

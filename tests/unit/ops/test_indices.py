@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops import indices
-from eagle_server.ops.indices import build_beam_kv_indices, build_kv_indices
+from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices
 from eagle_server.speculation.draft_input import EagleDraftInput, Frontier
 from tests.support.kernels import DEVICE, each_way, generator, on_device
 
@@ -53,12 +53,12 @@ def test_a_view_of_a_wider_table_is_accepted() -> None:
 
 
 def beam(bs: int, topk: int, step: int) -> Tensor:
-    """lineage [bs, topk, (step + 1) * topk]: one random ancestor per level, and the node itself."""
+    """ancestor_mask [bs, topk, (step + 1) * topk]: one random ancestor per level, and the node itself."""
     source = generator(bs, topk, step)
-    lineage = torch.zeros(bs, topk, step + 1, topk, dtype=torch.bool)
+    ancestor_mask = torch.zeros(bs, topk, step + 1, topk, dtype=torch.bool)
     choice = torch.randint(topk, (bs, topk, step + 1, 1), generator=source)
     choice[:, :, step, 0] = torch.arange(topk)
-    return lineage.scatter(3, choice, value=True).flatten(2)
+    return ancestor_mask.scatter(3, choice, value=True).flatten(2)
 
 
 @each_way
@@ -67,26 +67,26 @@ def test_draft_step_queries_read_the_prefix_their_ancestors_and_themselves(
     way: str, bs: int, topk: int, step: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table, req_pool_indices = page_table(bs, width)
-    lineage = beam(bs, topk, step)
-    window, seen = lineage.shape[2], step + 1
+    ancestor_mask = beam(bs, topk, step)
+    window, seen = ancestor_mask.shape[2], step + 1
     seq_lens = torch.randint(0, width - window + 1, (bs,), generator=generator(step))
     seq_lens[-1] = width - window
     expected, ends = [], [0]
     for b, k in itertools.product(range(bs), range(topk)):
         length = int(seq_lens[b])
-        read = [*range(length), *(length + w for w in range(window) if lineage[b, k, w])]
+        read = [*range(length), *(length + w for w in range(window) if ancestor_mask[b, k, w])]
         expected.append(table[req_pool_indices[b]].cpu()[read])
         ends.append(ends[-1] + len(read))
     out = torch.full((bs * topk * width,), UNTOUCHED, dtype=torch.int32, device=DEVICE)
     monkeypatch.setattr(indices, "on_gpu", lambda _: way == "kernel")
-    lens, lineage = on_device(seq_lens, lineage)
-    kv_indptr = build_beam_kv_indices(table, req_pool_indices, lens, lineage, seen, out)
+    lens, ancestor_mask = on_device(seq_lens, ancestor_mask)
+    kv_indptr = build_draft_decode_kv_indices(table, req_pool_indices, lens, ancestor_mask, seen, out)
     assert kv_indptr.dtype is torch.int32
     assert kv_indptr.tolist() == ends
     assert out[: ends[-1]].tolist() == torch.cat(expected).tolist()
     assert set(out[ends[-1] :].tolist()) <= {UNTOUCHED}
 
-    draft = EagleDraftInput(lens, lens, frontier=Frontier(step, lens, lens, lens, lineage, window))
+    draft = EagleDraftInput(lens, lens, frontier=Frontier(step, lens, lens, lens, ancestor_mask, window))
     slots, indptr, _ = draft.generate_attn_arg_decode(req_pool_indices, lens, table)
     assert torch.equal(out[: ends[-1]], slots)
     assert torch.equal(kv_indptr, indptr)
@@ -97,9 +97,9 @@ def test_the_worked_examples_second_draft_step(way: str, monkeypatch: pytest.Mon
     """Sections 4 and 5 of the reference: both nodes are children of the first node of the previous level."""
     monkeypatch.setattr(indices, "on_gpu", lambda _: way == "kernel")
     table = torch.arange(100, 120, dtype=torch.int32, device=DEVICE).view(2, 10)
-    lineage = torch.tensor([[[1, 0, 1, 0], [1, 0, 0, 1]]], dtype=torch.bool)
-    req_pool_indices, lens, lineage = on_device(torch.tensor([1]), torch.tensor([4]), lineage)
+    ancestor_mask = torch.tensor([[[1, 0, 1, 0], [1, 0, 0, 1]]], dtype=torch.bool)
+    req_pool_indices, lens, ancestor_mask = on_device(torch.tensor([1]), torch.tensor([4]), ancestor_mask)
     out = torch.zeros(12, dtype=torch.int32, device=DEVICE)
-    kv_indptr = build_beam_kv_indices(table, req_pool_indices, lens, lineage, 2, out)
+    kv_indptr = build_draft_decode_kv_indices(table, req_pool_indices, lens, ancestor_mask, 2, out)
     assert kv_indptr.tolist() == [0, 6, 12]
     assert [slot - 110 for slot in out.tolist()] == [0, 1, 2, 3, 4, 6, 0, 1, 2, 3, 4, 7]

@@ -11,7 +11,7 @@ from torch import Tensor
 from eagle_server.ops.accept import walk_tree
 from eagle_server.ops.draw import draw_tokens
 from eagle_server.ops.gumbel import gumbel
-from eagle_server.ops.indices import build_beam_kv_indices, build_kv_indices
+from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices
 from eagle_server.ops.kv_move import move_kv
 from eagle_server.ops.mask import pack_tree_mask
 from eagle_server.ops.topk import topk_logprobs
@@ -29,8 +29,8 @@ def test_no_twin_reads_a_value() -> None:
     table, indices = valueless(9, 40, dtype=torch.int32), valueless(400, dtype=torch.int32)
     indptr = valueless(bs + 1, dtype=torch.int32)
     build_kv_indices(table, lens, lens, indptr, indices)
-    lineage = valueless(bs, topk, 4, dtype=torch.bool)
-    assert build_beam_kv_indices(table, lens, lens, lineage, 2, indices).shape == (bs * topk + 1,)
+    ancestor_mask = valueless(bs, topk, 4, dtype=torch.bool)
+    assert build_draft_decode_kv_indices(table, lens, lens, ancestor_mask, 2, indices).shape == (bs * topk + 1,)
     move_kv(valueless(2, 2, 40, 1, 8), 2, valueless(bs, steps), valueless(bs, steps))
     out = valueless(100, dtype=torch.uint8)
     pack_tree_mask(mask, lens, out, indptr, sliding=4, row_depths=nodes, column_depths=nodes)

@@ -20,13 +20,18 @@ from tests.support.sampling import request_sampling
 
 GREEDY = request_sampling(temperature=0.0)
 LIMITS = SchedulerLimits(
-    context_length=64, max_running_requests=8, chunked_prefill_size=16, window=4, spec_steps=3, draft_feeds=True
+    context_length=64,
+    max_running_requests=8,
+    chunked_prefill_size=16,
+    num_lookahead_slots=4,
+    spec_steps=3,
+    uses_features=True,
 )
 
 
 def scheduler(slots: int = 200, page: int = 1, *, radix: bool = False, **limits: Any) -> Scheduler:
     allowed = replace(LIMITS, **limits)
-    table = PageTable(allowed.max_running_requests, allowed.context_length + allowed.window, page)
+    table = PageTable(allowed.max_running_requests, allowed.context_length + allowed.num_lookahead_slots, page)
     kv = KVCacheManager(PageAllocator(slots // page, page), table, RadixCache(page) if radix else None)
     return Scheduler(allowed, kv)
 
@@ -180,7 +185,7 @@ def test_a_preempted_request_finds_its_kv_in_the_cache_up_to_draft_computed_toke
 
 
 def test_without_a_draft_all_computed_tokens_are_cached() -> None:
-    it = scheduler(radix=True, draft_feeds=False, window=1)
+    it = scheduler(radix=True, uses_features=False, num_lookahead_slots=1)
     add(it, "a", 8, max_tokens=3)
     finish(it)
     add(it, "b", 11, max_tokens=1)

@@ -11,7 +11,7 @@ from eagle_server.speculation.accept import Accepted, accept
 from eagle_server.speculation.sampling import SamplingBatch
 from eagle_server.speculation.tree import EagleVerifyInput
 from tests.support.sampling import request_sampling
-from tests.support.trees import children, lineage, tree_input
+from tests.support.trees import children, path_to, tree_input
 
 GREEDY = request_sampling(temperature=0.0)
 VOCAB = 5
@@ -62,7 +62,7 @@ def trees(draw_value: st.DrawFn, *, distinct: bool) -> tuple[EagleVerifyInput, l
         parents.append(links)
         tokens.append(ids)
         draws.append(draw_value(st.lists(st.integers(0, VOCAB - 1), min_size=size, max_size=size)))
-    deepest = max(len(lineage(links, node)) - 1 for links in parents for node in range(size))
+    deepest = max(len(path_to(links, node)) - 1 for links in parents for node in range(size))
     spec_steps = deepest + (draw_value(st.integers(0, 2)) if size > 1 else 0)
     return tree_input(parents, tokens, [3 + r for r in range(bs)], spec_steps), draws
 
@@ -93,7 +93,7 @@ def test_among_siblings_with_one_token_the_longest_path_is_taken(drawn) -> None:
         links = tree.parents[r].tolist()
         reached = [
             path
-            for path in (lineage(links, node) for node in range(size))
+            for path in (path_to(links, node) for node in range(size))
             if all(int(tokens[r, child]) == draws[r][parent] for parent, child in zip(path, path[1:], strict=False))
         ]
         path = max(reached, key=len)

@@ -32,7 +32,7 @@ def test_a_node_inherits_its_parents_lineage_and_no_one_elses() -> None:
     """In the worked example both nodes of level 2 descend from column 0."""
     _, second = example_pool()
     assert second.topk_index.tolist() == [[21, 22]]
-    assert second.lineage.tolist() == [[[True, False, True, False], [True, False, False, True]]]
+    assert second.ancestor_mask.tolist() == [[[True, False, True, False], [True, False, False, True]]]
 
 
 def test_a_nodes_feedback_is_its_parents() -> None:

@@ -27,7 +27,7 @@ from eagle_server.worker.drafters.ngram.drafter import NgramDrafter, NgramTries
 from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts
 from tests.support import drafts
 from tests.support.sampling import request_sampling
-from tests.support.trees import children, lineage
+from tests.support.trees import children, path_to
 
 CPU = torch.device("cpu")
 VOCAB = 12
@@ -137,7 +137,7 @@ def test_a_tree_is_a_tree_whoever_built_it(builder: str, data: st.DataObject) ->
         assert parents[0] == -1
         assert tokens == [7, *proposal.tokens[r].tolist()]
         assert all(0 <= parent < node for node, parent in enumerate(parents) if node), "parents come first"
-        paths = [lineage(parents, node) for node in range(size)]
+        paths = [path_to(parents, node) for node in range(size)]
         assert [row.nonzero().flatten().tolist() for row in tree.custom_mask[r]] == paths, "ancestors and self only"
         assert tree.depths[r].tolist() == [len(path) - 1 for path in paths]
         assert max(map(len, paths)) - 1 <= tree.spec_steps
@@ -164,5 +164,5 @@ def test_medusas_buffers_static_trees_and_the_tree_built_of_them_agree(data: st.
     assert built.positions.equal(buffers["medusa_position_ids"])
     assert ranks_of(tree) == grown.topk <= TOPK
     leaves = [i for i in range(len(tree) + 1) if not list(children(built, 0, i))]
-    paths = [lineage(built.parents[0].tolist(), leaf) for leaf in reversed(leaves)]
+    paths = [path_to(built.parents[0].tolist(), leaf) for leaf in reversed(leaves)]
     assert [[i for i in path if i >= 0] for path in buffers["retrieve_indices"].tolist()] == paths

@@ -19,7 +19,7 @@ from eagle_server.speculation.transforms import Paths
 from eagle_server.worker.penalizer_state import PenalizerStates
 from tests.support import sampling_reference as reference
 from tests.support.sampling import request_sampling
-from tests.support.trees import lineage, tree_input
+from tests.support.trees import path_to, tree_input
 
 VOCAB, CPU = 8, torch.device("cpu")
 TOKENS = st.integers(0, VOCAB - 1)
@@ -98,7 +98,7 @@ def test_every_node_is_transformed_given_its_own_text(batch, seed: int) -> None:
         for node in range(size):
             if tokens[request][node] < 0:
                 continue
-            path = [tokens[request][n] for n in lineage(links[request], node)][1:]
+            path = [tokens[request][n] for n in path_to(links[request], node)][1:]
             stops = asked[request].stop_token_ids
             output = [*outputs[request], *path]
             row = logits[request, node].tolist()

@@ -163,7 +163,7 @@ def cycles(
 
 
 TREES = (pytest.param(1, marks=pytest.mark.slow), 4)  # chains, and trees, which do all that chains do and more
-CASCADE = {"verify_attention": "cascade", "draft_attention": "beams"}
+CASCADE = {"verify_attention": "cascade", "draft_attention": "per_node"}
 
 
 @pytest.mark.parametrize("topk", TREES)

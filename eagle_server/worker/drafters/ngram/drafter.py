@@ -88,7 +88,7 @@ class NgramTries:
 class NgramDrafter:
     """A trie per request, padded to `max_nodes`. A request without a match drafts nothing."""
 
-    feeds = False
+    uses_features = False
 
     def __init__(self, tries: NgramTries) -> None:
         self.tries = tries
