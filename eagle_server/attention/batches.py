@@ -81,9 +81,10 @@ def kv_arguments(
         return kv_indptr, out
     if len(kv_lens) == 1 and kv_lens_sum is not None:
         return kv_indptr, req_to_token[req_pool_indices, :kv_lens_sum][0]
-    request = torch.repeat_interleave(kv_lens, output_size=kv_lens_sum)
-    column = torch.arange(len(request), device=kv_lens.device) - kv_indptr.index_select(0, request)
-    return kv_indptr, req_to_token[req_pool_indices.index_select(0, request), column]
+    starts = req_pool_indices * req_to_token.shape[1] - kv_indptr[:-1]  # in the flat table, less what stands before
+    places = torch.repeat_interleave(starts, kv_lens, output_size=kv_lens_sum)
+    places += torch.arange(len(places), device=kv_lens.device)
+    return kv_indptr, req_to_token.view(-1).index_select(0, places)
 
 
 def draft_decode_arguments(

@@ -1,4 +1,6 @@
-"""Reference only: functions and buffers of other systems. The serving path does not use them; tests compare with them.
+"""Functions and buffers of other systems, as a reference. No request runs them; tests compare with them.
+
+`EagleVerifyInput.retrive_next_token` and its sibling compute `retrive_links` when a reader asks for them.
 
     reference                                                     serving path
     verify_tree_greedy, retrive_links (SGLang)                    ops.accept.walk_tree: the walk by parents and masks

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 import torch
 
 from eagle_server.cache.pool import LatentPool
 from eagle_server.config import Config
 from eagle_server.engine.build import build_engine
+from eagle_server.request import DraftTree
 from tests.lossless.pairs import Pair, Pairs, nextn
-from tests.lossless.scenes import REQUESTS
+from tests.lossless.scenes import REQUESTS, as_on_a_gpu
 from tests.lossless.test_kv import TOLERANCE, busy_engine, worst_cached_slot
 from tests.support import deepseek
 from tests.support.covering import covering
@@ -92,3 +96,20 @@ def test_nextn_is_served_from_the_targets_directory_alone(pairs: Pairs, mtp_pair
     assert (ready.speculative_algorithm, ready.num_steps) == ("NEXTN", 3)
     assert tokens_of(run(engine, REQUESTS)) == pairs.texts(mtp_pair)
     assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens
+
+
+@pytest.mark.parametrize("modes", [("cascade", "cascade"), ("cascade", "per_node")], ids=str)
+def test_each_way_to_attend_drafts_the_same_trees(mtp_pair: Pair, modes: tuple[str, str]) -> None:
+    """Texts would not show a draft step that reads wrong slots: verification corrects it."""
+
+    def drafted(**settings: Any) -> list[DraftTree]:
+        engine = speculative(mtp_pair.target, mtp_pair.head, 4, 3, **settings)
+        asked = request("r", list(range(3, 20)), max_tokens=12, temperature=0.0, ignore_eos=True)
+        engine.add(msgspec.structs.replace(asked, trees=True))
+        return [delta.tree for _ in range(24) for delta in engine.step() if delta.tree is not None]
+
+    expected = drafted()
+    trees = drafted(**as_on_a_gpu(()), verify_attention=modes[0], draft_attention=modes[1])
+    assert len(expected) > 2
+    assert [(t.token_ids, t.parents) for t in trees] == [(t.token_ids, t.parents) for t in expected]
+    torch.testing.assert_close([t.scores for t in trees], [t.scores for t in expected], rtol=1e-3, atol=1e-3)

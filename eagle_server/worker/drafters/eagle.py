@@ -146,7 +146,9 @@ class EagleDrafter:
             self._clear_window(req_pool_indices, seq_lens, req_to_token)
         chosen: Tensor | None = None
         for step, (plan, layout) in enumerate(zip(plans, layouts, strict=True)):
-            draft = EagleDraftInput(verified_id, extend_lens, frontier=frontier)
+            assert layout.mask_width is not None  # per_node, each step sees only the window written so far
+            seen = replace(frontier, mask_width=layout.mask_width)
+            draft = EagleDraftInput(verified_id, extend_lens, frontier=seen)
             token_mask = token_mask.advance(frontier.topk_index, chosen, self.topk)
             bound = plan.bind(draft_step_batch(draft, step, req_pool_indices, seq_lens, req_to_token, layout))
             positions = (seq_lens + step).repeat_interleave(self.topk)
