@@ -60,6 +60,7 @@ def test_every_preset_resolves_by_the_command_that_its_user_types(preset, capsys
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+@pytest.mark.slow
 def test_hadolint_finds_nothing(dockerfile):
     run(tool("hadolint"), str(dockerfile))
 

@@ -31,7 +31,9 @@ def mortal(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield running
 
 
-@pytest.mark.parametrize("death", ["exception", pytest.param("exit", marks=pytest.mark.slow), "kill"])
+@pytest.mark.parametrize(
+    "death", ["exception", *(pytest.param(each, marks=pytest.mark.slow) for each in ("exit", "kill"))]
+)
 def test_a_dying_engine_fails_its_requests_and_comes_back(mortal: Server, death: str) -> None:
     [engine] = mortal.engine_pids()
     answers: list[httpx.Response] = []

@@ -159,6 +159,7 @@ def test_a_client_that_does_not_read_stalls_nobody(server: Server) -> None:
 # --- A hanging engine ---
 
 
+@pytest.mark.slow
 async def test_a_hanging_engine_is_killed_and_started_again() -> None:
     client = EngineClient()
     factory = EngineFactory("tests.api.fake_engine", "build")

@@ -136,6 +136,7 @@ async def test_load_with_random_disconnects_leaves_no_trace(server: Server) -> N
     assert "ERROR" not in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_health_answers_while_the_engine_computes(server: Server) -> None:
     body = {"prompt": f"{BURN}abc", "max_tokens": 40}
     # A long prompt is tokenized at the same time.

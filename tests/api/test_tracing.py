@@ -131,6 +131,7 @@ async def test_spans_reach_the_collector(
     assert span.name == "llm_request"
 
 
+@pytest.mark.slow
 def test_missing_packages_are_one_line_that_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['opentelemetry.sdk'] = None; from eagle_server.__main__ import main; "

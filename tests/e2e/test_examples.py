@@ -12,6 +12,8 @@ import pytest
 
 from tests.e2e.conftest import REPOSITORY, Served
 
+pytestmark = pytest.mark.slow  # a server, and processes that import the OpenAI client
+
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
 
 

@@ -35,6 +35,7 @@ def plain(tokenizer) -> list[int]:
 @pytest.mark.parametrize(
     "flags", [[], ["--speculative-token-tree", "[(0,), (1,), (0, 0)]"], ["--speculative-algorithm", "NGRAM"]], ids=str
 )
+@pytest.mark.slow
 def test_the_accepted_paths_are_the_plain_text(flags, tokenizer, plain):
     story: Story = tell(engine(*flags), request("tree", tokenizer.encode(DEFAULT_PROMPT), max_tokens=16))
     assert story.tokens == plain

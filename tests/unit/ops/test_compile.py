@@ -13,7 +13,6 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -105,13 +104,8 @@ def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return {kernel.id: error for kernel, error in zip(kernels, said, strict=True)}
 
 
-def by_time() -> list[Any]:
-    """The quick round has a few that are quick."""
-    quick = {"gumbel._gumbel_kernel", "accept._greedy_kernel"}
-    return [pytest.param(k, id=k.id, marks=() if k.id in quick else (pytest.mark.slow,)) for k in KERNELS]
-
-
-@pytest.mark.parametrize("kernel", by_time())
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.id)
 def test_the_kernel_compiles_for_hopper(kernel: Kernel, errors: dict[str, str]) -> None:
     assert errors[kernel.id] == ""
 

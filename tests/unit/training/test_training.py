@@ -187,6 +187,7 @@ def small_job(directory: Path, steps: int, fails_at: int | None = None) -> Job:
     return Job("small", model, directory, schedule, loss, lambda: {"held-out loss": 0.0}, log_every=1, save_every=5)
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     whole = small_job(tmp_path / "whole", 12)
     history = train(whole)
