@@ -69,6 +69,7 @@ def test_a_dying_engine_fails_its_requests_and_comes_back(mortal: Server, death:
     assert answer.json()["choices"][0]["text"] == "abcabc"
 
 
+@pytest.mark.slow
 def test_the_engine_dies_with_its_server(tokenizer_dir: Path, tmp_path: Path) -> None:
     sockets = tmp_path / "tmp"
     sockets.mkdir()
@@ -83,7 +84,8 @@ def test_the_engine_dies_with_its_server(tokenizer_dir: Path, tmp_path: Path) ->
 # --- Signals ---
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains(tokenizer_dir: Path, tmp_path: Path, signal_number: int) -> None:
     with serving(tokenizer_dir, tmp_path / "log") as running:
         body = {"prompt": f"{SLOW}abc", "max_tokens": 40, "stream": True}

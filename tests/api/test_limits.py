@@ -138,6 +138,7 @@ async def test_deltas_that_nobody_reads_are_bounded(
         assert read == 50
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_stalls_nobody(server: Server) -> None:
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -101,6 +101,7 @@ def test_a_client_that_stops_reading_aborts_its_request(server: Server) -> None:
     wait_until_idle(server)
 
 
+@pytest.mark.slow
 async def test_load_with_random_disconnects_leaves_no_trace(server: Server) -> None:
     rng = random.Random(7)
     slots = asyncio.Semaphore(32)

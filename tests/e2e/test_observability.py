@@ -52,6 +52,7 @@ def at(answer: dict[str, Any], path: tuple[str, ...]) -> float:
     return float(value)
 
 
+@pytest.mark.slow
 def test_counters_equal_the_sums_over_the_responses(served: Served) -> None:
     before = scrape(served.url)
     bodies = [

@@ -140,6 +140,7 @@ def test_a_part_that_kills_its_process_costs_only_itself(tmp_path: Path, child: 
     assert "status 77" in known["decode"]["reason"]
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_ended_with_the_budget(
     tmp_path: Path, child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,8 @@ from eagle_server.models.targets.decoder import TargetModel
 from tests.support.dense import Recording, features_of, follow_path
 from tests.support.engines import CONTEXT, MARGIN, request, run, speculative
 
+pytestmark = pytest.mark.slow
+
 SHAPE = PaddedShape.tiny()
 NEVER = 50.0  # how far below the best logit that of a padding token is at least
 REACH = CONTEXT + MARGIN

@@ -200,6 +200,7 @@ def test_an_interrupted_training_ends_as_if_it_had_not_been(tmp_path: Path) -> N
     assert (tmp_path / "parts" / "small-loss.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_a_head_for_a_target_of_ones_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

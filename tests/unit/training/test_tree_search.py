@@ -20,6 +20,8 @@ from eagle_server.training.tree_search.__main__ import main
 from eagle_server.training.tree_search.texts import PIECE, prompts_of
 from tests.support.engines import request, run, tokens_of
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ["abcdefgh", "the end of it", "hijk lmnop", "zyxw", "qrst uvwx"]
 QUICK = ["--depth", "3", "--ranks", "3", "--rounds", "1", "--max-tokens", "32", "--device", "cpu", "--cpu-threads", "1"]
 

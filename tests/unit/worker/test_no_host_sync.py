@@ -209,6 +209,7 @@ def test_no_cycle_of_medusa_waits_for_the_device(monkeypatch: pytest.MonkeyPatch
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
 
 
+@pytest.mark.slow
 def test_a_planted_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from eagle_server.worker.verifier import Verifier
 
