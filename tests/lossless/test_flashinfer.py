@@ -25,6 +25,8 @@ from tests.lossless.test_equality import FAMILIES
 from tests.support.engines import plain, random_head, random_target, request, run, speculative, tokens_of
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
+pytestmark = pytest.mark.slow  # test_every_drafter has this backend in the quick round
+
 KERNELS = (
     accept,
     draw,

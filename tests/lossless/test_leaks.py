@@ -21,6 +21,8 @@ from tests.lossless.pairs import weights_of
 from tests.support.engines import CONTEXT, Finished, plain, random_head, random_target, request, run, speculative
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
+pytestmark = pytest.mark.slow
+
 VOCAB, ROWS = 24, 12
 
 
@@ -154,12 +156,7 @@ def undisturbed() -> dict[str, dict[str, Finished]]:
     return {}
 
 
-# The quick round has a head with its own KV and the tries, which keep the most state per request.
-QUICK = {"EAGLE3+NGRAM"}
-CASES_BY_TIME = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,)) for name in CASES]
-
-
-@pytest.mark.parametrize("drafting", CASES_BY_TIME, indirect=True)
+@pytest.mark.parametrize("drafting", list(CASES), indirect=True)
 def test_no_state_of_a_request_outlives_it(drafting: Drafting, undisturbed: dict[str, dict[str, Finished]]) -> None:
     """Pages, request slots and the drafter's state are freed, however a request ends. A failure affects no others."""
     rng = random.Random(1)

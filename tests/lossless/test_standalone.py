@@ -25,6 +25,8 @@ from tests.support import deepseek
 from tests.support.engines import plain, random_target, request, run, speculative, tokens_of
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
+pytestmark = pytest.mark.slow
+
 MACHINES: dict[str, dict[str, Any]] = {
     "cpu": {},
     "mask": {"verify_attention": "mask", "draft_attention": "mask"},

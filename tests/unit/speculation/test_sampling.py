@@ -186,7 +186,8 @@ def p_value_of_pairs(setting: RequestSampling) -> float:
 
 
 # The quick round has the one in which all of them are together.
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "all" else (pytest.mark.slow,)) for n in SETTINGS])
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.slow
 def test_draws_follow_the_distribution_and_are_independent_between_positions(name: str) -> None:
     """130,000 pairs in 64 cells. The test rejects a correct distribution with probability 1e-6. It misses a total
     variation of .02 with probability below 1e-6."""

@@ -168,6 +168,7 @@ CASCADE = {"verify_attention": "cascade", "draft_attention": "per_node"}
 
 @pytest.mark.parametrize("topk", TREES)
 @pytest.mark.parametrize("modes", [{}, pytest.param(CASCADE, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
 def test_no_cycle_waits_for_the_device_before_its_results_are_copied(
     monkeypatch: pytest.MonkeyPatch, topk: int, modes: dict[str, Any]
 ) -> None:
