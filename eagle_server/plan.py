@@ -1,6 +1,6 @@
 """What scheduler and worker exchange each cycle: a plan down, a result back. Host values only.
 
-Terms: `req_pool_index` is a request's row in req_to_token. `seq_len` is its committed length L: its target KV holds
+Terms: `req_pool_index` is a request's row in req_to_token. `seq_len` is its computed length L: its target KV holds
 positions 0..L-1. `verified_id` is the token at position L: sampled and sent, but not in KV yet.
 """
 

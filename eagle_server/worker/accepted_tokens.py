@@ -14,7 +14,7 @@ class AcceptedTokens:
     """Per row of req_to_token: the tokens that the last cycle accepted, each with the target's feature before it.
 
     Entry j of a request pairs the token at position start + j + 1 with the feature of position start + j. How many
-    entries count follows from its committed length: seq_len - start. The others hold some valid token and finite
+    entries count follows from its sequence length: seq_len - start. The others hold some valid token and finite
     features.
     """
 

@@ -63,7 +63,7 @@ class DecodeBatch:
     token_mask: DraftTokenMask  # what grammars allow the drafter to propose
 
     def past_verified(self) -> DecodeBatch:
-        """The same requests as if verified_id were committed: every length is one more."""
+        """The same requests as if verified_id were computed: every length is one more."""
         return replace(self, seq_lens=self.seq_lens + 1, seq_lens_host=tuple(n + 1 for n in self.seq_lens_host))
 
 
