@@ -49,7 +49,7 @@ class EagleDraftInput:
         """
         device, bs = paged_kernel_lens.device, len(req_pool_indices)
         if self.frontier is not None:
-            paged_kernel_lens = paged_kernel_lens + self.frontier.mask_width
+            paged_kernel_lens = paged_kernel_lens + self.frontier.tree_mask.visible.shape[2]
             qo_indptr = even_indptr(bs, self.frontier.topk_index.shape[1], device)
         elif self.extend_width is not None:
             qo_indptr = even_indptr(bs, self.extend_width, device)
@@ -88,10 +88,10 @@ class Frontier:
     topk_logp: Tensor  # float32 [bs, topk], log-probabilities of the paths
     hidden_states: Tensor  # [bs * topk, H], the draft's, at the parents
     ancestor_mask: Tensor  # bool [bs, topk, (step + 1) * topk]
-    mask_width: int  # number of slots that all draft steps write; the slots of later steps are masked
+    mask_width: int | None  # slots that all draft steps write, those of later steps masked; None: those written so far
 
     @classmethod
-    def first(cls, topk_logp: Tensor, topk_index: Tensor, hidden_states: Tensor, window: int) -> Frontier:
+    def first(cls, topk_logp: Tensor, topk_index: Tensor, hidden_states: Tensor, window: int | None) -> Frontier:
         """The frontier after draft-extend. The parent of every node is the root."""
         bs, topk = topk_index.shape
         own = torch.eye(topk, dtype=torch.bool, device=topk_index.device).expand(bs, -1, -1)
@@ -118,8 +118,9 @@ class Frontier:
     def tree_mask(self) -> TreeMask:
         """The ancestor_mask as a mask over the whole window. The columns of later steps are masked."""
         bs, topk, reached = self.ancestor_mask.shape
-        later = self.mask_width - reached
-        levels = torch.arange(self.mask_width // topk, device=self.ancestor_mask.device).repeat_interleave(topk)
+        width = reached if self.mask_width is None else self.mask_width
+        later = width - reached
+        levels = torch.arange(width // topk, device=self.ancestor_mask.device).repeat_interleave(topk)
         return TreeMask(
             F.pad(self.ancestor_mask, (0, later)) if later else self.ancestor_mask,
             row_depths=levels.new_full((bs, topk), self.step),

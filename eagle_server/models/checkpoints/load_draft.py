@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from eagle_server.models.checkpoints.draft_format import (
     MEDUSA_2,
@@ -31,13 +31,13 @@ from eagle_server.models.checkpoints.medusa_files import medusa_files
 from eagle_server.models.checkpoints.mtp_files import mtp_config, mtp_layer, mtp_name
 from eagle_server.models.checkpoints.redrafter_files import redrafter_config
 from eagle_server.models.checkpoints.weights import copy_weights, open_weights, refuse_quantized, resolve_checkpoint
-from eagle_server.models.config import CheckpointError, ModelConfig
+from eagle_server.models.config import CheckpointError
 from eagle_server.models.config_json import read_config
-from eagle_server.models.drafts.eagle import EagleHead
-from eagle_server.models.drafts.eagle3 import Eagle3Head
+from eagle_server.models.drafts.eagle import EagleConfig, EagleHead
+from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
 from eagle_server.models.drafts.interface import DraftHead, TargetWeights
 from eagle_server.models.drafts.medusa import MedusaHeads
-from eagle_server.models.drafts.mtp import MtpHead
+from eagle_server.models.drafts.mtp import MtpConfig, MtpHead
 from eagle_server.models.drafts.post_norm_head import PostNormHead
 from eagle_server.models.drafts.redrafter import RedrafterHead
 from eagle_server.models.drafts.standalone import DraftLM
@@ -58,6 +58,8 @@ _NAMES = dict(_HEADS.values())
 _CONFIG = "config.json"
 
 log = logging.getLogger(__name__)
+
+HeadConfig = TypeVar("HeadConfig", EagleConfig, Eagle3Config, MtpConfig)
 
 
 @dataclass(frozen=True)
@@ -156,12 +158,7 @@ def _load_eagle(files: DraftFiles, target: Target, context: int, lookahead: int,
     config = eagle_config(files, target.config)
     check_vocabulary(files, target, target.config.vocab_size)
     files = without_copies(files, target)
-    config = replace(
-        config,
-        layers=_at_context(config.layers, context),
-        own_embed="embed_tokens.weight" in files.tensors,
-        own_lm_head="lm_head.weight" in files.tensors,
-    )
+    config = _as_loaded(config, files, context)
     head = EagleHead(config, context + lookahead, _shared_weights(target))
     _fill(head, files, progress=progress)
     return head
@@ -171,15 +168,13 @@ def _load_eagle3(files: DraftFiles, target: Target, context: int, lookahead: int
     config = eagle3_config(files, target.config)
     check_vocabulary(files, target, config.draft_vocab_size)
     files = without_copies(files, target)
-    own_embed, own_lm_head = "embed_tokens.weight" in files.tensors, "lm_head.weight" in files.tensors
-    for name, own in (("embed_tokens.weight", own_embed), ("lm_head.weight", own_lm_head)):
+    config = _as_loaded(config, files, context)
+    for name, own in (("embed_tokens.weight", config.own_embed), ("lm_head.weight", config.own_lm_head)):
         if not own and config.layers.hidden_size != target.config.hidden_size:
             raise CheckpointError(
                 f"{files.directory}: {name}: missing; a draft of width {config.layers.hidden_size} cannot share that "
                 f"of a target of width {target.config.hidden_size}"
             )
-    layers = _at_context(config.layers, context)
-    config = replace(config, layers=layers, own_embed=own_embed, own_lm_head=own_lm_head)
     head = Eagle3Head(config, context + lookahead, _shared_weights(target))
     _fill(head, files, progress=progress)
     if head.d2t is not None and head.t2d is not None:
@@ -192,12 +187,7 @@ def _load_mtp(files: DraftFiles, target: Target, context: int, lookahead: int, *
     config = mtp_config(files, target.config, index)
     check_vocabulary(files, target, target.config.vocab_size)
     files = without_copies(files, target)
-    config = replace(
-        config,
-        layers=_at_context(config.layers, context),
-        own_embed="embed_tokens.weight" in files.tensors,
-        own_lm_head="lm_head.weight" in files.tensors,
-    )
+    config = _as_loaded(config, files, context)
     head = MtpHead(config, context + lookahead, _shared_weights(target))
     views = {mtp_name(canonical_name(name), index): view for name, view in head.weight_views()}
     copy_weights(views, files.tensors, source=files.directory, progress=progress)
@@ -235,6 +225,15 @@ def _shared_weights(target: Target) -> TargetWeights:
     return TargetWeights(target.embed.detach(), target.lm_head)
 
 
-def _at_context(layers: ModelConfig, context: int) -> ModelConfig:
-    """The layers with RoPE resolved for the served context. The lookahead of the trees must not change it."""
-    return replace(layers, rope=at_context(layers.rope, layers.head_dim, context))
+def _as_loaded(config: HeadConfig, files: DraftFiles, context: int) -> HeadConfig:
+    """The config with what the files hold, and with RoPE resolved for the served context.
+
+    The lookahead of the trees must not change RoPE.
+    """
+    layers = config.layers
+    return replace(
+        config,
+        layers=replace(layers, rope=at_context(layers.rope, layers.head_dim, context)),
+        own_embed="embed_tokens.weight" in files.tensors,
+        own_lm_head="lm_head.weight" in files.tensors,
+    )

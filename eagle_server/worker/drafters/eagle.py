@@ -124,7 +124,7 @@ class EagleDrafter:
         normed = out.normed.index_select(0, newest)
         logp, best = self._best(normed, NO_TOKEN_MASK)
         hidden = out.feedback.index_select(0, newest).repeat_interleave(self.topk, dim=0)
-        return replace(draft, frontier=Frontier.first(logp, best, hidden, self.window), normed=normed)
+        return replace(draft, frontier=self._first(logp, best, hidden), normed=normed)
 
     def _propose(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
         self,
@@ -140,15 +140,13 @@ class EagleDrafter:
         topk_index: Tensor,
         hidden_states: Tensor,
     ) -> Candidates:
-        frontier = Frontier.first(topk_logp, topk_index, hidden_states, self.window)
+        frontier = self._first(topk_logp, topk_index, hidden_states)
         pool = CandidatePool(frontier.topk_index, frontier.topk_logp)
         if not self.per_node:
             self._clear_window(req_pool_indices, seq_lens, req_to_token)
         chosen: Tensor | None = None
         for step, (plan, layout) in enumerate(zip(plans, layouts, strict=True)):
-            assert layout.mask_width is not None  # per_node, each step sees only the window written so far
-            seen = replace(frontier, mask_width=layout.mask_width)
-            draft = EagleDraftInput(verified_id, extend_lens, frontier=seen)
+            draft = EagleDraftInput(verified_id, extend_lens, frontier=frontier)
             token_mask = token_mask.advance(frontier.topk_index, chosen, self.topk)
             bound = plan.bind(draft_step_batch(draft, step, req_pool_indices, seq_lens, req_to_token, layout))
             positions = (seq_lens + step).repeat_interleave(self.topk)
@@ -163,6 +161,10 @@ class EagleDrafter:
         best = pool.best(self.num_draft_tokens - 1)
         assert best.scores is not None
         return replace(best, tokens=token_mask.without_refused(best.tokens, best.scores))
+
+    def _first(self, topk_logp: Tensor, topk_index: Tensor, hidden_states: Tensor) -> Frontier:
+        """The first frontier. Its masks are as wide as the layouts: the window, or with `per_node` what is written."""
+        return Frontier.first(topk_logp, topk_index, hidden_states, None if self.per_node else self.window)
 
     def _clear_window(self, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor) -> None:
         """Each step reads the slots of later steps, masked. Freed KV that stands there must not be NaN."""
