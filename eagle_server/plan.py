@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_server.request import DraftTree, SamplingParams, TokenLogprob
+from eagle_server.request import DraftTree, FinishReason, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,14 @@ class CyclePlan:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why a request must end. REFUSED: its own parameters allow no token. ERROR: the server failed."""
+
+    reason: FinishReason
+    message: str
+
+
+@dataclass(frozen=True)
 class SequenceOutput:
     """What one scheduled request got: a decode its accepted tokens and the bonus, a last chunk its first token."""
 
@@ -116,9 +124,9 @@ class SequenceOutput:
     drafted: int = 0  # proposed nodes; len(tokens) - 1 of a decode's were accepted
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    # Why the request must end after these tokens: the next logits are not finite, or allow no token. All tokens of such
-    # a decode are accepted drafts.
-    failed: str | None = None
+    # The request must end after these tokens: the next logits are not finite, or allow no token. All tokens of such a
+    # decode are accepted drafts.
+    failed: Failure | None = None
     tree: DraftTree | None = None  # for decodes that asked for it
 
 

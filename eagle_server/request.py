@@ -11,7 +11,11 @@ import msgspec
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended. STOP and LENGTH are OpenAI's values. REFUSED: it can never be served. ERROR: it failed."""
+    """Why a request ended. STOP and LENGTH are OpenAI's values.
+
+    REFUSED: it cannot be served, or its parameters allow no further token; the client must change it. ERROR: the server
+    failed.
+    """
 
     STOP = "stop"
     LENGTH = "length"
@@ -69,7 +73,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def problems(self) -> Iterator[str]:
         """Why no token can be drawn with these values, one reason at a time. Checks that need no vocabulary."""
-        biases = {f"the logit_bias of token id {token}": bias for token, bias in self.logit_bias}
+        unbounded = (item for item in self.logit_bias if not math.isfinite(item[1]))
+        biases = {f"the logit_bias of token id {token}": bias for token, bias in unbounded}
         penalties = {"presence_penalty": self.presence_penalty, "frequency_penalty": self.frequency_penalty}
         factors = {"repetition_penalty": self.repetition_penalty, "temperature": self.temperature}
         for name, value in (biases | penalties | factors).items():

@@ -10,7 +10,16 @@ from contextlib import AbstractContextManager, nullcontext
 from eagle_server.engine.grammars import CompiledGrammar, Grammars
 from eagle_server.engine.refusals import refusal
 from eagle_server.plan import RequestSampling
-from eagle_server.request import CycleStats, EngineStats, FinishReason, Flushed, Ready, Request, TokenDelta
+from eagle_server.request import (
+    CycleStats,
+    EngineStats,
+    FinishReason,
+    Flushed,
+    Ready,
+    Request,
+    SamplingParams,
+    TokenDelta,
+)
 from eagle_server.scheduling.scheduler import Scheduler
 from eagle_server.speculation.random import request_key
 from eagle_server.worker.worker import Worker
@@ -42,7 +51,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. If it can never be served, the next `step` returns its error."""
-        reason = self.scheduler.refusal(request) or refusal(request, self._ready.vocab_size)
+        stop_ids = self._stop_ids(request.sampling)
+        reason = self.scheduler.refusal(request) or refusal(request, self._ready.vocab_size, stop_ids)
         grammar = request.sampling.grammar
         if reason is None and grammar is not None and self._grammars is None:
             reason = NO_END_OF_SEQUENCE
@@ -73,9 +83,7 @@ class Engine:
 
     def _queue(self, request: Request, compiled: CompiledGrammar | None = None) -> None:
         params, prompt_length = request.sampling, len(request.prompt_token_ids)
-        ends = () if params.ignore_eos else self._ready.eos_token_ids
-        # A checkpoint's config may name an end of sequence outside the vocabulary. That token can never be drawn.
-        stop_ids = frozenset(i for i in (*ends, *params.stop_token_ids) if 0 <= i < self._ready.vocab_size)
+        stop_ids = self._stop_ids(params)
         grammar_matcher = None if compiled is None else compiled.matcher(prompt_length, stop_ids)
         sampling = RequestSampling(
             params,
@@ -84,6 +92,12 @@ class Engine:
             stop_ids=tuple(sorted(stop_ids)) if params.min_tokens else (),
         )
         self.scheduler.add(request, sampling, stop_ids, grammar_matcher)
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that end the request, end of sequence included."""
+        ends = () if params.ignore_eos else self._ready.eos_token_ids
+        # A checkpoint's config may name an end of sequence outside the vocabulary. That token can never be drawn.
+        return frozenset(i for i in (*ends, *params.stop_token_ids) if 0 <= i < self._ready.vocab_size)
 
     def abort(self, request_id: str) -> None:
         """End a request and free its KV. An unknown id is ignored."""

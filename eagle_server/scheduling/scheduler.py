@@ -233,7 +233,8 @@ class Scheduler:
         if reason is not None:
             return self._finish(sequence, tokens, reason, output=output)
         if output.failed is not None:
-            return self._finish(sequence, tokens, FinishReason.ERROR, output=output, error=output.failed, cache=False)
+            failed = output.failed
+            return self._finish(sequence, tokens, failed.reason, output=output, error=failed.message, cache=False)
         return self._delta(sequence, tokens, output)
 
     def _finish(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,8 +52,8 @@ class HostCopy:
         return tuple(t.tolist() for t in self._tensors)
 
 
-def all_finite(values: Tensor) -> bool:
-    return bool(values.isfinite().all().item())
+def is_finite(value: Tensor) -> bool:
+    return math.isfinite(value.item())
 
 
 def leading_finite(values: Tensor, places: Sequence[int]) -> int:

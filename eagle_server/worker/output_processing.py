@@ -12,17 +12,21 @@ from typing import Any
 from torch import Tensor
 
 from eagle_server.ops.upload import upload
-from eagle_server.plan import Chunk, CyclePlan, Decode, SequenceOutput
-from eagle_server.request import TokenLogprob
+from eagle_server.plan import Chunk, CyclePlan, Decode, Failure, SequenceOutput
+from eagle_server.request import FinishReason, TokenLogprob
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import EagleVerifyInput
 from eagle_server.worker.draft_tree import draft_tree, drafted_nodes
-from eagle_server.worker.host import all_finite, leading_finite, logprobs_to_host, to_host
+from eagle_server.worker.host import is_finite, leading_finite, logprobs_to_host, to_host
 
-NOT_FINITE = "the model's logits are not finite (NaN or inf); its weights or the prompt's numerics are broken"
-NONE_ALLOWED = (
+NOT_FINITE = Failure(
+    FinishReason.ERROR,
+    "the model's logits are not finite (NaN or inf); its weights or the prompt's numerics are broken",
+)
+NONE_ALLOWED = Failure(
+    FinishReason.REFUSED,
     "no token may follow: the grammar, allowed_token_ids, bad_words, logit_bias, min_tokens and penalties together "
-    "leave none"
+    "leave none",
 )
 
 
@@ -114,9 +118,9 @@ def _chunks(
     return tuple(out)
 
 
-def _failure(logits: Tensor, row: int) -> str:
-    """Why a row's best score is not finite."""
-    return NONE_ALLOWED if all_finite(logits[row]) else NOT_FINITE
+def _failure(logits: Tensor, row: int) -> Failure:
+    """Why a row's best score is not finite. A model may give single tokens -inf itself, but not all of them."""
+    return NONE_ALLOWED if is_finite(logits[row].max()) else NOT_FINITE
 
 
 def _logprobs(

@@ -31,6 +31,7 @@ from eagle_server.request import (
 EOS = "<|eos|>"  # the reply ends here
 REFUSE = "<|refuse|>"  # the engine refuses the request
 BREAK = "<|break|>"  # the request fails after some tokens
+DEAD_END = "<|dead end|>"  # after some tokens, none is allowed
 STALL = "<|stall|>"  # no token ever comes
 SLOW = "<|slow|>"  # one token per 50 ms
 BURN = "<|burn|>"  # every cycle computes for 0.2 s
@@ -38,7 +39,7 @@ CRASH = "<|crash|>"  # the engine process dies with an exception
 EXIT = "<|exit|>"  # it dies without one
 HANG = "<|hang|>"  # a cycle never ends
 PLAIN = "<|plain|>"  # nothing is speculated
-CONTROLS = (EOS, REFUSE, BREAK, STALL, SLOW, BURN, CRASH, EXIT, HANG, PLAIN)
+CONTROLS = (EOS, REFUSE, BREAK, STALL, SLOW, BURN, CRASH, EXIT, HANG, PLAIN, DEAD_END)
 MARKER = "[TOOL_CALLS]"  # not a control: a special token that stays in the reply
 ID = {text: 256 + index for index, text in enumerate((*CONTROLS, MARKER))}
 
@@ -196,6 +197,8 @@ class FakeEngine:
         error = None
         if sequence.asks_for(BREAK) and not first:
             reason, error = FinishReason.ERROR, "the logits are not finite"
+        if sequence.asks_for(DEAD_END) and not first:
+            reason, error = FinishReason.REFUSED, "no token may follow"
         if reason is not None:
             del self.sequences[request.request_id]
         speculated = reason is not None and sequence.spec.drafted and not sequence.asks_for(PLAIN)

@@ -14,7 +14,7 @@ import pytest
 from eagle_server.client.client import EngineClient
 from eagle_server.config import parse_args
 from tests.api.conftest import PATIENCE, http_client
-from tests.api.fake_engine import BREAK, ID, REFUSE, STALL, FakeEngine
+from tests.api.fake_engine import BREAK, DEAD_END, ID, REFUSE, STALL, FakeEngine
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -195,16 +195,24 @@ async def test_the_engines_refusal_is_a_400(http: httpx.AsyncClient, stream: boo
     assert "it does not fit" in error_of(response, 400)["message"]
 
 
-async def test_a_failed_generation_is_a_500_or_an_error_event(http: httpx.AsyncClient) -> None:
-    body = {"prompt": f"{BREAK}abc", "max_tokens": 50}
-    error = error_of(await http.post("/v1/completions", json=body), 500)
-    assert error["type"] == "server_error"
-    assert "not finite" in error["message"]
+@pytest.mark.parametrize(
+    ("control", "status", "kind", "words"),
+    [(BREAK, 500, "server_error", "not finite"), (DEAD_END, 400, "invalid_request_error", "no token may follow")],
+)
+async def test_a_generation_that_ends_early_is_an_error_or_an_error_event(
+    http: httpx.AsyncClient, control: str, status: int, kind: str, words: str
+) -> None:
+    """500 if the server failed, 400 if the request's parameters allow no further token."""
+    body = {"prompt": f"{control}abc", "max_tokens": 50}
+    error = error_of(await http.post("/v1/completions", json=body), status)
+    assert error["type"] == kind
+    assert words in error["message"]
     response = await http.post("/v1/completions", json={**body, "stream": True})
     assert response.status_code == 200
     frames = response.text.strip().split("\n\n")
     assert frames[-1] == "data: [DONE]"
-    assert "not finite" in json.loads(frames[-2].removeprefix("data: "))["error"]["message"]
+    event = json.loads(frames[-2].removeprefix("data: "))["error"]
+    assert (event["type"], words in event["message"]) == (kind, True)
 
 
 async def test_an_unexpected_exception_tells_nothing(

@@ -270,14 +270,14 @@ def outcomes(pair: Pair, asked: Request) -> list[tuple[list[int], FinishReason |
 def test_a_request_fails_when_no_token_is_allowed_unless_it_ends_before(pair: Pair, temperature: float) -> None:
     """Only token 5 is allowed, but not three times in a row. The prompt makes n-grams draft more than two."""
     settings = {"allowed_token_ids": (5,), "bad_words": ((5, 5, 5),), "temperature": temperature, "logprobs": 0}
-    for length, reason in ((1, FinishReason.LENGTH), (2, FinishReason.LENGTH), (3, FinishReason.ERROR)):
+    for length, reason in ((1, FinishReason.LENGTH), (2, FinishReason.LENGTH), (3, FinishReason.REFUSED)):
         asked = request("a", [7, 5, 5, 5, 5, 5, 7, 5, 5, 5, 5, 7], max_tokens=length, **settings)
         for tokens, why, error in outcomes(pair, asked):
             assert (tokens, why) == ([5] * min(length, 2), reason)
             assert (error is None) == (why is FinishReason.LENGTH)
             assert error is None or error.startswith("no token may follow")
     stopping = request("b", [7, 5, 5, 5, 7, 5, 5, 5, 7], stop_token_ids=(5,), min_tokens=1, **settings)
-    assert {(*tokens, why) for tokens, why, _ in outcomes(pair, stopping)} == {(FinishReason.ERROR,)}
+    assert {(*tokens, why) for tokens, why, _ in outcomes(pair, stopping)} == {(FinishReason.REFUSED,)}
     stopping = with_fields(stopping, sampling=with_fields(stopping.sampling, min_tokens=0))
     assert {(*tokens, why) for tokens, why, _ in outcomes(pair, stopping)} == {(5, FinishReason.STOP)}
 
@@ -297,6 +297,14 @@ REFUSED: dict[str, dict[str, Any]] = {
     "top_p is 0.0": {"top_p": 0.0},
     "min_p is 1.5": {"min_p": 1.5},
     "top_k is -1": {"top_k": -1},
+    "allowed_token_ids: bad_words": {"allowed_token_ids": (4, 5, 6), "bad_words": ((4,), (5,), (6,), (7, 8))},
+    "allowed_token_ids: bad_words and min_tokens": {
+        "allowed_token_ids": (4, 5),
+        "bad_words": ((4,),),
+        "stop_token_ids": (5,),
+        "min_tokens": 1,
+    },
+    "bad_words and min_tokens together": {"bad_words": tuple((token,) for token in range(64))},
     "grammar: this engine cannot follow one": {"grammar": Grammar(kind="json_object")},
 }
 

@@ -97,10 +97,10 @@ def test_a_request_whose_logits_are_not_finite_fails_alone_and_leaves_no_kv(
     assert tokens_of(outcome) == expected
 
 
-def test_a_request_that_forbids_every_token_fails(engine: Engine) -> None:
+def test_a_request_that_forbids_every_token_is_refused(engine: Engine) -> None:
     every = tuple(range(VOCAB))
     outcome = run(engine, [request("a", [1, 2], min_tokens=2, stop_token_ids=every), request("b", [1, 2])])
-    assert outcome["a"].reason is FinishReason.ERROR
+    assert outcome["a"].reason is FinishReason.REFUSED
     assert outcome["b"].reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 

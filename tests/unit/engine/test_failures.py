@@ -40,6 +40,28 @@ def test_logits_that_are_not_finite_end_the_request_and_spare_the_prefix_it_shar
         assert again["a"].cached_tokens >= 32
 
 
+@pytest.mark.parametrize("speculates", [False, True])
+def test_a_dead_end_is_the_requests_own_even_where_the_model_gives_single_tokens_minus_infinity(
+    speculates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(page=1)[speculates]
+    target = engine.worker.verifier.target
+    original = target.logits
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        given = original(hidden)
+        given[..., 9] = -math.inf
+        return given
+
+    monkeypatch.setattr(target, "logits", logits)
+    after_five = tuple((5, token) for token in (4, 5))  # decided by the text, so that no check at submission finds it
+    dead_end = request("a", [*PROMPT, 5], allowed_token_ids=(4, 5), bad_words=after_five)
+    outcome = run(engine, [dead_end, request("b", PROMPT, max_tokens=3)])
+    assert (outcome["a"].tokens, outcome["a"].reason) == ([], FinishReason.REFUSED)
+    assert (outcome["a"].error or "").startswith("no token may follow")
+    assert outcome["b"].error is None
+
+
 def test_an_end_of_sequence_beyond_the_vocabulary_is_never_looked_for() -> None:
     engine = plain(random_target(eos_token_id=5000))
     assert len(run(engine, [request("a", PROMPT, min_tokens=4, max_tokens=8)])["a"].tokens) == 8

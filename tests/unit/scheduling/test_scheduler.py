@@ -12,7 +12,7 @@ from eagle_server.cache.allocator import PageAllocator
 from eagle_server.cache.manager import KVCacheManager
 from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.radix import RadixCache
-from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, SequenceOutput
+from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, Failure, SequenceOutput
 from eagle_server.request import FinishReason, TokenDelta
 from eagle_server.scheduling.scheduler import Scheduler, SchedulerLimits
 from tests.support.engines import request
@@ -280,8 +280,9 @@ def test_max_tokens_0_ends_after_the_prompt() -> None:
     assert (delta.token_ids, delta.finish_reason, delta.spec) == ([], FinishReason.LENGTH, None)
 
 
+@pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.REFUSED])
 @pytest.mark.parametrize("page", [1, 4])
-def test_a_failed_request_adds_nothing_to_the_cache(page: int) -> None:
+def test_a_failed_request_adds_nothing_to_the_cache(page: int, reason: FinishReason) -> None:
     it = scheduler(page=page, radix=True)
     add(it, "a", 13, max_tokens=2)
     finish(it)
@@ -291,8 +292,9 @@ def test_a_failed_request_adds_nothing_to_the_cache(page: int) -> None:
     add(it, "b", [*range(13), *range(40, 55)], max_tokens=1)
     plan = it.schedule()
     assert plan.chunks[0].start > 0
-    (delta,) = it.commit(CycleResult((SequenceOutput(failed="broken"),), ()))
+    failure = Failure(reason, "broken")
+    (delta,) = it.commit(CycleResult((SequenceOutput(failed=failure),), ()))
     it.kv.check()
-    assert (delta.finish_reason, delta.error, delta.token_ids) == (FinishReason.ERROR, "broken", [])
+    assert (delta.finish_reason, delta.error, delta.token_ids) == (reason, "broken", [])
     assert it.kv.radix.cached_pages == cached
     assert it.kv.allocator.free_pages == it.kv.allocator.num_pages - cached
