@@ -6,9 +6,11 @@ positions 0..L-1. `verified_id` is the token at position L: sampled and sent, bu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -37,10 +39,37 @@ class RequestSampling:
         params = self.params
         return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
+    # The lists of `params` as arrays. They are built once, because batches change often and lists may be long.
+
     @cached_property
-    def lookback(self) -> int:
-        """How many of a text's last tokens decide which bad word the next token would complete."""
-        return max(map(len, self.params.bad_words), default=1) - 1
+    def biases(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """What is added to the logits of which tokens: logit_bias, and -inf for bad words of one token."""
+        forbidden = [word[0] for word in self.params.bad_words if len(word) == 1]
+        tokens, values = [token for token, _ in self.params.logit_bias], [value for _, value in self.params.logit_bias]
+        values += [-math.inf] * len(forbidden)
+        return np.array(tokens + forbidden, dtype=np.int64), np.array(values, dtype=np.float32)
+
+    @cached_property
+    def allowed(self) -> NDArray[np.bool_] | None:
+        """Whether each token up to the largest of allowed_token_ids is one of them. None: all tokens are allowed."""
+        if self.params.allowed_token_ids is None:
+            return None
+        tokens = np.array(self.params.allowed_token_ids, dtype=np.int64)
+        allowed = np.zeros(tokens.max(initial=-1) + 1, dtype=np.bool_)
+        allowed[tokens] = True
+        return allowed
+
+    @cached_property
+    def long_words(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The bad words of several tokens: their tokens, one word after the other, and their lengths [words]."""
+        words = [word for word in self.params.bad_words if len(word) > 1]
+        tokens = np.fromiter(chain.from_iterable(words), dtype=np.int64)
+        return tokens, np.array([len(word) for word in words], dtype=np.int64)
+
+    @cached_property
+    def early_stop_ids(self) -> NDArray[np.int64]:
+        """stop_ids as an array."""
+        return np.array(self.stop_ids, dtype=np.int64)
 
 
 MASK_WORD = 32  # tokens to one integer of a token mask

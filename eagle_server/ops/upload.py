@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 
-def upload(
-    values: Sequence[Any] | NDArray[np.integer[Any]], device: torch.device, dtype: torch.dtype = torch.int64
-) -> Tensor:
+def upload(values: Sequence[Any] | NDArray[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """`values` (numbers, equally shaped nested sequences, or an array) as a tensor on `device`. Never synchronizes."""
     tensor = torch.as_tensor(values, dtype=dtype)
     if device.type == "cpu":

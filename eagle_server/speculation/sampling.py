@@ -41,7 +41,8 @@ class SamplingBatch:
     penalizer_state: PenalizerState = field(default_factory=PenalizerState)  # at the start of the cycle
 
     @classmethod
-    def of(cls, settings: Sequence[RequestSampling], device: torch.device) -> SamplingBatch:
+    def of(cls, settings: Sequence[RequestSampling], device: torch.device, spec_steps: int = 0) -> SamplingBatch:
+        """`spec_steps`: the depth of the trees whose rows are drawn; 0: there are only roots."""
         params = [s.params for s in settings]
         stochastic = [i for i, p in enumerate(params) if p.temperature > 0]
         truncated = [n for n, i in enumerate(stochastic) if params[i].top_k > 0 or params[i].top_p < 1]
@@ -58,7 +59,7 @@ class SamplingBatch:
             top_p=upload([p.top_p for p in limits], device, torch.float32),
             floored=_indices(floored, device),
             min_p=upload([params[stochastic[n]].min_p for n in floored], device, torch.float32),
-            transforms=transforms_of(settings, device),
+            transforms=transforms_of(settings, device, spec_steps),
         )
 
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from eagle_server.ops.upload import upload
 from eagle_server.plan import MASK_WORD, RequestSampling
+from eagle_server.speculation.bad_words import ANY, PATH_START, short_words
 
 _OFF = float("-inf")
-BEGINNING = -2  # in a tail: the entries before the first token of the text
-_ANY = -1  # in a bad word: matches every token
+_WORD_ROWS = 1 << 18  # rows times words compared at a time, about 50 bytes each
 _PENALIZED_ROWS = 256  # rows of logits at a time; penalties take about 20 bytes per row and vocabulary entry
 
 
@@ -43,12 +44,13 @@ class Paths:
 class PenalizerState:
     """What transforms read of the text so far, in the order of the batch.
 
-    Counts and prompts are for `penalized` requests, tails for requests with a `lookback`.
+    Counts and prompts are for `penalized` requests.
     """
 
     counts: Tensor | None = None  # float32 [h, vocab], how often each token occurs in the output
     prompts: Tensor | None = None  # bool [h, vocab], whether it occurs in the prompt
-    tails: Tensor | None = None  # int64 [w, longest lookback], the last tokens, newest last, BEGINNING before the first
+    # int64 [3 + spec_steps, found]: requests, and `WordBeginnings.after` their texts
+    begun: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -90,79 +92,90 @@ def allowed_by(bits: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LogitBias:
-    """l + bias for each entry of logit_bias. l - inf for each bad word of one token."""
+    """l + bias for each entry of logit_bias. l - inf for tokens that are not in allowed_token_ids, and for bad words of
+    one token.
+    """
 
-    requests: Tensor  # int64 [entries]
-    tokens: Tensor  # int64 [entries]
-    values: Tensor  # float32 [entries]
+    requests: Tensor  # int64 [b]
+    bias: Tensor  # float32 [b, width], zero for all later tokens
+    restricted: Tensor | None  # int64 [a], requests with allowed_token_ids: no later token is one of them
 
     @classmethod
     def of(cls, settings: Sequence[RequestSampling], device: torch.device) -> LogitBias | None:
-        entries = [
-            (request, token, value)
-            for request, setting in enumerate(settings)
-            for token, value in (
-                *setting.params.logit_bias,
-                *((w[0], _OFF) for w in setting.params.bad_words if len(w) == 1),
-            )
-        ]
-        if not entries:
+        chosen = [(i, s) for i, s in enumerate(settings) if s.biases[0].size or s.allowed is not None]
+        if not chosen:
             return None
-        requests, tokens, values = zip(*entries, strict=True)
-        ids = upload([requests, tokens], device)
-        return cls(ids[0], ids[1], upload(values, device, torch.float32))
+        entries = [setting.biases for _, setting in chosen]
+        tokens, values = (np.concatenate(parts) for parts in zip(*entries, strict=True))
+        masks = [(n, s.allowed) for n, (_, s) in enumerate(chosen) if s.allowed is not None]
+        width = max(int(tokens.max(initial=-1)) + 1, *(len(mask) for _, mask in masks), 0)
+        bias = torch.zeros((len(chosen), width), device=device)
+        if masks:
+            forbidden = np.zeros((len(chosen), width), dtype=np.bool_)
+            for number, mask in masks:
+                forbidden[number] = True
+                forbidden[number, : len(mask)] = ~mask
+            bias.masked_fill_(upload(forbidden, device, torch.bool), _OFF)
+        numbers = np.repeat(np.arange(len(chosen)), [len(own) for own, _ in entries])
+        place = upload(np.stack([numbers, tokens]), device)
+        bias.index_put_((place[0], place[1]), upload(values, device, torch.float32), accumulate=True)
+        restricted = upload([chosen[number][0] for number, _ in masks], device) if masks else None
+        return cls(upload([i for i, _ in chosen], device), bias, restricted)
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
-        _add(logits, self.requests, self.tokens, self.values[:, None].expand(-1, logits.shape[1]))
-
-
-@dataclass(frozen=True)
-class AllowedTokens:
-    """l - inf for tokens that are not in allowed_token_ids."""
-
-    requests: Tensor  # int64 [a]
-    entries: Tensor  # int64 [2, entries], indices into `requests`, and tokens
-
-    @classmethod
-    def of(cls, settings: Sequence[RequestSampling], device: torch.device) -> AllowedTokens | None:
-        requests = [i for i, setting in enumerate(settings) if setting.params.allowed_token_ids is not None]
-        if not requests:
-            return None
-        entries = [(n, t) for n, i in enumerate(requests) for t in settings[i].params.allowed_token_ids or ()]
-        return cls(upload(requests, device), upload(entries, device).view(-1, 2).T)
-
-    def apply(self, logits: Tensor, rows: Rows) -> None:
-        shut = torch.full((len(self.requests), logits.shape[2]), _OFF, device=logits.device)
-        shut.index_put_((self.entries[0], self.entries[1]), torch.zeros((), device=logits.device))
-        logits.index_add_(0, self.requests, shut[:, None].expand(-1, logits.shape[1], -1))
+        width = self.bias.shape[1]
+        logits[:, :, :width].index_add_(0, self.requests, self.bias[:, None].expand(-1, logits.shape[1], -1))
+        if self.restricted is not None:
+            logits[:, :, width:].index_fill_(0, self.restricted, _OFF)
 
 
 @dataclass(frozen=True)
 class BadWords:
-    """l - inf for the last token of a word if the row's text (prompt and output) ends with the word's other tokens."""
+    """l - inf for the last token of a word if the row's text (prompt and output) ends with the word's other tokens.
 
-    requests: Tensor  # int64 [w], requests with words of several tokens
-    words: Tensor  # int64 [3, words]: index into `requests`, request, last token
-    beginnings: Tensor  # int64 [words, longest lookback], the other tokens, newest first, then -1
+    Words that begin in the text so far are found on the host (`PenalizerState.begun`). `words` are those that may begin
+    on a drafted path. `columns` has, for each request, as many entries as words share their last token but one.
+    """
+
+    spec_steps: int
+    words: Tensor | None  # int64 [1 + longest, words], see `short_words`; before them their `_key`, which sorts them
+    columns: Tensor | None  # int64 [2, columns]: request, number among the words with the same key
 
     @classmethod
-    def of(cls, settings: Sequence[RequestSampling], device: torch.device) -> BadWords | None:
-        requests = [i for i, setting in enumerate(settings) if setting.lookback]
-        if not requests:
+    def of(cls, settings: Sequence[RequestSampling], device: torch.device, spec_steps: int) -> BadWords | None:
+        chosen = [(i, *s.long_words) for i, s in enumerate(settings) if s.long_words[1].size]
+        if not chosen:
             return None
-        width = max(settings[i].lookback for i in requests)
-        words = [(n, i, word) for n, i in enumerate(requests) for word in settings[i].params.bad_words if len(word) > 1]
-        ids = upload([(n, i, word[-1]) for n, i, word in words], device).T
-        beginnings = [[*word[-2::-1], *[_ANY] * (width - len(word) + 1)] for _, _, word in words]
-        return cls(upload(requests, device), ids, upload(beginnings, device))
+        longest = max(int(lengths[lengths <= spec_steps + 1].max(initial=1)) for _, _, lengths in chosen)
+        if longest == 1:
+            return cls(spec_steps, None, None)
+        found = [(i, *short_words(tokens, lengths, longest)) for i, tokens, lengths in chosen]
+        columns = [np.stack([np.full(most, i), np.arange(most)]) for i, _, most in found]
+        words = [np.column_stack([_key(i, words[:, 1]), words]) for i, words, _ in found]
+        table = np.concatenate(words).T.copy()
+        return cls(spec_steps, upload(table, device), upload(np.concatenate(columns, axis=1), device))
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
-        assert rows.penalizer_state.tails is not None
-        paths = None if rows.paths is None else rows.paths.of(self.requests)
-        latest = latest_tokens(rows.penalizer_state.tails, paths).index_select(0, self.words[0])  # [words, rows, width]
-        wanted = self.beginnings[:, None]
-        completes = ((latest == wanted) | (wanted == _ANY)).all(dim=2)
-        _add(logits, self.words[1], self.words[2], torch.where(completes, _OFF, 0.0))
+        latest = latest_drafted(rows.paths, logits.shape[:2], self.spec_steps + 1, logits.device)
+        if rows.penalizer_state.begun is not None:
+            step = max(1, _WORD_ROWS // logits.shape[1])
+            for requests, last, *before in zip(*(part.split(step) for part in rows.penalizer_state.begun), strict=True):
+                ends = _ends_with(latest, requests, [tokens[:, None] for tokens in before])
+                _add(logits, requests, last[:, None], torch.where(ends, _OFF, 0.0))
+        if self.words is not None and rows.paths is not None:
+            self._apply_short(logits, latest)
+
+    def _apply_short(self, logits: Tensor, latest: Sequence[Tensor]) -> None:
+        """Compare each row with the words whose last token but one is the row's newest token."""
+        assert self.words is not None and self.columns is not None
+        keys, last, _, *before = self.words
+        key = _key(torch.arange(len(logits), device=logits.device)[:, None], latest[0])  # [bs, rows]
+        first = torch.searchsorted(keys, key)
+        for requests, number in self.columns.split(max(1, _WORD_ROWS // logits.shape[1]), dim=1):
+            place = (first.index_select(0, requests) + number[:, None]).clamp(max=len(keys) - 1)  # [columns, rows]
+            ends = keys.take(place) == key.index_select(0, requests)
+            ends &= _ends_with(latest[1:], requests, [tokens.take(place) for tokens in before])
+            _add(logits, requests, last.take(place), torch.where(ends, _OFF, 0.0))
 
 
 @dataclass(frozen=True)
@@ -175,12 +188,19 @@ class MinTokens:
 
     @classmethod
     def of(cls, settings: Sequence[RequestSampling], device: torch.device) -> MinTokens | None:
-        entries = [(i, token, s.allowed_from) for i, s in enumerate(settings) for token in s.stop_ids]
-        return cls(*upload(entries, device).T) if entries else None
+        chosen = [(i, s) for i, s in enumerate(settings) if s.stop_ids]
+        if not chosen:
+            return None
+        counts = [len(s.stop_ids) for _, s in chosen]
+        tokens = np.concatenate([s.early_stop_ids for _, s in chosen])
+        requests, allowed_from = (
+            np.repeat(n, counts) for n in zip(*((i, s.allowed_from) for i, s in chosen), strict=True)
+        )
+        return cls(*upload(np.stack([requests, tokens, allowed_from]), device))
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
         early = rows.positions.index_select(0, self.requests) < self.allowed_from[:, None]
-        _add(logits, self.requests, self.tokens, torch.where(early, _OFF, 0.0))
+        _add(logits, self.requests, self.tokens[:, None], torch.where(early, _OFF, 0.0))
 
 
 @dataclass(frozen=True)
@@ -217,36 +237,45 @@ class Penalties:
             logits.index_copy_(0, requests, penalized)
 
 
-def transforms_of(settings: Sequence[RequestSampling], device: torch.device) -> tuple[Transform, ...]:
-    """The transforms of a batch, in order. The grammars' `Masks` come before them; they are new in every cycle."""
+def transforms_of(settings: Sequence[RequestSampling], device: torch.device, spec_steps: int) -> tuple[Transform, ...]:
+    """The transforms of a batch, in order. The grammars' `Masks` come before them; they are new in every cycle.
+
+    `spec_steps`: the depth of the deepest row of a tree.
+    """
     found: tuple[Transform | None, ...] = (
         LogitBias.of(settings, device),
-        AllowedTokens.of(settings, device),
-        BadWords.of(settings, device),
+        BadWords.of(settings, device, spec_steps),
         MinTokens.of(settings, device),
         Penalties.of(settings, device),
     )
     return tuple(transform for transform in found if transform is not None)
 
 
-def latest_tokens(tails: Tensor, paths: Paths | None) -> Tensor:
-    """The last `width` tokens of each row's text, newest first: int64 [bs, rows, width].
-
-    tails int64 [bs, width] are the last tokens of the text so far, newest last.
+def latest_drafted(paths: Paths | None, shape: Sequence[int], width: int, device: torch.device) -> list[Tensor]:
+    """The drafted tokens on each row's path, newest first, and PATH_START before the first: `width` times int64 [bs,
+    rows], which is `shape`.
     """
-    bs, width = tails.shape
-    chain = torch.arange(width, device=tails.device)
     if paths is None:
-        return tails.flip(1)[:, None]
-    # Put the tail before the tree as a chain that ends in the root. Then one walk over parents finds all latest tokens.
-    tokens = torch.cat([tails, paths.tokens[:, 1:]], dim=1)
-    parents = torch.cat([(chain - 1).clamp(min=0).expand(bs, -1), paths.parents[:, 1:] + (width - 1)], dim=1)
-    place = torch.arange(width - 1, tokens.shape[1], device=tails.device).expand(bs, -1)  # [bs, rows]
-    found = []
+        return [torch.full(tuple(shape), PATH_START, device=device)] * width
+    tokens, place, found = paths.tokens.clone(), torch.arange(shape[1], device=device).expand(*shape), []
+    tokens[:, 0] = PATH_START
     for _ in range(width):
         found.append(tokens.gather(1, place))
-        place = parents.gather(1, place)
-    return torch.stack(found, dim=2)
+        place = paths.parents.gather(1, place).clamp(min=0)
+    return found
+
+
+def _key(request: Any, token: Any) -> Any:
+    """A request's number and a token in one integer, so that both are looked up at once."""
+    return request * (1 << 32) + token
+
+
+def _ends_with(latest: Sequence[Tensor], requests: Tensor, before: Sequence[Tensor]) -> Tensor:
+    """bool [n, rows]: whether the rows of requests int64 [n] have the tokens `before`, newest first, each [n, rows]."""
+    ends = torch.ones((len(requests), latest[0].shape[1]), dtype=torch.bool, device=requests.device)
+    for tokens, wanted in zip(latest, before, strict=False):
+        ends &= (tokens.index_select(0, requests) == wanted) | (wanted == ANY)
+    return ends
 
 
 def _penalized(logits: Tensor, counts: Tensor, prompts: Tensor, strength: Tensor) -> Tensor:
@@ -277,6 +306,9 @@ def _count_paths(
 
 
 def _add(logits: Tensor, requests: Tensor, tokens: Tensor, values: Tensor) -> None:
-    """Add values float32 [n, rows] to the logits of tokens int64 [n] in all rows of requests int64 [n]."""
+    """Add values float32 [n, rows] to the logits of tokens int64 [n, rows] in the rows of requests int64 [n].
+
+    Tokens [n, 1] are the same in all rows.
+    """
     rows = torch.arange(logits.shape[1], device=logits.device)
-    logits.index_put_((requests[:, None], rows, tokens[:, None]), values, accumulate=True)
+    logits.index_put_((requests[:, None], rows, tokens), values, accumulate=True)

@@ -111,7 +111,8 @@ class Batches:
         self.device, self.sizes = device, tuple(sizes)
         self.req_to_token = ReqToToken(table, device)
         self.accepted_tokens = AcceptedTokens(table.pad_row + 1, spec_steps + 1, device)
-        self.penalizers = PenalizerStates(table.pad_row + 1, vocab_size, device)
+        self.spec_steps = spec_steps
+        self.penalizers = PenalizerStates(table.pad_row + 1, vocab_size, device, spec_steps)
         self.pad_row = table.pad_row
         self._sampling: tuple[tuple[RequestSampling, ...], SamplingBatch] = ((), SamplingBatch.of((), device))
 
@@ -129,7 +130,7 @@ class Batches:
 
     def prompt_sampling(self, chunks: Sequence[Chunk]) -> SamplingBatch:
         """How the first tokens after the prompts are sampled; chunks are the last ones of their prompts."""
-        sampling = SamplingBatch.of([chunk.sampling for chunk in chunks], self.device)
+        sampling = SamplingBatch.of([chunk.sampling for chunk in chunks], self.device, self.spec_steps)
         return self._with_penalizer_state(sampling, chunks)
 
     def prompt_features(self, chunks: Sequence[Chunk], features: Tensor) -> PromptFeatures | None:
@@ -190,7 +191,7 @@ class Batches:
         """The sampling tensors. They are reused while the same requests decode in the same order, as in most cycles."""
         settings, kept = tuple(d.sampling for d in decodes) + (_PADDING,) * padding, self._sampling[0]
         if len(settings) != len(kept) or not all(map(operator.is_, settings, kept)):
-            self._sampling = (settings, SamplingBatch.of(settings, self.device))
+            self._sampling = (settings, SamplingBatch.of(settings, self.device, self.spec_steps))
         return self._sampling[1]
 
     def _with_penalizer_state(self, sampling: SamplingBatch, scheduled: Sequence[Decode | Chunk]) -> SamplingBatch:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, Decode
-from eagle_server.speculation.transforms import BEGINNING, PenalizerState
+from eagle_server.request import SamplingParams
+from eagle_server.speculation.bad_words import WordBeginnings
+from eagle_server.speculation.transforms import PenalizerState
 
 
 @dataclass(frozen=True)
@@ -28,28 +31,40 @@ class PenalizerStates:
     counted. The memory is 5 bytes for each row and token of the vocabulary.
     """
 
-    def __init__(self, requests: int, vocab_size: int, device: torch.device) -> None:
-        self._shape, self._device = (requests, vocab_size), device
+    def __init__(self, requests: int, vocab_size: int, device: torch.device, spec_steps: int = 0) -> None:
+        """`spec_steps`: the depth of the trees whose rows are drawn."""
+        self._shape, self._device, self._spec_steps = (requests, vocab_size), device, spec_steps
         self._counts: tuple[Tensor, Tensor] | None = None  # float32 and bool [requests, vocab], see PenalizerState
         self._counted: dict[int, _Counted] = {}
+        self._beginnings: dict[int, tuple[SamplingParams, WordBeginnings]] = {}
 
     def forget(self, req_pool_index: int) -> None:
         """The request has ended, or was preempted."""
         self._counted.pop(req_pool_index, None)
+        self._beginnings.pop(req_pool_index, None)
 
     def of(self, scheduled: Sequence[Decode | Chunk]) -> PenalizerState:
         """The state of these requests' texts as they are now. Chunks must be the last of their prompts."""
         penalized = [each for each in scheduled if each.sampling.penalized]
-        looking_back = [each for each in scheduled if each.sampling.lookback]
-        if not penalized and not looking_back:
-            return PenalizerState()
         counts, prompts = self._update(penalized) if penalized else (None, None)
-        return PenalizerState(counts, prompts, self._tails(looking_back) if looking_back else None)
+        return PenalizerState(counts, prompts, self._begun(scheduled))
 
-    def _tails(self, scheduled: Sequence[Decode | Chunk]) -> Tensor:
-        width = max(each.sampling.lookback for each in scheduled)
-        last = [list(each.text[-width:]) for each in scheduled]
-        return upload([[BEGINNING] * (width - len(tail)) + tail for tail in last], self._device)
+    def _begun(self, scheduled: Sequence[Decode | Chunk]) -> Tensor | None:
+        found = []
+        for number, each in enumerate(scheduled):
+            if each.sampling.long_words[1].size:
+                rows = self._beginnings_of(each).after(each.text)
+                found.append(np.column_stack([np.full(len(rows), number), rows]))
+        return upload(np.concatenate(found).T.copy(), self._device) if any(map(len, found)) else None
+
+    def _beginnings_of(self, each: Decode | Chunk) -> WordBeginnings:
+        params, kept = each.sampling.params, self._beginnings.get(each.req_pool_index)
+        if kept is None or kept[0] is not params:
+            kept = self._beginnings[each.req_pool_index] = (
+                params,
+                WordBeginnings(*each.sampling.long_words, self._spec_steps),
+            )
+        return kept[1]
 
     def _update(self, scheduled: Sequence[Decode | Chunk]) -> tuple[Tensor, Tensor]:
         """Count what the texts gained; the counts of these requests."""
@@ -81,8 +96,9 @@ class PenalizerStates:
 
     def _places(self, texts: Iterable[tuple[int, Sequence[int]]]) -> list[tuple[Tensor, Tensor]]:
         """Rows and tokens, int64 [tokens] each; an empty list if there are no tokens."""
-        pairs = [(index, token) for index, tokens in texts for token in tokens]
-        if not pairs:
+        pieces = [(index, np.array(tokens, dtype=np.int64)) for index, tokens in texts if tokens]
+        if not pieces:
             return []
-        rows, tokens = upload(pairs, self._device).T
-        return [(rows, tokens)]
+        rows = np.concatenate([np.full(len(tokens), index) for index, tokens in pieces])
+        pairs = upload(np.stack([rows, np.concatenate([tokens for _, tokens in pieces])]), self._device)
+        return [(pairs[0], pairs[1])]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eagle_server.ops import draw, gumbel
 from eagle_server.speculation import sampling
+from eagle_server.speculation.bad_words import ANY, PATH_START
 from eagle_server.speculation.random import request_key
 from eagle_server.speculation.transforms import Paths, PenalizerState
 from tests.support.kernels import DEVICE, each_way, generator, needs_triton, on_device
@@ -129,8 +130,9 @@ def test_transformed_and_truncated_logits_are_drawn_alike_on_a_gpu(way: str, mon
     tree = tree_input([[-1, 0, 0, 1, 1, 3]] * 4, torch.randint(8, (4, 6), generator=source).tolist(), [9] * 4, 3)
     paths = Paths(tree.draft_token.view(4, 6), tree.parents, tree.custom_mask)
     counts, prompts = torch.randint(3, (2, 50), generator=source).float(), torch.rand(2, 50, generator=source) < 0.3
-    penalizer_state = PenalizerState(counts, prompts, paths.tokens[:1, :1])
-    batch = replace(sampling.SamplingBatch.of(settings, torch.device("cpu")), penalizer_state=penalizer_state)
+    begun = torch.tensor([[0, 2, PATH_START, ANY, ANY, ANY]]).T  # the first request's text ends with the token 1
+    batch = sampling.SamplingBatch.of(settings, torch.device("cpu"), spec_steps=3)
+    batch = replace(batch, penalizer_state=PenalizerState(counts, prompts, begun))
     rows = (logits, tree.positions.view(4, 6) + 1, batch, 4, paths)
     expected_tokens, expected_scores = sampling.draw(*rows)
     if way == "kernel":

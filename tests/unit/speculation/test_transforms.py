@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import tracemalloc
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_server.plan import Decode, RequestSampling
 from eagle_server.request import SamplingParams
+from eagle_server.speculation import transforms
+from eagle_server.speculation.bad_words import PATH_START
 from eagle_server.speculation.sampling import SamplingBatch, above_min_p, draw, transformed
 from eagle_server.speculation.transforms import Paths
 from eagle_server.worker.penalizer_state import PenalizerStates
@@ -82,16 +88,17 @@ def batches(choose: st.DrawFn) -> tuple[list[SamplingParams], list[list[int]], l
 def test_every_node_is_transformed_given_its_own_text(batch, seed: int) -> None:
     asked, prompts, outputs, links, drafts = batch
     bs, size = len(links), len(links[0])
+    spec_steps = size - 1
     logits = 3 * torch.randn(bs, size, VOCAB, generator=torch.Generator().manual_seed(seed))
     texts = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
     tokens = [[text[-1], *drafted] for text, drafted in zip(texts, drafts, strict=True)]
     tree = tree_input(links, tokens, [len(text) - 1 for text in texts], size)
     settings = [sampling(*each) for each in zip(asked, prompts, strict=True)]
     scheduled = [Decode(row, 0, 0, setting, texts[row]) for row, setting in enumerate(settings)]
-    penalizer_state = PenalizerStates(bs, VOCAB, CPU).of(scheduled)
+    penalizer_state = PenalizerStates(bs, VOCAB, CPU, spec_steps).of(scheduled)
     paths = Paths(tree.draft_token.view(bs, size), tree.parents, tree.custom_mask) if size > 1 else None
     given_logits = logits.clone()
-    batch_sampling = replace(SamplingBatch.of(settings, CPU), penalizer_state=penalizer_state)
+    batch_sampling = replace(SamplingBatch.of(settings, CPU, spec_steps), penalizer_state=penalizer_state)
     found = transformed(given_logits, tree.positions.view(bs, size) + 1, batch_sampling, paths)
     assert torch.equal(given_logits, logits), "log-probabilities are read from these"
     for request in range(bs):
@@ -163,12 +170,108 @@ def test_penalizer_state_follows_its_texts_and_forgets_with_them() -> None:
     assert found() == ([{0: 1}, {1: 2, 7: 1}], [{6: 1}, {4: 1, 5: 1}])
 
 
+WORDS = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9).map(tuple), min_size=1, max_size=12)
+
+
+@st.composite
+def paths_and_words(
+    choose: st.DrawFn,
+) -> tuple[list[tuple[tuple[int, ...], ...]], list[list[int]], list[list[int]], int]:
+    """Words over three tokens: they overlap, are suffixes of one another, and may be longer than the text."""
+    bs, size = choose(st.integers(1, 3)), choose(st.integers(1, 8))
+    words = [tuple(choose(WORDS)) if choose(st.booleans()) else () for _ in range(bs)]
+    token = st.sampled_from([choose(st.integers(0, 2))]) | st.integers(0, 2)  # long runs of one token
+    texts = [choose(st.lists(token, min_size=1, max_size=24)) for _ in range(bs)]
+    links = [[-1] + [choose(st.integers(0, node - 1)) for node in range(1, size)] for _ in range(bs)]
+    drafts = [[choose(token) for _ in range(1, size)] for _ in range(bs)]
+    return words, texts, links, drafts
+
+
+@given(paths_and_words(), st.integers(0, 2), st.sampled_from([1, 20, transforms._WORD_ROWS]))
+def test_bad_words_are_forbidden_exactly_after_their_other_tokens(batch, deeper: int, at_once: int) -> None:
+    """In trees, over the border between text and path, and where trees may be deeper than these are."""
+    words, texts, links, drafts = batch
+    bs, size = len(texts), len(links[0])
+    tokens = [[text[-1], *drafted] for text, drafted in zip(texts, drafts, strict=True)]
+    tree = tree_input(links, tokens, [len(text) - 1 for text in texts], size)
+    spec_steps = int(tree.depths.max()) + deeper
+    settings = [request_sampling(bad_words=each) for each in words]
+    scheduled = [Decode(row, 0, 0, setting, texts[row]) for row, setting in enumerate(settings)]
+    penalizer_state = PenalizerStates(bs, 3, CPU, spec_steps).of(scheduled)
+    sampled = replace(SamplingBatch.of(settings, CPU, spec_steps), penalizer_state=penalizer_state)
+    paths = Paths(tree.draft_token.view(bs, size), tree.parents, tree.custom_mask) if size > 1 else None
+    with patch.object(transforms, "_WORD_ROWS", at_once):
+        found = transformed(torch.zeros(bs, size, 3), tree.positions.view(bs, size) + 1, sampled, paths)
+    for request, text in enumerate(texts):
+        for node in range(size):
+            before = (*text, *(tokens[request][n] for n in path_to(links[request], node)[1:]))
+            endings = {before[start:] for start in range(len(before))}
+            forbidden = {word[-1] for word in words[request] if word[:-1] in endings}
+            assert found[request, node].isneginf().nonzero().view(-1).tolist() == sorted(forbidden)
+
+
+class Allocations(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operation returned."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.largest = max([self.largest, *(x.numel() for x in (out,) if isinstance(x, Tensor))])
+        return out
+
+
+def test_a_long_word_costs_nothing_where_the_text_does_not_end_with_its_beginning() -> None:
+    """One word of 2,000 tokens beside 200 pairs of tokens, over a tree: no tensor is larger than the logits."""
+    bs, size, vocab, spec_steps = 2, 17, 400, 4
+    numbers = torch.randint(vocab, (2400,), generator=torch.Generator().manual_seed(2)).tolist()
+    words = (tuple(numbers[:2000]), *zip(numbers[2000:2200], numbers[2200:], strict=True))
+    settings = [request_sampling(key=row, temperature=0.0, bad_words=words) for row in range(bs)]
+    texts = [[*numbers[:1990], number] for number in (1, numbers[2000])]
+    links = [[-1, 0, 0, 0, 0, *range(1, 13)]] * bs
+    drafts = [[text[-1], *numbers[100 : 99 + size]] for text in texts]
+    tree = tree_input(links, drafts, [len(text) - 1 for text in texts], spec_steps)
+    paths = Paths(tree.draft_token.view(bs, size), tree.parents, tree.custom_mask)
+    logits, positions = torch.zeros(bs, size, vocab), tree.positions.view(bs, size) + 1
+    penalizers = PenalizerStates(bs, vocab, CPU, spec_steps)
+    with Allocations() as allocations:
+        sampled = SamplingBatch.of(settings, CPU, spec_steps)
+        scheduled = [Decode(row, 0, 0, setting, texts[row]) for row, setting in enumerate(settings)]
+        found = transformed(logits, positions, replace(sampled, penalizer_state=penalizers.of(scheduled)), paths)
+    assert found[1, 0, numbers[2200]] == -math.inf
+    assert 0 < allocations.largest <= logits.numel()
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "most"),
+    [
+        ("allowed_token_ids", range(20_000), 40),
+        ("logit_bias", ((token, 1.0) for token in range(20_000)), 40),
+        ("bad_words", ((token,) for token in range(20_000)), 40),
+        ("bad_words", ((token, token + 1) for token in range(20_000)), 100),
+        ("stop_ids", range(20_000), 60),
+    ],
+)
+def test_a_changed_batch_reads_no_list_again(name: str, entries: Iterable[Any], most: int) -> None:
+    """Python objects for an entry take more bytes than arrays."""
+    setting = request_sampling(temperature=0.0, allowed_from=3, **{name: tuple(entries)})
+    expected = SamplingBatch.of([setting], CPU, 3).transforms
+    tracemalloc.start()
+    found = SamplingBatch.of([request_sampling(temperature=0.0), setting], CPU, 3).transforms
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < most * 20_000
+    assert [type(transform) for transform in found] == [type(transform) for transform in expected]
+
+
 def test_nothing_is_kept_for_requests_without_penalties() -> None:
     penalizers = PenalizerStates(3, VOCAB, CPU)
     setting = request_sampling(key=0, temperature=1.0, bad_words=((1, 2), (3,)), logit_bias=((1, 2.0),))
     penalizer_state = penalizers.of([Decode(0, 0, 0, setting, [5])])
     assert penalizer_state.counts is None and penalizers._counts is None
-    assert penalizer_state.tails is not None and penalizer_state.tails.tolist() == [[5]]
+    assert penalizer_state.begun is None
+    begun = penalizers.of([Decode(0, 0, 0, setting, [5, 1])]).begun
+    assert begun is not None and begun.T.tolist() == [[0, 2, PATH_START]]
 
 
 def test_a_row_in_which_nothing_is_allowed_scores_minus_infinity() -> None:

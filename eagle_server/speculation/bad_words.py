@@ -1,0 +1,85 @@
+"""Bad words of several tokens, on the host: which of them could be completed after a text.
+
+Drafted tokens are on the device and the text so far is known to the host. So a word's tokens before the last one are
+split in two. The host compares those in the text so far; the device compares those on a row's drafted path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+ANY = -1  # in a word: matches every token
+PATH_START = -2  # before the first drafted token of a path
+
+Array = NDArray[np.int64]
+
+
+class WordBeginnings:
+    """The beginnings of one request's words, sorted by their last token. Built once per request.
+
+    A beginning is cut from a word: the word's last token and 0 to spec_steps tokens before it are missing. There are at
+    most (spec_steps + 1) * words of them.
+    """
+
+    def __init__(self, tokens: Array, lengths: Array, spec_steps: int) -> None:
+        """tokens int64: the words one after the other; lengths int64 [words], 2 or more."""
+        self._tokens, self._spec_steps = tokens, spec_steps
+        remaining = (lengths - 1)[:, None] - np.arange(spec_steps + 1)
+        words, drafted = np.nonzero(remaining > 0)
+        last = (lengths.cumsum() - 1)[words]
+        newest = tokens[last - drafted - 1]
+        order = np.argsort(newest, kind="stable")
+        self._newest = newest[order]
+        self._last, self._drafted = last[order], drafted[order]  # the word's last place in `tokens`; missing tokens - 1
+        self._lengths = remaining[words, drafted][order]
+
+    def after(self, text: Sequence[int]) -> Array:
+        """What must be drafted after `text` so that a word lacks only its last token: int64 [found, 2 + spec_steps].
+
+        Each row has the word's last token, then the tokens before it that are not in the text, newest first, then
+        PATH_START, then ANY. `text` has at least one token.
+        """
+        found = self._last_of(text)
+        last, drafted, back = self._last[found, None], self._drafted[found, None], np.arange(self._spec_steps + 1)
+        missing = self._tokens[np.maximum(last - 1 - back, 0)]
+        missing = np.where(back < drafted, missing, np.where(back == drafted, PATH_START, ANY))
+        return np.concatenate([self._tokens[last], missing], axis=1)
+
+    def _last_of(self, text: Sequence[int]) -> Array:
+        """The numbers of the beginnings that `text` ends with.
+
+        Each step compares four times as many tokens, so the time is linear in the words' length.
+        """
+        first, end = np.searchsorted(self._newest, (text[-1], text[-1] + 1))
+        alive, compared, found = np.arange(first, end), 1, []
+        while alive.size:
+            lengths = self._lengths[alive]
+            found.append(alive[lengths <= compared])
+            is_open = (lengths > compared) & (lengths <= len(text))
+            alive, lengths = alive[is_open], lengths[is_open]
+            if not alive.size:
+                break
+            longest = min(4 * compared, int(lengths.max()))
+            wanted = np.array(text[len(text) - longest : len(text) - compared])[::-1]
+            back = np.arange(compared, longest)
+            newest = self._last[alive] - 1 - self._drafted[alive]
+            given = self._tokens[np.maximum(newest[:, None] - back, 0)]
+            alive = alive[((given == wanted) | (back >= lengths[:, None])).all(axis=1)]
+            compared = longest
+        return np.concatenate(found) if found else alive
+
+
+def short_words(tokens: Array, lengths: Array, longest: int) -> tuple[Array, int]:
+    """The words of 2 to `longest` tokens, sorted by their last token but one; and how many at most have the same one.
+
+    int64 [found, longest]: each row has a word's last token, then the tokens before it, newest first, then ANY.
+    """
+    is_short = lengths <= longest
+    last, count, back = (lengths.cumsum() - 1)[is_short, None], lengths[is_short, None] - 1, np.arange(longest - 1)
+    before = np.where(back < count, tokens[np.maximum(last - 1 - back, 0)], ANY)
+    words = np.concatenate([tokens[last], before], axis=1)[np.argsort(before[:, 0], kind="stable")]
+    place_in_group = np.arange(len(words)) - np.searchsorted(words[:, 1], words[:, 1])
+    return words, int(place_in_group.max(initial=-1)) + 1
