@@ -89,8 +89,9 @@ class PromptFeatures:
 class Prompts:
     """Pieces of prompt as drafters read them: tokens alone, or pairs of token and feature."""
 
+    chunks: tuple[Chunk, ...]
     rows: PromptBatch  # the target's rows
-    pairs: PromptFeatures | None  # None: the only piece is a last token, which makes no pair yet
+    pairs: PromptFeatures | None  # None: the drafter reads no features, or the only piece is a last token: no pair yet
 
 
 class Batches:

@@ -28,7 +28,8 @@ class PenalizerStates:
     """Token counts by row of req_to_token, for requests with penalties only. Allocated when the first of them comes.
 
     They follow the scheduler's lists. Refused drafts, and tokens that were cut off, are in no list, so they are never
-    counted. The memory is 5 bytes for each row and token of the vocabulary.
+    counted. The memory is 5 bytes for each row and token of the vocabulary. The beginnings of bad words are kept on the
+    host, and are compared with the texts in every cycle.
     """
 
     def __init__(self, requests: int, vocab_size: int, device: torch.device, spec_steps: int = 0) -> None:

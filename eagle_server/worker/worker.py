@@ -83,8 +83,10 @@ class Worker:
         sampling = VerifyTokenMask.of(last_chunks, device).sampling(self.batches.prompt_sampling(last_chunks))
         logits = prefilled.logits.index_select(0, upload(ends, device))[:, None]
         tokens, scores = draw(logits, positions[:, None], sampling)
-        if self.drafter.uses_features:
-            self.drafter.prefill(Prompts(batch, self.batches.prompt_features(chunks, prefilled.features)))
+        uses_features = self.drafter.uses_features
+        pairs = self.batches.prompt_features(chunks, prefilled.features) if uses_features else None
+        self.drafter.prefill(Prompts(chunks, batch, pairs))
+        if uses_features:
             starts = [(chunk.req_pool_index, chunk.start + len(chunk.tokens) - 1) for chunk in last_chunks]
             indices = upload([chunk.req_pool_index for chunk in last_chunks], device)
             newest = upload([sum(batch.counts[: i + 1]) - 1 for i in last], device)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from eagle_server.engine.engine import Engine
+from eagle_server.worker.drafters.ngram import drafter as ngram_drafter
 from tests.lossless.conftest import eagle_is_slow
 from tests.lossless.pairs import Pair
 from tests.lossless.scenes import REQUESTS
-from tests.support.engines import run, speculative, tokens_of
+from tests.support.engines import plain, run, speculative, tokens_of
 
 pytestmark = eagle_is_slow
 
@@ -19,6 +20,10 @@ pytestmark = eagle_is_slow
 def mixed(pair: Pair, **numbers: Any) -> Engine:
     """An engine with a mixture of the pair's head and n-grams."""
     return speculative(pair.target, pair.head, **{"num_draft_tokens": 12, "ngram_depth": 5, **numbers})
+
+
+def alone(pair: Pair, **numbers: Any) -> Engine:
+    return plain(pair.target, **{"num_draft_tokens": 12, "ngram_depth": 5, **numbers})
 
 
 @pytest.mark.parametrize(
@@ -37,6 +42,17 @@ def test_any_shape_of_a_mixture_gives_the_same_text(
     pair: Pair, texts: Mapping[str, Sequence[int]], shape: dict[str, int]
 ) -> None:
     engine = mixed(pair, chunked_prefill_size=5, **shape)
+    assert tokens_of(run(engine, REQUESTS[:4], joining={3: REQUESTS[4:]})) == texts
+    assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens
+
+
+@pytest.mark.parametrize("build", [mixed, alone], ids=lambda build: build.__name__)
+def test_texts_that_are_read_slowly_and_in_part_are_the_same(
+    pair: Pair, texts: Mapping[str, Sequence[int]], build: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"_PER_CYCLE": 3, "_GROWTH": 1, "_MOST": 24}.items():
+        monkeypatch.setattr(ngram_drafter, name, value)
+    engine = build(pair, chunked_prefill_size=5, ngram_share_tokens=64)
     assert tokens_of(run(engine, REQUESTS[:4], joining={3: REQUESTS[4:]})) == texts
     assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens
 

@@ -51,12 +51,14 @@ class MixtureDrafter(Generic[State]):
 
     def prefill(self, prompts: Prompts) -> None:
         self.model.prefill(prompts)
+        self.tries.read_prompts(prompts.chunks)
 
     def extend(self, batch: DecodeBatch) -> State:
         return self.model.extend(batch)
 
     def propose(self, draft: State, batch: DecodeBatch) -> TreeNodes:
         """The model's candidates and the tries, joined."""
+        self.tries.read(batch.decodes)
         tries = [self.tries.of(decode) for decode in batch.decodes]
         size = len(batch.seq_lens_host)
         numbers = upload(packed(tries, size, self.tries.max_nodes), batch.seq_lens.device)

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 
-from eagle_server.plan import Decode
+from eagle_server.plan import Chunk, Decode
 from eagle_server.worker.batch import DecodeBatch
-from eagle_server.worker.drafters.ngram.drafter import SCALE, NgramDrafter, NgramTries, packed
+from eagle_server.worker.drafters.ngram import drafter as ngram_drafter
+from eagle_server.worker.drafters.ngram.drafter import _GROWTH, _PER_CYCLE, SCALE, NgramDrafter, NgramTries, packed
+from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts
 from eagle_server.worker.drafters.ngram.suffix_automaton import SuffixAutomaton, Trie
 from tests.support.sampling import request_sampling
 
@@ -56,6 +59,61 @@ def test_a_text_that_was_cut_is_read_anew() -> None:
     tries.of(scheduled(0, text))
     del text[4:]
     assert tries.of(scheduled(0, text)) == from_scratch(text)
+
+
+def tokens_read(tries: NgramTries) -> int:
+    return sum(reader.automaton.length for reader in tries._readers.values())
+
+
+def propose(tries: NgramTries, decodes: Sequence[Decode]) -> list[list[int]]:
+    """The tokens that a cycle drafts for these requests."""
+    lens = tuple(len(decode.text) for decode in decodes)
+    batch = SimpleNamespace(decodes=tuple(decodes), seq_lens_host=lens, seq_lens=torch.tensor(lens))
+    nodes = NgramDrafter(tries).propose(None, cast(DecodeBatch, cast(Any, batch)))
+    return [[token for token in row if token >= 0] for row in nodes.tokens.tolist()]
+
+
+def long_text(length: int) -> list[int]:
+    """Two phrases, one at the beginning and one that ends the text, between tokens that occur once."""
+    return [1, 2, 3, 4, 5, *range(10, length), 1, 2, 3]
+
+
+def test_a_cycle_reads_a_limited_number_of_tokens_of_all_long_texts() -> None:
+    tries, texts = NgramTries(DEPTH, BUDGET + 1, SharedTexts(100_000, DEPTH)), [long_text(n) for n in (9000, 8000, 20)]
+    assert tries.shared is not None
+    before = shared = 0
+    while before < sum(map(len, texts)):
+        drafted = propose(tries, [scheduled(row, text) for row, text in enumerate(texts)])
+        assert drafted[0][:2] == drafted[2][:2] == [4, 5], "drafted from what was read so far"
+        now = tokens_read(tries)
+        assert 0 < now - before <= _PER_CYCLE + 3 * _GROWTH
+        assert tries.shared.length - shared <= 2 * (_PER_CYCLE + 3 * _GROWTH), "new tokens, and context before them"
+        before, shared = now, tries.shared.length
+    assert NgramTries(DEPTH, BUDGET + 1).of(scheduled(2, texts[2])) == from_scratch(texts[2])
+
+
+def test_a_prompt_is_read_while_it_is_prefilled() -> None:
+    tries, text, size = NgramTries(DEPTH, BUDGET + 1), long_text(20_000), 4000
+    for start in range(0, len(text), size):
+        assert tokens_read(tries) == start
+        tries.read_prompts(
+            (Chunk(4, start, tuple(text[start : start + size]), 0, scheduled(4, text).sampling, text=text),)
+        )
+    assert tokens_read(tries) == len(text)
+    assert tries.of(scheduled(4, text)) == from_scratch(text)
+
+
+def test_of_a_text_beyond_the_limit_the_newest_tokens_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram_drafter, "_MOST", 100)
+    tries, text = NgramTries(DEPTH, BUDGET + 1), [token % 7 for token in range(90)]
+    for _ in range(30):
+        text.extend(text[-40:-31])
+        found = tries.of(scheduled(0, text))
+        assert 40 <= tokens_read(tries) <= 100
+        assert found == from_scratch(text[-tokens_read(tries) :])
+    other = list(range(250))
+    tries.of(scheduled(1, other))
+    assert tries._readers[1].start == 200
 
 
 def test_requests_without_a_match_and_padding_draft_nothing() -> None:

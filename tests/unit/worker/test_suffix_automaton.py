@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+import tracemalloc
+from collections.abc import Callable, Iterable, Sequence
+from heapq import nlargest
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle_server.worker.drafters.ngram import suffix_automaton
 from eagle_server.worker.drafters.ngram.suffix_automaton import LONGEST, SHORTEST, SuffixAutomaton, Trie
 
 DEPTH = 3
@@ -49,6 +54,61 @@ def test_the_match_is_the_longest_suffix_that_occurred_before(text: list[int]) -
     longest = max((n for n in range(1, len(text)) if occurrences(text, text[-n:]) > 1), default=0)
     grown = automaton(text)
     assert grown.match()[1] == min(longest, LONGEST)
+
+
+@settings(max_examples=100, deadline=None)
+@given(texts, texts)
+def test_a_tail_of_another_text_matches_its_longest_suffix_that_occurs(text: list[int], tail: list[int]) -> None:
+    tail = tail[-LONGEST:]
+    grown = automaton(text)
+    state, length = grown.match_of(tail)
+    assert length == max((n for n in range(1, len(tail) + 1) if occurrences(text, tail[-n:])), default=0)
+    if length:
+        assert grown._count[state] == occurrences(text, tail[-length:])
+        following = {text[i + length] for i in range(len(text) - length) if text[i : i + length] == tail[-length:]}
+        assert set(grown._successors(state)) == following
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts)
+def test_what_follows_a_state_adds_up_to_its_count_less_the_end(text: list[int]) -> None:
+    """So a trie needs no sum over a state's successors, of which there may be as many as tokens."""
+    grown = automaton(text)
+    ends = grown._suffixes()
+    for start in range(len(text)):
+        for length in range(1, min(LONGEST + DEPTH, len(text) - start + 1)):
+            state, _ = grown.match_of(text[start : start + length])
+            follow = sum(grown._count[to] for to in grown._successors(state).values())
+            assert follow == grown._count[state] - (state in ends)
+
+
+def test_a_token_that_thousands_of_others_followed_is_continued_by_comparing_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = [token for other in range(10, 5000) for token in ((5, 7) if other % 3 == 0 else (5, other))]
+    grown, compared = automaton([*text, 5]), list[int]()
+
+    def counted(count: int, tokens: Iterable[int], key: Callable[[int], Any]) -> list[int]:
+        given = list(tokens)
+        compared.append(len(given))
+        return nlargest(count, given, key=key)
+
+    monkeypatch.setattr(suffix_automaton, "nlargest", counted)
+    trie = grown.continuations(12)
+    assert trie.tokens[0] == 7
+    assert 0 < max(compared) <= 1024
+
+
+def test_a_token_takes_less_than_a_quarter_kilobyte() -> None:
+    """A text in which nearly every token starts a new state, over a large vocabulary."""
+    source = random.Random(0)
+    text = [source.randrange(50_000) for _ in range(20_000)]
+    tracemalloc.start()
+    grown = automaton(text)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert grown.length == len(text)
+    assert taken < 250 * len(text)
 
 
 @settings(max_examples=100, deadline=None)

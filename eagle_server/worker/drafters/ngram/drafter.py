@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle_server.ops.upload import upload
-from eagle_server.plan import Decode, GrammarMatcher, allows
+from eagle_server.plan import Chunk, Decode, GrammarMatcher, allows
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import EagleVerifyInput, TreeNodes
 from eagle_server.worker.batch import DecodeBatch, Prompts
@@ -19,22 +19,32 @@ from eagle_server.worker.drafters.ngram.suffix_automaton import LONGEST, SuffixA
 CERTAIN = 0.95  # expected accepted tokens over the most that a trie could give: no other drafter is asked then
 _SPARE = 4  # with a grammar, which may refuse nodes, this many times as many are looked at
 _PIECE = 64  # new tokens of a running request before they are shared
+_GROWTH = 256  # tokens of a request that are read at once even if others have used up the cycle's limit
+_PER_CYCLE = 2048  # tokens of all requests' backlogs that are read in a cycle: about 10 ms
+_MOST = 1 << 17  # tokens in an automaton; of a longer text the newest half of that many are read
 
 
 @dataclass
 class _Reader:
-    """A request's automaton, its growing list of tokens, and how many of them are shared already."""
+    """A request's growing list of tokens, and its automaton of those from `start` on. `shared` tokens are shared."""
 
     text: Sequence[int]
     automaton: SuffixAutomaton
+    start: int = 0
     shared: int = 0
+
+    @property
+    def end(self) -> int:
+        """How far the text is read."""
+        return self.start + self.automaton.length
 
 
 class NgramTries:
     """The suffix automata of the running requests, by req_pool_index; with `shared` also the texts of all requests.
 
-    Without sharing, a trie is a function of its request's text alone. An automaton takes about 0.5 kB of host memory
-    and a few microseconds per token. A prompt is read in the request's first cycle.
+    An automaton takes 20 to 200 bytes of host memory and a few microseconds per token. A long prompt is read during the
+    cycles that prefill it, and then during as many more as it needs. Until then its tries come from what was read.
+    Without sharing, the trie of a text that was read to its end is a function of its newest tokens alone.
     """
 
     def __init__(self, depth: int, num_draft_tokens: int, shared: SharedTexts | None = None) -> None:
@@ -44,7 +54,19 @@ class NgramTries:
     def forget(self, req_pool_index: int) -> None:
         reader = self._readers.pop(req_pool_index, None)
         if reader is not None:
-            self._share(reader, least=1)
+            self._share(reader, 1, _PER_CYCLE)
+
+    def read(self, scheduled: Sequence[Decode | Chunk], limit: int = _PER_CYCLE) -> None:
+        """Read on in the requests' texts, and share on, `limit` tokens in all."""
+        unread = unshared = limit
+        for each in scheduled:
+            reader = self._reader(each)
+            unread -= self._read(reader, unread)
+            unshared -= self._share(reader, _PIECE, unshared)
+
+    def read_prompts(self, chunks: Sequence[Chunk]) -> None:
+        """Read on while prompts are prefilled: the target's forward takes longer than reading as many tokens."""
+        self.read(chunks, max(_PER_CYCLE, sum(len(chunk.tokens) for chunk in chunks)))
 
     def is_certain(self, trie: Trie) -> bool:
         """Whether other drafters could hardly improve on this trie."""
@@ -52,20 +74,33 @@ class NgramTries:
 
     def of(self, decode: Decode) -> Trie:
         """Continuations of the request's text: at most `max_nodes`, none if its end did not occur before."""
-        reader = self._readers.get(decode.req_pool_index)
-        # A request's list only grows. Another list belongs to another request, whatever it holds.
-        if reader is None or reader.text is not decode.text or len(decode.text) < reader.automaton.length:
-            reader = self._readers[decode.req_pool_index] = _Reader(decode.text, SuffixAutomaton(self.depth))
-        known = reader.automaton.length
-        reader.automaton.extend(decode.text[known:])
-        own = self._allowed(reader.automaton.continuations(self._wanted(decode)), decode)
+        reader = self._reader(decode)
+        self._read(reader, _GROWTH)
+        tail = None if reader.end == len(decode.text) else decode.text[-LONGEST:]
+        own = self._allowed(reader.automaton.continuations(self._wanted(decode), tail), decode)
         if self.shared is None:
             return own
-        self._share(reader, least=_PIECE)
+        self._share(reader, _PIECE, _GROWTH)
         if self.is_certain(own):
             return own
         shared = self._allowed(self.shared.continuations(decode.text, self._wanted(decode)), decode)
         return blended(own, shared, self.max_nodes)
+
+    def _reader(self, scheduled: Decode | Chunk) -> _Reader:
+        text, reader = scheduled.text, self._readers.get(scheduled.req_pool_index)
+        # A request's list only grows. Another list belongs to another request, whatever it holds.
+        if reader is None or reader.text is not text or len(text) < reader.end:
+            reader = self._readers[scheduled.req_pool_index] = _Reader(text, SuffixAutomaton(self.depth))
+        if len(text) - reader.start > _MOST:
+            reader.start, reader.automaton = len(text) - _MOST // 2, SuffixAutomaton(self.depth)
+        return reader
+
+    @staticmethod
+    def _read(reader: _Reader, limit: int) -> int:
+        """Read at most `limit` tokens on. Returns how many there were."""
+        tokens = reader.text[reader.end : reader.end + max(limit, 0)]
+        reader.automaton.extend(tokens)
+        return len(tokens)
 
     def _wanted(self, decode: Decode) -> int:
         """How many nodes to ask for, since a grammar may refuse some."""
@@ -77,12 +112,17 @@ class NgramTries:
             return trie
         return _allowed_nodes(trie, decode.text, decode.grammar_matcher, self.max_nodes)
 
-    def _share(self, reader: _Reader, least: int) -> None:
-        """Share the new tokens of a text, if they are at least `least`."""
-        if self.shared is not None and len(reader.text) - reader.shared >= least:
-            start = max(reader.shared - LONGEST, 0)
-            self.shared.add(reader.text[start:], known=reader.shared - start)
-            reader.shared = len(reader.text)
+    def _share(self, reader: _Reader, least: int, most: int) -> int:
+        """Share at most `most` new tokens of a text, if there are at least `least`. Returns how many were shared.
+
+        A long prompt is not shared to its end if its request ends soon.
+        """
+        count = min(len(reader.text) - reader.shared, most)
+        if self.shared is None or count < least:
+            return 0
+        start, reader.shared = max(reader.shared - LONGEST, 0), reader.shared + count
+        self.shared.add(reader.text[start : reader.shared], known=reader.shared - count - start)
+        return count
 
 
 class NgramDrafter:
@@ -97,12 +137,13 @@ class NgramDrafter:
         self.tries.forget(req_pool_index)
 
     def prefill(self, prompts: Prompts) -> None:
-        return None
+        self.tries.read_prompts(prompts.chunks)
 
     def extend(self, batch: DecodeBatch) -> None:
         return None
 
     def propose(self, draft: None, batch: DecodeBatch) -> TreeNodes:
+        self.tries.read(batch.decodes)
         tries = [self.tries.of(decode) for decode in batch.decodes]
         numbers = upload(packed(tries, len(batch.seq_lens_host), self.tries.max_nodes), batch.seq_lens.device)
         return TreeNodes(numbers[0], numbers[1], spec_steps=self.tries.depth)
