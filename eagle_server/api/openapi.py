@@ -26,7 +26,7 @@ Schema = dict[str, Any]
 
 REFERENCE = "#/components/schemas/"
 ERRORS = {
-    "400": "A parameter is wrong; `error.param` names it.",
+    "400": "A parameter is wrong (`error.param` names it), or the parameters together allow no token.",
     "401": "The API key is missing or wrong.",
     "404": "There is no such model.",
     "408": "The request's timeout is over, or its body came too slowly.",

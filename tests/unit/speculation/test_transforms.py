@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from eagle_server.plan import Decode, RequestSampling
 from eagle_server.request import SamplingParams
 from eagle_server.speculation import transforms
-from eagle_server.speculation.bad_words import PATH_START
+from eagle_server.speculation.bad_words import PATH_START, WordBeginnings
 from eagle_server.speculation.sampling import SamplingBatch, above_min_p, draw, transformed
 from eagle_server.speculation.transforms import Paths
 from eagle_server.worker.penalizer_state import PenalizerStates
@@ -208,6 +209,18 @@ def test_bad_words_are_forbidden_exactly_after_their_other_tokens(batch, deeper:
             endings = {before[start:] for start in range(len(before))}
             forbidden = {word[-1] for word in words[request] if word[:-1] in endings}
             assert found[request, node].isneginf().nonzero().view(-1).tolist() == sorted(forbidden)
+
+
+def test_beginnings_of_all_lengths_are_compared_side_by_side() -> None:
+    """Words of 2 to 40 tokens that end alike: each is completed by a token of its own, if the text is long enough."""
+    text = [*range(40, 0, -1)]
+    words = [(*text[-length:], 50 + length) for length in (40, 1, 17, 2, 3, 5, 16, 4)]
+    others = [(9, *text[-length:], 200 + length) for length in (1, 3, 4, 5, 20)]
+    tokens = np.array([token for word in (*words, *others) for token in word])
+    beginnings = WordBeginnings(tokens, np.array([len(word) for word in (*words, *others)]), spec_steps=0)
+    for known in (40, 39, 16, 4, 1):
+        found = {row[0] for row in beginnings.after(text[-known:]).tolist()}
+        assert found == {word[-1] for word in words if len(word) - 1 <= known}
 
 
 class Allocations(TorchDispatchMode):
