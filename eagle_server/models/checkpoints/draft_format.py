@@ -155,9 +155,9 @@ def flatten(files: DraftFiles) -> dict[str, Any]:
         for key in ("architectures", "model_type", "tie_word_embeddings"):
             raw.pop(key, None)
         raw = {**nested, **raw}
-    rope = raw.get("rope_parameters")
-    if "rope_theta" in overrides and isinstance(rope, Mapping):
-        raw["rope_parameters"] = {**rope, "rope_theta": overrides["rope_theta"]}
+    for key in ("rope_parameters", "rope_scaling"):  # a base in either place comes before rope_theta
+        if "rope_theta" in overrides and isinstance(raw.get(key), Mapping):
+            raw[key] = {**raw[key], "rope_theta": overrides["rope_theta"]}
     for key, value in overrides.items():
         both = isinstance(value, Mapping) and isinstance(raw.get(key), Mapping)
         raw[key] = {**raw[key], **value} if both else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +31,8 @@ from eagle_server.models.targets.interface import Target
 from eagle_server.models.targets.registry import find_family, read_target_config
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
+log = logging.getLogger(__name__)
+
 _EMBED, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -56,7 +59,7 @@ def load_target(
 
     Args:
         dtype: "auto" is the checkpoint's dtype. float16 becomes bfloat16, because only float32 and bfloat16 are served.
-        context: the served context length (default: max_position_embeddings). A dynamic RoPE base depends on it.
+        context: the served context length (default: `max_position`). A dynamic RoPE base depends on it.
         lookahead: the number of positions after `context` that drafting may write. The RoPE table covers both.
         pack: packs the linear layers. False keeps the plain weights, for training.
 
@@ -66,6 +69,11 @@ def load_target(
     directory = resolve_checkpoint(path)
     config = read_model_config(directory)
     context = context or config.max_position
+    if config.native and config.rope.kind == "dynamic" and context > config.max_position:
+        log.warning(
+            "%s: dynamic RoPE: every text has the base for %d tokens; without --context-length it is that for %d",
+            *(directory, context, config.max_position),
+        )
     config = replace(
         config,
         dtype=serving_dtype(dtype, config.dtype),
