@@ -140,9 +140,11 @@ def flatten(files: DraftFiles) -> dict[str, Any]:
     """config.json as one flat object. Outer keys replace those of a nested layer config; overrides replace both.
 
     Raises:
-        CheckpointError: the nested layer config is missing.
+        CheckpointError: the nested layer config is missing, or eagle_config is no object.
     """
     raw, overrides = dict(files.config), files.overrides
+    if not isinstance(raw.get("eagle_config") or {}, Mapping):
+        raise CheckpointError(f"{files.config_source}: eagle_config: an object is expected")
     nested_key = None
     if "speculators_model_type" in raw:
         nested_key = "transformer_layer_config"

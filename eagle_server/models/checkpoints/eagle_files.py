@@ -10,6 +10,7 @@ from typing import Any
 from eagle_server.models.checkpoints.aux_layers import aux_boundaries
 from eagle_server.models.checkpoints.draft_format import DraftFiles, flatten
 from eagle_server.models.checkpoints.draft_vocabulary import draft_vocabulary
+from eagle_server.models.checkpoints.weights import stored_heads
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import windows_by_type
 from eagle_server.models.drafts.eagle import EagleConfig
@@ -125,20 +126,13 @@ def _bias(flat: Mapping[str, Any], keys: tuple[str, ...], files: DraftFiles, ten
 
 def _stored_sizes(raw: Mapping[str, Any], files: DraftFiles) -> dict[str, int]:
     """What the tensors say about keys of config.json that are absent or wrong. A wrong one is logged."""
-    attention, heads = "layers.0.self_attn.", raw.get("num_attention_heads")
-    stored = {"num_hidden_layers": files.num_layers}
-    q_rows, k_rows = (files.matrix(f"{attention}{name}_proj.weight")[0] for name in "qk")
-    head_dim = raw.get("head_dim")
-    if head_dim is None and isinstance(heads, int) and heads > 0 and q_rows % heads == 0:
-        stored["head_dim"] = head_dim = q_rows // heads
-    if isinstance(head_dim, int) and head_dim > 0 and k_rows % head_dim == 0:
-        stored["num_key_value_heads"] = k_rows // head_dim
-    stored = {key: value for key, value in stored.items() if value and raw.get(key) != value}
-    for key in (key for key in stored if raw.get(key) is not None):
-        log.warning(
-            "%s: %s is %s, but the files hold %d; the tensors count", files.config_source, key, raw[key], stored[key]
-        )
-    return stored
+    declared, layers, source = raw.get("num_hidden_layers"), files.num_layers, files.config_source
+    sizes = stored_heads(raw, files.tensors, "layers.0.self_attn.", source)
+    if not layers or declared == layers:
+        return sizes
+    if declared is not None:
+        log.warning("%s: num_hidden_layers is %s, but the files hold %d; the tensors count", source, declared, layers)
+    return {**sizes, "num_hidden_layers": layers}
 
 
 def _check_fc(

@@ -85,7 +85,7 @@ def _config(config: Any, raw: Mapping[str, Any]) -> ModelConfig:
         context_limit=limit,
         dtype=stored_dtype(raw),
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        eos_token_ids=token_ids(getattr(config, "eos_token_id", None)),
+        eos_token_ids=token_ids({"eos_token_id": getattr(config, "eos_token_id", None)}, "config.json"),
         bos_token_id=getattr(config, "bos_token_id", None),
         native=False,
     )
@@ -96,6 +96,8 @@ def _context_limit(config: Any) -> tuple[RopeConfig, tuple[int, str]]:
     only some layers are scaled, and max_position_embeddings is the scaled length (Gemma 3).
     """
     declared = int(getattr(config, "max_position_embeddings", None) or 2048)
+    if declared < 0:
+        raise ValueError(f"max_position_embeddings must be a positive integer, found {declared}")
     parameters = getattr(config, "rope_parameters", None) or {}
     kind = str(parameters.get("rope_type", "default"))
     if kind in _LENGTH_DEPENDENT:
@@ -110,11 +112,12 @@ def _context_limit(config: Any) -> tuple[RopeConfig, tuple[int, str]]:
 
 def read_theirs(directory: Path) -> Any:
     """transformers' config object of a checkpoint directory. Code in the directory is never run."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig  # seconds of import that native targets never need
 
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except (ValueError, KeyError, OSError, TypeError) as error:
+    except (ValueError, KeyError, OSError, TypeError, ArithmeticError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
             f"{directory / 'config.json'}: architecture {architecture_name(read_config(directory))!r} is not supported "

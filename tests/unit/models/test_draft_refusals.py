@@ -86,6 +86,7 @@ EAGLE3_ERRORS: dict[str, tuple[Edit, str]] = {
         "missing tensors: layers.0.self_attn.k_proj.bias",
     ),
     "flag of another type": (lambda t, c: c.update(norm_before_residual="yes"), "true or false is expected"),
+    "eagle_config of another type": (lambda t, c: c.update(eagle_config="x"), "eagle_config: an object is expected"),
     "foreign flag": (lambda t, c: c.update(eagle_config={"use_mtp_layernorm": True}), "use_mtp_layernorm"),
     "quantized": (lambda t, c: c.update(quantization_config={"quant_method": "fp8"}), r"\(fp8\) are not supported yet"),
     "training checkpoint": (lambda t, c: t.update({"draft_model.fc.weight": torch.ones(1)}), "export it"),
