@@ -15,6 +15,7 @@ from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.eagle3 import Eagle3Head
 from eagle_server.models.targets.decoder import TargetModel
+from tests.support.engines import plain, pools, request, run, speculative, tokens_of
 from tests.unit.models import draft_checkpoints as dc
 from tests.unit.models.draft_checkpoints import CONFIG, CONTEXT, LAYERS, VD, D, H, Semantics, Tensors, V
 from tests.unit.models.test_draft_formats import close, expected_eagle, expected_eagle3, load, passes
@@ -211,3 +212,20 @@ def test_gap_in_the_numbers_of_layers_is_refused(tmp_path: Path, target: TargetM
     tensors = dc.eagle3_tensors() | dc.layer_tensors("layers.2.", norms=("input_layernorm",))
     with pytest.raises(CheckpointError, match=r"the layers are numbered \[0, 2\], not from 0 on"):
         load(dc.write(tmp_path, tensors, EAGLE3), target)
+
+
+def test_deep_head_is_served_with_the_texts_of_plain_decoding(tmp_path: Path, target: TargetModel) -> None:
+    """Each layer of the head has KV of its own; prompts come in chunks."""
+    tensors = dc.eagle3_tensors() | dc.layer_tensors("layers.1.", norms=("input_layernorm",))
+    written = exported(tensors, "midlayer.0.", "midlayer.1.")
+    head = load(dc.write(tmp_path, written, {**MODELOPT, "num_hidden_layers": 2}), target).head
+    requests = [request(i, range(1, 5 + 4 * i), max_tokens=20, ignore_eos=True) for i in range(3)]
+    settings = {"context_length": 40, "chunked_prefill_size": 5}
+    expected = tokens_of(run(plain(target, **settings), requests))
+    try:
+        engine = speculative(target, head, **settings)  # type: ignore[arg-type]
+        draft_pool = pools(engine)[1]
+        assert draft_pool is not None and len(draft_pool.keys) == 2
+        assert tokens_of(run(engine, requests)) == expected
+    finally:
+        target.aux_boundaries = ()
