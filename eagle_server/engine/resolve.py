@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -62,12 +63,28 @@ def context_length(config: Config, target: ModelConfig) -> int:
     """--context-length, or the target's own.
 
     Raises:
-        ConfigError: more than the target's own.
+        ConfigError: more than the target's limit; the message has the reason and how to extend it.
     """
-    wanted = config.model.context_length
-    if wanted is not None and wanted > target.max_position:
-        raise ConfigError(f"--context-length {wanted}: the model's max_position_embeddings is {target.max_position}")
+    wanted, (longest, reason) = config.model.context_length, target.context_limit
+    if wanted is not None and wanted > longest:
+        raise ConfigError(
+            f"--context-length {wanted}: by config.json the model has at most {longest} ({reason}); "
+            f"{_extension(target, wanted)}"
+        )
     return wanted or target.max_position
+
+
+def _extension(target: ModelConfig, wanted: int) -> str:
+    """What to change in config.json for a longer context."""
+    rope, original = target.rope, target.rope.original_max_position
+    if original and rope.kind in ("linear", "dynamic", "yarn"):
+        return f"a factor of {math.ceil(wanted / original)} in its RoPE parameters there allows more"
+    if original and rope.kind == "default":
+        return (
+            f'for more, set rope_type "yarn", factor {math.ceil(wanted / original)} and '
+            f"original_max_position_embeddings {original} in its rope_parameters (older files: rope_scaling) there"
+        )
+    return "a larger max_position_embeddings there allows more, if the model was trained for it"
 
 
 def lookahead_bound(config: Config, target: ModelConfig) -> int:

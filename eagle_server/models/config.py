@@ -12,9 +12,15 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be served. The message names the file and the key, and what was expected and found."""
 
 
+_EXTENDED_BY_FACTOR = ("linear", "dynamic", "yarn")
+
+
 @dataclass(frozen=True)
 class RopeConfig:
-    """Parameters of the rotary embedding. `kind` is default, linear, dynamic, llama3 or yarn."""
+    """Parameters of the rotary embedding. `kind` is default, linear, dynamic, llama3 or yarn.
+
+    original_max_position: the length before scaling. For `dynamic` it is max_position_embeddings, as in transformers.
+    """
 
     kind: str = "default"
     theta: float = 10000.0
@@ -28,6 +34,17 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+
+    def context_limit(self, declared: int) -> tuple[int, str]:
+        """(the longest context, what it follows from), if max_position_embeddings is `declared`.
+
+        vLLM's rule: linear, dynamic and YaRN extend the original length by their factor. Some configs declare the
+        extended length already (DeepSeek), others the original one (Qwen). All other types declare the extended length.
+        """
+        extended = int(self.factor * self.original_max_position)
+        if self.kind not in _EXTENDED_BY_FACTOR or extended <= declared:
+            return declared, "max_position_embeddings"
+        return extended, f"rope type {self.kind!r}: factor {self.factor:g} times {self.original_max_position} positions"
 
 
 @dataclass(frozen=True)
@@ -78,6 +95,9 @@ class ModelConfig:
 
     architecture: the class name in config.json; for a native decoder the name of its family in targets/registry.py.
     head_dim: the number of dimensions that RoPE rotates. With `mla` it is the rotary part of a head.
+    max_position: the context length that is served by default.
+    context_limit: the longest context that can be asked for, and what it follows from. It is longer than max_position
+        with dynamic RoPE alone: a longer context changes the base, and so the texts of all lengths.
     windows: one sliding-window size per layer, 0 for full attention.
     nextn_layers: the number of MTP layers after the decoder's own in the same files.
     native: whether the layers are in this package. Otherwise transformers' code runs the decoder, and only the fields
@@ -95,6 +115,7 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     max_position: int
+    context_limit: tuple[int, str]
     dtype: torch.dtype
     tie_word_embeddings: bool = False
     qkv_bias: bool = False

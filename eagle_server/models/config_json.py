@@ -19,7 +19,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The parsed config.json of a checkpoint directory.
 
     Raises:
-        CheckpointError: the file is absent or is not a JSON object.
+        CheckpointError: the file is absent or is not a JSON object, or its `architectures` are no list.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -30,6 +30,8 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: a JSON object is expected")
+    if not isinstance(raw.get("architectures") or [], list):
+        raise CheckpointError(f"{path}: architectures must be a list, found {raw['architectures']!r}")
     return raw
 
 
@@ -48,8 +50,13 @@ def common_config(raw: Mapping[str, Any], architecture: str, source: str) -> Mod
     heads = integer(raw, "num_attention_heads", source)
     hidden = integer(raw, "hidden_size", source)
     layers = integer(raw, "num_hidden_layers", source)
-    max_position = int(raw.get("max_position_embeddings") or 2048)
-    if raw.get("hidden_act", "silu") != "silu":
+    declared = integer(raw, "max_position_embeddings", source, default=2048)
+    kv_heads = integer(raw, "num_key_value_heads", source, default=heads)
+    if heads % kv_heads:
+        raise CheckpointError(f"{source}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    rope = rope_config(raw, declared, source)
+    limit = rope.context_limit(declared)
+    if (raw.get("hidden_act") or "silu") != "silu":
         raise CheckpointError(f"{source}: hidden_act {raw['hidden_act']!r} is not supported, only 'silu' is")
     return ModelConfig(
         architecture=architecture,
@@ -58,38 +65,53 @@ def common_config(raw: Mapping[str, Any], architecture: str, source: str) -> Mod
         intermediate_size=integer(raw, "intermediate_size", source),
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or hidden // heads),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=rope_config(raw, max_position, source),
-        max_position=max_position,
+        num_kv_heads=kv_heads,
+        head_dim=integer(raw, "head_dim", source, default=hidden // heads),
+        rms_norm_eps=_number(raw, "rms_norm_eps", source, 1e-6),
+        rope=rope,
+        max_position=declared if rope.kind == "dynamic" else limit[0],
+        context_limit=limit,
         dtype=stored_dtype(raw),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         windows=(0,) * layers,
-        eos_token_ids=token_ids(raw.get("eos_token_id")),
+        eos_token_ids=token_ids(raw, source),
         bos_token_id=raw.get("bos_token_id"),
         nextn_layers=int(raw.get("num_nextn_predict_layers") or 0),
     )
 
 
 def rope_config(raw: Mapping[str, Any], max_position: int, source: str) -> RopeConfig:
-    """RoPE from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`. The default base is 10000."""
-    scaling: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = scaling.get("rope_theta", raw.get("rope_theta"))
+    """RoPE from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`. The default base is 10000.
+
+    `rope_scaling` comes first, as in transformers: model cards say to add it for longer texts.
+
+    Raises:
+        CheckpointError: an unknown type, no factor, RoPE of part of a head, or one RoPE per layer type.
+    """
+    parameters: Mapping[str, Any] = raw.get("rope_parameters") or {}
+    scaling: Mapping[str, Any] = raw.get("rope_scaling") or parameters
+    if not isinstance(scaling, Mapping) or not isinstance(parameters, Mapping):
+        raise CheckpointError(f"{source}: rope_parameters and rope_scaling must be objects, found {scaling!r}")
+    theta = scaling.get("rope_theta", raw.get("rope_theta", parameters.get("rope_theta")))
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    _refuse_other_ropes(raw, scaling, source)
     if kind not in _ROPE_TYPES:
         raise CheckpointError(
             f"{source}: rope type {kind!r} is not supported; supported are default, linear, dynamic, llama3 and yarn"
         )
-    if kind != "default" and "factor" not in scaling:
-        raise CheckpointError(f"{source}: rope type {kind!r} needs a 'factor'")
+    original = _original_length(raw, scaling, kind, max_position)
+    factor = scaling.get("factor")
+    if kind == "yarn" and factor is None and "factor" in scaling:
+        factor = max_position / original  # DeepSeek's default, in transformers
+    if kind != "default" and (not isinstance(factor, int | float) or factor <= 0):
+        raise CheckpointError(f"{source}: rope type {kind!r} needs a positive 'factor', found {factor!r}")
     return RopeConfig(
         kind=kind,
-        theta=float(10000.0 if theta is None else theta),
-        factor=float(scaling.get("factor") or 1.0),
+        theta=_number({"rope_theta": theta}, "rope_theta", source, 10000.0),
+        factor=float(factor or 1.0),
         low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
         high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
-        original_max_position=int(scaling.get("original_max_position_embeddings") or max_position),
+        original_max_position=original,
         beta_fast=float(scaling.get("beta_fast") or 32.0),
         beta_slow=float(scaling.get("beta_slow") or 1.0),
         attention_factor=scaling.get("attention_factor"),
@@ -97,6 +119,24 @@ def rope_config(raw: Mapping[str, Any], max_position: int, source: str) -> RopeC
         mscale_all_dim=scaling.get("mscale_all_dim"),
         truncate=bool(scaling.get("truncate", True)),
     )
+
+
+def _original_length(raw: Mapping[str, Any], scaling: Mapping[str, Any], kind: str, max_position: int) -> int:
+    """The length before scaling, as in transformers, whose dynamic RoPE knows max_position_embeddings alone."""
+    key = "original_max_position_embeddings"
+    outer = raw.get(key) if kind in ("llama3", "yarn") else None
+    return int((outer or scaling.get(key) or max_position) if kind != "dynamic" else max_position)
+
+
+def _refuse_other_ropes(raw: Mapping[str, Any], scaling: Mapping[str, Any], source: str) -> None:
+    part = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if part not in (None, 1):
+        raise CheckpointError(f"{source}: partial_rotary_factor {part} is not supported by this family, only 1 is")
+    nested = sorted(key for key, value in scaling.items() if isinstance(value, Mapping))
+    if nested:
+        raise CheckpointError(
+            f"{source}: one RoPE per layer type ({', '.join(nested)}) is not supported by this family"
+        )
 
 
 def windows_by_type(raw: Mapping[str, Any], layers: int, source: str) -> tuple[int, ...]:
@@ -116,21 +156,37 @@ def windows_by_type(raw: Mapping[str, Any], layers: int, source: str) -> tuple[i
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
 
 
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Token ids from one id, a list of ids, or null."""
-    return tuple(value) if isinstance(value, list) else () if value is None else (int(value),)
-
-
-def integer(raw: Mapping[str, Any], key: str, source: str) -> int:
-    """The positive integer under `key`.
+def token_ids(raw: Mapping[str, Any], source: str) -> tuple[int, ...]:
+    """The end-of-sequence ids under `eos_token_id`: one id, a list of ids, or null.
 
     Raises:
-        CheckpointError: the key is absent or has another value.
+        CheckpointError: something else.
+    """
+    value = raw.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(each) is int for each in ids):
+        raise CheckpointError(f"{source}: eos_token_id must be an integer or a list of integers, found {value!r}")
+    return tuple(ids)
+
+
+def integer(raw: Mapping[str, Any], key: str, source: str, *, default: int | None = None) -> int:
+    """The positive integer under `key`, or `default` if the key is absent or null.
+
+    Raises:
+        CheckpointError: the key is absent and there is no default, or it has another value.
     """
     value = raw.get(key)
+    value = default if value is None else value
     if not isinstance(value, int) or value <= 0:
         raise CheckpointError(f"{source}: {key} must be a positive integer, found {value!r}")
     return value
+
+
+def _number(raw: Mapping[str, Any], key: str, source: str, default: float) -> float:
+    value = raw.get(key)
+    if value is not None and (not isinstance(value, int | float) or value <= 0):
+        raise CheckpointError(f"{source}: {key} must be a positive number, found {value!r}")
+    return float(default if value is None else value)
 
 
 def stored_dtype(raw: Mapping[str, Any]) -> torch.dtype:

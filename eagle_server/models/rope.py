@@ -1,7 +1,8 @@
 """Rotary position embeddings: one cos/sin table per model, for the served context length.
 
 The frequencies follow transformers' `modeling_rope_utils`. The base of `dynamic` is computed once, for the served
-context length. If it grew with a sequence, the keys in the KV pool and in the prefix cache would become invalid.
+context length. If it grew with a sequence, the keys in the KV pool and in the prefix cache would become invalid. So up
+to max_position_embeddings all texts are transformers'; a longer context has transformers' base for its last token.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library
 from eagle_server.training.eagle3 import Recipe, own_texts, train_head
 from eagle_server.training.export import export_demo, export_demo_heads, export_head, export_target
+from eagle_server.training.fingerprint import target_fingerprint
 from eagle_server.training.medusa import MedusaRecipe, export_medusa, train_medusa
 from eagle_server.training.redrafter import RedrafterRecipe, train_redrafter
 from eagle_server.training.target import DEMO_TARGET, VOCAB_SIZE, train_target
@@ -40,7 +40,8 @@ Train draft heads, and the demo pair that this package contains.
   find the static tree for a draft, your text and your machine:
     python -m eagle_server.training.tree_search --help
 
-Every stage can resume: run the same command again. Progress bars go to stderr, loss curves to PNG files in the working
+Every stage can resume: run the same command again. Only the number of steps may grow; a checkpoint of another target,
+other text or other settings is refused. Progress bars go to stderr, loss curves to PNG files in the working
 directory."""
 
 
@@ -216,8 +217,9 @@ def _target_and_corpus(parsed: argparse.Namespace) -> tuple[TargetModel, Corpus]
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     end = target.config.eos_token_ids[0] if target.config.eos_token_ids else 0
     cache = parsed.out / "training" / "corpus.npz"
-    read = own_files(tokenizer, parsed.data, end, cache) if parsed.data else standard_library(tokenizer, end, cache)
-    return target, read
+    if parsed.data:
+        return target, own_files(tokenizer, parsed.data, end, cache, out=parsed.out)
+    return target, standard_library(tokenizer, end, cache)
 
 
 def _export(parsed: argparse.Namespace) -> None:
@@ -245,7 +247,7 @@ def _demo_heads(parsed: argparse.Namespace) -> None:
     target = load_native_target(directory, dtype="float32", device="cpu", pack=False)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     corpus = standard_library(tokenizer, target.config.eos_token_ids[0], parsed.work / "corpus.npz")
-    texts = own_texts(target, corpus, DEMO_MEDUSA, parsed.work)
+    texts = own_texts(target, corpus, DEMO_MEDUSA, parsed.work, target_fingerprint(target))
     for recipe in (DEMO_MEDUSA, DEMO_REDRAFTER):
         recipe = dataclasses.replace(recipe, steps=parsed.other_head_steps or recipe.steps, compiled=parsed.compile)
         texts.save(parsed.work / recipe.kind / "training")
@@ -256,7 +258,6 @@ def _demo_heads(parsed: argparse.Namespace) -> None:
 
 def _train_and_write(target: TargetModel, corpus: Corpus, recipe: AnyRecipe, out: Path) -> None:
     training = out / "training"
-    _claim(training, recipe)
     match recipe:
         case MedusaRecipe():
             export_medusa(train_medusa(target, corpus, recipe, training), out)
@@ -265,16 +266,6 @@ def _train_and_write(target: TargetModel, corpus: Corpus, recipe: AnyRecipe, out
         case Recipe():
             export_head(train_head(target, corpus, recipe, training), out)
     print(f"{out}: done; curves in {out / 'training' / f'{recipe.kind}-loss.png'}")
-
-
-def _claim(directory: Path, recipe: AnyRecipe) -> None:
-    """Write the recipe into `directory`. Refuse a directory with another recipe; only `steps` may differ."""
-    path, wanted = directory / "recipe.json", json.loads(json.dumps(dataclasses.asdict(recipe)))
-    wanted.pop("compiled")
-    if path.is_file() and {**json.loads(path.read_text()), "steps": recipe.steps} != wanted:
-        raise ValueError(f"{directory} holds a training with other settings ({path}); choose another --out")
-    directory.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(wanted, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
+from eagle_server.training.fingerprint import cached_arrays, fingerprint
+
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_PER_MILLE = 15
 MAX_FILE_BYTES = 200_000
@@ -21,10 +23,14 @@ _SKIPPED_DIRECTORIES = {"site-packages", "__pycache__", "lib2to3", "idlelib", "t
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token streams of the training files and of the held-out files. Each document ends with the end-of-text token."""
+    """Token streams of the training files and of the held-out files. Each document ends with the end-of-text token.
+
+    key: a hash of the files and the tokenizer.
+    """
 
     train: np.ndarray  # uint16 or uint32 [tokens]
     held_out: np.ndarray
+    key: str
 
 
 def standard_library_files() -> tuple[list[Path], list[Path]]:
@@ -76,19 +82,32 @@ def tokenize(tokenizer: Tokenizer, files: Sequence[Path], end: int, label: str) 
 def standard_library(tokenizer: Tokenizer, end: int, cache: Path) -> Corpus:
     """The standard library's source; whole files are held out."""
     train, held_out = standard_library_files()
-    return _cached(cache, lambda: Corpus(*(tokenize(tokenizer, files, end, "text") for files in (train, held_out))))
+
+    def read() -> dict[str, np.ndarray]:
+        return {
+            "train": tokenize(tokenizer, train, end, "text"),
+            "held_out": tokenize(tokenizer, held_out, end, "held-out text"),
+        }
+
+    return _cached(cache, _key(tokenizer, end, b"whole files", train, held_out), read)
 
 
-def own_files(tokenizer: Tokenizer, paths: Sequence[Path], end: int, cache: Path) -> Corpus:
-    """Every UTF-8 file of `paths` and below; the last fiftieth of the stream is held out."""
+def own_files(tokenizer: Tokenizer, paths: Sequence[Path], end: int, cache: Path, *, out: Path | None = None) -> Corpus:
+    """Every UTF-8 file of `paths` and below; the last fiftieth of the stream is held out.
 
-    def read() -> Corpus:
-        files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-        stream = tokenize(tokenizer, [file for file in files if file.is_file() and _is_text(file)], end, "text")
+    Files below `out` do not count: a training writes there, and would not find its own text again.
+    """
+    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    if out is not None:
+        files = [file for file in files if not file.resolve().is_relative_to(out.resolve())]
+    texts = [file for file in files if file.is_file() and _is_text(file)]
+
+    def read() -> dict[str, np.ndarray]:
+        stream = tokenize(tokenizer, texts, end, "text")
         border = len(stream) - len(stream) // OWN_HELD_OUT
-        return Corpus(stream[:border], stream[border:])
+        return {"train": stream[:border], "held_out": stream[border:]}
 
-    return _cached(cache, read)
+    return _cached(cache, _key(tokenizer, end, f"1/{OWN_HELD_OUT}".encode(), texts), read)
 
 
 def ensure_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
@@ -99,14 +118,15 @@ def ensure_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def _cached(path: Path, read: Callable[[], Corpus]) -> Corpus:
-    if path.is_file():
-        arrays = np.load(path)
-        return Corpus(arrays["train"], arrays["held_out"])
-    corpus = read()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(path, train=corpus.train, held_out=corpus.held_out)
-    return corpus
+def _cached(path: Path, key: str, read: Callable[[], dict[str, np.ndarray]]) -> Corpus:
+    arrays = cached_arrays(path, key, read)
+    return Corpus(arrays["train"], arrays["held_out"], key)
+
+
+def _key(tokenizer: Tokenizer, end: int, split: bytes, *lists: Sequence[Path]) -> str:
+    """A hash of all that the token streams depend on; the names of files are not part of it."""
+    contents = (fingerprint(path.read_bytes() for path in files).encode() for files in lists)
+    return fingerprint([tokenizer.to_str().encode(), str(end).encode(), split, *contents])
 
 
 def _is_text(path: Path) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.training.corpus import Corpus
+from eagle_server.training.fingerprint import cached_arrays, claim, fingerprint, save_arrays, training_inputs
 from eagle_server.training.generate import TextSampling, target_texts
 from eagle_server.training.heads import Kind, NewHead, default_boundaries, frequent_ids, new_eagle, new_eagle3
 from eagle_server.training.loop import Job, Schedule, train
@@ -51,7 +53,7 @@ def at_most(texts: int, window: Tensor, length: int) -> Tensor:
 
 
 class TextPlan(Protocol):
-    """The part of a recipe that describes its texts, see `Recipe`."""
+    """The part of a recipe that all heads have, see `Recipe`."""
 
     @property
     def length(self) -> int: ...
@@ -59,28 +61,30 @@ class TextPlan(Protocol):
     @property
     def sampled_texts(self) -> int: ...
 
+    @property
+    def steps(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class OwnTexts:
-    """Texts that the target wrote, [texts, length + 1]."""
+    """Texts that the target wrote, [texts, length + 1]. `key` is a hash of what they depend on."""
 
     train: np.ndarray  # after prompts from the training files
     greedy: np.ndarray  # after prompts that were held out, at temperature 0
     sampled: np.ndarray  # the same at temperature 1
+    key: str
 
     def save(self, directory: Path) -> None:
         """Write the texts into `directory`, where `own_texts` finds them."""
-        directory.mkdir(parents=True, exist_ok=True)
-        np.savez(directory / _OWN_TEXTS, train=self.train, greedy=self.greedy, sampled=self.sampled)
+        arrays = {"train": self.train, "greedy": self.greedy, "sampled": self.sampled}
+        save_arrays(directory / _OWN_TEXTS, self.key, arrays)
 
 
 def train_head(target: TargetModel, corpus: Corpus, recipe: Recipe, directory: Path) -> NewHead:
     """Train a head in `directory`, or finish its training. `target` is frozen; its aux boundaries become the head's."""
     if any(target.config.windows):
         raise ValueError("heads cannot be trained for sliding-window targets yet")
-    if len(corpus.held_out) < recipe.length + 2:
-        raise ValueError(f"too little text: {len(corpus.held_out)} tokens are held out, a text has {recipe.length + 1}")
-    own = own_texts(target, corpus, recipe, directory)
+    inputs, own = begin(target, corpus, recipe, directory)
     torch.manual_seed(0)
     new = _fresh(target, corpus, recipe)
     draft_ids, device = new.draft_ids(), target.embed.device
@@ -99,26 +103,40 @@ def train_head(target: TargetModel, corpus: Corpus, recipe: Recipe, directory: P
 
     with warnings.catch_warnings():  # the residual stream of an EAGLE-1 head is bfloat16 under autocast
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-        train(Job(recipe.kind, new.head, directory, Schedule(recipe.steps, recipe.peak), loss, evaluate))
+        train(Job(recipe.kind, new.head, directory, Schedule(recipe.steps, recipe.peak), loss, evaluate, inputs))
     return new
 
 
-def own_texts(target: TargetModel, corpus: Corpus, recipe: TextPlan, directory: Path) -> OwnTexts:
-    """Texts that the target wrote, from `directory`'s cache or sampled now."""
-    cache = directory / _OWN_TEXTS
-    if cache.is_file():
-        arrays = np.load(cache)
-        return OwnTexts(arrays["train"], arrays["greedy"], arrays["sampled"])
+def begin(target: TargetModel, corpus: Corpus, recipe: TextPlan, directory: Path) -> tuple[Mapping[str, Any], OwnTexts]:
+    """The inputs of a training that starts or goes on in `directory`, and the texts that the target wrote for it.
+
+    Raises:
+        ValueError: too little text, or a training from other inputs is in `directory`.
+    """
+    if len(corpus.held_out) < recipe.length + 2:
+        raise ValueError(f"too little text: {len(corpus.held_out)} tokens are held out, a text has {recipe.length + 1}")
+    inputs = training_inputs(target, corpus.key, recipe)
+    claim(directory, inputs, recipe.steps)
+    return inputs, own_texts(target, corpus, recipe, directory, inputs["target"])
+
+
+def own_texts(target: TargetModel, corpus: Corpus, recipe: TextPlan, directory: Path, target_key: str) -> OwnTexts:
+    """Texts that the target with the fingerprint `target_key` wrote, from `directory`'s cache or sampled now."""
     length = recipe.length + 1
     prompts = TextSampling(length, (min(24, length // 4), length // 2))
     fixed = min(_PROMPT, length // 2)
-    own = OwnTexts(
-        target_texts(target, corpus.train, recipe.sampled_texts, prompts, seed=1),
-        target_texts(target, corpus.held_out, 32, TextSampling(length, (fixed, fixed), (0.0,)), seed=2),
-        target_texts(target, corpus.held_out, 32, TextSampling(length, (fixed, fixed), (1.0,)), seed=3),
-    )
-    own.save(directory)
-    return own
+
+    def sample() -> dict[str, np.ndarray]:
+        return {
+            "train": target_texts(target, corpus.train, recipe.sampled_texts, prompts, seed=1),
+            "greedy": target_texts(target, corpus.held_out, 32, TextSampling(length, (fixed, fixed), (0.0,)), seed=2),
+            "sampled": target_texts(target, corpus.held_out, 32, TextSampling(length, (fixed, fixed), (1.0,)), seed=3),
+        }
+
+    depends_on = (target_key, corpus.key, str(length), str(recipe.sampled_texts))
+    key = fingerprint(each.encode() for each in depends_on)
+    arrays = cached_arrays(directory / _OWN_TEXTS, key, sample)
+    return OwnTexts(arrays["train"], arrays["greedy"], arrays["sampled"], key)
 
 
 @torch.no_grad()

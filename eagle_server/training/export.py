@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from eagle_server.models.checkpoints.load_target import save_checkpoint
+from eagle_server.models.checkpoints.load_target import load_native_target, save_checkpoint
 from eagle_server.training.corpus import END_OF_TEXT, standard_library_files
+from eagle_server.training.fingerprint import target_fingerprint
 from eagle_server.training.heads import NewHead
 from eagle_server.training.loop import read_history, restore
 from eagle_server.training.model_card import CardFacts, HeadFacts, heads_card, model_card
@@ -48,8 +49,9 @@ def export_demo(work: Path, assets: Path) -> int:
     """Assemble `assets` from `work`, which holds the trained target and head. Returns its size in bytes.
 
     Raises:
-        ValueError: the files are larger than a repository should carry.
+        ValueError: the head is for another target, or the files are larger than a repository should carry.
     """
+    _check_trained_for(work / "target", work / "eagle3")
     for name in ("target", "eagle3"):
         _copy_files(work / name, assets / name)
     shutil.copyfile(work / "target-loss.png", assets / "target-loss.png")
@@ -63,8 +65,9 @@ def export_demo_heads(work: Path, assets: Path) -> int:
     """Add the trained Medusa and ReDrafter heads of `work` and their card to `assets`. Returns the new size in bytes.
 
     Raises:
-        ValueError: the files are larger than a repository should carry.
+        ValueError: a head is for another target, or the files are larger than a repository should carry.
     """
+    _check_trained_for(assets / "target", *(work / name for name in _OTHER_HEADS))
     facts = {}
     for name in _OTHER_HEADS:
         _copy_files(work / name, assets / name)
@@ -74,6 +77,13 @@ def export_demo_heads(work: Path, assets: Path) -> int:
         facts[name] = HeadFacts(read_history(training / f"{name}-history.json"), size)
     (assets / "HEADS.md").write_text(heads_card(facts))
     return _checked_size(assets)
+
+
+def _check_trained_for(target: Path, *heads: Path) -> None:
+    key = target_fingerprint(load_native_target(target, dtype="float32", progress=False, pack=False))
+    for head in heads:
+        if json.loads((head / "training" / "recipe.json").read_text()).get("target") != key:
+            raise ValueError(f"{head}: was trained for another target than {target}; train it again")
 
 
 def _copy_files(source: Path, directory: Path) -> None:

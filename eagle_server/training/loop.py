@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from eagle_server.training.fingerprint import differences
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -77,7 +79,11 @@ class History:
 
 @dataclass(frozen=True)
 class Job:
-    """One training run. `loss(step)` returns the loss and numbers to plot; `evaluate()` returns more numbers."""
+    """One training run. `loss(step)` returns the loss and numbers to plot; `evaluate()` returns more numbers.
+
+    inputs: what the result depends on besides the number of steps, in plain values. A checkpoint from other inputs is
+        not continued.
+    """
 
     name: str
     model: nn.Module
@@ -85,12 +91,17 @@ class Job:
     schedule: Schedule
     loss: Callable[[int], tuple[Tensor, dict[str, float]]]
     evaluate: Callable[[], dict[str, float]]
+    inputs: Mapping[str, Any]
     log_every: int = 10
     save_every: int = 100
 
 
 def train(job: Job) -> History:
-    """Run `job` to its last step. It resumes from a checkpoint in `directory`, if there is one."""
+    """Run `job` to its last step. It resumes from a checkpoint in `directory`, if there is one.
+
+    Raises:
+        ValueError: the checkpoint is of a training from other inputs, or of more steps.
+    """
     job.directory.mkdir(parents=True, exist_ok=True)
     optimizers, history = Optimizers.of(job.model), History()
     first = _resume(job, optimizers, history)
@@ -146,7 +157,7 @@ def _checkpoint(job: Job) -> Path:
 
 def _save(job: Job, optimizers: Optimizers, history: History, step: int) -> None:
     trained = {name: p.detach() for name, p in job.model.named_parameters() if p.requires_grad}
-    state = {"step": step, "model": trained, "optimizers": optimizers.state_dict()}
+    state = {"step": step, "inputs": dict(job.inputs), "model": trained, "optimizers": optimizers.state_dict()}
     temporary = _checkpoint(job).with_suffix(".tmp")
     torch.save(state, temporary)
     temporary.replace(_checkpoint(job))
@@ -172,7 +183,17 @@ def read_history(path: Path) -> History:
 def _resume(job: Job, optimizers: Optimizers, history: History) -> int:
     if not _checkpoint(job).is_file():
         return 0
+    _check_checkpoint(job)
     state = restore(job.model, _checkpoint(job))
     optimizers.load_state_dict(state["optimizers"])
     history.curves.update(read_history(job.directory / f"{job.name}-history.json").curves)
     return int(state["step"])
+
+
+def _check_checkpoint(job: Job) -> None:
+    path = _checkpoint(job)
+    state: dict[str, Any] = torch.load(path, weights_only=True, mmap=True)
+    if changed := differences(state.get("inputs", {}), job.inputs):
+        raise ValueError(f"{path}: the checkpoint of a training with other inputs ({', '.join(changed)}); delete it")
+    if state["step"] > job.schedule.steps:
+        raise ValueError(f"{path}: already at step {state['step']}, beyond the {job.schedule.steps} asked for")

@@ -21,7 +21,7 @@ from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.medusa import MedusaConfig, MedusaHeads
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.training.corpus import Corpus
-from eagle_server.training.eagle3 import OwnTexts, at_most, own_texts, text_window, written_part
+from eagle_server.training.eagle3 import OwnTexts, at_most, begin, text_window, written_part
 from eagle_server.training.loop import Job, Schedule, train
 from eagle_server.training.target import evenly_spaced
 from eagle_server.training.ttt import accuracies, chain_length
@@ -105,9 +105,7 @@ def medusa_loss(model: MedusaHeads, lesson: MedusaLesson) -> tuple[Tensor, Tenso
 
 def train_medusa(target: TargetModel, corpus: Corpus, recipe: MedusaRecipe, directory: Path) -> MedusaHeads:
     """Train heads in `directory`, or finish their training. `target` is frozen."""
-    if len(corpus.held_out) < recipe.length + 2:
-        raise ValueError(f"too little text: {len(corpus.held_out)} tokens are held out, a text has {recipe.length + 1}")
-    own = own_texts(target, corpus, recipe, directory)
+    inputs, own = begin(target, corpus, recipe, directory)
     model = new_heads(target, recipe.heads, recipe.layers, shared_lm_head=recipe.shared_lm_head)
     device = target.embed.device
     narrow = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()  # other CPUs emulate bfloat16
@@ -125,7 +123,7 @@ def train_medusa(target: TargetModel, corpus: Corpus, recipe: MedusaRecipe, dire
         return evaluate_medusa(target, model, corpus, own)
 
     schedule = Schedule(recipe.steps, recipe.peak, warmup=min(100, recipe.steps // 5 + 1))
-    train(Job("medusa", model, directory, schedule, loss, evaluate))
+    train(Job("medusa", model, directory, schedule, loss, evaluate, inputs))
     return model
 
 

@@ -21,7 +21,7 @@ from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.redrafter import RedrafterConfig, RedrafterHead
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.training.corpus import Corpus
-from eagle_server.training.eagle3 import OwnTexts, at_most, own_texts, text_window, written_part
+from eagle_server.training.eagle3 import OwnTexts, at_most, begin, text_window, written_part
 from eagle_server.training.loop import Job, Schedule, train
 from eagle_server.training.target import evenly_spaced
 from eagle_server.training.ttt import PASS_DECAY, Lesson, teach
@@ -97,9 +97,7 @@ def train_redrafter(target: TargetModel, corpus: Corpus, recipe: RedrafterRecipe
     """Train a head in `directory`, or finish its training. `target` is frozen."""
     if any(target.config.windows):
         raise ValueError("heads cannot be trained for sliding-window targets yet")
-    if len(corpus.held_out) < recipe.length + 2:
-        raise ValueError(f"too little text: {len(corpus.held_out)} tokens are held out, a text has {recipe.length + 1}")
-    own = own_texts(target, corpus, recipe, directory)
+    inputs, own = begin(target, corpus, recipe, directory)
     torch.manual_seed(0)
     new = new_redrafter(target, exit_dim=recipe.exit_dim, draft_layers=recipe.draft_layers, rnn=recipe.rnn)
     device = target.embed.device
@@ -117,7 +115,7 @@ def train_redrafter(target: TargetModel, corpus: Corpus, recipe: RedrafterRecipe
     def evaluate() -> dict[str, float]:
         return evaluate_redrafter(target, new.head, corpus, own, recipe.rollout)
 
-    train(Job(recipe.kind, new.head, directory, Schedule(recipe.steps, recipe.peak), loss, evaluate))
+    train(Job(recipe.kind, new.head, directory, Schedule(recipe.steps, recipe.peak), loss, evaluate, inputs))
     return new
 
 

@@ -103,5 +103,6 @@ def train_target(corpus: Corpus, work: Path, steps: int, *, compiled: bool = Fal
         held_out = evenly_spaced(corpus.held_out, 512, 24)
         return {"held-out loss": float(np.mean([float(target_loss(model, w, positions_of(w))) for w in held_out]))}
 
-    train(Job("target", model, work, Schedule(steps, peak=4e-3), loss, evaluate))
+    inputs = {"corpus": corpus.key, "config": DEMO_TARGET}
+    train(Job("target", model, work, Schedule(steps, peak=4e-3), loss, evaluate, inputs))
     return model

@@ -243,6 +243,43 @@ def test_inexact_files_are_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+MISREAD: dict[str, tuple[dict[str, Any], str]] = {
+    "size": ({"intermediate_size": 95}, r"mismatched tensors: .*down_proj.weight \(expected shape .*95\], found .*96"),
+    "vocabulary": ({"vocab_size": 160}, r"lm_head.weight \(expected shape \[160, 64\], found \[131, 64\]\)"),
+    "heads": ({"num_key_value_heads": 0}, "transformers cannot load it"),
+    "type": ({"rms_norm_eps": "1e-5"}, "transformers cannot read it .*rms_norm_eps"),
+    "null": ({"tie_word_embeddings": None}, "transformers cannot read it .*tie_word_embeddings"),
+    "length": ({"max_position_embeddings": -4}, "max_position_embeddings must be a positive integer, found -4"),
+}
+
+
+@pytest.mark.parametrize("name", MISREAD)
+def test_config_that_contradicts_the_files_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    changes, message = MISREAD[name]
+    write(CASES["granite"], tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    write(CASES["granite"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    for size in (0, 50, -1000):
+        file.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"model.safetensors: not a readable safetensors file"):
+            load(tmp_path)
+    file.rename(tmp_path / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(whole)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"names model-00002-of-00002.safetensors, which is not there"):
+        load(tmp_path)
+
+
 def test_unknown_architectures_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MarsForCausalLM"], "model_type": "mars"}))
     with pytest.raises(CheckpointError, match="'MarsForCausalLM' is not supported here, and transformers cannot read"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.models.checkpoints.draft_format import DraftFiles
-from eagle_server.models.checkpoints.weights import load_pickle
+from eagle_server.models.checkpoints.weights import StoredTensor, load_pickle, read_as
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.targets.interface import Target
 
@@ -18,11 +18,24 @@ _SAME = 1e-6  # a float16 copy of a bfloat16 tensor differs less: the subnormal 
 _ROWS = 4096
 
 
+def draft_vocabulary(files: DraftFiles, declared: object, target_vocab: int) -> int:
+    """The size Vd of a head's vocabulary. If config.json does not have it, the tensors decide.
+
+    Raises:
+        CheckpointError: the declared size is no positive integer.
+    """
+    if declared is not None and (not isinstance(declared, int) or declared <= 0):
+        raise CheckpointError(
+            f"{files.config_source}: draft_vocab_size must be a positive integer or null, found {declared!r}"
+        )
+    return declared or (files.shape("d2t") or files.shape("lm_head.weight") or (target_vocab,))[0]
+
+
 def check_vocabulary(files: DraftFiles, target: Target, draft_vocab: int) -> None:
     """Compare the vocabulary sizes V and Vd of the files with the target.
 
     Raises:
-        CheckpointError: another target's vocabulary, only one of d2t and t2d, or a smaller vocabulary without a map.
+        CheckpointError: another target's vocabulary, t2d without d2t, or a smaller vocabulary without a map.
     """
     vocab, source = target.config.vocab_size, files.directory
     for name in ("embed_tokens.weight", "t2d"):
@@ -32,9 +45,9 @@ def check_vocabulary(files: DraftFiles, target: Target, draft_vocab: int) -> Non
                 f"{source}: {name}: the target's vocabulary has {vocab} entries, found {shape[0]} rows: another "
                 "target, or another revision of its tokenizer?"
             )
-    mapped = {name for name in ("d2t", "t2d") if name in files.tensors}
-    if len(mapped) == 1:
-        raise CheckpointError(f"{source}: d2t and t2d belong together, found only {mapped.pop()}")
+    mapped = "d2t" in files.tensors
+    if "t2d" in files.tensors and not mapped:
+        raise CheckpointError(f"{source}: d2t: missing; t2d alone does not tell the order of the draft's ids")
     if draft_vocab != vocab and not mapped:
         raise CheckpointError(
             f"{source}: d2t: missing; a draft vocabulary of {draft_vocab} needs a map to the target's {vocab} entries"
@@ -56,20 +69,39 @@ def without_copies(files: DraftFiles, target: Target) -> DraftFiles:
     return replace(files, tensors=own)
 
 
-def check_map(d2t: Tensor, t2d: Tensor, files: DraftFiles) -> None:
-    """Check a vocabulary map: target id = i + d2t[i], and t2d marks the same ids.
+def with_map(files: DraftFiles, draft_vocab: int, vocab: int) -> DraftFiles:
+    """`files` with a checked vocabulary map, if they hold one: target id = i + d2t[i], and t2d marks the same ids.
+
+    ModelOpt exports no t2d, which follows from d2t.
 
     Raises:
         CheckpointError: ids are repeated, outside of the vocabulary, or different from those in t2d.
     """
-    ids, vocab = torch.arange(len(d2t), device=d2t.device) + d2t, len(t2d)
+    if "d2t" not in files.tensors:
+        return files
+    stored = files.tensors["d2t"]
+    marks = _marked(read_as(stored, (draft_vocab,), floating=False).long(), vocab, files)
+    if "t2d" not in files.tensors:
+        t2d = StoredTensor(stored.file, "t2d", tuple(marks.shape), lambda: marks)
+        return replace(files, tensors={**files.tensors, "t2d": t2d})
+    found = read_as(files.tensors["t2d"], (vocab,), floating=False).bool()
+    if not torch.equal(marks, found):
+        raise CheckpointError(
+            f"{files.directory}: d2t: offsets (target id = i + d2t[i]) are expected that give the {int(found.sum())} "
+            "ids marked in t2d, found others"
+        )
+    return files
+
+
+def _marked(d2t: Tensor, vocab: int, files: DraftFiles) -> Tensor:
+    """bool [vocab], true at the ids of a map. Raise CheckpointError if ids are repeated or outside of 0..vocab - 1."""
+    ids = torch.arange(len(d2t)) + d2t
     where = f"{files.directory}: d2t: offsets (target id = i + d2t[i]) are expected"
     if bool((ids < 0).any()) or bool((ids >= vocab).any()):
         raise CheckpointError(f"{where} that give ids in 0..{vocab - 1}, found {int(ids.min())}..{int(ids.max())}")
     if len(set(ids.tolist())) != len(ids):
         raise CheckpointError(f"{where} that give distinct ids, found {len(ids) - len(set(ids.tolist()))} repeated")
-    if not torch.equal(ids.sort().values, t2d.nonzero().flatten()):
-        raise CheckpointError(f"{where} that give the {int(t2d.sum())} ids marked in t2d, found others")
+    return torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, value=True)
 
 
 def load_token_map(path: Path, vocab: int) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Any
 
 from eagle_server.models.checkpoints.aux_layers import aux_boundaries
 from eagle_server.models.checkpoints.draft_format import DraftFiles, flatten
+from eagle_server.models.checkpoints.draft_vocabulary import draft_vocabulary
+from eagle_server.models.checkpoints.weights import stored_heads
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import windows_by_type
 from eagle_server.models.drafts.eagle import EagleConfig
@@ -33,19 +35,16 @@ def eagle_config(files: DraftFiles, target: ModelConfig) -> EagleConfig:
     """
     flat = flatten(files)
     layers = layer_config(flat, files, target)
-    source, has_bias = files.config_source, "fc.bias" in files.tensors
+    source = files.config_source
     if layers.hidden_size != target.hidden_size:
         raise CheckpointError(
             f"{source}: hidden_size: an EAGLE-1/2 head is as wide as its target, expected {target.hidden_size}, "
             f"found {layers.hidden_size}"
         )
-    if isinstance(flat.get("bias"), bool) and flat["bias"] != has_bias:
-        found = "fc.bias" if has_bias else "no fc.bias"
-        raise CheckpointError(f"{source}: bias: config.json says {flat['bias']}, but the file holds {found}")
     truncated = flat.get("truncated_vocab_size")
     if truncated not in (None, flat.get("vocab_size"), target.vocab_size):
         raise CheckpointError(f"{source}: truncated_vocab_size {truncated} is not supported; use a token map")
-    return EagleConfig(layers, fc_bias=has_bias)
+    return EagleConfig(layers, fc_bias=_bias(flat, ("bias",), files, "fc.bias"))
 
 
 def eagle3_config(files: DraftFiles, target: ModelConfig) -> Eagle3Config:
@@ -70,8 +69,9 @@ def eagle3_config(files: DraftFiles, target: ModelConfig) -> Eagle3Config:
     return Eagle3Config(
         layers=layers,
         target_hidden_size=target.hidden_size,
-        draft_vocab_size=int(flat.get("draft_vocab_size") or target.vocab_size),
+        draft_vocab_size=draft_vocabulary(files, flat.get("draft_vocab_size"), target.vocab_size),
         aux_boundaries=boundaries,
+        fc_bias=_bias(flat, ("bias",), files, "fc.bias"),
         norm_before_residual=_norm_before_residual(flat, source),
         feature_norm=norm,
         norm_output=_norm_output(flat, norm, files),
@@ -80,18 +80,18 @@ def eagle3_config(files: DraftFiles, target: ModelConfig) -> Eagle3Config:
 
 
 def layer_config(flat: Mapping[str, Any], files: DraftFiles, target: ModelConfig) -> ModelConfig:
-    """The decoder config of a draft. vocab_size and dtype are the target's; biases and q/k norms follow the tensors."""
+    """The decoder config of a draft. vocab_size and dtype are the target's.
+
+    The number of layers, biases, q/k norms and sizes of heads follow the tensors. Published configs are often wrong
+    there; a difference is logged.
+    """
     source = files.config_source
     family = flat.get("model_type") if flat.get("model_type") in _FAMILIES else "llama"
     raw = {"vocab_size": target.vocab_size, **flat, "model_type": family, "architectures": []}
+    raw = {**raw, **_stored_sizes(raw, files)}
     config = read_target_config(raw, source)
     windows = windows_by_type(raw, config.num_layers, source) if raw.get("layer_types") else config.windows
     attention, mlp = "layers.0.self_attn.", "layers.0.mlp."
-    qkv_bias = f"{attention}q_proj.bias" in files.tensors
-    declared = flat.get("qkv_bias", flat.get("attention_bias"))
-    if isinstance(declared, bool) and declared != qkv_bias:
-        found = f"{attention}q_proj.bias" if qkv_bias else "no q/k/v bias"
-        raise CheckpointError(f"{source}: attention_bias: config.json says {declared}, but the file holds {found}")
     if config.vocab_size != target.vocab_size and not {"embed_tokens.weight", "t2d"} & set(files.tensors):
         raise CheckpointError(
             f"{source}: vocab_size: the target's is {target.vocab_size}, found {config.vocab_size}: another target?"
@@ -101,11 +101,38 @@ def layer_config(flat: Mapping[str, Any], files: DraftFiles, target: ModelConfig
         vocab_size=target.vocab_size,
         dtype=target.dtype,
         windows=windows,
-        qkv_bias=qkv_bias,
+        qkv_bias=_bias(flat, ("qkv_bias", "attention_bias"), files, f"{attention}q_proj.bias"),
         o_bias=f"{attention}o_proj.bias" in files.tensors,
-        mlp_bias=f"{mlp}down_proj.bias" in files.tensors,
+        mlp_bias=_bias(flat, ("mlp_bias",), files, f"{mlp}down_proj.bias"),
         qk_norm=f"{attention}q_norm.weight" in files.tensors,
     )
+
+
+def _bias(flat: Mapping[str, Any], keys: tuple[str, ...], files: DraftFiles, tensor: str) -> bool:
+    """Whether the files hold this bias. The first declared key of `keys` may say otherwise, which is logged."""
+    held = tensor in files.tensors
+    key, declared = next(((key, flat[key]) for key in keys if isinstance(flat.get(key), bool)), ("", held))
+    if declared != held:
+        log.warning(
+            "%s: %s is %s, but the files %s %s; the tensors count",
+            files.config_source,
+            key,
+            str(declared).lower(),
+            "hold" if held else "lack",
+            tensor,
+        )
+    return held
+
+
+def _stored_sizes(raw: Mapping[str, Any], files: DraftFiles) -> dict[str, int]:
+    """What the tensors say about keys of config.json that are absent or wrong. A wrong one is logged."""
+    declared, layers, source = raw.get("num_hidden_layers"), files.num_layers, files.config_source
+    sizes = stored_heads(raw, files.tensors, "layers.0.self_attn.", source)
+    if not layers or declared == layers:
+        return sizes
+    if declared is not None:
+        log.warning("%s: num_hidden_layers is %s, but the files hold %d; the tensors count", source, declared, layers)
+    return {**sizes, "num_hidden_layers": layers}
 
 
 def _check_fc(

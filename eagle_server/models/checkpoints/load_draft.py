@@ -19,9 +19,9 @@ from eagle_server.models.checkpoints.draft_format import (
     is_causal_lm,
 )
 from eagle_server.models.checkpoints.draft_vocabulary import (
-    check_map,
     check_vocabulary,
     load_token_map,
+    with_map,
     without_copies,
 )
 from eagle_server.models.checkpoints.eagle_files import eagle3_config, eagle_config
@@ -167,7 +167,7 @@ def _load_eagle(files: DraftFiles, target: Target, context: int, lookahead: int,
 def _load_eagle3(files: DraftFiles, target: Target, context: int, lookahead: int, *, progress: bool) -> Eagle3Head:
     config = eagle3_config(files, target.config)
     check_vocabulary(files, target, config.draft_vocab_size)
-    files = without_copies(files, target)
+    files = with_map(without_copies(files, target), config.draft_vocab_size, target.config.vocab_size)
     config = _as_loaded(config, files, context)
     for name, own in (("embed_tokens.weight", config.own_embed), ("lm_head.weight", config.own_lm_head)):
         if not own and config.layers.hidden_size != target.config.hidden_size:
@@ -177,8 +177,6 @@ def _load_eagle3(files: DraftFiles, target: Target, context: int, lookahead: int
             )
     head = Eagle3Head(config, context + lookahead, _shared_weights(target))
     _fill(head, files, progress=progress)
-    if head.d2t is not None and head.t2d is not None:
-        check_map(head.d2t, head.t2d, files)
     return head
 
 

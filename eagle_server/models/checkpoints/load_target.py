@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,9 +21,10 @@ from eagle_server.models.checkpoints.weights import (
     open_weights,
     refuse_quantized,
     resolve_checkpoint,
+    stored_heads,
 )
 from eagle_server.models.config import CheckpointError, ModelConfig
-from eagle_server.models.config_json import read_config
+from eagle_server.models.config_json import read_config, token_ids
 from eagle_server.models.layers import Views, pack_linears
 from eagle_server.models.rope import at_context
 from eagle_server.models.targets.decoder import TargetModel
@@ -30,6 +32,8 @@ from eagle_server.models.targets.interface import Target
 from eagle_server.models.targets.registry import find_family, read_target_config
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
+log = logging.getLogger(__name__)
+
 _EMBED, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -56,7 +60,7 @@ def load_target(
 
     Args:
         dtype: "auto" is the checkpoint's dtype. float16 becomes bfloat16, because only float32 and bfloat16 are served.
-        context: the served context length (default: max_position_embeddings). A dynamic RoPE base depends on it.
+        context: the served context length (default: `max_position`). A dynamic RoPE base depends on it.
         lookahead: the number of positions after `context` that drafting may write. The RoPE table covers both.
         pack: packs the linear layers. False keeps the plain weights, for training.
 
@@ -65,7 +69,15 @@ def load_target(
     """
     directory = resolve_checkpoint(path)
     config = read_model_config(directory)
+    stored: Weights = {}
+    if config.native:
+        config, stored = _as_stored(config, _without_inert(open_weights(directory), config), directory)
     context = context or config.max_position
+    if config.native and config.rope.kind == "dynamic" and context > config.max_position:
+        log.warning(
+            "%s: dynamic RoPE: every text has the base for %d tokens; without --context-length it is that for %d",
+            *(directory, context, config.max_position),
+        )
     config = replace(
         config,
         dtype=serving_dtype(dtype, config.dtype),
@@ -78,7 +90,6 @@ def load_target(
         return load_transformers(directory, config, context=context, device=device)
     with created_as(config.dtype, device):
         model = TargetModel(config, context + lookahead)
-    stored = _without_inert(open_weights(directory), config)
     copy_weights(dict(model.weight_views()), stored, source=directory, progress=progress)
     model.requires_grad_(requires_grad=False).eval()
     if pack:
@@ -163,26 +174,36 @@ def _eos_token_ids(directory: Path, config: ModelConfig) -> tuple[int, ...]:
     if not path.is_file():
         return config.eos_token_ids
     try:
-        found = json.loads(path.read_text()).get("eos_token_id")
-    except (ValueError, AttributeError):
-        raise CheckpointError(f"{path}: a JSON object is expected") from None
-    more = found if isinstance(found, list) else [] if found is None else [found]
-    return tuple(dict.fromkeys((*config.eos_token_ids, *more)))
+        found = json.loads(path.read_text())
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: a JSON object is expected")
+    return tuple(dict.fromkeys((*config.eos_token_ids, *token_ids(found, str(path)))))
+
+
+def _as_stored(config: ModelConfig, stored: Weights, directory: Path) -> tuple[ModelConfig, Weights]:
+    """`config` as the tensors show it, and the tensors without the copy of a tied embedding. Differences are logged.
+
+    An lm_head that differs from a tied embedding is used, as in transformers.
+    """
+    raw, source = read_config(directory), str(directory / "config.json")
+    sizes = stored_heads(raw, stored, "model.layers.0.self_attn.", source)
+    config = read_target_config({**raw, **sizes}, source) if sizes else config
+    if not config.tie_word_embeddings or _LM_HEAD not in stored or _EMBED not in stored:
+        return config, stored
+    head, embed = stored[_LM_HEAD], stored[_EMBED]
+    if head.shape == embed.shape and torch.equal(head.read(), embed.read()):
+        return config, {name: tensor for name, tensor in stored.items() if name != _LM_HEAD}
+    log.warning("%s: tie_word_embeddings is true, but %s is not %s; it is used as it is", source, _LM_HEAD, _EMBED)
+    return replace(config, tie_word_embeddings=False), stored
 
 
 def _without_inert(stored: Weights, config: ModelConfig) -> Weights:
-    """The target's tensors without draft heads, RoPE frequencies, and the copy of a tied embedding."""
+    """The target's tensors without draft heads and RoPE frequencies."""
     drafting = (MEDUSA_2, *(f"model.layers.{config.num_layers + k}." for k in range(config.nextn_layers)))
-    kept = {
+    return {
         name: tensor
         for name, tensor in stored.items()
         if not name.endswith("rotary_emb.inv_freq") and not name.startswith(drafting)
     }
-    if config.tie_word_embeddings and _LM_HEAD in kept and _EMBED in kept:
-        head = kept.pop(_LM_HEAD)
-        if head.shape != kept[_EMBED].shape or not torch.equal(head.read(), kept[_EMBED].read()):
-            raise CheckpointError(
-                f"{head.file}: {_LM_HEAD}: config.json has tie_word_embeddings, so a copy of {_EMBED} is expected; "
-                "found other values"
-            )
-    return kept

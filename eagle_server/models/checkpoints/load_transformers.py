@@ -22,6 +22,7 @@ from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, 
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.cache.pool import KVPool
 from eagle_server.models.checkpoints.transformers_config import TESTED, check_rope, read_theirs, window_of
+from eagle_server.models.checkpoints.weights import open_weights
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.targets.transformers import ATTENTION, AttentionCall, TransformersTarget
 
@@ -71,6 +72,7 @@ def _load(directory: Path, dtype: torch.dtype) -> Any:
 
     if not any(directory.glob("*.safetensors")):
         raise CheckpointError(f"{directory}: no *.safetensors here; other formats are read for native families only")
+    open_weights(directory)  # reads headers only; its errors name the damaged or missing file
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -80,15 +82,24 @@ def _load(directory: Path, dtype: torch.dtype) -> Any:
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with their names
         )
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError, ArithmeticError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{directory}: transformers cannot load it ({reason})") from None
     model, found = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if keys := sorted(map(str, found[kind])):
+        if keys := sorted(_said(key) for key in found[kind]):
             raise CheckpointError(f"{directory}: {kind.replace('_keys', '')} tensors: {', '.join(keys[:8])}")
     return model.requires_grad_(requires_grad=False).eval()
+
+
+def _said(key: Any) -> str:
+    """A tensor's name; for one of another size also (name, its shape, the expected shape)."""
+    if not isinstance(key, tuple):
+        return str(key)
+    name, stored, expected = key
+    return f"{name} (expected shape {list(expected)}, found {list(stored)})"
 
 
 class _NoAttention:

@@ -69,6 +69,7 @@ def transformers_config(directory: Path) -> ModelConfig:
 
 def _config(config: Any, raw: Mapping[str, Any]) -> ModelConfig:
     heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
+    rope, limit = _context_limit(config)
     return ModelConfig(
         architecture=str(architecture_name(raw)),
         vocab_size=int(config.vocab_size),
@@ -79,23 +80,44 @@ def _config(config: Any, raw: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
         rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
-        rope=RopeConfig(),
-        max_position=int(getattr(config, "max_position_embeddings", None) or 2048),
+        rope=rope,
+        max_position=limit[0],
+        context_limit=limit,
         dtype=stored_dtype(raw),
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        eos_token_ids=token_ids(getattr(config, "eos_token_id", None)),
+        eos_token_ids=token_ids({"eos_token_id": getattr(config, "eos_token_id", None)}, "config.json"),
         bos_token_id=getattr(config, "bos_token_id", None),
         native=False,
     )
 
 
+def _context_limit(config: Any) -> tuple[RopeConfig, tuple[int, str]]:
+    """What extends the context, and the limit with its reason. Models with one RoPE per layer type are not extended:
+    only some layers are scaled, and max_position_embeddings is the scaled length (Gemma 3).
+    """
+    declared = int(getattr(config, "max_position_embeddings", None) or 2048)
+    if declared < 0:
+        raise ValueError(f"max_position_embeddings must be a positive integer, found {declared}")
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kind = str(parameters.get("rope_type", "default"))
+    if kind in _LENGTH_DEPENDENT:
+        return RopeConfig(), (declared, f"max_position_embeddings, as rope type {kind!r} depends on the length")
+    if kind == "default" and "rope_type" not in parameters:  # no RoPE, or one per layer type
+        return RopeConfig(), (declared, "max_position_embeddings")
+    original = int(parameters.get("original_max_position_embeddings") or declared)
+    factor = parameters.get("factor") or declared / original
+    rope = RopeConfig(kind=kind, factor=float(factor), original_max_position=original)
+    return rope, rope.context_limit(declared)
+
+
 def read_theirs(directory: Path) -> Any:
     """transformers' config object of a checkpoint directory. Code in the directory is never run."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig  # seconds of import that native targets never need
 
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except (ValueError, KeyError, OSError, TypeError) as error:
+    except (ValueError, KeyError, OSError, TypeError, ArithmeticError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
             f"{directory / 'config.json'}: architecture {architecture_name(read_config(directory))!r} is not supported "
@@ -110,12 +132,12 @@ def check_rope(config: Any, context: int, source: str) -> None:
         CheckpointError: the message has the context length that can be served.
     """
     for rope in _ropes(getattr(config, "rope_parameters", None) or {}):
-        original = rope.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", config.max_position_embeddings
-        )
-        if rope.get("rope_type") in _LENGTH_DEPENDENT and context > original:
+        kind, original = rope.get("rope_type"), int(config.max_position_embeddings)
+        if kind != "dynamic":  # in transformers, dynamic RoPE knows max_position_embeddings alone
+            original = int(rope.get("original_max_position_embeddings") or original)
+        if kind in _LENGTH_DEPENDENT and context > original:
             raise CheckpointError(
-                f"{source}: rope type {rope['rope_type']!r} depends on how long a text is beyond {original} tokens; "
+                f"{source}: rope type {kind!r} depends on how long a text is beyond {original} tokens; "
                 f"add --context-length {original}"
             )
 

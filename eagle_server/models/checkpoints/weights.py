@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ class StoredTensor:
 
 
 Weights = dict[str, StoredTensor]
+
+log = logging.getLogger(__name__)
 
 
 def resolve_checkpoint(name: str | Path) -> Path:
@@ -128,6 +131,29 @@ def read_as(stored: StoredTensor, shape: tuple[int, ...], *, floating: bool) -> 
     return tensor
 
 
+def stored_heads(raw: Mapping[str, Any], stored: Weights, attention: str, source: str) -> dict[str, int]:
+    """What q_proj and k_proj under the prefix `attention` say about head_dim and num_key_value_heads.
+
+    Only what config.json does not have, or has otherwise, which is logged. A declared head_dim is never replaced: then
+    num_attention_heads could as well be wrong.
+    """
+    found: dict[str, int] = {}
+    q_rows, k_rows = (stored[name].shape[0] if name in stored else 0 for name in _projections(attention))
+    heads, head_dim = raw.get("num_attention_heads"), raw.get("head_dim")
+    if head_dim is None and isinstance(heads, int) and heads > 0 and q_rows % heads == 0:
+        found["head_dim"] = head_dim = q_rows // heads
+    if isinstance(head_dim, int) and head_dim > 0 and k_rows % head_dim == 0:
+        found["num_key_value_heads"] = k_rows // head_dim
+    found = {key: value for key, value in found.items() if value and raw.get(key) != value}
+    for key in (key for key in found if raw.get(key) is not None):
+        log.warning("%s: %s is %s, but the files hold %d; the tensors count", source, key, raw[key], found[key])
+    return found
+
+
+def _projections(attention: str) -> tuple[str, str]:
+    return f"{attention}q_proj.weight", f"{attention}k_proj.weight"
+
+
 def refuse_quantized(raw: Mapping[str, Any], source: str) -> None:
     """Raise CheckpointError for quantized weights, which are not supported yet."""
     quantization = raw.get("quantization_config")
@@ -172,9 +198,11 @@ def load_pickle(path: Path) -> Any:
 
 def _sharded(index: Path, reader: Callable[[Path], Weights]) -> Weights:
     try:
-        placed: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError):
-        raise CheckpointError(f"{index}: a JSON object with a weight_map is expected") from None
+        placed = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError):
+        placed = None
+    if not isinstance(placed, dict) or not all(isinstance(shard, str) for shard in placed.values()):
+        raise CheckpointError(f"{index}: a JSON object with a weight_map from tensors to files is expected")
     stored: Weights = {}
     for shard in sorted(set(placed.values())):
         if not (index.parent / shard).is_file():

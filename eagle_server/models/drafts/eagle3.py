@@ -47,6 +47,7 @@ class Eagle3Config:
     target_hidden_size: int
     draft_vocab_size: int
     aux_boundaries: tuple[int, ...]
+    fc_bias: bool = False
     norm_before_residual: bool = False
     feature_norm: FeatureNorm = "none"
     norm_output: bool = False
@@ -104,7 +105,7 @@ class Eagle3Head(nn.Module):
         self.embed = nn.Parameter(torch.empty(config.layers.vocab_size, hidden)) if config.own_embed else None
         self.feature_norms = nn.ModuleList(RMSNorm(size, eps) for size in _feature_norm_sizes(config))
         width = len(config.aux_boundaries) * config.target_hidden_size
-        self.fc = Linear(width, [("fc", hidden)]) if config.aux_boundaries else None
+        self.fc = Linear(width, [("fc", hidden)], bias=config.fc_bias) if config.aux_boundaries else None
         self.rope = RotaryEmbedding(config.layers.rope, config.layers.head_dim, context)
         plain = (llama_layer(config.layers, index) for index in range(1, config.layers.num_layers))
         first = Eagle3Layer(config.layers, norm_before_residual=config.norm_before_residual)

@@ -238,8 +238,8 @@ def test_specforge_norm_output_warns_and_an_override_decides(
 
 
 def test_rope_theta_override_reaches_either_place(tmp_path: Path, target: TargetModel) -> None:
-    tensors, rope = dc.eagle3_tensors(), {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
-    for number, extra in enumerate(({}, rope)):
+    tensors, rope = dc.eagle3_tensors(), {"rope_type": "default", "rope_theta": 5.0}
+    for number, extra in enumerate(({}, {"rope_parameters": rope}, {"rope_scaling": rope})):
         directory = dc.write(tmp_path / str(number), tensors, {**EAGLE3, **extra})
         head = load(directory, target, overrides={"rope_theta": 300.0}).head
         close(passes(head), expected_eagle3(tensors, target, head, Semantics(theta=300.0)))

@@ -101,6 +101,16 @@ def test_inexact_checkpoint_is_refused(directory: Path, name: str) -> None:
         ({"hidden_size": None}, "hidden_size must be a positive integer, found None"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"type": "longrope", "factor": 2}}, "rope type 'longrope'"),
+        ({"head_dim": "8"}, "head_dim must be a positive integer, found '8'"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be a positive integer, found 0"),
+        ({"num_attention_heads": 5, "head_dim": 8}, "num_attention_heads 5 is no multiple of num_key_value_heads 2"),
+        ({"max_position_embeddings": -4}, "max_position_embeddings must be a positive integer, found -4"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a positive number, found '1e-5'"),
+        ({"rope_theta": "1e4"}, "rope_theta must be a positive number, found '1e4'"),
+        ({"rope_parameters": [1]}, "rope_parameters and rope_scaling must be objects"),
+        ({"eos_token_id": "2"}, "eos_token_id must be an integer or a list of integers, found '2'"),
+        ({"eos_token_id": [2, None]}, "eos_token_id must be an integer or a list of integers"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list, found 'LlamaForCausalLM'"),
     ],
 )
 def test_unsupported_config_is_refused(directory: Path, settings: dict[str, Any], message: str) -> None:
@@ -115,13 +125,44 @@ def test_inert_tensors_are_ignored(directory: Path) -> None:
     assert torch.equal(logits(load_target(directory, progress=False)), expected)
 
 
-def test_tied_head_may_be_stored_only_as_a_copy(tmp_path: Path) -> None:
+def test_tied_head_is_stored_as_a_copy_or_used_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = checkpoint(tmp_path, tie_word_embeddings=True)
     expected = logits(load_target(directory, progress=False))
     edit(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert torch.equal(logits(load_target(directory, progress=False)), expected)
-    edit(directory, lambda t: t["lm_head.weight"].add_(1))
-    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+    assert not caplog.text
+    edit(directory, lambda t: t["lm_head.weight"].mul_(2))  # transformers, too, does not tie these
+    model = load_target(directory, progress=False)
+    assert "tie_word_embeddings is true, but lm_head.weight is not" in caplog.text
+    assert not model.config.tie_word_embeddings
+    torch.testing.assert_close(logits(model), 2 * expected)
+
+
+@pytest.mark.parametrize(
+    ("true", "declared", "warning"),
+    [
+        ({"num_key_value_heads": 2}, {"num_key_value_heads": 4}, "num_key_value_heads is 4, but the files hold 2"),
+        ({"num_key_value_heads": 1}, {"num_key_value_heads": None}, ""),
+        ({"head_dim": 16}, {"head_dim": None}, ""),
+        ({"head_dim": 16, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, {"head_dim": None}, ""),
+    ],
+    ids=["KV heads", "KV heads absent", "head size absent", "head size of Qwen3 absent"],
+)
+def test_attention_follows_the_tensors(
+    tmp_path: Path, true: dict[str, Any], declared: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = checkpoint(tmp_path, **true)
+    right = load_target(directory, progress=False)
+    (directory / "config.json").write_text(json.dumps({**CONFIG, **true, **declared}))
+    found = load_target(directory, progress=False)
+    assert found.config == right.config
+    assert torch.equal(logits(found), logits(right))
+    assert (warning in caplog.text) if warning else not caplog.text
+
+
+def test_declared_head_size_is_not_replaced(directory: Path) -> None:
+    (directory / "config.json").write_text(json.dumps({**CONFIG, "head_dim": 16}))
+    with pytest.raises(CheckpointError, match=r"q_proj.weight: expected shape \[64, 32\], found \[32, 32\]"):
         load_target(directory, progress=False)
 
 
@@ -136,6 +177,10 @@ def test_missing_files_are_named(directory: Path, tmp_path: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="names model-00001-of-00001.safetensors, which is not there"):
         load_target(directory, progress=False)
+    for content in ('{"weight_map": ["a"]}', "[1]", '{"weight_map": {"a": 3}}', "{}", "no JSON"):
+        (directory / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(CheckpointError, match=r"index.json: a JSON object with a weight_map from tensors to files"):
+            load_target(directory, progress=False)
     (directory / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"no config.json here"):
         load_target(directory, progress=False)
@@ -202,6 +247,22 @@ def test_generation_config_adds_end_of_sequence_ids(tmp_path: Path, more: object
     directory = checkpoint(tmp_path, eos_token_id=3)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": more}))
     assert load_target(directory, progress=False).config.eos_token_ids == ids
+
+
+@pytest.mark.parametrize("content", ['{"eos_token_id": "x"}', '{"eos_token_id": [1, "2"]}', "[1]", "no JSON"])
+def test_bad_generation_config_is_refused(directory: Path, content: str) -> None:
+    (directory / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"generation_config.json: (eos_token_id must be|a JSON object)"):
+        load_target(directory, progress=False)
+
+
+@pytest.mark.parametrize("size", [0, 50, -1000])
+def test_truncated_file_is_refused_in_one_line(directory: Path, size: int) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match=r"model.safetensors: not a readable safetensors file") as caught:
+        load_target(directory, progress=False)
+    assert "\n" not in str(caught.value)
 
 
 def test_context_sizes_the_rope_table(directory: Path) -> None:

@@ -181,7 +181,9 @@ def test_the_kernel_branch_equals_the_twins(in_place, interleaved):
         torch.testing.assert_close(kernel, twin)
 
 
-SHAPE = ModelConfig("LlamaForCausalLM", 50, 32, 48, 3, 4, 2, 8, 1e-5, RopeConfig(), 64, torch.float32, qk_norm=True)
+SHAPE = ModelConfig(
+    "LlamaForCausalLM", 50, 32, 48, 3, 4, 2, 8, 1e-5, RopeConfig(), 64, (64, ""), torch.float32, qk_norm=True
+)
 
 
 @pytest.fixture

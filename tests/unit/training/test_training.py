@@ -14,13 +14,14 @@ from torch import Tensor
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import LayerSpec
 from eagle_server.models.checkpoints.load_draft import load_draft
-from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.load_target import load_native_target, load_target
 from eagle_server.models.drafts.eagle3 import Eagle3Head
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
 from eagle_server.training.__main__ import DEMO_HEAD, main
 from eagle_server.training.corpus import train_tokenizer
 from eagle_server.training.export import MAX_DEMO_BYTES, export_demo, export_head, export_target
+from eagle_server.training.fingerprint import target_fingerprint
 from eagle_server.training.generate import continue_texts
 from eagle_server.training.heads import Kind, NewHead, default_boundaries, new_eagle, new_eagle3
 from eagle_server.training.loop import Job, Schedule, train
@@ -184,7 +185,7 @@ def small_job(directory: Path, steps: int, fails_at: int | None = None) -> Job:
         return (model(x) - x.sum(-1, keepdim=True)).square().mean(), {"accuracy": 0.5}
 
     schedule = Schedule(steps, peak=0.01, warmup=3)
-    return Job("small", model, directory, schedule, loss, lambda: {"held-out loss": 0.0}, log_every=1, save_every=5)
+    return Job("small", model, directory, schedule, loss, lambda: {"held-out loss": 0.0}, {}, log_every=1, save_every=5)
 
 
 @pytest.mark.slow
@@ -238,9 +239,14 @@ def test_the_demo_is_exported_in_the_published_formats(tmp_path: Path) -> None:
     ]
     curves = {name: [[1200, 0.5]] for name in ["held-out loss", *names]}
     (work / "eagle3" / "training" / "eagle3-history.json").write_text(json.dumps(curves))
-    (work / "eagle3" / "training" / "recipe.json").write_text(json.dumps(dataclasses.asdict(DEMO_HEAD)))
+    key = target_fingerprint(load_native_target(work / "target", progress=False, pack=False))
+    recipe = work / "eagle3" / "training" / "recipe.json"
+    recipe.write_text(json.dumps(dataclasses.asdict(DEMO_HEAD) | {"target": "another"}))
     for picture in (work / "target-loss.png", work / "eagle3" / "training" / "eagle3-loss.png"):
         picture.write_bytes(b"")
+    with pytest.raises(ValueError, match="was trained for another target"):
+        export_demo(work, assets)
+    recipe.write_text(json.dumps(dataclasses.asdict(DEMO_HEAD) | {"target": key}))
     assert export_demo(work, assets) < MAX_DEMO_BYTES
     assert "PSF License" in (assets / "README.md").read_text()
     loaded = load_target(assets / "target", progress=False)
