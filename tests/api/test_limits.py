@@ -199,9 +199,9 @@ async def test_a_hanging_engine_is_started_again_after_its_clients_gave_up(clien
         first = client.ready
         for number in range(clients):
             if client.is_available:
-                with pytest.raises((GenerationTimeout, EngineUnavailable)):
-                    with client.submit([a_request(str(number), HANG)], timeout=0.2) as generation:
-                        await anext(generation)
+                generation = client.submit([a_request(str(number), HANG)], timeout=0.2)
+                with pytest.raises((GenerationTimeout, EngineUnavailable)), generation:
+                    await anext(generation)
         await until(lambda: not client.is_available)
         async with asyncio.timeout(PATIENCE):
             await client.until_available()
