@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 from starlette.routing import Route
 
-from eagle_server.api.body import read_body
+from eagle_server.api.body import process, read_body
 from eagle_server.api.errors import ApiError, bad_request
 from eagle_server.api.generate import GenerationHandler, prepare
 from eagle_server.api.prompts import encode, render
@@ -131,20 +132,19 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_body(ChatRequest, request)
     service = service_of(request)
     ready = service.ready_for(body.model)
-    handler = await prepare(
-        body,
-        service,
-        ready,
-        f"chatcmpl-{request_id_of(request)}",
-        lambda: _prompts(body, service, ready),
-        service.chat_template.stops,
-        tool_use(body, service.call_syntax),
-    )
+    response_id = f"chatcmpl-{request_id_of(request)}"
+    handler = await process(body, lambda: _handler(body, service, ready, response_id))
     return await handler.respond(request, build_response=build_response, build_events=build_events, build_end=build_end)
 
 
 # A Starlette route: the handler reads the body itself, and FastAPI's parsing would only add latency.
 router = APIRouter(routes=[Route("/v1/chat/completions", create_chat_completion, methods=["POST"])])
+
+
+def _handler(body: ChatRequest, service: Service, ready: Ready, response_id: str) -> GenerationHandler:
+    tools = tool_use(body, service.call_syntax)
+    prompts = partial(_prompts, body, service, ready)
+    return prepare(body, service, ready, response_id, prompts, service.chat_template.stops, tools)
 
 
 def _prompts(body: ChatRequest, service: Service, ready: Ready) -> list[Prompt]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 from starlette.routing import Route
 
-from eagle_server.api.body import read_body
+from eagle_server.api.body import process, read_body
 from eagle_server.api.errors import ApiError, bad_request
 from eagle_server.api.generate import GenerationHandler, prepare
 from eagle_server.api.prompts import check_token_ids, encode
@@ -59,7 +60,8 @@ async def create_completion(request: Request) -> Response:
     service = service_of(request)
     ready = service.ready_for(body.model)
     response_id = f"cmpl-{request_id_of(request)}"
-    handler = await prepare(body, service, ready, response_id, lambda: _prompts(body, service, ready))
+    prompts = partial(_prompts, body, service, ready)
+    handler = await process(body, lambda: prepare(body, service, ready, response_id, prompts))
     return await handler.respond(request, build_response=build_response, build_events=build_events, build_end=build_end)
 
 

@@ -44,12 +44,11 @@ from eagle_server.text.chat_template import NO_STOPS, TemplateStops
 logger = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 1024
-SHORT_BODY = 4096  # bytes; tokenizing the prompts of a shorter body takes less time than starting a thread
 
 _serial = count()  # makes engine ids unique: a client may send the same x-request-id twice
 
 
-async def prepare(
+def prepare(
     body: GenerationBody,
     service: Service,
     ready: Ready,
@@ -60,6 +59,8 @@ async def prepare(
 ) -> GenerationHandler:
     """Tokenize the prompts, check the limits and make one engine request per choice. Nothing is submitted yet.
 
+    Endpoints call it with `body.process`, because long prompts take seconds.
+
     `stops` end the answer in addition to the body's own. `tools`: look for tool calls.
 
     Raises:
@@ -68,8 +69,7 @@ async def prepare(
     _check_count(body, service)
     for field in ("stop_token_ids", "allowed_token_ids"):
         check_token_ids(field, getattr(body, field) or [], ready.vocab_size)
-    # The tokenizer releases the interpreter lock, so the event loop goes on during a long prompt.
-    prompts = tokenize() if body.size <= SHORT_BODY else await asyncio.to_thread(tokenize)
+    prompts = tokenize()
     tokenizer = service.spelling.tokenizer
     sampling = sampling_params(
         body,

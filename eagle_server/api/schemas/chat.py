@@ -9,8 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from eagle_server.api.json_size import TooManyValues, check_size
 from eagle_server.api.schemas.base import Body, Part
-from eagle_server.api.schemas.generation import MAX_LOGPROBS, GenerationBody, NonEmpty
+from eagle_server.api.schemas.generation import FAIL_FAST, MAX_LOGPROBS, GenerationBody, NonEmpty
 
 Values = dict[str, Any]
 
@@ -38,7 +39,10 @@ class FunctionCall(Part):
     @classmethod
     def _is_an_object(cls, arguments: str) -> str:
         try:
+            check_size(arguments)
             fits = isinstance(json.loads(arguments or "{}"), dict)
+        except TooManyValues as error:
+            raise PydanticCustomError("arguments", "has {problem}", {"problem": str(error)}) from None
         except (ValueError, RecursionError):
             fits = False
         if not fits:
@@ -58,9 +62,9 @@ class Message(Part):
     """One message. Parameters like `refusal` that clients send back as null are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], FAIL_FAST] | None = None
     name: str | None = None
-    tool_calls: list[ToolCallParam] = Field(default_factory=list)
+    tool_calls: Annotated[list[ToolCallParam], FAIL_FAST] = Field(default_factory=list)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -130,13 +134,14 @@ class Tool(Part):
     function: Function
 
 
-Messages = Annotated[list[Message], Field(min_length=1)]
+Messages = Annotated[list[Message], Field(min_length=1), FAIL_FAST]
 
 
 class Rendering(Body):
     """How the template turns messages into text."""
 
-    tools: list[Values] = Field(default_factory=list)  # unparsed: templates print them, and the order of keys matters
+    # Unparsed: templates print them, and the order of keys matters.
+    tools: Annotated[list[Values], FAIL_FAST] = Field(default_factory=list)
     chat_template_kwargs: Values = Field(default_factory=dict)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

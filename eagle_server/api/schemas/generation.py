@@ -24,7 +24,8 @@ INT64_MAX = 2**63 - 1
 
 NonEmpty = Annotated[str, Field(min_length=1)]
 # A list of a million token ids is not a list of strings: one error says so.
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
+FAIL_FAST = Field(fail_fast=True)
+TokenIds = Annotated[list[int], FAIL_FAST]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
