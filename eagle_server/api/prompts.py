@@ -48,7 +48,7 @@ def encode(text: str, tokenizer: Tokenizer, limit: int, param: str, *, special: 
     try:
         return tokenizer.encode(text, special=special, limit=limit)
     except TooManyTokens as error:
-        message = f"the prompt has {error.count} tokens; at most {limit} are possible"
+        message = f"the maximum context length is {limit} tokens, however the text has {error.count}"
         raise bad_request(message, param, "context_length_exceeded") from None
 
 
