@@ -30,6 +30,9 @@ CONVERTED = frozenset(
     }
 )
 COPIED = tuple(name for name in SamplingParams.__struct_fields__ if name not in CONVERTED)
+# Every cycle compares the end of the text with all words, so their tokens are memory and time of every cycle.
+MAX_BAD_WORD_TOKENS = 128  # of a word
+MAX_BAD_WORDS_TOKENS = 8192  # of all words together, each counted once
 GREEDY_BELOW = 1e-5  # a lower temperature divides by nearly zero
 
 
@@ -45,7 +48,7 @@ def sampling_params(
     """`stop_token_ids` are added to the body's. `grammar` replaces the body's unless it is None.
 
     Raises:
-        ApiError: a token of logit_bias is outside the vocabulary, or a bad word has no tokens.
+        ApiError: a token of logit_bias is outside the vocabulary, or a bad word has no tokens or too many.
     """
     num_logprobs = [number for number in (body.num_logprobs, body.prompt_logprobs) if number is not None]
     return SamplingParams(
@@ -74,12 +77,20 @@ def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, .
 
     Each word counts as it is, and also with a space before it if that has as many tokens and another first token.
     Otherwise the space is a token of its own, and the plain sequence covers this spelling too.
+
+    Raises:
+        ApiError: a word has no tokens or too many, or all words together have too many.
     """
     sequences: dict[tuple[int, ...], None] = {}
-    for word in words:
+    total = 0
+    for word in dict.fromkeys(words):
         plain, spaced = (tuple(tokenizer.encode(space + word.lstrip(), special=False)) for space in ("", " "))
         if not plain:
             raise bad_request(f"bad_words: {word!r} has no tokens", "bad_words", "invalid_value")
+        total += len(plain)
+        if len(plain) > MAX_BAD_WORD_TOKENS or total > MAX_BAD_WORDS_TOKENS:
+            limits = f"{MAX_BAD_WORD_TOKENS} tokens of a word and {MAX_BAD_WORDS_TOKENS} of all words"
+            raise bad_request(f"bad_words: at most {limits} are possible", "bad_words", "invalid_value")
         sequences[plain] = None
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
             sequences[spaced] = None

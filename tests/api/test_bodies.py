@@ -75,6 +75,21 @@ BODIES: dict[str, tuple[str, Callable[[], str], str | None]] = {
         ),
         "messages.0.tool_calls.0.function.arguments",
     ),
+    "bad words": (
+        "/v1/completions",
+        lambda: json.dumps({"prompt": "a", "bad_words": ["x" * 15_000] * 1024}),
+        "bad_words.0",
+    ),
+    "many bad words": (
+        "/v1/completions",
+        lambda: json.dumps({"prompt": "a", "bad_words": [f"{number:x<1024}" for number in range(1024)]}),
+        "bad_words",
+    ),
+    "allowed tokens": (
+        "/v1/completions",
+        lambda: json.dumps({"prompt": "a", "allowed_token_ids": [*range(100_000, 500_000)][::-1]}),
+        "allowed_token_ids",
+    ),
     "a text to tokenize": ("/tokenize", lambda: repeated("a", '{"prompt": "', '"}', ""), "prompt"),
     "tokens to detokenize": ("/detokenize", lambda: repeated("1", '{"tokens": ['), None),
 }

@@ -80,6 +80,8 @@ async def test_bad_words_are_tokenized_with_and_without_a_space(
     # With one token per byte a space is a separate token, so only the plain spelling counts.
     params = await sampling(http, engine, path, bad_words=["no", " no", "é"])
     assert params.bad_words == (tuple(b"no"), tuple("é".encode()))
+    words = [f"{number:x<16}" for number in range(512)] + ["0" + "x" * 15] * 512
+    assert len((await sampling(http, engine, path, bad_words=words)).bad_words) == 512
 
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": ["null", "string"], "default": None}}}

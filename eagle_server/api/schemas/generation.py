@@ -16,6 +16,9 @@ MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 1024
+MAX_TEXT = 1024  # characters of a stop text or a bad word
+MAX_STOP_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 2**19  # more than any vocabulary
 MAX_TEMPERATURE = 100.0  # the distribution is flat long before
 MAX_REPETITION_PENALTY = 100.0
 MAX_TIMEOUT = 24 * 3600.0
@@ -23,6 +26,7 @@ INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
 NonEmpty = Annotated[str, Field(min_length=1)]
+ShortText = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 # A list of a million token ids is not a list of strings: one error says so.
 FAIL_FAST = Field(fail_fast=True)
 TokenIds = Annotated[list[int], FAIL_FAST]
@@ -40,6 +44,8 @@ class StreamOptions(Part):
 class GenerationBody(Body):
     """Parameters of all generating endpoints; docs/api.md explains each.
 
+    Texts and lists are bounded, because each is processed for every request or in every cycle.
+
     A parameter with the name of a field of `request.SamplingParams` is copied into it, see `api/sampling_params.py`.
     """
 
@@ -56,7 +62,7 @@ class GenerationBody(Body):
         "service_tier": ("auto", "default"),
     }
     expected: ClassVar[dict[str, str]] = {
-        "stop": f"should be a string or a list of at most {MAX_STOPS} strings, none of them empty",
+        "stop": f"should be a string or a list of at most {MAX_STOPS} strings, each of 1 to {MAX_TEXT} characters",
         "logit_bias": f"should map at most {MAX_BIASES} token ids, as strings, to numbers from -100 to 100",
     }
 
@@ -70,12 +76,12 @@ class GenerationBody(Body):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=MAX_REPETITION_PENALTY)
     logit_bias: dict[TokenId, Bias] = Field(default_factory=dict, max_length=MAX_BIASES)
-    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
-    bad_words: list[NonEmpty] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: Annotated[list[ShortText], FAIL_FAST] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
     seed: int | None = Field(None, ge=-INT64_MAX, le=INT64_MAX)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
-    stop_token_ids: TokenIds = Field(default_factory=list)
+    stop: ShortText | Annotated[list[ShortText], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
     ignore_eos: bool = False
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     speculative: bool = True
