@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from eagle_server.api.errors import bad_request
 from eagle_server.api.prompts import check_token_ids
-from eagle_server.api.schemas.generation import GenerationBody
+from eagle_server.api.schemas.generation import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS_TOKENS, GenerationBody
 from eagle_server.request import Grammar, SamplingParams
 from eagle_server.text.tokenizer import Tokenizer
 
@@ -30,9 +30,6 @@ CONVERTED = frozenset(
     }
 )
 COPIED = tuple(name for name in SamplingParams.__struct_fields__ if name not in CONVERTED)
-# Every cycle compares the end of the text with all words, so their tokens are memory and time of every cycle.
-MAX_BAD_WORD_TOKENS = 128  # of a word
-MAX_BAD_WORDS_TOKENS = 8192  # of all words together, each counted once
 GREEDY_BELOW = 1e-5  # a lower temperature divides by nearly zero
 
 

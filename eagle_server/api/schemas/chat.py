@@ -172,6 +172,7 @@ class ChatRequest(GenerationBody, Rendering):
     """A conversation to answer."""
 
     prompt_param: ClassVar[str] = "messages"
+    logprobs_param: ClassVar[str] = "top_logprobs"
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerationBody.neutral,
         "add_special_tokens": (False,),

@@ -18,6 +18,7 @@ class CompletionRequest(GenerationBody):
     """A prompt to continue, or several."""
 
     prompt_param: ClassVar[str] = "prompt"
+    logprobs_param: ClassVar[str] = "logprobs"
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerationBody.neutral,
         "suffix": ("",),

@@ -16,6 +16,9 @@ MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 1024
+# Every cycle compares the end of the text with all words, so their tokens are memory and time of every cycle.
+MAX_BAD_WORD_TOKENS = 128  # of a word
+MAX_BAD_WORDS_TOKENS = 8192  # of all words together, each counted once
 MAX_TEXT = 1024  # characters of a stop text or a bad word
 MAX_STOP_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 2**19  # more than any vocabulary
@@ -50,6 +53,7 @@ class GenerationBody(Body):
     """
 
     prompt_param: ClassVar[str]  # the parameter that errors about the prompt name
+    logprobs_param: ClassVar[str]  # the parameter with the number of alternatives per output token
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "length_penalty": (1,),
@@ -77,7 +81,11 @@ class GenerationBody(Body):
     repetition_penalty: float = Field(1.0, gt=0, le=MAX_REPETITION_PENALTY)
     logit_bias: dict[TokenId, Bias] = Field(default_factory=dict, max_length=MAX_BIASES)
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
-    bad_words: Annotated[list[ShortText], FAIL_FAST] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
+    bad_words: Annotated[list[ShortText], FAIL_FAST] = Field(
+        default_factory=list,
+        max_length=MAX_BAD_WORDS,
+        description=f"At most {MAX_BAD_WORD_TOKENS} tokens of a word, and {MAX_BAD_WORDS_TOKENS} of all words.",
+    )
     seed: int | None = Field(None, ge=-INT64_MAX, le=INT64_MAX)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stop: ShortText | Annotated[list[ShortText], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
