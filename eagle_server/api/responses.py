@@ -1,12 +1,13 @@
-"""Parts of responses that the endpoints share: usage, metrics, prompt log-probabilities and draft trees."""
+"""What the endpoints' responses share: usage, metrics, prompt log-probabilities, draft trees, and answers to HEAD."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 from fastapi import Response
+from fastapi.routing import APIRoute
 from msgspec import UNSET, UnsetType
 
 from eagle_server.api.errors import bad_request
@@ -160,6 +161,15 @@ def trees_of(trees: Sequence[DraftTree], spell: Callable[[int], str]) -> list[Tr
         )
         for tree in trees
     ]
+
+
+class HeadRoute(APIRoute):
+    """A route that answers HEAD as it answers GET. FastAPI's do not, Starlette's do. The HTTP server drops the body."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.methods and "GET" in self.methods:
+            self.methods.add("HEAD")
 
 
 def json_response(content: object) -> Response:

@@ -7,12 +7,12 @@ from fastapi import APIRouter, Request, Response
 
 from eagle_server.api.body import process, read_body
 from eagle_server.api.prompts import check_token_ids, encode, render
-from eagle_server.api.responses import json_response
+from eagle_server.api.responses import HeadRoute, json_response
 from eagle_server.api.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from eagle_server.api.service import Service, service_of
 from eagle_server.text.token_spelling import TokenSpelling
 
-router = APIRouter()
+router = APIRouter(route_class=HeadRoute)
 
 MAX_TEXT_TOKENS = 2**19  # of a text for /tokenize, which may be longer than the model's context
 

@@ -26,7 +26,7 @@ MAX_TEMPERATURE = 100.0  # the distribution is flat long before
 MAX_REPETITION_PENALTY = 100.0
 MAX_TIMEOUT = 24 * 3600.0
 INT32_MAX = 2**31 - 1
-INT64_MAX = 2**63 - 1
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 NonEmpty = Annotated[str, Field(min_length=1)]
 ShortText = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
@@ -86,7 +86,7 @@ class GenerationBody(Body):
         max_length=MAX_BAD_WORDS,
         description=f"At most {MAX_BAD_WORD_TOKENS} tokens of a word, and {MAX_BAD_WORDS_TOKENS} of all words.",
     )
-    seed: int | None = Field(None, ge=-INT64_MAX, le=INT64_MAX)
+    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stop: ShortText | Annotated[list[ShortText], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
     stop_token_ids: TokenIds = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
