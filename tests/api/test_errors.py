@@ -119,6 +119,9 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "a JSON schema"),
+        ({"structured_outputs": {"json": '{"const": "\\ud800"}'}}, "structured_outputs", "a JSON schema"),
+        ({"structured_outputs": {"json": '{"const": NaN}'}}, "structured_outputs", "a JSON schema"),
+        ({"structured_outputs": {"json": "[" * 100_000}}, "structured_outputs", "a JSON schema"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "unknown"),
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
