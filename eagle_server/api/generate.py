@@ -211,8 +211,7 @@ class GenerationHandler:
 
     def prompt_logprobs(self, state: RequestState) -> PromptLogprobs | UnsetType:
         """The scores of a choice's prompt, if the request asks for them."""
-        count = self.body.prompt_logprobs
-        return UNSET if count is None else prompt_logprobs_of(state.prompt_logprobs, count, self.spelling)
+        return UNSET if state.prompt_scores is None else state.prompt_scores
 
     # --- Generation. ---
 
@@ -220,18 +219,19 @@ class GenerationHandler:
         outputs = [OutputDelta(state.index) for state in self.states]
         async with aclosing(self._outputs()) as deltas:
             async for delta in deltas:
-                if len(delta.tokens) > LONG_DELTA:
+                if len(delta.tokens) + len(self.states[delta.index].prompt_logprobs) > LONG_DELTA:
                     await asyncio.to_thread(self._encode, delta, build_logprobs)
                 else:
                     self._encode(delta, build_logprobs)
                 outputs[delta.index].extend(delta)
-        # Spelling and encoding the scores of a long prompt would block the event loop.
-        if any(state.prompt_logprobs for state in self.states):
-            return await asyncio.to_thread(lambda: msgspec.json.encode(build(self, outputs)))
         return msgspec.json.encode(build(self, outputs))
 
     def _encode(self, delta: OutputDelta, build_logprobs: BuildLogprobs) -> None:
         """Encode the scores and trees of a delta, as objects would take several times the memory until the end."""
+        state, count = self.states[delta.index], self.body.prompt_logprobs
+        if count is not None and (state.prompt_logprobs or state.prompt_scores is None):
+            state.prompt_scores = prompt_logprobs_of(state.prompt_logprobs, count, self.spelling)
+        state.prompt_logprobs = []
         delta.logprobs, delta.tokens = build_logprobs(self, delta.tokens), []
         delta.encoded_trees, delta.trees = [encoded(tree) for tree in trees_of(delta.trees, self.spelling)], []
 

@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 from eagle_server.api.errors import ApiError, bad_request, unavailable
-from eagle_server.api.responses import Tree
+from eagle_server.api.responses import PromptLogprobs, Tree
 from eagle_server.api.tools import ToolUse
 from eagle_server.request import DraftTree, FinishReason, Request, SpecStats, TokenDelta, TokenLogprob
 from eagle_server.text.detokenizer import IncrementalDetokenizer
@@ -113,6 +113,7 @@ class RequestState:
         self.cached_tokens = 0
         self.spec: SpecStats | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
+        self.prompt_scores: PromptLogprobs | None = None  # as the response shows them
         self._tokenizer = tokenizer
         self._tool_parser = None if tools is None else tools.parser()
         markers = None if tools is None else tools.syntax.markers

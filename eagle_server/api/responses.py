@@ -96,7 +96,7 @@ class Tree(msgspec.Struct):
     bonus: str | None
 
 
-S = TypeVar("S", bound=msgspec.Struct | dict[str, float])
+S = TypeVar("S")
 
 
 def encoded(part: S) -> S:
@@ -140,12 +140,11 @@ def prompt_logprobs_of(entries: list[TokenLogprob], count: int, spell: Callable[
     for entry in entries:
         top = entry.top[:count]
         ranks = {token_id: rank for rank, (token_id, _) in enumerate(top, start=1)}
-        scores.append(
-            {
-                str(token_id): PromptLogprob(finite(logprob), ranks.get(token_id), spell(token_id))
-                for token_id, logprob in ((entry.token_id, entry.logprob), *top)
-            }
-        )
+        shown = {
+            str(token_id): PromptLogprob(finite(logprob), ranks.get(token_id), spell(token_id))
+            for token_id, logprob in ((entry.token_id, entry.logprob), *top)
+        }
+        scores.append(encoded(shown))
     return scores
 
 
