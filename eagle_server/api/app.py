@@ -68,7 +68,7 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
     app.state.tracing = tracing
     for module in (*GENERATING, tokens, inspection, exposition, playground):
         app.include_router(module.router)
-    app.add_api_route("/openapi.json", document, methods=["GET"])
+    app.add_route("/openapi.json", document, methods=["GET"])
     # The middleware that is added last sees a request first.
     app.add_middleware(
         AdmissionMiddleware,

@@ -1,20 +1,28 @@
-"""Reads a request's body, with a limit on its size and on the time it takes to arrive."""
+"""Reads a request's body, with limits on its size and on the time it takes to arrive. Long bodies use threads."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import TypeVar
 
 from fastapi import Request
 
-from eagle_server.api.errors import ApiError
+from eagle_server.api.errors import ApiError, bad_request
+from eagle_server.api.json_size import JsonSize, TooManyValues
 from eagle_server.api.schemas.base import Body, parse
 
 B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 * 2**20
 BODY_SECONDS = 60.0
+SHORT_BODY = 4096  # bytes; what a shorter body needs takes less time than starting a thread
+
+# One thread: parsing holds the interpreter lock, up to 50 ms at a time, and several threads would add up.
+_PARSER = ThreadPoolExecutor(1, "parse")
 
 
 async def read_body(schema: type[B], request: Request) -> B:
@@ -23,15 +31,32 @@ async def read_body(schema: type[B], request: Request) -> B:
     Raises:
         ApiError: the body is too large, too slow or invalid.
     """
-    body = bytearray()
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+        raise _too_large()
+    body, size = bytearray(), JsonSize()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > MAX_BODY_BYTES:
-                    message = f"the body is larger than {MAX_BODY_BYTES} bytes"
-                    raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
+                    raise _too_large()
+                size.add(chunk)
+    except TooManyValues as error:
+        raise bad_request(f"the body has {error}", code="too_many_values") from None
     except TimeoutError:
         message = f"the body did not come within {BODY_SECONDS:g} seconds"
         raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="slow_body") from None
-    return parse(schema, bytes(body))
+    if len(body) <= SHORT_BODY:
+        return parse(schema, bytes(body))
+    return await asyncio.get_running_loop().run_in_executor(_PARSER, parse, schema, bytes(body))
+
+
+async def process(body: Body, function: Callable[[], T]) -> T:
+    """The result of `function`, whose time depends on the body: called in place for a short body, else on a thread."""
+    return function() if body.size <= SHORT_BODY else await asyncio.to_thread(function)
+
+
+def _too_large() -> ApiError:
+    message = f"the body is larger than {MAX_BODY_BYTES} bytes"
+    return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import cast
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 from starlette.routing import Route
 
-from eagle_server.api.body import read_body
+from eagle_server.api.body import process, read_body
 from eagle_server.api.errors import ApiError, bad_request
 from eagle_server.api.generate import GenerationHandler, prepare
 from eagle_server.api.prompts import encode, render
 from eagle_server.api.request_id import request_id_of
 from eagle_server.api.request_state import OutputDelta, Prompt, ScoredToken
-from eagle_server.api.responses import Metrics, PromptLogprobs, Tree, Usage, finite
+from eagle_server.api.responses import Metrics, PromptLogprobs, Tree, Usage, encoded, finite
 from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.api.service import Service, service_of
 from eagle_server.api.sse import DONE, event
@@ -43,6 +45,9 @@ class ChatLogprobs(msgspec.Struct):
 
     content: list[ChatLogprob]
     refusal: None = None
+
+    def extend(self, other: ChatLogprobs) -> None:
+        self.content += other.content
 
 
 class CalledFunction(msgspec.Struct):
@@ -131,20 +136,25 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_body(ChatRequest, request)
     service = service_of(request)
     ready = service.ready_for(body.model)
-    handler = await prepare(
-        body,
-        service,
-        ready,
-        f"chatcmpl-{request_id_of(request)}",
-        lambda: _prompts(body, service, ready),
-        service.chat_template.stops,
-        tool_use(body, service.call_syntax),
+    response_id = f"chatcmpl-{request_id_of(request)}"
+    handler = await process(body, lambda: _handler(body, service, ready, response_id))
+    return await handler.respond(
+        request,
+        build_logprobs=_logprobs,
+        build_response=build_response,
+        build_events=build_events,
+        build_end=build_end,
     )
-    return await handler.respond(request, build_response=build_response, build_events=build_events, build_end=build_end)
 
 
 # A Starlette route: the handler reads the body itself, and FastAPI's parsing would only add latency.
 router = APIRouter(routes=[Route("/v1/chat/completions", create_chat_completion, methods=["POST"])])
+
+
+def _handler(body: ChatRequest, service: Service, ready: Ready, response_id: str) -> GenerationHandler:
+    tools = tool_use(body, service.call_syntax)
+    prompts = partial(_prompts, body, service, ready)
+    return prepare(body, service, ready, response_id, prompts, service.chat_template.stops, tools)
 
 
 def _prompts(body: ChatRequest, service: Service, ready: Ready) -> list[Prompt]:
@@ -171,7 +181,7 @@ def build_response(handler: GenerationHandler, outputs: Sequence[OutputDelta]) -
             ChatChoice(
                 output.index,
                 _message(output),
-                _logprobs(handler, output.tokens),
+                cast(ChatLogprobs | None, output.logprobs),
                 output.finish_reason,
                 handler.trees(output),
             )
@@ -258,5 +268,5 @@ def _logprobs(handler: GenerationHandler, tokens: Sequence[ScoredToken]) -> Chat
         assert token.logprob is not None  # only a prompt's first token has none, and chats do not echo
         chosen = spelled(token.token_id, token.logprob)
         top = [spelled(token_id, logprob) for token_id, logprob in token.top[:count]]
-        content.append(ChatLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
+        content.append(encoded(ChatLogprob(chosen.token, chosen.logprob, chosen.bytes, top)))
     return ChatLogprobs(content)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import cast
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 from starlette.routing import Route
 
-from eagle_server.api.body import read_body
+from eagle_server.api.body import process, read_body
 from eagle_server.api.errors import ApiError, bad_request
 from eagle_server.api.generate import GenerationHandler, prepare
 from eagle_server.api.prompts import check_token_ids, encode
 from eagle_server.api.request_id import request_id_of
 from eagle_server.api.request_state import OutputDelta, Prompt, ScoredToken
-from eagle_server.api.responses import Metrics, PromptLogprobs, Tree, Usage, finite
+from eagle_server.api.responses import Metrics, PromptLogprobs, Tree, Usage, encoded, finite
 from eagle_server.api.schemas.completion import CompletionRequest
 from eagle_server.api.service import Service, service_of
 from eagle_server.api.sse import DONE, event
@@ -29,6 +31,10 @@ class Logprobs(msgspec.Struct):
     token_logprobs: list[float | None] = msgspec.field(default_factory=list)
     top_logprobs: list[dict[str, float] | None] = msgspec.field(default_factory=list)
     text_offset: list[int] = msgspec.field(default_factory=list)
+
+    def extend(self, other: Logprobs) -> None:
+        for name in self.__struct_fields__:
+            getattr(self, name).extend(getattr(other, name))
 
 
 class ChoiceBody(msgspec.Struct):
@@ -59,8 +65,15 @@ async def create_completion(request: Request) -> Response:
     service = service_of(request)
     ready = service.ready_for(body.model)
     response_id = f"cmpl-{request_id_of(request)}"
-    handler = await prepare(body, service, ready, response_id, lambda: _prompts(body, service, ready))
-    return await handler.respond(request, build_response=build_response, build_events=build_events, build_end=build_end)
+    prompts = partial(_prompts, body, service, ready)
+    handler = await process(body, lambda: prepare(body, service, ready, response_id, prompts))
+    return await handler.respond(
+        request,
+        build_logprobs=_logprobs,
+        build_response=build_response,
+        build_events=build_events,
+        build_end=build_end,
+    )
 
 
 # A Starlette route: the handler reads the body itself, and FastAPI's parsing would only add latency.
@@ -88,14 +101,15 @@ def _prompts(body: CompletionRequest, service: Service, ready: Ready) -> list[Pr
 
 
 def build_response(handler: GenerationHandler, outputs: Sequence[OutputDelta]) -> CompletionBody:
-    choices = [_choice(handler, output) for output in outputs]
+    choices = [_choice(handler, output, cast(Logprobs | None, output.logprobs)) for output in outputs]
     for choice, state in zip(choices, handler.states, strict=True):
         choice.prompt_logprobs = handler.prompt_logprobs(state)
     return _body(handler, choices, handler.usage, handler.metrics)
 
 
 def build_events(handler: GenerationHandler, output: OutputDelta) -> bytes:
-    return event(_body(handler, [_choice(handler, output)], handler.chunk_usage))
+    choice = _choice(handler, output, _logprobs(handler, output.tokens))
+    return event(_body(handler, [choice], handler.chunk_usage))
 
 
 def build_end(handler: GenerationHandler, error: ApiError | None) -> bytes:
@@ -117,14 +131,17 @@ def _body(
     )
 
 
-def _choice(handler: GenerationHandler, output: OutputDelta) -> ChoiceBody:
-    logprobs = None if handler.body.num_logprobs is None else _logprobs(handler, output.tokens)
+def _choice(handler: GenerationHandler, output: OutputDelta, logprobs: Logprobs | None) -> ChoiceBody:
     return ChoiceBody(output.index, output.text, logprobs, output.finish_reason, trees=handler.trees(output))
 
 
-def _logprobs(handler: GenerationHandler, tokens: Iterable[ScoredToken]) -> Logprobs:
-    """`top_logprobs` holds the alternatives and the token itself, so it may have one entry more than was asked for."""
+def _logprobs(handler: GenerationHandler, tokens: Iterable[ScoredToken]) -> Logprobs | None:
+    """None unless the request asks for them.
+
+    `top_logprobs` holds the alternatives and the token itself, so it may have one entry more than was asked for."""
     spell, count = handler.spelling, handler.body.num_logprobs
+    if count is None:
+        return None
     logprobs = Logprobs()
     for token in tokens:
         logprobs.tokens.append(spell(token.token_id))
@@ -137,5 +154,5 @@ def _logprobs(handler: GenerationHandler, tokens: Iterable[ScoredToken]) -> Logp
         for token_id, value in (*token.top[:count], (token.token_id, token.logprob)):
             top.setdefault(spell(token_id), finite(value))
         logprobs.token_logprobs.append(finite(token.logprob))
-        logprobs.top_logprobs.append(top)
+        logprobs.top_logprobs.append(encoded(top))
     return logprobs

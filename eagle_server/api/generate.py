@@ -23,13 +23,15 @@ from msgspec import UNSET, UnsetType
 from eagle_server.api.errors import ApiError, as_api_error, bad_request, is_expected
 from eagle_server.api.pacing import paced
 from eagle_server.api.prompts import check_token_ids, too_long
-from eagle_server.api.request_state import OutputDelta, Prompt, RequestState
+from eagle_server.api.request_state import LogprobParts, OutputDelta, Prompt, RequestState, ScoredToken
 from eagle_server.api.responses import (
     Metrics,
     PromptLogprobs,
     SpeculativeMetrics,
     Tree,
     Usage,
+    check_size,
+    encoded,
     prompt_logprobs_of,
     trees_of,
 )
@@ -44,12 +46,12 @@ from eagle_server.text.chat_template import NO_STOPS, TemplateStops
 logger = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 1024
-SHORT_BODY = 4096  # bytes; tokenizing the prompts of a shorter body takes less time than starting a thread
+LONG_DELTA = 256  # tokens; spelling their scores takes more than a millisecond
 
 _serial = count()  # makes engine ids unique: a client may send the same x-request-id twice
 
 
-async def prepare(
+def prepare(
     body: GenerationBody,
     service: Service,
     ready: Ready,
@@ -60,6 +62,8 @@ async def prepare(
 ) -> GenerationHandler:
     """Tokenize the prompts, check the limits and make one engine request per choice. Nothing is submitted yet.
 
+    Endpoints call it with `body.process`, because long prompts take seconds.
+
     `stops` end the answer in addition to the body's own. `tools`: look for tool calls.
 
     Raises:
@@ -68,8 +72,7 @@ async def prepare(
     _check_count(body, service)
     for field in ("stop_token_ids", "allowed_token_ids"):
         check_token_ids(field, getattr(body, field) or [], ready.vocab_size)
-    # The tokenizer releases the interpreter lock, so the event loop goes on during a long prompt.
-    prompts = tokenize() if body.size <= SHORT_BODY else await asyncio.to_thread(tokenize)
+    prompts = tokenize()
     tokenizer = service.spelling.tokenizer
     sampling = sampling_params(
         body,
@@ -79,6 +82,7 @@ async def prepare(
         stop_token_ids=stops.token_ids,
         grammar=None if tools is None else tools.grammar,
     )
+    check_size(body, sampling, sum(len(prompt.token_ids) for prompt in prompts))
     end_token_ids = frozenset((*sampling.stop_token_ids, *(() if body.ignore_eos else ready.eos_token_ids)))
     serial = next(_serial)
     states = []
@@ -120,6 +124,7 @@ def _max_tokens(body: GenerationBody, prompts: Sequence[Prompt], ready: Ready) -
     return max_tokens
 
 
+BuildLogprobs = Callable[["GenerationHandler", Sequence[ScoredToken]], LogprobParts | None]
 BuildResponse = Callable[["GenerationHandler", Sequence[OutputDelta]], msgspec.Struct]
 BuildEvents = Callable[["GenerationHandler", OutputDelta], bytes]
 BuildEnd = Callable[["GenerationHandler", ApiError | None], bytes]
@@ -150,21 +155,23 @@ class GenerationHandler:
         self,
         http_request: HttpRequest,
         *,
+        build_logprobs: BuildLogprobs,
         build_response: BuildResponse,
         build_events: BuildEvents,
         build_end: BuildEnd,
     ) -> Response:
         """Generate, and respond with one JSON object or with a stream of server-sent events.
 
-        `build_response` gets the whole output of each choice. `build_events` encodes the events of one output delta.
-        `build_end` encodes the events that end a stream; it gets the error if generation failed. Generation is aborted
-        when the client disconnects.
+        `build_logprobs` builds the log-probabilities of some tokens, None if they were not asked for. `build_response`
+        gets the whole output of each choice, with `logprobs` in place of its tokens. `build_events` encodes the events
+        of one output delta. `build_end` encodes the events that end a stream; it gets the error if generation failed.
+        Generation is aborted when the client disconnects.
 
         Raises:
             ApiError: the engine refused the request or failed before the first event.
         """
         if not self.body.stream:
-            content = await while_connected(http_request.receive, self._response(build_response))
+            content = await while_connected(http_request.receive, self._response(build_logprobs, build_response))
             return Response(content, media_type="application/json")
         events = self._stream(build_events, build_end)
         first = await while_connected(http_request.receive, anext(events))  # an error here still sets the HTTP status
@@ -200,24 +207,33 @@ class GenerationHandler:
 
     def trees(self, output: OutputDelta) -> list[Tree] | UnsetType:
         """The draft trees of an output, if the request asks for trees."""
-        return trees_of(output.trees, self.spelling) if self.body.return_trees else UNSET
+        return output.encoded_trees + trees_of(output.trees, self.spelling) if self.body.return_trees else UNSET
 
     def prompt_logprobs(self, state: RequestState) -> PromptLogprobs | UnsetType:
         """The scores of a choice's prompt, if the request asks for them."""
-        count = self.body.prompt_logprobs
-        return UNSET if count is None else prompt_logprobs_of(state.prompt_logprobs, count, self.spelling)
+        return UNSET if state.prompt_scores is None else state.prompt_scores
 
     # --- Generation. ---
 
-    async def _response(self, build: BuildResponse) -> bytes:
+    async def _response(self, build_logprobs: BuildLogprobs, build: BuildResponse) -> bytes:
         outputs = [OutputDelta(state.index) for state in self.states]
         async with aclosing(self._outputs()) as deltas:
             async for delta in deltas:
+                if len(delta.tokens) + len(self.states[delta.index].prompt_logprobs) > LONG_DELTA:
+                    await asyncio.to_thread(self._encode, delta, build_logprobs)
+                else:
+                    self._encode(delta, build_logprobs)
                 outputs[delta.index].extend(delta)
-        # Spelling and encoding the scores of a long prompt would block the event loop.
-        if any(state.prompt_logprobs for state in self.states):
-            return await asyncio.to_thread(lambda: msgspec.json.encode(build(self, outputs)))
         return msgspec.json.encode(build(self, outputs))
+
+    def _encode(self, delta: OutputDelta, build_logprobs: BuildLogprobs) -> None:
+        """Encode the scores and trees of a delta, as objects would take several times the memory until the end."""
+        state, count = self.states[delta.index], self.body.prompt_logprobs
+        if count is not None and (state.prompt_logprobs or state.prompt_scores is None):
+            state.prompt_scores = prompt_logprobs_of(state.prompt_logprobs, count, self.spelling)
+        state.prompt_logprobs = []
+        delta.logprobs, delta.tokens = build_logprobs(self, delta.tokens), []
+        delta.encoded_trees, delta.trees = [encoded(tree) for tree in trees_of(delta.trees, self.spelling)], []
 
     async def _stream(self, build_events: BuildEvents, build_end: BuildEnd) -> AsyncGenerator[tuple[bytes, bool], None]:
         """Encoded events, and whether more will follow.

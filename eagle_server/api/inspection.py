@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 
 from eagle_server.api import playground
 from eagle_server.api.errors import ApiError, unavailable
-from eagle_server.api.responses import json_response
+from eagle_server.api.responses import HeadRoute, json_response
 from eagle_server.api.service import Service, service_of, version
 from eagle_server.api.sse import while_connected
 from eagle_server.client.client import EngineClient
@@ -33,7 +33,7 @@ PATHS = [
 ]
 PROBE_SECONDS = 20.0  # as in SGLang
 
-router = APIRouter()
+router = APIRouter(route_class=HeadRoute)
 STARTED = int(time.time())
 _probes = count()
 

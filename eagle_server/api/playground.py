@@ -7,6 +7,8 @@ from importlib import resources
 
 from fastapi import APIRouter, Request, Response
 
+from eagle_server.api.responses import HeadRoute
+
 FILES = {
     "style.css": "text/css",
     "main.js": "text/javascript",
@@ -25,7 +27,7 @@ HEADERS = {
     "cache-control": "no-cache",
 }
 
-router = APIRouter()
+router = APIRouter(route_class=HeadRoute)
 
 
 def is_wanted(request: Request) -> bool:

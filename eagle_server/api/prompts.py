@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from eagle_server.api.errors import ApiError, bad_request
 from eagle_server.api.schemas.chat import Message, Rendering
 from eagle_server.text.chat_template import ChatTemplate, Conversation, TemplateError
-from eagle_server.text.tokenizer import Tokenizer
+from eagle_server.text.tokenizer import Tokenizer, TooManyTokens
 
+MAX_CHARACTERS = 2**22  # of a prompt; the tokenizer frees the tokens of a longer one for more than 50 ms under the lock
 CHARACTERS_PER_PIECE = 4  # a normalizer may compose characters, so a token's source text may be longer than the token
 
 
@@ -35,13 +36,20 @@ def encode(text: str, tokenizer: Tokenizer, limit: int, param: str, *, special: 
     """Token ids of a text.
 
     Raises:
-        ApiError: the text is so long that it must have more than `limit` tokens. It is not tokenized then.
+        ApiError: the text has more than `limit` tokens. If it is so long that it must have more, it is not tokenized.
     """
     most = limit * tokenizer.longest_piece * CHARACTERS_PER_PIECE
     if len(text) > most:
         message = f"the prompt has {len(text)} characters; {limit} tokens never stand for more than {most}"
         raise bad_request(message, param, "context_length_exceeded")
-    return tokenizer.encode(text, special=special)
+    if len(text) > MAX_CHARACTERS:
+        message = f"the prompt has {len(text)} characters; at most {MAX_CHARACTERS} are tokenized"
+        raise bad_request(message, param, "context_length_exceeded")
+    try:
+        return tokenizer.encode(text, special=special, limit=limit)
+    except TooManyTokens as error:
+        message = f"the maximum context length is {limit} tokens, however the text has {error.count}"
+        raise bad_request(message, param, "context_length_exceeded") from None
 
 
 def too_long(tokens: int, max_tokens: int, limit: int, param: str) -> ApiError:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Any, Protocol
 
 from eagle_server.api.errors import ApiError, bad_request, unavailable
+from eagle_server.api.responses import PromptLogprobs, Tree
 from eagle_server.api.tools import ToolUse
 from eagle_server.request import DraftTree, FinishReason, Request, SpecStats, TokenDelta, TokenLogprob
 from eagle_server.text.detokenizer import IncrementalDetokenizer
@@ -36,11 +38,21 @@ class ScoredToken:
     offset: int
 
 
+class LogprobParts(Protocol):
+    """An endpoint's log-probabilities of successive tokens."""
+
+    def extend(self, other: Any) -> None:
+        """Append those of the next tokens, of the same type."""
+        ...
+
+
 @dataclass
 class OutputDelta:
     """What one token delta added to a choice. `text` does not include the tool calls.
 
     `is_first` marks the choice's first delta that is not empty. `trees` is empty unless the request asked for trees.
+    `logprobs` and `encoded_trees` are what the response shows of earlier `tokens` and `trees`, which are dropped: they
+    take several times the memory.
     """
 
     index: int
@@ -48,6 +60,8 @@ class OutputDelta:
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
     tokens: list[ScoredToken] = field(default_factory=list)
     trees: list[DraftTree] = field(default_factory=list)
+    logprobs: LogprobParts | None = None
+    encoded_trees: list[Tree] = field(default_factory=list)
     finish_reason: str | None = None
     is_first: bool = False
 
@@ -61,6 +75,11 @@ class OutputDelta:
         join(self.tool_calls, other.tool_calls)
         self.tokens += other.tokens
         self.trees += other.trees
+        self.encoded_trees += other.encoded_trees
+        if self.logprobs is None:
+            self.logprobs = other.logprobs
+        elif other.logprobs is not None:
+            self.logprobs.extend(other.logprobs)
         self.finish_reason = other.finish_reason
 
     def add_parsed(self, parsed: ParsedText) -> None:
@@ -94,6 +113,7 @@ class RequestState:
         self.cached_tokens = 0
         self.spec: SpecStats | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
+        self.prompt_scores: PromptLogprobs | None = None  # as the response shows them
         self._tokenizer = tokenizer
         self._tool_parser = None if tools is None else tools.parser()
         markers = None if tools is None else tools.syntax.markers

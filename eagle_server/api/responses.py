@@ -1,15 +1,21 @@
-"""Parts of responses that the endpoints share: usage, metrics, prompt log-probabilities and draft trees."""
+"""What the endpoints' responses share: usage, metrics, prompt log-probabilities, draft trees, and answers to HEAD."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import msgspec
 from fastapi import Response
+from fastapi.routing import APIRoute
 from msgspec import UNSET, UnsetType
 
-from eagle_server.request import DraftTree, SpecStats, TokenLogprob
+from eagle_server.api.errors import bad_request
+from eagle_server.api.schemas.generation import GenerationBody
+from eagle_server.request import DraftTree, SamplingParams, SpecStats, TokenLogprob
 
+MAX_SCORES = 2**22  # log-probabilities in a response that is not streamed; each takes up to 50 bytes until it is sent
+SCORES_OF_TREE = 32  # a draft tree takes as much memory
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
@@ -90,6 +96,40 @@ class Tree(msgspec.Struct):
     bonus: str | None
 
 
+S = TypeVar("S")
+
+
+def encoded(part: S) -> S:
+    """The JSON of a part of a response in the place of the part. The encoder copies it, and it takes less memory."""
+    return cast(S, msgspec.Raw(msgspec.json.encode(part)))
+
+
+def check_size(body: GenerationBody, sampling: SamplingParams, prompt_tokens: int) -> None:
+    """Check how many scores the response of a request with `prompt_tokens` in all its prompts may have.
+
+    Raises:
+        ApiError: more than MAX_SCORES. A stream may have more, because it sends them as they come.
+    """
+    if body.stream:
+        return
+    output, scores = body.sequences * sampling.max_tokens, dict[str, int]()
+    if body.num_logprobs is not None:
+        scores[body.logprobs_param] = output * (1 + body.num_logprobs)
+    if body.needs_prompt_logprobs:
+        scores["prompt_logprobs"] = body.n * prompt_tokens * (1 + (sampling.logprobs or 0))
+    if body.return_trees:
+        scores["return_trees"] = output * SCORES_OF_TREE
+    total = sum(scores.values())
+    if total > MAX_SCORES:
+        param = max(scores, key=lambda name: scores[name])
+        message = (
+            f"{param}: the response could have {total} log-probabilities: choices x tokens x (1 + alternatives); a "
+            f"draft tree counts as {SCORES_OF_TREE}. At most {MAX_SCORES} are possible: lower n, max_tokens or the "
+            "number of alternatives, or stream"
+        )
+        raise bad_request(message, param, "invalid_value")
+
+
 def finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
@@ -100,12 +140,11 @@ def prompt_logprobs_of(entries: list[TokenLogprob], count: int, spell: Callable[
     for entry in entries:
         top = entry.top[:count]
         ranks = {token_id: rank for rank, (token_id, _) in enumerate(top, start=1)}
-        scores.append(
-            {
-                str(token_id): PromptLogprob(finite(logprob), ranks.get(token_id), spell(token_id))
-                for token_id, logprob in ((entry.token_id, entry.logprob), *top)
-            }
-        )
+        shown = {
+            str(token_id): PromptLogprob(finite(logprob), ranks.get(token_id), spell(token_id))
+            for token_id, logprob in ((entry.token_id, entry.logprob), *top)
+        }
+        scores.append(encoded(shown))
     return scores
 
 
@@ -121,6 +160,15 @@ def trees_of(trees: Sequence[DraftTree], spell: Callable[[int], str]) -> list[Tr
         )
         for tree in trees
     ]
+
+
+class HeadRoute(APIRoute):
+    """A route that answers HEAD as it answers GET. FastAPI's do not, Starlette's do. The HTTP server drops the body."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.methods and "GET" in self.methods:
+            self.methods.add("HEAD")
 
 
 def json_response(content: object) -> Response:

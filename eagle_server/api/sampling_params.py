@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from eagle_server.api.errors import bad_request
 from eagle_server.api.prompts import check_token_ids
-from eagle_server.api.schemas.generation import GenerationBody
+from eagle_server.api.schemas.generation import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS_TOKENS, GenerationBody
 from eagle_server.request import Grammar, SamplingParams
 from eagle_server.text.tokenizer import Tokenizer
 
@@ -45,7 +45,7 @@ def sampling_params(
     """`stop_token_ids` are added to the body's. `grammar` replaces the body's unless it is None.
 
     Raises:
-        ApiError: a token of logit_bias is outside the vocabulary, or a bad word has no tokens.
+        ApiError: a token of logit_bias is outside the vocabulary, or a bad word has no tokens or too many.
     """
     num_logprobs = [number for number in (body.num_logprobs, body.prompt_logprobs) if number is not None]
     return SamplingParams(
@@ -74,12 +74,20 @@ def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, .
 
     Each word counts as it is, and also with a space before it if that has as many tokens and another first token.
     Otherwise the space is a token of its own, and the plain sequence covers this spelling too.
+
+    Raises:
+        ApiError: a word has no tokens or too many, or all words together have too many.
     """
     sequences: dict[tuple[int, ...], None] = {}
-    for word in words:
+    total = 0
+    for word in dict.fromkeys(words):
         plain, spaced = (tuple(tokenizer.encode(space + word.lstrip(), special=False)) for space in ("", " "))
         if not plain:
             raise bad_request(f"bad_words: {word!r} has no tokens", "bad_words", "invalid_value")
+        total += len(plain)
+        if len(plain) > MAX_BAD_WORD_TOKENS or total > MAX_BAD_WORDS_TOKENS:
+            limits = f"{MAX_BAD_WORD_TOKENS} tokens of a word and {MAX_BAD_WORDS_TOKENS} of all words"
+            raise bad_request(f"bad_words: at most {limits} are possible", "bad_words", "invalid_value")
         sequences[plain] = None
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
             sequences[spaced] = None

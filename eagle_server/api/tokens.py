@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from eagle_server.api.body import read_body
-from eagle_server.api.errors import bad_request
+from eagle_server.api.body import process, read_body
 from eagle_server.api.prompts import check_token_ids, encode, render
-from eagle_server.api.responses import json_response
+from eagle_server.api.responses import HeadRoute, json_response
 from eagle_server.api.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from eagle_server.api.service import Service, service_of
 from eagle_server.text.token_spelling import TokenSpelling
 
-router = APIRouter()
+router = APIRouter(route_class=HeadRoute)
 
-MAX_TEXT_TOKENS = 1_000_000  # of a text for /tokenize, which may be longer than the model's context
+MAX_TEXT_TOKENS = 2**19  # of a text for /tokenize, which may be longer than the model's context
 
 
 class Tokenized(msgspec.Struct):
@@ -54,16 +51,14 @@ class TokenizerInfo(msgspec.Struct):
 async def tokenize(request: Request) -> Response:
     body, service = await read_body(TokenizeRequest, request), service_of(request)
     limit = service.ready_for(body.model).max_request_tokens
-    return json_response(await asyncio.to_thread(_tokenized, body, service, limit))
+    return await process(body, lambda: json_response(_tokenized(body, service, limit)))
 
 
 @router.post("/detokenize")
 async def detokenize(request: Request) -> Response:
     body, service = await read_body(DetokenizeRequest, request), service_of(request)
     ready = service.ready_for(body.model)
-    check_token_ids("tokens", body.tokens, ready.vocab_size)
-    text = await asyncio.to_thread(service.spelling.tokenizer.decode, body.tokens, special=True)
-    return json_response(Detokenized(text))
+    return await process(body, lambda: json_response(_detokenized(body, service, ready.vocab_size)))
 
 
 @router.get("/tokenizer_info")
@@ -85,6 +80,11 @@ async def tokenizer_info(request: Request) -> Response:
     return json_response(info)
 
 
+def _detokenized(body: DetokenizeRequest, service: Service, vocab_size: int) -> Detokenized:
+    check_token_ids("tokens", body.tokens, vocab_size)
+    return Detokenized(service.spelling.tokenizer.decode(body.tokens, special=True))
+
+
 def _tokenized(body: TokenizeRequest, service: Service, limit: int) -> Tokenized:
     template, tokenizer = service.chat_template, service.spelling.tokenizer
     if body.messages is not None:
@@ -93,8 +93,6 @@ def _tokenized(body: TokenizeRequest, service: Service, limit: int) -> Tokenized
         text, special, param = body.prompt or "", True, "prompt"
     special = special if body.add_special_tokens is None else body.add_special_tokens
     tokens = encode(text, tokenizer, MAX_TEXT_TOKENS, param, special=special)
-    if len(tokens) > MAX_TEXT_TOKENS:
-        raise bad_request(f"the text has more than {MAX_TEXT_TOKENS} tokens", param, "context_length_exceeded")
     pieces = [_piece(token_id, service.spelling) for token_id in tokens] if body.return_token_strs else None
     return Tokenized(len(tokens), limit, tokens, pieces)
 

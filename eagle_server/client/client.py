@@ -51,6 +51,7 @@ class EngineClient:
         self._running: dict[str, Generation] = {}
         self._unanswered: set[str] = set()
         self._flushes: deque[asyncio.Future[Flushed]] = deque()
+        self._owes_message = False  # whether something was sent after the newest message that arrived
 
     @property
     def is_available(self) -> bool:
@@ -64,8 +65,12 @@ class EngineClient:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the engine owes an answer."""
-        return bool(self._running or self._flushes)
+        """Whether the engine owes a message.
+
+        It sends one after every message that it receives, an abort included. So it still owes one when the clients of
+        all requests have left.
+        """
+        return self._owes_message or bool(self._running or self._flushes)
 
     def has_room(self, count: int = 1) -> bool:
         """Whether `count` more requests may wait."""
@@ -85,6 +90,7 @@ class EngineClient:
     def detach(self, reason: str) -> None:
         """The engine process is gone: every task that waits for it gets an error now."""
         self._send = self.stats = None
+        self._owes_message = False
         self._attached.clear()
         self._observer.detached()
         self._unanswered.clear()
@@ -99,6 +105,7 @@ class EngineClient:
     def dispatch(self, message: Deltas) -> None:
         """Pass on what a cycle produced. Deltas without a waiting task belong to aborted requests."""
         self.stats = message.stats
+        self._owes_message = False
         self._observer.dispatched(message)
         for delta in message.deltas:
             generation = self._running.get(delta.request_id)
@@ -132,15 +139,16 @@ class EngineClient:
         Raises:
             EngineUnavailable: no engine is running, or it died.
         """
-        if self._send is None:
+        if not self.is_available:
             raise EngineUnavailable("the engine is not running")
         future: asyncio.Future[Flushed] = asyncio.get_running_loop().create_future()
         self._flushes.append(future)
-        self._send(FlushCache())
+        self._post(FlushCache())
         return await future
 
     def flushed(self, answer: Flushed) -> None:
         """The engine's answer to the oldest flush."""
+        self._owes_message = False
         future = self._flushes.popleft()
         if not future.done():
             future.set_result(answer)
@@ -153,7 +161,7 @@ class EngineClient:
             EngineUnavailable: no engine is running.
             QueueFull: too many requests are waiting.
         """
-        if self._send is None:
+        if not self.is_available:
             raise EngineUnavailable("the engine is not running")
         if not self.has_room(len(requests)):
             raise QueueFull(f"{len(self._unanswered)} requests are waiting, and at most {self.max_waiting} may")
@@ -161,7 +169,7 @@ class EngineClient:
         for request in requests:
             self._running[request.request_id] = generation
             self._unanswered.add(request.request_id)
-            self._send(request)
+            self._post(request)
 
     def complete(self, request_id: str, kept: int) -> None:
         """The first `kept` tokens of a request are its answer. Abort it if it still runs; its last delta follows."""
@@ -177,8 +185,13 @@ class EngineClient:
         self._observer.left(requests)
 
     def _abort(self, request_id: str) -> None:
-        if self._send is not None and request_id in self._running:
-            self._send(Abort(request_id))
+        if request_id in self._running:
+            self._post(Abort(request_id))
+
+    def _post(self, message: Inbound) -> None:
+        if self._send is not None:
+            self._send(message)
+            self._owes_message = True
 
 
 class Generation:

@@ -62,7 +62,7 @@ class Supervisor:
         backoff: Backoff | None = None,
         watchdog: float = 300.0,
     ) -> None:
-        """`watchdog`: an engine that has work but sends nothing for so many seconds counts as hanging and is killed."""
+        """`watchdog`: an engine that owes a message and sends none for so many seconds hangs, and is killed."""
         self._build = build
         self._client = client
         self._logs = logs or LogStyle()
@@ -120,7 +120,7 @@ class Supervisor:
             process.close()
 
     async def _silence(self) -> EngineFailed:
-        """Wait until the engine has owed an answer and sent nothing for `watchdog` seconds.
+        """Wait until the engine has owed a message and sent none for `watchdog` seconds.
 
         Time is counted in short sleeps, so that a suspended machine does not look like a hang.
         """
@@ -130,7 +130,7 @@ class Supervisor:
             await asyncio.sleep(tick)
             silent = 0.0 if self._heard or not self._client.is_waiting else silent + tick
             self._heard = False
-        message = f"it had work and said nothing for {self._watchdog:g} seconds (--watchdog-timeout)"
+        message = f"it was sent work and said nothing for {self._watchdog:g} seconds (--watchdog-timeout)"
         return EngineFailed(message, is_configuration=False, is_hang=True)
 
     async def _pump(self, process: EngineProcess) -> NoReturn:

@@ -15,6 +15,17 @@ TOKENIZER_FILE = "tokenizer.json"
 OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
+_LONG = 1024  # token ids; decoding more takes a millisecond
+
+
+class TooManyTokens(ValueError):
+    """A text has more tokens than the caller takes."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"{count} tokens")
+        self.count = count
+
+
 class Tokenizer(Protocol):
     """Text to token ids and back."""
 
@@ -23,8 +34,12 @@ class Tokenizer(Protocol):
         """Characters of the longest vocabulary entry. A token's text is at most a few times as long."""
         ...
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of `text`. `special`: with the tokens that the model expects around a prompt, such as BOS."""
+    def encode(self, text: str, *, special: bool = True, limit: int | None = None) -> list[int]:
+        """Token ids of `text`. `special`: with the tokens that the model expects around a prompt, such as BOS.
+
+        Raises:
+            TooManyTokens: there are more than `limit`.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
@@ -49,15 +64,20 @@ class FastTokenizer:
         self._tokenizer = tokenizer
         self.longest_piece = max(map(len, tokenizer.get_vocab()), default=1)
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
+    def encode(self, text: str, *, special: bool = True, limit: int | None = None) -> list[int]:
         # Unlike `encode`, this releases the interpreter lock, so other threads run while a long prompt is tokenized.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        if limit is not None and len(encoding) > limit:  # a list of millions would be made under the lock
+            raise TooManyTokens(len(encoding))
         ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=not special)
-        return text
+        if len(token_ids) > _LONG:  # unlike `decode`, this releases the interpreter lock
+            [text] = self._tokenizer.decode_batch([token_ids], skip_special_tokens=not special)
+        else:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=not special)
+        return str(text)
 
     def piece(self, token_id: int) -> str | None:
         piece: str | None = self._tokenizer.id_to_token(token_id)
@@ -77,8 +97,11 @@ class TransformersTokenizer:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(location, trust_remote_code=False)
         self.longest_piece = max(map(len, self._tokenizer.get_vocab()), default=1)
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=special))
+    def encode(self, text: str, *, special: bool = True, limit: int | None = None) -> list[int]:
+        ids = list(self._tokenizer.encode(text, add_special_tokens=special))
+        if limit is not None and len(ids) > limit:
+            raise TooManyTokens(len(ids))
+        return ids
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         text = self._tokenizer.decode(

@@ -169,6 +169,18 @@ async def test_tools_go_through_the_template(chat: httpx.AsyncClient, engine: Fa
     assert prompt_of(engine).startswith("system=s;")
 
 
+@pytest.mark.parametrize("arguments", ["{", "7", '{"x": "\\ud800"}', "[" * 100_000])
+async def test_arguments_of_earlier_calls_should_be_objects(
+    chat: httpx.AsyncClient, engine: FakeEngine, arguments: str
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [*user("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    response = await chat.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == "messages.1.tool_calls.0.function.arguments"
+    assert not engine.requests
+
+
 async def test_the_templates_parameters(chat: httpx.AsyncClient, engine: FakeEngine) -> None:
     await answer(chat, messages=user("a"), chat_template_kwargs={"shout": True}, max_tokens=1)
     assert prompt_of(engine) == "user=a;!assistant="

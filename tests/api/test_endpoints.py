@@ -220,3 +220,19 @@ async def test_the_page_is_there_without_the_key(
         assert (await http.get("/", headers={"accept": "text/html"})).status_code == 200
         assert (await http.get("/playground/main.js")).status_code == 200
         assert (await http.get("/v1/server_info")).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/health", "/metrics", "/version", "/openapi.json", "/tokenizer_info"]
+    + ["/v1/models", "/v1/models/fake", "/v1/server_info", "/health_generate", "/playground/main.js"],
+)
+async def test_head_is_answered_wherever_get_is(http: httpx.AsyncClient, path: str) -> None:
+    get, head = await http.get(path), await http.head(path)
+    assert get.status_code == head.status_code == 200
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+async def test_head_is_refused_where_get_is(http: httpx.AsyncClient) -> None:
+    assert (await http.head("/v1/completions")).status_code == 405
+    assert (await http.post("/v1/models")).headers["allow"].split(", ") == ["GET", "HEAD"]

@@ -16,7 +16,7 @@ import pytest
 
 from eagle_server.api.pacing import paced
 from eagle_server.client import client
-from eagle_server.client.client import EngineClient, EngineUnavailable, Generation, SlowReader
+from eagle_server.client.client import EngineClient, EngineUnavailable, Generation, GenerationTimeout, SlowReader
 from eagle_server.client.supervisor import Backoff, Supervisor
 from eagle_server.config import parse_args
 from eagle_server.engine.process import EngineFactory
@@ -181,6 +181,33 @@ async def test_a_hanging_engine_is_killed_and_started_again() -> None:
             await client.until_available()
         ended = Request(request_id="c", prompt_token_ids=[97], sampling=SamplingParams(max_tokens=2, seed=0))
         assert sum(len(delta.token_ids) for delta in await _all(client, ended)) == 2
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clients", [1, 20])
+async def test_a_hanging_engine_is_started_again_after_its_clients_gave_up(clients: int) -> None:
+    """Each client waits for less time than the watchdog."""
+    client = EngineClient()
+    supervisor = Supervisor(EngineFactory("tests.api.fake_engine", "build"), client, watchdog=1.0)
+    task = asyncio.create_task(supervisor.run())
+    try:
+        await client.until_available()
+        first = client.ready
+        for number in range(clients):
+            if client.is_available:
+                generation = client.submit([a_request(str(number), HANG)], timeout=0.2)
+                with pytest.raises((GenerationTimeout, EngineUnavailable)), generation:
+                    await anext(generation)
+        await until(lambda: not client.is_available)
+        async with asyncio.timeout(PATIENCE):
+            await client.until_available()
+        assert first is not client.ready
+        await asyncio.sleep(1.5)  # the new engine has nothing to answer
+        assert client.is_available
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

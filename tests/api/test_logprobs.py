@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import httpx
@@ -64,3 +65,47 @@ async def test_infinite_logprobs_are_still_json(http: httpx.AsyncClient, monkeyp
     answer = await complete(http, prompt="a", max_tokens=1, logprobs=1)
     assert answer["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0]
     assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"b": -9999.0, "a": -9999.0}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "a", "n": 128, "max_tokens": 1900, "logprobs": 20}, "logprobs"),
+        ("/v1/completions", {"prompt": ["a" * 1999] * 100, "max_tokens": 1, "prompt_logprobs": 20}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": "a", "n": 128, "max_tokens": 1900, "return_trees": True}, "return_trees"),
+        ("/v1/chat/completions", {"n": 128, "logprobs": True, "top_logprobs": 20}, "top_logprobs"),
+    ],
+)
+async def test_a_response_has_a_limited_number_of_scores(
+    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any], param: str
+) -> None:
+    if path == "/v1/chat/completions":
+        body = {"messages": [{"role": "user", "content": "a"}], **body}
+    response = await http.post(path, json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert "4194304" in error["message"]
+    assert "max_tokens" in error["message"]
+    assert not engine.requests
+    body |= {"n": 1, "max_tokens": 1}
+    body |= {"prompt": ["a"]} if "prompt" in body else {}
+    assert (await http.post(path, json=body)).status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chat", [False, True])
+async def test_scores_are_kept_encoded(http: httpx.AsyncClient, chat: bool) -> None:
+    """As objects they take several times the size of the response."""
+    wanted: dict[str, Any] = {"prompt": "abc", "logprobs": 20}
+    if chat:
+        wanted = {"messages": [{"role": "user", "content": "abc"}], "logprobs": True, "top_logprobs": 20}
+    body = {"n": 8, "max_tokens": 1900, "seed": 1, **wanted}
+    tracemalloc.start()
+    try:
+        response = await http.post("/v1/chat/completions" if chat else "/v1/completions", json=body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert response.status_code == 200
+    assert peak < 4 * len(response.content)

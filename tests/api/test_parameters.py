@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from eagle_server.api.sampling_params import CONVERTED, COPIED
@@ -80,6 +81,8 @@ async def test_bad_words_are_tokenized_with_and_without_a_space(
     # With one token per byte a space is a separate token, so only the plain spelling counts.
     params = await sampling(http, engine, path, bad_words=["no", " no", "é"])
     assert params.bad_words == (tuple(b"no"), tuple("é".encode()))
+    words = [f"{number:x<16}" for number in range(512)] + ["0" + "x" * 15] * 512
+    assert len((await sampling(http, engine, path, bad_words=words)).bad_words) == 512
 
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": ["null", "string"], "default": None}}}
@@ -144,3 +147,12 @@ async def test_a_chats_prompt_logprobs_stand_beside_its_choices(http: httpx.Asyn
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
     assert answer["prompt_logprobs"][0] is None
     assert answer["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63 - 1])
+async def test_every_64_bit_seed_reaches_the_engine(
+    http: httpx.AsyncClient, engine: FakeEngine, path: str, seed: int
+) -> None:
+    params = await sampling(http, engine, path, seed=seed)
+    assert params.seed == seed
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params  # as to the engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
@@ -21,7 +22,15 @@ class Part(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, values: Any) -> Any:
-        return {n: v for n, v in values.items() if v is not None} if isinstance(values, dict) else values
+        """Also drop all unknown parameters except one, since pydantic makes an error of each."""
+        if not isinstance(values, dict):
+            return values
+        known = _names(cls)
+        given = {name: value for name, value in values.items() if value is not None}
+        unknown = [name for name in given if name not in known]
+        for name in unknown[1:]:
+            del given[name]
+        return given
 
 
 class Body(Part):
@@ -70,6 +79,12 @@ def parse(model: type[B], body: bytes) -> B:
         raise bad_request(f"{name} {problem}", name, "invalid_value")
     request._size = len(body)
     return request
+
+
+@cache
+def _names(part: type[Part]) -> frozenset[str]:
+    """The names of its parameters in JSON."""
+    return frozenset(field.alias or name for name, field in part.model_fields.items())
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:

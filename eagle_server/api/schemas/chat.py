@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
+from eagle_server.api.json_size import TooManyValues, check_size
 from eagle_server.api.schemas.base import Body, Part
-from eagle_server.api.schemas.generation import MAX_LOGPROBS, GenerationBody, NonEmpty
+from eagle_server.api.schemas.generation import FAIL_FAST, MAX_LOGPROBS, GenerationBody, NonEmpty
 
 Values = dict[str, Any]
 
@@ -31,15 +31,19 @@ class FunctionCall(Part):
     @property
     def values(self) -> Values:
         """The call with its arguments as an object, as templates expect."""
-        values = json.loads(self.arguments or "{}")
+        values = from_json(self.arguments or "{}")
         return {"name": self.name, "arguments": values}
 
     @field_validator("arguments")
     @classmethod
     def _is_an_object(cls, arguments: str) -> str:
         try:
-            fits = isinstance(json.loads(arguments or "{}"), dict)
-        except (ValueError, RecursionError):
+            check_size(arguments)
+            # Unlike `json`, it refuses half a surrogate pair, which no tokenizer takes.
+            fits = isinstance(from_json(arguments or "{}"), dict)
+        except TooManyValues as error:
+            raise PydanticCustomError("arguments", "has {problem}", {"problem": str(error)}) from None
+        except ValueError:
             fits = False
         if not fits:
             raise PydanticCustomError("arguments", "should be a JSON object as text")
@@ -58,9 +62,9 @@ class Message(Part):
     """One message. Parameters like `refusal` that clients send back as null are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], FAIL_FAST] | None = None
     name: str | None = None
-    tool_calls: list[ToolCallParam] = Field(default_factory=list)
+    tool_calls: Annotated[list[ToolCallParam], FAIL_FAST] = Field(default_factory=list)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -130,13 +134,14 @@ class Tool(Part):
     function: Function
 
 
-Messages = Annotated[list[Message], Field(min_length=1)]
+Messages = Annotated[list[Message], Field(min_length=1), FAIL_FAST]
 
 
 class Rendering(Body):
     """How the template turns messages into text."""
 
-    tools: list[Values] = Field(default_factory=list)  # unparsed: templates print them, and the order of keys matters
+    # Unparsed: templates print them, and the order of keys matters.
+    tools: Annotated[list[Values], FAIL_FAST] = Field(default_factory=list)
     chat_template_kwargs: Values = Field(default_factory=dict)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -167,6 +172,7 @@ class ChatRequest(GenerationBody, Rendering):
     """A conversation to answer."""
 
     prompt_param: ClassVar[str] = "messages"
+    logprobs_param: ClassVar[str] = "top_logprobs"
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerationBody.neutral,
         "add_special_tokens": (False,),

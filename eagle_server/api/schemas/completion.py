@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from eagle_server.api.schemas.generation import MAX_LOGPROBS, GenerationBody, TokenIds
+from eagle_server.api.schemas.generation import FAIL_FAST, MAX_LOGPROBS, GenerationBody, TokenIds
 
-Texts = Annotated[list[str], Field(fail_fast=True)]
-TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True)]
+Texts = Annotated[list[str], FAIL_FAST]
+TokenIdLists = Annotated[list[TokenIds], FAIL_FAST]
 
 
 class CompletionRequest(GenerationBody):
     """A prompt to continue, or several."""
 
     prompt_param: ClassVar[str] = "prompt"
+    logprobs_param: ClassVar[str] = "logprobs"
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerationBody.neutral,
         "suffix": ("",),
@@ -45,7 +47,7 @@ class CompletionRequest(GenerationBody):
     def needs_prompt_logprobs(self) -> bool:
         return super().needs_prompt_logprobs or (self.echo and self.logprobs is not None)
 
-    @property
+    @cached_property
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt: a text, or token ids."""
         if isinstance(self.prompt, str):

@@ -16,15 +16,23 @@ MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 1024
+# Every cycle compares the end of the text with all words, so their tokens are memory and time of every cycle.
+MAX_BAD_WORD_TOKENS = 128  # of a word
+MAX_BAD_WORDS_TOKENS = 8192  # of all words together, each counted once
+MAX_TEXT = 1024  # characters of a stop text or a bad word
+MAX_STOP_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 2**19  # more than any vocabulary
 MAX_TEMPERATURE = 100.0  # the distribution is flat long before
 MAX_REPETITION_PENALTY = 100.0
 MAX_TIMEOUT = 24 * 3600.0
 INT32_MAX = 2**31 - 1
-INT64_MAX = 2**63 - 1
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 NonEmpty = Annotated[str, Field(min_length=1)]
+ShortText = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 # A list of a million token ids is not a list of strings: one error says so.
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
+FAIL_FAST = Field(fail_fast=True)
+TokenIds = Annotated[list[int], FAIL_FAST]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
@@ -39,10 +47,13 @@ class StreamOptions(Part):
 class GenerationBody(Body):
     """Parameters of all generating endpoints; docs/api.md explains each.
 
+    Texts and lists are bounded, because each is processed for every request or in every cycle.
+
     A parameter with the name of a field of `request.SamplingParams` is copied into it, see `api/sampling_params.py`.
     """
 
     prompt_param: ClassVar[str]  # the parameter that errors about the prompt name
+    logprobs_param: ClassVar[str]  # the parameter with the number of alternatives per output token
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "length_penalty": (1,),
@@ -55,7 +66,7 @@ class GenerationBody(Body):
         "service_tier": ("auto", "default"),
     }
     expected: ClassVar[dict[str, str]] = {
-        "stop": f"should be a string or a list of at most {MAX_STOPS} strings, none of them empty",
+        "stop": f"should be a string or a list of at most {MAX_STOPS} strings, each of 1 to {MAX_TEXT} characters",
         "logit_bias": f"should map at most {MAX_BIASES} token ids, as strings, to numbers from -100 to 100",
     }
 
@@ -69,12 +80,16 @@ class GenerationBody(Body):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=MAX_REPETITION_PENALTY)
     logit_bias: dict[TokenId, Bias] = Field(default_factory=dict, max_length=MAX_BIASES)
-    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
-    bad_words: list[NonEmpty] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
-    seed: int | None = Field(None, ge=-INT64_MAX, le=INT64_MAX)
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: Annotated[list[ShortText], FAIL_FAST] = Field(
+        default_factory=list,
+        max_length=MAX_BAD_WORDS,
+        description=f"At most {MAX_BAD_WORD_TOKENS} tokens of a word, and {MAX_BAD_WORDS_TOKENS} of all words.",
+    )
+    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
-    stop_token_ids: TokenIds = Field(default_factory=list)
+    stop: ShortText | Annotated[list[ShortText], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
     ignore_eos: bool = False
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     speculative: bool = True

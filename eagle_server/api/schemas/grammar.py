@@ -6,7 +6,7 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
 from eagle_server.api.schemas.base import Part
 from eagle_server.request import Grammar
@@ -84,8 +84,9 @@ class StructuredOutputs(Part):
 
 def _parsed(text: str) -> Schema:
     try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError):
+        # Unlike `json`, it refuses half a surrogate pair, which no message to the engine can have.
+        schema = from_json(text, allow_inf_nan=False)
+    except ValueError:
         raise PydanticCustomError("json", "json should be a JSON schema, as an object or as its text") from None
     if not isinstance(schema, dict | bool):
         raise PydanticCustomError("json", "json should be a JSON schema, as an object or as its text")

@@ -6,7 +6,9 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import exposition as text
 from prometheus_client.openmetrics import exposition as openmetrics
 
-router = APIRouter()
+from eagle_server.api.responses import HeadRoute
+
+router = APIRouter(route_class=HeadRoute)
 
 
 @router.get("/metrics")

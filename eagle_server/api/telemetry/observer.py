@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from eagle_server.api.telemetry.metrics import ServerMetrics
 from eagle_server.api.telemetry.request_record import EngineRequestRecord, current_request
 from eagle_server.api.telemetry.summary import Summary
@@ -72,4 +74,5 @@ class Telemetry(Observer):
             record.newest_token = now
             record.tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
-            record.last, record.ended = delta, now
+            # Without what takes memory: the record stays until the HTTP request ends.
+            record.last, record.ended = replace(delta, logprobs=None, prompt_logprobs=None, tree=None), now

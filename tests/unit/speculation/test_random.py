@@ -106,3 +106,9 @@ def test_the_generator_is_splitmix64() -> None:
     expected = [-math.log(-math.log1p(-(value >> 11) * 2.0**-53)) for value in bits]
     noise = gumbel(torch.tensor([0]), torch.tensor([0]), 3)[0].tolist()
     assert noise == pytest.approx(expected, rel=1e-5)
+
+
+def test_every_64_bit_seed_has_a_key_of_its_own() -> None:
+    seeds = [-(2**63), -(2**63) + 1, -1, 0, 1, 2**63 - 1]
+    found = [request_key(seed, 0) for seed in seeds]
+    assert torch.tensor(found).unique().numel() == len(seeds)  # each fits int64

@@ -1,0 +1,173 @@
+"""Large bodies: they are refused or served, and never stop the event loop for long."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from eagle_server.api import json_size
+from eagle_server.api.body import MAX_BODY_BYTES
+from eagle_server.api.json_size import JsonSize, TooManyValues
+from tests.api.fake_engine import FakeEngine
+
+CHAT = '{"messages": [{"role": "user", "content": "a"}], '
+STALL = 0.5  # seconds. On an idle machine the longest is 0.05, and was 1 to 6 without the limits
+
+
+def repeated(unit: str, head: str = '{"prompt": [', tail: str = "]}", separator: str = ",") -> str:
+    """A body of nearly the largest size."""
+    count = (MAX_BODY_BYTES - len(head) - len(tail)) // len((unit + separator).encode())
+    return head + separator.join([unit] * count) + tail
+
+
+def members(head: str, key: str = "k{}", count: int = 1_000_000) -> str:
+    return head + ",".join(f'"{key.format(number)}":1' for number in range(count)) + "}}"
+
+
+# path, body, the parameter that the error names
+BODIES: dict[str, tuple[str, Callable[[], str], str | None]] = {
+    "token ids": ("/v1/completions", lambda: repeated("1"), None),
+    "as many token ids as are parsed": ("/v1/completions", lambda: json.dumps({"prompt": [1] * 520_000}), "prompt"),
+    "prompts of token ids": ("/v1/completions", lambda: repeated("[1]"), None),
+    "texts": ("/v1/completions", lambda: repeated('"a"'), None),
+    "as many texts as are parsed": ("/v1/completions", lambda: json.dumps({"prompt": ["a"] * 520_000}), "prompt"),
+    "a long text": ("/v1/completions", lambda: repeated("\\u4e2d", '{"prompt": "', '"}', ""), "prompt"),
+    "a text of brackets": ("/v1/completions", lambda: repeated("[{:,", '{"prompt": "', '"}', ""), "prompt"),
+    "deep lists": ("/v1/completions", lambda: repeated("[" * 150 + "]" * 150), None),
+    "biases": ("/v1/completions", lambda: members('{"prompt": "a", "logit_bias": {', "{}"), None),
+    "many biases": ("/v1/completions", lambda: members('{"prompt": "a", "logit_bias": {', "{}", 60_000), "logit_bias"),
+    "unknown parameters": (
+        "/v1/completions",
+        lambda: members('{"prompt": "a", "stream": true, "stream_options": {', count=60_000),
+        "stream_options.k0",
+    ),
+    "messages": ("/v1/chat/completions", lambda: repeated('{"role":"user","content":"a"}', '{"messages": ['), None),
+    "many messages": (
+        "/v1/chat/completions",
+        lambda: json.dumps({"messages": [{"role": "user", "content": "a" * 10}] * 20_000}),
+        "messages",
+    ),
+    "bad messages": ("/v1/chat/completions", lambda: '{"messages": [' + "{}," * 60_000 + "{}]}", "messages.0.role"),
+    "tools": (
+        "/v1/chat/completions",
+        lambda: repeated('{"type":"function","function":{"name":"f"}}', CHAT + '"tools": ['),
+        None,
+    ),
+    "a call's arguments": (
+        "/v1/chat/completions",
+        lambda: json.dumps(
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {"type": "function", "function": {"name": "f", "arguments": '{"a":[' + "[]," * 5_000_000}}
+                        ],
+                    }
+                ]
+            }
+        ),
+        "messages.0.tool_calls.0.function.arguments",
+    ),
+    "bad words": (
+        "/v1/completions",
+        lambda: json.dumps({"prompt": "a", "bad_words": ["x" * 15_000] * 1024}),
+        "bad_words.0",
+    ),
+    "many bad words": (
+        "/v1/completions",
+        lambda: json.dumps({"prompt": "a", "bad_words": [f"{number:x<1024}" for number in range(1024)]}),
+        "bad_words",
+    ),
+    "allowed tokens": (
+        "/v1/completions",
+        lambda: json.dumps({"prompt": "a", "allowed_token_ids": [*range(100_000, 500_000)][::-1]}),
+        "allowed_token_ids",
+    ),
+    "a text to tokenize": ("/tokenize", lambda: repeated("a", '{"prompt": "', '"}', ""), "prompt"),
+    "tokens to detokenize": ("/detokenize", lambda: repeated("1", '{"tokens": ['), None),
+}
+
+
+async def sent(body: str) -> AsyncIterator[bytes]:
+    """The body in chunks, as a server receives it."""
+    data = body.encode()
+    for start in range(0, len(data), 2**16):
+        yield data[start : start + 2**16]
+        await asyncio.sleep(0)
+
+
+async def stall_during(call: Any) -> tuple[Any, float]:
+    """The call's result, and the longest time in seconds that the event loop did not run meanwhile."""
+    longest, task = 0.0, asyncio.ensure_future(call)
+    last = time.monotonic()
+    while not task.done():
+        await asyncio.sleep(0.001)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    return task.result(), longest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BODIES)
+async def test_no_body_stops_the_event_loop(http: httpx.AsyncClient, engine: FakeEngine, name: str) -> None:
+    path, make, param = BODIES[name]
+    body = make()
+    assert len(body.encode()) <= MAX_BODY_BYTES
+    response, stall = await stall_during(http.post(path, content=sent(body)))
+    assert response.status_code == 400, response.text[:200]
+    error = response.json()["error"]
+    assert (error["param"], error["code"] == "too_many_values") == (param, param is None)
+    assert stall < STALL
+    assert not engine.requests
+
+
+@pytest.mark.slow
+async def test_as_many_tokens_as_are_allowed_are_detokenized(http: httpx.AsyncClient) -> None:
+    body = json.dumps({"tokens": [97] * 520_000})
+    response, stall = await stall_during(http.post("/detokenize", content=sent(body)))
+    assert response.json()["prompt"] == "a" * 520_000
+    assert stall < STALL
+
+
+async def test_a_body_that_is_announced_as_too_large_is_not_read(http: httpx.AsyncClient) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        raise AssertionError("the body was read")
+        yield b""
+
+    headers = {"content-length": str(MAX_BODY_BYTES + 1)}
+    response = await http.post("/v1/completions", content=body(), headers=headers)
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize(
+    ("text", "items", "nested"),
+    [
+        ("[1, 2, 3]", 2, 1),
+        ('{"a": [1, {"b": null}], "c": ""}', 2, 6),
+        ('["a,b,[{:", "\\",[", "\\\\", ",\\\\\\","]', 3, 1),
+        ('"' + "," * 100, 0, 0),
+    ],
+)
+@pytest.mark.parametrize("width", [1, 2, 3, 1000])
+def test_values_are_counted_outside_of_strings_however_chunks_are_cut(
+    text: str, items: int, nested: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = JsonSize()
+    for start in range(0, len(text), width):
+        size.add(text[start : start + width].encode())
+    assert (size._items, size._nested) == (items, nested)
+    for limit, value in (("MAX_ITEMS", items), ("MAX_NESTED", nested)):
+        with monkeypatch.context() as patched:
+            patched.setattr(json_size, limit, value)
+            JsonSize().add(text.encode())
+            patched.setattr(json_size, limit, value - 1)
+            with pytest.raises(TooManyValues):
+                JsonSize().add(text.encode())
