@@ -79,12 +79,18 @@ class GrammarMatcher(Protocol):
     """Which tokens a grammar allows after one request's text. It lives as long as the request."""
 
     words: int  # of a mask, vocab / MASK_WORD rounded up
+    failure: str | None  # why no token may follow, if this is not because the output is complete
+
+    def is_ready(self, text: Sequence[int]) -> bool:
+        """Whether `mask(text)` is quick. If not, a thread computes it: ask again, and do not call `mask` before."""
+        ...
 
     def mask(self, text: Sequence[int], path: tuple[int, ...] = ()) -> NDArray[np.int32] | None:
         """The tokens allowed after `text` and then `path`: bits of int32 [words], lowest first. Do not change it.
 
-        None: the grammar refuses the path, or the path goes on after the output's end. `text` is the scheduler's list,
-        which grows. Results are kept until it grows, so a tree costs as much level by level as at once.
+        None: the grammar refuses the path, the path goes on after the output's end, or this cycle's masks take too
+        long. `text` is the scheduler's list, which grows. Results are kept until it grows, so a tree costs as much
+        level by level as at once.
         """
         ...
 

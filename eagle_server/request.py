@@ -27,11 +27,11 @@ class FinishReason(enum.Enum):
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """A grammar that the output must match.
 
-    `source` is a JSON schema, a regular expression, an EBNF grammar, a JSON list of texts, or an xgrammar structural
-    tag (also JSON). `json_object` allows any JSON object; its source is empty.
+    `source` is a JSON schema, a regular expression, a grammar in EBNF (GBNF) or Lark, a JSON list of texts, or, as
+    `lark`, tool calls in llguidance's Lark. `json_object` allows any JSON object; its source is empty.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "structural_tag"]
+    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "lark"]
     source: str = ""
 
 

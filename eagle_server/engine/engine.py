@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from eagle_server.engine.grammars import CompiledGrammar, Grammars
 from eagle_server.engine.refusals import refusal
-from eagle_server.plan import RequestSampling
+from eagle_server.plan import CyclePlan, RequestSampling
 from eagle_server.request import (
     CycleStats,
     EngineStats,
@@ -26,6 +26,7 @@ from eagle_server.worker.worker import Worker
 
 NO_END_OF_SEQUENCE = "grammar: this engine cannot follow one: the model names no end of sequence"
 _COMPILE_WAIT = 0.01  # seconds to wait for a grammar before the engine reads its messages again
+_MASK_WAIT = 0.001  # seconds, the same for a token mask
 
 
 class Engine:
@@ -118,6 +119,9 @@ class Engine:
         if self.scheduler.has_work():
             began = time.perf_counter()
             plan = self.scheduler.schedule()
+            if plan == CyclePlan():  # every running request waits for its grammar's mask
+                time.sleep(_MASK_WAIT)
+                return deltas
             with self.cores:
                 result = self.worker.run(plan)
             deltas.extend(self.scheduler.commit(result))

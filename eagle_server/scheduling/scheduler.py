@@ -114,7 +114,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         budget = self.limits.chunked_prefill_size
         for sequence in self.running:
-            if sequence.prefilling and budget > 0:
+            if sequence.prefilling and budget > 0 and sequence.is_ready:
                 chunks.append(_chunk(sequence, budget))
                 chunked.append(sequence)
                 budget -= len(chunks[-1].tokens)
@@ -161,7 +161,7 @@ class Scheduler:
     def _grow_decodes(self) -> list[Sequence]:
         """Allocate the window of every decoding sequence; preempt the youngest when KV runs out. Returns the rest."""
         decoding: list[Sequence] = []
-        for sequence in [s for s in self.running if not s.prefilling]:
+        for sequence in [s for s in self.running if not s.prefilling and s.is_ready]:
             while sequence in self.running:
                 assert sequence.allocation is not None
                 if self.kv.grow(sequence.allocation, sequence.num_computed_tokens + self.limits.num_lookahead_slots):

@@ -66,6 +66,11 @@ class Sequence:
         return self.num_computed_tokens < self.num_prefill_tokens
 
     @property
+    def is_ready(self) -> bool:
+        """False while a thread finds out which tokens the grammar allows next. The sequence sits out these cycles."""
+        return self.grammar_matcher is None or self.grammar_matcher.is_ready(self.tokens)
+
+    @property
     def req_pool_index(self) -> int:
         assert self.allocation is not None
         return self.allocation.req_pool_index

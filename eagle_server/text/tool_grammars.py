@@ -9,18 +9,10 @@ from typing import Any
 from eagle_server.request import Grammar
 from eagle_server.text.tool_formats import ToolFormat
 
-WHITESPACE = 32  # most characters between two JSON tokens; without a limit a model may write whitespace forever
+JSON = "%json "  # before a schema in llguidance's Lark
+MAX_WHITESPACE = 32  # characters between two JSON tokens; without a limit a model may write whitespace forever
+JSON_OPTIONS = {"whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}", "lenient": False, "coerce_one_of": False}
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-_OTHER_ROOTS = (
-    "$ref",
-    "anyOf",
-    "oneOf",
-    "allOf",
-    "const",
-    "enum",
-)  # beside one of these xgrammar ignores `type`
-
-Element = dict[str, Any]  # a part of a structural tag, see xgrammar's documentation
 
 
 def call_grammar(
@@ -31,23 +23,33 @@ def call_grammar(
     `functions` are names with the schemas of their arguments. `markers` has the ids of markers that are special tokens.
     """
 
-    def marker(text: str) -> Element:
-        return {"type": "token", "token": markers[text]} if text in markers else _text(text)
+    def marker(text: str) -> str:
+        return f"<[{markers[text]}]>" if text in markers else _text(text)
 
-    call = _any([_object(format, name, schema) for name, schema in functions])
     # After a marker that is a special token some models write a space, others do not.
-    space = {"type": "optional", "content": _text(" ")}
     match format.name:
         case "llama3_json":  # one call at a time
-            elements = [call]
+            start = "call"
         case "mistral":
-            calls = [call] if single else [call, _star(_text(", "), call)]
-            elements = [marker(format.opening), space, _text("["), *calls, _text("]")]
+            calls = "call" if single else 'call (", " call)*'
+            start = f'{marker(format.opening)} " "? "[" {calls} "]"'
         case _:
-            one = [marker(format.opening), _text("\n"), call, _text("\n"), marker(format.closing)]
-            elements = one if single else [*one, _star(_text("\n"), *one)]
-    whole = {"type": "structural_tag", "format": _sequence(*elements)}
-    return Grammar(kind="structural_tag", source=json.dumps(whole, ensure_ascii=False))
+            one = f'{marker(format.opening)} "\\n" call "\\n" {marker(format.closing)}'
+            start = one if single else f'{one} ("\\n" {one})*'
+    calls = " | ".join(f"call_{number}" for number in range(len(functions)))
+    rules = [f"start: {start}\n", f"call: {calls}\n"]
+    for number, (name, schema) in enumerate(functions):
+        head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{format.arguments}": '
+        rules.append(f'call_{number}: {_text(head)} arguments_{number} "}}"\n')
+        rules.append(json_rule(f"arguments_{number}", schema))
+    return Grammar(kind="lark", source="".join(rules))
+
+
+def json_rule(name: str, schema: Any) -> str:
+    """A line of Lark: rule `name` is JSON of a schema, which is an object or a boolean. Its own options are dropped."""
+    if isinstance(schema, Mapping):
+        schema = {**schema, "x-guidance": JSON_OPTIONS}
+    return f"{name}: {JSON}{json.dumps(schema)}\n"
 
 
 def argument_schema(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -60,29 +62,8 @@ def argument_schema(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
         return NO_PARAMETERS
     if parameters.get("type", "object") != "object":
         raise ValueError('should be of type "object"')
-    for key in _OTHER_ROOTS:
-        if key in parameters:
-            raise ValueError(f'should be a plain schema of type "object": {key} at its root cannot be enforced')
     return {"type": "object", **parameters}
 
 
-def _object(format: ToolFormat, name: str, schema: Mapping[str, Any]) -> Element:
-    head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{format.arguments}": '
-    arguments = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": WHITESPACE}
-    return _sequence(_text(head), arguments, _text("}"))
-
-
-def _text(value: str) -> Element:
-    return {"type": "const_string", "value": value}
-
-
-def _sequence(*elements: Element) -> Element:
-    return {"type": "sequence", "elements": list(elements)}
-
-
-def _star(*elements: Element) -> Element:
-    return {"type": "star", "content": _sequence(*elements)}
-
-
-def _any(elements: list[Element]) -> Element:
-    return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
+def _text(value: str) -> str:
+    return json.dumps(value)

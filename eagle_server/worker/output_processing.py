@@ -82,7 +82,7 @@ def _decodes(
         failed = None
         if not finite[number]:  # the tokens before the failure are valid
             good = leading_finite(decoded.accepted.scores.view(-1), rows)
-            failed, rows = _failure(decoded.logits, rows[good]), rows[:good]
+            failed, rows = _failure(decode, decoded.logits, rows[good]), rows[:good]
         kept = tokens[number][: len(rows)]
         logprobs = _logprobs(decoded.logits, rows, kept, decode.sampling.params.logprobs)
         tree = None
@@ -107,7 +107,7 @@ def _chunks(
                 own = tuple(tokens[last])
                 logprobs = _logprobs(drawn.logits, [newest], own, chunk.sampling.params.logprobs)
             else:
-                failed = _failure(drawn.logits, newest)
+                failed = _failure(chunk, drawn.logits, newest)
             last += 1
         if chunk.prompt_logprobs:
             rows = range(start, start + len(chunk.following))
@@ -118,9 +118,14 @@ def _chunks(
     return tuple(out)
 
 
-def _failure(logits: Tensor, row: int) -> Failure:
+def _failure(scheduled: Decode | Chunk, logits: Tensor, row: int) -> Failure:
     """Why a row's best score is not finite. A model may give single tokens -inf itself, but not all of them."""
-    return NONE_ALLOWED if is_finite(logits[row].max()) else NOT_FINITE
+    if not is_finite(logits[row].max()):
+        return NOT_FINITE
+    matcher = scheduled.grammar_matcher
+    if matcher is None or matcher.failure is None:
+        return NONE_ALLOWED
+    return Failure(FinishReason.REFUSED, matcher.failure)
 
 
 def _logprobs(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from eagle_server.speculation.transforms import Masks
 from eagle_server.speculation.tree import EagleVerifyInput
 from eagle_server.worker.host import HostCopy
 
+Tree = TypeVar("Tree", EagleVerifyInput, None)
 _NO_TREE: tuple[list[int], list[int]] = ([-1], [-1])  # tokens and parents of a root alone
 
 
@@ -41,26 +43,38 @@ class VerifyTokenMask:
         return cls(masked, device, HostCopy(tree.draft_token.view_as(tree.parents), tree.parents))
 
     def sampling(self, sampling: SamplingBatch) -> SamplingBatch:
-        """`sampling` with the masks before its other transforms. Waits for the copy of the trees."""
+        """`sampling` with the masks before its other transforms, for requests without trees."""
+        return self.masked(None, sampling)[1]
+
+    def masked(self, tree: Tree, sampling: SamplingBatch) -> tuple[Tree, SamplingBatch]:
+        """The tree without the nodes that have no mask, and `sampling` with the masks before its other transforms.
+
+        Waits for the copy of the trees.
+        """
         if not self.scheduled:
-            return sampling
+            return tree, sampling
         tokens, parents = (None, None) if self.trees is None else self.trees.lists()
-        found = []
+        bits, is_cut = [], False
         for number, each in self.scheduled:
             assert each.grammar_matcher is not None
-            tree = _NO_TREE if tokens is None else (tokens[number], parents[number])
-            found.append(tree_masks(each.grammar_matcher, each.text, *tree))
-        masks = Masks(tuple(number for number, _ in self.scheduled), upload(np.stack(found), self.device, torch.int32))
-        return replace(sampling, transforms=(masks, *sampling.transforms))
+            own = _NO_TREE if tokens is None else (tokens[number], parents[number])
+            found, kept = tree_masks(each.grammar_matcher, each.text, *own)
+            bits.append(found)
+            if tokens is not None and kept != tokens[number]:
+                tokens[number], is_cut = kept, True
+        if tree is not None and is_cut:
+            tree = replace(tree, draft_token=upload(tokens, self.device).view_as(tree.draft_token))
+        masks = Masks(tuple(number for number, _ in self.scheduled), upload(np.stack(bits), self.device, torch.int32))
+        return tree, replace(sampling, transforms=(masks, *sampling.transforms))
 
 
 def tree_masks(
     matcher: GrammarMatcher, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
-) -> NDArray[np.int32]:
+) -> tuple[NDArray[np.int32], list[int]]:
     """The tokens allowed after each node of a tree: bits of int32 [nodes, words], see `GrammarMatcher`.
 
-    Node 0 is the root, the text's last token. Parents come before children; token -1 is padding. All bits are set after
-    a node that the grammar refuses and after the output's end: no accepted path leads there.
+    Node 0 is the root, the text's last token. Parents come before children; token -1 is padding. Returns also the
+    tokens, with -1 for nodes without a mask, so that no accepted path leads there.
     """
     masks = np.full((len(tokens), matcher.words), -1, dtype=np.int32)
     paths: list[tuple[int, ...] | None] = []
@@ -71,4 +85,4 @@ def tree_masks(
         paths.append(None if mask is None else path)
         if mask is not None:
             masks[node] = mask
-    return masks
+    return masks, [-1 if node and path is None else tokens[node] for node, path in enumerate(paths)]

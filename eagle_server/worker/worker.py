@@ -48,7 +48,7 @@ class Worker:
                 token_mask = VerifyTokenMask.of(batch.decodes, self.batches.device, tree)
                 verified = self.verifier.verify(batch, tree)
             with clock.stage("accept"):
-                sampling = token_mask.sampling(batch.sampling)
+                tree, sampling = token_mask.masked(tree, batch.sampling)
                 accepted = self.acceptance.accept(tree, verified.logits, sampling)
                 self.drafter.observe(batch, tree, accepted)
             with clock.stage("keep"):

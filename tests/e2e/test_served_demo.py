@@ -75,7 +75,7 @@ def test_openai_client_gets_json_of_its_schema(served: Served) -> None:
     plain = client.chat.completions.create(**asked, extra_body={"speculative": False})
     assert plain.choices[0].message.content == answer.choices[0].message.content
     asked["response_format"]["json_schema"]["schema"] = {"type": "objec"}
-    with pytest.raises(openai.BadRequestError, match="Unsupported type"):
+    with pytest.raises(openai.BadRequestError, match="Invalid type"):
         client.chat.completions.create(**asked)
 
 

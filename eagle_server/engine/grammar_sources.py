@@ -1,0 +1,99 @@
+"""Grammars of requests as llguidance spells them: Lark, with JSON schemas in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import llguidance
+
+from eagle_server.request import Grammar
+from eagle_server.text.tool_grammars import JSON, json_rule
+
+# Otherwise a mask allows only one spelling of a text that the grammar leaves no choice about.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+_OWN_OPTIONS = re.compile(r"^%llguidance .*\n", re.MULTILINE)
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
+_REGEX_ERROR = re.compile(r"^error: (.*)$", re.MULTILINE)
+_PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*)")
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # of schemas
+_VALUES = frozenset({"const", "enum", "default", "examples"})  # of values, which are no schemas
+_CODE_POINT = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
+
+
+def llguidance_source(grammar: Grammar) -> str:
+    """What llguidance's matchers take.
+
+    Raises:
+        ValueError: the source has a wrong form. Most errors show only when a matcher is made.
+    """
+    return _OPTIONS + _OWN_OPTIONS.sub("", _lark(grammar))
+
+
+def _lark(grammar: Grammar) -> str:
+    match grammar.kind:
+        case "json_object":
+            return json_rule("start", {"type": "object"})
+        case "json_schema":
+            return json_rule("start", json.loads(grammar.source))
+        case "regex":
+            return f"start: /{llguidance.regex_to_lark(grammar.source, 'd')}/"
+        case "choice":
+            # One regular expression compiles faster than many alternatives.
+            texts = "|".join(map(_literal, json.loads(grammar.source)))
+            return f"start: /{texts}/"
+        case "ebnf":
+            return llguidance.grammar_from("ebnf", _CODE_POINT.sub(_character, grammar.source))
+        case "lark":
+            return grammar.source
+
+
+def readable(error: str, source: str) -> str:
+    """llguidance's reason in one line, for the llguidance `source`. It names the place of unknown schema keywords."""
+    if found := _UNIMPLEMENTED.search(error):
+        keywords = {word.strip(' "') for word in found[1].split(",")}
+        schemas = [json.loads(line.split(JSON, 1)[1]) for line in source.splitlines() if JSON in line]
+        places = sorted({place for schema in schemas for place in _places(schema, keywords)}, key=len)
+        return "the JSON schema has keywords that cannot be enforced: " + ", ".join(places[:8])
+    if "NoExtension" in error:
+        return "it matches no text"
+    if found := _REGEX_ERROR.search(error):  # what stands before it repeats the expression
+        return found[1]
+    reason = error.split("<non-verbose/>")[0].split("<state>")[0]
+    if found := _PLACE.match(reason):
+        line = source.splitlines()[int(found[1]) - 1]
+        reason = found[2] if JSON in line else f"{found[2]} in line {line.strip()[:100]}"
+    return " ".join(reason.split())[:300]
+
+
+def _places(schema: Any, keywords: set[str], path: str = "#") -> Iterator[str]:
+    """JSON pointers to the keywords in a schema."""
+    if isinstance(schema, list):
+        for number, each in enumerate(schema):
+            yield from _places(each, keywords, f"{path}/{number}")
+    if not isinstance(schema, dict):
+        return
+    for key, value in schema.items():
+        place = f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
+        if key in keywords:
+            yield place
+        elif key in _NAMED and isinstance(value, dict):
+            for name, each in value.items():
+                yield from _places(each, keywords, f"{place}/{name.replace('~', '~0').replace('/', '~1')}")
+        elif key not in _VALUES:
+            yield from _places(value, keywords, place)
+
+
+def _literal(text: str) -> str:
+    """A regular expression for exactly this text."""
+    return re.sub(r"[^\w ]", lambda found: f"\\x{{{ord(found[0]):X}}}", text)
+
+
+def _character(found: re.Match[str]) -> str:
+    """An escaped letter, digit or other word character of EBNF as the character itself."""
+    code = found[1] or found[2] or found[3]
+    if code is None or not (character := chr(int(code, 16))).isalnum():
+        return found[0]
+    return character

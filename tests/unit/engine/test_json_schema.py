@@ -1,0 +1,119 @@
+"""Every keyword of JSON Schema is enforced or refused by name. None is ignored."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from eagle_server.engine.grammars import CompiledGrammar, Grammars
+from eagle_server.request import Grammar
+from tests.support.grammars import VOCAB, json_tokenizer
+
+TAGGED = {"properties": {"kind": {"const": "b"}, "n": {"type": "integer"}}, "required": ["kind"], "type": "object"}
+EVEN = {"type": "integer", "multipleOf": 2}
+
+# (schema, values that conform to it, values that do not)
+ENFORCED: list[tuple[Any, list[Any], list[Any]]] = [
+    ({"type": "string"}, ["a"], [1, None]),
+    ({"type": ["integer", "null"]}, [1, None], ["a", 1.5]),
+    ({"enum": ["a", 1, None]}, ["a", 1, None], ["b", 2]),
+    ({"type": "string", "enum": ["a", 1]}, ["a"], [1]),
+    ({"const": {"a": [1]}}, [{"a": [1]}], [{"a": [2]}]),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "abc"], ["a", "abcd"]),
+    ({"type": "string", "pattern": "^a+$"}, ["aa"], ["ab"]),
+    ({"type": "string", "pattern": "b"}, ["abc"], ["aac"]),
+    ({"type": "string", "pattern": "^a*$", "maxLength": 2}, ["aa"], ["aaa"]),
+    ({"type": "string", "format": "date"}, ["2026-11-22"], ["2026-13-22", "today"]),
+    ({"type": "string", "format": "date-time"}, ["2026-11-22T10:00:00Z"], ["2026-11-22"]),
+    ({"type": "string", "format": "time"}, ["10:00:00Z"], ["25:00:00Z"]),
+    ({"type": "string", "format": "duration"}, ["P1D"], ["1D"]),
+    ({"type": "string", "format": "email"}, ["a@b.com"], ["a"]),
+    ({"type": "string", "format": "hostname"}, ["a.com"], ["-a"]),
+    ({"type": "string", "format": "ipv4"}, ["1.2.3.4"], ["1.2.3.400"]),
+    ({"type": "string", "format": "ipv6"}, ["::1"], ["1.2.3.4"]),
+    ({"type": "string", "format": "uri"}, ["http://a/b"], ["a b"]),
+    ({"type": "string", "format": "uuid"}, ["123e4567-e89b-12d3-a456-426614174000"], ["123"]),
+    ({"type": "integer", "minimum": -2, "maximum": 30}, [-2, 30], [-3, 31]),
+    ({"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 3}, [2], [1, 3]),
+    ({"type": "number", "minimum": 0.5}, [0.5, 7], [0.4, -1]),
+    (EVEN, [4, 0], [3]),
+    ({"type": "number", "multipleOf": 0.5}, [1.5], [1.3]),
+    ({"type": "array", "items": EVEN}, [[2, 4], []], [[2, 3]]),
+    ({"type": "array", "prefixItems": [EVEN], "items": {"type": "string"}}, [[2, "a"]], [[1], [2, 2]]),
+    ({"type": "array", "prefixItems": [EVEN], "items": False}, [[2]], [[2, 2]]),
+    ({"type": "array", "minItems": 2}, [[1, 2]], [[1]]),
+    ({"type": "array", "maxItems": 1}, [[], [1]], [[1, 2]]),
+    ({"type": "object", "properties": {"a": EVEN}}, [{"a": 2}, {}, {"b": 1}], [{"a": 1}]),
+    ({"type": "object", "properties": {"a": EVEN}, "required": ["a"]}, [{"a": 2}], [{}]),
+    ({"type": "object", "properties": {"a": {}}, "additionalProperties": False}, [{"a": 1}, {}], [{"b": 1}]),
+    ({"type": "object", "additionalProperties": EVEN}, [{"b": 2}], [{"b": 1}]),
+    ({"type": "object", "patternProperties": {"^a": EVEN}}, [{"a1": 2, "b": 1}], [{"a1": 1}]),
+    ({"type": "object", "minProperties": 1, "maxProperties": 2}, [{"a": 1}], [{}, {"a": 1, "b": 1, "c": 1}]),
+    ({"anyOf": [EVEN, {"type": "string"}]}, [2, "a"], [1]),
+    ({"oneOf": [EVEN, {"type": "string"}]}, [2, "a"], [1]),
+    ({"oneOf": [TAGGED, {**TAGGED, "properties": {"kind": {"const": "c"}}}]}, [{"kind": "c"}], [{"kind": "d"}]),
+    ({"allOf": [EVEN, {"minimum": 3}]}, [4], [2, 5]),
+    ({"type": "integer", "anyOf": [{"minimum": 5}, {"maximum": 1}]}, [0, 7], [3]),
+    ({"$defs": {"e": EVEN}, "$ref": "#/$defs/e"}, [2], [1]),
+    ({"definitions": {"e": EVEN}, "$ref": "#/definitions/e", "maximum": 2}, [2], [1, 4]),
+    ({"$defs": {"e": {"$anchor": "even", **EVEN}}, "$ref": "#even"}, [2], [1]),
+    ({"type": "object", "properties": {"next": {"$ref": "#"}}}, [{"next": {}}], [{"next": 1}]),
+    ({"title": "t", "description": "d", "default": 1, "examples": [1], "$comment": "c", **EVEN}, [2], [3]),
+    (True, [1, {"a": []}], []),
+]  # fmt: skip
+REFUSED: dict[str, Any] = {
+    "#/not": {"not": {"type": "string"}},
+    "#/if": {"if": {"type": "string"}, "then": {"maxLength": 2}, "else": {"type": "integer"}},
+    "#/properties/a/uniqueItems": {"properties": {"a": {"type": "array", "uniqueItems": True}}},
+    "#/items/0/contains": {"items": [{"contains": {}}]},
+    "#/minContains": {"contains": {}, "minContains": 2},
+    "#/maxContains": {"contains": {}, "maxContains": 2},
+    "#/propertyNames": {"propertyNames": {"maxLength": 3}},
+    "#/dependentRequired": {"dependentRequired": {"a": ["b"]}},
+    "#/dependentSchemas": {"dependentSchemas": {"a": {}}},
+    "#/dependencies": {"dependencies": {"a": ["b"]}},
+    "#/unevaluatedProperties": {"unevaluatedProperties": False},
+    "#/unevaluatedItems": {"unevaluatedItems": False},
+    "#/$dynamicRef": {"$dynamicRef": "#a"},
+    "Unknown format: regex": {"type": "string", "format": "regex"},
+    "maxProperties only supported when": {"type": "object", "properties": {"a": {}}, "maxProperties": 1},
+    "oneOf": {"oneOf": [{"minimum": 1}, {"maximum": 3}]},
+    "not disjoint": {"patternProperties": {"a": {}, "b": {"type": "string"}}},
+    "minLength (3) is greater than maxLength (1)": {"type": "string", "minLength": 3, "maxLength": 1},
+    "anyOf is empty": {"enum": []},
+    "required property 'b' is unsatisfiable": {"type": "object", "required": ["b"], "additionalProperties": False},
+    "required item is unsatisfiable": {"type": "array", "items": False, "minItems": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(json_tokenizer, VOCAB, [0])
+
+
+def compiled(grammars: Grammars, schema: Any) -> CompiledGrammar:
+    return grammars.compile(Grammar(kind="json_schema", source=json.dumps(schema))).result()
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), ENFORCED, ids=lambda value: json.dumps(value)[:60])
+def test_a_keyword_is_enforced(grammars: Grammars, schema: Any, right: list[Any], wrong: list[Any]) -> None:
+    found, tokenizer = compiled(grammars, schema), json_tokenizer()
+    for value in (*right, *wrong):
+        matcher = found.template.deep_copy()
+        tokens = [tokenizer.token_to_id(character) for character in json.dumps(value)]
+        conforms = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        assert conforms == (value in right), value
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_keyword_that_cannot_be_enforced_is_refused_by_name(grammars: Grammars, words: str) -> None:
+    with pytest.raises(ValueError, match="grammar: this json_schema cannot be followed: ") as error:
+        compiled(grammars, REFUSED[words])
+    assert words in str(error.value)
+
+
+def test_the_clients_own_compiler_options_are_dropped(grammars: Grammars) -> None:
+    with pytest.raises(ValueError, match="#/not"):
+        compiled(grammars, {"x-guidance": {"lenient": True}, "not": {}})
