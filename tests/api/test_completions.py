@@ -251,7 +251,7 @@ async def test_models_info_and_index(http: httpx.AsyncClient) -> None:
     assert info["serving"] == {
         "context_length": 2048,
         "max_request_tokens": 2000,
-        "vocab_size": 267,
+        "vocab_size": 268,
         "speculative_algorithm": "EAGLE3",
         "num_steps": 3,
     }
