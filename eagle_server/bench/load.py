@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -18,12 +19,16 @@ from eagle_server.bench.servers import BenchError, Server
 
 @dataclass(frozen=True)
 class Answer:
-    """One streamed completion. `first_token` is seconds after the request was sent, NaN if no text came."""
+    """One streamed completion. `first_token` is seconds after the request was sent, NaN if no text came.
+
+    `gaps` are the seconds between one event with text and the next.
+    """
 
     tokens: int
     first_token: float
     text: str
     speculative: dict[str, Any] | None
+    gaps: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -91,11 +96,15 @@ class Leaving(Exception):
     """The client closed the connection before its answer was complete."""
 
 
-def ask(server: Server, prompt: str, workload: Workload, leave_after: int | None = None) -> Answer:
+def ask(
+    server: Server, prompt: str, workload: Workload, leave_after: int | None = None, timeout: float = 600
+) -> Answer:
     """One streamed completion that runs to max_tokens.
 
     Raises:
         Leaving: `leave_after` events came, so the connection was closed.
+        TimeoutError: nothing came for `timeout` seconds.
+        BenchError: an answer or event that is an error.
     """
     body = {
         "prompt": prompt,
@@ -106,7 +115,7 @@ def ask(server: Server, prompt: str, workload: Workload, leave_after: int | None
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=timeout)
     try:
         start = time.perf_counter()
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
@@ -119,7 +128,7 @@ def ask(server: Server, prompt: str, workload: Workload, leave_after: int | None
 
 
 def _read_stream(response: http.client.HTTPResponse, start: float, leave_after: int | None) -> Answer:
-    first, pieces, usage, speculative, events = math.nan, list[str](), 0, None, 0
+    times, pieces, usage, speculative, events = list[float](), list[str](), 0, None, 0
     for line in response:
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
             continue
@@ -130,12 +139,13 @@ def _read_stream(response: http.client.HTTPResponse, start: float, leave_after: 
         if "error" in event:
             raise BenchError(str(event["error"]))
         for choice in event["choices"]:
-            first = time.perf_counter() - start if math.isnan(first) else first
+            times.append(time.perf_counter() - start)
             pieces.append(choice["text"])
         if event.get("usage"):
             usage = event["usage"]["completion_tokens"]
             speculative = (event.get("metrics") or {}).get("speculative_decoding")
-    return Answer(usage, first, "".join(pieces), speculative)
+    gaps = tuple(later - earlier for earlier, later in pairwise(times))
+    return Answer(usage, times[0] if times else math.nan, "".join(pieces), speculative, gaps)
 
 
 def _summary(

@@ -47,10 +47,15 @@ class Server:
 
 
 @contextmanager
-def running(label: str, flags: Sequence[str]) -> Iterator[Server]:
-    """Start `python -m eagle_server` with `flags` on a free port, wait until it is healthy, stop it at the end."""
+def running(label: str, flags: Sequence[str], files: int | None = None) -> Iterator[Server]:
+    """Start `python -m eagle_server` with `flags` on a free port, wait until it is healthy, stop it at the end.
+
+    `files`: the most files and connections that each of its processes may open; None: this process's limit.
+    """
     port = _free_port()
     command = [sys.executable, "-m", "eagle_server", "--port", str(port), "--log-level", "warning", *flags]
+    if files is not None:
+        command = ["prlimit", f"--nofile={files}", *command]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         server = Server(label, port, process)
