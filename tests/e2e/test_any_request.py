@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from eagle_server.client.client import EngineClient
@@ -141,7 +141,24 @@ COMMON = settings(
 )
 
 
+def no_token(**body: Any) -> Asked:
+    """A request that leaves no token to draw. This was status 500."""
+    return [("/v1/completions", {"prompt": "x", "max_tokens": 8, **body})]
+
+
 @given(asked=ASKED)
+@example(no_token(structured_outputs={"grammar": "root ::= root"}))
+@example(no_token(structured_outputs={"grammar": 'root ::= root "a"'}))
+@example(no_token(structured_outputs={"json": {"$ref": "#"}}))
+@example(no_token(structured_outputs={"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}))
+@example(no_token(structured_outputs={"choice": ["a"]}, min_tokens=6))
+@example(no_token(structured_outputs={"choice": ["a"]}, bad_words=["a"]))
+@example(no_token(structured_outputs={"regex": "[a-z]+"}, allowed_token_ids=[5]))
+@example(no_token(structured_outputs={"regex": "[a-z]+"}, allowed_token_ids=[5], stream=True))
+@example(no_token(allowed_token_ids=[65], bad_words=["a"]))
+@example(no_token(allowed_token_ids=[0], min_tokens=4))  # the model's end of sequence
+@example(no_token(allowed_token_ids=[5], stop_token_ids=[5], min_tokens=2))
+@example(no_token(repetition_penalty=5e-324))  # infinite logits
 @settings(COMMON, max_examples=5)
 def test_no_request_breaks_the_server_or_its_neighbour(app: App, asked: Asked) -> None:
     app.run(app.serve(asked))
