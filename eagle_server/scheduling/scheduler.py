@@ -131,10 +131,13 @@ class Scheduler:
         self.totals.cycles += 1
         deltas = []
         for sequence, output in zip(decoding, result.decodes, strict=True):
-            self._advance(sequence, sequence.num_computed_tokens + len(output.tokens))
+            before, after = sequence.num_computed_tokens, sequence.num_computed_tokens + len(output.tokens)
+            # Draft-extend of the accepted tokens runs in the next cycle.
+            self._advance(sequence, after, before)
             deltas.append(self._append(sequence, output, decoded=True))
         for sequence, chunk, output in zip(chunked, plan.chunks, result.chunks, strict=True):
-            self._advance(sequence, chunk.start + len(chunk.tokens))
+            # The drafter computes a chunk in the same cycle, up to the last token whose next token is known.
+            self._advance(sequence, chunk.start + len(chunk.tokens), chunk.start + len(chunk.following))
             sequence.prompt_logprobs.extend(output.prompt_logprobs)
             if not sequence.prefilling:
                 self._count_prefill(sequence)
@@ -151,12 +154,10 @@ class Scheduler:
             self.cycle.cache_queries += sequence.prompt_length
             self.cycle.cache_hits += sequence.cached_tokens
 
-    def _advance(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Target KV now holds `num_computed_tokens`. Draft-extend runs in the next cycle, so draft KV is one behind."""
-        sequence.draft_computed_tokens = (
-            sequence.num_computed_tokens if self.limits.uses_features else num_computed_tokens
-        )
+    def _advance(self, sequence: Sequence, num_computed_tokens: int, draft_computed_tokens: int) -> None:
+        """Target KV now holds `num_computed_tokens`. `draft_computed_tokens`: what a drafter with KV has computed."""
         sequence.num_computed_tokens = num_computed_tokens
+        sequence.draft_computed_tokens = draft_computed_tokens if self.limits.uses_features else num_computed_tokens
 
     def _grow_decodes(self) -> list[Sequence]:
         """Allocate the window of every decoding sequence; preempt the youngest when KV runs out. Returns the rest."""

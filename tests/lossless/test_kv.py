@@ -95,6 +95,20 @@ def test_every_cached_slot_holds_the_kv_of_its_tokens(pair: Pair, page: int, top
     assert draft_error < TOLERANCE
 
 
+@pytest.mark.parametrize("page", [1, 16])
+def test_prompts_answered_by_one_token_leave_right_kv(pair: Pair, page: int) -> None:
+    engine = speculative(pair.target, pair.head, 3, 4, page_size=page, chunked_prefill_size=24)
+    texts = torch.randint(0, 62, (3, 70), generator=torch.Generator().manual_seed(page)).tolist()
+    for text in texts:
+        run(engine, [request("first", text, max_tokens=1)])
+        (again,) = run(engine, [request("again", text, max_tokens=1)]).values()
+        assert again.cached_tokens == (len(text) - 1) // page * page
+    target_error, draft_error, slots = worst_cached_slot(pair, engine)
+    assert slots == sum((len(text) - 1) // page * page for text in texts)
+    assert target_error < TOLERANCE
+    assert draft_error < TOLERANCE
+
+
 def test_a_tree_that_is_not_compacted_is_caught(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Verifier, "keep", lambda *_: None)
     target_error, _, _ = worst_cached_slot(pair, busy_engine(pair, 1, 4))

@@ -184,6 +184,24 @@ def test_a_preempted_request_finds_its_kv_in_the_cache_up_to_draft_computed_toke
     assert plan.chunks[0].tokens == (8, 9, 10, 11)
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_prompt_that_is_answered_at_once_is_cached(max_tokens: int) -> None:
+    """The drafter computes a chunk in the same cycle as the target. Only the last token's pair is not known yet."""
+    it = scheduler(radix=True)
+    add(it, "a", 40, max_tokens=max_tokens)
+    finish(it)
+    add(it, "b", 40, max_tokens=max_tokens)
+    assert finish(it)["b"][0].cached_tokens == 39
+
+
+def test_a_preempted_prefill_loses_no_chunk() -> None:
+    it = scheduler(radix=True, chunked_prefill_size=8)
+    add(it, "a", 40, max_tokens=1)
+    assert [lengths(cycle(it)[0]) for _ in range(2)] == [[(0, 8)], [(8, 8)]]
+    it._preempt(it.running[0])
+    assert lengths(cycle(it)[0]) == [(16, 8)]
+
+
 def test_without_a_draft_all_computed_tokens_are_cached() -> None:
     it = scheduler(radix=True, uses_features=False, num_lookahead_slots=1)
     add(it, "a", 8, max_tokens=3)
