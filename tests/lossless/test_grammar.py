@@ -18,7 +18,16 @@ from eagle_server.plan import allows
 from eagle_server.request import DraftTree, FinishReason, Grammar, Request
 from tests.lossless.conftest import Drafting
 from tests.lossless.scenes import as_on_a_gpu, prompt
-from tests.support.engines import Finished, plain, random_head, random_target, request, run, speculative
+from tests.support.engines import (
+    Finished,
+    admit_without_reserve,
+    plain,
+    random_head,
+    random_target,
+    request,
+    run,
+    speculative,
+)
 from tests.support.grammars import GRAMMARS, VOCAB, json_tokenizer
 
 TOKENIZER = {"tokenizer": json_tokenizer}
@@ -83,6 +92,7 @@ def test_texts_with_speculation_equal_texts_without(
 ) -> None:
     settings = {"batch": {}, "preempted": {"max_total_tokens": 260, "page_size": 4}}[scene]
     engine = build(target, **settings)
+    admit_without_reserve(engine.scheduler)
     outcome = run(engine, requests())
     for name, text in texts.items():
         assert (outcome[name].tokens, outcome[name].reason) == (text.tokens, text.reason), name

@@ -19,7 +19,7 @@ from eagle_server.worker.verifier import Verifier
 from tests.lossless.conftest import eagle_is_slow
 from tests.lossless.pairs import Pair
 from tests.support.dense import Recording, extend, features_of
-from tests.support.engines import pools, request, run, speculative
+from tests.support.engines import admit_without_reserve, pools, request, run, speculative
 
 pytestmark = eagle_is_slow
 
@@ -74,6 +74,7 @@ def busy_engine(pair: Pair, page: int, topk: int) -> Engine:
         for i, length in enumerate(lengths)
     ]
     engine = speculative(pair.target, pair.head, 3, topk, page_size=page, chunked_prefill_size=24, max_total_tokens=224)
+    admit_without_reserve(engine.scheduler)
 
     def abort(cycle: int) -> None:
         if cycle in (5, 14, 23):
