@@ -35,8 +35,8 @@ def remove(queue: list[Sequence], sequence: Sequence) -> None:
     del queue[bisect_left(queue, sequence.arrival, key=ARRIVAL)]
 
 
-class Admission:
-    """Owns `waiting`, in order of arrival.
+class RequestQueue:
+    """Owns `waiting`, in order of arrival, and decides which of them start.
 
     A request that was not admitted is looked at again only when something has `changed`: a request came or left, or KV
     was published.

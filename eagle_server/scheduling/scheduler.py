@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from eagle_server.cache.manager import KVCacheManager
 from eagle_server.plan import CyclePlan, CycleResult, Decode, GrammarMatcher, RequestSampling, SequenceOutput
 from eagle_server.request import CycleStats, FinishReason, Request, SpecStats, TokenDelta
-from eagle_server.scheduling.admission import Admission, remove
+from eagle_server.scheduling.admission import RequestQueue, remove
 from eagle_server.scheduling.chunks import make_chunks
 from eagle_server.scheduling.limits import SchedulerLimits
 from eagle_server.scheduling.sequence import Sequence
@@ -40,7 +40,7 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, kv: KVCacheManager) -> None:
         self.limits, self.kv = limits, kv
-        self.admission = Admission(limits, kv)
+        self.queue = RequestQueue(limits, kv)
         self.running: list[Sequence] = []
         self.totals = SchedulerTotals()
         self.cycle = CycleStats()
@@ -52,7 +52,7 @@ class Scheduler:
     @property
     def waiting(self) -> Seq[Sequence]:
         """The requests that have no KV, in order of arrival."""
-        return self.admission.waiting
+        return self.queue.waiting
 
     def has_work(self) -> bool:
         return bool(self._sequences)
@@ -89,7 +89,7 @@ class Scheduler:
         spec = SpecStats(histogram=[0] * (self.limits.spec_steps + 1), lossy=lossy)
         sequence = Sequence(request, sampling, stop_ids, self._arrivals, tokens, spec, grammar_matcher)
         self._sequences[request.request_id] = sequence
-        self.admission.add(sequence)
+        self.queue.add(sequence)
 
     def abort(self, request_id: str) -> TokenDelta | None:
         """End a waiting or running request; None if there is no such request."""
@@ -101,7 +101,7 @@ class Scheduler:
         self.cycle = CycleStats()
         decoding = self._grow_decodes()
         if not self.cycle.preemptions:  # KV is short: what was preempted now would only be preempted again
-            self.admission.admit(self.running)
+            self.queue.admit(self.running)
         prefilling = [sequence for sequence in self.running if sequence.prefilling]
         chunks = make_chunks(prefilling, self.limits.chunked_prefill_size)
         self.cycle.computed = sum(len(chunk.tokens) for _, chunk in chunks)
@@ -138,7 +138,7 @@ class Scheduler:
         self.kv.publish(sequence.allocation, sequence.tokens, sequence.draft_computed_tokens, proven=done)
         if done:
             sequence.keys = None
-        self.admission.changed = True
+        self.queue.changed = True
 
     def _count_prefill(self, sequence: Sequence) -> None:
         """Count a finished prefill. The prefill of a resumed request is not counted again."""
@@ -171,14 +171,14 @@ class Scheduler:
         self.cycle.preemptions += 1
         self._release(sequence)
         sequence.prompt_logprobs.clear()
-        self.admission.growth.preempted()
-        self.admission.add(sequence)
+        self.queue.growth.preempted()
+        self.queue.add(sequence)
 
     def _release(self, sequence: Sequence, *, cache: bool = True) -> None:
         """Free the KV allocation. KV that both target and draft have computed goes to the prefix cache."""
         assert sequence.allocation is not None
         remove(self.running, sequence)
-        self.admission.changed = True
+        self.queue.changed = True
         self._released.append(sequence.req_pool_index)
         self.kv.release(sequence.allocation, sequence.tokens, sequence.draft_computed_tokens, suspect=not cache)
         sequence.allocation = sequence.keys = None
@@ -207,7 +207,7 @@ class Scheduler:
             self.totals.accepted += accepted
             self.totals.drafted += output.drafted
         if reason is not None:
-            self.admission.growth.ended(sequence.output_length, sequence.request.sampling.max_tokens)
+            self.queue.growth.ended(sequence.output_length, sequence.request.sampling.max_tokens)
             return self._finish(sequence, tokens, reason, output=output)
         if output.failed is not None:
             return self._finish(sequence, tokens, FinishReason.ERROR, output=output, error=output.failed, cache=False)
@@ -226,7 +226,7 @@ class Scheduler:
         if sequence.allocation is not None:
             self._release(sequence, cache=cache)
         else:
-            self.admission.remove(sequence)
+            self.queue.remove(sequence)
         del self._sequences[sequence.request.request_id]
         delta = self._delta(sequence, tokens, output or SequenceOutput())
         delta.finish_reason, delta.error = reason, error

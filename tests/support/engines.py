@@ -90,7 +90,7 @@ def run(
 
 def admit_without_reserve(scheduler: Scheduler) -> None:
     """Admit what fits now, with no KV kept for the growth of outputs, so that requests are preempted."""
-    scheduler.admission._reserve = lambda sequence: 0  # type: ignore[method-assign]
+    scheduler.queue._reserve = lambda sequence: 0  # type: ignore[method-assign]
 
 
 def tokens_of(outcome: Mapping[str, Finished]) -> dict[str, list[int]]:
