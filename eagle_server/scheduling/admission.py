@@ -39,7 +39,7 @@ class RequestQueue:
     """Owns `waiting`, in order of arrival, and decides which of them start.
 
     A request that was not admitted is looked at again only when something has `changed`: a request came or left, or KV
-    was published.
+    was published that others wait for.
     """
 
     def __init__(self, limits: SchedulerLimits, kv: KVCacheManager) -> None:
@@ -63,10 +63,11 @@ class RequestQueue:
 
     def admit(self, running: list[Sequence]) -> None:
         """Move requests from `waiting` to `running`, both in order of arrival."""
-        if not self.changed:
+        if not self.changed or not self.waiting or len(running) >= self.limits.max_running_requests:
+            self.changed = False
             return
         self.changed = False
-        lacking = list[Sequence]()
+        growth, lacking = [self._growth(each) for each in running], list[Sequence]()
         for sequence in self.waiting.copy():
             if len(running) >= self.limits.max_running_requests or len(lacking) >= _LOOKED_AT:
                 break
@@ -79,7 +80,7 @@ class RequestQueue:
             match = self.kv.match(sequence.keys) if sequence.keys is not None else None
             if self._hold(sequence, match, running):
                 continue
-            allocation = self._allocate(sequence, match, running)
+            allocation = self._allocate(sequence, match, growth)
             if allocation is None:
                 lacking.append(sequence)
                 continue
@@ -88,6 +89,7 @@ class RequestQueue:
             sequence.start(allocation, self.kv.page_size)
             remove(self.waiting, sequence)
             insert(running, sequence)
+            growth.append(self._growth(sequence))
 
     def _hold(self, sequence: Sequence, match: Match | None, running: Seq[Sequence]) -> bool:
         """Whether to wait for the KV of an older request, because it saves half of the tokens or half of a cycle.
@@ -107,19 +109,22 @@ class RequestQueue:
                 continue
             common = common_pages(other.keys, sequence.keys, size)
             if common > matched and (common - matched) * size >= saved:
-                sequence.leader, sequence.awaited = other, common
+                sequence.leader, sequence.awaited, other.followed = other, common, True
                 return True
         return False
 
-    def _allocate(self, sequence: Sequence, match: Match | None, running: Seq[Sequence]) -> KVAllocation | None:
+    def _allocate(self, sequence: Sequence, match: Match | None, growth: Seq[tuple[int, int]]) -> KVAllocation | None:
         """KV for its tokens and its window, unless the rest is too little for what the running requests will add."""
-        positions = len(sequence.tokens) + self.limits.num_lookahead_slots
-        reserve = 0
-        if running:
+        positions, reserve = len(sequence.tokens) + self.limits.num_lookahead_slots, 0
+        if growth:
             pages = self.kv.pages_for(positions) - (0 if match is None else len(match.pages))
-            growth = [(self._reserve(each), self.kv.sole_pages(each.allocation)) for each in running if each.allocation]
             reserve = peak_growth([*growth, (self._reserve(sequence), pages)])
         return self.kv.allocate(match, positions, reserve)
+
+    def _growth(self, sequence: Sequence) -> tuple[int, int]:
+        """Pages that a running request is expected to add, and pages that it frees at its end."""
+        assert sequence.allocation is not None
+        return self._reserve(sequence), self.kv.sole_pages(sequence.allocation)
 
     def _reserve(self, sequence: Sequence) -> int:
         """Pages to keep for the rest of an output."""

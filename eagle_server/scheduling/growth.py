@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 _LEAST_CAUTION = 0.5  # ends differ in time, so less than the sum of all outputs is needed at once
-_RAISE = 0.1  # of the way to 1, for each preemption
+_RAISE = 0.2  # of the way to 1, for each preemption
 _RELAX = 1 / 64  # of the way back, for each request that ended
 _LEAST_WEIGHT = 1 / 16  # of the newest request in the mean
 
@@ -18,7 +18,7 @@ class OutputGrowth:
     """
 
     def __init__(self) -> None:
-        self.share, self.caution = 0.5, _LEAST_CAUTION
+        self.share, self.caution = 0.5, 1.0
         self._ended = 1  # the first guess counts as one request
 
     def ended(self, tokens: int, max_tokens: int) -> None:

@@ -55,7 +55,7 @@ class Scheduler:
         return self.queue.waiting
 
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self.waiting or self.running)
 
     def refusal(self, request: Request) -> str | None:
         """The reason why a request can never be served; None if it can."""
@@ -138,7 +138,7 @@ class Scheduler:
         self.kv.publish(sequence.allocation, sequence.tokens, sequence.draft_computed_tokens, proven=done)
         if done:
             sequence.keys = None
-        self.queue.changed = True
+        self.queue.changed |= sequence.followed
 
     def _count_prefill(self, sequence: Sequence) -> None:
         """Count a finished prefill. The prefill of a resumed request is not counted again."""
@@ -227,7 +227,7 @@ class Scheduler:
             self._release(sequence, cache=cache)
         else:
             self.queue.remove(sequence)
-        del self._sequences[sequence.request.request_id]
+        self._sequences.pop(sequence.request.request_id, None)
         delta = self._delta(sequence, tokens, output or SequenceOutput())
         delta.finish_reason, delta.error = reason, error
         delta.spec = sequence.spec if sequence.spec.cycles else None

@@ -197,10 +197,17 @@ def test_a_large_max_tokens_that_nobody_uses_stops_reserving_kv() -> None:
     for _ in range(50):
         growth.ended(20, 1000)
     assert growth.reserve(0, 1000) < before / 10
-    calm = growth.reserve(0, 1000)
+
+
+def test_preemptions_raise_the_reserve_and_requests_that_end_lower_it() -> None:
+    growth = OutputGrowth()
+    for _ in range(1000):
+        growth.ended(100, 100)
+    assert growth.reserve(0, 100) == 50
     for _ in range(50):
         growth.preempted()
-    assert growth.reserve(0, 1000) == pytest.approx(2 * calm, rel=0.2)
+    assert growth.reserve(0, 100) == 100
+    assert growth.reserve(90, 100) == 10
 
 
 def test_the_peak_is_what_a_step_by_step_growth_needs() -> None:
