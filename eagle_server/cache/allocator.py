@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
 PADDING_PAGE = 0  # never allocated: padded rows and columns read and write here
 
 
@@ -19,7 +17,7 @@ class PageAllocator:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
         self._free = list(range(num_pages, 0, -1))
-        self._is_free = np.ones(num_pages + 1, dtype=bool)
+        self._is_free = bytearray(b"\1" * (num_pages + 1))
         self._is_free[PADDING_PAGE] = False
 
     @property
@@ -38,7 +36,8 @@ class PageAllocator:
             return []
         pages = self._free[-count:][::-1]
         del self._free[-count:]
-        self._is_free[pages] = False
+        for page in pages:
+            self._is_free[page] = False
         return pages
 
     def free(self, pages: Iterable[int]) -> None:

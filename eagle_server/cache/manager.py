@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from eagle_server.cache.allocator import PageAllocator
 from eagle_server.cache.page_table import PageTable
-from eagle_server.cache.radix import Node, RadixCache, bigrams
+from eagle_server.cache.radix import Keys, Match, Node, RadixCache, bigrams
 
 
 @dataclass(eq=False)
@@ -21,16 +19,13 @@ class KVAllocation:
 
     req_pool_index: the request's row of req_to_token.
     shared: the number of leading pages that belong to the prefix cache.
-    node: the locked end of the cached prefix; None if the prefix cache was not used.
+    node: the locked end of these pages in the prefix cache; None if the request does not share.
     """
 
     req_pool_index: int
     pages: list[int]
     shared: int
     node: Node | None
-
-
-EVICTED_AT_ONCE = 32  # pages; each eviction walks the whole tree, so it must not run for single pages
 
 
 class KVCacheManager:
@@ -48,7 +43,8 @@ class KVCacheManager:
     ) -> None:
         self.allocator, self.table, self.radix = allocator, table, radix
         self.page_size = allocator.page_size
-        self.allocations: list[KVAllocation] = []
+        self.allocations: set[KVAllocation] = set()
+        self.owned_pages = 0  # pages in allocations that do not belong to the prefix cache
         self._on_free = on_free
 
     @property
@@ -60,26 +56,27 @@ class KVCacheManager:
         """The number of pages that hold `positions` slots."""
         return -(-positions // self.page_size)
 
-    def allocate(self, tokens: Sequence[int], positions: int, *, share: bool) -> KVAllocation | None:
-        """Allocate `positions` slots for a request with these tokens; None if rows or pages are lacking now.
+    def match(self, keys: Keys) -> Match | None:
+        """The longest cached prefix of a request that shares; None without a prefix cache."""
+        return None if self.radix is None else self.radix.match(keys)
 
-        With `share`, whole pages of the longest cached prefix are reused. The last token's slot is never reused.
+    def allocate(self, match: Match | None, positions: int, reserve: int = 0) -> KVAllocation | None:
+        """Allocate `positions` slots for a request. With `match`, as found just now, it reads these pages.
+
+        None if rows or pages are lacking now. `reserve` pages must stay available.
         """
-        if not self.table.free_rows:
-            return None
-        node, pages = None, list[int]()
-        if self.radix is not None and share:
-            match = self.radix.match(bigrams(tokens))
-            node, pages = match.node, match.pages
-            self.radix.lock(node)
+        node, pages = (None, list[int]()) if match is None else (match.node, match.pages)
         missing = self.pages_for(positions) - len(pages)
-        if missing > self.available_pages:
-            if self.radix is not None and node is not None:
-                self.radix.unlock(node)
+        if not self.table.free_rows or missing + reserve > self.available_pages:
             return None
+        if self.radix is not None and node is not None:
+            self.radix.lock(node)
+            if missing + reserve > self.available_pages:  # the matched pages cannot be evicted now
+                self.radix.unlock(node)
+                return None
         allocation = KVAllocation(self.table.take_row(), pages + self._take(missing), len(pages), node)
         self.table.assign(allocation.req_pool_index, 0, allocation.pages)
-        self.allocations.append(allocation)
+        self.allocations.add(allocation)
         return allocation
 
     def grow(self, allocation: KVAllocation, positions: int) -> bool:
@@ -94,38 +91,92 @@ class KVCacheManager:
         allocation.pages.extend(pages)
         return True
 
-    def release(self, allocation: KVAllocation, tokens: Sequence[int], written: int) -> None:
-        """Release an allocation. Its slots 0..written-1 hold the KV of `tokens`, and go to the prefix cache."""
+    def publish(self, allocation: KVAllocation, tokens: Sequence[int], written: int, *, proven: bool = False) -> None:
+        """Give the whole pages of slots 0..written-1 to the prefix cache. The request goes on and reads them there.
+
+        They must not be written again. `proven`: the target's logits after them were finite.
+        """
+        if self.radix is None or allocation.node is None:
+            return
+        first, row = allocation.shared, allocation.req_pool_index
+        above, doubles = allocation.node, self._insert(allocation, tokens, written)
+        self.radix.lock(allocation.node, above)
+        if doubles:
+            self.table.assign(row, first, allocation.pages[first : first + len(doubles)])
+            self._free(doubles)
+        if proven:
+            self.radix.prove(allocation.node)
+
+    def release(self, allocation: KVAllocation, tokens: Sequence[int], written: int, *, suspect: bool = False) -> None:
+        """Release an allocation. Its slots 0..written-1 hold the KV of `tokens`, and go to the prefix cache.
+
+        `suspect`: they do not, and leave it if they were not proven.
+        """
         self.allocations.remove(allocation)
         self.table.release_row(allocation.req_pool_index)
         if written < allocation.shared * self.page_size:
             raise ValueError(f"{written} written slots are fewer than {allocation.shared} shared pages")
-        mine = allocation.pages[allocation.shared :]
-        if self.radix is not None:
-            keys = bigrams(tokens[: written + 1]) if written else np.empty(0, dtype=np.int64)
-            whole = len(keys) // self.page_size
-            duplicates = self.radix.insert(keys, allocation.pages)
-            mine = duplicates + allocation.pages[whole:]
-            if allocation.node is not None:
-                self.radix.unlock(allocation.node)
-        self._free(mine)
+        locked, unwanted = allocation.node, list[int]()
+        if self.radix is not None and not suspect:
+            unwanted = self._insert(allocation, tokens, written)
+        private = allocation.pages[allocation.shared :]
+        self.owned_pages -= len(private)
+        if self.radix is not None and locked is not None:
+            self.radix.unlock(locked)
+            if suspect:
+                unwanted = self.radix.discard(locked)
+        self._free(unwanted + private)
+
+    def sole_pages(self, allocation: KVAllocation) -> int:
+        """How many pages become available when this request ends: those that no other request uses."""
+        cached = 0 if self.radix is None or allocation.node is None else self.radix.sole_pages(allocation.node)
+        return len(allocation.pages) - allocation.shared + cached
 
     def clear(self) -> None:
         """Evict every cached page that no request uses."""
         if self.radix is not None:
             self._free(self.radix.evict(self.radix.evictable_pages))
 
+    def check_counts(self) -> None:
+        """Assert by counters that no page is lost, and that no lock or row outlives its request. Constant time."""
+        cached, evictable = (self.radix.cached_pages, self.radix.evictable_pages) if self.radix else (0, 0)
+        free, total = self.allocator.free_pages, self.allocator.num_pages
+        if free + cached + self.owned_pages != total:
+            raise AssertionError(f"page leak: {free} free, {cached} cached, {self.owned_pages} in use of {total}")
+        if not self.allocations and (self.owned_pages or evictable < cached or self.table.free_rows < self.table.rows):
+            raise AssertionError(f"no request is left, but {self.owned_pages} pages or a lock or a row")
+
     def check(self) -> None:
-        """Assert that every page is free, cached, or in exactly one allocation."""
+        """Assert that every page is free, cached, or in exactly one allocation. Walks all pages: for tests."""
+        self.check_counts()
         used = [page for allocation in self.allocations for page in allocation.pages[allocation.shared :]]
+        assert len(used) == self.owned_pages
         if self.radix is not None:
             self.radix.check()
             used.extend(self.radix.pages())
         self.allocator.check(used)
 
+    def _insert(self, allocation: KVAllocation, tokens: Sequence[int], written: int) -> list[int]:
+        """Move whole pages of slots 0..written-1 to the prefix cache. Returns doubles: own pages of a cached prefix.
+
+        The allocation has the cached pages in their places.
+        """
+        assert self.radix is not None
+        first, size = allocation.shared, self.page_size
+        keys = bigrams(tokens[first * size : written + 1])
+        count = len(keys) // size
+        end = self.radix.insert(keys, allocation.pages[first : first + count], allocation.node)
+        doubles = allocation.pages[first : first + len(end.pages)]
+        allocation.pages[first : first + len(end.pages)] = end.pages
+        allocation.node, allocation.shared = end.node, first + count
+        self.owned_pages -= count
+        return doubles
+
     def _take(self, count: int) -> list[int]:
+        """Pages for an allocation; `available_pages` must be enough."""
         if count > self.allocator.free_pages and self.radix is not None:
-            self._free(self.radix.evict(max(count - self.allocator.free_pages, EVICTED_AT_ONCE)))
+            self._free(self.radix.evict(count - self.allocator.free_pages))
+        self.owned_pages += count
         return self.allocator.allocate(count)
 
     def _free(self, pages: list[int]) -> None:

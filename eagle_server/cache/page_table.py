@@ -21,8 +21,9 @@ class PageTable:
         self.page_size = page_size
         self.width = -(-width // page_size) * page_size
         self.slots = np.zeros((rows + 1, self.width), dtype=np.int32)
-        self.pad_row = rows
+        self.rows = self.pad_row = rows
         self._free_rows = list(range(rows - 1, -1, -1))
+        self._within_page = np.arange(page_size, dtype=np.int32)
         self._changes: list[Change] | None = [] if mirrored else None
 
     @property
@@ -41,8 +42,7 @@ class PageTable:
     def assign(self, req_pool_index: int, first_page: int, pages: Sequence[int]) -> None:
         """Map the request's pages first_page, first_page + 1, ... to `pages`."""
         size = self.page_size
-        first = np.asarray(pages, dtype=np.int32)[:, None] * size
-        slots = (first + np.arange(size, dtype=np.int32)).reshape(-1).astype(np.int32)
+        slots = (np.asarray(pages, dtype=np.int32)[:, None] * size + self._within_page).reshape(-1)
         self.slots[req_pool_index, first_page * size : first_page * size + len(slots)] = slots
         if self._changes is not None:
             self._changes.append((req_pool_index, first_page * size, slots))
@@ -50,8 +50,10 @@ class PageTable:
     def take_changes(self) -> NDArray[np.int64]:
         """The assignments since the last call, int64 [3, n]: req_pool_index, position, slot. No place occurs twice."""
         taken, self._changes = self._changes or [], None if self._changes is None else []
-        columns = [
-            np.stack([np.full(len(slots), row), np.arange(first, first + len(slots)), slots])
-            for row, first, slots in taken
-        ]
-        return np.concatenate(columns, axis=1, dtype=np.int64) if columns else np.zeros((3, 0), dtype=np.int64)
+        if not taken:
+            return np.zeros((3, 0), dtype=np.int64)
+        rows, firsts, slots = zip(*taken, strict=True)
+        counts = np.array([len(each) for each in slots])
+        shift = np.array(firsts) - (counts.cumsum() - counts)  # from the place in the result to the position
+        positions = np.arange(counts.sum()) + np.repeat(shift, counts)
+        return np.stack([np.repeat(rows, counts), positions, np.concatenate(slots, dtype=np.int64)])

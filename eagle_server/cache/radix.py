@@ -24,16 +24,29 @@ def bigrams(tokens: Sequence[int]) -> Keys:
     return (ids[:-1] << 32) | ids[1:]
 
 
+def common_pages(left: Keys, right: Keys, page_size: int) -> int:
+    """How many whole pages of two key sequences are equal, from the first on."""
+    n = min(len(left), len(right))
+    differ = np.flatnonzero(left[:n] != right[:n])
+    return int(differ[0] if len(differ) else n) // page_size
+
+
 @dataclass(eq=False)
 class Node:
-    """A node and the edge to it: `keys` of whole pages, and the ids of these `pages`. `users` counts the locks."""
+    """A node and the edge to it: `keys` of whole pages, and the ids of these `pages`. `users` counts the locks.
+
+    proven: the target's logits over these pages were finite once.
+    queued: the node stands in the heap of leaves.
+    """
 
     keys: Keys
     pages: list[int]
-    parent: Node | None
+    parent: Node | None  # None: the root, or a node that was removed
     children: dict[bytes, Node] = field(default_factory=dict)
     users: int = 0
     used_at: int = 0
+    proven: bool = False
+    queued: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,63 +58,100 @@ class Match:
 
 
 class RadixCache:
-    """Longest-prefix lookup, insertion, and eviction of the least recently used leaves that are not locked."""
+    """Longest-prefix lookup, insertion, and eviction of the least recently used leaves that are not locked.
+
+    `_leaves` is a heap of (used_at, id, node). Every leaf that may be evicted stands in it once. A node that is used
+    again stays where it is: `evict` skips it, or puts it back with its new time. So a lookup changes no heap.
+    """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.root = Node(np.empty(0, dtype=np.int64), [], None, users=1)
         self.cached_pages = 0
         self.evictable_pages = 0
+        self._leaves: list[tuple[int, int, Node]] = []
         self._clock = itertools.count(1)
 
     def match(self, keys: Keys) -> Match:
         """The longest cached prefix of `keys`, in whole pages."""
-        node, pages = self._walk(keys)
-        return Match(node, pages)
+        return self._walk(self.root, keys)
 
-    def insert(self, keys: Keys, pages: Sequence[int]) -> list[int]:
-        """Store `pages` for the whole pages of `keys`. Returns duplicates: pages whose prefix was already cached."""
+    def insert(self, keys: Keys, pages: Sequence[int], below: Node | None = None) -> Match:
+        """Store `pages` for the whole pages of `keys`, which continue the node `below`, by default the root.
+
+        Returns the end of `keys` in the tree, and the pages that were cached already for their first pages. The
+        caller keeps as many of its own.
+        """
         count = len(keys) // self.page_size
-        keys, pages = keys[: count * self.page_size], list(pages[:count])
-        node, present = self._walk(keys)
-        rest = keys[len(present) * self.page_size :]
-        if len(rest):
-            child = Node(rest, pages[len(present) :], node, used_at=next(self._clock))
-            node.children[self._first(rest)] = child
-            self.cached_pages += len(child.pages)
-            self.evictable_pages += len(child.pages)
-        return [mine for mine, theirs in zip(pages, present, strict=False) if mine != theirs]
+        present = self._walk(below or self.root, keys[: count * self.page_size])
+        rest = keys[len(present.pages) * self.page_size : count * self.page_size]
+        if not len(rest):
+            return present
+        # A copy, because `keys` may be a part of a longer array, which must not stay alive.
+        child = Node(rest.copy(), list(pages[len(present.pages) : count]), present.node, used_at=next(self._clock))
+        present.node.children[self._first(rest)] = child
+        self.cached_pages += len(child.pages)
+        self.evictable_pages += len(child.pages)
+        self._queue(child)
+        return Match(child, present.pages)
 
-    def lock(self, node: Node) -> None:
-        """Protect the pages from the root to `node` from eviction."""
+    def lock(self, node: Node, above: Node | None = None) -> None:
+        """Protect the pages from the root to `node` from eviction; with `above`, those after that node only."""
         for each in self._path(node):
+            if each is above:
+                break
             if each.users == 0:
                 self.evictable_pages -= len(each.pages)
             each.users += 1
 
     def unlock(self, node: Node) -> None:
-        """Undo one `lock` of `node`."""
+        """Undo the locks of the path to `node`."""
+        now = next(self._clock)
         for each in self._path(node):
             each.users -= 1
             if each.users == 0:
                 self.evictable_pages += len(each.pages)
+                each.used_at = now
+                self._queue(each)
+
+    def sole_pages(self, node: Node) -> int:
+        """How many pages of the path to `node` have only one lock."""
+        return sum(len(each.pages) for each in itertools.takewhile(lambda each: each.users == 1, self._path(node)))
+
+    def prove(self, node: Node) -> None:
+        """The target's logits after the path to `node` were finite."""
+        for each in self._path(node):
+            if each.proven:
+                break
+            each.proven = True
+
+    def discard(self, node: Node) -> list[int]:
+        """Remove the end of the path to `node`, as far as it is not proven, not locked and continued by no other."""
+        freed: list[int] = []
+        while not node.proven and not node.children and node.users == 0:
+            assert node.parent is not None
+            freed.extend(node.pages)
+            node = self._remove(node)
+        self._queue(node)
+        self.cached_pages -= len(freed)
+        self.evictable_pages -= len(freed)
+        return freed
 
     def evict(self, count: int) -> list[int]:
         """Evict `count` pages, or all that are not locked. The least recently used leaves go first, from their ends."""
-        leaves = [(n.used_at, id(n), n) for n in self._nodes() if not n.children and n.users == 0]
-        heapq.heapify(leaves)
         freed: list[int] = []
-        while leaves and len(freed) < count:
-            _, _, leaf = heapq.heappop(leaves)
-            parent, kept = leaf.parent, max(0, len(leaf.pages) - (count - len(freed)))
-            assert parent is not None
-            freed.extend(leaf.pages[kept:])
-            if kept:
-                leaf.keys, leaf.pages = leaf.keys[: kept * self.page_size], leaf.pages[:kept]
-                break
-            del parent.children[self._first(leaf.keys)]
-            if parent is not self.root and not parent.children and parent.users == 0:
-                heapq.heappush(leaves, (parent.used_at, id(parent), parent))
+        while self._leaves and len(freed) < count:
+            used_at, _, leaf = heapq.heappop(self._leaves)
+            leaf.queued = False
+            kept = max(0, len(leaf.pages) - (count - len(freed)))
+            if leaf.parent is None or leaf.used_at != used_at:
+                self._queue(leaf)
+            elif not leaf.children and leaf.users == 0:
+                freed.extend(leaf.pages[kept:])
+                if kept:
+                    del leaf.pages[kept:]
+                    leaf.keys = leaf.keys[: kept * self.page_size]
+                self._queue(leaf if kept else self._remove(leaf))
         self.cached_pages -= len(freed)
         self.evictable_pages -= len(freed)
         return freed
@@ -118,32 +168,45 @@ class RadixCache:
         for node in nodes:
             assert len(node.keys) == len(node.pages) * self.page_size
             assert node.users >= sum(child.users for child in node.children.values())
+            assert node.queued or node.users or node.children, "a leaf that would never be evicted"
+        assert sum(node.queued for node in nodes) == sum(leaf.parent is not None for *_, leaf in self._leaves)
 
-    def _walk(self, keys: Keys) -> tuple[Node, list[int]]:
-        node, pages, start, now = self.root, list[int](), 0, next(self._clock)
+    def _walk(self, node: Node, keys: Keys) -> Match:
+        """The longest cached prefix of `keys`, which continue `node`."""
+        pages, start, now = list[int](), 0, next(self._clock)
         while start + self.page_size <= len(keys):
             child = node.children.get(self._first(keys[start:]))
             if child is None:
                 break
-            shared = self._shared_pages(child.keys, keys[start:])
+            shared = common_pages(child.keys, keys[start:], self.page_size)
             if shared < len(child.pages):
                 child = self._split(child, shared)
             child.used_at = now
             pages.extend(child.pages)
             start += len(child.keys)
             node = child
-        return node, pages
+        return Match(node, pages)
 
-    def _shared_pages(self, left: Keys, right: Keys) -> int:
-        n = min(len(left), len(right))
-        differ = np.flatnonzero(left[:n] != right[:n])
-        return int(differ[0] if len(differ) else n) // self.page_size
+    def _remove(self, leaf: Node) -> Node:
+        """Take a leaf out of the tree. Returns its parent."""
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[self._first(leaf.keys)]
+        leaf.parent = None
+        return parent
+
+    def _queue(self, node: Node) -> None:
+        """Put a leaf that may be evicted into the heap, if it is not there."""
+        if node.parent is not None and not (node.queued or node.children or node.users):
+            node.queued = True
+            heapq.heappush(self._leaves, (node.used_at, id(node), node))
 
     def _split(self, node: Node, pages: int) -> Node:
         """Split a node after `pages` pages. Returns the upper half."""
         cut = pages * self.page_size
         assert node.parent is not None
-        upper = Node(node.keys[:cut], node.pages[:pages], node.parent, users=node.users, used_at=node.used_at)
+        upper = Node(node.keys[:cut], node.pages[:pages], node.parent)
+        upper.users, upper.used_at, upper.proven = node.users, node.used_at, node.proven
         node.parent.children[self._first(upper.keys)] = upper
         node.keys, node.pages, node.parent = node.keys[cut:], node.pages[pages:], upper
         upper.children[self._first(node.keys)] = node

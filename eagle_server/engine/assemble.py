@@ -24,7 +24,8 @@ from eagle_server.engine.pools import DraftModel, make_pool
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.targets.interface import Target
 from eagle_server.request import Ready
-from eagle_server.scheduling.scheduler import Scheduler, SchedulerLimits
+from eagle_server.scheduling.limits import SchedulerLimits
+from eagle_server.scheduling.scheduler import Scheduler
 from eagle_server.worker.batch import Batches
 from eagle_server.worker.graphs import CudaRecorder, Graphs, Recorder
 from eagle_server.worker.verifier import Verifier

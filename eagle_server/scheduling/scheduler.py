@@ -1,39 +1,24 @@
-"""The scheduler plans each cycle: admission by KV budget, chunked prefill, preemption, and commit of the results.
+"""The scheduler plans each cycle: admission, chunked prefill, preemption, and commit of the results.
 
-Requests are served in order of arrival. When KV runs out, the youngest running request is preempted: its computed KV
-goes to the prefix cache and its pages are freed. Later it resumes as a prompt of all its tokens. Random numbers are
-keyed by position, so a preemption does not change the output.
+Requests are served in order of arrival; `admission.py` and `chunks.py` have the exceptions. Prompt KV goes to the
+prefix cache chunk by chunk, so that running requests share it. When KV runs out, the youngest running request is
+preempted: its computed KV goes to the prefix cache and its pages are freed. Later it resumes as a prompt of all its
+tokens. Random numbers are keyed by position, so a preemption does not change the output.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from eagle_server.cache.manager import KVCacheManager
-from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, GrammarMatcher, RequestSampling, SequenceOutput
+from eagle_server.plan import CyclePlan, CycleResult, Decode, GrammarMatcher, RequestSampling, SequenceOutput
 from eagle_server.request import CycleStats, FinishReason, Request, SpecStats, TokenDelta
+from eagle_server.scheduling.admission import RequestQueue, remove
+from eagle_server.scheduling.chunks import make_chunks
+from eagle_server.scheduling.limits import SchedulerLimits
 from eagle_server.scheduling.sequence import Sequence
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """Limits of a cycle, and facts about the drafter that planning needs.
-
-    Every decoding request has `num_lookahead_slots` KV slots after its text. `spec_steps` is the depth of the draft
-    trees. `uses_features`: the drafter reads the target's features, one cycle later, and may write KV. `lossy` names
-    the acceptance rule of sampled (not greedy) requests if it changes their distribution.
-    """
-
-    context_length: int
-    max_running_requests: int
-    chunked_prefill_size: int  # prompt tokens per cycle
-    num_lookahead_slots: int
-    spec_steps: int
-    uses_features: bool
-    lossy: str | None = None
 
 
 @dataclass
@@ -55,13 +40,19 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, kv: KVCacheManager) -> None:
         self.limits, self.kv = limits, kv
-        self.waiting: deque[Sequence] = deque()
+        self.queue = RequestQueue(limits, kv)
         self.running: list[Sequence] = []
         self.totals = SchedulerTotals()
         self.cycle = CycleStats()
         self._arrivals = 0
+        self._sequences: dict[str, Sequence] = {}  # waiting and running
         self._released: list[int] = []
         self._planned: tuple[CyclePlan, list[Sequence], list[Sequence]] = (CyclePlan(), [], [])
+
+    @property
+    def waiting(self) -> Seq[Sequence]:
+        """The requests that have no KV, in order of arrival."""
+        return self.queue.waiting
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
@@ -96,33 +87,27 @@ class Scheduler:
         tokens = list(request.prompt_token_ids)
         lossy = self.limits.lossy if sampling.params.temperature > 0 else None
         spec = SpecStats(histogram=[0] * (self.limits.spec_steps + 1), lossy=lossy)
-        self.waiting.append(Sequence(request, sampling, stop_ids, self._arrivals, tokens, spec, grammar_matcher))
+        sequence = Sequence(request, sampling, stop_ids, self._arrivals, tokens, spec, grammar_matcher)
+        self._sequences[request.request_id] = sequence
+        self.queue.add(sequence)
 
     def abort(self, request_id: str) -> TokenDelta | None:
         """End a waiting or running request; None if there is no such request."""
-        for sequence in (*self.waiting, *self.running):
-            if sequence.request.request_id == request_id:
-                return self._finish(sequence, [], FinishReason.ABORT)
-        return None
+        sequence = self._sequences.get(request_id)
+        return None if sequence is None else self._finish(sequence, [], FinishReason.ABORT)
 
     def schedule(self) -> CyclePlan:
         """The next cycle's plan. Decodes get KV first, so that they run in every cycle beside chunked prefill."""
         self.cycle = CycleStats()
         decoding = self._grow_decodes()
-        self._admit()
-        chunked: list[Sequence] = []
-        chunks: list[Chunk] = []
-        budget = self.limits.chunked_prefill_size
-        for sequence in self.running:
-            if sequence.prefilling and budget > 0 and sequence.is_ready:
-                chunks.append(_chunk(sequence, budget))
-                chunked.append(sequence)
-                budget -= len(chunks[-1].tokens)
-                self.cycle.computed += len(chunks[-1].tokens)
-        decodes = tuple(map(_decode, decoding))
+        if not self.cycle.preemptions:  # KV is short: what was preempted now would only be preempted again
+            self.queue.admit(self.running)
+        prefilling = [sequence for sequence in self.running if sequence.prefilling and sequence.is_ready]
+        chunks = make_chunks(prefilling, self.limits.chunked_prefill_size)
+        self.cycle.computed = sum(len(chunk.tokens) for _, chunk in chunks)
         released, self._released = tuple(self._released), []
-        plan = CyclePlan(tuple(chunks), decodes, released)
-        self._planned = (plan, chunked, decoding)
+        plan = CyclePlan(tuple(chunk for _, chunk in chunks), tuple(map(_decode, decoding)), released)
+        self._planned = (plan, [sequence for sequence, _ in chunks], decoding)
         return plan
 
     def commit(self, result: CycleResult) -> list[TokenDelta]:
@@ -131,15 +116,29 @@ class Scheduler:
         self.totals.cycles += 1
         deltas = []
         for sequence, output in zip(decoding, result.decodes, strict=True):
-            self._advance(sequence, sequence.num_computed_tokens + len(output.tokens))
+            before, after = sequence.num_computed_tokens, sequence.num_computed_tokens + len(output.tokens)
+            # Draft-extend of the accepted tokens runs in the next cycle.
+            self._advance(sequence, after, before)
             deltas.append(self._append(sequence, output, decoded=True))
         for sequence, chunk, output in zip(chunked, plan.chunks, result.chunks, strict=True):
-            self._advance(sequence, chunk.start + len(chunk.tokens))
+            # The drafter computes a chunk in the same cycle, up to the last token whose next token is known.
+            self._advance(sequence, chunk.start + len(chunk.tokens), chunk.start + len(chunk.following))
             sequence.prompt_logprobs.extend(output.prompt_logprobs)
+            if output.failed is None:
+                self._publish(sequence)
             if not sequence.prefilling:
                 self._count_prefill(sequence)
                 deltas.append(self._append(sequence, output, decoded=False))
         return deltas
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Share the KV of the prompt's chunks. Slots below draft_computed_tokens are never written again."""
+        assert sequence.allocation is not None
+        done = not sequence.prefilling
+        self.kv.publish(sequence.allocation, sequence.tokens, sequence.draft_computed_tokens, proven=done)
+        if done:
+            sequence.keys = None
+        self.queue.changed |= sequence.followed
 
     def _count_prefill(self, sequence: Sequence) -> None:
         """Count a finished prefill. The prefill of a resumed request is not counted again."""
@@ -151,61 +150,38 @@ class Scheduler:
             self.cycle.cache_queries += sequence.prompt_length
             self.cycle.cache_hits += sequence.cached_tokens
 
-    def _advance(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Target KV now holds `num_computed_tokens`. Draft-extend runs in the next cycle, so draft KV is one behind."""
-        sequence.draft_computed_tokens = (
-            sequence.num_computed_tokens if self.limits.uses_features else num_computed_tokens
-        )
+    def _advance(self, sequence: Sequence, num_computed_tokens: int, draft_computed_tokens: int) -> None:
+        """Target KV now holds `num_computed_tokens`. `draft_computed_tokens`: what a drafter with KV has computed."""
         sequence.num_computed_tokens = num_computed_tokens
+        sequence.draft_computed_tokens = draft_computed_tokens if self.limits.uses_features else num_computed_tokens
 
     def _grow_decodes(self) -> list[Sequence]:
         """Allocate the window of every decoding sequence; preempt the youngest when KV runs out. Returns the rest."""
         decoding: list[Sequence] = []
         for sequence in [s for s in self.running if not s.prefilling and s.is_ready]:
-            while sequence in self.running:
-                assert sequence.allocation is not None
+            while sequence.allocation is not None:
                 if self.kv.grow(sequence.allocation, sequence.num_computed_tokens + self.limits.num_lookahead_slots):
                     decoding.append(sequence)
                     break
-                self._preempt(max(self.running, key=lambda s: s.arrival))
+                self._preempt(self.running[-1])
         return decoding
-
-    def _admit(self) -> None:
-        """Move waiting sequences to running while request slots and KV are free."""
-        while self.waiting and len(self.running) < self.limits.max_running_requests:
-            sequence = self.waiting[0]
-            share = not sequence.request.prompt_logprobs
-            allocation = self.kv.allocate(
-                sequence.tokens, len(sequence.tokens) + self.limits.num_lookahead_slots, share=share
-            )
-            if allocation is None:
-                return
-            self.waiting.popleft()
-            if sequence.times.scheduled is None:
-                sequence.times.scheduled = time.monotonic()
-            sequence.allocation = allocation
-            sequence.num_computed_tokens = sequence.draft_computed_tokens = allocation.shared * self.kv.page_size
-            sequence.num_prefill_tokens = len(sequence.tokens)
-            if not sequence.output_length:
-                sequence.cached_tokens = sequence.num_computed_tokens
-            self.running.append(sequence)
-            self.running.sort(key=lambda s: s.arrival)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.totals.preemptions += 1
         self.cycle.preemptions += 1
         self._release(sequence)
         sequence.prompt_logprobs.clear()
-        self.waiting.appendleft(sequence)
+        self.queue.growth.preempted()
+        self.queue.add(sequence)
 
     def _release(self, sequence: Sequence, *, cache: bool = True) -> None:
         """Free the KV allocation. KV that both target and draft have computed goes to the prefix cache."""
         assert sequence.allocation is not None
-        self.running.remove(sequence)
+        remove(self.running, sequence)
+        self.queue.changed = True
         self._released.append(sequence.req_pool_index)
-        cached = sequence.allocation.shared * self.kv.page_size
-        self.kv.release(sequence.allocation, sequence.tokens, sequence.draft_computed_tokens if cache else cached)
-        sequence.allocation = None
+        self.kv.release(sequence.allocation, sequence.tokens, sequence.draft_computed_tokens, suspect=not cache)
+        sequence.allocation = sequence.keys = None
         sequence.num_computed_tokens = sequence.draft_computed_tokens = 0
 
     def _append(self, sequence: Sequence, output: SequenceOutput, *, decoded: bool) -> TokenDelta:
@@ -231,6 +207,7 @@ class Scheduler:
             self.totals.accepted += accepted
             self.totals.drafted += output.drafted
         if reason is not None:
+            self.queue.growth.ended(sequence.output_length, sequence.request.sampling.max_tokens)
             return self._finish(sequence, tokens, reason, output=output)
         if output.failed is not None:
             failed = output.failed
@@ -250,7 +227,8 @@ class Scheduler:
         if sequence.allocation is not None:
             self._release(sequence, cache=cache)
         else:
-            self.waiting.remove(sequence)
+            self.queue.remove(sequence)
+        self._sequences.pop(sequence.request.request_id, None)
         delta = self._delta(sequence, tokens, output or SequenceOutput())
         delta.finish_reason, delta.error = reason, error
         delta.spec = sequence.spec if sequence.spec.cycles else None
@@ -270,20 +248,6 @@ class Scheduler:
             cached_tokens=sequence.cached_tokens,
             tree=None if output.tree is None else output.tree.cut(len(tokens)),
         )
-
-
-def _chunk(sequence: Sequence, budget: int) -> Chunk:
-    end = min(sequence.num_prefill_tokens, sequence.num_computed_tokens + budget)
-    return Chunk(
-        req_pool_index=sequence.req_pool_index,
-        start=sequence.num_computed_tokens,
-        tokens=tuple(sequence.tokens[sequence.num_computed_tokens : end]),
-        next_token=sequence.tokens[end] if end < sequence.num_prefill_tokens else None,
-        sampling=sequence.sampling,
-        prompt_logprobs=sequence.request.prompt_logprobs and sequence.output_length == 0,
-        text=sequence.tokens,
-        grammar_matcher=sequence.grammar_matcher,
-    )
 
 
 def _decode(sequence: Sequence) -> Decode:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from eagle_server.cache.manager import KVAllocation
+from eagle_server.cache.radix import Keys
 from eagle_server.plan import GrammarMatcher, RequestSampling
 from eagle_server.request import FinishReason, Request, SpecStats, Timing, TokenLogprob
 
@@ -35,7 +36,9 @@ class Sequence:
 
     Target KV holds positions 0..num_computed_tokens-1. Draft KV holds positions 0..draft_computed_tokens-1 of these.
     `num_prefill_tokens` is the number of tokens to prefill before decoding: the prompt, or after a preemption all
-    tokens.
+    tokens. `keys`: their keys in the prefix cache, until they are computed; None if the request does not share.
+    While it waits, `passed_tokens` counts the tokens of younger requests that started before it, and `leader` is the
+    older request whose first `awaited` pages it waits for. `followed`: others have waited for this one.
     """
 
     request: Request
@@ -50,6 +53,11 @@ class Sequence:
     draft_computed_tokens: int = 0
     num_prefill_tokens: int = 0
     cached_tokens: int = 0
+    keys: Keys | None = None
+    leader: Sequence | None = None
+    awaited: int = 0
+    followed: bool = False
+    passed_tokens: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     times: Times = field(default_factory=Times)
 
@@ -71,9 +79,36 @@ class Sequence:
         return self.grammar_matcher is None or self.grammar_matcher.is_ready(self.tokens)
 
     @property
+    def uncomputed_tokens(self) -> int:
+        """How many tokens are left to prefill."""
+        return self.num_prefill_tokens - self.num_computed_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that the request can have."""
+        return self.prompt_length + self.request.sampling.max_tokens
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the leader is still computing the pages that this request waits for."""
+        leader = self.leader
+        if leader is None or leader.keys is None or leader.allocation is None:
+            return False
+        return leader.allocation.shared < self.awaited
+
+    @property
     def req_pool_index(self) -> int:
         assert self.allocation is not None
         return self.allocation.req_pool_index
+
+    def start(self, allocation: KVAllocation, page_size: int) -> None:
+        """Begin to prefill all tokens, or to go on after the cached ones."""
+        self.allocation, self.leader = allocation, None
+        self.num_computed_tokens = self.draft_computed_tokens = allocation.shared * page_size
+        self.num_prefill_tokens = len(self.tokens)
+        if self.times.scheduled is None:  # later, after a preemption, it finds what it has computed itself
+            self.times.scheduled = time.monotonic()
+            self.cached_tokens = self.num_computed_tokens
 
     def allow_ends(self) -> None:
         """Stop forbidding end tokens once the output has min_tokens, so that sampling skips the check."""

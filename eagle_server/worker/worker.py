@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ class Worker:
         prefilled = self.verifier.prefill(batch, chunks)
         device = prefilled.logits.device
         last = [i for i, chunk in enumerate(chunks) if chunk.next_token is None]
-        ends = [sum(prefilled.logit_rows[: i + 1]) - 1 for i in last]
+        logit_ends, row_ends = list(accumulate(prefilled.logit_rows)), list(accumulate(batch.counts))
+        ends = [logit_ends[i] - 1 for i in last]
         positions = upload([chunks[i].start + len(chunks[i].tokens) for i in last], device)
         last_chunks = [chunks[i] for i in last]
         sampling = VerifyTokenMask.of(last_chunks, device).sampling(self.batches.prompt_sampling(last_chunks))
@@ -89,7 +91,7 @@ class Worker:
         if uses_features:
             starts = [(chunk.req_pool_index, chunk.start + len(chunk.tokens) - 1) for chunk in last_chunks]
             indices = upload([chunk.req_pool_index for chunk in last_chunks], device)
-            newest = upload([sum(batch.counts[: i + 1]) - 1 for i in last], device)
+            newest = upload([row_ends[i] - 1 for i in last], device)
             features = prefilled.features.index_select(0, newest)[:, None]
             self.batches.accepted_tokens.record(starts, indices, tokens, features)
         return Drawn(prefilled.logits, prefilled.logit_rows, tokens, scores.isfinite())

@@ -10,7 +10,7 @@ import torch
 from eagle_server.engine.engine import Engine
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.request import Request
-from tests.support.engines import Finished, request, run
+from tests.support.engines import Finished, admit_without_reserve, request, run
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.replay import FirstCallRecorder
 from tests.support.scoring import in_float64, slack
@@ -74,6 +74,7 @@ def preempted(build: Build) -> dict[str, Finished]:
     kv, window = sized.scheduler.kv, sized.scheduler.limits.num_lookahead_slots
     pages = sum(kv.pages_for(len(each.prompt_token_ids) + window) for each in REQUESTS[:4])
     engine = build(max_total_tokens=pages * kv.page_size, chunked_prefill_size=64)
+    admit_without_reserve(engine.scheduler)
     outcome = run(engine, REQUESTS)
     assert engine.stats().preemptions > 0
     return outcome

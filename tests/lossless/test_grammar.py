@@ -18,7 +18,16 @@ from eagle_server.plan import allows
 from eagle_server.request import DraftTree, FinishReason, Grammar, Request
 from tests.lossless.conftest import Drafting
 from tests.lossless.scenes import as_on_a_gpu, prompt
-from tests.support.engines import Finished, plain, random_head, random_target, request, run, speculative
+from tests.support.engines import (
+    Finished,
+    admit_without_reserve,
+    plain,
+    random_head,
+    random_target,
+    request,
+    run,
+    speculative,
+)
 from tests.support.grammars import GRAMMARS, VOCAB, json_tokenizer
 
 TOKENIZER = {"tokenizer": json_tokenizer}
@@ -81,8 +90,9 @@ def test_plain_texts_match_their_grammars(texts: dict[str, Finished]) -> None:
 def test_texts_with_speculation_equal_texts_without(
     target: TargetModel, texts: dict[str, Finished], build: Any, scene: str
 ) -> None:
-    settings = {"batch": {}, "preempted": {"max_total_tokens": 260, "page_size": 4}}[scene]
+    settings = {"batch": {}, "preempted": {"max_total_tokens": 180, "page_size": 4}}[scene]
     engine = build(target, **settings)
+    admit_without_reserve(engine.scheduler)
     outcome = run(engine, requests())
     for name, text in texts.items():
         assert (outcome[name].tokens, outcome[name].reason) == (text.tokens, text.reason), name

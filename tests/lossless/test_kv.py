@@ -19,7 +19,7 @@ from eagle_server.worker.verifier import Verifier
 from tests.lossless.conftest import eagle_is_slow
 from tests.lossless.pairs import Pair
 from tests.support.dense import Recording, extend, features_of
-from tests.support.engines import pools, request, run, speculative
+from tests.support.engines import admit_without_reserve, pools, request, run, speculative
 
 pytestmark = eagle_is_slow
 
@@ -74,6 +74,7 @@ def busy_engine(pair: Pair, page: int, topk: int) -> Engine:
         for i, length in enumerate(lengths)
     ]
     engine = speculative(pair.target, pair.head, 3, topk, page_size=page, chunked_prefill_size=24, max_total_tokens=224)
+    admit_without_reserve(engine.scheduler)
 
     def abort(cycle: int) -> None:
         if cycle in (5, 14, 23):
@@ -91,6 +92,20 @@ def busy_engine(pair: Pair, page: int, topk: int) -> Engine:
 def test_every_cached_slot_holds_the_kv_of_its_tokens(pair: Pair, page: int, topk: int) -> None:
     target_error, draft_error, slots = worst_cached_slot(pair, busy_engine(pair, page, topk))
     assert slots > 100
+    assert target_error < TOLERANCE
+    assert draft_error < TOLERANCE
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_prompts_answered_by_one_token_leave_right_kv(pair: Pair, page: int) -> None:
+    engine = speculative(pair.target, pair.head, 3, 4, page_size=page, chunked_prefill_size=24)
+    texts = torch.randint(0, 62, (3, 70), generator=torch.Generator().manual_seed(page)).tolist()
+    for text in texts:
+        run(engine, [request("first", text, max_tokens=1)])
+        (again,) = run(engine, [request("again", text, max_tokens=1)]).values()
+        assert again.cached_tokens == (len(text) - 1) // page * page
+    target_error, draft_error, slots = worst_cached_slot(pair, engine)
+    assert slots == sum((len(text) - 1) // page * page for text in texts)
     assert target_error < TOLERANCE
     assert draft_error < TOLERANCE
 

@@ -18,7 +18,17 @@ from eagle_server.worker.verifier import Verified
 from tests.lossless.conftest import Drafting
 from tests.lossless.drafters import CASES
 from tests.lossless.pairs import weights_of
-from tests.support.engines import CONTEXT, Finished, plain, random_head, random_target, request, run, speculative
+from tests.support.engines import (
+    CONTEXT,
+    Finished,
+    admit_without_reserve,
+    plain,
+    random_head,
+    random_target,
+    request,
+    run,
+    speculative,
+)
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
 pytestmark = pytest.mark.slow
@@ -132,6 +142,7 @@ def test_a_thousand_requests_with_aborts_and_preemptions_leave_nothing_behind() 
         target, head, page_size=16, max_total_tokens=288, max_running_requests=ROWS, chunked_prefill_size=48
     )
 
+    admit_without_reserve(engine.scheduler)
     outcome = disturbed(engine, requests, rng)
 
     reasons = [outcome[each.request_id].reason for each in requests]
@@ -172,6 +183,7 @@ def test_no_state_of_a_request_outlives_it(drafting: Drafting, undisturbed: dict
     engine = drafting.engine(max_total_tokens=110 + 2 * window, max_running_requests=ROWS, chunked_prefill_size=48)
     fail_now_and_then(engine, every=20)
     seen = texts_seen(engine)
+    admit_without_reserve(engine.scheduler)
     for each in growing:  # they outgrow the pool, so that one is preempted
         engine.add(each)
 

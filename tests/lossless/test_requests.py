@@ -16,7 +16,7 @@ from eagle_server.plan import CycleResult
 from eagle_server.request import FinishReason, TokenDelta, TokenLogprob
 from tests.lossless.conftest import eagle_is_slow
 from tests.lossless.pairs import Pair
-from tests.support.engines import Finished, plain, request, run, speculative
+from tests.support.engines import Finished, admit_without_reserve, plain, request, run, speculative
 from tests.support.scoring import in_float64, logits_of
 
 pytestmark = eagle_is_slow
@@ -136,6 +136,7 @@ def test_prompt_logprobs_equal_a_dense_rescoring(pair: Pair, build: Callable[...
 def test_prompt_logprobs_come_once_and_whole_when_the_request_is_preempted(pair: Pair) -> None:
     requests = [request(i, prompt(40, i), prompt_logprobs=True, logprobs=1, **SAMPLED) for i in range(3)]
     engine = drafting(pair, max_total_tokens=174, chunked_prefill_size=16)
+    admit_without_reserve(engine.scheduler)
     outcome = run(engine, requests)
     assert engine.stats().preemptions > 0
     for each in requests:

@@ -22,7 +22,7 @@ from eagle_server.speculation.static_tree import depth_of, parse_choices, ranks_
 from tests.lossless.conftest import Pair
 from tests.lossless.test_flashinfer import as_on_a_gpu
 from tests.lossless.test_requests import assert_logprobs
-from tests.support.engines import Finished, plain, request, run, speculative, tokens_of
+from tests.support.engines import Finished, admit_without_reserve, plain, request, run, speculative, tokens_of
 from tests.support.sampling_reference import text_of
 from tests.support.scoring import NEAR_TIE, in_float64, logits_of
 
@@ -125,6 +125,7 @@ def preempted(build: Callable[..., Engine], requests: list[Request]) -> dict[str
     kv, window = sized.scheduler.kv, sized.scheduler.limits.num_lookahead_slots
     pages = 4 * kv.pages_for(len(PROMPT) + window)
     engine = build(max_total_tokens=pages * kv.page_size, chunked_prefill_size=64)
+    admit_without_reserve(engine.scheduler)
     outcome = run(engine, requests)
     assert engine.stats().preemptions > 0
     return outcome

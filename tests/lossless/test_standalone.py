@@ -22,7 +22,7 @@ from eagle_server.worker.worker import Worker
 from tests.lossless.pairs import Pair, Pairs, standalone
 from tests.lossless.scenes import REQUESTS, as_on_a_gpu
 from tests.support import deepseek
-from tests.support.engines import plain, random_target, request, run, speculative, tokens_of
+from tests.support.engines import admit_without_reserve, plain, random_target, request, run, speculative, tokens_of
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
 pytestmark = pytest.mark.slow
@@ -101,6 +101,7 @@ def test_a_draft_that_is_the_target_is_accepted_whole_in_every_cycle(
         assert tokens_of(outcome) == tokens_of(expected)
         assert (sum(finished.cached_tokens for finished in outcome.values()) > 0) == again
     small = speculative(target, DraftLM(target), steps, 1, max_total_tokens=120, **on(machine))
+    admit_without_reserve(small.scheduler)
     assert tokens_of(run(small, GREEDY)) == tokens_of(expected)
     assert small.stats().preemptions > 0
     assert len(lengths) > 50

@@ -22,7 +22,16 @@ from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.models.targets.transformers import TransformersTarget
 from tests.lossless.scenes import as_on_a_gpu
 from tests.parity.test_target_parity import TOLERANCE, Pages
-from tests.support.engines import CONTEXT, plain, random_head, request, run, speculative, tokens_of
+from tests.support.engines import (
+    CONTEXT,
+    admit_without_reserve,
+    plain,
+    random_head,
+    request,
+    run,
+    speculative,
+    tokens_of,
+)
 
 VOCAB = 131
 _SHAPE = {
@@ -183,6 +192,7 @@ def test_greedy_text_with_any_drafter_is_what_transformers_generates(name: str, 
         drafts.append((DraftLM(ours), as_on_a_gpu(())))
     for draft, settings in drafts:
         engine = speculative(ours, draft, **settings)  # type: ignore[arg-type]
+        admit_without_reserve(engine.scheduler)
         for again in (False, True):
             outcome = run(engine, requests[:2], joining={3: requests[2:]})
             assert tokens_of(outcome) == expected

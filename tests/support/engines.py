@@ -18,6 +18,7 @@ from eagle_server.models.drafts.interface import DraftHead, TargetWeights
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
 from eagle_server.request import FinishReason, Request, SamplingParams, SpecStats, TokenDelta, TokenLogprob
+from eagle_server.scheduling.scheduler import Scheduler
 
 CONTEXT = 256
 MARGIN = 64  # RoPE rows past the context, for the trees
@@ -78,13 +79,18 @@ def run(
             engine.add(each)
         for delta in engine.step():
             outcome.setdefault(delta.request_id, Finished()).take(delta)
-        engine.check()
+        engine.scheduler.kv.check()
         if each_cycle is not None:
             each_cycle(cycle)
         cycle += 1
         assert cycle < 100_000, "the engine does not come to an end"
     assert all(finished.reason is not None for finished in outcome.values())
     return outcome
+
+
+def admit_without_reserve(scheduler: Scheduler) -> None:
+    """Admit what fits now, with no KV kept for the growth of outputs, so that requests are preempted."""
+    scheduler.queue._reserve = lambda sequence: 0  # type: ignore[method-assign]
 
 
 def tokens_of(outcome: Mapping[str, Finished]) -> dict[str, list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
@@ -9,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from eagle_server.cache.allocator import PageAllocator
 from eagle_server.cache.manager import KVAllocation, KVCacheManager
 from eagle_server.cache.page_table import PageTable
-from eagle_server.cache.radix import RadixCache
+from eagle_server.cache.radix import RadixCache, bigrams
 
 ROWS, WIDTH = 4, 64
 
@@ -20,7 +21,7 @@ def manager(pages: int, page_size: int = 1, *, radix: bool = True) -> KVCacheMan
 
 
 def allocate(kv: KVCacheManager, tokens: list[int], positions: int) -> KVAllocation:
-    allocation = kv.allocate(tokens, positions, share=True)
+    allocation = kv.allocate(kv.match(bigrams(tokens)), positions)
     assert allocation is not None
     return allocation
 
@@ -42,14 +43,21 @@ class AllocationsUnderRandomUse(RuleBasedStateMachine):
             for slot in range(page * self.kv.page_size, (page + 1) * self.kv.page_size):
                 self.content.pop(slot, None)
 
-    @rule(target=held, tokens=st.lists(st.integers(1, 2), min_size=1, max_size=12), extra=st.integers(0, 6))
-    def allocate(self, tokens: list[int], extra: int) -> object:
+    @rule(
+        target=held,
+        tokens=st.lists(st.integers(1, 2), min_size=1, max_size=12),
+        extra=st.integers(0, 6),
+        reserve=st.sampled_from([0, 0, 0, 3]),
+    )
+    def allocate(self, tokens: list[int], extra: int, reserve: int) -> object:
         free, rows = self.kv.available_pages, self.kv.table.free_rows
-        allocation = self.kv.allocate(tokens, len(tokens) + extra, share=True)
+        match = self.kv.match(bigrams(tokens))
+        allocation = self.kv.allocate(match, len(tokens) + extra, reserve)
         if allocation is None:
-            assert rows == 0 or self.kv.pages_for(len(tokens) + extra) > free
+            assert rows == 0 or self.kv.pages_for(len(tokens) + extra) + reserve > free
             assert (free, rows) == (self.kv.available_pages, self.kv.table.free_rows)
             return None
+        assert self.kv.available_pages >= reserve
         shared = allocation.shared * self.kv.page_size
         assert shared < len(tokens)
         slots = self.kv.table.slots[allocation.req_pool_index]
@@ -69,12 +77,25 @@ class AllocationsUnderRandomUse(RuleBasedStateMachine):
         assert grown == (wanted - before <= free)
         assert len(allocation.pages) == (max(before, wanted) if grown else before)
 
-    @rule(entry=consumes(held), written=st.integers(0, 11))
-    def release(self, entry: tuple[KVAllocation, list[int]] | None, written: int) -> None:
+    @rule(entry=held, written=st.integers(0, 11), proven=st.booleans())
+    def publish(self, entry: tuple[KVAllocation, list[int]] | None, written: int, *, proven: bool) -> None:
+        """What the request has written becomes shared. Its row shows pages with the same content."""
+        if entry is None or entry[0] not in self.kv.allocations or self.kv.radix is None:
+            return
+        allocation, tokens = entry
+        before = allocation.shared
+        self.kv.publish(allocation, tokens, min(written, len(tokens) - 1), proven=proven)
+        assert allocation.shared == max(before, min(written, len(tokens) - 1) // self.kv.page_size)
+        slots = self.kv.table.slots[allocation.req_pool_index]
+        assert all(self.content[slots[p]] == tuple(tokens[: p + 2]) for p in range(len(tokens) - 1))
+
+    @rule(entry=consumes(held), written=st.integers(0, 11), suspect=st.booleans())
+    def release(self, entry: tuple[KVAllocation, list[int]] | None, written: int, *, suspect: bool) -> None:
         if entry is None:
             return
         allocation, tokens = entry
-        self.kv.release(allocation, tokens, min(max(written, allocation.shared * self.kv.page_size), len(tokens) - 1))
+        written = min(max(written, allocation.shared * self.kv.page_size), len(tokens) - 1)
+        self.kv.release(allocation, tokens, written, suspect=suspect)
 
     @rule()
     def clear(self) -> None:
@@ -115,7 +136,7 @@ def test_only_written_slots_go_to_the_cache() -> None:
 def test_a_request_that_does_not_share_still_caches_its_pages_for_others() -> None:
     kv = manager(20)
     kv.release(allocate(kv, [1, 2, 3], 3), [1, 2, 3], written=2)
-    alone = kv.allocate([1, 2, 3], 3, share=False)
+    alone = kv.allocate(None, 3)
     assert alone is not None
     assert alone.shared == 0
     kv.release(alone, [1, 2, 3], written=2)
@@ -129,9 +150,9 @@ def test_cached_pages_in_use_are_not_evicted_for_another_request() -> None:
     reader = allocate(kv, [1] * 6, 6)
     assert reader.shared == 5
     assert kv.available_pages == 4
-    assert kv.allocate([2] * 5, 5, share=True) is None
+    assert kv.allocate(kv.match(bigrams([2] * 5)), 5) is None
     kv.release(reader, [1] * 6, written=5)
-    assert kv.allocate([2] * 10, 10, share=True) is not None
+    assert kv.allocate(kv.match(bigrams([2] * 10)), 10) is not None
     kv.check()
 
 
@@ -142,3 +163,72 @@ def test_freed_pages_are_reported_once() -> None:
     assert len(freed) == 3
     kv.clear()
     assert sorted(freed) == [1, 2, 3, 4, 5]
+
+
+def test_running_requests_share_what_one_of_them_has_published() -> None:
+    kv = manager(40, 4)
+    first = allocate(kv, [1] * 14, 20)
+    assert allocate(kv, [1] * 14, 20).shared == 0
+    kv.publish(first, [1] * 14, written=9)
+    second = allocate(kv, [1] * 14, 20)
+    assert (first.shared, second.shared) == (2, 2)
+    assert second.pages[:2] == first.pages[:2]
+    kv.release(first, [1] * 14, written=9)
+    assert kv.radix is not None
+    assert kv.radix.evictable_pages == 0, "the second request still reads them"
+    kv.check()
+
+
+def test_a_page_that_two_requests_computed_is_kept_once_and_both_rows_show_it() -> None:
+    freed: list[int] = []
+    kv = KVCacheManager(PageAllocator(20, 2), PageTable(2, 16, 2), RadixCache(2), freed.extend)
+    tokens = [1, 2, 3, 4, 5, 6, 7]
+    first, second = allocate(kv, tokens, 8), allocate(kv, tokens, 8)
+    own = list(second.pages)
+    kv.publish(first, tokens, written=4)
+    kv.publish(second, tokens, written=6)
+    assert second.pages == [*first.pages[:2], *own[2:]]
+    assert freed == own[:2]
+    slots = kv.table.slots[second.req_pool_index, :8].tolist()
+    assert slots == [2 * page + i for page in second.pages for i in range(2)]
+    kv.check()
+
+
+def test_what_a_failed_request_published_leaves_the_cache_unless_it_was_proven() -> None:
+    kv = manager(40)
+    first = allocate(kv, [1, 2, 3, 4, 5, 6], 8)
+    kv.publish(first, [1, 2, 3, 4, 5, 6], written=2, proven=True)
+    kv.publish(first, [1, 2, 3, 4, 5, 6], written=5)
+    second = allocate(kv, [1, 2, 3, 4, 5, 9], 8)
+    assert second.shared == 4
+    kv.release(first, [1, 2, 3, 4, 5, 6], written=5, suspect=True)
+    assert kv.radix is not None
+    assert kv.radix.cached_pages == 4, "the second request still reads two that are not proven"
+    kv.release(second, [1, 2, 3, 4, 5, 9], written=4, suspect=True)
+    assert kv.radix.cached_pages == 2
+    kv.check()
+
+
+def test_the_check_by_counters_sees_a_lost_page_a_lock_and_a_row() -> None:
+    for loss in ("page", "lock", "row"):
+        kv = manager(10)
+        kv.release(allocate(kv, [1, 2, 3], 5), [1, 2, 3], written=2)
+        kv.check_counts()
+        assert kv.radix is not None
+        if loss == "page":
+            kv.allocator.allocate(1)
+        elif loss == "lock":
+            kv.radix.lock(kv.radix.match(bigrams([1, 2, 3])).node)
+        else:
+            kv.table.take_row()
+        with pytest.raises(AssertionError):
+            kv.check_counts()
+
+
+def test_the_check_by_counters_walks_nothing() -> None:
+    kv = manager(10)
+    allocate(kv, [1, 2, 3], 5)
+    assert kv.radix is not None
+    kv.radix._nodes = lambda: pytest.fail("a walk over the tree")  # type: ignore[method-assign]
+    kv.allocator.check = lambda used: pytest.fail("a walk over the pages")  # type: ignore[method-assign]
+    kv.check_counts()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
@@ -29,6 +31,7 @@ class RadixAgainstModel(RuleBasedStateMachine):
         self.cache = RadixCache(page_size)
         self.model: dict[Prefix, int] = {}
         self.locks: list[Prefix] = []
+        self.proven: set[int] = set()  # pages
         self.fresh = itertools.count(1)
 
     def prefixes(self, keys: list[int]) -> list[Prefix]:
@@ -40,17 +43,47 @@ class RadixAgainstModel(RuleBasedStateMachine):
         """A request has fresh pages for all keys. The cache refuses those whose prefix it already holds."""
         prefixes = self.prefixes(keys)
         mine = [next(self.fresh) for _ in prefixes]
-        rejected = self.cache.insert(array(keys[: len(mine) * self.cache.page_size]), mine)
-        assert rejected == [page for page, prefix in zip(mine, prefixes, strict=True) if prefix in self.model]
+        end = self.cache.insert(array(keys), mine)
+        assert end.pages == [self.model[prefix] for prefix in prefixes if prefix in self.model]
         for page, prefix in zip(mine, prefixes, strict=True):
             self.model.setdefault(prefix, page)
 
-    @rule(keys=KEYS)
-    def insert_what_was_shared(self, keys: list[int]) -> None:
-        """Inserting pages that are already in the tree returns none as duplicates."""
-        pages = [self.model[prefix] for prefix in self.prefixes(keys) if prefix in self.model]
-        size = self.cache.page_size
-        assert self.cache.insert(array(keys[: len(pages) * size]), pages) == []
+    @rule(target=matches, locked=consumes(matches), keys=KEYS)
+    def continue_a_locked_prefix(self, locked: tuple[Match, Prefix], keys: list[int]) -> tuple[Match, Prefix]:
+        """A running request inserts what follows its prefix, and locks it."""
+        found, before = locked
+        prefixes = [before + prefix for prefix in self.prefixes(keys)]
+        mine = [next(self.fresh) for _ in prefixes]
+        end = self.cache.insert(array(keys), mine, found.node)
+        assert end.pages == [self.model[prefix] for prefix in prefixes if prefix in self.model]
+        self.cache.lock(end.node, above=found.node)
+        for page, prefix in zip(mine, prefixes, strict=True):
+            self.model.setdefault(prefix, page)
+        after = prefixes[-1] if prefixes else before
+        self.locks.remove(before)
+        self.locks.append(after)
+        return end, after
+
+    @rule(locked=consumes(matches))
+    def discard(self, locked: tuple[Match, Prefix]) -> None:
+        """A failed request takes the end of its prefix away that no other lock or page needs."""
+        found, prefix = locked
+        self.locks.remove(prefix)
+        self.cache.unlock(found.node)
+        proven = {p for p, page in self.model.items() if page in self.proven}
+        freed = self.cache.discard(found.node)
+        gone = {p for p, page in self.model.items() if page in freed}
+        assert len(gone) == len(freed)
+        assert all(prefix[: len(p)] == p for p in gone)
+        assert not gone & proven
+        assert not any(lock[: len(p)] == p for lock in self.locks for p in gone)
+        self.model = {p: page for p, page in self.model.items() if p not in gone}
+
+    @rule(locked=matches)
+    def prove(self, locked: tuple[Match, Prefix]) -> None:
+        found, prefix = locked
+        self.cache.prove(found.node)
+        self.proven.update(page for p, page in self.model.items() if prefix[: len(p)] == p)
 
     @rule(keys=KEYS)
     def match(self, keys: list[int]) -> None:
@@ -90,6 +123,9 @@ class RadixAgainstModel(RuleBasedStateMachine):
         assert self.cache.cached_pages == len(self.model)
         locked = {p for p in self.model if any(lock[: len(p)] == p for lock in self.locks)}
         assert self.cache.evictable_pages == len(self.model) - len(locked)
+        for lock in self.locks:
+            users = [sum(other[: len(p)] == p for other in self.locks) for p in self.model if lock[: len(p)] == p]
+            assert self.cache.sole_pages(self.cache.match(array(lock)).node) == users.count(1)
 
 
 TestRadixAgainstModel = RadixAgainstModel.TestCase
@@ -123,6 +159,23 @@ def test_the_least_recently_used_leaf_goes_first_and_from_its_tail() -> None:
     assert cache.match(array([3, 4, 5])).pages == [20]
     assert cache.evict(2) == [1, 0]
     assert cache.evict(9) == [20]
+
+
+def test_eviction_looks_at_what_it_evicts_and_at_what_was_used_again_not_at_the_tree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = RadixCache(1)
+    for first in range(2000):
+        cache.insert(array([first, 1, 2]), [3 * first, 3 * first + 1, 3 * first + 2])
+    for first in range(10):
+        cache.match(array([first, 1, 2]))
+    looked, pop = [], heapq.heappop
+    monkeypatch.setattr(heapq, "heappop", lambda heap: looked.append(1) or pop(heap))
+    monkeypatch.setattr(cache, "_nodes", lambda: pytest.fail("a walk over the tree"))
+    freed = [page for _ in range(50) for page in cache.evict(1)]
+    assert freed[:4] == [32, 31, 30, 35]
+    assert len(freed) == 50
+    assert len(looked) == 60, "one for each page, and one for each leaf that was used again"
 
 
 def test_a_partial_page_is_not_matched() -> None:

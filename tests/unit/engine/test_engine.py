@@ -97,6 +97,37 @@ def test_a_request_whose_logits_are_not_finite_fails_alone_and_leaves_no_kv(
     assert tokens_of(outcome) == expected
 
 
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("kind", ["NONE", "EAGLE"])
+def test_choices_of_one_prompt_prefill_it_once_and_have_their_own_texts(
+    target: TargetModel, kind: str, page: int
+) -> None:
+    prompt = [1 + i % 20 for i in range(100)]
+    choices = [request(i, prompt, choice=i, seed=7, temperature=1.0) for i in range(6)]
+    expected = {each.request_id: run(build(target, kind), [each])[each.request_id].tokens for each in choices}
+    engine, computed = build(target, kind, page_size=page, chunked_prefill_size=32), list[int]()
+
+    def count(_: int) -> None:
+        cycle = engine.take_cycle()
+        computed.append(0 if cycle is None else cycle.computed)
+
+    assert tokens_of(run(engine, choices, each_cycle=count)) == expected
+    assert len({tuple(tokens) for tokens in expected.values()}) > 1
+    assert 100 < sum(computed) <= 100 + 5 * page
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_pages_that_a_failing_prompt_shared_while_it_ran_leave_the_cache(target: TargetModel, page: int) -> None:
+    bad = [BROKEN, *(1 + i % 20 for i in range(100))]
+    engine = build(target, "EAGLE", page_size=page, chunked_prefill_size=32)
+    asked = [request("first", bad), request("equal", bad), request("other end", [*bad[:60], *range(1, 20)])]
+    outcome = run(engine, asked)
+    assert {finished.reason for finished in outcome.values()} == {FinishReason.ERROR}
+    assert outcome["other end"].cached_tokens >= 48
+    assert engine.scheduler.kv.radix is not None
+    assert engine.scheduler.kv.radix.cached_pages == 0
+
+
 def test_a_request_that_forbids_every_token_is_refused(engine: Engine) -> None:
     every = tuple(range(VOCAB))
     outcome = run(engine, [request("a", [1, 2], min_tokens=2, stop_token_ids=every), request("b", [1, 2])])

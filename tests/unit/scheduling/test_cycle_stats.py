@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eagle_server.engine.engine import Engine
 from eagle_server.request import CycleStats, Request, TokenDelta
-from tests.support.engines import plain, random_head, random_target, request, speculative
+from tests.support.engines import admit_without_reserve, plain, random_head, random_target, request, speculative
 
 STAGES = {"extend", "propose", "build_tree", "verify", "accept", "keep", "prefill", "emit"}
 
@@ -34,6 +34,7 @@ def test_cycles_add_up_to_the_requests_under_preemption() -> None:
     engine = speculative(
         target, random_head(target, "EAGLE"), max_total_tokens=160, max_running_requests=6, chunked_prefill_size=16
     )
+    admit_without_reserve(engine.scheduler)
     asked = requests()
     cycles, deltas = drive(engine, asked)
     ends = [delta for delta in deltas if delta.finish_reason is not None]

@@ -14,8 +14,9 @@ from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.radix import RadixCache
 from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, Failure, SequenceOutput
 from eagle_server.request import FinishReason, TokenDelta
-from eagle_server.scheduling.scheduler import Scheduler, SchedulerLimits
-from tests.support.engines import request
+from eagle_server.scheduling.limits import SchedulerLimits
+from eagle_server.scheduling.scheduler import Scheduler
+from tests.support.engines import admit_without_reserve, request
 from tests.support.sampling import request_sampling
 
 GREEDY = request_sampling(temperature=0.0)
@@ -29,11 +30,17 @@ LIMITS = SchedulerLimits(
 )
 
 
-def scheduler(slots: int = 200, page: int = 1, *, radix: bool = False, **limits: Any) -> Scheduler:
+def scheduler(
+    slots: int = 200, page: int = 1, *, radix: bool = False, reserve: bool = True, **limits: Any
+) -> Scheduler:
+    """Without `reserve`, requests are admitted whenever they fit, so that preemptions occur."""
     allowed = replace(LIMITS, **limits)
     table = PageTable(allowed.max_running_requests, allowed.context_length + allowed.num_lookahead_slots, page)
     kv = KVCacheManager(PageAllocator(slots // page, page), table, RadixCache(page) if radix else None)
-    return Scheduler(allowed, kv)
+    it = Scheduler(allowed, kv)
+    if not reserve:
+        admit_without_reserve(it)
+    return it
 
 
 def add(it: Scheduler, name: str, prompt: int | Sequence[int], *, stops: Sequence[int] = (), **settings: Any) -> None:
@@ -102,19 +109,14 @@ def test_decodes_run_in_every_cycle_while_prompts_share_the_chunk_budget() -> No
     add(it, "d", 3)
     plan, deltas = cycle(it)
     assert len(plan.decodes) == 1
-    assert lengths(plan) == [(0, 6), (0, 2)]
-    assert [delta.request_id for delta in deltas] == ["a", "b"]
+    assert lengths(plan) == [(0, 5), (0, 3)], "half of the budget for b, the oldest; d is the shortest"
+    assert [delta.request_id for delta in deltas] == ["a", "d"]
     plan, _ = cycle(it)
     assert len(plan.decodes) == 2
-    assert lengths(plan) == [(2, 4), (0, 3)]
+    assert lengths(plan) == [(5, 1), (0, 6)]
 
 
 def test_requests_are_admitted_in_order_of_arrival_while_slots_and_kv_are_free() -> None:
-    it = scheduler(slots=40, max_running_requests=3)
-    for name, prompt in (("a", 10), ("b", 30), ("c", 2), ("d", 2)):
-        add(it, name, prompt, max_tokens=2)
-    it.schedule()
-    assert names(it) == (["a"], ["b", "c", "d"]), "c would fit, but b is first in line"
     it = scheduler(slots=200, max_running_requests=3)
     for name in "abcd":
         add(it, name, 5)
@@ -135,7 +137,7 @@ def test_admission_takes_pages_for_the_prompt_and_the_window(page: int) -> None:
 
 @pytest.mark.parametrize("accepted", [0, 2])
 def test_the_youngest_is_preempted_and_every_text_is_complete(accepted: int) -> None:
-    it = scheduler(slots=60)
+    it = scheduler(slots=60, reserve=False)
     for name, prompt in (("a", 14), ("b", 16), ("c", 16)):
         add(it, name, prompt, max_tokens=20)
     cycle(it)
@@ -154,7 +156,7 @@ def test_the_youngest_is_preempted_and_every_text_is_complete(accepted: int) -> 
 
 
 def test_a_preempted_request_is_first_in_the_queue_and_resumes_as_a_prompt_of_all_its_tokens() -> None:
-    it = scheduler(slots=46, chunked_prefill_size=32, max_running_requests=2)
+    it = scheduler(slots=46, reserve=False, chunked_prefill_size=32, max_running_requests=2)
     add(it, "a", 16, max_tokens=8)
     add(it, "b", range(100, 114), max_tokens=12)
     add(it, "c", 3, max_tokens=1)
@@ -184,6 +186,24 @@ def test_a_preempted_request_finds_its_kv_in_the_cache_up_to_draft_computed_toke
     assert plan.chunks[0].tokens == (8, 9, 10, 11)
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_prompt_that_is_answered_at_once_is_cached(max_tokens: int) -> None:
+    """The drafter computes a chunk in the same cycle as the target. Only the last token's pair is not known yet."""
+    it = scheduler(radix=True)
+    add(it, "a", 40, max_tokens=max_tokens)
+    finish(it)
+    add(it, "b", 40, max_tokens=max_tokens)
+    assert finish(it)["b"][0].cached_tokens == 39
+
+
+def test_a_preempted_prefill_loses_no_chunk() -> None:
+    it = scheduler(radix=True, chunked_prefill_size=8)
+    add(it, "a", 40, max_tokens=1)
+    assert [lengths(cycle(it)[0]) for _ in range(2)] == [[(0, 8)], [(8, 8)]]
+    it._preempt(it.running[0])
+    assert lengths(cycle(it)[0]) == [(16, 8)]
+
+
 def test_without_a_draft_all_computed_tokens_are_cached() -> None:
     it = scheduler(radix=True, uses_features=False, num_lookahead_slots=1)
     add(it, "a", 8, max_tokens=3)
@@ -195,7 +215,7 @@ def test_without_a_draft_all_computed_tokens_are_cached() -> None:
 
 @pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding", "preempted"])
 def test_a_request_is_aborted_in_any_state_and_its_kv_is_free_at_once(state: str) -> None:
-    it = scheduler(slots=48, chunked_prefill_size=12)
+    it = scheduler(slots=48, reserve=False, chunked_prefill_size=12)
     add(it, "a", 12, max_tokens=18)
     add(it, "b", 18, max_tokens=14)
     if state in ("prefilling", "decoding", "preempted"):

@@ -1,0 +1,132 @@
+"""Admission: which waiting requests start now.
+
+Requests start in order of arrival, with three exceptions, all of them bounded:
+
+- Reserve: a request starts only if the running ones are expected to find KV for the rest of their outputs too.
+- Hold: a request whose prompt begins as one that an older request is computing right now waits for that KV.
+- Passing: while the oldest request lacks KV, younger ones may start, with as many tokens in sum as it has itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence as Seq
+from operator import attrgetter
+
+import numpy as np
+
+from eagle_server.cache.manager import KVAllocation, KVCacheManager
+from eagle_server.cache.radix import Match, bigrams, common_pages
+from eagle_server.scheduling.growth import OutputGrowth, peak_growth
+from eagle_server.scheduling.limits import SchedulerLimits
+from eagle_server.scheduling.sequence import Sequence
+
+ARRIVAL = attrgetter("arrival")
+_LOOKED_AT = 16  # requests that lack KV, in one round of admission: each costs a lookup of its prefix
+
+
+def insert(queue: list[Sequence], sequence: Sequence) -> None:
+    """Insert in order of arrival."""
+    insort(queue, sequence, key=ARRIVAL)
+
+
+def remove(queue: list[Sequence], sequence: Sequence) -> None:
+    """Remove from a list in order of arrival."""
+    del queue[bisect_left(queue, sequence.arrival, key=ARRIVAL)]
+
+
+class RequestQueue:
+    """Owns `waiting`, in order of arrival, and decides which of them start.
+
+    A request that was not admitted is looked at again only when something has `changed`: a request came or left, or KV
+    was published that others wait for.
+    """
+
+    def __init__(self, limits: SchedulerLimits, kv: KVCacheManager) -> None:
+        self.limits, self.kv = limits, kv
+        self.waiting: list[Sequence] = []
+        self.changed = False
+        self.growth = OutputGrowth()
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new or preempted request."""
+        sequence.leader = None
+        if self.kv.radix is not None and not sequence.request.prompt_logprobs:
+            sequence.keys = bigrams(sequence.tokens)
+        insert(self.waiting, sequence)
+        self.changed = True
+
+    def remove(self, sequence: Sequence) -> None:
+        """Drop a request that was aborted."""
+        remove(self.waiting, sequence)
+        self.changed = True
+
+    def admit(self, running: list[Sequence]) -> None:
+        """Move requests from `waiting` to `running`, both in order of arrival."""
+        if not self.changed or not self.waiting or len(running) >= self.limits.max_running_requests:
+            self.changed = False
+            return
+        self.changed = False
+        growth, lacking = [self._growth(each) for each in running], list[Sequence]()
+        for sequence in self.waiting.copy():
+            if len(running) >= self.limits.max_running_requests or len(lacking) >= _LOOKED_AT:
+                break
+            passed = lacking[0] if lacking else None
+            if sequence.is_held:
+                continue
+            if passed is not None and passed.passed_tokens + sequence.most_tokens > passed.most_tokens:
+                lacking.append(sequence)
+                continue
+            match = self.kv.match(sequence.keys) if sequence.keys is not None else None
+            if self._hold(sequence, match, running):
+                continue
+            allocation = self._allocate(sequence, match, growth)
+            if allocation is None:
+                lacking.append(sequence)
+                continue
+            if passed is not None:
+                passed.passed_tokens += sequence.most_tokens
+            sequence.start(allocation, self.kv.page_size)
+            remove(self.waiting, sequence)
+            insert(running, sequence)
+            growth.append(self._growth(sequence))
+
+    def _hold(self, sequence: Sequence, match: Match | None, running: Seq[Sequence]) -> bool:
+        """Whether to wait for the KV of an older request, because it saves half of the tokens or half of a cycle.
+
+        It ends at the latest with that request's prefill. Only older requests are waited for, so it cannot go on.
+        """
+        if match is None or sequence.keys is None:
+            return False
+        size, matched = self.kv.page_size, len(match.pages)
+        uncached = len(sequence.tokens) - matched * size
+        saved = min(uncached, self.limits.chunked_prefill_size) / 2
+        next_page = sequence.keys[matched * size : (matched + 1) * size]
+        for other in running:
+            if other.arrival > sequence.arrival:
+                break
+            if other.keys is None or not np.array_equal(other.keys[matched * size : (matched + 1) * size], next_page):
+                continue
+            common = common_pages(other.keys, sequence.keys, size)
+            if common > matched and (common - matched) * size >= saved:
+                sequence.leader, sequence.awaited, other.followed = other, common, True
+                return True
+        return False
+
+    def _allocate(self, sequence: Sequence, match: Match | None, growth: Seq[tuple[int, int]]) -> KVAllocation | None:
+        """KV for its tokens and its window, unless the rest is too little for what the running requests will add."""
+        positions, reserve = len(sequence.tokens) + self.limits.num_lookahead_slots, 0
+        if growth:
+            pages = self.kv.pages_for(positions) - (0 if match is None else len(match.pages))
+            reserve = peak_growth([*growth, (self._reserve(sequence), pages)])
+        return self.kv.allocate(match, positions, reserve)
+
+    def _growth(self, sequence: Sequence) -> tuple[int, int]:
+        """Pages that a running request is expected to add, and pages that it frees at its end."""
+        assert sequence.allocation is not None
+        return self._reserve(sequence), self.kv.sole_pages(sequence.allocation)
+
+    def _reserve(self, sequence: Sequence) -> int:
+        """Pages to keep for the rest of an output."""
+        tokens = self.growth.reserve(sequence.output_length, sequence.request.sampling.max_tokens)
+        return self.kv.pages_for(tokens)
