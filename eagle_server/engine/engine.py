@@ -26,7 +26,7 @@ from eagle_server.worker.worker import Worker
 
 NO_END_OF_SEQUENCE = "grammar: this engine cannot follow one: the model names no end of sequence"
 _COMPILE_WAIT = 0.01  # seconds to wait for a grammar before the engine reads its messages again
-_MASK_WAIT = 0.001  # seconds, the same for a token mask
+_MASK_WAIT = 0.002  # seconds, the same for a token mask
 
 
 class Engine:
