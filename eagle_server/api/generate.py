@@ -270,6 +270,8 @@ class GenerationHandler:
             deltas: AsyncIterator[TokenDelta] = paced(generation) if self.body.stream_pacing else generation
             async for delta in deltas:
                 state = states[delta.request_id]
+                if not delta.token_ids:
+                    state.raise_if_failed(delta)
                 was_stopped = state.is_stopped
                 if delta.prompt_logprobs:  # thousands of entries would block the event loop
                     output = await asyncio.to_thread(state.process, delta)
@@ -278,3 +280,4 @@ class GenerationHandler:
                 if state.is_stopped and not was_stopped:
                     generation.complete(delta.request_id, state.completion_tokens)
                 yield output
+                state.raise_if_failed(delta)  # after the tokens before the failure, which plain decoding sends too

@@ -133,12 +133,7 @@ class RequestState:
         return self._stops.found or (self._tool_parser is not None and self._tool_parser.is_done)
 
     def process(self, delta: TokenDelta) -> OutputDelta:
-        """Detokenize a delta, cut it at a stop string and parse its tool calls.
-
-        Raises:
-            ApiError: the engine refused the request or failed.
-        """
-        self._raise_if_failed(delta)
+        """Detokenize a delta, cut it at a stop string and parse its tool calls. Then ask `raise_if_failed`."""
         self.cached_tokens = delta.cached_tokens or self.cached_tokens
         self.spec = delta.spec or self.spec
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
@@ -148,7 +143,8 @@ class RequestState:
             self._add_prompt(output)
         if not self.is_stopped:
             self._add_tokens(output, delta)
-        if delta.finish_reason is not None:
+        is_complete = self.is_stopped or delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if delta.finish_reason is not None and is_complete:
             if not self.is_stopped:
                 self._add_text(output, self._stops.push(self._detokenizer.flush()) + self._stops.flush())
             if self._tool_parser is not None:
@@ -164,7 +160,11 @@ class RequestState:
             return str(reason.value)
         return "tool_calls" if self._tool_parser is not None and self._tool_parser.complete else "stop"
 
-    def _raise_if_failed(self, delta: TokenDelta) -> None:
+    def raise_if_failed(self, delta: TokenDelta) -> None:
+        """
+        Raises:
+            ApiError: the engine refused the request, failed or aborted it, and the answer is not complete.
+        """
         if self.is_stopped:
             return
         message = delta.error or "the engine gave no reason"

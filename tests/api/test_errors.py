@@ -214,8 +214,11 @@ async def test_the_engines_refusal_is_a_400(http: httpx.AsyncClient, stream: boo
 async def test_a_generation_that_ends_early_is_an_error_or_an_error_event(
     http: httpx.AsyncClient, control: str, status: int, kind: str, words: str
 ) -> None:
-    """500 if the server failed, 400 if the request's parameters allow no further token."""
-    body = {"prompt": f"{control}abc", "max_tokens": 50}
+    """500 if the server failed, 400 if the request's parameters allow no further token. A stream has the text before.
+
+    The fake engine gives two tokens, and three together with the error.
+    """
+    body = {"prompt": f"{control}abc", "max_tokens": 50, "seed": 1}
     error = error_of(await http.post("/v1/completions", json=body), status)
     assert error["type"] == kind
     assert words in error["message"]
@@ -223,8 +226,9 @@ async def test_a_generation_that_ends_early_is_an_error_or_an_error_event(
     assert response.status_code == 200
     frames = response.text.strip().split("\n\n")
     assert frames[-1] == "data: [DONE]"
-    event = json.loads(frames[-2].removeprefix("data: "))["error"]
-    assert (event["type"], words in event["message"]) == (kind, True)
+    *chunks, event = [json.loads(frame.removeprefix("data: ")) for frame in frames[:-1]]
+    assert (event["error"]["type"], words in event["error"]["message"]) == (kind, True)
+    assert len("".join(chunk["choices"][0]["text"] for chunk in chunks)) == 5
 
 
 async def test_an_unexpected_exception_tells_nothing(
