@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from eagle_server.bench.demo import DIRECTORY, demo_engine, held_out
 from eagle_server.engine.engine import Engine
-from eagle_server.request import FinishReason, Grammar, Request, SamplingParams
+from eagle_server.engine.grammars import Grammars
+from eagle_server.request import FinishReason, Grammar, Ready, Request, SamplingParams
 from eagle_server.text.tokenizer import load_tokenizer
 
 NAMES = ("name", "size", "path", "count", "value", "kind", "x", "is_open", "line no", "größe")
@@ -134,12 +138,11 @@ def main(argv: Sequence[str]) -> int:
         for number in range(count):
             if time.perf_counter() > end:
                 return
-            source = json.dumps(schemas[number], ensure_ascii=False)
             sampling = SamplingParams(
                 max_tokens=arguments.max_tokens,
                 temperature=arguments.temperature,
                 seed=arguments.seed + number,
-                grammar=Grammar(kind="json_schema", source=source) if with_grammar else None,
+                grammar=Grammar(kind="json_schema", source=_source(schemas[number])) if with_grammar else None,
             )
             yield Request(request_id=str(number), prompt_token_ids=prompts[number % len(prompts)], sampling=sampling)
 
@@ -157,10 +160,37 @@ def main(argv: Sequence[str]) -> int:
     print(f"the same text as without speculation: {equal} of {len(plain.texts)}")
     print(f"tokens {tokens}, accept length {outcome.accept_length:.3f}, {outcome.seconds:.0f} s")
     print(f"accept length of the same prompts without a schema: {free.accept_length:.3f}")
+    print(mask_times(engine.ready(), outcome, schemas))
     for schema, text in wrong[:5]:
         print(f"{json.dumps(schema)}\n    {text!r}")
     failed = counts[FinishReason.ERROR.value] + counts[FinishReason.REFUSED.value]
     return int(bool(wrong or failed) or equal < len(plain.texts))
+
+
+def mask_times(ready: Ready, outcome: Outcome, schemas: Sequence[dict[str, Any]]) -> str:
+    """How long the grammars of these answers take, and their masks, one after the other: medians and the longest."""
+    file = str(DIRECTORY / "target" / "tokenizer.json")
+    grammars = Grammars(lambda: Tokenizer.from_file(file), ready.vocab_size, ready.eos_token_ids)
+    grammars.preload().result()
+    compiling, masks = list[float](), list[float]()
+    for name, tokens in outcome.texts.items():
+        started = time.perf_counter()
+        compiled = grammars.compile(Grammar(kind="json_schema", source=_source(schemas[int(name)]))).result()
+        compiling.append(time.perf_counter() - started)
+        matcher = compiled.matcher(0, ready.eos_token_ids)
+        for length in range(len(tokens)):
+            started = time.perf_counter()
+            matcher.mask(tokens[:length])
+            masks.append(time.perf_counter() - started)
+    per_second, median, longest = len(masks) / sum(masks), statistics.median(masks), max(masks)
+    return (
+        f"grammars compile in {statistics.median(compiling) * 1e3:.1f} ms, at most {max(compiling) * 1e3:.1f} ms\n"
+        f"masks: {per_second:.0f} per second, {median * 1e6:.0f} us, at most {longest * 1e3:.1f} ms"
+    )
+
+
+def _source(schema: dict[str, Any]) -> str:
+    return json.dumps(schema, ensure_ascii=False)
 
 
 def _violations(outcome: Outcome, schemas: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
