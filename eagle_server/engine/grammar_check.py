@@ -39,7 +39,7 @@ def limits() -> llguidance.LLParserLimits:
 
 
 class GrammarCheck:
-    """The process. It starts with the first grammar, and again after a grammar that ended it."""
+    """The process. A grammar starts it again if one has ended it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -50,7 +50,7 @@ class GrammarCheck:
         Raises:
             ValueError: the grammar is wrong, or too large.
         """
-        process = self._process or self._start()
+        process = self.start()
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(msgspec.json.encode(grammar) + b"\n")
@@ -66,12 +66,13 @@ class GrammarCheck:
             raise ValueError(error)
         return source, size
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "eagle_server.engine.grammar_check"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        weakref.finalize(self, _end, self._process)
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the process if it does not run."""
+        if self._process is None:
+            command = [sys.executable, "-m", "eagle_server.engine.grammar_check"]
+            pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing)
+            weakref.finalize(self, _end, self._process)
         return self._process
 
 

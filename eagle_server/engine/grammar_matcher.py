@@ -113,7 +113,8 @@ class LLGuidanceMatcher:
         """The mask of the matcher's state. `failure` is set if there is none after the text."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)[: self.words].copy()
         if self._matcher.is_error() and not self._path:
-            self.failure = "grammar: no token may follow: " + readable(self._matcher.get_error(), "")
+            reason = readable(self._matcher.get_error(), "")
+            self.failure = f"grammar: it cannot be found which token may follow: {reason}"
         if allows(bits, self._ends[0]):
             for end in self._ends[1:]:
                 bits[end // MASK_WORD] |= np.int32(np.uint32(1 << end % MASK_WORD).view(np.int32))

@@ -115,7 +115,7 @@ class Grammars:
         return found
 
     def preload(self) -> Future[tuple[llguidance.LLTokenizer, Vocabulary]]:
-        """Start to read the model's tokens, once."""
+        """Start to read the model's tokens, once, and the process that checks grammars."""
         if self._tokens is None:
             self._tokens = self._compiling.submit(self._read_tokens)
         return self._tokens
@@ -132,6 +132,7 @@ class Grammars:
                 del self._cache[grammar]
 
     def _read_tokens(self) -> tuple[llguidance.LLTokenizer, Vocabulary]:
+        self._check.start()
         vocabulary = Vocabulary.of(self._read(), self._vocab_size, self._ends[0])
         wrapper = llguidance.TokenizerWrapper(vocabulary)
         return llguidance.LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=list(self._ends)), vocabulary
