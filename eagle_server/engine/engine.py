@@ -76,11 +76,12 @@ class Engine:
             if error is None:
                 self._queue(request, future.result())
             else:
-                self._refuse(request, str(error))
+                self._refuse(request, str(error), is_client=isinstance(error, ValueError))
 
-    def _refuse(self, request: Request, reason: str) -> None:
-        name = request.request_id
-        self._outbox.append(TokenDelta(request_id=name, token_ids=[], finish_reason=FinishReason.REFUSED, error=reason))
+    def _refuse(self, request: Request, reason: str, *, is_client: bool = True) -> None:
+        """End a request. `is_client`: its client must change it; otherwise the server failed."""
+        ended = FinishReason.REFUSED if is_client else FinishReason.ERROR
+        self._outbox.append(TokenDelta(request_id=request.request_id, token_ids=[], finish_reason=ended, error=reason))
 
     def _queue(self, request: Request, compiled: CompiledGrammar | None = None) -> None:
         params, prompt_length = request.sampling, len(request.prompt_token_ids)
@@ -105,7 +106,11 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request and free its KV. An unknown id is ignored."""
         delta = self.scheduler.abort(request_id)
-        if self._compiling.pop(request_id, None) is not None:
+        if (waiting := self._compiling.pop(request_id, None)) is not None:
+            request, future = waiting
+            grammar = request.sampling.grammar
+            if grammar and self._grammars and not any(each is future for _, each in self._compiling.values()):
+                self._grammars.cancel(grammar)
             delta = TokenDelta(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
         if delta is not None:
             self._outbox.append(delta)
@@ -124,6 +129,8 @@ class Engine:
             if plan == CyclePlan():  # every running request waits for its grammar's mask
                 time.sleep(_MASK_WAIT)
                 return deltas
+            if self._grammars is not None:
+                self._grammars.share_budget(sum(decode.grammar_matcher is not None for decode in plan.decodes))
             with self.cores:
                 result = self.worker.run(plan)
             deltas.extend(self.scheduler.commit(result))

@@ -1,12 +1,13 @@
 """Compiles a grammar in a process of its own first, with limits of time, memory and stack.
 
 A few lines of grammar may take hours or gigabytes to compile, or overflow the stack, and a thread cannot be stopped.
-So the engine compiles only what this process has compiled before. Its vocabulary is the 256 bytes.
+So the engine compiles only what such a process has compiled before: for each grammar a fork of one that waits.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -20,11 +21,13 @@ import msgspec
 from eagle_server.engine.grammar_sources import llguidance_source, readable
 from eagle_server.request import Grammar
 
-SECONDS = 2  # of CPU time for one grammar, rounded up to the next whole second by the operating system
+SECONDS = 1  # of CPU time for one grammar
 MEMORY = 64 << 20  # bytes that one compiled grammar may take
 _ADDRESS_SPACE = 1 << 30
 _STACK = 4 << 20  # bytes; half of what threads have by default, so that a grammar compiled here fits there
-TOO_LARGE = f"it takes more than {SECONDS} seconds or too much memory to compile, or is nested too deeply"
+_NICE = 10
+_BYTES = 256
+TOO_LARGE = f"it takes more than {SECONDS} second or too much memory to compile, or is nested too deeply"
 
 
 def limits() -> llguidance.LLParserLimits:
@@ -39,16 +42,29 @@ def limits() -> llguidance.LLParserLimits:
 
 
 class GrammarCheck:
-    """The process. A grammar starts it again if one has ended it."""
+    """The process that waits. It is started for the first grammar, or ahead; and again if something has killed it."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
         self._process: subprocess.Popen[bytes] | None = None
 
-    def check(self, grammar: Grammar) -> tuple[str, int]:
-        """What llguidance takes, and the size of the compiled grammar in bytes.
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the process if it does not run."""
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
+        if self._process is None:
+            command = [sys.executable, "-m", "eagle_server.engine.grammar_check", str(self._vocab_size)]
+            pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing)
+            self._end = weakref.finalize(self, _end, self._process)
+        return self._process
+
+    def check(self, grammar: Grammar) -> str:
+        """What llguidance takes.
 
         Raises:
             ValueError: the grammar is wrong, or too large.
+            OSError: the process does not answer.
         """
         process = self.start()
         assert process.stdin is not None
@@ -56,24 +72,18 @@ class GrammarCheck:
         process.stdin.write(msgspec.json.encode(grammar) + b"\n")
         process.stdin.flush()
         answer = process.stdout.readline()
-        if not answer.endswith(b"\n"):
-            status, self._process = process.wait(), None
-            if status >= 0:
-                raise RuntimeError(f"the process that checks grammars ended with status {status}")
-            raise ValueError(TOO_LARGE)  # ended by a limit, or by a stack overflow
-        source, size, error = json.loads(answer)
+        if not answer:
+            self.close()
+            raise OSError("the process that checks grammars has ended")
+        source, error = json.loads(answer)
         if error is not None:
             raise ValueError(error)
-        return source, size
+        return str(source)
 
-    def start(self) -> subprocess.Popen[bytes]:
-        """Start the process if it does not run."""
-        if self._process is None:
-            command = [sys.executable, "-m", "eagle_server.engine.grammar_check"]
-            pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing)
-            weakref.finalize(self, _end, self._process)
-        return self._process
+    def close(self) -> None:
+        """End the process."""
+        self._process = None
+        self._end()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -82,43 +92,67 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class _Bytes:
-    """A vocabulary as llguidance reads it: the bytes and an end."""
+    """A vocabulary as llguidance reads it: the bytes, an end, and ids without text up to the model's size."""
 
-    eos_token_id = 256
     bos_token_id = None
-    tokens: Sequence[bytes] = (*(bytes([byte]) for byte in range(256)), b"")
-    special_token_ids: Sequence[int] = (256,)
+    eos_token_id = _BYTES
+    special_token_ids: Sequence[int] = (_BYTES,)
+
+    def __init__(self, size: int) -> None:
+        self.tokens: Sequence[bytes] = [bytes([byte]) for byte in range(_BYTES)] + [b""] * (size - _BYTES)
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
 
 
-def _serve() -> None:
-    wrapper = llguidance.TokenizerWrapper(_Bytes())
-    tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=257, eos_token=256, slices=[])
+def _serve(size: int) -> None:
+    wrapper = llguidance.TokenizerWrapper(_Bytes(size))
+    tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=_BYTES, slices=[])
     for line in sys.stdin.buffer:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + SECONDS)
-        answer = _checked(msgspec.json.decode(line, type=Grammar), tokenizer)
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+        answer = _fork(msgspec.json.decode(line, type=Grammar), tokenizer)
+        sys.stdout.buffer.write(answer if answer.endswith(b"\n") else json.dumps(("", TOO_LARGE)).encode() + b"\n")
+        sys.stdout.buffer.flush()
 
 
-def _checked(grammar: Grammar, tokenizer: llguidance.LLTokenizer) -> tuple[str, int, str | None]:
-    before = _resident()
+def _fork(grammar: Grammar, tokenizer: llguidance.LLTokenizer) -> bytes:
+    """The answer of a fork: a line, or less if a limit or a stack overflow has ended it."""
+    reading, writing = os.pipe()
+    if process := os.fork():
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            answer = pipe.read()
+        os.waitpid(process, 0)
+        return answer
+    _limit(resource.RLIMIT_CPU, SECONDS)
+    threading.stack_size(_STACK)
+    worker = threading.Thread(target=_answer, args=(grammar, tokenizer, writing))
+    worker.start()
+    worker.join()
+    os._exit(0)
+
+
+def _answer(grammar: Grammar, tokenizer: llguidance.LLTokenizer, writing: int) -> None:
     try:
-        source = llguidance_source(grammar)
-    except RecursionError:
-        return "", 0, TOO_LARGE
-    except ValueError as error:
-        return "", 0, readable(str(error), "")
+        answer: tuple[str, str | None] = _checked(grammar, tokenizer), None
+    except (RecursionError, MemoryError):
+        answer = "", TOO_LARGE
+    except Exception as error:
+        answer = "", readable(str(error), "")
+    with os.fdopen(writing, "wb") as pipe:
+        pipe.write(json.dumps(answer).encode() + b"\n")
+
+
+def _checked(grammar: Grammar, tokenizer: llguidance.LLTokenizer) -> str:
+    before = _resident()
+    source = llguidance_source(grammar)
     matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        return "", 0, readable(matcher.get_error(), source)
-    size = max(_resident() - before, len(source))
-    return source, size, TOO_LARGE if size > MEMORY else None
+        raise ValueError(readable(matcher.get_error(), source))
+    if _resident() - before > MEMORY:
+        raise ValueError(TOO_LARGE)
+    return source
 
 
 def _resident() -> int:
@@ -134,9 +168,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 if __name__ == "__main__":
+    os.nice(_NICE)
     _limit(resource.RLIMIT_AS, _ADDRESS_SPACE)
     _limit(resource.RLIMIT_CORE, 0)
-    threading.stack_size(_STACK)
-    worker = threading.Thread(target=_serve)
-    worker.start()
-    worker.join()
+    _serve(max(int(sys.argv[1]), _BYTES + 1))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 import llguidance
 import numpy as np
@@ -13,47 +15,64 @@ from numpy.typing import NDArray
 from eagle_server.engine.grammar_sources import readable
 from eagle_server.plan import MASK_WORD, allows
 
-# Seconds of CPU time, so that a busy machine does not look like a slow grammar.
-SLOW = 0.001  # a root's mask that takes longer is computed on a thread from then on
-PER_CYCLE = 0.002  # for all drafted tokens of a cycle; those beyond it are not verified
-LONGEST = 0.1  # for one mask; a longer one ends the request
-TOO_SLOW = "grammar: it takes too long to find which token may follow; make it less ambiguous"
+logger = logging.getLogger(__name__)
 
+# Seconds of CPU time, so that a busy machine does not look like a slow grammar.
+SLOW = 0.001  # after a mask of a root that takes longer, the next ones are computed on a thread
+LONGEST = 0.1  # for one mask; a longer one ends the request
+PER_CYCLE = 0.004  # for the drafted tokens of all requests in a cycle; those beyond it are not verified
+_REPLAYED = 10  # times LONGEST for a mask that consumes the whole text again
+_FIRST_PENALTY = 4  # tokens after a slow mask; doubled with each
+
+TOO_SLOW = "grammar: it takes too long to find which token may follow; make it less ambiguous"
 Submit = Callable[[Callable[[], None]], "Future[None]"]
+
+
+@dataclass
+class MaskBudget:
+    """Seconds for the drafted tokens of each request in a cycle. The engine divides PER_CYCLE among the requests."""
+
+    each: float = PER_CYCLE
 
 
 class LLGuidanceMatcher:
     """A `plan.GrammarMatcher` for one request.
 
     It reads the accepted tokens from the scheduler's list. So rejected drafts and preemptions do not change its state.
-    Its first mask and the masks after slow ones are computed on a thread; no other method is called meanwhile.
+    Its first mask and the masks after slow ones are computed on a thread; no other method is called meanwhile. It
+    shares nothing with other matchers: copies of llguidance's would share a lexer, its lock and its limits.
     """
 
     def __init__(
         self,
-        template: llguidance.LLMatcher,
+        make: Callable[[], llguidance.LLMatcher],
         vocab_size: int,
         prompt_length: int,
         ends: Collection[int],
         submit: Submit,
+        budget: MaskBudget,
     ) -> None:
-        """`template` is copied. `ends`: tokens that end the output where the grammar is complete, the model's first."""
+        """`ends`: tokens that end the output where the grammar is complete, the model's first."""
         self.words = -(-vocab_size // MASK_WORD)
         self.failure: str | None = None
-        self._template, self._matcher = template, template.deep_copy()
+        self._make, self._submit, self._budget = make, submit, budget
+        self._matcher: llguidance.LLMatcher | None = None
         self._start = self._length = prompt_length
-        self._ends, self._submit = tuple(ends), submit
+        self._ends = tuple(ends)
         self._path: tuple[int, ...] = ()  # drafted tokens that the matcher has consumed after the text
         self._masks: dict[tuple[int, ...], NDArray[np.int32] | None] = {}
-        self._is_slow, self._spent = True, 0.0
+        self._spent = 0.0  # in this cycle
+        self._slow_until, self._penalty = prompt_length, _FIRST_PENALTY  # lengths of the text
         self._running: Future[None] | None = None
 
     def is_ready(self, text: Sequence[int]) -> bool:
         """See `plan.GrammarMatcher`."""
         if self._running is not None and self._running.done():
-            self._running.result()
+            if error := self._running.exception():
+                logger.error("a token mask failed", exc_info=error)
+                self._fail("grammar: which token may follow cannot be found")
             self._running = None
-        if self._running is None and self._is_slow and not self._is_known(text):
+        if self._running is None and len(text) <= self._slow_until and not self._is_known(text):
             self._running = self._submit(lambda: self._compute_root(text))
         return self._running is None
 
@@ -72,24 +91,40 @@ class LLGuidanceMatcher:
         """Consume the output tokens since the last call, and find the mask after them."""
         started = time.thread_time()
         self._masks.clear()
-        if self._matcher.is_error() and self.failure is None:  # a drafted token went beyond llguidance's limits
-            self._matcher, self._path, self._length = self._template.deep_copy(), (), self._start
+        root, is_new = self._advance(text), False
+        if root is None and self.failure is None:
+            # Perhaps drafted tokens have used up what llguidance's limits allow. The text alone decides.
+            self._matcher, self._path, self._length, is_new = None, (), self._start, True
+            root = self._advance(text)
+        self._spent = time.thread_time() - started
+        if self._spent > SLOW:
+            self._slow_until, self._penalty = len(text) + self._penalty, 2 * self._penalty
+        if root is None and self._matcher is not None:
+            reason = readable(self._matcher.get_error(), "")
+            self._fail(f"grammar: it cannot be found which token may follow: {reason}")
+        elif self._start < len(text) and self._spent > (_REPLAYED * LONGEST if is_new else LONGEST):
+            self._fail(TOO_SLOW)
+        else:
+            self._masks[()] = root
+
+    def _advance(self, text: Sequence[int]) -> NDArray[np.int32] | None:
+        """The mask after the text. None: the matcher has reached a limit, or the text is not allowed."""
+        if self._matcher is None:
+            self._matcher = self._make()
         self._move_to(())
         for token in text[self._length :]:
             if token not in self._ends:
                 self._matcher.consume_token(token)
         self._length = len(text)
-        root = self._bits()
-        self._spent = time.thread_time() - started
-        self._is_slow = self._spent > SLOW
-        if self._spent > LONGEST and self._start < self._length and self.failure is None:
-            self.failure = TOO_SLOW
-        if self.failure is not None:
-            root = np.zeros(self.words, dtype=np.int32)
-        self._masks[()] = root
+        return self._bits()
+
+    def _fail(self, reason: str) -> None:
+        """No token may follow."""
+        self.failure = self.failure or reason
+        self._masks[()] = np.zeros(self.words, dtype=np.int32)
 
     def _compute(self, text: Sequence[int], path: tuple[int, ...]) -> NDArray[np.int32] | None:
-        if self._spent > PER_CYCLE or path[-1] in self._ends:
+        if self._spent > self._budget.each or len(text) < self._slow_until or path[-1] in self._ends:
             return None
         parent = self.mask(text, path[:-1])
         if parent is None or not allows(parent, path[-1]):
@@ -97,10 +132,11 @@ class LLGuidanceMatcher:
         started = time.thread_time()
         mask = self._bits() if self._move_to(path) else None
         self._spent += time.thread_time() - started
-        return None if self._matcher.is_error() else mask
+        return mask
 
     def _move_to(self, path: tuple[int, ...]) -> bool:
         """Roll back to the common prefix with the current path, then consume the rest. False: beyond the limits."""
+        assert self._matcher is not None
         common = 0
         while common < min(len(path), len(self._path)) and path[common] == self._path[common]:
             common += 1
@@ -109,12 +145,12 @@ class LLGuidanceMatcher:
         self._path = path
         return all(self._matcher.consume_token(token) for token in path[common:])
 
-    def _bits(self) -> NDArray[np.int32]:
-        """The mask of the matcher's state. `failure` is set if there is none after the text."""
+    def _bits(self) -> NDArray[np.int32] | None:
+        """The mask of the matcher's state; None beyond the limits."""
+        assert self._matcher is not None
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)[: self.words].copy()
-        if self._matcher.is_error() and not self._path:
-            reason = readable(self._matcher.get_error(), "")
-            self.failure = f"grammar: it cannot be found which token may follow: {reason}"
+        if self._matcher.is_error():
+            return None
         if allows(bits, self._ends[0]):
             for end in self._ends[1:]:
                 bits[end // MASK_WORD] |= np.int32(np.uint32(1 << end % MASK_WORD).view(np.int32))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import llguidance
@@ -37,7 +39,7 @@ def _lark(grammar: Grammar) -> str:
         case "json_object":
             return json_rule("start", {"type": "object"})
         case "json_schema":
-            return json_rule("start", json.loads(grammar.source))
+            return json_rule("start", _parsed(grammar.source))
         case "regex":
             return f"start: /{llguidance.regex_to_lark(grammar.source, 'd')}/"
         case "choice":
@@ -50,13 +52,21 @@ def _lark(grammar: Grammar) -> str:
             return grammar.source
 
 
+def _parsed(source: str) -> Any:
+    try:
+        return json.loads(source)
+    except ValueError:  # the API has parsed it before, but Python has a limit for the digits of integers
+        raise ValueError("its JSON cannot be read: a number may be too long") from None
+
+
 def readable(error: str, source: str) -> str:
     """llguidance's reason in one line, for the llguidance `source`. It names the place of unknown schema keywords."""
     if found := _UNIMPLEMENTED.search(error):
         keywords = {word.strip(' "') for word in found[1].split(",")}
-        schemas = [json.loads(line.split(JSON, 1)[1]) for line in source.splitlines() if JSON in line]
-        places = sorted({place for schema in schemas for place in _places(schema, keywords)}, key=len)
-        return "the JSON schema has keywords that cannot be enforced: " + ", ".join(places[:8])
+        places = sorted({place for schema in _schemas(source) for place in _places(schema, keywords)}, key=len)
+        return "the JSON schema has keywords that cannot be enforced: " + ", ".join(places[:8] or sorted(keywords))
+    if "panic" in error:
+        return "llguidance cannot read it"
     if "NoExtension" in error:
         return "it matches no text"
     if found := _REGEX_ERROR.search(error):  # what stands before it repeats the expression
@@ -66,6 +76,13 @@ def readable(error: str, source: str) -> str:
         line = source.splitlines()[int(found[1]) - 1]
         reason = found[2] if JSON in line else f"{found[2]} in line {line.strip()[:100]}"
     return " ".join(reason.split())[:300]
+
+
+def _schemas(source: str) -> Iterator[Any]:
+    """The schemas that `json_rule` wrote."""
+    for line in source.splitlines():
+        with suppress(ValueError):
+            yield json.loads(line.partition(JSON)[2])
 
 
 def _places(schema: Any, keywords: set[str], path: str = "#") -> Iterator[str]:
@@ -94,6 +111,5 @@ def _literal(text: str) -> str:
 def _character(found: re.Match[str]) -> str:
     """An escaped letter, digit or other word character of EBNF as the character itself."""
     code = found[1] or found[2] or found[3]
-    if code is None or not (character := chr(int(code, 16))).isalnum():
-        return found[0]
-    return character
+    value = sys.maxunicode + 1 if code is None else int(code, 16)
+    return chr(value) if value <= sys.maxunicode and chr(value).isalnum() else found[0]

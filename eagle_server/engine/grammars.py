@@ -1,4 +1,4 @@
-"""Grammars for outputs, with llguidance. A thread beside the engine's loop compiles them; each request has a matcher.
+"""Grammars for outputs, with llguidance. Threads beside the engine's loop check them; each request has a matcher.
 
 A token mask depends only on the text before it, so a request's draws are the same with and without speculation.
 """
@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 import llguidance
 import tokenizers
 
 from eagle_server.engine.grammar_check import GrammarCheck, limits
-from eagle_server.engine.grammar_matcher import LLGuidanceMatcher
-from eagle_server.engine.grammar_sources import readable
+from eagle_server.engine.grammar_matcher import PER_CYCLE, LLGuidanceMatcher, MaskBudget
 from eagle_server.request import Grammar
 
-CACHED_BYTES = 256 << 20  # size limit of the cache of compiled grammars
+CACHED = 256  # grammars, as llguidance takes them
+_CHECKS = 2  # processes, so that a slow grammar delays only slow ones
 _MASK_THREADS = 2  # for slow masks
 
 
@@ -74,13 +76,17 @@ def _byte_level() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class CompiledGrammar:
-    """A grammar compiled for one vocabulary. `size` is its memory in bytes."""
+    """A grammar that compiles, for one vocabulary."""
 
-    template: llguidance.LLMatcher
-    size: int
+    source: str  # as llguidance takes it
+    tokenizer: llguidance.LLTokenizer
     vocabulary: Vocabulary
     ends: tuple[int, ...]  # the model's end-of-sequence tokens
     threads: ThreadPoolExecutor
+    budget: MaskBudget
+
+    def make(self) -> llguidance.LLMatcher:
+        return llguidance.LLMatcher(self.tokenizer, self.source, log_level=0, limits=limits())
 
     def matcher(self, prompt_length: int, stop_ids: Iterable[int]) -> LLGuidanceMatcher:
         """A matcher for one request.
@@ -90,62 +96,71 @@ class CompiledGrammar:
         """
         own = set(self.vocabulary.special_token_ids).intersection(stop_ids).difference(self.ends)
         ends, size = (*self.ends, *sorted(own)), len(self.vocabulary.tokens)
-        return LLGuidanceMatcher(self.template, size, prompt_length, ends, self.threads.submit)
+        return LLGuidanceMatcher(self.make, size, prompt_length, ends, self.threads.submit, self.budget)
 
 
 class Grammars:
-    """Compiles grammars on a thread, and caches the latest ones. `read` loads the tokenizer and runs once."""
+    """Checks grammars on threads, and caches the latest ones. `read` loads the tokenizer and runs once."""
 
     def __init__(self, read: Callable[[], tokenizers.Tokenizer], vocab_size: int, ends: Sequence[int]) -> None:
         """`ends`: the model's end-of-sequence tokens, at least one."""
         self._read, self._vocab_size, self._ends = read, vocab_size, tuple(ends)
-        self._check = GrammarCheck()
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._checking = ThreadPoolExecutor(_CHECKS, thread_name_prefix="grammar")
+        self._checks = SimpleQueue[GrammarCheck]()
+        for _ in range(_CHECKS):
+            self._checks.put(GrammarCheck(vocab_size))
         self._masking = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="mask")
+        self._budget = MaskBudget()
         self._tokens: Future[tuple[llguidance.LLTokenizer, Vocabulary]] | None = None
         self._cache: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
         """A future of the compiled grammar. Its exception is a ValueError in one line if the grammar is invalid."""
-        self._evict()
         found = self._cache.get(grammar)
         if found is None:
-            found = self._cache[grammar] = self._compiling.submit(self._compile, grammar, self.preload())
+            found = self._cache[grammar] = self._checking.submit(self._compile, grammar, self.preload())
+            if len(self._cache) > CACHED:
+                self._cache.popitem(last=False)
         self._cache.move_to_end(grammar)
         return found
 
+    def cancel(self, grammar: Grammar) -> None:
+        """Nobody waits for this grammar any more: do not compile it if that has not begun."""
+        if (found := self._cache.get(grammar)) is not None and found.cancel():
+            del self._cache[grammar]
+
     def preload(self) -> Future[tuple[llguidance.LLTokenizer, Vocabulary]]:
-        """Start to read the model's tokens, once, and the process that checks grammars."""
+        """Start to read the model's tokens, once, and a process that checks grammars."""
         if self._tokens is None:
-            self._tokens = self._compiling.submit(self._read_tokens)
+            self._tokens = self._checking.submit(self._read_tokens)
         return self._tokens
 
-    def _evict(self) -> None:
-        """Drop failed grammars, so that they are tried again, and the oldest ones beyond CACHED_BYTES."""
-        total = 0
-        for grammar, future in reversed(list(self._cache.items())):
-            if not future.done():
-                continue
-            if future.exception() is None:
-                total += future.result().size
-            if future.exception() is not None or total > CACHED_BYTES:
-                del self._cache[grammar]
+    def share_budget(self, requests: int) -> None:
+        """A cycle begins that decodes this many requests with grammars."""
+        self._budget.each = PER_CYCLE / max(requests, 1)
 
     def _read_tokens(self) -> tuple[llguidance.LLTokenizer, Vocabulary]:
-        self._check.start()
+        with self._borrowed_check() as check:
+            check.start()
         vocabulary = Vocabulary.of(self._read(), self._vocab_size, self._ends[0])
         wrapper = llguidance.TokenizerWrapper(vocabulary)
         return llguidance.LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=list(self._ends)), vocabulary
 
     def _compile(self, grammar: Grammar, tokens: Future[tuple[llguidance.LLTokenizer, Vocabulary]]) -> CompiledGrammar:
-        tokenizer, vocabulary = tokens.result()
         try:
-            source, size = self._check.check(grammar)
-            template = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits())
-            if not template.is_error():
-                template.compute_bitmask()  # what it learns is in every copy
-            if template.is_error():
-                raise ValueError(readable(template.get_error(), source))
+            with self._borrowed_check() as check:
+                try:
+                    source = check.check(grammar)
+                except OSError:  # something has killed it
+                    source = check.check(grammar)
         except ValueError as error:
             raise ValueError(f"grammar: this {grammar.kind} cannot be followed: {error}") from error
-        return CompiledGrammar(template, size, vocabulary, self._ends, self._masking)
+        return CompiledGrammar(source, *tokens.result(), self._ends, self._masking, self._budget)
+
+    @contextmanager
+    def _borrowed_check(self) -> Iterator[GrammarCheck]:
+        check = self._checks.get()
+        try:
+            yield check
+        finally:
+            self._checks.put(check)

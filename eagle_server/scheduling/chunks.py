@@ -18,9 +18,11 @@ def make_chunks(prefilling: Seq[Sequence], budget: int) -> list[tuple[Sequence, 
     if not prefilling:
         return []
     half = -(-budget // 2)
+    # The last token waits until it is known which token may follow.
+    rest = {sequence: sequence.uncomputed_tokens - (not sequence.is_ready) for sequence in prefilling}
     lengths = dict.fromkeys(prefilling, 0)
     for sequence, most in ((prefilling[0], half), *((each, budget) for each in _shortest_first(prefilling, half))):
-        length = min(sequence.uncomputed_tokens - lengths[sequence], most, budget)
+        length = min(rest[sequence] - lengths[sequence], most, budget)
         lengths[sequence] += length
         budget -= length
     return [(sequence, _chunk(sequence, length)) for sequence, length in lengths.items() if length]

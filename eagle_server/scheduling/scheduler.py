@@ -94,7 +94,11 @@ class Scheduler:
     def abort(self, request_id: str) -> TokenDelta | None:
         """End a waiting or running request; None if there is no such request."""
         sequence = self._sequences.get(request_id)
-        return None if sequence is None else self._finish(sequence, [], FinishReason.ABORT)
+        if sequence is None:
+            return None
+        if sequence.output_length:  # perhaps the API has found a stop string
+            self.queue.growth.ended(sequence.output_length, sequence.request.sampling.max_tokens)
+        return self._finish(sequence, [], FinishReason.ABORT)
 
     def schedule(self) -> CyclePlan:
         """The next cycle's plan. Decodes get KV first, so that they run in every cycle beside chunked prefill."""
@@ -102,7 +106,7 @@ class Scheduler:
         decoding = self._grow_decodes()
         if not self.cycle.preemptions:  # KV is short: what was preempted now would only be preempted again
             self.queue.admit(self.running)
-        prefilling = [sequence for sequence in self.running if sequence.prefilling and sequence.is_ready]
+        prefilling = [sequence for sequence in self.running if sequence.prefilling]
         chunks = make_chunks(prefilling, self.limits.chunked_prefill_size)
         self.cycle.computed = sum(len(chunk.tokens) for _, chunk in chunks)
         released, self._released = tuple(self._released), []

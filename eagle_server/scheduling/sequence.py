@@ -75,7 +75,7 @@ class Sequence:
 
     @property
     def is_ready(self) -> bool:
-        """False while a thread finds out which tokens the grammar allows next. The sequence sits out these cycles."""
+        """False while a thread finds out which tokens the grammar allows next. No token is drawn in these cycles."""
         return self.grammar_matcher is None or self.grammar_matcher.is_ready(self.tokens)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import string
@@ -16,8 +17,8 @@ import torch
 from tokenizers import Tokenizer
 
 from eagle_server.engine import grammar_matcher as grammar_matcher_module
-from eagle_server.engine.grammar_check import TOO_LARGE
-from eagle_server.engine.grammar_matcher import LLGuidanceMatcher
+from eagle_server.engine.grammar_check import SECONDS, TOO_LARGE, GrammarCheck
+from eagle_server.engine.grammar_matcher import LLGuidanceMatcher, MaskBudget
 from eagle_server.engine.grammars import CompiledGrammar, Grammars
 from eagle_server.plan import GrammarMatcher, allows
 from eagle_server.request import Grammar
@@ -47,7 +48,7 @@ def root_mask(grammar_matcher: GrammarMatcher, text: list[int]) -> np.ndarray:
 
 def brute_force(found: CompiledGrammar, output: list[int]) -> set[int] | None:
     """The tokens that a new matcher accepts after `output`; None if it does not accept `output`."""
-    matcher = found.template.deep_copy()
+    matcher = found.make()
     if matcher.try_consume_tokens(output) < len(output):
         return None
     ends = {0} if matcher.is_accepting() else set[int]()
@@ -76,7 +77,12 @@ def path_to(tokens: list[int], parents: list[int], node: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", GRAMMARS)
-def test_every_nodes_mask_is_what_a_new_matcher_accepts_there(grammars: Grammars, kind: str) -> None:
+def test_every_nodes_mask_is_what_a_new_matcher_accepts_there(
+    grammars: Grammars, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("SLOW", "LONGEST"):
+        monkeypatch.setattr(grammar_matcher_module, limit, 60.0)
+    monkeypatch.setattr(grammars._budget, "each", 60.0)
     found, chance = compiled(grammars, kind), random.Random(kind)
     grammar_matcher: GrammarMatcher = found.matcher(len(PROMPT), [0])
     output: list[int] = []
@@ -120,7 +126,7 @@ def test_the_tokenizer_is_loaded_once_by_preload_or_by_the_first_grammar() -> No
 
     grammars = Grammars(read, VOCAB, [0])
     ahead = grammars.preload()
-    assert grammars.compile(GRAMMARS["choice"]).result().size > 0
+    assert grammars.compile(GRAMMARS["choice"]).result().source
     assert grammars.preload() is ahead
     assert reads == [1]
 
@@ -154,6 +160,10 @@ def chain(length: int) -> dict[str, Any]:
         (Grammar(kind="ebnf", source="root ::= other"), "'other' not found"),
         (Grammar(kind="ebnf", source="root ::= root"), "matches no text"),
         (Grammar(kind="ebnf", source='root ::= "a" ('), "Expected ')'"),
+        (Grammar(kind="ebnf", source="start: <|unknown|>"), "llguidance cannot read it"),
+        (Grammar(kind="ebnf", source='start: a\na: %json {\n"not": {}}'), "enforced: not"),
+        (Grammar(kind="ebnf", source='root ::= "\\U00110000"'), ""),
+        (Grammar(kind="json_schema", source='{"maximum": ' + "9" * 5000 + "}"), "a number may be too long"),
         (Grammar(kind="regex", source="(" * 50_000 + "a" + ")" * 50_000), "nest"),
         (Grammar(kind="ebnf", source="root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000), "recursion depth"),
         (schema({"items": [{"pattern": "(a" * 9_000 + ")" * 9_000}]}), "nest"),
@@ -169,7 +179,7 @@ def test_what_does_not_compile_says_why_in_one_line(grammars: Grammars, grammar:
     assert reason in str(error.value)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 400
-    assert grammars.compile(GRAMMARS["choice"]).result().size > 0  # the next grammar compiles
+    assert grammars.compile(GRAMMARS["choice"]).result().source  # the next grammar compiles
 
 
 @pytest.mark.parametrize(
@@ -200,7 +210,7 @@ def test_each_kind_of_grammar_matches_what_it_says(
     """Spelled in characters. A text is right if a matcher consumes it all and may end."""
     found, tokenizer = grammars.compile(Grammar(kind=kind, source=source)).result(), json_tokenizer()
     for text in (*right, *wrong):
-        matcher = found.template.deep_copy()
+        matcher = found.make()
         tokens = [tokenizer.token_to_id(character) for character in text.replace("٣", "x")]
         is_right = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
         assert is_right == (text in right), text
@@ -257,30 +267,50 @@ def test_a_slow_mask_is_computed_on_a_thread(grammars: Grammars, monkeypatch: py
         compute()
         future.set_result(None)
 
-    found, letter = compiled(grammars, "regex"), json_tokenizer().token_to_id("ab")
-    grammar_matcher = LLGuidanceMatcher(found.template, VOCAB, 0, [0], submit)
-    text: list[int] = []
+    monkeypatch.setattr(grammar_matcher_module, "SLOW", 60.0)
+    found = grammars.compile(Grammar(kind="regex", source="(ab)*1")).result()
+    ab = json_tokenizer().token_to_id("ab")
+    grammar_matcher, text = LLGuidanceMatcher(found.make, VOCAB, 0, [0], submit, MaskBudget()), list[int]()
     assert not grammar_matcher.is_ready(text)
     assert not grammar_matcher.is_ready(text)
     assert len(waiting) == 1
     finish()
     assert grammar_matcher.is_ready(text)
-    text.append(letter)
+    text.append(ab)
     assert grammar_matcher.is_ready(text)  # the first was quick
-    assert grammar_matcher.mask(text, (letter,)) is not None
+    assert grammar_matcher.mask(text, (ab,)) is not None
     monkeypatch.setattr(grammar_matcher_module, "SLOW", 0.0)
-    text.append(letter)
+    text.append(ab)
     assert grammar_matcher.is_ready(text)
     assert grammar_matcher.mask(text) is not None
-    text.append(letter)
-    assert not grammar_matcher.is_ready(text)
-    finish()
+    monkeypatch.setattr(grammar_matcher_module, "SLOW", 60.0)
+    for _ in range(4):  # each mask of the next four tokens, and nothing is drafted
+        text.append(ab)
+        assert not grammar_matcher.is_ready(text)
+        finish()
+        assert grammar_matcher.is_ready(text)
+        mask = grammar_matcher.mask(text)
+        assert mask is not None
+        assert allowed(mask) == brute_force(found, text)
+        assert (grammar_matcher.mask(text, (ab,)) is None) == (len(text) < 6)
+    text.append(json_tokenizer().token_to_id("1"))
     assert grammar_matcher.is_ready(text)
-    expected = brute_force(found, text)
-    mask = grammar_matcher.mask(text)
-    assert mask is not None
-    assert allowed(mask) == expected
     assert not waiting
+
+
+def test_a_mask_that_fails_on_its_thread_ends_its_own_request(grammars: Grammars) -> None:
+    def submit(compute: Any) -> Future[None]:
+        future: Future[None] = Future()
+        future.set_exception(MemoryError("too much"))
+        return future
+
+    grammar_matcher = LLGuidanceMatcher(compiled(grammars, "regex").make, VOCAB, 0, [0], submit, MaskBudget())
+    assert not grammar_matcher.is_ready([])
+    assert grammar_matcher.is_ready([])
+    mask = grammar_matcher.mask([])
+    assert mask is not None
+    assert not mask.any()
+    assert grammar_matcher.failure
 
 
 def test_drafted_tokens_beyond_a_cycles_time_are_cut_from_the_tree(
@@ -288,26 +318,67 @@ def test_drafted_tokens_beyond_a_cycles_time_are_cut_from_the_tree(
 ) -> None:
     found, ab = compiled(grammars, "regex"), json_tokenizer().token_to_id("ab")
     grammar_matcher, tokens, parents = found.matcher(0, [0]), [ab, ab, ab, ab], [-1, 0, 1, 2]
+    monkeypatch.setattr(grammar_matcher_module, "SLOW", 60.0)
+    monkeypatch.setattr(grammars._budget, "each", 60.0)
     _, kept = tree_masks(grammar_matcher, [ab], tokens, parents)
     assert kept == tokens
-    monkeypatch.setattr(grammar_matcher_module, "PER_CYCLE", 0.0)
+    grammars.share_budget(1 << 60)  # so many that there is no time for each
     masks, kept = tree_masks(grammar_matcher, [ab, ab], tokens, parents)
     assert kept == [ab, -1, -1, -1]
     assert allowed(masks[0]) == brute_force(found, [ab, ab])
 
 
-def test_a_matcher_goes_on_after_a_draft_beyond_the_limits(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_that_exhaust_the_limits_do_not_end_their_request(grammars: Grammars) -> None:
+    """The text alone decides: a matcher that has reached a limit is made anew."""
     found, ab = compiled(grammars, "regex"), json_tokenizer().token_to_id("ab")
     grammar_matcher = found.matcher(0, [0])
     assert grammar_matcher.mask([ab]) is not None
-    # A forbidden token ends a matcher, as a limit does.
-    monkeypatch.setattr(grammar_matcher_module, "allows", lambda mask, token: True)
-    assert grammar_matcher.mask([ab], (1,)) is None
-    assert grammar_matcher.mask([ab], (ab,)) is None
+    matcher = grammar_matcher._matcher
+    assert matcher is not None
+    matcher.consume_token(1)  # a forbidden token ends a matcher, as a limit does
+    assert matcher.is_error()
     mask = grammar_matcher.mask([ab, ab])
     assert mask is not None
     assert grammar_matcher.failure is None
     assert allowed(mask) == brute_force(found, [ab, ab])
+
+
+def test_requests_with_the_same_grammar_share_no_limits(grammars: Grammars) -> None:
+    """Each of these requests reaches about half of the limit of lexer states."""
+    found = grammars.compile(Grammar(kind="regex", source="[abc]*a[abc]{40}")).result()
+    letters = [1 + string.printable.index(letter) for letter in "abc"]
+    for seed in range(4):
+        grammar_matcher, chance, text = found.matcher(0, [0]), random.Random(seed), list[int]()
+        for _ in range(250):
+            assert grammar_matcher.mask(text) is not None
+            text.append(chance.choice(letters))
+        assert grammar_matcher.failure is None
+
+
+def test_a_check_that_was_killed_is_started_again() -> None:
+    check = GrammarCheck(300)
+    assert "start" in check.check(GRAMMARS["regex"])
+    check.start().kill()
+    check.start().wait()
+    assert "start" in check.check(GRAMMARS["regex"])
+    files = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        check.start().kill()
+        check.start().wait()
+        assert "start" in check.check(GRAMMARS["regex"])
+    assert len(os.listdir("/proc/self/fd")) == files
+    check.close()
+
+
+def test_a_grammar_that_nobody_waits_for_is_not_compiled(grammars: Grammars) -> None:
+    slow = [schema({"allOf": [{"multipleOf": n} for n in (7, 11, 13, 17, 19, 23, 29, last)]}) for last in range(31, 40)]
+    started = time.monotonic()
+    for each in slow:
+        grammars.compile(each)
+    for each in slow:
+        grammars.cancel(each)
+    assert grammars.compile(Grammar(kind="regex", source="cancelled")).result().source
+    assert time.monotonic() - started < 8 * SECONDS  # it waits for the two that had begun
 
 
 def test_masks_forbid_tokens_without_a_bit() -> None:

@@ -101,7 +101,7 @@ def compiled(grammars: Grammars, schema: Any) -> CompiledGrammar:
 def test_a_keyword_is_enforced(grammars: Grammars, schema: Any, right: list[Any], wrong: list[Any]) -> None:
     found, tokenizer = compiled(grammars, schema), json_tokenizer()
     for value in (*right, *wrong):
-        matcher = found.template.deep_copy()
+        matcher = found.make()
         tokens = [tokenizer.token_to_id(character) for character in json.dumps(value)]
         conforms = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
         assert conforms == (value in right), value

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from eagle_server.engine.grammar_check import GrammarCheck
 from eagle_server.engine.grammars import Grammars
 from eagle_server.plan import GrammarMatcher, allows
 from eagle_server.text.detokenizer import IncrementalDetokenizer
@@ -81,6 +82,12 @@ def test_what_a_grammar_allows_is_calls_and_nothing_else(format: str, decoder: s
             most = max(most, len(parsed.tool_calls))
     assert names == {name for name, _ in FUNCTIONS}
     assert (most > 1) == (format != "llama3_json")
+
+
+def test_markers_may_have_large_ids() -> None:
+    """A grammar is checked with a vocabulary of bytes, which has these ids too."""
+    grammar = call_grammar(FORMATS["hermes"], [("f", {"type": "object"})], {"<tool_call>": 150_000}, single=True)
+    assert "<[150000]>" in GrammarCheck(151_000).check(grammar)
 
 
 def test_special_tokens_are_in_no_string() -> None:
