@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 # Seconds of CPU time, so that a busy machine does not look like a slow grammar.
 SLOW = 0.001  # after a mask of a root that takes longer, the next ones are computed on a thread
 LONGEST = 0.1  # for one mask; a longer one ends the request
-PER_CYCLE = 0.004  # for the drafted tokens of all requests in a cycle; those beyond it are not verified
+PER_CYCLE = 0.016  # for the drafted tokens of all requests in a cycle; those beyond it are not verified
+PER_REQUEST = 0.002  # for those of one request, at most
 _REPLAYED = 10  # times LONGEST for a mask that consumes the whole text again
 _FIRST_PENALTY = 4  # tokens after a slow mask; doubled with each
 
@@ -32,7 +33,7 @@ Submit = Callable[[Callable[[], None]], "Future[None]"]
 class MaskBudget:
     """Seconds for the drafted tokens of each request in a cycle. The engine divides PER_CYCLE among the requests."""
 
-    each: float = PER_CYCLE
+    each: float = PER_REQUEST
 
 
 class LLGuidanceMatcher:

@@ -17,7 +17,7 @@ import llguidance
 import tokenizers
 
 from eagle_server.engine.grammar_check import GrammarCheck, limits
-from eagle_server.engine.grammar_matcher import PER_CYCLE, LLGuidanceMatcher, MaskBudget
+from eagle_server.engine.grammar_matcher import PER_CYCLE, PER_REQUEST, LLGuidanceMatcher, MaskBudget
 from eagle_server.request import Grammar
 
 CACHED = 256  # grammars, as llguidance takes them
@@ -137,7 +137,7 @@ class Grammars:
 
     def share_budget(self, requests: int) -> None:
         """A cycle begins that decodes this many requests with grammars."""
-        self._budget.each = PER_CYCLE / max(requests, 1)
+        self._budget.each = min(PER_REQUEST, PER_CYCLE / max(requests, 1))
 
     def _read_tokens(self) -> tuple[llguidance.LLTokenizer, Vocabulary]:
         with self._borrowed_check() as check:
