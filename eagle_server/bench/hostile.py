@@ -229,8 +229,13 @@ def run(arguments: argparse.Namespace, console: Console) -> list[Effect]:
 
 def main(argv: Sequence[str]) -> int:
     """Run it; returns 0, 1 if an attack had an effect that it must not have, or 2 with one line on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m eagle_server.bench.hostile", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=[n for n in LOADS if LOADS[n].baseline], help="these attacks")
+    names = [name for name in LOADS if LOADS[name].baseline]
+    parser = argparse.ArgumentParser(
+        prog="python -m eagle_server.bench.hostile",
+        description=__doc__,
+        epilog="attacks: " + "; ".join(f"'{name}'" for name in names),
+    )
+    parser.add_argument("--only", nargs="+", choices=names, metavar="ATTACK", help="these attacks (all)")
     parser.add_argument("--rounds", type=int, default=3, help="phases of each load (3)")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a phase (2)")
     parser.add_argument("--streams", type=int, default=2, help="clients of the neighbour (2)")
