@@ -93,8 +93,8 @@ class LLGuidanceMatcher:
         started = time.thread_time()
         self._masks.clear()
         root, is_new = self._advance(text), False
-        if root is None and self.failure is None:
-            # Perhaps drafted tokens have used up what llguidance's limits allow. The text alone decides.
+        if root is None and self._lexer_is_full():
+            # Perhaps drafted tokens have used up the lexer's states. The text alone decides.
             self._matcher, self._path, self._length, is_new = None, (), self._start, True
             root = self._advance(text)
         self._spent = time.thread_time() - started
@@ -118,6 +118,9 @@ class LLGuidanceMatcher:
                 self._matcher.consume_token(token)
         self._length = len(text)
         return self._bits()
+
+    def _lexer_is_full(self) -> bool:
+        return self._matcher is not None and "lexer error" in self._matcher.get_error()
 
     def _fail(self, reason: str) -> None:
         """No token may follow."""
