@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
 
 from fastapi import Request
 
-from eagle_server.api.errors import ApiError, bad_request
+from eagle_server.api.errors import ApiError, as_api_error, bad_request
 from eagle_server.api.json_size import JsonSize, TooManyValues
 from eagle_server.api.schemas.base import Body, parse
+from eagle_server.client.client import QueueFull
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -21,8 +23,16 @@ MAX_BODY_BYTES = 16 * 2**20
 BODY_SECONDS = 60.0
 SHORT_BODY = 4096  # bytes; what a shorter body needs takes less time than starting a thread
 
+MAX_TEXTS_WAITING = (
+    64  # of /tokenize and /detokenize; each takes seconds and memory, and no queue of the engine counts it
+)
+
 # One thread: parsing holds the interpreter lock, up to 50 ms at a time, and several threads would add up.
 _PARSER = ThreadPoolExecutor(1, "parse")
+# Threads of their own, so that neither kind of request waits for the other's long texts.
+_PREPARER = ThreadPoolExecutor(2, "prepare")
+_TEXTS = ThreadPoolExecutor(1, "texts")
+_texts_waiting = 0
 
 
 async def read_body(schema: type[B], request: Request) -> B:
@@ -49,12 +59,34 @@ async def read_body(schema: type[B], request: Request) -> B:
         raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="slow_body") from None
     if len(body) <= SHORT_BODY:
         return parse(schema, bytes(body))
-    return await asyncio.get_running_loop().run_in_executor(_PARSER, parse, schema, bytes(body))
+    return await _on_thread(_PARSER, partial(parse, schema, bytes(body)))
 
 
 async def process(body: Body, function: Callable[[], T]) -> T:
     """The result of `function`, whose time depends on the body: called in place for a short body, else on a thread."""
-    return function() if body.size <= SHORT_BODY else await asyncio.to_thread(function)
+    return function() if body.size <= SHORT_BODY else await _on_thread(_PREPARER, function)
+
+
+async def process_text(body: Body, function: Callable[[], T]) -> T:
+    """The same for what does not generate.
+
+    Raises:
+        ApiError: status 429, too many such requests wait.
+    """
+    global _texts_waiting
+    if body.size <= SHORT_BODY:
+        return function()
+    if _texts_waiting >= MAX_TEXTS_WAITING:
+        raise as_api_error(QueueFull(f"{_texts_waiting} long texts wait to be tokenized or detokenized already"))
+    _texts_waiting += 1
+    try:
+        return await _on_thread(_TEXTS, function)
+    finally:
+        _texts_waiting -= 1
+
+
+async def _on_thread(pool: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(pool, function)
 
 
 def _too_large() -> ApiError:
