@@ -22,10 +22,7 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 16 * 2**20
 BODY_SECONDS = 60.0
 SHORT_BODY = 4096  # bytes; what a shorter body needs takes less time than starting a thread
-
-MAX_TEXTS_WAITING = (
-    64  # of /tokenize and /detokenize; each takes seconds and memory, and no queue of the engine counts it
-)
+MAX_TEXTS_WAITING = 64  # long ones for /tokenize and /detokenize; the engine's queue does not count them
 
 # One thread: parsing holds the interpreter lock, up to 50 ms at a time, and several threads would add up.
 _PARSER = ThreadPoolExecutor(1, "parse")
