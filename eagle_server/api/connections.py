@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from enum import IntEnum
 
 import h11
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 REQUEST_SECONDS = 75.0  # a client's time for sending a request; reading a body has its own limit, see api/body.py
@@ -99,3 +101,31 @@ def close_overdue(connections: Iterable[asyncio.Protocol]) -> None:
     for connection in list(connections):
         if isinstance(connection, BoundedConnection) and connection.is_overdue(now):
             connection.transport.abort()
+
+
+class CloseUnlessContinued:
+    """ASGI middleware: an answer to `expect: 100-continue` that does not wait for the body ends the connection.
+
+    The client may then send the body or not. So the next request would be taken for the body, or the other way round.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or Headers(scope=scope).get("expect", "").lower() != "100-continue":
+            await self._app(scope, receive, send)
+            return
+        is_read = False
+
+        async def receive_noted() -> Message:
+            nonlocal is_read
+            is_read = True
+            return await receive()
+
+        async def send_closing(message: Message) -> None:
+            if message["type"] == "http.response.start" and not is_read:
+                MutableHeaders(scope=message)["connection"] = "close"
+            await send(message)
+
+        await self._app(scope, receive_noted, send_closing)

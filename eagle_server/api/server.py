@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from eagle_server.api.admission import Admission
-from eagle_server.api.connections import BoundedConnection, close_overdue
+from eagle_server.api.connections import BoundedConnection, CloseUnlessContinued, close_overdue
 from eagle_server.client.client import EngineClient
 from eagle_server.client.supervisor import Supervisor
 
@@ -51,7 +51,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(
             uvicorn.Config(
-                app,
+                CloseUnlessContinued(app),
                 lifespan="off",
                 # On h11. httptools is 0.2 ms faster. But it does not limit headers, and it drops the body of a request
                 # that offers an upgrade to HTTP/2, as Java's own client does.

@@ -254,3 +254,19 @@ async def test_each_request_of_a_connection_has_the_whole_time(port: int, path: 
         await asyncio.sleep(0.8)
         writer.write(b"x" * 10)
         assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("path", [b"/", b"/body"])
+async def test_an_answer_without_the_expected_body_ends_the_connection(port: int, path: bytes) -> None:
+    """The client does not send this body, and the server must not take the next request for it."""
+    expecting = post(path).replace(b"host", b"expect: 100-continue\r\nhost")
+    async with connected(port, expecting) as (reader, writer), asyncio.timeout(PATIENCE):
+        head = await reader.readuntil(b"\r\n\r\n")
+        if path == b"/body":
+            assert head.startswith(b"HTTP/1.1 100")
+            writer.write(b"x" * 20 + get("/"))
+            assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        else:
+            assert b"connection: close" in head
+            assert await reader.read() == b"1\r\n\x00\r\n0\r\n\r\n"  # and the end
