@@ -14,6 +14,7 @@ from fastapi import Request
 from eagle_server.api.errors import ApiError, as_api_error, bad_request
 from eagle_server.api.json_size import JsonSize, TooManyValues
 from eagle_server.api.schemas.base import Body, parse
+from eagle_server.api.service import service_of
 from eagle_server.client.client import QueueFull
 
 B = TypeVar("B", bound=Body)
@@ -36,14 +37,14 @@ async def read_body(schema: type[B], request: Request) -> B:
     """The parsed and validated body.
 
     Raises:
-        ApiError: the body is too large, too slow or invalid.
+        ApiError: the body is too large, too slow or invalid, or the server is shutting down.
     """
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > MAX_BODY_BYTES:
         raise _too_large()
     body, size = bytearray(), JsonSize()
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with service_of(request).admission.body_time(BODY_SECONDS):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > MAX_BODY_BYTES:

@@ -103,6 +103,13 @@ def close_overdue(connections: Iterable[asyncio.Protocol]) -> None:
             connection.transport.abort()
 
 
+def abort_all(connections: Iterable[asyncio.Protocol]) -> None:
+    """Close all connections, whatever they still have to send."""
+    for connection in list(connections):
+        if isinstance(connection, BoundedConnection):
+            connection.transport.abort()
+
+
 class CloseUnlessContinued:
     """ASGI middleware: an answer to `expect: 100-continue` that does not wait for the body ends the connection.
 
