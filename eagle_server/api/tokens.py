@@ -92,7 +92,8 @@ def _tokenized(body: TokenizeRequest, service: Service, limit: int) -> Tokenized
     else:
         text, special, param = body.prompt or "", True, "prompt"
     special = special if body.add_special_tokens is None else body.add_special_tokens
-    tokens = encode(text, tokenizer, MAX_TEXT_TOKENS, param, special=special)
+    limited = "the maximum length of a text for /tokenize"
+    tokens = encode(text, tokenizer, MAX_TEXT_TOKENS, param, special=special, limited=limited)
     pieces = [_piece(token_id, service.spelling) for token_id in tokens] if body.return_token_strs else None
     return Tokenized(len(tokens), limit, tokens, pieces)
 
