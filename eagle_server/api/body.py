@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from eagle_server.api.errors import ApiError, as_api_error, bad_request
+from eagle_server.api.errors import ApiError, as_api_error, bad_request, unavailable
 from eagle_server.api.json_size import JsonSize, TooManyValues
 from eagle_server.api.schemas.base import Body, parse
 from eagle_server.api.service import service_of
@@ -21,6 +21,7 @@ B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 * 2**20
+MAX_HELD_BYTES = 512 * 2**20  # of all bodies together; short ones are always read
 BODY_SECONDS = 60.0
 SHORT_BODY = 4096  # bytes; what a shorter body needs takes less time than starting a thread
 MAX_TEXTS_WAITING = 64  # long ones for /tokenize and /detokenize; the engine's queue does not count them
@@ -31,33 +32,48 @@ _PARSER = ThreadPoolExecutor(1, "parse")
 _PREPARER = ThreadPoolExecutor(2, "prepare")
 _TEXTS = ThreadPoolExecutor(1, "texts")
 _texts_waiting = 0
+_held_bytes = 0  # of bodies that are not parsed yet
 
 
 async def read_body(schema: type[B], request: Request) -> B:
     """The parsed and validated body.
 
     Raises:
-        ApiError: the body is too large, too slow or invalid, or the server is shutting down.
+        ApiError: the body is too large, too slow or invalid, or the server is shutting down or holds too many bodies.
     """
+    global _held_bytes
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > MAX_BODY_BYTES:
         raise _too_large()
-    body, size = bytearray(), JsonSize()
+    body = bytearray()
+    try:
+        await _read(request, body)
+        if len(body) <= SHORT_BODY:
+            return parse(schema, bytes(body))
+        return await _on_thread(_PARSER, partial(parse, schema, bytes(body)))
+    finally:
+        _held_bytes -= len(body)
+
+
+async def _read(request: Request, body: bytearray) -> None:
+    """Append the request's body to `body`, and count it in `_held_bytes`, also where it fails."""
+    global _held_bytes
+    size = JsonSize()
     try:
         async with service_of(request).admission.body_time(BODY_SECONDS):
             async for chunk in request.stream():
                 body += chunk
+                _held_bytes += len(chunk)
                 if len(body) > MAX_BODY_BYTES:
                     raise _too_large()
+                if len(body) > SHORT_BODY and _held_bytes > MAX_HELD_BYTES:
+                    raise unavailable("too many large bodies arrive at the same time; try again")
                 size.add(chunk)
     except TooManyValues as error:
         raise bad_request(f"the body has {error}", code="too_many_values") from None
     except TimeoutError:
         message = f"the body did not come within {BODY_SECONDS:g} seconds"
         raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="slow_body") from None
-    if len(body) <= SHORT_BODY:
-        return parse(schema, bytes(body))
-    return await _on_thread(_PARSER, partial(parse, schema, bytes(body)))
 
 
 async def process(body: Body, function: Callable[[], T]) -> T:

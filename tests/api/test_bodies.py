@@ -13,6 +13,7 @@ import httpx
 import pytest
 from fastapi import Response
 
+from eagle_server.api import body as body_module
 from eagle_server.api import json_size, tokens
 from eagle_server.api.body import MAX_BODY_BYTES, MAX_TEXTS_WAITING
 from eagle_server.api.json_size import JsonSize, TooManyValues
@@ -208,3 +209,28 @@ async def test_long_texts_wait_for_each_other_and_nobody_waits_for_them(
     error = next(each.json()["error"] for each in answers if each.status_code == 429)
     assert (error["code"], "long texts" in error["message"]) == ("queue_full", True)
     assert (await http.post(path, json=COUNTS[path])).status_code == 200
+
+
+async def test_all_bodies_together_are_bounded(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "MAX_HELD_BYTES", 50_000)
+    gate = asyncio.Event()
+
+    async def halted() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "abc", "max_tokens": 3, "user": "' + b"u" * 40_000
+        await gate.wait()
+        yield b'"}'
+
+    large = {"prompt": "abc", "user": "u" * 20_000}
+    first = asyncio.create_task(http.post("/v1/completions", content=halted()))
+    while body_module._held_bytes < 40_000:
+        await asyncio.sleep(0.001)
+    refused = await http.post("/v1/completions", json=large)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert "large bodies" in refused.json()["error"]["message"]
+    assert (await http.post("/v1/completions", json={"prompt": "abc"})).status_code == 200
+    gate.set()
+    assert (await first).status_code == 200
+    assert (await http.post("/v1/completions", json=large)).status_code == 200
+    assert (await http.post("/v1/completions", content=b"[" * 100_000)).status_code == 503
+    assert (await http.post("/v1/completions", content=b"[" * 10_000)).status_code == 400
+    assert body_module._held_bytes == 0
