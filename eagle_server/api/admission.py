@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
@@ -18,6 +18,8 @@ from eagle_server.client.client import EngineClient, QueueFull
 # Paths that need no key: for load balancers, probes and browsers.
 OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/health_generate", "/version", "/openapi.json", *playground.PATHS})
 
+DRAIN_SECONDS = 5.0  # for the bodies that are arriving when the server is told to stop
+
 
 class Admission:
     """Counts the generating HTTP requests in progress. A draining server admits no new ones."""
@@ -25,6 +27,7 @@ class Admission:
     def __init__(self) -> None:
         self.is_draining = False
         self._active = 0
+        self._bodies: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -44,9 +47,32 @@ class Admission:
             if self._active == 0:
                 self._idle.set()
 
+    @asynccontextmanager
+    async def body_time(self, seconds: float) -> AsyncIterator[None]:
+        """The block gets so many seconds for a client's body, but few once the server is draining.
+
+        Raises:
+            ApiError: status 503, the server is draining.
+            TimeoutError: the time is over, and the server is not draining.
+        """
+        try:
+            async with asyncio.timeout(min(seconds, DRAIN_SECONDS) if self.is_draining else seconds) as time:
+                self._bodies.add(time)
+                try:
+                    yield
+                finally:
+                    self._bodies.discard(time)
+        except TimeoutError:
+            if self.is_draining:
+                raise unavailable("the server is shutting down") from None
+            raise
+
     async def drain(self) -> None:
         """Admit no new requests, and wait until the last one has ended."""
         self.is_draining = True
+        end = asyncio.get_running_loop().time() + DRAIN_SECONDS
+        for time in self._bodies:
+            time.reschedule(min(end, time.when() or end))
         await self._idle.wait()
 
 

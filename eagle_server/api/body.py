@@ -5,56 +5,102 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
 
 from fastapi import Request
 
-from eagle_server.api.errors import ApiError, bad_request
+from eagle_server.api.errors import ApiError, as_api_error, bad_request, unavailable
 from eagle_server.api.json_size import JsonSize, TooManyValues
 from eagle_server.api.schemas.base import Body, parse
+from eagle_server.api.service import service_of
+from eagle_server.client.client import QueueFull
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 * 2**20
+MAX_HELD_BYTES = 512 * 2**20  # of all bodies together; short ones are always read
 BODY_SECONDS = 60.0
 SHORT_BODY = 4096  # bytes; what a shorter body needs takes less time than starting a thread
+MAX_TEXTS_WAITING = 64  # long ones for /tokenize and /detokenize; the engine's queue does not count them
 
 # One thread: parsing holds the interpreter lock, up to 50 ms at a time, and several threads would add up.
 _PARSER = ThreadPoolExecutor(1, "parse")
+# Threads of their own, so that neither kind of request waits for the other's long texts.
+_PREPARER = ThreadPoolExecutor(2, "prepare")
+_TEXTS = ThreadPoolExecutor(1, "texts")
+_texts_waiting = 0
+_held_bytes = 0  # of bodies that are not parsed yet
 
 
 async def read_body(schema: type[B], request: Request) -> B:
     """The parsed and validated body.
 
     Raises:
-        ApiError: the body is too large, too slow or invalid.
+        ApiError: the body is too large, too slow or invalid, or the server is shutting down or holds too many bodies.
     """
+    global _held_bytes
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > MAX_BODY_BYTES:
         raise _too_large()
-    body, size = bytearray(), JsonSize()
+    body = bytearray()
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        await _read(request, body)
+        if len(body) <= SHORT_BODY:
+            return parse(schema, bytes(body))
+        return await _on_thread(_PARSER, partial(parse, schema, bytes(body)))
+    finally:
+        _held_bytes -= len(body)
+
+
+async def _read(request: Request, body: bytearray) -> None:
+    """Append the request's body to `body`, and count it in `_held_bytes`, also where it fails."""
+    global _held_bytes
+    size = JsonSize()
+    try:
+        async with service_of(request).admission.body_time(BODY_SECONDS):
             async for chunk in request.stream():
                 body += chunk
+                _held_bytes += len(chunk)
                 if len(body) > MAX_BODY_BYTES:
                     raise _too_large()
+                if len(body) > SHORT_BODY and _held_bytes > MAX_HELD_BYTES:
+                    raise unavailable("too many large bodies arrive at the same time; try again")
                 size.add(chunk)
     except TooManyValues as error:
         raise bad_request(f"the body has {error}", code="too_many_values") from None
     except TimeoutError:
         message = f"the body did not come within {BODY_SECONDS:g} seconds"
         raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="slow_body") from None
-    if len(body) <= SHORT_BODY:
-        return parse(schema, bytes(body))
-    return await asyncio.get_running_loop().run_in_executor(_PARSER, parse, schema, bytes(body))
 
 
 async def process(body: Body, function: Callable[[], T]) -> T:
     """The result of `function`, whose time depends on the body: called in place for a short body, else on a thread."""
-    return function() if body.size <= SHORT_BODY else await asyncio.to_thread(function)
+    return function() if body.size <= SHORT_BODY else await _on_thread(_PREPARER, function)
+
+
+async def process_text(body: Body, function: Callable[[], T]) -> T:
+    """The same for what does not generate.
+
+    Raises:
+        ApiError: status 429, too many such requests wait.
+    """
+    global _texts_waiting
+    if body.size <= SHORT_BODY:
+        return function()
+    if _texts_waiting >= MAX_TEXTS_WAITING:
+        raise as_api_error(QueueFull(f"{_texts_waiting} long texts wait to be tokenized or detokenized already"))
+    _texts_waiting += 1
+    try:
+        return await _on_thread(_TEXTS, function)
+    finally:
+        _texts_waiting -= 1
+
+
+async def _on_thread(pool: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(pool, function)
 
 
 def _too_large() -> ApiError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from itertools import count
@@ -30,9 +31,11 @@ from eagle_server.api.responses import (
     SpeculativeMetrics,
     Tree,
     Usage,
-    check_size,
+    check_scores,
     encoded,
+    possible_scores,
     prompt_logprobs_of,
+    scores_of,
     trees_of,
 )
 from eagle_server.api.sampling_params import sampling_params
@@ -82,7 +85,7 @@ def prepare(
         stop_token_ids=stops.token_ids,
         grammar=None if tools is None else tools.grammar,
     )
-    check_size(body, sampling, sum(len(prompt.token_ids) for prompt in prompts))
+    check_scores(body, possible_scores(body, sum(len(prompt.token_ids) for prompt in prompts)))
     end_token_ids = frozenset((*sampling.stop_token_ids, *(() if body.ignore_eos else ready.eos_token_ids)))
     serial = next(_serial)
     states = []
@@ -216,10 +219,13 @@ class GenerationHandler:
     # --- Generation. ---
 
     async def _response(self, build_logprobs: BuildLogprobs, build: BuildResponse) -> bytes:
-        outputs = [OutputDelta(state.index) for state in self.states]
+        outputs, scores = [OutputDelta(state.index) for state in self.states], Counter[str]()
         async with aclosing(self._outputs()) as deltas:
             async for delta in deltas:
-                if len(delta.tokens) + len(self.states[delta.index].prompt_logprobs) > LONG_DELTA:
+                prompt = len(self.states[delta.index].prompt_logprobs)
+                scores.update(scores_of(self.body, len(delta.tokens), prompt, len(delta.trees)))
+                check_scores(self.body, scores)
+                if len(delta.tokens) + prompt > LONG_DELTA:
                     await asyncio.to_thread(self._encode, delta, build_logprobs)
                 else:
                     self._encode(delta, build_logprobs)

@@ -32,8 +32,16 @@ def render(messages: Sequence[Message], rendering: Rendering, template: ChatTemp
         raise bad_request(str(error), error.param, "invalid_value") from None
 
 
-def encode(text: str, tokenizer: Tokenizer, limit: int, param: str, *, special: bool) -> list[int]:
-    """Token ids of a text.
+def encode(
+    text: str,
+    tokenizer: Tokenizer,
+    limit: int,
+    param: str,
+    *,
+    special: bool,
+    limited: str = "this model's maximum context length",
+) -> list[int]:
+    """Token ids of a text. `limited` is what errors call the limit.
 
     Raises:
         ApiError: the text has more than `limit` tokens. If it is so long that it must have more, it is not tokenized.
@@ -48,7 +56,7 @@ def encode(text: str, tokenizer: Tokenizer, limit: int, param: str, *, special: 
     try:
         return tokenizer.encode(text, special=special, limit=limit)
     except TooManyTokens as error:
-        message = f"the maximum context length is {limit} tokens, however the text has {error.count}"
+        message = f"{limited} is {limit} tokens, however the text has {error.count}"
         raise bad_request(message, param, "context_length_exceeded") from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -12,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from eagle_server.api.errors import bad_request
 from eagle_server.api.schemas.generation import GenerationBody
-from eagle_server.request import DraftTree, SamplingParams, SpecStats, TokenLogprob
+from eagle_server.request import DraftTree, SpecStats, TokenLogprob
 
 MAX_SCORES = 2**22  # log-probabilities in a response that is not streamed; each takes up to 50 bytes until it is sent
 SCORES_OF_TREE = 32  # a draft tree takes as much memory
@@ -104,30 +105,49 @@ def encoded(part: S) -> S:
     return cast(S, msgspec.Raw(msgspec.json.encode(part)))
 
 
-def check_size(body: GenerationBody, sampling: SamplingParams, prompt_tokens: int) -> None:
-    """Check how many scores the response of a request with `prompt_tokens` in all its prompts may have.
+def possible_scores(body: GenerationBody, prompt_tokens: int) -> Counter[str]:
+    """How many scores the response will have by what the body says, by parameter.
+
+    Those of the prompts, of `prompt_tokens` in all, are certain. How long an output gets whose length the body does not
+    limit is known when it is generated, so it does not count.
+    """
+    prompts = body.n * prompt_tokens
+    output = body.sequences * (body.max_output_tokens or 0)
+    return scores_of(body, output + (prompts if body.echoes else 0), prompts, output)
+
+
+def scores_of(body: GenerationBody, tokens: int, prompt_tokens: int, trees: int) -> Counter[str]:
+    """How many scores a response has for so many tokens, tokens of prompts and draft trees, by parameter."""
+    scores: Counter[str] = Counter()
+    if body.num_logprobs is not None:
+        name = body.logprobs_param if body.logprobs_param in body.model_fields_set else "logprobs"
+        scores[name] = tokens * (1 + body.num_logprobs)
+    if body.prompt_logprobs is not None:
+        scores["prompt_logprobs"] = prompt_tokens * (1 + body.prompt_logprobs)
+    if body.return_trees:
+        scores["return_trees"] = trees * SCORES_OF_TREE
+    return scores
+
+
+def check_scores(body: GenerationBody, scores: Counter[str]) -> None:
+    """Check the number of scores by parameter. A stream may have any number, because it sends them as they come.
 
     Raises:
-        ApiError: more than MAX_SCORES. A stream may have more, because it sends them as they come.
+        ApiError: more than MAX_SCORES.
     """
-    if body.stream:
+    total = scores.total()
+    if body.stream or total <= MAX_SCORES:
         return
-    output, scores = body.sequences * sampling.max_tokens, dict[str, int]()
-    if body.num_logprobs is not None:
-        scores[body.logprobs_param] = output * (1 + body.num_logprobs)
-    if body.needs_prompt_logprobs:
-        scores["prompt_logprobs"] = body.n * prompt_tokens * (1 + (sampling.logprobs or 0))
-    if body.return_trees:
-        scores["return_trees"] = output * SCORES_OF_TREE
-    total = sum(scores.values())
-    if total > MAX_SCORES:
-        param = max(scores, key=lambda name: scores[name])
-        message = (
-            f"{param}: the response could have {total} log-probabilities: choices x tokens x (1 + alternatives); a "
-            f"draft tree counts as {SCORES_OF_TREE}. At most {MAX_SCORES} are possible: lower n, max_tokens or the "
-            "number of alternatives, or stream"
-        )
-        raise bad_request(message, param, "invalid_value")
+    param = max(scores, key=lambda name: scores[name])
+    causes = ("n", "max_tokens", "max_completion_tokens", "echo", *scores)
+    given = ", ".join(name for name in causes if name in body.model_fields_set)
+    message = (
+        f"{param}: {total} log-probabilities, but a response that is not streamed may have {MAX_SCORES}: choices x "
+        f"tokens x (1 + alternatives); a draft tree counts as {SCORES_OF_TREE}. Lower or drop: {given}"
+    )
+    if body.prompt_logprobs is None:
+        message += "; or stream"
+    raise bad_request(message, param, "invalid_value")
 
 
 def finite(logprob: float) -> float:

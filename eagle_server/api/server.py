@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from eagle_server.api.admission import Admission
-from eagle_server.api.connections import BoundedConnection, close_overdue
+from eagle_server.api.connections import BoundedConnection, CloseUnlessContinued, abort_all, close_overdue
 from eagle_server.client.client import EngineClient
 from eagle_server.client.supervisor import Supervisor
 
@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that none sends into a closing one
-GRACE_SECONDS = 60  # for clients to read their responses after the last one is generated
+GRACE_SECONDS = 20  # for clients to read their responses after the last one is generated
+ABORT_SECONDS = 5  # for what runs for the clients that did not
 INTERRUPTED_STATUS = 130
 TICKS_PER_SECOND = 10  # uvicorn's
 
@@ -51,7 +52,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(
             uvicorn.Config(
-                app,
+                CloseUnlessContinued(app),
                 lifespan="off",
                 # On h11. httptools is 0.2 ms faster. But it does not limit headers, and it drops the body of a request
                 # that offers an upgrade to HTTP/2, as Java's own client does.
@@ -62,7 +63,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,  # telemetry/access.py logs more
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=GRACE_SECONDS,
+                timeout_graceful_shutdown=GRACE_SECONDS + ABORT_SECONDS,
             )
         )
 
@@ -70,6 +71,13 @@ class HttpServer(uvicorn.Server):
         if counter % TICKS_PER_SECOND == 0:
             close_overdue(self.server_state.connections)
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        abort = asyncio.get_running_loop().call_later(GRACE_SECONDS, abort_all, self.server_state.connections)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            abort.cancel()
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from eagle_server.api.body import process, read_body
+from eagle_server.api.body import process_text, read_body
 from eagle_server.api.prompts import check_token_ids, encode, render
 from eagle_server.api.responses import HeadRoute, json_response
 from eagle_server.api.schemas.tokens import DetokenizeRequest, TokenizeRequest
@@ -51,14 +51,14 @@ class TokenizerInfo(msgspec.Struct):
 async def tokenize(request: Request) -> Response:
     body, service = await read_body(TokenizeRequest, request), service_of(request)
     limit = service.ready_for(body.model).max_request_tokens
-    return await process(body, lambda: json_response(_tokenized(body, service, limit)))
+    return await process_text(body, lambda: json_response(_tokenized(body, service, limit)))
 
 
 @router.post("/detokenize")
 async def detokenize(request: Request) -> Response:
     body, service = await read_body(DetokenizeRequest, request), service_of(request)
     ready = service.ready_for(body.model)
-    return await process(body, lambda: json_response(_detokenized(body, service, ready.vocab_size)))
+    return await process_text(body, lambda: json_response(_detokenized(body, service, ready.vocab_size)))
 
 
 @router.get("/tokenizer_info")
@@ -92,7 +92,8 @@ def _tokenized(body: TokenizeRequest, service: Service, limit: int) -> Tokenized
     else:
         text, special, param = body.prompt or "", True, "prompt"
     special = special if body.add_special_tokens is None else body.add_special_tokens
-    tokens = encode(text, tokenizer, MAX_TEXT_TOKENS, param, special=special)
+    limited = "the maximum length of a text for /tokenize"
+    tokens = encode(text, tokenizer, MAX_TEXT_TOKENS, param, special=special, limited=limited)
     pieces = [_piece(token_id, service.spelling) for token_id in tokens] if body.return_token_strs else None
     return Tokenized(len(tokens), limit, tokens, pieces)
 

@@ -69,6 +69,11 @@ def ignore(port: int, content: bytes) -> str:
         return "disconnected" if poller.poll(1000 * PATIENCE) else "never read"
 
 
+def text(port: int, content: bytes) -> str:
+    """Send a text to /tokenize."""
+    return post(port, content, "/tokenize")
+
+
 def half_open(port: int, content: bytes) -> str:
     """300 connections with half a header; returns when the server has closed them all."""
     return _hold([_sent(port, content, raw=True) for _ in range(300)], b"")
@@ -240,6 +245,7 @@ LOADS: dict[str, Load] = {
     "body: 4M brackets": Load(lambda n: large(user="[" * 4_000_000)(n), "nothing", fixed=True),
     "body: byte by byte": Load(lambda _: HEADER + b"content-length: 1000000\r\n\r\n", "nothing", slow_body),
     "300 half-open": Load(lambda _: HEADER, "nothing, few files", half_open, server="few files"),
+    "tokenize flood": Load(lambda _: {"prompt": " " * 4_000_000}, "nothing", text, clients=24, fixed=True),
     # Prompts.
     "long prompts": Load(page, "8 short prompts"),
     "8 long prompts, scored": Load(lambda number: {**long_pages(number), "prompt_logprobs": 20}, "8 long prompts"),

@@ -164,7 +164,8 @@ class EngineClient:
         if not self.is_available:
             raise EngineUnavailable("the engine is not running")
         if not self.has_room(len(requests)):
-            raise QueueFull(f"{len(self._unanswered)} requests are waiting, and at most {self.max_waiting} may")
+            waiting, most = len(self._unanswered), self.max_waiting
+            raise QueueFull(f"{waiting} sequences wait, this request has {len(requests)}, at most {most} may wait")
         self._observer.submitted(requests)  # before sending: the engine may then take this process's core
         for request in requests:
             self._running[request.request_id] = generation

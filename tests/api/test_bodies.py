@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import Response
 
-from eagle_server.api import json_size
-from eagle_server.api.body import MAX_BODY_BYTES
+from eagle_server.api import body as body_module
+from eagle_server.api import json_size, tokens
+from eagle_server.api.body import MAX_BODY_BYTES, MAX_TEXTS_WAITING
 from eagle_server.api.json_size import JsonSize, TooManyValues
 from tests.api.fake_engine import FakeEngine
 
@@ -171,3 +174,63 @@ def test_values_are_counted_outside_of_strings_however_chunks_are_cut(
             patched.setattr(json_size, limit, value - 1)
             with pytest.raises(TooManyValues):
                 JsonSize().add(text.encode())
+
+
+LONG_TEXT = "a" * 5000
+COUNTS = {"/tokenize": {"prompt": LONG_TEXT}, "/detokenize": {"tokens": [97] * 5000}}
+
+
+@pytest.mark.parametrize("path", COUNTS)
+async def test_long_texts_wait_for_each_other_and_nobody_waits_for_them(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    gate, begun = threading.Event(), []
+    respond = tokens.json_response
+
+    def held(content: object) -> Response:
+        begun.append(content)
+        assert gate.wait(60)
+        return respond(content)
+
+    monkeypatch.setattr(tokens, "json_response", held)
+    flood = [asyncio.create_task(http.post(path, json=COUNTS[path])) for _ in range(MAX_TEXTS_WAITING + 8)]
+    try:
+        refused = 0
+        while refused < 8:
+            refused = sum(task.done() for task in flood)
+            await asyncio.sleep(0.01)
+        answer = await http.post("/v1/completions", json={"prompt": "abc", "user": LONG_TEXT, "max_tokens": 3})
+        assert answer.json()["choices"][0]["text"] == "abc"
+        assert len(begun) == 1  # at a time
+    finally:
+        gate.set()
+    answers = await asyncio.gather(*flood)
+    assert sorted(each.status_code for each in answers) == [200] * MAX_TEXTS_WAITING + [429] * 8
+    error = next(each.json()["error"] for each in answers if each.status_code == 429)
+    assert (error["code"], "long texts" in error["message"]) == ("queue_full", True)
+    assert (await http.post(path, json=COUNTS[path])).status_code == 200
+
+
+async def test_all_bodies_together_are_bounded(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "MAX_HELD_BYTES", 50_000)
+    gate = asyncio.Event()
+
+    async def halted() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "abc", "max_tokens": 3, "user": "' + b"u" * 40_000
+        await gate.wait()
+        yield b'"}'
+
+    large = {"prompt": "abc", "user": "u" * 20_000}
+    first = asyncio.create_task(http.post("/v1/completions", content=halted()))
+    while body_module._held_bytes < 40_000:
+        await asyncio.sleep(0.001)
+    refused = await http.post("/v1/completions", json=large)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert "large bodies" in refused.json()["error"]["message"]
+    assert (await http.post("/v1/completions", json={"prompt": "abc"})).status_code == 200
+    gate.set()
+    assert (await first).status_code == 200
+    assert (await http.post("/v1/completions", json=large)).status_code == 200
+    assert (await http.post("/v1/completions", content=b"[" * 100_000)).status_code == 503
+    assert (await http.post("/v1/completions", content=b"[" * 10_000)).status_code == 400
+    assert body_module._held_bytes == 0

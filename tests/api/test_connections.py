@@ -80,7 +80,9 @@ LARGE = 64 * 2**20  # bytes, more than the operating system buffers
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers at once, slowly at /slow, and with much at /large."""
+    """Answers at once, slowly at /slow, with much at /large, and after the body at /body."""
+    while scope["path"] == "/body" and (await receive()).get("more_body"):
+        pass
     await send({"type": "http.response.start", "status": 200, "headers": []})
     for _ in range(4 if scope["path"] == "/slow" else 0):
         await send({"type": "http.response.body", "body": b"x", "more_body": True})
@@ -158,3 +160,116 @@ async def test_long_answers_and_kept_connections_have_their_time(port: int) -> N
             await asyncio.sleep(0.8)
             writer.write(get("/"))
             await reader.readuntil(b"0\r\n\r\n")
+
+
+# --- Which connections are closed past the bound ---
+
+MOST = 8
+
+
+def post(path: bytes, body: bytes = b"") -> bytes:
+    return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: 20\r\n\r\n%b" % (path, body)
+
+
+@contextlib.asynccontextmanager
+async def many(port: int, sent: bytes, count: int) -> AsyncIterator[list[asyncio.StreamReader]]:
+    async with contextlib.AsyncExitStack() as stack:
+        readers = []
+        for _ in range(count):
+            readers.append((await stack.enter_async_context(connected(port, sent)))[0])
+            await asyncio.sleep(0.02)  # the server sees them in this order
+        yield readers
+
+
+async def closed(readers: list[asyncio.StreamReader]) -> list[int]:
+    """The places of those that the server has closed."""
+    await asyncio.sleep(0.2)
+    return [place for place, reader in enumerate(readers) if reader.at_eof() or reader.exception() is not None]
+
+
+@pytest.fixture
+def few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "most_connections", lambda: MOST)
+
+
+@pytest.mark.usefixtures("few_connections")
+async def test_idle_connections_are_closed_before_those_in_use(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", float(PATIENCE))
+    async with (
+        connected(port, get("/large")) as (large, _),
+        connected(port, post(b"/body", b"x" * 10)) as (answer, upload),
+        connected(port, b"GET / HTTP/1.1\r\n") as (page, header),
+        asyncio.timeout(PATIENCE),
+    ):
+        await large.readuntil(b"\r\n\r\n")
+        await large.readexactly(2**20)
+        async with many(port, b"", 3 * MOST) as idle:
+            assert await closed(idle) == list(range(3 * MOST - (MOST - 3)))  # the oldest
+            upload.write(b"x" * 10)
+            header.write(b"host: x\r\n\r\n")
+            for reader in (answer, page):
+                assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+            await large.readexactly(LARGE - 2**20)
+
+
+@pytest.mark.usefixtures("few_connections")
+async def test_headers_are_closed_before_bodies(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", float(PATIENCE))
+    async with (
+        connected(port, post(b"/body", b"x")) as (oldest, upload),
+        many(port, post(b"/body", b"x"), MOST - 3) as bodies,
+        many(port, b"GET / HTTP/1.1\r\n", 2) as headers,
+    ):
+        upload.write(b"x")  # makes progress, so others are closed before it
+        assert await closed([oldest, *bodies, *headers]) == []
+        async with many(port, post(b"/body", b"x"), 3):
+            assert await closed(headers) == [0, 1]
+            assert await closed([oldest, *bodies]) == [1]
+
+
+@pytest.mark.usefixtures("few_connections")
+async def test_a_client_that_stopped_reading_makes_room_last(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", float(PATIENCE))
+    async with many(port, get("/large"), MOST) as answers:
+        async with many(port, b"", 2):
+            assert await closed(answers) == []  # they may be reading
+        monkeypatch.setattr(connections, "READING_SECONDS", 0.0)
+        async with many(port, b"", 1), asyncio.timeout(PATIENCE):
+            received = 0
+            with contextlib.suppress(ConnectionError):
+                while data := await answers[0].read(2**20):
+                    received += len(data)
+            assert received < LARGE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [b"/body", b"/"], ids=["read", "answered early"])
+async def test_each_request_of_a_connection_has_the_whole_time(
+    port: int, monkeypatch: pytest.MonkeyPatch, path: bytes
+) -> None:
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 2.5)
+    async with connected(port, post(path, b"x" * 10)) as (reader, writer), asyncio.timeout(PATIENCE):
+        await asyncio.sleep(0.1)
+        writer.write(b"x" * 10)
+        assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        await asyncio.sleep(2)
+        writer.write(post(b"/body", b"x" * 10))
+        await asyncio.sleep(2)
+        writer.write(b"x" * 10)
+        assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("path", [b"/", b"/body"])
+async def test_an_answer_without_the_expected_body_ends_the_connection(port: int, path: bytes) -> None:
+    """The client does not send this body, and the server must not take the next request for it."""
+    expecting = post(path).replace(b"host", b"expect: 100-continue\r\nhost")
+    async with connected(port, expecting) as (reader, writer), asyncio.timeout(PATIENCE):
+        head = await reader.readuntil(b"\r\n\r\n")
+        if path == b"/body":
+            assert head.startswith(b"HTTP/1.1 100")
+            writer.write(b"x" * 20 + get("/"))
+            assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        else:
+            assert b"connection: close" in head
+            assert await reader.read() == b"1\r\n\x00\r\n0\r\n\r\n"  # and the end

@@ -118,10 +118,10 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "a JSON schema"),
-        ({"structured_outputs": {"json": '{"const": "\\ud800"}'}}, "structured_outputs", "a JSON schema"),
-        ({"structured_outputs": {"json": '{"const": NaN}'}}, "structured_outputs", "a JSON schema"),
-        ({"structured_outputs": {"json": "[" * 100_000}}, "structured_outputs", "a JSON schema"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "a JSON schema"),
+        ({"structured_outputs": {"json": '{"const": "\\ud800"}'}}, "structured_outputs.json", "a JSON schema"),
+        ({"structured_outputs": {"json": '{"const": NaN}'}}, "structured_outputs.json", "a JSON schema"),
+        ({"structured_outputs": {"json": "[" * 100_000}}, "structured_outputs.json", "a JSON schema"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "unknown"),
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
@@ -310,3 +310,50 @@ async def test_with_the_key_v1_is_open_and_never_shows_it(locked: httpx.AsyncCli
 
 async def test_token_ids_of_special_tokens_are_allowed(http: httpx.AsyncClient) -> None:
     assert (await http.post("/v1/completions", json={"prompt": [97, max(ID.values())]})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (
+            "/v1/completions",
+            '{"prompt": "a", "structured_outputs": {"json": {"items": [{"minimum": 1e999}]}}}',
+            "structured_outputs.json: a number in the schema is too large",
+        ),
+        (
+            "/v1/completions",
+            '{"prompt": "a", "structured_outputs": {"json": "{\\"minimum\\": -1e999}"}}',
+            "structured_outputs.json: a number in the schema is too large",
+        ),
+        (
+            "/v1/completions",
+            json.dumps({"prompt": "a", "structured_outputs": {"json": json.dumps({"enum": ["a" * 262_144]})}}),
+            "structured_outputs.json: should have from 1 to 262144 characters where it is text",
+        ),
+        (
+            "/v1/completions",
+            '{"prompt": "a", "structured_outputs": {"json": 3}}',
+            "structured_outputs.json: should be a JSON schema, as an object or as its text",
+        ),
+        (
+            "/v1/chat/completions",
+            '{"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_schema", '
+            '"json_schema": {"schema": {"minimum": 1e999}}}}',
+            "response_format.json_schema.schema: a number in the schema is too large",
+        ),
+        (
+            "/v1/chat/completions",
+            '{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": '
+            '{"name": "f", "parameters": {"minimum": 1e999}}}]}',
+            "tools.function.parameters: a number in the schema is too large",
+        ),
+        (
+            "/tokenize",
+            json.dumps({"prompt": "a" * (2**19 + 1)}),
+            "the maximum length of a text for /tokenize is 524288 tokens, however the text has 524289",
+        ),
+    ],
+)
+async def test_an_error_says_what_is_wrong(http: httpx.AsyncClient, path: str, body: str, message: str) -> None:
+    response = await http.post(path, content=body)
+    assert (response.status_code, response.json()["error"]["message"]) == (400, message)

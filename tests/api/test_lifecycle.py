@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -100,6 +101,30 @@ def test_a_signal_drains(tokenizer_dir: Path, tmp_path: Path, signal_number: int
             rest = list(lines)
         assert "data: [DONE]" in rest
         assert running.process.wait(timeout=PATIENCE) == 0
+        assert "Traceback" not in running.log.read_text()
+
+
+@pytest.mark.slow
+def test_clients_cannot_delay_the_end(tokenizer_dir: Path, tmp_path: Path) -> None:
+    """One never ends its body, another never reads its answer."""
+    # 3 MB of answer, more than the operating system buffers
+    body = json.dumps({"tokens": [1] * 500_000}).encode()
+    head = "POST {} HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n"
+    with serving(tokenizer_dir, tmp_path / "log") as running, socket.socket() as idle, socket.socket() as unread:
+        address = ("127.0.0.1", int(running.url.rpartition(":")[2]))
+        idle.connect(address)
+        idle.sendall(head.format("/v1/completions", 100).encode() + b"{")
+        unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        unread.connect(address)
+        unread.sendall(head.format("/detokenize", len(body)).encode() + body)
+        unread.settimeout(PATIENCE)
+        assert unread.recv(10)
+        began = time.monotonic()
+        running.process.send_signal(signal.SIGTERM)
+        idle.settimeout(PATIENCE)
+        assert b" 503 " in idle.recv(1000)
+        assert running.process.wait(timeout=PATIENCE) == 0
+        assert time.monotonic() - began < 45  # 120 with the limits of a running server
         assert "Traceback" not in running.log.read_text()
 
 

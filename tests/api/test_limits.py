@@ -63,6 +63,7 @@ async def test_more_requests_than_may_wait_are_turned_away(http: httpx.AsyncClie
             response = await http.post("/v1/completions", json={"prompt": ["a", "b"], "stream": streamed})
             error = error_of(response, 429)
             assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+            assert "2 sequences wait, this request has 2, at most 3 may wait" in error["message"]
             assert response.headers["retry-after"] == "1"
         assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         async with posted(http, prompt=STALL):

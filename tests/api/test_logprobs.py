@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import tracemalloc
 from typing import Any
 
 import httpx
 import pytest
 
+from eagle_server.api import responses
 from eagle_server.request import TokenLogprob
 from tests.api import fake_engine
 from tests.api.calls import complete, stream, text_of
@@ -73,7 +75,7 @@ async def test_infinite_logprobs_are_still_json(http: httpx.AsyncClient, monkeyp
         ("/v1/completions", {"prompt": "a", "n": 128, "max_tokens": 1900, "logprobs": 20}, "logprobs"),
         ("/v1/completions", {"prompt": ["a" * 1999] * 100, "max_tokens": 1, "prompt_logprobs": 20}, "prompt_logprobs"),
         ("/v1/completions", {"prompt": "a", "n": 128, "max_tokens": 1900, "return_trees": True}, "return_trees"),
-        ("/v1/chat/completions", {"n": 128, "logprobs": True, "top_logprobs": 20}, "top_logprobs"),
+        ("/v1/chat/completions", {"n": 128, "max_tokens": 1900, "logprobs": True, "top_logprobs": 20}, "top_logprobs"),
     ],
 )
 async def test_a_response_has_a_limited_number_of_scores(
@@ -86,11 +88,35 @@ async def test_a_response_has_a_limited_number_of_scores(
     error = response.json()["error"]
     assert error["param"] == param
     assert "4194304" in error["message"]
-    assert "max_tokens" in error["message"]
+    assert "Lower or drop: " in error["message"]
     assert not engine.requests
     body |= {"n": 1, "max_tokens": 1}
     body |= {"prompt": ["a"]} if "prompt" in body else {}
     assert (await http.post(path, json=body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("wanted", "param"),
+    [({"logprobs": True}, "logprobs"), ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"), ({"n": 2}, None)],
+)
+async def test_without_max_tokens_only_the_scores_that_come_are_counted(
+    http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any], param: str
+) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True, "seed": 1, **wanted}
+    monkeypatch.setattr(responses, "MAX_SCORES", 40)
+    response = await http.post("/v1/chat/completions", json=body)
+    assert engine.requests
+    if param is None:
+        assert response.status_code == 200
+        return
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert error["message"].endswith(f"Lower or drop: {param}; or stream")  # and nothing that the client did not send
+    while engine.sequences:  # what nobody will read is not generated
+        await asyncio.sleep(0.001)
+    body |= {"stop": "a", "stream": False}
+    monkeypatch.setattr(responses, "MAX_SCORES", 10_000)
+    assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
 
 
 @pytest.mark.slow

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from eagle_server.api.json_size import TooManyValues, check_size
 from eagle_server.api.schemas.base import Body, Part
 from eagle_server.api.schemas.generation import FAIL_FAST, MAX_LOGPROBS, GenerationBody, NonEmpty
+from eagle_server.api.schemas.grammar import finite
 
 Values = dict[str, Any]
 
@@ -112,7 +113,7 @@ class Message(Part):
 class Function(Part):
     name: NonEmpty
     description: str | None = None
-    parameters: Values | None = None
+    parameters: Annotated[Values, AfterValidator(finite)] | None = None
     strict: bool | None = None
 
 

@@ -44,8 +44,8 @@ class CompletionRequest(GenerationBody):
         return self.logprobs
 
     @property
-    def needs_prompt_logprobs(self) -> bool:
-        return super().needs_prompt_logprobs or (self.echo and self.logprobs is not None)
+    def echoes(self) -> bool:
+        return self.echo
 
     @cached_property
     def prompts(self) -> list[str | list[int]]:

@@ -128,9 +128,14 @@ class GenerationBody(Body):
         raise NotImplementedError
 
     @property
+    def echoes(self) -> bool:
+        """Whether the answer repeats the prompt, with its log-probabilities if it has any."""
+        return False
+
+    @property
     def needs_prompt_logprobs(self) -> bool:
         """Whether the engine must score the prompt's tokens."""
-        return self.prompt_logprobs is not None
+        return self.prompt_logprobs is not None or (self.echoes and self.num_logprobs is not None)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()

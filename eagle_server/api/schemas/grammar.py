@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from eagle_server.api.schemas.base import Part
@@ -15,7 +16,33 @@ MAX_GRAMMAR_CHARACTERS = 256 * 1024
 MAX_TEXTS = 1024
 
 Source = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
-Schema = dict[str, Any] | bool
+
+
+def finite(schema: Any) -> Any:
+    """Refuse infinity, which a number like 1e999 becomes: JSON has none."""
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, float) and not math.isfinite(part):
+            raise PydanticCustomError("finite", "a number in the schema is too large")
+        if isinstance(part, dict | list):
+            parts += part.values() if isinstance(part, dict) else part
+    return schema
+
+
+Schema = Annotated[dict[str, Any] | bool, AfterValidator(finite)]
+
+
+def _source_or_schema(value: Any) -> Any:
+    """Check a text here: pydantic would say of one that is too long that it is no object."""
+    if isinstance(value, str):
+        if not 1 <= len(value) <= MAX_GRAMMAR_CHARACTERS:
+            message = "should have from 1 to {most} characters where it is text"
+            raise PydanticCustomError("length", message, {"most": MAX_GRAMMAR_CHARACTERS})
+        return _parsed(value)
+    if not isinstance(value, dict | bool | None):
+        raise PydanticCustomError("json", "should be a JSON schema, as an object or as its text")
+    return value
 
 
 class JsonSchema(Part):
@@ -51,7 +78,9 @@ class ResponseFormat(Part):
 class StructuredOutputs(Part):
     """vLLM's; exactly one field is given. `json` is a schema, as an object or as text. `grammar` is EBNF."""
 
-    json_: Schema | Source | None = Field(None, alias="json")
+    json_: Annotated[Schema | None, BeforeValidator(_source_or_schema, json_schema_input_type=Schema | Source)] = Field(
+        None, alias="json"
+    )
     json_object: Literal[True] | None = None
     regex: Source | None = None
     choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_TEXTS)] | None = (
@@ -64,15 +93,12 @@ class StructuredOutputs(Part):
         given = [value for value in (self.json_, self.json_object, self.regex, self.choice, self.grammar_)]
         if sum(value is not None for value in given) != 1:
             raise PydanticCustomError("count", "should have exactly one of json, json_object, regex, choice, grammar")
-        if isinstance(self.json_, str):
-            _parsed(self.json_)
         return self
 
     @property
     def grammar(self) -> Grammar:
         if self.json_ is not None:
-            schema = _parsed(self.json_) if isinstance(self.json_, str) else self.json_
-            return Grammar(kind="json_schema", source=_text(schema))
+            return Grammar(kind="json_schema", source=_text(self.json_))
         if self.regex is not None:
             return Grammar(kind="regex", source=self.regex)
         if self.choice is not None:
@@ -87,9 +113,9 @@ def _parsed(text: str) -> Schema:
         # Unlike `json`, it refuses half a surrogate pair, which no message to the engine can have.
         schema = from_json(text, allow_inf_nan=False)
     except ValueError:
-        raise PydanticCustomError("json", "json should be a JSON schema, as an object or as its text") from None
+        raise PydanticCustomError("json", "should be a JSON schema, as an object or as its text") from None
     if not isinstance(schema, dict | bool):
-        raise PydanticCustomError("json", "json should be a JSON schema, as an object or as its text")
+        raise PydanticCustomError("json", "should be a JSON schema, as an object or as its text")
     return schema
 
 
