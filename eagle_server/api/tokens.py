@@ -10,6 +10,7 @@ from eagle_server.api.prompts import check_token_ids, encode, render
 from eagle_server.api.responses import HeadRoute, json_response
 from eagle_server.api.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from eagle_server.api.service import Service, service_of
+from eagle_server.api.sse import while_connected
 from eagle_server.text.token_spelling import TokenSpelling
 
 router = APIRouter(route_class=HeadRoute)
@@ -51,14 +52,16 @@ class TokenizerInfo(msgspec.Struct):
 async def tokenize(request: Request) -> Response:
     body, service = await read_body(TokenizeRequest, request), service_of(request)
     limit = service.ready_for(body.model).max_request_tokens
-    return await process_text(body, lambda: json_response(_tokenized(body, service, limit)))
+    work = process_text(body, lambda: json_response(_tokenized(body, service, limit)))
+    return await while_connected(request.receive, work)
 
 
 @router.post("/detokenize")
 async def detokenize(request: Request) -> Response:
     body, service = await read_body(DetokenizeRequest, request), service_of(request)
     ready = service.ready_for(body.model)
-    return await process_text(body, lambda: json_response(_detokenized(body, service, ready.vocab_size)))
+    work = process_text(body, lambda: json_response(_detokenized(body, service, ready.vocab_size)))
+    return await while_connected(request.receive, work)
 
 
 @router.get("/tokenizer_info")

@@ -208,7 +208,7 @@ LOADS: dict[str, Load] = {
     "plain x8": Load(plain(timeout=2), None, clients=8),
     "streams x8": Load(plain(max_tokens=900, logprobs=20, stream=True), None, read, clients=8),
     "n=16": Load(plain(n=16, max_tokens=400), None),
-    "n=64": Load(plain(n=64, max_tokens=16), None),
+    "n=64 of one long prompt": Load(lambda number: page(0, n=64, max_tokens=16, user=str(number)), None),
     "8 short prompts": Load(short_pages, None),
     "8 long prompts": Load(long_pages, None),
     "n=8, pool half full": Load(plain(n=8, max_tokens=200), None, server="small pool"),
@@ -249,7 +249,7 @@ LOADS: dict[str, Load] = {
     # Prompts.
     "long prompts": Load(page, "8 short prompts"),
     "8 long prompts, scored": Load(lambda number: {**long_pages(number), "prompt_logprobs": 20}, "8 long prompts"),
-    "n=64 of a long prompt": Load(lambda number: page(number, n=64, max_tokens=16), "n=64"),
+    "n=64 of a long prompt": Load(lambda number: page(number, n=64, max_tokens=16), "n=64 of one long prompt"),
     "evictions": Load(short_pages, "8 short prompts", server="small pool"),
     "preemptions": Load(plain(n=8, max_tokens=900), "n=8, pool half full", server="small pool"),
 }

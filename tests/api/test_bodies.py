@@ -15,8 +15,10 @@ from fastapi import Response
 
 from eagle_server.api import body as body_module
 from eagle_server.api import json_size, tokens
-from eagle_server.api.body import MAX_BODY_BYTES, MAX_TEXTS_WAITING
+from eagle_server.api.body import MAX_BODY_BYTES, MAX_TEXTS_WAITING, SHORT_BODY, process_text
 from eagle_server.api.json_size import JsonSize, TooManyValues
+from eagle_server.api.schemas.base import parse
+from eagle_server.api.schemas.tokens import TokenizeRequest
 from tests.api.fake_engine import FakeEngine
 
 CHAT = '{"messages": [{"role": "user", "content": "a"}], '
@@ -209,6 +211,21 @@ async def test_long_texts_wait_for_each_other_and_nobody_waits_for_them(
     error = next(each.json()["error"] for each in answers if each.status_code == 429)
     assert (error["code"], "long texts" in error["message"]) == ("queue_full", True)
     assert (await http.post(path, json=COUNTS[path])).status_code == 200
+
+
+async def test_the_text_of_a_client_that_left_is_not_tokenized() -> None:
+    body = parse(TokenizeRequest, json.dumps({"prompt": "a" * SHORT_BODY}).encode())
+    gate, done = threading.Event(), list[str]()
+    first = asyncio.create_task(process_text(body, lambda: gate.wait(60)))
+    second = asyncio.create_task(process_text(body, lambda: done.append("second")))
+    await asyncio.sleep(0.01)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    gate.set()
+    assert await first
+    await process_text(body, lambda: done.append("third"))
+    assert done == ["third"]
 
 
 async def test_all_bodies_together_are_bounded(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
