@@ -18,7 +18,7 @@ from eagle_server.plan import MASK_WORD, allows
 logger = logging.getLogger(__name__)
 
 # Seconds of CPU time, so that a busy machine does not look like a slow grammar.
-SLOW = 0.001  # after a mask of a root that takes longer, the next ones are computed on a thread
+SLOW = 0.002  # after a mask of a root that takes longer, the next ones are computed on a thread
 LONGEST = 0.1  # for one mask; a longer one ends the request
 PER_CYCLE = 0.016  # for the drafted tokens of all requests in a cycle; those beyond it are not verified
 PER_REQUEST = 0.002  # for those of one request, at most
@@ -98,7 +98,7 @@ class LLGuidanceMatcher:
             self._matcher, self._path, self._length, is_new = None, (), self._start, True
             root = self._advance(text)
         self._spent = time.thread_time() - started
-        if self._spent > SLOW:
+        if self._spent > SLOW and self._start < len(text):  # the first mask includes the matcher's compilation
             self._slow_until, self._penalty = len(text) + self._penalty, 2 * self._penalty
         if root is None and self._matcher is not None:
             reason = readable(self._matcher.get_error(), "")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import LifoQueue
 
 import llguidance
 import tokenizers
@@ -106,7 +106,7 @@ class Grammars:
         """`ends`: the model's end-of-sequence tokens, at least one."""
         self._read, self._vocab_size, self._ends = read, vocab_size, tuple(ends)
         self._checking = ThreadPoolExecutor(_CHECKS, thread_name_prefix="grammar")
-        self._checks = SimpleQueue[GrammarCheck]()
+        self._checks = LifoQueue[GrammarCheck]()  # first the one that runs already
         for _ in range(_CHECKS):
             self._checks.put(GrammarCheck(vocab_size))
         self._masking = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="mask")
