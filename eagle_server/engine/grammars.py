@@ -99,6 +99,11 @@ class CompiledGrammar:
         return LLGuidanceMatcher(self.make, size, prompt_length, ends, self.threads.submit, self.budget)
 
 
+def _may_succeed_later(compiled: Future[CompiledGrammar]) -> bool:
+    """Whether something other than the grammar itself was wrong."""
+    return compiled.done() and not isinstance(compiled.exception(), ValueError | None)
+
+
 class Grammars:
     """Checks grammars on threads, and caches the latest ones. `read` loads the tokenizer and runs once."""
 
@@ -117,7 +122,7 @@ class Grammars:
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
         """A future of the compiled grammar. Its exception is a ValueError in one line if the grammar is invalid."""
         found = self._cache.get(grammar)
-        if found is None:
+        if found is None or _may_succeed_later(found):
             found = self._cache[grammar] = self._checking.submit(self._compile, grammar, self.preload())
             if len(self._cache) > CACHED:
                 self._cache.popitem(last=False)

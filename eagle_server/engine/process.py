@@ -49,7 +49,7 @@ class EngineProtocol(Protocol):
     def preload(self) -> None:
         """Start to load, on threads, what only some requests need.
 
-        The loop calls this while no messages arrive, because Python's imports slow down the rest of the process.
+        The loop calls this while no messages arrive, because it slows down the rest of the process.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""A tokenizer that can spell JSON, and one grammar of each kind except structural tags."""
+"""A tokenizer that can spell JSON, and one grammar of each kind that a client may ask for."""
 
 from __future__ import annotations
 

@@ -373,6 +373,22 @@ def test_a_check_that_was_killed_is_started_again() -> None:
     check.close()
 
 
+def test_only_what_is_wrong_with_a_grammar_is_remembered(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(check: GrammarCheck, grammar: Grammar) -> str:
+        raise OSError("no process can be started")
+
+    grammar, wrong = Grammar(kind="regex", source="remembered"), Grammar(kind="regex", source="(wrong")
+    with monkeypatch.context() as patched:
+        patched.setattr(GrammarCheck, "check", fail)
+        with pytest.raises(OSError, match="no process"):
+            grammars.compile(grammar).result()
+    assert grammars.compile(grammar).result().source
+    first = grammars.compile(wrong)
+    with pytest.raises(ValueError, match="unclosed"):
+        first.result()
+    assert grammars.compile(wrong) is first
+
+
 def test_a_grammar_that_nobody_waits_for_is_not_compiled(grammars: Grammars) -> None:
     slow = [schema({"allOf": [{"multipleOf": n} for n in (7, 11, 13, 17, 19, 23, 29, last)]}) for last in range(31, 40)]
     started = time.monotonic()
