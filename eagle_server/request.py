@@ -227,6 +227,10 @@ class CycleStats(msgspec.Struct, kw_only=True):
     counts the prompt tokens that the target computed in this cycle. `prompt_tokens` counts all prompt tokens of the
     requests whose prefill ended in this cycle, `cache_queries` those of them that were looked up in the prefix cache,
     and `cache_hits` those that were found.
+
+    `drafting` requests drafted, `steps` levels deep (0: none did), and `rows` counts the rows of the verify forward.
+    `expected` is the estimated number of accepted drafted tokens, and `predicted_seconds` the cost model's prediction
+    of `seconds`; 0 if nothing was estimated.
     """
 
     seconds: float = 0.0
@@ -237,6 +241,11 @@ class CycleStats(msgspec.Struct, kw_only=True):
     cache_queries: int = 0
     cache_hits: int = 0
     preemptions: int = 0
+    steps: int = 0
+    drafting: int = 0
+    rows: int = 0
+    expected: float = 0.0
+    predicted_seconds: float = 0.0
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
