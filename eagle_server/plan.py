@@ -166,9 +166,26 @@ class SequenceOutput:
 
 
 @dataclass(frozen=True)
+class CycleDrafting:
+    """What a cycle drafted, see `CycleStats`."""
+
+    steps: int = 0
+    requests: int = 0
+    rows: int = 0
+    expected: float = 0.0
+    predicted_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class CycleResult:
-    """One output per chunk and per decode of the plan, in its order."""
+    """One output per chunk and per decode of the plan, in its order.
+
+    draft_computed_tokens: for each decode the number of its first tokens that the drafter has computed; (): the drafter
+    computes nothing ahead.
+    """
 
     chunks: tuple[SequenceOutput, ...] = ()
     decodes: tuple[SequenceOutput, ...] = ()
     stage_seconds: dict[str, float] = field(default_factory=dict)
+    drafting: CycleDrafting = CycleDrafting()
+    draft_computed_tokens: tuple[int, ...] = ()

@@ -69,6 +69,12 @@ class SpeculativeSection(Section):
         "steps + 1 if topk is 1; default for NGRAM: 16; X+NGRAM: nodes of both together; default for MEDUSA+NGRAM: "
         "the size of Medusa's tree",
     )
+    adaptive: Literal["on", "off"] = Field(
+        default="on",
+        description="on: steps, topk and draft tokens are the largest tree; each cycle drafts as much of it, for as "
+        "many requests, as is expected to pay on this machine under its present load, which may be nothing; off: every "
+        "request drafts the whole tree in every cycle",
+    )
     token_map: Annotated[str, AfterValidator(file_location)] | None = Field(
         default=None, description="FR-Spec: a file of frequent token ids; the draft proposes only these"
     )

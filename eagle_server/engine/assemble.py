@@ -27,9 +27,14 @@ from eagle_server.request import Ready
 from eagle_server.scheduling.limits import SchedulerLimits
 from eagle_server.scheduling.scheduler import Scheduler
 from eagle_server.worker.batch import Batches
+from eagle_server.worker.budget import AdaptiveBudget, FixedBudget
+from eagle_server.worker.cost_model import CostModel
+from eagle_server.worker.drafters.interface import Drafter
+from eagle_server.worker.drafting import TreeDrafting
+from eagle_server.worker.estimates import AcceptanceEstimates
 from eagle_server.worker.graphs import CudaRecorder, Graphs, Recorder
 from eagle_server.worker.verifier import Verifier
-from eagle_server.worker.warm_up import warm_up
+from eagle_server.worker.warm_up import measure_costs, warm_up
 from eagle_server.worker.worker import Worker
 
 
@@ -65,11 +70,25 @@ def assemble(  # noqa: PLR0913
         spec_steps=config.tree.depth,
         sizes=config.graph_sizes,
     )
-    worker = Worker(Verifier(target, attention, pools[0], graphs), drafter, batches, config.acceptance)
+    largest = FixedBudget(config.tree.num_steps, config.tree.num_draft_tokens)
+    drafting = _drafting(drafter, batches, largest, config)
+    worker = Worker(Verifier(target, attention, pools[0], graphs), drafting, batches, config.acceptance)
     if config.graph_sizes:
         _capture(worker, graphs, backends, config)
+    if drafting.costs is not None:
+        measure_costs(worker, drafting.costs, largest, config.max_running_requests, config.context_length)
     scheduler = Scheduler(_limits(config, uses_features=drafter.uses_features), kv)
     return Engine(scheduler, worker, _ready(config, target, kv, document), _grammars(tokenizer, target.config))
+
+
+def _drafting(drafter: Drafter[Any], batches: Batches, largest: FixedBudget, config: EngineConfig) -> TreeDrafting:
+    """The drafter with its budget."""
+    tree = config.tree
+    if not config.adaptive:
+        return TreeDrafting(drafter, batches, largest)
+    costs = CostModel()
+    budget = AdaptiveBudget(tree.depth, tree.num_draft_tokens, costs, drafter.forwards)
+    return TreeDrafting(drafter, batches, budget, AcceptanceEstimates(batches.device), costs)
 
 
 def _check(draft: DraftModel | None, config: EngineConfig) -> None:

@@ -137,7 +137,9 @@ class Engine:
             for stage, seconds in result.stage_seconds.items():
                 self._stages[stage] += seconds
             self._cycle = self.scheduler.cycle
-            self._cycle.stage_seconds = result.stage_seconds
+            self._cycle.stage_seconds, drafting = result.stage_seconds, result.drafting
+            self._cycle.steps, self._cycle.drafting, self._cycle.rows = drafting.steps, drafting.requests, drafting.rows
+            self._cycle.expected, self._cycle.predicted_seconds = drafting.expected, drafting.predicted_seconds
             self._cycle.seconds = time.perf_counter() - began
         return deltas
 

@@ -62,6 +62,7 @@ class EngineConfig:
     verify_attention: Literal["auto", "mask", "cascade"] = "auto"  # how flashinfer computes attention in verification
     draft_attention: TreeMode = "auto"  # and in draft steps
     acceptance: Acceptance = Lossless()
+    adaptive: bool = False  # trees follow cost and load; else every request drafts its largest tree
     poison: bool = False  # fill freed slots with NaN, so that tests notice a read of stale KV
 
     @property

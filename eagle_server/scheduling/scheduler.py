@@ -119,10 +119,9 @@ class Scheduler:
         plan, chunked, decoding = self._planned
         self.totals.cycles += 1
         deltas = []
-        for sequence, output in zip(decoding, result.decodes, strict=True):
-            before, after = sequence.num_computed_tokens, sequence.num_computed_tokens + len(output.tokens)
-            # Draft-extend of the accepted tokens runs in the next cycle.
-            self._advance(sequence, after, before)
+        drafted = result.draft_computed_tokens or [sequence.num_computed_tokens for sequence in decoding]
+        for sequence, output, computed in zip(decoding, result.decodes, drafted, strict=True):
+            self._advance(sequence, sequence.num_computed_tokens + len(output.tokens), computed)
             deltas.append(self._append(sequence, output, decoded=True))
         for sequence, chunk, output in zip(chunked, plan.chunks, result.chunks, strict=True):
             # The drafter computes a chunk in the same cycle, up to the last token whose next token is known.

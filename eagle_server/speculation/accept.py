@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol
 
 import torch
@@ -29,6 +29,10 @@ class Accepted:
     drafted: Tensor  # int64 [bs], number of drafted nodes, without root and padding
     finite: Tensor  # bool [bs], False if a path node's best score is NaN or inf; it is -inf if no token is allowed
     scores: Tensor  # float32 [bs, D], the best score of every node
+
+    def of(self, requests: Tensor) -> Accepted:
+        """The paths of some requests, int64 [n]."""
+        return Accepted(*(getattr(self, each.name).index_select(0, requests) for each in fields(self)))
 
 
 class Acceptance(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -96,6 +96,13 @@ class EagleVerifyInput:
             draft_token, custom_mask, positions, parents, depths, self.spec_steps, self.topk, self.draft_token_num
         )
 
+    def of(self, requests: Tensor) -> EagleVerifyInput:
+        """The trees of some requests, int64 [n]."""
+        size = (-1, self.draft_token_num)
+        parts = (self.draft_token.view(size), self.custom_mask, self.positions.view(size), self.parents, self.depths)
+        tokens, mask, positions, parents, depths = (part.index_select(0, requests) for part in parts)
+        return self.with_tensors(tokens.view(-1), mask, positions.view(-1), parents, depths)
+
     @cached_property
     def tree_mask(self) -> TreeMask | None:
         """The mask as attention takes it. None for chains, because they are causal."""
@@ -120,13 +127,8 @@ class EagleVerifyInput:
         return kv_indices, kv_indptr, qo_indptr, self.tree_mask
 
 
-def build_tree(
-    proposal: Proposal, verified_id: Tensor, seq_lens: Tensor, speculation_disabled: Tensor | None = None
-) -> EagleVerifyInput:
-    """Add the root to every request's candidates: its verified_id [bs] at position seq_lens [bs].
-
-    For requests marked in `speculation_disabled`, bool [bs], all drafted nodes become padding.
-    """
+def build_tree(proposal: Proposal, verified_id: Tensor, seq_lens: Tensor) -> EagleVerifyInput:
+    """Add the root to every request's candidates: its verified_id [bs] at position seq_lens [bs]."""
     if isinstance(proposal, TreeNodes):
         root = proposal.parents.new_full((len(verified_id), 1), -1)
         parents, topk = torch.cat([root, proposal.parents], dim=1), 0
@@ -134,13 +136,8 @@ def build_tree(
     else:
         topk = proposal.topk
         parents, depths, mask = link_tree(proposal.selected_index, proposal.parent_list, topk, proposal.spec_steps)
-    tokens = (
-        proposal.tokens
-        if speculation_disabled is None
-        else proposal.tokens.masked_fill(speculation_disabled[:, None], -1)
-    )
     return EagleVerifyInput(
-        draft_token=torch.cat([verified_id[:, None], tokens], dim=1).view(-1),
+        draft_token=torch.cat([verified_id[:, None], proposal.tokens], dim=1).view(-1),
         custom_mask=mask,
         positions=(seq_lens[:, None] + depths).view(-1),
         parents=parents,
@@ -149,4 +146,50 @@ def build_tree(
         topk=topk,
         draft_token_num=parents.shape[1],
         scores=proposal.scores,
+    )
+
+
+def root_alone(verified_id: Tensor, seq_lens: Tensor) -> EagleVerifyInput:
+    """Trees without drafted nodes, for requests that do not draft."""
+    empty = verified_id.new_empty(len(verified_id), 0)
+    return build_tree(Candidates(empty, empty, empty, topk=1, spec_steps=0), verified_id, seq_lens)
+
+
+def without(tree: EagleVerifyInput, dropped: Tensor) -> EagleVerifyInput:
+    """The trees with padding for dropped nodes, bool [bs, D - 1]. All descendants of a dropped node must be dropped."""
+    tokens = tree.draft_token.view_as(tree.parents).clone()
+    tokens[:, 1:].masked_fill_(dropped, -1)
+    return replace(tree, draft_token=tokens.view(-1))
+
+
+def spread(tree: EagleVerifyInput, requests: Tensor, verified_id: Tensor, seq_lens: Tensor) -> EagleVerifyInput:
+    """The trees of all requests, if those at `requests` int64 [m] have the first m of `tree` and the others their root.
+
+    verified_id and seq_lens int64 [bs] are those of all requests.
+    """
+    bs, size, count = len(verified_id), tree.draft_token_num, len(requests)
+
+    def among(values: Tensor, otherwise: Tensor) -> Tensor:
+        return otherwise.index_copy(0, requests, values[:count])
+
+    depths = tree.depths.new_ones(bs, size)
+    depths[:, 0] = 0
+    parents = tree.parents.new_zeros(bs, size)
+    parents[:, 0] = -1
+    tokens = tree.draft_token.new_full((bs, size), -1)
+    tokens[:, 0] = verified_id
+    alone = torch.eye(size, dtype=torch.bool, device=tokens.device)
+    alone[:, 0] = True
+    depths = among(tree.depths, depths)
+    scores = tree.scores
+    if scores is not None:
+        scores = among(scores, scores.new_full((bs, size - 1), float("-inf")))
+    return replace(
+        tree,
+        draft_token=among(tree.draft_token.view(-1, size), tokens).view(-1),
+        custom_mask=among(tree.custom_mask, alone.expand(bs, -1, -1)),
+        positions=(seq_lens[:, None] + depths).view(-1),
+        parents=among(tree.parents, parents),
+        depths=depths,
+        scores=scores,
     )

@@ -6,14 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from eagle_server.request import DraftTree
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import EagleVerifyInput, Proposal
-from eagle_server.worker.batch import DecodeBatch, Prompts
+from eagle_server.speculation.tree import EagleVerifyInput
 from eagle_server.worker.draft_tree import draft_tree, drafted_nodes
-from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.worker import Worker
 
 
@@ -64,42 +61,21 @@ class DraftedTree:
         return (0.0 if score is None else -score, node)
 
 
-class RecordingDrafter:
-    """A `Drafter` that calls `drafter` and passes the trees of every cycle to `record`, one per request.
-
-    It copies them to the host, which waits for the device in every cycle. So it is for inspection, not for serving.
-    """
-
-    def __init__(self, drafter: Drafter[Any], record: Callable[[list[DraftedTree]], None]) -> None:
-        self.drafter, self.uses_features = drafter, drafter.uses_features
-        self._record = record
-
-    def forget(self, req_pool_index: int) -> None:
-        self.drafter.forget(req_pool_index)
-
-    def prefill(self, prompts: Prompts) -> None:
-        self.drafter.prefill(prompts)
-
-    def extend(self, batch: DecodeBatch) -> Any:
-        return self.drafter.extend(batch)
-
-    def propose(self, draft: Any, batch: DecodeBatch) -> Proposal:
-        return self.drafter.propose(draft, batch)
-
-    def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
-        self.drafter.observe(batch, tree, accepted)
-        self._record(drafted_trees(tree, accepted, len(batch.decodes)))
-
-
 @contextmanager
 def recorded(worker: Worker, record: Callable[[list[DraftedTree]], None]) -> Iterator[None]:
-    """Inside this context, `record` gets the trees of every cycle that the worker runs."""
-    drafter = worker.drafter
-    worker.drafter = RecordingDrafter(drafter, record)
+    """Inside this context, `record` gets the trees of every cycle that the worker runs, one per request.
+
+    They are copied to the host, which waits for the device in every cycle. So this is for inspection, not for serving.
+    """
+
+    def observe(tree: EagleVerifyInput, accepted: Accepted, requests: int) -> None:
+        record(drafted_trees(tree, accepted, requests))
+
+    worker.drafting.observers.append(observe)
     try:
         yield
     finally:
-        worker.drafter = drafter
+        worker.drafting.observers.remove(observe)
 
 
 def drafted_trees(tree: EagleVerifyInput, accepted: Accepted, requests: int) -> list[DraftedTree]:

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from eagle_server.plan import Decode
+
+_BACKLOG_BYTES = 256 << 20  # features kept for requests that do not draft
+_MERGE = 32  # segments that become one, so that a segment does not keep the rows of other requests in memory
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """What one cycle accepted of one request: row `row` of features [n, w, F], the first for position `start`."""
+
+    start: int
+    features: Tensor
+    row: int
+
+    def until(self, position: int) -> Tensor:
+        """The features of positions start .. position - 1."""
+        return self.features[self.row, : position - self.start]
 
 
 class AcceptedTokens:
@@ -16,14 +33,20 @@ class AcceptedTokens:
     Entry j of a request pairs the token at position start + j + 1 with the feature of position start + j. How many
     entries count follows from its sequence length: seq_len - start. The others hold some valid token and finite
     features.
+
+    A request that does not draft keeps older features too, its backlog. It is computed by the drafter's prefill when
+    the request drafts again. All backlogs together are bounded: the longest one is lost, and its request drafts no
+    more.
     """
 
     def __init__(self, requests: int, width: int, device: torch.device) -> None:
         """`width`: the most tokens that one cycle accepts, the bonus included."""
         self.width = width
+        self.backlog_bytes = 0
         self._tokens = torch.zeros(requests, width, dtype=torch.int64, device=device)
         self._features: Tensor | None = None
-        self._starts: dict[int, int] = {}
+        self._segments: dict[int, list[_Segment]] = {}
+        self._lost: dict[int, int] = {}  # the first position that the drafter has not computed
 
     def record(
         self, starts: Iterable[tuple[int, int]], req_pool_indices: Tensor, tokens: Tensor, features: Tensor
@@ -38,11 +61,43 @@ class AcceptedTokens:
         width = tokens.shape[1]
         self._tokens[:, :width].index_copy_(0, req_pool_indices, tokens)
         self._features[:, :width].index_copy_(0, req_pool_indices, features)
-        self._starts.update(starts)
+        for row, (index, start) in enumerate(starts):
+            if index in self._lost:
+                continue
+            segments = self._segments.setdefault(index, [])
+            if segments and segments[-1].start == start:  # warm-up has several requests in one row
+                segments.pop()
+            segments.append(_Segment(start, features, row))
+            if len(segments) > 1:
+                self._grow_backlog(index, segments)
 
     def counts(self, decodes: Sequence[Decode]) -> tuple[int, ...]:
-        """How many entries each request has for draft-extend, at least the bonus."""
-        return tuple(d.seq_len - self._starts.get(d.req_pool_index, d.seq_len - 1) for d in decodes)
+        """How many entries each request has for draft-extend, at least the bonus. Without the backlog."""
+        found = []
+        for decode in decodes:
+            segments = self._segments.get(decode.req_pool_index)
+            found.append(1 if segments is None else decode.seq_len - segments[-1].start)
+        return tuple(found)
+
+    def start(self, decode: Decode) -> int:
+        """The first position whose pair the drafter has not computed: at most seq_len - 1."""
+        segments = self._segments.get(decode.req_pool_index)
+        if segments is not None:
+            return segments[0].start
+        return self._lost.get(decode.req_pool_index, decode.seq_len - 1)
+
+    def is_lost(self, req_pool_index: int) -> bool:
+        """Whether the request can draft no more, because its backlog was dropped."""
+        return req_pool_index in self._lost
+
+    def backlog(self, req_pool_index: int) -> tuple[int, Tensor] | None:
+        """First position and features [n, F] of the entries that draft-extend does not reach. None: there are none."""
+        segments = self._segments.get(req_pool_index, [])
+        if len(segments) < 2:  # noqa: PLR2004  the newest one is for draft-extend
+            return None
+        ends = [segment.start for segment in segments[1:]]
+        pieces = [segment.until(end) for segment, end in zip(segments, ends, strict=False)]
+        return segments[0].start, torch.cat(pieces)
 
     def take(self, req_pool_indices: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The first `width` entries of requests: tokens [n * width], features [n * width, F]."""
@@ -50,6 +105,39 @@ class AcceptedTokens:
         tokens = self._tokens.index_select(0, req_pool_indices)[:, :width]
         return tokens.reshape(-1), self._features.index_select(0, req_pool_indices)[:, :width].flatten(0, 1)
 
+    def taken(self, req_pool_index: int) -> None:
+        """The drafter has computed all entries of the request."""
+        segments = self._segments.pop(req_pool_index, None)
+        if segments is not None and len(segments) > 1:
+            self.backlog_bytes -= _bytes(segments)
+
     def forget(self, req_pool_index: int) -> None:
         """The request has ended, or was preempted."""
-        self._starts.pop(req_pool_index, None)
+        self.taken(req_pool_index)
+        self._lost.pop(req_pool_index, None)
+
+    def _grow_backlog(self, index: int, segments: list[_Segment]) -> None:
+        """The newest segment but one has become backlog."""
+        before = segments[-2]
+        self.backlog_bytes += _size(before, segments[-1].start)
+        if len(segments) > _MERGE:
+            found = self.backlog(index)
+            assert found is not None
+            start, features = found
+            segments[:-1] = [_Segment(start, features[None], 0)]
+        if self.backlog_bytes > _BACKLOG_BYTES:
+            longest = max(self._segments, key=self._backlog_length)
+            self._lost[longest] = self._segments[longest][0].start
+            self.taken(longest)
+
+    def _backlog_length(self, index: int) -> int:
+        return self._segments[index][-1].start - self._segments[index][0].start
+
+
+def _bytes(segments: Sequence[_Segment]) -> int:
+    """Memory of a backlog."""
+    return sum(_size(segment, later.start) for segment, later in zip(segments, segments[1:], strict=False))
+
+
+def _size(segment: _Segment, end: int) -> int:
+    return (end - segment.start) * segment.features.shape[2] * segment.features.element_size()

@@ -17,6 +17,7 @@ from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling
 from eagle_server.request import SamplingParams
 from eagle_server.speculation.sampling import SamplingBatch
 from eagle_server.worker.accepted_tokens import AcceptedTokens
+from eagle_server.worker.budget import CycleBudget
 from eagle_server.worker.draft_token_mask import DraftTokenMask, draft_token_mask
 from eagle_server.worker.penalizer_state import PenalizerStates
 
@@ -58,9 +59,10 @@ class DecodeBatch:
     extend_width: int  # rows of every request in draft-extend, at least the largest of extend_lens
     accepted_tokens: AcceptedTokens
     sampling: SamplingBatch
-    speculation_disabled: Tensor | None  # bool [bs], requests whose drafts are not verified; None: there are none
     req_to_token: Tensor  # int32 [max requests, width]
     token_mask: DraftTokenMask  # what grammars allow the drafter to propose
+    num_steps: int = 0  # levels that a draft model drafts in this cycle
+    num_draft_tokens: int = 1  # the most nodes of a tree, root included
 
     def past_verified(self) -> DecodeBatch:
         """The same requests as if verified_id were computed: every length is one more."""
@@ -115,15 +117,41 @@ class Batches:
         self.spec_steps = spec_steps
         self.penalizers = PenalizerStates(table.pad_row + 1, vocab_size, device, spec_steps)
         self.pad_row = table.pad_row
-        self._sampling: tuple[tuple[RequestSampling, ...], SamplingBatch] = ((), SamplingBatch.of((), device))
+        nothing = ((), SamplingBatch.of((), device))
+        self._sampling: dict[bool, tuple[tuple[RequestSampling, ...], SamplingBatch]] = {True: nothing, False: nothing}
 
-    def begin(self, plan: CyclePlan) -> DecodeBatch | None:
-        """Drop the state of released requests, refresh the page table, and batch the decoding requests, if any."""
+    def begin(self, plan: CyclePlan) -> None:
+        """Drop the state of released requests, and refresh the page table."""
         for req_pool_index in plan.released:
             self.accepted_tokens.forget(req_pool_index)
             self.penalizers.forget(req_pool_index)
         self.req_to_token.refresh()
-        return self._decode(plan.decodes) if plan.decodes else None
+
+    def can_draft(self, decodes: Sequence[Decode]) -> list[bool]:
+        """Which requests may draft: they do not forbid it, and their accepted tokens are known."""
+        return [each.speculative and not self.accepted_tokens.is_lost(each.req_pool_index) for each in decodes]
+
+    def drafting(self, batch: DecodeBatch, budget: CycleBudget) -> DecodeBatch | None:
+        """The requests of the batch that draft in this cycle; None: there are none."""
+        if not budget.drafting or budget.num_draft_tokens == 1:
+            return None
+        if len(budget.drafting) < len(batch.decodes):
+            batch = self.decode([batch.decodes[i] for i in budget.drafting], drafting=True)
+        return replace(batch, num_steps=budget.num_steps, num_draft_tokens=budget.num_draft_tokens)
+
+    def backlog(self, decodes: Sequence[Decode]) -> Prompts | None:
+        """What the requests accepted while they did not draft, for the drafter's prefill; None: there is nothing."""
+        pieces, features = list[tuple[int, int, Sequence[int]]](), list[Tensor]()
+        for decode in decodes:
+            found = self.accepted_tokens.backlog(decode.req_pool_index)
+            if found is not None:
+                start, own = found
+                pieces.append((decode.req_pool_index, start, decode.text[start + 1 : start + 1 + len(own)]))
+                features.append(own)
+        if not pieces:
+            return None
+        pairs = PromptFeatures(self._prompt(pieces), torch.cat(features))
+        return Prompts((), self._prompt([(index, start + 1, tokens) for index, start, tokens in pieces]), pairs)
 
     def prefill(self, chunks: Sequence[Chunk]) -> PromptBatch:
         """The rows of all chunks for the target."""
@@ -151,7 +179,8 @@ class Batches:
             features = features.index_select(0, upload(kept, self.device))
         return PromptFeatures(self._prompt(pieces), features)
 
-    def _decode(self, decodes: Sequence[Decode]) -> DecodeBatch:
+    def decode(self, decodes: Sequence[Decode], *, drafting: bool = False) -> DecodeBatch:
+        """The batch of decoding requests, at least one. `drafting`: they are only some of the cycle's."""
         padding = self._padded_size(len(decodes)) - len(decodes)
         extend_lens = self.accepted_tokens.counts(decodes) + (1,) * padding
         seq_lens = tuple(d.seq_len for d in decodes) + (1,) * padding
@@ -168,8 +197,7 @@ class Batches:
             extend_lens_host=extend_lens,
             extend_width=self.accepted_tokens.width if self.sizes else max(extend_lens),
             accepted_tokens=self.accepted_tokens,
-            sampling=self._with_penalizer_state(self._sampling_of(decodes, padding), decodes),
-            speculation_disabled=self._speculation_disabled(decodes, padding),
+            sampling=self._with_penalizer_state(self._sampling_of(decodes, padding, drafting=drafting), decodes),
             req_to_token=self.req_to_token.tensor,
             token_mask=draft_token_mask(decodes),
         )
@@ -188,18 +216,12 @@ class Batches:
         attention = prefill_batch(requests[0], requests[1], self.req_to_token.tensor, Causal(), Layout(counts, ends))
         return PromptBatch(numbers[0], numbers[1], attention, counts)
 
-    def _sampling_of(self, decodes: Sequence[Decode], padding: int) -> SamplingBatch:
+    def _sampling_of(self, decodes: Sequence[Decode], padding: int, *, drafting: bool) -> SamplingBatch:
         """The sampling tensors. They are reused while the same requests decode in the same order, as in most cycles."""
-        settings, kept = tuple(d.sampling for d in decodes) + (_PADDING,) * padding, self._sampling[0]
+        settings, kept = tuple(d.sampling for d in decodes) + (_PADDING,) * padding, self._sampling[drafting][0]
         if len(settings) != len(kept) or not all(map(operator.is_, settings, kept)):
-            self._sampling = (settings, SamplingBatch.of(settings, self.device, self.spec_steps))
-        return self._sampling[1]
+            self._sampling[drafting] = (settings, SamplingBatch.of(settings, self.device, self.spec_steps))
+        return self._sampling[drafting][1]
 
     def _with_penalizer_state(self, sampling: SamplingBatch, scheduled: Sequence[Decode | Chunk]) -> SamplingBatch:
         return replace(sampling, penalizer_state=self.penalizers.of(scheduled)) if sampling.transforms else sampling
-
-    def _speculation_disabled(self, decodes: Sequence[Decode], padding: int) -> Tensor | None:
-        if all(decode.speculative for decode in decodes):
-            return None
-        flags = [not decode.speculative for decode in decodes] + [False] * padding
-        return upload(flags, self.device, torch.bool)

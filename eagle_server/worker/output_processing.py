@@ -37,6 +37,7 @@ class Decoded:
     logits: Tensor
     accepted: Accepted
     tree: EagleVerifyInput
+    estimates: tuple[Tensor, ...] = ()  # more to copy, which `process_outputs` returns
 
 
 @dataclass(frozen=True)
@@ -51,20 +52,25 @@ class Drawn:
 
 def process_outputs(
     plan: CyclePlan, decoded: Decoded | None, drawn: Drawn | None
-) -> tuple[tuple[SequenceOutput, ...], tuple[SequenceOutput, ...]]:
-    """The outputs of the plan's chunks and decodes, in its order. Waits for the device."""
-    accepted = drafts = tuple[Tensor, ...]()
+) -> tuple[tuple[SequenceOutput, ...], tuple[SequenceOutput, ...], Sequence[Any]]:
+    """The outputs of the plan's chunks and decodes, in its order, and `Decoded.estimates` on the host.
+
+    Waits for the device.
+    """
+    accepted = drafts = estimates = tuple[Tensor, ...]()
     if decoded is not None:
         a = decoded.accepted
         accepted = (a.path, a.tokens, a.drafted, a.finite)
         if any(decode.trees for decode in plan.decodes):
             drafts = drafted_nodes(decoded.tree)
+        estimates = decoded.estimates
     first = () if drawn is None else (drawn.tokens, drawn.finite)
-    values = to_host(*accepted, *drafts, *first)
-    trees = values[len(accepted) : len(accepted) + len(drafts)]
+    values = to_host(*accepted, *drafts, *estimates, *first)
+    learned = len(accepted) + len(drafts)
+    trees = values[len(accepted) : learned]
     decodes = () if decoded is None else _decodes(plan.decodes, decoded, trees, *values[:4])
     chunks = () if drawn is None else _chunks(plan.chunks, drawn, *values[-2:])
-    return chunks, decodes
+    return chunks, decodes, values[learned : learned + len(estimates)]
 
 
 def _decodes(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling
 from eagle_server.request import SamplingParams
+from eagle_server.worker.budget import FixedBudget
+from eagle_server.worker.cost_model import CostModel
 from eagle_server.worker.worker import Worker
 
 _PROMPT = 128  # tokens: enough for the kernels of long prompts
 _GREEDY = RequestSampling(SamplingParams(max_tokens=1, seed=0, temperature=0.0), key=0)
 _SAMPLED = RequestSampling(SamplingParams(max_tokens=1, seed=0), key=1)
+_MEASURING = 1.0  # seconds, about
 _TRUNCATED = RequestSampling(SamplingParams(max_tokens=1, seed=0, top_k=50, top_p=0.9), key=1)
 
 
@@ -32,3 +36,66 @@ def warm_up(worker: Worker, sizes: Iterable[int], lengths: Sequence[int] = (2,))
     worker.run(CyclePlan(released=(row,)))
     if worker.batches.device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def measure_costs(worker: Worker, costs: CostModel, largest: FixedBudget, most: int, longest: int) -> None:
+    """Fit `costs` to plain cycles and to cycles of the `largest` trees, in about a second.
+
+    Batches have up to `most` requests, and one has a text of `longest` tokens.
+    """
+    measured = _Measured(worker)
+    began = time.perf_counter()
+    with measured:
+        for size in dict.fromkeys(min(each, most) for each in (1, 8, most, 4, 16, 2, 32)):
+            measured.plain(size)
+            measured.drafting(size, largest)
+            if time.perf_counter() - began > _MEASURING:
+                break
+        slope = (measured.plain(1, longest) - measured.verify[1]) / longest
+    costs.verify.fit(measured.verify, max(0.0, slope))
+    costs.extend.fit(measured.extend)
+    costs.step.fit(measured.step)
+
+
+class _Measured:
+    """Seconds of a cycle's stages, by their size. Inside its context the worker learns nothing from its cycles."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker, self._row = worker, worker.batches.pad_row
+        self.verify: dict[int, float] = {}
+        self.extend: dict[int, float] = {}
+        self.step: dict[int, float] = {}
+
+    def __enter__(self) -> None:
+        drafting = self._worker.drafting
+        self._kept = drafting.budget, drafting.estimates, drafting.costs
+        drafting.estimates = drafting.costs = None
+
+    def __exit__(self, *_: object) -> None:
+        drafting = self._worker.drafting
+        drafting.budget, drafting.estimates, drafting.costs = self._kept
+        self._worker.run(CyclePlan(released=(self._row,)))
+
+    def plain(self, size: int, length: int = 2) -> float:
+        """Cycles in which nothing is drafted."""
+        seconds = sum(self._run(size, length, FixedBudget(0, 1)).values())
+        if length == 2:  # noqa: PLR2004  the shortest text
+            self.verify[size] = seconds
+        return seconds
+
+    def drafting(self, size: int, budget: FixedBudget) -> None:
+        """Cycles in which all requests draft."""
+        stages = self._run(size, 2, budget)
+        extend, propose = stages.pop("extend"), stages.pop("propose")
+        self.verify[size * budget.num_draft_tokens] = sum(stages.values())
+        forwards = self._worker.drafter.forwards(budget.num_steps)
+        self.extend[size * self._worker.batches.accepted_tokens.width] = extend + (0.0 if forwards else propose)
+        if forwards:
+            self.step[size] = propose / forwards
+
+    def _run(self, size: int, length: int, budget: FixedBudget) -> dict[str, float]:
+        self._worker.drafting.budget = budget
+        decodes = (Decode(self._row, length, verified_id=0, sampling=_GREEDY),) * size
+        for _ in range(2):  # the first one compiles
+            result = self._worker.run(CyclePlan(decodes=decodes, released=(self._row,)))
+        return result.stage_seconds

@@ -11,10 +11,11 @@ from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, CyclePlan, CycleResult
 from eagle_server.speculation.accept import Acceptance, Accepted
 from eagle_server.speculation.sampling import draw
-from eagle_server.speculation.tree import EagleVerifyInput, build_tree
+from eagle_server.speculation.tree import EagleVerifyInput
 from eagle_server.worker.batch import Batches, DecodeBatch, Prompts
 from eagle_server.worker.clock import StageClock
 from eagle_server.worker.drafters.interface import Drafter
+from eagle_server.worker.drafting import TreeDrafting
 from eagle_server.worker.output_processing import Decoded, Drawn, process_outputs
 from eagle_server.worker.verifier import Verified, Verifier
 from eagle_server.worker.verify_token_mask import VerifyTokenMask
@@ -23,8 +24,12 @@ from eagle_server.worker.verify_token_mask import VerifyTokenMask
 class Worker:
     """Runs cycles."""
 
-    def __init__(self, verifier: Verifier, drafter: Drafter[Any], batches: Batches, acceptance: Acceptance) -> None:
-        self.verifier, self.drafter, self.batches, self.acceptance = verifier, drafter, batches, acceptance
+    def __init__(self, verifier: Verifier, drafting: TreeDrafting, batches: Batches, acceptance: Acceptance) -> None:
+        self.verifier, self.drafting, self.batches, self.acceptance = verifier, drafting, batches, acceptance
+
+    @property
+    def drafter(self) -> Drafter[Any]:
+        return self.drafting.drafter
 
     @torch.inference_mode()
     def run(self, plan: CyclePlan) -> CycleResult:
@@ -34,34 +39,30 @@ class Worker:
         the trees in between: as they grow (`batch.token_mask`) and while they are verified.
         """
         clock = StageClock(self.batches.device)
-        batch = self.batches.begin(plan)
-        for req_pool_index in plan.released:
-            self.drafter.forget(req_pool_index)
-        decoded = drawn = None
-        if batch is not None:
-            with clock.stage("extend"):
-                state = self.drafter.extend(batch)
-            with clock.stage("propose"):
-                proposal = self.drafter.propose(state, batch)
-            with clock.stage("build_tree"):
-                tree = build_tree(proposal, batch.verified_id, batch.seq_lens, batch.speculation_disabled)
+        self.batches.begin(plan)
+        self.drafting.forget(plan.released)
+        decoded = drawn = drafts = None
+        if plan.decodes:
+            batch = self.batches.decode(plan.decodes)
+            drafts = self.drafting.draft(batch, clock)
             with clock.stage("verify"):
+                tree = drafts.tree
                 token_mask = VerifyTokenMask.of(batch.decodes, self.batches.device, tree)
                 verified = self.verifier.verify(batch, tree)
             with clock.stage("accept"):
                 tree, sampling = token_mask.masked(tree, batch.sampling)
                 accepted = self.acceptance.accept(tree, verified.logits, sampling)
-                self.drafter.observe(batch, tree, accepted)
+                self.drafting.observe(batch, drafts, tree, accepted)
             with clock.stage("keep"):
                 self.verifier.keep(batch, tree, accepted)
                 self._record(batch, tree, verified, accepted)
-            decoded = Decoded(verified.logits, accepted, tree)
+            decoded = Decoded(verified.logits, accepted, tree, drafts.to_copy(accepted))
         if plan.chunks:
             with clock.stage("prefill"):
                 drawn = self._prefill(plan.chunks)
         with clock.stage("emit"):
-            chunks, decodes = process_outputs(plan, decoded, drawn)
-        return CycleResult(chunks, decodes, clock.seconds())
+            chunks, decodes, estimates = process_outputs(plan, decoded, drawn)
+        return self.drafting.finish(plan, CycleResult(chunks, decodes, clock.seconds()), drafts, estimates)
 
     def _record(self, batch: DecodeBatch, tree: EagleVerifyInput, verified: Verified, accepted: Accepted) -> None:
         """Record the accepted tokens for the next draft-extend, each with its parent node's feature."""

@@ -84,20 +84,25 @@ class EagleDrafter:
 
     def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> Candidates:
         """num_steps - 1 forwards over the frontier. Draft-extend has already found the first level."""
-        frontier, lens, steps = draft.frontier, batch.seq_lens_host, range(self.num_steps - 1)
+        frontier, lens, steps = draft.frontier, batch.seq_lens_host, range(batch.num_steps - 1)
         assert frontier is not None
         if self.per_node:
             layouts = [draft_decode_layout(lens, step, self.topk) for step in steps]
         else:
-            layouts = [draft_layout(lens, len(steps), self.topk)] * len(steps)
+            layouts = [draft_layout(lens, self.num_steps - 1, self.topk)] * len(steps)
         distinct = {layout: self.attention.plan(layout) for layout in layouts}
         plans = [distinct[layout] for layout in layouts]
         keys = tuple(each.graph_key for each in distinct.values())
-        key = None if None in keys or not keys or batch.token_mask.is_active else ("propose", keys)
-        function = partial(self._propose, plans, layouts, batch.req_to_token, batch.token_mask)
+        shape = (batch.num_steps, batch.num_draft_tokens)
+        key = None if None in keys or not keys or batch.token_mask.is_active else ("propose", keys, shape)
+        function = partial(self._propose, plans, layouts, batch.num_draft_tokens, batch.req_to_token, batch.token_mask)
         inputs = (batch.req_pool_indices, batch.seq_lens, draft.verified_id, draft.extend_lens)
         tensors = (frontier.topk_logp, frontier.topk_index, frontier.hidden_states)
         return self.graphs.run(key, function, *inputs, *tensors)
+
+    def forwards(self, num_steps: int) -> int:
+        """Draft-extend finds the first level."""
+        return max(0, num_steps - 1)
 
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
         """Heads do not learn while serving."""
@@ -130,6 +135,7 @@ class EagleDrafter:
         self,
         plans: Sequence[AttentionPlan],
         layouts: Sequence[Layout],
+        num_draft_tokens: int,
         req_to_token: Tensor,
         token_mask: DraftTokenMask,
         req_pool_indices: Tensor,
@@ -155,10 +161,10 @@ class EagleDrafter:
             shape = (*frontier.topk_index.shape, self.topk)
             scores = frontier.topk_logp[:, :, None] + logp.view(shape)
             pool.add(tokens.view(shape), scores)
-            if step < self.num_steps - 2:
+            if step < len(plans) - 1:
                 frontier, chosen = frontier.advance(tokens.view(shape), scores, out.feedback)
                 pool.expand(chosen)
-        best = pool.best(self.num_draft_tokens - 1)
+        best = pool.best(num_draft_tokens - 1)
         assert best.scores is not None
         return replace(best, tokens=token_mask.without_refused(best.tokens, best.scores))
 

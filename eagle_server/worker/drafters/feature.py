@@ -33,10 +33,14 @@ class FeatureDrafter:
         first = torch.arange(0, len(tokens), batch.extend_width, device=tokens.device)
         return features.index_select(0, first + batch.extend_lens - 1)
 
+    def forwards(self, num_steps: int) -> int:  # noqa: ARG002
+        """One for all levels."""
+        return 0
+
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
         """Heads do not learn while serving."""
 
     def graph_key(self, name: str, batch: DecodeBatch) -> Hashable | None:
         """The key of this batch's graph; None: it is not captured."""
         size = len(batch.seq_lens_host)
-        return (name, size) if size in self.graph_sizes and not batch.token_mask.is_active else None
+        return (name, size, batch.num_steps) if size in self.graph_sizes and not batch.token_mask.is_active else None

@@ -29,7 +29,14 @@ class Drafter(Protocol[State]):
         ...
 
     def propose(self, draft: State, batch: DecodeBatch) -> Proposal:
-        """The candidate nodes of each decoding request, restricted to tokens that `batch.token_mask` allows."""
+        """The candidate nodes of each decoding request, restricted to tokens that `batch.token_mask` allows.
+
+        A model drafts `batch.num_steps` levels. A tree has at most `batch.num_draft_tokens` nodes, root included.
+        """
+        ...
+
+    def forwards(self, num_steps: int) -> int:
+        """Forwards that `propose` needs for trees of `num_steps` levels; 0: its time does not depend on them."""
         ...
 
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:

@@ -72,6 +72,9 @@ class MixtureDrafter(Generic[State]):
         self._proposed = (bins, priors)
         return TreeNodes(tokens, parents, spec_steps=self.depth)
 
+    def forwards(self, num_steps: int) -> int:
+        return self.model.forwards(num_steps)
+
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
         """Calibrate by what was accepted, if both sources proposed. Padding does not count."""
         if self._proposed is None:

@@ -25,5 +25,8 @@ class NoDrafter:
         empty = batch.req_pool_indices.new_empty(len(batch.seq_lens_host), 0)
         return Candidates(empty, empty, empty, topk=1, spec_steps=0)
 
+    def forwards(self, num_steps: int) -> int:  # noqa: ARG002
+        return 0
+
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
         return None

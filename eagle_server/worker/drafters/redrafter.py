@@ -38,13 +38,18 @@ class RedrafterDrafter(FeatureDrafter):
         self.head = head
         self.num_steps, self.beam_width, self.num_draft_tokens = num_steps, beam_width, num_draft_tokens
 
+    def forwards(self, num_steps: int) -> int:
+        return num_steps
+
     def propose(self, draft: Tensor, batch: DecodeBatch) -> TreeNodes:
-        function = partial(self._propose, token_mask=batch.token_mask)
+        function = partial(self._propose, batch.num_steps, token_mask=batch.token_mask)
         return self.graphs.run(self.graph_key("redrafter", batch), function, draft, batch.verified_id)
 
-    def _propose(self, context: Tensor, verified_id: Tensor, token_mask: DraftTokenMask = NO_TOKEN_MASK) -> TreeNodes:
-        beam, scores = beam_search(self.head, context, verified_id, self.num_steps, self.beam_width, token_mask)
-        places = self.beam_width * self.num_steps + 1  # all beams share the root
+    def _propose(
+        self, num_steps: int, context: Tensor, verified_id: Tensor, token_mask: DraftTokenMask = NO_TOKEN_MASK
+    ) -> TreeNodes:
+        beam, scores = beam_search(self.head, context, verified_id, num_steps, self.beam_width, token_mask)
+        places = self.beam_width * num_steps + 1  # all beams share the root
         packed = pack(beam, places)
         worth = pack_like(scores, packed.unpack_map, places, padding=float("-inf"))
         tree = tree_nodes(packed, self.num_draft_tokens, worth)

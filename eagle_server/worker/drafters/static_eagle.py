@@ -35,7 +35,10 @@ class StaticEagleDrafter(EagleDrafter):
         """One forward for each level that has children. Draft-extend has already found the first level."""
         frontier = draft.frontier
         assert frontier is not None
-        layouts = [static_level_layout(batch.seq_lens_host, rows, self.tree.window) for rows in self.tree.rows]
+        layouts = [
+            static_level_layout(batch.seq_lens_host, rows, self.tree.window)
+            for rows in self.tree.rows[: batch.num_steps - 1]
+        ]
         distinct = {layout: self.attention.plan(layout) for layout in layouts}
         keys = tuple(each.graph_key for each in distinct.values())
         key = None if None in keys or not keys or batch.token_mask.is_active else ("propose", keys)
@@ -61,7 +64,7 @@ class StaticEagleDrafter(EagleDrafter):
             self._clear_window(req_pool_indices, seq_lens, req_to_token)
         first, *deeper = self.tree.levels
         tokens, feedback = [topk_index.index_select(1, first.picks)], hidden[:, None]
-        for step, (level, below) in enumerate(zip(self.tree.levels, deeper, strict=False)):
+        for step, (level, below) in enumerate(zip(self.tree.levels, deeper[: len(layouts)], strict=False)):
             count, fed = len(level.fed), tokens[-1].index_select(1, level.fed)
             token_mask = token_mask.advance(fed, level.parents.expand(bs, -1))
             mask, layout = self._mask(level, step, bs), layouts[step]
@@ -76,8 +79,9 @@ class StaticEagleDrafter(EagleDrafter):
             children = token_mask.without_refused(children, logp).view(bs, -1)  # [bs, rows * topk]
             tokens.append(children.index_select(1, below.picks))
             feedback = out.feedback.unflatten(0, (bs, count))
-        parents = self.tree.parents.expand(bs, -1)
-        return TreeNodes(torch.cat(tokens, dim=1), parents, spec_steps=self.num_steps)
+        drafted = torch.cat(tokens, dim=1)
+        parents = self.tree.parents[: drafted.shape[1]].expand(bs, -1)
+        return TreeNodes(drafted, parents, spec_steps=len(tokens))
 
     def _mask(self, level: Level, step: int, bs: int) -> TreeMask:
         """The fed nodes of a level see their ancestors and themselves."""

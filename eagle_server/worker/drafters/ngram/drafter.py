@@ -148,6 +148,9 @@ class NgramDrafter:
         numbers = upload(packed(tries, len(batch.seq_lens_host), self.tries.max_nodes), batch.seq_lens.device)
         return TreeNodes(numbers[0], numbers[1], spec_steps=self.tries.depth)
 
+    def forwards(self, num_steps: int) -> int:  # noqa: ARG002
+        return 0
+
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
         return None
 

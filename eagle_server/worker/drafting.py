@@ -1,0 +1,175 @@
+"""Drafting in a cycle: the requests that the budget chose draft, and the nodes that are worth their time are kept."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from eagle_server.ops.upload import upload
+from eagle_server.plan import CycleDrafting, CyclePlan, CycleResult
+from eagle_server.speculation.accept import Accepted
+from eagle_server.speculation.tree import EagleVerifyInput, build_tree, root_alone, spread, without
+from eagle_server.worker.batch import Batches, DecodeBatch
+from eagle_server.worker.budget import Budget, CycleBudget
+from eagle_server.worker.clock import StageClock
+from eagle_server.worker.cost_model import CostModel
+from eagle_server.worker.drafters.interface import Drafter
+from eagle_server.worker.estimates import AcceptanceEstimates, Estimates
+
+_DRAFTING_STAGES = ("extend", "propose", "prefill")
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """The trees of a cycle, and what is needed to learn from them.
+
+    batch: the requests that drafted; None: none did. requests: int64 [m], their numbers among all; None: all drafted.
+    extended: rows of their draft-extend, with their backlogs.
+    """
+
+    tree: EagleVerifyInput
+    budget: CycleBudget
+    batch: DecodeBatch | None = None
+    requests: Tensor | None = None
+    estimates: Estimates | None = None
+    extended: int = 0
+
+    def to_copy(self, accepted: Accepted) -> tuple[Tensor, ...]:
+        """What `TreeDrafting.finish` reads on the host."""
+        if self.estimates is None or self.batch is None:
+            return ()
+        tree, path = self.tree, accepted.path
+        tokens = tree.draft_token.view_as(tree.parents)
+        numbers = [tokens, tree.parents, tree.depths, path]
+        if self.requests is not None:
+            numbers = [each.index_select(0, self.requests) for each in numbers]
+        return (self.estimates.bins, self.estimates.guesses, self.estimates.path_logp, *numbers)
+
+
+class TreeDrafting:
+    """A drafter under a budget.
+
+    `estimates` and `costs` belong to an adaptive budget, and learn from every cycle. None: the budget is fixed.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter[Any],
+        batches: Batches,
+        budget: Budget,
+        estimates: AcceptanceEstimates | None = None,
+        costs: CostModel | None = None,
+    ) -> None:
+        self.drafter, self.batches, self.budget = drafter, batches, budget
+        self.estimates, self.costs = estimates, costs
+        self.observers: list[Callable[[EagleVerifyInput, Accepted, int], None]] = []  # get trees, paths, requests
+
+    def forget(self, released: Sequence[int]) -> None:
+        """These requests have ended, or were preempted."""
+        for req_pool_index in released:
+            self.drafter.forget(req_pool_index)
+            self.budget.forget(req_pool_index)
+
+    def draft(self, batch: DecodeBatch, clock: StageClock) -> Drafts:
+        """Trees for all requests of the batch. Those that do not draft have the root alone."""
+        budget = self.budget.choose(batch.decodes, self.batches.can_draft(batch.decodes))
+        drafting = self.batches.drafting(batch, budget)
+        if drafting is None:
+            return Drafts(root_alone(batch.verified_id, batch.seq_lens), budget)
+        with clock.stage("extend"):
+            extended = len(drafting.seq_lens_host) * drafting.extend_width
+            backlog = self.batches.backlog(drafting.decodes)
+            if backlog is not None:
+                extended += sum(backlog.rows.counts)
+                self.drafter.prefill(backlog)
+            state = self.drafter.extend(drafting)
+            for decode in drafting.decodes:
+                self.batches.accepted_tokens.taken(decode.req_pool_index)
+        with clock.stage("propose"):
+            proposal = self.drafter.propose(state, drafting)
+        with clock.stage("build_tree"):
+            tree = build_tree(proposal, drafting.verified_id, drafting.seq_lens)
+            estimates = None
+            if self.estimates is not None and tree.scores is not None:
+                estimates = self.estimates.of(tree, (drafting.sampling.all_temperature > 0).long())
+                tree = replace(tree, scores=estimates.path_logp)
+                if budget.least_logp > -math.inf:
+                    tree = without(tree, estimates.path_logp < budget.least_logp)
+            requests = None
+            if len(budget.drafting) < len(batch.decodes):
+                requests = upload(budget.drafting, batch.seq_lens.device)
+                tree = spread(tree, requests, batch.verified_id, batch.seq_lens)
+        return Drafts(tree, budget, drafting, requests, estimates, extended)
+
+    def observe(self, batch: DecodeBatch, drafts: Drafts, tree: EagleVerifyInput, accepted: Accepted) -> None:
+        """Let the drafter see what was accepted of `tree`, the one that was verified for `batch`."""
+        for observe in self.observers:
+            observe(tree, accepted, len(batch.decodes))
+        if drafts.batch is None:
+            return
+        if drafts.requests is not None:
+            tree, accepted = tree.of(drafts.requests), accepted.of(drafts.requests)
+        self.drafter.observe(drafts.batch, tree, accepted)
+
+    def finish(
+        self, plan: CyclePlan, result: CycleResult, drafts: Drafts | None, estimates: Sequence[Any]
+    ) -> CycleResult:
+        """Learn from a cycle, and say in its result what was drafted. `estimates`: `Drafts.to_copy` on the host."""
+        if drafts is None:
+            return result
+        expected = self._learn(drafts, estimates) if estimates else 0.0
+        rows = len(result.decodes) + sum(output.drafted for output in result.decodes)
+        drafting = CycleDrafting(
+            steps=drafts.budget.num_steps if drafts.batch else 0,
+            requests=len(drafts.budget.drafting),
+            rows=rows,
+            expected=expected,
+            predicted_seconds=self._time(plan, result.stage_seconds, drafts, rows),
+        )
+        accepted = self.batches.accepted_tokens
+        computed = tuple(accepted.start(decode) for decode in plan.decodes) if self.drafter.uses_features else ()
+        return replace(result, drafting=drafting, draft_computed_tokens=computed)
+
+    def _learn(self, drafts: Drafts, values: Sequence[Any]) -> float:
+        """Update budget and estimates. Returns the expected number of accepted nodes."""
+        assert drafts.batch is not None and self.estimates is not None
+        served = [bool(decode.text) for decode in drafts.batch.decodes]  # warm-up has no text
+        bins, guesses, logp, tokens, parents, depths, path = (np.asarray(each)[: len(served)] for each in values)
+        verified = tokens[:, 1:] >= 0
+        expected = float((np.exp(logp) * verified).sum())
+        if not all(served):
+            return expected
+        for row, decode in enumerate(drafts.batch.decodes):
+            self.budget.drafted(decode, logp[row].astype(float), depths[row, 1:].astype(float))
+        reached = np.zeros((len(tokens), tokens.shape[1] + 1), dtype=np.bool_)
+        np.put_along_axis(reached, path, values=True, axis=1)  # the padding, -1, is the spare last column
+        tried = np.take_along_axis(reached, parents[:, 1:], axis=1) & verified
+        self.estimates.observe(bins[tried], guesses[tried], reached[:, 1:-1][tried])
+        return expected
+
+    def _time(self, plan: CyclePlan, stages: Mapping[str, float], drafts: Drafts, rows: int) -> float:
+        """Update the cost model by the stages' seconds. Returns what it had predicted for decoding, in seconds."""
+        self._ended = time.perf_counter()
+        costs = self.costs
+        if costs is None:
+            return 0.0
+        kv = float(sum(decode.seq_len for decode in plan.decodes))
+        observed = [(costs.verify, rows, kv, sum(stages[each] for each in stages if each not in _DRAFTING_STAGES))]
+        if drafts.batch is not None:
+            observed.append((costs.extend, drafts.extended, 0.0, stages["extend"]))
+            if forwards := self.drafter.forwards(drafts.budget.num_steps):
+                requests = len(drafts.batch.seq_lens_host)
+                observed += [(costs.step, requests, 0.0, stages["propose"] / forwards)] * forwards
+            else:
+                costs_of_proposing = stages["propose"]
+                observed[1] = (costs.extend, drafts.extended, 0.0, stages["extend"] + costs_of_proposing)
+        predicted = costs.speed * sum(float(curve.predict(size, tokens)) for curve, size, tokens, _ in observed)
+        for curve, size, tokens, seconds in observed:
+            costs.observe(curve, size, tokens, seconds)
+        return predicted
