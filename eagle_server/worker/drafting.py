@@ -40,16 +40,19 @@ class Drafts:
     estimates: Estimates | None = None
     extended: int = 0
 
-    def to_copy(self, accepted: Accepted) -> tuple[Tensor, ...]:
-        """What `TreeDrafting.finish` reads on the host."""
+    def to_copy(self, tree: EagleVerifyInput, accepted: Accepted) -> tuple[Tensor, ...]:
+        """What `TreeDrafting.finish` reads on the host; `tree` are the trees that were verified."""
         if self.estimates is None or self.batch is None:
             return ()
-        tree, path = self.tree, accepted.path
-        tokens = tree.draft_token.view_as(tree.parents)
-        numbers = [tokens, tree.parents, tree.depths, path]
+        estimates, tokens = self.estimates, tree.draft_token.view_as(tree.parents)
+        verified = [tokens, tree.parents, accepted.path]
         if self.requests is not None:
-            numbers = [each.index_select(0, self.requests) for each in numbers]
-        return (self.estimates.bins, self.estimates.guesses, self.estimates.path_logp, *numbers)
+            verified = [each.index_select(0, self.requests) for each in verified]
+        bins, guesses = estimates.bins, estimates.guesses
+        if tree.proposed is not None:
+            proposed = tree.proposed if self.requests is None else tree.proposed.index_select(0, self.requests)
+            bins, guesses = bins.gather(1, proposed), guesses.gather(1, proposed)
+        return (estimates.path_logp, estimates.depths, bins, guesses, *verified)
 
 
 class TreeDrafting:
@@ -140,13 +143,13 @@ class TreeDrafting:
         """Update budget and estimates. Returns the expected number of accepted nodes."""
         assert drafts.batch is not None and self.estimates is not None
         served = [bool(decode.text) for decode in drafts.batch.decodes]  # warm-up has no text
-        bins, guesses, logp, tokens, parents, depths, path = (np.asarray(each)[: len(served)] for each in values)
-        verified = tokens[:, 1:] >= 0
-        expected = float((np.exp(logp) * verified).sum())
+        logp, depths, bins, guesses, tokens, parents, path = (np.asarray(each)[: len(served)] for each in values)
+        expected = float(np.exp(logp[logp >= drafts.budget.least_logp]).sum())
         if not all(served):
             return expected
         for row, decode in enumerate(drafts.batch.decodes):
-            self.budget.drafted(decode, logp[row].astype(float), depths[row, 1:].astype(float))
+            self.budget.drafted(decode, logp[row].astype(float), depths[row].astype(float))
+        verified = tokens[:, 1:] >= 0
         reached = np.zeros((len(tokens), tokens.shape[1] + 1), dtype=np.bool_)
         np.put_along_axis(reached, path, values=True, axis=1)  # the padding, -1, is the spare last column
         tried = np.take_along_axis(reached, parents[:, 1:], axis=1) & verified

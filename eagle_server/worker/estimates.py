@@ -29,12 +29,13 @@ class Estimates:
     """The estimates of one batch of trees, without the root: guesses and corrected chances.
 
     `bins` int64 [bs, n]; `guesses` float32 [bs, n], the drafter's, given that the parent is accepted; `path_logp`
-    float32 [bs, n], log of the corrected chance of the whole path, -inf for padding.
+    float32 [bs, n], log of the corrected chance of the whole path, -inf for padding; `depths` int64 [bs, n].
     """
 
     bins: Tensor
     guesses: Tensor
     path_logp: Tensor
+    depths: Tensor
 
 
 class AcceptanceEstimates:
@@ -62,7 +63,7 @@ class AcceptanceEstimates:
         chances = (guesses * ratios.index_select(0, bins.view(-1)).view_as(guesses)).clamp_(_LEAST, _MOST)
         path_logp = (tree.custom_mask[:, 1:, 1:] * chances.log_()[:, None]).sum(-1)
         padding = tree.draft_token.view_as(tree.parents)[:, 1:] < 0
-        return Estimates(bins, guesses, path_logp.masked_fill_(padding, float("-inf")))
+        return Estimates(bins, guesses, path_logp.masked_fill_(padding, float("-inf")), tree.depths[:, 1:])
 
     def observe(self, bins: NDArray[np.int64], guesses: NDArray[np.float32], accepted: NDArray[np.bool_]) -> None:
         """Nodes whose parents were accepted: their bins, guesses, and whether they were accepted, [nodes] each."""

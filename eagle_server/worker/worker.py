@@ -46,7 +46,7 @@ class Worker:
             batch = self.batches.decode(plan.decodes)
             drafts = self.drafting.draft(batch, clock)
             with clock.stage("verify"):
-                tree = drafts.tree
+                tree = self.verifier.compacted(drafts.tree)
                 token_mask = VerifyTokenMask.of(batch.decodes, self.batches.device, tree)
                 verified = self.verifier.verify(batch, tree)
             with clock.stage("accept"):
@@ -56,7 +56,7 @@ class Worker:
             with clock.stage("keep"):
                 self.verifier.keep(batch, tree, accepted)
                 self._record(batch, tree, verified, accepted)
-            decoded = Decoded(verified.logits, accepted, tree, drafts.to_copy(accepted))
+            decoded = Decoded(verified.logits, accepted, tree, drafts.to_copy(tree, accepted))
         if plan.chunks:
             with clock.stage("prefill"):
                 drawn = self._prefill(plan.chunks)
@@ -68,8 +68,8 @@ class Worker:
         """Record the accepted tokens for the next draft-extend, each with its parent node's feature."""
         if not self.drafter.uses_features:
             return
-        nodes = accepted.path.clamp(min=0) + tree.retrive_index[:, :1]
-        features = verified.features.index_select(0, nodes.view(-1)).unflatten(0, nodes.shape)
+        rows = tree.retrive_index.gather(1, accepted.path.clamp(min=0))
+        features = verified.features.index_select(0, rows.view(-1)).unflatten(0, rows.shape)
         starts = ((decode.req_pool_index, decode.seq_len) for decode in batch.decodes)
         batch.accepted_tokens.record(starts, batch.req_pool_indices, accepted.tokens.clamp(min=0), features)
 
