@@ -29,7 +29,6 @@ from eagle_server.scheduling.scheduler import Scheduler
 from eagle_server.worker.batch import Batches
 from eagle_server.worker.budget import AdaptiveBudget, FixedBudget
 from eagle_server.worker.cost_model import CostModel
-from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.drafting import TreeDrafting
 from eagle_server.worker.estimates import AcceptanceEstimates
 from eagle_server.worker.graphs import CudaRecorder, Graphs, Recorder
@@ -62,7 +61,7 @@ def assemble(  # noqa: PLR0913
     drafter, draft_pools = make_drafter(draft, config, backends, graphs)
     pools = [make_pool(target.config, config.kv_slots, device), *draft_pools]
     kv = _kv_cache(config, pools, device)
-    attention = backends.make(target, pools[0], (config.tree.num_draft_tokens,), config.verify_attention)
+    attention = backends.make(target, pools[0], _verified_sizes(config), config.verify_attention)
     batches = Batches(
         kv.table,
         device,
@@ -71,24 +70,23 @@ def assemble(  # noqa: PLR0913
         sizes=config.graph_sizes,
     )
     largest = FixedBudget(config.tree.num_steps, config.tree.num_draft_tokens)
-    drafting = _drafting(drafter, batches, largest, config)
+    drafting = TreeDrafting(drafter, batches, largest)
     worker = Worker(Verifier(target, attention, pools[0], graphs), drafting, batches, config.acceptance)
     if config.graph_sizes:
         _capture(worker, graphs, backends, config)
-    if drafting.costs is not None:
-        measure_costs(worker, drafting.costs, largest, config.max_running_requests, config.context_length)
+    if config.adaptive:
+        _adapt(worker, largest, config)
     scheduler = Scheduler(_limits(config, uses_features=drafter.uses_features), kv)
     return Engine(scheduler, worker, _ready(config, target, kv, document), _grammars(tokenizer, target.config))
 
 
-def _drafting(drafter: Drafter[Any], batches: Batches, largest: FixedBudget, config: EngineConfig) -> TreeDrafting:
-    """The drafter with its budget."""
-    tree = config.tree
-    if not config.adaptive:
-        return TreeDrafting(drafter, batches, largest)
-    costs = CostModel()
-    budget = AdaptiveBudget(tree.depth, tree.num_draft_tokens, costs, drafter.forwards)
-    return TreeDrafting(drafter, batches, budget, AcceptanceEstimates(batches.device), costs)
+def _adapt(worker: Worker, largest: FixedBudget, config: EngineConfig) -> None:
+    """Let the trees follow cost and load, from a first measurement of the costs on."""
+    drafting, tree, costs = worker.drafting, config.tree, CostModel()
+    measure_costs(worker, costs, largest, config.max_running_requests, config.context_length)
+    shapes = tree.shapes if config.graph_sizes else ()
+    budget = AdaptiveBudget(tree.depth, tree.num_draft_tokens, costs, drafting.drafter.forwards, shapes)
+    drafting.adapt(budget, AcceptanceEstimates(worker.batches.device), costs)
 
 
 def _check(draft: DraftModel | None, config: EngineConfig) -> None:
@@ -124,6 +122,12 @@ def _kv_cache(config: EngineConfig, pools: Sequence[Pool], device: torch.device)
     return KVCacheManager(allocator, table, radix, poison if config.poison else None)
 
 
+def _verified_sizes(config: EngineConfig) -> set[int]:
+    """The numbers of nodes per request in captured verify forwards."""
+    sizes = {config.tree.num_draft_tokens}
+    return sizes | {1, *(size for _, size in config.tree.shapes)} if config.adaptive else sizes
+
+
 def _capture(worker: Worker, graphs: Graphs, backends: Backends, config: EngineConfig) -> None:
     """Size the workspace, then capture every graph that serving will use."""
     lengths = (2, config.context_length)  # attention to trees may be computed differently over long texts
@@ -132,8 +136,13 @@ def _capture(worker: Worker, graphs: Graphs, backends: Backends, config: EngineC
     warm_up(worker, sorted({*config.graph_sizes, config.max_running_requests}), lengths)
     backends.freeze()
     graphs.paused = False
-    sizes = tqdm(config.graph_sizes[::-1], desc="capture graphs", unit="batch size", disable=None)
-    warm_up(worker, sizes, lengths)
+    largest = worker.drafting.budget
+    smaller = [FixedBudget(*shape) for shape in (*config.tree.shapes[1:], (0, 1))] if config.adaptive else []
+    for budget in (largest, *smaller):
+        worker.drafting.budget = budget
+        sizes = tqdm(config.graph_sizes[::-1], desc="capture graphs", unit="batch size", disable=None)
+        warm_up(worker, sizes, lengths)
+    worker.drafting.budget = largest
 
 
 def _limits(config: EngineConfig, *, uses_features: bool) -> SchedulerLimits:

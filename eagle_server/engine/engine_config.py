@@ -32,6 +32,19 @@ class TreeConfig:
         return max(self.num_steps, self.ngram_depth)
 
     @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (num_steps, num_draft_tokens) that graphs are captured for if trees follow the load, the largest first.
+
+        Each has half the steps and nodes of the one before. Static trees and tries have only their own shape.
+        """
+        shapes = [(self.num_steps, self.num_draft_tokens)]
+        while shapes[-1][0] > 1 and shapes[-1][1] > 2 and not self.choices and not self.ngram_depth:  # noqa: PLR2004
+            steps, size = shapes[-1]
+            steps = -(-steps // 2)
+            shapes.append((steps, steps + 1 if self.topk == 1 else max(2, -(-size // 2))))
+        return tuple(shapes)
+
+    @property
     def num_lookahead_slots(self) -> int:
         """Lookahead slots per decoding request: KV slots that drafting and verifying write after its own tokens.
 

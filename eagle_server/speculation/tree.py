@@ -113,11 +113,15 @@ class EagleVerifyInput:
         return replace(self, **named, scores=None)
 
     def of(self, requests: Tensor) -> EagleVerifyInput:
-        """The trees of some requests, int64 [n]."""
-        size = (-1, self.draft_token_num)
-        parts = (self.draft_token.view(size), self.custom_mask, self.positions.view(size), self.parents, self.depths)
+        """The trees of some requests, int64 [n]. Scores are dropped."""
+        counts, proposed = (
+            None if part is None else part.index_select(0, requests) for part in (self.counts, self.proposed)
+        )
+        tokens, positions = (part.view_as(self.parents) for part in (self.draft_token, self.positions))
+        parts = (tokens, self.custom_mask, positions, self.parents, self.depths)
         tokens, mask, positions, parents, depths = (part.index_select(0, requests) for part in parts)
-        return self.with_tensors(tokens.view(-1), mask, positions.view(-1), parents, depths)
+        chosen = self.with_tensors(tokens.view(-1), mask, positions.view(-1), parents, depths)
+        return replace(chosen, counts=counts, proposed=proposed)
 
     @cached_property
     def tree_mask(self) -> TreeMask | None:

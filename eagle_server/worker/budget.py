@@ -48,6 +48,9 @@ class CycleBudget:
     least_logp: float = -math.inf
 
 
+NOTHING = CycleBudget((), 0, 1)
+
+
 class Budget(Protocol):
     """Chooses the budget of each cycle."""
 
@@ -110,16 +113,18 @@ class _Choice:
     """Steps and least chance with the best expected speed, for a number of requests."""
 
     requests: int
-    num_steps: int
-    least_logp: float
     until: int  # the cycle in which to choose again
+    num_steps: int = 0
+    num_draft_tokens: int = 1
+    least_logp: float = _PROBED
 
 
 class AdaptiveBudget:
     """Maximizes the expected tokens per second of each cycle.
 
     `forwards(num_steps)` is the number of draft steps that a drafter needs for trees of that depth, after draft-extend.
-    `sizes`: numbers of nodes that a tree may have, if all trees of a cycle must have the same; (): any numbers.
+    `shapes`: pairs (num_steps, num_draft_tokens), if all trees of a cycle must have one of these, as with CUDA graphs;
+    then all requests draft, or none. (): any shapes.
     """
 
     def __init__(
@@ -128,36 +133,41 @@ class AdaptiveBudget:
         num_draft_tokens: int,
         costs: CostModel,
         forwards: Callable[[int], int],
-        sizes: Sequence[int] = (),
+        shapes: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.num_steps, self.num_draft_tokens, self.costs = num_steps, num_draft_tokens, costs
-        self.sizes, self._forwards = tuple(sizes), forwards
+        self.shapes, self._forwards = tuple(shapes), forwards
         self._trees: dict[int, _Trees] = {}
         self._shapes = [_Shape(num_steps, num_draft_tokens - 1) for _ in range(2)]
         self._recent = [_first_trees(num_steps, num_draft_tokens - 1) for _ in range(2)]
         self._cycle, self._credit = 0, 0.0
-        self._choice = _Choice(0, 0, 0.0, 0)
+        self._choice = _Choice(0, 0)
 
     def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
         self._cycle += 1
         candidates = [i for i, each in enumerate(able) if each]
         if not candidates:
-            return CycleBudget((), 0, 1)
+            return NOTHING
         kv, requests = float(sum(decode.seq_len for decode in decodes)), len(decodes)
         known = [self._known(decodes[i]) for i in candidates]
         choice = self._choice
         if self._cycle >= choice.until or abs(requests - choice.requests) > requests // _EVERY:
-            choice = self._choice = self._best(known, requests, kv)
+            choice = self._choice = (self._best_shape if self.shapes else self._best)(known, requests, kv)
         wanted = list[int]()
         if choice.num_steps:
             least = math.exp(choice.least_logp)
             wanted = [i for i, trees in zip(candidates, known, strict=True) if trees.best >= least]
+        if self.shapes:
+            wanted = candidates if wanted else wanted
         self._credit += _PROBE_SHARE * self._plain(requests, kv)
         probed = self._probe(decodes, sorted(set(candidates).difference(wanted)), len(wanted), choice.num_steps, kv)
         if probed is None:
-            return CycleBudget(tuple(wanted), choice.num_steps, self.num_draft_tokens, choice.least_logp)
-        drafting, steps = tuple(sorted([*wanted, probed])), choice.num_steps or self.num_steps
-        return CycleBudget(drafting, steps, self.num_draft_tokens, choice.least_logp)
+            return CycleBudget(tuple(wanted), choice.num_steps, choice.num_draft_tokens, choice.least_logp)
+        if not choice.num_steps:
+            least = -math.inf if self.shapes else choice.least_logp
+            return CycleBudget((probed,), self.num_steps, self.num_draft_tokens, least)
+        drafting = tuple(sorted([*wanted, probed]))
+        return CycleBudget(drafting, choice.num_steps, choice.num_draft_tokens, choice.least_logp)
 
     def drafted(self, decode: Decode, logp: Floats, depths: Floats) -> None:
         sampled = decode.sampling.params.temperature > 0
@@ -187,16 +197,34 @@ class AdaptiveBudget:
         logp, first = logp.reshape(-1)[order], first.reshape(-1)[order]
         depths = np.stack([trees.depths for trees in known]).reshape(-1)[order]
         gains, drafting = np.exp(logp) / _TREES, np.cumsum(first)
-        until = self._cycle + _EVERY + requests // _EVERY
-        best, found = _GAIN * requests / self._plain(requests, kv), _Choice(requests, 0, _PROBED, until)
+        best, found = _GAIN * requests / self._plain(requests, kv), self._no_choice(requests)
         for steps in range(1, self.num_steps + 1):
             reached = depths <= steps
             tokens, nodes = requests + np.cumsum(gains * reached), np.cumsum(reached) / _TREES
             rates = tokens / self._seconds(requests, nodes, drafting, steps, kv)
             place = int(np.argmax(rates))
             if rates[place] > best:
-                best, found = float(rates[place]), _Choice(requests, steps, float(logp[place]), until)
+                best = float(rates[place])
+                found = _Choice(requests, found.until, steps, self.num_draft_tokens, float(logp[place]))
         return found
+
+    def _best_shape(self, known: Sequence[_Trees], requests: int, kv: float) -> _Choice:
+        """The best of `shapes`. All requests verify as many rows, whether they draft or not."""
+        chances = np.exp(np.stack([trees.logp for trees in known]))  # [requests, _TREES, n], best first
+        depths = np.stack([trees.depths for trees in known])
+        best, found = _GAIN * requests / self._plain(requests, kv), self._no_choice(requests)
+        for steps, size in self.shapes:
+            reached = depths <= steps
+            taken = reached & (reached.cumsum(axis=2) < size)
+            rows, drafting = np.array([requests * (size - 1.0)]), np.array([float(len(known))])
+            tokens = requests + float((chances * taken).sum()) / _TREES
+            rate = tokens / float(self._seconds(requests, rows, drafting, steps, kv)[0])
+            if rate > best:
+                best, found = rate, _Choice(requests, found.until, steps, size, -math.inf)
+        return found
+
+    def _no_choice(self, requests: int) -> _Choice:
+        return _Choice(requests, self._cycle + _EVERY + requests // _EVERY)
 
     def _plain(self, requests: int, kv: float) -> float:
         """Seconds of a cycle in which nothing is drafted."""

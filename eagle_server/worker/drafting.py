@@ -61,17 +61,15 @@ class TreeDrafting:
     `estimates` and `costs` belong to an adaptive budget, and learn from every cycle. None: the budget is fixed.
     """
 
-    def __init__(
-        self,
-        drafter: Drafter[Any],
-        batches: Batches,
-        budget: Budget,
-        estimates: AcceptanceEstimates | None = None,
-        costs: CostModel | None = None,
-    ) -> None:
+    def __init__(self, drafter: Drafter[Any], batches: Batches, budget: Budget) -> None:
         self.drafter, self.batches, self.budget = drafter, batches, budget
-        self.estimates, self.costs = estimates, costs
+        self.estimates: AcceptanceEstimates | None = None
+        self.costs: CostModel | None = None
         self.observers: list[Callable[[EagleVerifyInput, Accepted, int], None]] = []  # get trees, paths, requests
+
+    def adapt(self, budget: Budget, estimates: AcceptanceEstimates, costs: CostModel) -> None:
+        """Go on with an adaptive budget."""
+        self.budget, self.estimates, self.costs = budget, estimates, costs
 
     def forget(self, released: Sequence[int]) -> None:
         """These requests have ended, or were preempted."""

@@ -17,6 +17,7 @@ _PROMPT = 128  # tokens: enough for the kernels of long prompts
 _GREEDY = RequestSampling(SamplingParams(max_tokens=1, seed=0, temperature=0.0), key=0)
 _SAMPLED = RequestSampling(SamplingParams(max_tokens=1, seed=0), key=1)
 _MEASURING = 1.0  # seconds, about
+_NOTHING = FixedBudget(0, 1)  # to draft
 _TRUNCATED = RequestSampling(SamplingParams(max_tokens=1, seed=0, top_k=50, top_p=0.9), key=1)
 
 
@@ -45,20 +46,20 @@ def measure_costs(worker: Worker, costs: CostModel, largest: FixedBudget, most: 
     """
     measured = _Measured(worker)
     began = time.perf_counter()
-    with measured:
-        for size in dict.fromkeys(min(each, most) for each in (1, 8, most, 4, 16, 2, 32)):
-            measured.plain(size)
-            measured.drafting(size, largest)
-            if time.perf_counter() - began > _MEASURING:
-                break
-        slope = (measured.plain(1, longest) - measured.verify[1]) / longest
+    for size in dict.fromkeys(min(each, most) for each in (1, 8, most, 4, 16, 2, 32)):
+        measured.plain(size)
+        measured.drafting(size, largest)
+        if time.perf_counter() - began > _MEASURING:
+            break
+    slope = (measured.plain(1, longest) - measured.verify[1]) / longest
+    worker.run(CyclePlan(released=(worker.batches.pad_row,)))
     costs.verify.fit(measured.verify, max(0.0, slope))
     costs.extend.fit(measured.extend)
     costs.step.fit(measured.step)
 
 
 class _Measured:
-    """Seconds of a cycle's stages, by their size. Inside its context the worker learns nothing from its cycles."""
+    """Seconds of a cycle's stages, by their size."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker, self._row = worker, worker.batches.pad_row
@@ -66,19 +67,9 @@ class _Measured:
         self.extend: dict[int, float] = {}
         self.step: dict[int, float] = {}
 
-    def __enter__(self) -> None:
-        drafting = self._worker.drafting
-        self._kept = drafting.budget, drafting.estimates, drafting.costs
-        drafting.estimates = drafting.costs = None
-
-    def __exit__(self, *_: object) -> None:
-        drafting = self._worker.drafting
-        drafting.budget, drafting.estimates, drafting.costs = self._kept
-        self._worker.run(CyclePlan(released=(self._row,)))
-
     def plain(self, size: int, length: int = 2) -> float:
         """Cycles in which nothing is drafted."""
-        seconds = sum(self._run(size, length, FixedBudget(0, 1)).values())
+        seconds = sum(self._run(size, length, _NOTHING).values())
         if length == 2:  # noqa: PLR2004  the shortest text
             self.verify[size] = seconds
         return seconds

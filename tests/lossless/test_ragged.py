@@ -69,7 +69,7 @@ def test_every_cached_slot_holds_the_kv_of_its_tokens(pair: Pair, topk: int) -> 
     engine = thinned(speculative(pair.target, pair.head, 3, topk, page_size=4, chunked_prefill_size=24))
     run(engine, REQUESTS[:4], joining={3: REQUESTS[4:]})
     assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens
-    engine.worker.drafter = nodes_of(engine).drafter
+    engine.worker.drafting.drafter = nodes_of(engine).drafter
     target_error, draft_error, slots = worst_cached_slot(pair, engine)
     assert slots > 100
     assert target_error < TOLERANCE

@@ -49,6 +49,9 @@ class ThinningDrafter:
         self.sizes.append((int(counts.max()), tree.draft_token_num))
         return replace(proposal, tokens=tokens)
 
+    def forwards(self, num_steps: int) -> int:
+        return self.drafter.forwards(num_steps)
+
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
         self.drafter.observe(batch, tree, accepted)
 
@@ -65,7 +68,8 @@ class ThinningDrafter:
 
 def thinned(engine: Engine, seed: int = 0) -> Engine:
     """The same engine with thinned trees."""
-    engine.worker.drafter = ThinningDrafter(engine.worker.drafter, seed)
+    drafting = engine.worker.drafting
+    drafting.drafter = ThinningDrafter(drafting.drafter, seed)
     return engine
 
 

@@ -1,0 +1,78 @@
+"""No text depends on the budget: who drafts, how deep, and which nodes are verified, drawn at random in every cycle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from eagle_server.engine.engine import Engine
+from tests.lossless.conftest import Drafting
+from tests.lossless.drafters import CASES
+from tests.lossless.pairs import Pair
+from tests.lossless.scenes import REQUESTS, SCENES, as_on_a_gpu, check, play
+from tests.lossless.test_kv import TOLERANCE, worst_cached_slot
+from tests.support.budgets import RandomBudget, budgeted
+from tests.support.engines import run, speculative, tree_size
+
+DRAFTING = {name: case for name, case in CASES.items() if case.numbers["num_draft_tokens"] > 1}
+QUICK = {
+    ("EAGLE3", "batch"),
+    ("EAGLE3 static tree", "prefix_hit"),
+    ("STANDALONE", "batch"),
+    ("REDRAFTER", "preempted"),
+    ("EAGLE3+NGRAM", "batch"),
+    ("NEXTN", "alone"),
+}
+PLAYED = [
+    pytest.param(name, scene, marks=() if (name, scene) in QUICK else (pytest.mark.slow,))
+    for name in DRAFTING
+    for scene in SCENES
+]
+
+
+@pytest.mark.parametrize(("drafting", "scene"), PLAYED, indirect=["drafting"])
+def test_texts_do_not_depend_on_random_budgets(drafting: Drafting, scene: str) -> None:
+    """The free slots are poisoned, so that a drafter that reads a position it never computed would show."""
+    budgets: list[RandomBudget] = []
+    numbers = drafting.case.numbers
+
+    def build(**settings: Any) -> Engine:
+        engine = drafting.engine(**settings, adaptive=True)
+        budgets.append(budgeted(engine, numbers["num_steps"], numbers["num_draft_tokens"], seed=len(budgets)))
+        return engine
+
+    outcome, engines = play(scene, build)
+    check(drafting.pair.target, outcome, drafting.texts, engines)
+    drawn = [each for budget in budgets for each in budget.drawn]
+    assert any(not budget.drafting for _, budget in drawn), "a cycle without drafts"
+    assert any(len(budget.drafting) == able for able, budget in drawn), "a cycle in which all draft"
+    if scene == "batch":
+        assert any(0 < len(budget.drafting) < able for able, budget in drawn), "a cycle in which some draft"
+
+
+@pytest.mark.parametrize("drafting", ["EAGLE3"], indirect=True)
+def test_texts_do_not_depend_on_random_budgets_with_captured_graphs(drafting: Drafting) -> None:
+    engine = drafting.engine(**as_on_a_gpu(), adaptive=True)
+    numbers = drafting.case.numbers
+    budgeted(engine, numbers["num_steps"], numbers["num_draft_tokens"])
+    check(drafting.pair.target, run(engine, REQUESTS), drafting.texts, [engine])
+
+
+@pytest.mark.parametrize("drafting", [name for name in DRAFTING if name in ("EAGLE3", "NGRAM")], indirect=True)
+def test_an_adaptive_engine_gives_the_plain_text(drafting: Drafting) -> None:
+    engine = drafting.engine(adaptive=True)
+    outcome = run(engine, REQUESTS[:4], joining={3: REQUESTS[4:]})
+    for name, finished in outcome.items():
+        assert finished.tokens == drafting.texts[name]
+
+
+@pytest.mark.parametrize("pair", ["EAGLE3"], indirect=True)
+def test_every_cached_slot_holds_the_kv_of_its_tokens_after_cycles_without_drafts(pair: Pair) -> None:
+    engine = speculative(pair.target, pair.head, 3, 4, page_size=4, chunked_prefill_size=24, adaptive=True)
+    budgeted(engine, 3, tree_size(3, 4))
+    run(engine, REQUESTS[:4], joining={3: REQUESTS[4:]})
+    target_error, draft_error, slots = worst_cached_slot(pair, engine)
+    assert slots > 100
+    assert target_error < TOLERANCE
+    assert draft_error < TOLERANCE

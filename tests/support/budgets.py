@@ -1,0 +1,45 @@
+"""A budget that has no reasons."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from eagle_server.engine.engine import Engine
+from eagle_server.plan import Decode
+from eagle_server.worker.budget import CycleBudget, Floats
+
+
+class RandomBudget:
+    """A `Budget` that draws requests, depth, size and price anew in every cycle, and keeps what it drew."""
+
+    def __init__(self, num_steps: int, num_draft_tokens: int, seed: int = 0) -> None:
+        self._num_steps, self._num_draft_tokens = num_steps, num_draft_tokens
+        self._random = random.Random(seed)
+        self.drawn: list[tuple[int, CycleBudget]] = []  # with the number of requests that could draft
+
+    def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
+        share = self._random.choice((0.0, 0.3, 0.8, 1.0))
+        budget = CycleBudget(
+            drafting=tuple(i for i, each in enumerate(able) if each and self._random.random() < share),
+            num_steps=self._random.randint(1, max(1, self._num_steps)),
+            num_draft_tokens=self._random.randint(2, self._num_draft_tokens),
+            least_logp=self._random.choice((-math.inf, math.log(0.02), math.log(0.2))),
+        )
+        self.drawn.append((sum(able), budget))
+        return budget
+
+    def drafted(self, decode: Decode, logp: Floats, depths: Floats) -> None:
+        assert logp.shape == depths.shape and logp.size
+
+    def forget(self, req_pool_index: int) -> None:
+        return None
+
+
+def budgeted(engine: Engine, num_steps: int, num_draft_tokens: int, seed: int = 0) -> RandomBudget:
+    """Give an engine with adaptive trees a random budget."""
+    drafting = engine.worker.drafting
+    assert drafting.estimates is not None, "built with adaptive=True"
+    drafting.budget = budget = RandomBudget(num_steps, num_draft_tokens, seed)
+    return budget
