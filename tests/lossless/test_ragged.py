@@ -50,8 +50,8 @@ def test_texts_do_not_depend_on_which_nodes_are_kept_and_only_these_are_computed
         assert engine.stats().drafted_tokens <= sum(rows.rows)
     sizes = [size for engine in engines for size in nodes_of(engine).sizes]
     assert any(largest == 1 for largest, _ in sizes), "a cycle with roots only"
-    assert any(1 < largest < width for largest, width in sizes), "a cycle with smaller trees"
-    assert any(largest == width for largest, width in sizes), "a cycle with a whole tree"
+    assert any(1 < largest < whole for largest, whole in sizes), "a cycle with smaller trees"
+    assert any(1 < largest == whole for largest, whole in sizes), "a cycle with a whole tree"
 
 
 @pytest.mark.parametrize("drafting", ["EAGLE3"], indirect=True)

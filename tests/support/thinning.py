@@ -20,7 +20,7 @@ class ThinningDrafter:
     """A `Drafter` that turns random nodes of another one's proposals into padding, with all nodes below them.
 
     Some cycles keep all nodes, and some keep only the roots. `nodes` counts the nodes of every cycle, roots included,
-    and `sizes` has the largest tree and the width of the proposal.
+    and `sizes` has those of the largest tree, after and before thinning.
     """
 
     def __init__(self, drafter: Drafter[Any], seed: int = 0) -> None:
@@ -44,9 +44,9 @@ class ThinningDrafter:
         dropped = self._random(*proposal.tokens.shape) < self._share_dropped(len(proposal.tokens))
         below = (tree.custom_mask[:, 1:, 1:] & dropped[:, None]).any(dim=2)
         tokens = proposal.tokens.masked_fill(below, -1)
-        counts = (tokens >= 0).sum(1) + 1
+        counts, before = ((each >= 0).sum(1) + 1 for each in (tokens, proposal.tokens))
         self.nodes.append(int(counts.sum()))
-        self.sizes.append((int(counts.max()), tree.draft_token_num))
+        self.sizes.append((int(counts.max()), int(before.max())))
         return replace(proposal, tokens=tokens)
 
     def forwards(self, num_steps: int) -> int:
