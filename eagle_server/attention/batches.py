@@ -5,7 +5,8 @@
     draft-extend    extend_width          prefix and accepted tokens        causal
     draft step      topk                  prefix and the draft's window     each node's ancestor_mask
     static level    nodes with children   prefix and the draft's window     each node's ancestors
-    verify          draft_token_num       prefix and the tree's window      the tree's mask; causal for a chain
+    verify          draft_token_num, or   prefix and the tree's window      the tree's mask; causal for a chain
+                    the tree's own nodes
 
 The host plans a forward from its `Layout`. The batch holds the device tensors. As in SGLang, draft-extend, draft steps
 and verify have a `spec_info`, which computes qo_indptr, kv_indptr and kv_indices (`attn_args_prefill`,
@@ -15,6 +16,7 @@ and verify have a `spec_info`, which computes qo_indptr, kv_indptr and kv_indice
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from eagle_server.attention.interface import (
     Layout,
     SpecInput,
     TreeMask,
+    VerifyInput,
 )
 from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices
 from eagle_server.ops.upload import upload
@@ -194,18 +197,22 @@ def static_level_batch(  # noqa: PLR0913, PLR0917  `start` belongs to the mask
     return AttentionBatch(req_pool_indices, seq_lens + layout.mask_width, req_to_token, out_cache_loc, mask, layout)
 
 
-def verify_layout(seq_lens: Sequence[int], draft_token_num: int, topk: int) -> Layout:
-    """The verify forward of requests with these lengths. The trees need not be known yet."""
-    lens = tuple(length + draft_token_num for length in seq_lens)
-    return Layout((draft_token_num,) * len(lens), lens, mask_width=None if topk == 1 else draft_token_num)
+def verify_layout(
+    seq_lens: Sequence[int], draft_token_num: int, topk: int, counts: Sequence[int] | None = None
+) -> Layout:
+    """The verify forward of requests with these lengths. `counts`: the nodes of each tree, if they differ."""
+    q_lens = (draft_token_num,) * len(seq_lens) if counts is None else tuple(counts)
+    kv_lens = tuple(map(sum, zip(seq_lens, q_lens, strict=True)))
+    return Layout(q_lens, kv_lens, mask_width=None if topk == 1 else draft_token_num)
 
 
 def verify_batch(
-    tree: SpecInput, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor, layout: Layout
+    tree: VerifyInput, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor, layout: Layout
 ) -> AttentionBatch:
     """The verify forward of an EagleVerifyInput: node i writes window slot i."""
-    kv_lens = seq_lens + layout.q_lens[0]
-    return _speculative(tree, req_pool_indices, seq_lens, kv_lens, seq_lens, req_to_token, layout)
+    kv_lens = seq_lens + (layout.q_lens[0] if tree.counts is None else tree.counts)
+    batch = _speculative(tree, req_pool_indices, seq_lens, kv_lens, seq_lens, req_to_token, layout)
+    return batch if tree.rows is None else replace(batch, out_cache_loc=batch.out_cache_loc.index_select(0, tree.rows))
 
 
 def cache_locations(req_pool_indices: Tensor, first: Tensor, count: int, req_to_token: Tensor) -> Tensor:
@@ -225,7 +232,7 @@ def _speculative(  # noqa: PLR0913, PLR0917
     req_to_token: Tensor,
     layout: Layout,
 ) -> AttentionBatch:
-    out_cache_loc = cache_locations(req_pool_indices, first, layout.q_lens[0], req_to_token)
+    out_cache_loc = cache_locations(req_pool_indices, first, max(layout.q_lens), req_to_token)
     mask = Causal() if layout.mask_width is None else spec_info.tree_mask
     assert mask is not None
     return AttentionBatch(

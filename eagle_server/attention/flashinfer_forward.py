@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ class Wrapper(Protocol):
 
 class FlashInferBackend(ABC):
     """`AttentionBackend` over one pool. A subclass chooses how a forward is computed and makes the wrappers."""
+
+    ragged_trees: ClassVar[bool] = False  # captured graphs have fixed shapes
 
     def __init__(
         self, pool: Pool, workspace: Workspace, specs: Collection[tuple[float, int]], limits: AttentionLimits

@@ -38,8 +38,9 @@ class Causal:
 class TreeMask:
     """The queries of a request see the whole prefix. In the window after the prefix they see what `visible` allows.
 
-    Every request has the same number of rows R and of window columns W. The depths are positions relative to the
-    window's first column. Sliding windows are measured by these depths.
+    R and W are the largest numbers of rows and window columns. A request with fewer rows has as many fewer columns; the
+    last ones are padding. The depths are positions relative to the window's first column. Sliding windows are measured
+    by these depths.
     """
 
     visible: Tensor  # bool [bs, R, W], True = attend
@@ -87,6 +88,20 @@ class SpecInput(Protocol):
         out: Tensor | None = None,
     ) -> AttnArgs:
         """All query rows of a request read one list of slots. kv_lens_sum and out: see `batches.kv_arguments`."""
+        ...
+
+
+class VerifyInput(SpecInput, Protocol):
+    """A `SpecInput` that may compute different numbers of nodes: EagleVerifyInput."""
+
+    @property
+    def counts(self) -> Tensor | None:
+        """Nodes that are computed, int64 [bs], the first of each tree; None: all."""
+        ...
+
+    @property
+    def rows(self) -> Tensor | None:
+        """The same nodes as places in the flat batch of all nodes, int64 [n]; None: all."""
         ...
 
 
@@ -157,6 +172,11 @@ class AttentionBackend(Protocol):
     @property
     def pool(self) -> Pool:
         """The pool with the keys and values."""
+        ...
+
+    @property
+    def ragged_trees(self) -> bool:
+        """Whether requests may have different numbers of rows under a tree mask. If not, padding is computed too."""
         ...
 
     def plan(self, layout: Layout) -> AttentionPlan:

@@ -21,8 +21,8 @@ SHORT_QUERY = 32  # requests with at most this many query rows share one padded 
 class _Group:
     """Requests that are computed together, padded to Q query rows and L columns.
 
-    `rows` [g, Q] are indices into the forward's query rows. None: the group has all of them, in order. Padding repeats
-    row 0, and `kept` [g, Q] drops it. `slots` is flat, [g * L].
+    `rows` [g * Q] are indices into the forward's query rows. None: the group has all of them, in order. Padding repeats
+    row 0; `kept` are the places of the others in `rows`. `slots` is flat, [g * L].
     """
 
     size: int
@@ -53,6 +53,11 @@ class TorchNativeAttention:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
+
+    @property
+    def ragged_trees(self) -> bool:
+        """On a CPU only. Elsewhere the host would have to wait for the numbers of rows."""
+        return self.pool.keys[0].device.type == "cpu"
 
     def plan(self, layout: Layout) -> TorchNativePlan:  # noqa: ARG002  the batch has the layout too
         return TorchNativePlan(self.pool)
@@ -85,8 +90,8 @@ class BoundTorchNative:
         out = q.new_empty(*q.shape[:2], v.shape[2])
         for group in self.groups:
             assert group.rows is not None and group.kept is not None
-            attended = self._attend(q.index_select(0, group.rows.view(-1)), group, layer)
-            out[group.rows[group.kept]] = attended.view(group.size, group.q_len, *out.shape[1:])[group.kept]
+            attended = self._attend(q.index_select(0, group.rows), group, layer)
+            out.index_copy_(0, group.rows.index_select(0, group.kept), attended.index_select(0, group.kept))
         return out
 
     def _attend(self, q: Tensor, group: _Group, layer: LayerSpec) -> Tensor:
@@ -140,6 +145,18 @@ class _Indices:
         slots = self.kv_indices[place.clamp(max=len(self.kv_indices) - 1)]
         return torch.where(place < last, slots, 0), last - first
 
+    def padded_rows(self, members: list[int]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Numbers of query rows [g, 1] of some requests, and `rows` and `kept` as in `_Group`."""
+        lens, device = [self.layout.q_lens[i] for i in members], self.qo_indptr.device
+        counts = upload(lens, device)[:, None]
+        if len(members) == len(self.layout.q_lens) and min(lens) == max(lens):
+            return counts, None, None
+        steps = torch.arange(max(lens), device=device)
+        is_row = steps < counts
+        first = self.qo_indptr.index_select(0, upload(members, device))
+        rows = (first[:, None] + steps) * is_row
+        return counts, rows.view(-1), is_row.view(-1).nonzero()[:, 0]
+
 
 def _groups(batch: AttentionBatch) -> Iterator[_Group]:
     kv_indices, kv_indptr, qo_indptr, mask = attn_args_prefill(batch)
@@ -158,33 +175,28 @@ def _groups(batch: AttentionBatch) -> Iterator[_Group]:
 def _causal_group(indices: _Indices, members: list[int]) -> _Group:
     """A causal group: with n queries and m columns, query j sees the columns up to m - n + j."""
     slots, kv_lens = indices.padded_slots(members)
-    device, layout = slots.device, indices.layout
-    q_lens = [layout.q_lens[i] for i in members]
-    longest, width = max(q_lens), slots.shape[1]
-    steps = torch.arange(longest, device=device)[None]
-    columns = torch.arange(width, device=device)[None].expand(len(members), -1)
-    rows = kept = None
-    if len(members) == len(layout.q_lens) and min(q_lens) == longest:
-        positions = kv_lens - longest + steps
-    else:
-        counts = upload(q_lens, device)[:, None]
-        positions = kv_lens - counts + steps
-        kept = steps < counts
-        first = indices.qo_indptr.index_select(0, upload(members, device))
-        rows = (first[:, None] + steps) * kept
+    counts, rows, kept = indices.padded_rows(members)
+    longest, width = max(indices.layout.q_lens[i] for i in members), slots.shape[1]
+    columns = torch.arange(width, device=slots.device)[None].expand(len(members), -1)
+    positions = kv_lens - counts + torch.arange(longest, device=slots.device)
     allowed = None if longest == 1 and len(members) == 1 else columns[:, None, :] <= positions[:, :, None]
     return _Group(len(members), longest, width, rows, kept, slots.reshape(-1), positions, columns, allowed)
 
 
 def _tree_group(indices: _Indices, mask: TreeMask) -> _Group:
-    """A tree group: every query sees the prefix. In the window after it, a query sees what the mask allows."""
-    size, rows, window = mask.visible.shape
-    slots, kv_lens = indices.padded_slots(list(range(size)))
+    """A tree group: every query sees the prefix. In the window after it, a query sees what the mask allows.
+
+    A request with fewer rows has as many fewer columns. The mask needs no cut there, because no node sees padding.
+    """
+    size, longest, window = mask.visible.shape
+    members = list(range(size))
+    slots, kv_lens = indices.padded_slots(members)
+    counts, rows, kept = indices.padded_rows(members)
     lens = indices.layout.kv_lens
-    prefix = kv_lens - window  # [g, 1]
+    prefix = kv_lens - window + longest - counts  # [g, 1]
     columns = torch.arange(slots.shape[1], device=slots.device)[None].expand(size, -1)
-    if min(lens) == max(lens):
-        everything = mask.visible.new_ones(size, rows, slots.shape[1] - window)
+    if rows is None and min(lens) == max(lens):
+        everything = mask.visible.new_ones(size, longest, slots.shape[1] - window)
         allowed = torch.cat([everything, mask.visible], dim=2)
         depths = mask.column_depths + prefix
         where = torch.cat([columns[:, : slots.shape[1] - window], depths], dim=1)
@@ -192,11 +204,11 @@ def _tree_group(indices: _Indices, mask: TreeMask) -> _Group:
         offset = columns - prefix  # [g, L]
         inside = (offset >= 0) & (offset < window)
         clamped = offset.clamp(0, window - 1)
-        in_window = mask.visible.gather(2, clamped[:, None].expand(-1, rows, -1)) & inside[:, None]
+        in_window = mask.visible.gather(2, clamped[:, None].expand(-1, longest, -1)) & inside[:, None]
         allowed = in_window | (offset < 0)[:, None]
         where = torch.where(inside, mask.column_depths.gather(1, clamped) + prefix, columns)
     positions = mask.row_depths + prefix
-    return _Group(size, rows, slots.shape[1], None, None, slots.reshape(-1), positions, where, allowed)
+    return _Group(size, longest, slots.shape[1], rows, kept, slots.reshape(-1), positions, where, allowed)
 
 
 def _additive(allowed: Tensor, dtype: torch.dtype, heads_per_kv: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.accept import walk_tree
-from eagle_server.speculation.sampling import SamplingBatch, draw
+from eagle_server.speculation.sampling import SamplingBatch, draw, draw_rows
 from eagle_server.speculation.transforms import Paths
 from eagle_server.speculation.tree import EagleVerifyInput
 
@@ -38,7 +38,7 @@ class Acceptance(Protocol):
     def lossy(self) -> str | None: ...
 
     def accept(self, tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
-        """The accepted path of each tree. target_logits float32 [bs * D, vocab] has one row per node."""
+        """The accepted path of each tree. target_logits float32 [n, vocab] has one row per computed node."""
         ...
 
 
@@ -58,6 +58,25 @@ def paths_of(tree: EagleVerifyInput) -> Paths | None:
     return Paths(tokens, tree.parents, tree.custom_mask) if tree.draft_token_num > 1 else None
 
 
+def padded_logits(tree: EagleVerifyInput, target_logits: Tensor) -> Tensor:
+    """The logits of all nodes, [bs, D, vocab], from those of the computed nodes. Padding has its root's."""
+    if tree.rows is not None:
+        target_logits = target_logits.index_select(0, tree.retrive_index.view(-1))
+    return target_logits.view(*tree.parents.shape, -1)
+
+
+def draw_nodes(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """`draw` at every node: tokens int64 [bs, D] and scores float32 [bs, D]. Those of padding mean nothing.
+
+    Only computed nodes are drawn, except that transforms and truncation take rows by request, hence with padding.
+    """
+    positions, span = tree.positions.view_as(tree.parents) + 1, tree.spec_steps + 1
+    if tree.rows is None or sampling.edits_logits:
+        return draw(padded_logits(tree, target_logits), positions, sampling, span, paths_of(tree))
+    tokens, scores = draw_rows(target_logits, positions, tree.rows, sampling, span)
+    return tokens.take(tree.retrive_index), scores.take(tree.retrive_index)
+
+
 def accept(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
     """Walk each tree along the tokens that the target draws.
 
@@ -67,12 +86,11 @@ def accept(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatc
     plain decoding, whatever the tree contains.
 
     Args:
-        target_logits: float32 [bs * D, vocab], one row per node.
+        target_logits: float32 [n, vocab], one row per computed node, see `EagleVerifyInput.retrive_index`.
     """
     bs, size = tree.parents.shape
-    logits = target_logits.view(bs, size, -1)
     tokens_of = tree.draft_token.view(bs, size)
-    drawn, scores = draw(logits, tree.positions.view(bs, size) + 1, sampling, tree.spec_steps + 1, paths_of(tree))
+    drawn, scores = draw_nodes(tree, target_logits, sampling)
     if size == 1:
         root = torch.zeros_like(drawn)
         return Accepted(root, root[:, 0], drawn, root[:, 0], scores.isfinite()[:, 0], scores)

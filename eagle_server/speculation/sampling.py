@@ -40,6 +40,11 @@ class SamplingBatch:
     transforms: tuple[Transform, ...]
     penalizer_state: PenalizerState = field(default_factory=PenalizerState)  # at the start of the cycle
 
+    @property
+    def edits_logits(self) -> bool:
+        """Whether transforms or truncation (top-k, top-p, min_p) change logits before the noise is added."""
+        return bool(self.transforms) or self.truncated is not None or self.floored is not None
+
     @classmethod
     def of(cls, settings: Sequence[RequestSampling], device: torch.device, spec_steps: int = 0) -> SamplingBatch:
         """`spec_steps`: the depth of the trees whose rows are drawn; 0: there are only roots."""
@@ -94,6 +99,36 @@ def draw(
     where = positions.index_select(0, sampling.stochastic)
     best, tokens_drawn = chosen.add_(_noise(sampling.keys, where, logits.shape[-1], span)).max(dim=-1)
     return drawn.index_copy(0, sampling.stochastic, tokens_drawn), scores.index_copy(0, sampling.stochastic, best)
+
+
+def draw_rows(
+    logits: Tensor, positions: Tensor, rows: Tensor, sampling: SamplingBatch, span: int
+) -> tuple[Tensor, Tensor]:
+    """`draw` for some of a batch's rows, without transforms and truncation: see `SamplingBatch.edits_logits`.
+
+    Args:
+        logits: float32 [n, vocab].
+        positions: int64 [bs, rows of a request], of all rows of the batch.
+        rows: int64 [n], the places of the rows of `logits` among them, counted through all requests.
+
+    Returns:
+        tokens int64 [n] and scores float32 [n].
+    """
+    scores, drawn = logits.max(dim=-1)
+    if sampling.stochastic is None:
+        return drawn, scores
+    requests = torch.div(rows, positions.shape[1], rounding_mode="floor")
+    numbers = torch.full_like(sampling.all_keys, -1)  # among the stochastic requests
+    numbers[sampling.stochastic] = torch.arange(len(sampling.stochastic), device=rows.device)
+    own = numbers.index_select(0, requests)
+    places = (own >= 0).nonzero()[:, 0]
+    own, requests = own.index_select(0, places), requests.index_select(0, places)
+    first = positions[:, 0]
+    offsets = positions.take(rows.index_select(0, places)) - first.index_select(0, requests)
+    noise = _noise_table(sampling.keys, first.index_select(0, sampling.stochastic), logits.shape[1], span)
+    chosen = logits.index_select(0, places) / sampling.temperature.index_select(0, own)[:, None]
+    best, tokens = chosen.add_(noise.index_select(0, own * span + offsets)).max(dim=-1)
+    return drawn.index_copy(0, places, tokens), scores.index_copy(0, places, best)
 
 
 def sampling_probs(logits: Tensor, positions: Tensor, sampling: SamplingBatch, paths: Paths | None = None) -> Tensor:
@@ -187,12 +222,17 @@ def _noise(keys: Tensor, positions: Tensor, vocab_size: int, span: int) -> Tenso
     """Noise [n, rows, vocab]. A request's rows have at most `span` positions, and each position is drawn once."""
     n, rows = positions.shape
     base = positions[:, :1]
-    distinct = base + torch.arange(span, device=base.device)  # [n, span]
-    noise = gumbel(keys.repeat_interleave(span), distinct.view(-1), vocab_size)
+    noise = _noise_table(keys, base[:, 0], vocab_size, span)
     if rows == span == 1:
         return noise.view(n, 1, vocab_size)
     place = positions - base + torch.arange(0, n * span, span, device=base.device)[:, None]
     return noise.index_select(0, place.view(-1)).view(n, rows, vocab_size)
+
+
+def _noise_table(keys: Tensor, first: Tensor, vocab_size: int, span: int) -> Tensor:
+    """Noise [n * span, vocab] of `span` positions of each request, from `first` int64 [n] on."""
+    distinct = first[:, None] + torch.arange(span, device=first.device)  # [n, span]
+    return gumbel(keys.repeat_interleave(span), distinct.view(-1), vocab_size)
 
 
 def _indices(values: list[int], device: torch.device) -> Tensor | None:

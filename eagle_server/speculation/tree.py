@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from eagle_server.attention.batches import even_indptr, kv_arguments
+from eagle_server.attention.batches import even_indptr, indptr_of, kv_arguments
 from eagle_server.attention.interface import AttnArgs, TreeMask
 from eagle_server.ops.tree import ancestors, link_tree
 from eagle_server.speculation.reference import retrive_links
@@ -51,6 +52,8 @@ Proposal = Candidates | TreeNodes
 class EagleVerifyInput:
     """A tree per request with D = draft_token_num nodes. Node 0 is the root; parents have lower numbers than children.
 
+    The target computes all nodes, or in `compacted` trees all but the padding.
+
     `custom_mask` covers the query window only, True = attend. The prefix is always visible, and each backend expands
     the mask in its own way. `parents` is -1 at the root.
     """
@@ -64,11 +67,25 @@ class EagleVerifyInput:
     topk: int  # maximum children per node; 1: every tree is a chain; 0: unknown
     draft_token_num: int
     scores: Tensor | None = None  # float32 [bs, D - 1], scores of the nodes after the root, if the drafter has them
+    counts: Tensor | None = None  # int64 [bs], nodes that are computed, the first of each request; None: all
+    proposed: Tensor | None = None  # int64 [bs, D - 1], each drafted node's place in the proposal; None: the same place
+
+    @cached_property
+    def rows(self) -> Tensor | None:
+        """The nodes that are computed, int64 [n], as places in [bs * D]. None: all."""
+        if self.counts is None:
+            return None
+        numbers = torch.arange(self.draft_token_num, device=self.counts.device)
+        return (numbers < self.counts[:, None]).view(-1).nonzero()[:, 0]
 
     @cached_property
     def retrive_index(self) -> Tensor:
-        """Row of each node in the flat batch, int64 [bs, D]."""
-        return torch.arange(self.parents.numel(), device=self.parents.device).view_as(self.parents)
+        """Row of each node in the flat batch of computed nodes, int64 [bs, D]. Padding has its root's row."""
+        if self.counts is None:
+            return torch.arange(self.parents.numel(), device=self.parents.device).view_as(self.parents)
+        numbers = torch.arange(self.draft_token_num, device=self.counts.device)
+        first = self.counts.cumsum(0) - self.counts
+        return first[:, None] + numbers * (numbers < self.counts[:, None])
 
     @property
     def retrive_next_token(self) -> Tensor:
@@ -90,11 +107,10 @@ class EagleVerifyInput:
         return (self.draft_token, self.custom_mask, self.positions, self.parents, self.depths)
 
     def with_tensors(self, *tensors: Tensor) -> EagleVerifyInput:
-        """Trees with the same spec_steps, topk and draft_token_num, but other `tensors`. Scores are dropped."""
-        draft_token, custom_mask, positions, parents, depths = tensors
-        return EagleVerifyInput(
-            draft_token, custom_mask, positions, parents, depths, self.spec_steps, self.topk, self.draft_token_num
-        )
+        """The same trees with other `tensors`. Scores are dropped."""
+        names = ("draft_token", "custom_mask", "positions", "parents", "depths")
+        named: dict[str, Any] = dict(zip(names, tensors, strict=True))
+        return replace(self, **named, scores=None)
 
     @cached_property
     def tree_mask(self) -> TreeMask | None:
@@ -111,12 +127,14 @@ class EagleVerifyInput:
     ) -> AttnArgs:
         """kv_indices, kv_indptr, qo_indptr and mask of the verify forward, page size 1.
 
-        paged_kernel_lens int64 [bs] are sequence lengths L. Each request has D query rows that read L + D slots. The
-        mask covers the query window; `reference.flat_custom_mask` expands it to the form that FlashInfer's plan takes.
+        paged_kernel_lens int64 [bs] are sequence lengths L. Each request has D query rows that read L + D slots;
+        compacted trees have counts instead of D. The mask covers the query window; `reference.flat_custom_mask`
+        expands it to the form that FlashInfer's plan takes.
         """
-        kv_lens = paged_kernel_lens + self.draft_token_num
+        bs, size = self.parents.shape
+        kv_lens = paged_kernel_lens + (size if self.counts is None else self.counts)
         kv_indptr, kv_indices = kv_arguments(req_pool_indices, kv_lens, req_to_token, kv_lens_sum, out)
-        qo_indptr = even_indptr(len(req_pool_indices), self.draft_token_num, kv_lens.device)
+        qo_indptr = even_indptr(bs, size, kv_lens.device) if self.counts is None else indptr_of(self.counts)
         return kv_indices, kv_indptr, qo_indptr, self.tree_mask
 
 
@@ -149,4 +167,40 @@ def build_tree(
         topk=topk,
         draft_token_num=parents.shape[1],
         scores=proposal.scores,
+    )
+
+
+def compacted(tree: EagleVerifyInput) -> EagleVerifyInput:
+    """The same trees with their padding last, cut to the largest number of nodes, so that only nodes are computed.
+
+    The nodes get new numbers in the old order. Children of padding must be padding. Trees without padding are returned
+    as they are. If there are only roots, each tree is a chain of one node, as in plain decoding. The host reads the
+    sizes from the device, which synchronizes.
+    """
+    tokens = tree.draft_token.view_as(tree.parents)
+    is_node = tokens >= 0
+    counts = is_node.sum(1)
+    size, fewest = int(counts.max()), int(counts.min())
+    if fewest == tree.draft_token_num:
+        return tree
+    order = is_node.byte().argsort(dim=1, descending=True, stable=True)  # [bs, D], old numbers by new ones
+    numbers, kept = order.argsort(dim=1), order[:, :size]
+    tokens = tokens.gather(1, kept)
+    parents = numbers.gather(1, tree.parents.gather(1, kept).clamp(min=0)).masked_fill_(tokens < 0, 0)
+    parents[:, 0] = -1
+    spec_steps = int((tree.depths * is_node).max())
+    mask, depths = ancestors(parents, spec_steps)
+    proposed = kept[:, 1:] - 1
+    return EagleVerifyInput(
+        draft_token=tokens.view(-1),
+        custom_mask=mask,
+        positions=(tree.positions.view_as(tree.parents)[:, :1] + depths).view(-1),
+        parents=parents,
+        depths=depths,
+        spec_steps=spec_steps,
+        topk=1 if size == 1 else tree.topk,
+        draft_token_num=size,
+        scores=None if tree.scores is None else tree.scores.gather(1, proposed),
+        counts=None if fewest == size else counts,
+        proposed=proposed,
     )

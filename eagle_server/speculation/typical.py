@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.accept import path_to
-from eagle_server.speculation.accept import Accepted, paths_of
-from eagle_server.speculation.sampling import SamplingBatch, draw, sampling_probs, typical_threshold
+from eagle_server.speculation.accept import Accepted, draw_nodes, padded_logits, paths_of
+from eagle_server.speculation.sampling import SamplingBatch, sampling_probs, typical_threshold
 from eagle_server.speculation.tree import EagleVerifyInput
 
 _ROWS = 64  # rows of probabilities at a time, because the entropy takes two copies of them
@@ -38,15 +38,15 @@ class Typical:
     def accept(self, tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
         """As `Lossless.accept`, except that `tokens` are the path's drafted tokens, then one drawn bonus."""
         bs, size = tree.parents.shape
-        logits, positions = target_logits.view(bs, size, -1), tree.positions.view(bs, size) + 1
-        paths = paths_of(tree)
-        drawn, scores = draw(logits, positions, sampling, tree.spec_steps + 1, paths)
+        drawn, scores = draw_nodes(tree, target_logits, sampling)
         tokens, parents = tree.draft_token.view(bs, size), tree.parents[:, 1:]
         agrees = tokens[:, 1:] == drawn.gather(1, parents)  # [bs, D - 1], the rule of greedy requests
         logp = torch.zeros_like(agrees, dtype=torch.float32)
         if sampling.stochastic is not None:
             some = sampling.stochastic
-            likely = self._likely(sampling_probs(logits, positions, sampling, paths), tokens[some], parents[some])
+            logits, positions = padded_logits(tree, target_logits), tree.positions.view(bs, size) + 1
+            p = sampling_probs(logits, positions, sampling, paths_of(tree))
+            likely = self._likely(p, tokens[some], parents[some])
             agrees, logp = (old.index_copy(0, some, new) for old, new in zip((agrees, logp), likely, strict=True))
         last = _best_end(tree, agrees, logp)
         path, on_path = path_to(last, tree.depths, tree.custom_mask, tree.spec_steps)

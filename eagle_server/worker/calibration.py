@@ -46,7 +46,12 @@ class Calibration:
         return corrected.clamp(_LEAST, _MOST), bins, prior
 
     def observe(self, bins: Tensor, priors: Tensor, tree: EagleVerifyInput, accepted: Accepted, count: int) -> None:
-        """Count the drafted nodes [bs, D - 1] of the first `count` requests, and which were accepted."""
+        """Count the drafted nodes of the first `count` requests, and which were accepted.
+
+        bins and priors [bs, nodes] are in the order of the proposal.
+        """
+        if tree.proposed is not None:
+            bins, priors = bins.gather(1, tree.proposed), priors.gather(1, tree.proposed)
         path, parents = accepted.path[:count], tree.parents[:count]
         size = parents.shape[1]
         place = torch.where(path < 0, size, path)

@@ -32,7 +32,7 @@ NONE_ALLOWED = Failure(
 
 @dataclass(frozen=True)
 class Decoded:
-    """A verified batch: its trees, their logits float32 [bs * D, vocab], and what was accepted."""
+    """A verified batch: its trees, the logits of their computed nodes float32 [n, vocab], and what was accepted."""
 
     logits: Tensor
     accepted: Accepted
@@ -76,12 +76,13 @@ def _decodes(
     drafted: list[int],
     finite: list[bool],
 ) -> tuple[SequenceOutput, ...]:
-    out = []
+    out, roots = [], _root_rows(decoded.tree)
     for number, decode in enumerate(decodes):  # the batch may have padding after them
-        rows = [node + number * decoded.tree.draft_token_num for node in paths[number] if node >= 0]
+        path = [node for node in paths[number] if node >= 0]
+        rows = [roots[number] + node for node in path]  # a request's nodes have consecutive rows
         failed = None
         if not finite[number]:  # the tokens before the failure are valid
-            good = leading_finite(decoded.accepted.scores.view(-1), rows)
+            good = leading_finite(decoded.accepted.scores[number], path)
             failed, rows = _failure(decode, decoded.logits, rows[good]), rows[:good]
         kept = tokens[number][: len(rows)]
         logprobs = _logprobs(decoded.logits, rows, kept, decode.sampling.params.logprobs)
@@ -91,6 +92,13 @@ def _decodes(
             tree = draft_tree(nodes, parents, scores[0] if scores else None, paths[number], kept)
         out.append(SequenceOutput(tuple(kept), drafted[number], logprobs, failed=failed, tree=tree))
     return tuple(out)
+
+
+def _root_rows(tree: EagleVerifyInput) -> Sequence[int]:
+    """The row of each request's root."""
+    if tree.counts is None:
+        return range(0, tree.parents.numel(), tree.draft_token_num)
+    return to_host(tree.retrive_index[:, 0])[0]  # type: ignore[no-any-return]
 
 
 def _chunks(

@@ -15,14 +15,15 @@ from eagle_server.models.targets.interface import Target, TargetOutput
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.tree import EagleVerifyInput, compacted
 from eagle_server.worker.batch import DecodeBatch, PromptBatch
 from eagle_server.worker.graphs import Graphs
+from eagle_server.worker.host import to_host
 
 
 @dataclass(frozen=True)
 class Verified:
-    """Every node's logits, float32 [bs * D, vocab], and features [bs * D, F] for the drafter."""
+    """Logits of the computed nodes, float32 [n, vocab], and features [n, F] for the drafter, see `retrive_index`."""
 
     logits: Tensor
     features: Tensor
@@ -44,9 +45,14 @@ class Verifier:
         self.target, self.attention, self.pool = target, attention, pool
         self.graphs = graphs or Graphs()
 
+    def compacted(self, tree: EagleVerifyInput) -> EagleVerifyInput:
+        """The trees as `verify` computes them: without the padding, if the attention backend allows that."""
+        return compacted(tree) if self.attention.ragged_trees else tree
+
     def verify(self, batch: DecodeBatch, tree: EagleVerifyInput) -> Verified:
         """All nodes of all trees in one forward, under the tree mask."""
-        layout = verify_layout(batch.seq_lens_host, tree.draft_token_num, tree.topk)
+        counts = None if tree.counts is None else to_host(tree.counts)[0]
+        layout = verify_layout(batch.seq_lens_host, tree.draft_token_num, tree.topk, counts)
         plan = self.attention.plan(layout)
         key = None if plan.graph_key is None else ("verify", plan.graph_key)
         function = partial(self._verify, plan, layout, tree, batch.req_to_token)
@@ -65,7 +71,10 @@ class Verifier:
         """`tree` gives its numbers only; `tensors` are those of the trees to verify."""
         tree = tree.with_tensors(*tensors)
         bound = plan.bind(verify_batch(tree, req_pool_indices, seq_lens, req_to_token, layout))
-        out = self.target(tree.draft_token.clamp(min=0), tree.positions, bound)
+        tokens, positions = tree.draft_token.clamp(min=0), tree.positions
+        if tree.rows is not None:
+            tokens, positions = tokens.index_select(0, tree.rows), positions.index_select(0, tree.rows)
+        out = self.target(tokens, positions, bound)
         return Verified(self.target.logits(out.hidden), _features(out))
 
     def prefill(self, batch: PromptBatch, chunks: tuple[Chunk, ...]) -> Prefilled:

@@ -45,6 +45,7 @@ class Worker:
                 proposal = self.drafter.propose(state, batch)
             with clock.stage("build_tree"):
                 tree = build_tree(proposal, batch.verified_id, batch.seq_lens, batch.speculation_disabled)
+                tree = self.verifier.compacted(tree)
             with clock.stage("verify"):
                 token_mask = VerifyTokenMask.of(batch.decodes, self.batches.device, tree)
                 verified = self.verifier.verify(batch, tree)
@@ -67,8 +68,8 @@ class Worker:
         """Record the accepted tokens for the next draft-extend, each with its parent node's feature."""
         if not self.drafter.uses_features:
             return
-        nodes = accepted.path.clamp(min=0) + tree.retrive_index[:, :1]
-        features = verified.features.index_select(0, nodes.view(-1)).unflatten(0, nodes.shape)
+        rows = tree.retrive_index.gather(1, accepted.path.clamp(min=0))
+        features = verified.features.index_select(0, rows.view(-1)).unflatten(0, rows.shape)
         starts = ((decode.req_pool_index, decode.seq_len) for decode in batch.decodes)
         batch.accepted_tokens.record(starts, batch.req_pool_indices, accepted.tokens.clamp(min=0), features)
 

@@ -126,7 +126,7 @@ def fresh_bonus_after_a_miss(tree: EagleVerifyInput, logits: Tensor, sampling: S
     accepted = accept(tree, logits, sampling)
     bs, size = tree.parents.shape
     elsewhere = tree.positions.view(bs, size) + 1_000_000
-    again, _ = draw(logits.view(bs, size, -1), elsewhere, sampling, tree.spec_steps + 1)
+    again, _ = draw(rules.padded_logits(tree, logits), elsewhere, sampling, tree.spec_steps + 1)
     place = accepted.accept_length[:, None]
     bonus = again.gather(1, accepted.path.gather(1, place))
     return replace(accepted, tokens=accepted.tokens.scatter(1, place, bonus))

@@ -28,6 +28,7 @@ from tests.support.engines import (
     speculative,
 )
 from tests.support.grammars import GRAMMARS, VOCAB, json_tokenizer
+from tests.support.thinning import thinned
 
 TOKENIZER = {"tokenizer": json_tokenizer}
 PROMPT = list(range(1, 40))
@@ -62,6 +63,10 @@ def eagle3(target: TargetModel, **settings: Any) -> Engine:
     return speculative(target, random_head(target, "EAGLE3"), 3, 8, stand_ins=TOKENIZER, **settings)
 
 
+def ragged(target: TargetModel, **settings: Any) -> Engine:
+    return thinned(eagle3(target, **settings))
+
+
 def ngram(target: TargetModel, **settings: Any) -> Engine:
     return plain(target, stand_ins=TOKENIZER, **{"ngram_depth": 5, "num_draft_tokens": 9, **settings})
 
@@ -84,7 +89,7 @@ def test_plain_texts_match_their_grammars(texts: dict[str, Finished]) -> None:
     assert {"json_schema", "regex", "choice"} <= {name.split()[0] for name in ended}
 
 
-@pytest.mark.parametrize("build", [eagle3, ngram])
+@pytest.mark.parametrize("build", [eagle3, ragged, ngram])
 @pytest.mark.parametrize("scene", ["batch", "preempted"])
 def test_texts_with_speculation_equal_texts_without(
     target: TargetModel, texts: dict[str, Finished], build: Any, scene: str

@@ -25,6 +25,7 @@ from tests.lossless.test_requests import assert_logprobs
 from tests.support.engines import Finished, admit_without_reserve, plain, request, run, speculative, tokens_of
 from tests.support.sampling_reference import text_of
 from tests.support.scoring import NEAR_TIE, in_float64, logits_of
+from tests.support.thinning import thinned
 
 pytestmark = pytest.mark.parametrize("pair", ["EAGLE3"], indirect=True, scope="session")
 slow = pytest.mark.slow
@@ -146,6 +147,11 @@ def dynamic(pair: Pair, **settings: Any) -> Engine:
     return speculative(pair.target, pair.head, 4, 4, **settings)
 
 
+def ragged(pair: Pair, **settings: Any) -> Engine:
+    """An engine whose trees differ in size."""
+    return thinned(dynamic(pair, **settings))
+
+
 def static(pair: Pair, **settings: Any) -> Engine:
     choices = parse_choices(TREE)
     numbers = {"num_draft_tokens": len(choices) + 1, "choices": choices, **settings}
@@ -165,12 +171,14 @@ def captured(pair: Pair, **settings: Any) -> Engine:
     return dynamic(pair, **{**as_on_a_gpu(), **settings})
 
 
-DRAFTERS = {build.__name__: build for build in (dynamic, static, ngram, mixture, captured)}
+DRAFTERS = {build.__name__: build for build in (dynamic, ragged, static, ngram, mixture, captured)}
 PAIRINGS = [
     pytest.param(dynamic, alone, marks=slow),
     (dynamic, batch),
     (dynamic, preempted),
     pytest.param(dynamic, prefix_hit, marks=slow),
+    (ragged, batch),
+    pytest.param(ragged, preempted, marks=slow),
     (static, batch),
     (ngram, alone),
     pytest.param(ngram, preempted, marks=slow),
@@ -212,7 +220,7 @@ def test_every_parameter_was_speculated_with(pair: Pair, case: Case) -> None:
 
 def test_log_probabilities_are_the_raw_models_for_all_parameters(pair: Pair, case: Case) -> None:
     exact = in_float64(pair.target)
-    for build in (lambda pair: plain(pair.target), dynamic, ngram):
+    for build in (lambda pair: plain(pair.target), dynamic, ragged, ngram):
         outcome = run(build(pair), [with_prompt_logprobs(each) for each in case.requests])
         for name, finished in outcome.items():
             assert finished.tokens == case.texts[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -26,6 +27,12 @@ def tree_input(
         topk=2,
         draft_token_num=links.shape[1],
     )
+
+
+def pruned(tree: EagleVerifyInput, dropped: torch.Tensor) -> EagleVerifyInput:
+    """The tree with the nodes `dropped`, bool [bs, D - 1], and all nodes below them as padding."""
+    below = (tree.custom_mask[:, :, 1:] & dropped[:, None]).any(dim=2)
+    return replace(tree, draft_token=tree.draft_token.masked_fill(below.view(-1), -1))
 
 
 def children(tree: EagleVerifyInput, request: int, node: int) -> Iterator[int]:

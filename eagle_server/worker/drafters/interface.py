@@ -33,7 +33,10 @@ class Drafter(Protocol[State]):
         ...
 
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
-        """What was accepted of the last proposal. All of it is still on the device."""
+        """What was accepted of the last proposal. All of it is still on the device.
+
+        The trees may be compacted; `tree.proposed` are the nodes' places in the proposal.
+        """
         ...
 
 

@@ -26,7 +26,7 @@ from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.pool import KVPool
 from eagle_server.ops.tree import ancestors
 from eagle_server.speculation.draft_input import EagleDraftInput, Frontier
-from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.tree import EagleVerifyInput, compacted
 
 DIM, LAYERS, WIDTH = 8, 2, 192
 TOLERANCE = 1e-5
@@ -43,6 +43,7 @@ class Paged:
     kv_lens: list[int]
     seed: int = 0
     layer: int = 1
+    dtype: torch.dtype = torch.float32
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
@@ -52,7 +53,7 @@ class Paged:
         pages = [-(-length // self.page) for length in self.kv_lens]
         order = (torch.randperm(sum(pages), generator=self.generator) + 1).tolist()
         slots = (sum(pages) + 1) * self.page
-        self.pool = KVPool(LAYERS, slots, self.kv_heads, DIM, torch.float32, torch.device("cpu"))
+        self.pool = KVPool(LAYERS, slots, self.kv_heads, DIM, self.dtype, torch.device("cpu"))
         self.pool.poison(torch.arange(self.page, slots))
         self.table.slots[:] = 1  # after a request's pages: a slot of another request
         for row, (count, length) in enumerate(zip(pages, self.kv_lens, strict=True)):
@@ -61,7 +62,7 @@ class Paged:
             self.values.append(self.normal(length, self.kv_heads, DIM))
 
     def normal(self, *size: int) -> Tensor:
-        return torch.randn(size, generator=self.generator)
+        return torch.randn(size, generator=self.generator).to(self.dtype)
 
     @property
     def req_to_token(self) -> Tensor:
@@ -87,11 +88,18 @@ class Paged:
         return torch.stack(out)
 
 
-def attend(paged: Paged, batch: AttentionBatch, queries: Tensor, new: Sequence[Sequence[int]], window: int) -> Tensor:
+def attend(  # noqa: PLR0913
+    paged: Paged,
+    batch: AttentionBatch,
+    queries: Tensor,
+    new: Sequence[Sequence[int]],
+    window: int,
+    softcap: float = 0.0,
+) -> Tensor:
     """Run a layer. Its new K and V are those of the positions `new` of each request."""
     keys = torch.cat([paged.keys[row][list(p)] for row, p in enumerate(new)])
     values = torch.cat([paged.values[row][list(p)] for row, p in enumerate(new)])
-    layer = LayerSpec(paged.layer, 0.37, window)
+    layer = LayerSpec(paged.layer, 0.37, window, softcap)
     return TorchNativeAttention(paged.pool).plan(batch.layout).bind(batch).run(queries, keys, values, layer)
 
 
@@ -169,6 +177,50 @@ def test_tree_attention_sees_prefix_and_ancestors_and_measures_windows_by_depth(
             seen += [length + each for depth, each in enumerate(path) if length + depth >= oldest]
             expected.append(paged.reference(row, queries[row * size + node], seen, 0.37))
     assert error(found, expected) < TOLERANCE
+
+
+PREFIXES = [20, 3, 37, 16, 20]
+COUNTS = {
+    "of all sizes": [9, 1, 4, 9, 2],
+    "all smaller": [3, 5, 1, 1, 2],
+    "equal": [4, 4, 4, 4, 4],
+    "roots only": [1, 1, 1, 1, 1],
+}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, TOLERANCE), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("softcap", [0.0, 0.8])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
+@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize("kept", COUNTS)
+def test_rows_of_compacted_trees_equal_those_of_the_padded_trees(
+    kept: str, topk: int, heads: int, kv_heads: int, window: int, softcap: float, dtype: torch.dtype, tolerance: float
+) -> None:
+    """The KV of dropped nodes is NaN when the compacted trees run."""
+    size, counts, rng = 9, COUNTS[kept], random.Random(heads)
+    lens, bs = torch.tensor(PREFIXES), len(PREFIXES)
+    parents = [[-1, *(node - 1 if topk == 1 else rng.randrange(node) for node in range(1, size))] for _ in range(bs)]
+    mask, depths = ancestors(torch.tensor(parents), size)
+    tokens = torch.where(torch.arange(size) < torch.tensor(counts)[:, None], 5, -1).view(-1)
+    places = (lens[:, None] + depths).view(-1)
+    padded = EagleVerifyInput(tokens, mask, places, torch.tensor(parents), depths, size, topk, draft_token_num=size)
+    tree = compacted(padded)
+    found = []
+    for each, rows in ((padded, [size] * bs), (tree, counts)):
+        paged = Paged(heads, kv_heads, 4, [n + size for n in PREFIXES], dtype=dtype)
+        for row, length in enumerate(PREFIXES):
+            paged.store(row, range(length))
+        queries = paged.normal(bs, size, heads, DIM)
+        chosen = torch.cat([queries[row, :count] for row, count in enumerate(rows)])
+        given = None if each.counts is None else rows
+        layout = verify_layout(PREFIXES, each.draft_token_num, each.topk, given)
+        assert sum(layout.q_lens) == sum(rows)
+        batch = verify_batch(each, paged.req_pool_indices, lens, paged.req_to_token, layout)
+        new = [range(n, n + count) for n, count in zip(PREFIXES, rows, strict=True)]
+        found.append(attend(paged, batch, chosen, new, window, softcap))
+    computed = (tokens >= 0).nonzero()[:, 0]
+    assert error(found[1], list(found[0][computed].double())) < tolerance
 
 
 @pytest.mark.parametrize("window", WINDOWS)

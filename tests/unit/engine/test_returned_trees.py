@@ -16,6 +16,7 @@ from eagle_server.worker import output_processing
 from eagle_server.worker.host import _as_words, _from_words, to_host
 from tests.lossless.drafters import UNEQUAL
 from tests.support.engines import random_head, random_target, request, speculative
+from tests.support.thinning import thinned
 
 REPEATING = [3, 4, 5, 6] * 6
 
@@ -27,6 +28,8 @@ def engine(kind: str) -> Engine:
     head = random_head(target, "EAGLE3")
     if kind == "EAGLE3":
         return speculative(target, head)
+    if kind == "ragged EAGLE3":
+        return thinned(speculative(target, head))
     choices = parse_choices(UNEQUAL)
     shape: dict[str, Any] = {"choices": choices, "num_draft_tokens": len(choices) + 1}
     return speculative(target, head, depth_of(choices), ranks_of(choices), **shape)
@@ -45,7 +48,7 @@ def asked(name: str, **settings: Any) -> Request:
     return with_fields(request(name, REPEATING, ignore_eos=True, **settings), trees=True)
 
 
-@pytest.mark.parametrize("kind", ["EAGLE3", "static tree", "NGRAM"])
+@pytest.mark.parametrize("kind", ["EAGLE3", "ragged EAGLE3", "static tree", "NGRAM"])
 def test_accepted_path_and_bonus_are_the_tokens_of_the_delta(kind: str) -> None:
     requests = [asked("0"), asked("1", temperature=0.8), request("2", REPEATING, ignore_eos=True)]
     newest: dict[str, int] = {}
@@ -68,7 +71,7 @@ def test_accepted_path_and_bonus_are_the_tokens_of_the_delta(kind: str) -> None:
 
 
 def _check_scores(kind: str, scores: list[float] | None, parents: list[int]) -> None:
-    if kind != "EAGLE3":  # static trees and tries have no scores
+    if not kind.endswith("EAGLE3"):  # static trees and tries have no scores
         assert scores is None
         return
     assert scores is not None

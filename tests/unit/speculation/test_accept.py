@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle_server.speculation.accept import Accepted, accept
+from eagle_server.speculation.accept import Acceptance, Accepted, Lossless, accept
 from eagle_server.speculation.sampling import SamplingBatch
-from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.tree import EagleVerifyInput, compacted
+from eagle_server.speculation.typical import Typical
 from tests.support.sampling import request_sampling
-from tests.support.trees import children, path_to, tree_input
+from tests.support.trees import children, path_to, pruned, tree_input
 
 GREEDY = request_sampling(temperature=0.0)
 VOCAB = 5
@@ -134,3 +137,45 @@ def test_logits_that_are_not_finite_fail_their_own_request_where_they_are_on_its
     result = accept(tree, logits.view(12, VOCAB), SamplingBatch.of([setting] * 4, logits.device))
     assert result.finite.tolist() == [True, False, False, True]
     assert result.accept_length.tolist()[2:] == [1, 1]
+
+
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{"temperature": 0.0}] * 4,
+    "sampled": [{"temperature": t} for t in (1.0, 0.0, 0.7, 1.6)],
+    "truncated": [{"temperature": 1.0, "top_k": 3}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.8}, {}],
+    "min_p": [{"temperature": 1.0, "min_p": 0.2}, {"temperature": 1.0}, {"temperature": 0.0}, {}],
+    "bad words": [{"temperature": t, "bad_words": ((1, 2), (3,), (0, 4, 2))} for t in (0.0, 0.7, 1.0, 1.0)],
+    "bias": [{"temperature": 0.0}, {"temperature": 1.0, "logit_bias": ((1, 2.0), (2, -1.0))}, {}, {}],
+}
+
+
+@pytest.mark.parametrize("rule", [Lossless(), Typical(0.2, 0.5)], ids=["lossless", "typical"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_compacted_trees_are_accepted_bit_for_bit_as_padded_ones(name: str, rule: Acceptance) -> None:
+    generator, steps, bs, size = torch.Generator().manual_seed(len(name)), 4, 4, 9
+    settings = [request_sampling(**{"key": n, "temperature": 0.9, **own}) for n, own in enumerate(SETTINGS[name])]
+    sampling = SamplingBatch.of(settings, torch.device("cpu"), steps)
+    lengths: set[int] = set()
+    for _ in range(60):
+        links = [[-1, 0, 0, 0, *(int(x) for x in torch.randint(1, 4, (3,), generator=generator)), 4, 5]] * bs
+        tokens = torch.randint(VOCAB, (bs, size), generator=generator)
+        whole = tree_input(links, tokens.tolist(), [3, 9, 40, 5], steps)
+        share = torch.tensor([[0.0], [0.2], [0.5], [1.0]])[torch.randperm(bs, generator=generator)]
+        padded = pruned(whole, torch.rand(bs, size - 1, generator=generator) < share)
+        tree = compacted(padded)
+        logits = 2 * torch.randn(bs * size, VOCAB, generator=generator)
+        computed = (padded.draft_token >= 0).nonzero()[:, 0]
+        expected, found = rule.accept(padded, logits, sampling), rule.accept(tree, logits[computed], sampling)
+        width, nodes = tree.spec_steps + 1, computed.view(-1)
+        rows = tree.retrive_index.gather(1, found.path.clamp(min=0))
+        path = torch.where(found.path < 0, -1, nodes[rows] % size)
+        assert torch.equal(path, expected.path[:, :width])
+        assert torch.equal(found.tokens, expected.tokens[:, :width])
+        assert expected.path[:, width:].eq(-1).all()
+        for field in ("accept_length", "drafted", "finite"):
+            assert torch.equal(getattr(found, field), getattr(expected, field))
+        on_path = found.path >= 0
+        scores = expected.scores.gather(1, expected.path[:, :width].clamp(min=0))
+        assert torch.equal(found.scores.gather(1, found.path.clamp(min=0))[on_path], scores[on_path])
+        lengths |= set(found.accept_length.tolist())
+    assert lengths >= {0, 1, 2}

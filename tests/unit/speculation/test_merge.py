@@ -9,8 +9,9 @@ import torch
 
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.merge import REFUSED, UNASKED, JoinedTrees, ScoredNodes, best, join_trees
-from eagle_server.speculation.tree import TreeNodes, build_tree
+from eagle_server.speculation.tree import TreeNodes, build_tree, compacted
 from eagle_server.worker.calibration import Calibration
+from tests.support.trees import tree_input
 
 DEPTH = 4
 Path = tuple[int, ...]
@@ -134,3 +135,20 @@ def test_nodes_below_a_refused_one_and_padding_teach_nothing() -> None:
     calibration.observe(bins.gather(1, order), priors.gather(1, order), rooted, nothing, 1)
     assert calibration.accepted.sum() == 0
     assert calibration.expected.sum() == pytest.approx(0.5), "one node of one request was tried"
+
+
+def test_a_compacted_tree_teaches_what_the_padded_one_teaches() -> None:
+    """Nodes 1 and 4 are left of the first tree, and all of the second."""
+    parents, tokens = [[-1, 0, 0, 2, 1]] * 2, [[9, 5, -1, -1, 7], [9, 5, 6, 7, 8]]
+    padded = tree_input(parents, tokens, [3, 8], 2)
+    tree = compacted(padded)
+    bins, priors = torch.arange(8).view(2, 4), torch.rand(2, 4, generator=torch.Generator().manual_seed(0))
+    learned = []
+    for each, path in ((padded, [[0, 1, 4], [0, 2, 3]]), (tree, [[0, 1, 2], [0, 2, 3]])):
+        calibration, rest = Calibration(torch.device("cpu")), torch.zeros(2, 3, dtype=torch.int64)
+        accepted = Accepted(torch.tensor(path), rest[:, 0], rest, rest[:, 0], rest[:, 0] == 0, torch.zeros(2, 5))
+        calibration.observe(bins, priors, each, accepted, 2)
+        learned.append((calibration.accepted, calibration.expected))
+    assert learned[0][0].nonzero()[:, 0].tolist() == [0, 3, 5, 6]
+    for one, other in zip(*learned, strict=True):
+        assert torch.allclose(one, other)

@@ -15,7 +15,7 @@ from eagle_server.ops.gumbel import gumbel
 from eagle_server.plan import RequestSampling
 from eagle_server.speculation import sampling as sampling_module
 from eagle_server.speculation.random import request_key
-from eagle_server.speculation.sampling import SamplingBatch, draw, truncate
+from eagle_server.speculation.sampling import SamplingBatch, draw, draw_rows, truncate
 from tests.support.sampling import changed, request_sampling
 from tests.support.scoring import token_probs
 
@@ -125,6 +125,22 @@ def test_rows_that_fill_one_position_see_the_same_noise() -> None:
     assert first == second == third
     assert deep == deeper
     assert len({root, first, deep}) == 3
+
+
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (1.0, 0.7, 1.3), (0.0, 0.7, 0.0)])
+def test_draws_of_some_rows_are_bit_identical_to_those_of_all(temperatures: tuple[float, ...]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(3, 5, 1003, generator=generator) * 2
+    positions = torch.tensor([[4, 5, 5, 6, 7], [9, 10, 10, 10, 10], [30, 31, 32, 32, 33]])
+    settings = [changed(SAMPLED, key=n, temperature=t) for n, t in enumerate(temperatures)]
+    sampling = SamplingBatch.of(settings, CPU)
+    assert not sampling.edits_logits
+    tokens, scores = draw(logits, positions, sampling, span=4)
+    for _ in range(20):
+        rows = (torch.rand(15, generator=generator) < 0.6).nonzero()[:, 0]
+        some, own = draw_rows(logits.view(15, -1)[rows], positions, rows, sampling, span=4)
+        assert torch.equal(some, tokens.view(-1)[rows])
+        assert torch.equal(own, scores.view(-1)[rows])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

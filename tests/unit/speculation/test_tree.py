@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle_server.speculation.reference import flat_custom_mask, page_arguments
-from eagle_server.speculation.tree import Candidates, EagleVerifyInput, build_tree
+from eagle_server.speculation.tree import Candidates, EagleVerifyInput, build_tree, compacted
 from tests.support.drafts import ROOT, PoolNode, best, draft, example_pool, pool_lineage
-from tests.support.trees import children, tree_input
+from tests.support.trees import children, path_to, pruned, tree_input
 
 EXAMPLE_MASK = ["100000", "110000", "101000", "110100", "110010", "110011"]
 
@@ -141,3 +143,67 @@ def test_the_links_lead_to_every_child_once_in_rising_order(drafted) -> None:
         parents = tree.parents[r].tolist()
         for node in range(count + 1):
             assert list(children(tree, r, node)) == [i for i, parent in enumerate(parents) if parent == node]
+
+
+def test_the_worked_example_is_compacted() -> None:
+    """The first request keeps 11, 22 and 33; the second keeps 12 alone."""
+    tokens = [[99, 11, -1, -1, 22, 33], [98, -1, 12, -1, -1, -1]]
+    padded = replace(tree_input([[-1, 0, 0, 1, 1, 4]] * 2, tokens, [4, 7], 3), scores=-torch.arange(10.0).view(2, 5))
+    tree = compacted(padded)
+    assert tree.draft_token.view(2, 4).tolist() == [[99, 11, 22, 33], [98, 12, -1, -1]]
+    assert tree.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, 0, 0]]
+    assert tree.depths[0].tolist() == [0, 1, 2, 3]
+    assert tree.positions.view(2, 4)[:, :2].tolist() == [[4, 5], [7, 8]]
+    assert rows(tree.custom_mask[0]) == ["1000", "1100", "1110", "1111"]
+    assert tree.counts is not None
+    assert tree.rows is not None
+    assert tree.counts.tolist() == [4, 2]
+    assert tree.rows.tolist() == [0, 1, 2, 3, 4, 5]
+    assert tree.retrive_index.tolist() == [[0, 1, 2, 3], [4, 5, 4, 4]]
+    assert tree.scores is not None
+    assert tree.proposed is not None
+    assert tree.scores[0].tolist() == [0.0, -3.0, -4.0]
+    assert tree.proposed[0].tolist() == [0, 3, 4]
+    assert tree.proposed[1, 0].tolist() == 1
+    kv_indices, kv_indptr, qo_indptr, _ = tree.generate_attn_arg_prefill(
+        torch.tensor([1, 0]), torch.tensor([4, 7]), torch.arange(40, dtype=torch.int32).view(2, 20)
+    )
+    assert qo_indptr.tolist() == [0, 4, 6]
+    assert kv_indptr.tolist() == [0, 8, 17]
+    assert kv_indices.tolist() == [*range(20, 28), *range(9)]
+
+
+def test_trees_without_padding_are_not_compacted_and_roots_are_a_chain_of_one_node(example: EagleVerifyInput) -> None:
+    assert compacted(example) is example
+    roots = compacted(pruned(example, torch.ones(2, 5, dtype=torch.bool)))
+    assert (roots.draft_token_num, roots.topk, roots.spec_steps) == (1, 1, 0)
+    assert roots.draft_token.tolist() == [99, 98]
+    assert roots.positions.tolist() == [4, 7]
+    assert (roots.counts, roots.rows, roots.tree_mask) == (None, None, None)
+
+
+@given(st.integers(1, 4), st.integers(2, 10), st.integers(0, 1 << 30))
+def test_a_compacted_tree_has_the_paths_of_its_nodes(bs: int, size: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    links = [[-1, *(int(torch.randint(n, (1,), generator=generator)) for n in range(1, size))] for _ in range(bs)]
+    tokens = torch.randint(100, (bs, size), generator=generator)
+    whole = tree_input(links, tokens.tolist(), list(range(3, 3 + bs)), size)
+    dropped = torch.rand(bs, size - 1, generator=generator) < torch.rand(bs, 1, generator=generator)
+    padded = pruned(whole, dropped)
+    tree = compacted(padded)
+    old, new = padded.draft_token.view(bs, size), tree.draft_token.view(bs, -1)
+    for r in range(bs):
+        kept = old[r].ge(0).nonzero()[:, 0].tolist()
+        parents = tree.parents[r].tolist()
+        texts = [[int(old[r, each]) for each in path_to(links[r], node)] for node in kept]
+        assert texts == [[int(new[r, each]) for each in path_to(parents, node)] for node in range(len(kept))]
+        assert new[r, len(kept) :].eq(-1).all()
+        seen = [mask.nonzero()[:, 0].tolist() for mask in tree.custom_mask[r, : len(kept)]]
+        assert seen == [path_to(parents, node) for node in range(len(kept))]
+        assert tree.depths[r, : len(kept)].tolist() == [len(text) - 1 for text in texts]
+        if tree.proposed is not None:
+            assert [0, *(tree.proposed[r] + 1).tolist()][: len(kept)] == kept
+    assert tree.spec_steps == (size if tree is padded else int(tree.depths.max()))
+    assert int(tree.retrive_index.max()) + 1 == int(old.ge(0).sum())
+    computed = tree.draft_token if tree.rows is None else tree.draft_token[tree.rows]
+    assert computed.tolist() == old[old >= 0].tolist()

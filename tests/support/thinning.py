@@ -1,0 +1,102 @@
+"""A drafter whose trees differ in size from request to request and from cycle to cycle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_server.engine.engine import Engine
+from eagle_server.models.targets.interface import TargetOutput
+from eagle_server.speculation.accept import Accepted
+from eagle_server.speculation.tree import EagleVerifyInput, Proposal, build_tree
+from eagle_server.worker.batch import DecodeBatch, Prompts
+from eagle_server.worker.drafters.interface import Drafter
+
+
+class ThinningDrafter:
+    """A `Drafter` that turns random nodes of another one's proposals into padding, with all nodes below them.
+
+    Some cycles keep all nodes, and some keep only the roots. `nodes` counts the nodes of every cycle, roots included,
+    and `sizes` has those of the largest tree, after and before thinning.
+    """
+
+    def __init__(self, drafter: Drafter[Any], seed: int = 0) -> None:
+        self.drafter, self.uses_features = drafter, drafter.uses_features
+        self.nodes: list[int] = []
+        self.sizes: list[tuple[int, int]] = []
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def forget(self, req_pool_index: int) -> None:
+        self.drafter.forget(req_pool_index)
+
+    def prefill(self, prompts: Prompts) -> None:
+        self.drafter.prefill(prompts)
+
+    def extend(self, batch: DecodeBatch) -> Any:
+        return self.drafter.extend(batch)
+
+    def propose(self, draft: Any, batch: DecodeBatch) -> Proposal:
+        proposal = self.drafter.propose(draft, batch)
+        tree = build_tree(proposal, batch.verified_id, batch.seq_lens)
+        dropped = self._random(*proposal.tokens.shape) < self._share_dropped(len(proposal.tokens))
+        below = (tree.custom_mask[:, 1:, 1:] & dropped[:, None]).any(dim=2)
+        tokens = proposal.tokens.masked_fill(below, -1)
+        counts, before = ((each >= 0).sum(1) + 1 for each in (tokens, proposal.tokens))
+        self.nodes.append(int(counts.sum()))
+        self.sizes.append((int(counts.max()), int(before.max())))
+        return replace(proposal, tokens=tokens)
+
+    def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
+        self.drafter.observe(batch, tree, accepted)
+
+    def _random(self, *size: int) -> Tensor:
+        return torch.rand(size, generator=self._generator)
+
+    def _share_dropped(self, requests: int) -> Tensor:
+        """The chance that a node is dropped, [requests, 1]: equal for all in some cycles, 1 for some requests."""
+        kind = float(self._random(1))
+        if kind < 0.2:
+            return torch.full((requests, 1), float(kind < 0.1))
+        return 1.2 * self._random(requests, 1) - 0.1
+
+
+def thinned(engine: Engine, seed: int = 0) -> Engine:
+    """The same engine with thinned trees."""
+    engine.worker.drafter = ThinningDrafter(engine.worker.drafter, seed)
+    return engine
+
+
+class VerifiedRows:
+    """A `Target` that counts the rows of the verify forwards of an engine, and the rows of their logits."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.rows: list[int] = []
+        self.logit_rows: list[int] = []
+        self._target, self._verifies = engine.worker.verifier.target, False
+        verifier, verify = engine.worker.verifier, engine.worker.verifier.verify
+
+        def watched(*given: Any) -> Any:
+            self._verifies = True
+            try:
+                return verify(*given)
+            finally:
+                self._verifies = False
+
+        verifier.verify = watched  # type: ignore[method-assign]
+        verifier.target = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def __call__(self, tokens: Tensor, *given: Any) -> TargetOutput:
+        if self._verifies:
+            self.rows.append(len(tokens))
+        return self._target(tokens, *given)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if self._verifies:
+            self.logit_rows.append(len(hidden))
+        return self._target.logits(hidden)
