@@ -1,0 +1,128 @@
+"""The budget of a cycle: it drafts where that pays, no more, and comes back."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from eagle_server.plan import Decode, RequestSampling
+from eagle_server.request import SamplingParams
+from eagle_server.worker.budget import NOTHING, AdaptiveBudget, CycleBudget
+from eagle_server.worker.cost_model import CostModel
+
+STEPS, TOPK, SIZE = 5, 4, 8
+
+
+def decode(index: int, temperature: float = 0.0, seq_len: int = 100) -> Decode:
+    params = SamplingParams(max_tokens=9, seed=0, temperature=temperature)
+    return Decode(index, seq_len, 7, RequestSampling(params, key=index), text=[1, 2, 3])
+
+
+def costs(per_row: float, fixed: float = 8e-3, step: float = 5e-4, per_request: float = 0.0) -> CostModel:
+    """Milliseconds that grow with the rows verified, from the first row on."""
+    model = CostModel()
+    model.verify.fit({1: fixed + per_row, 1000: fixed + 1000 * per_row})
+    model.extend.fit({1: step, 1000: step + 1000 * per_request})
+    model.step.fit({1: step, 1000: step + 1000 * per_request})
+    return model
+
+
+def chain(chance: float, depth: int = STEPS) -> tuple[np.ndarray, np.ndarray]:
+    """One node per level; each is accepted with this chance if its parent is."""
+    depths = np.arange(1.0, depth + 1)
+    return depths * math.log(chance), depths
+
+
+def settled(budget: AdaptiveBudget, decodes: list[Decode], chance: float, cycles: int = 60) -> list[CycleBudget]:
+    """Cycles in which every drafted tree is such a chain."""
+    chosen = []
+    for _ in range(cycles):
+        chosen.append(budget.choose(decodes, [True] * len(decodes)))
+        for number in chosen[-1].drafting:
+            budget.drafted(decodes[number], *chain(chance, chosen[-1].num_steps))
+    return chosen
+
+
+def adaptive(model: CostModel, **given: object) -> AdaptiveBudget:
+    return AdaptiveBudget(STEPS, SIZE, model, lambda steps: steps - 1, **given)  # type: ignore[arg-type]
+
+
+def test_cheap_rows_and_good_drafts_get_the_whole_depth() -> None:
+    last = settled(adaptive(costs(1e-5)), [decode(0)], 0.9)[-1]
+    assert last.drafting == (0,)
+    assert last.num_steps == STEPS
+
+
+def test_dear_rows_get_none_of_bad_drafts() -> None:
+    chosen = settled(adaptive(costs(2e-3)), [decode(i) for i in range(8)], 0.1)
+    assert chosen[-1].drafting == ()
+    assert sum(len(each.drafting) for each in chosen[-20:]) <= 2, "probes are rare"
+
+
+def test_depth_is_cut_where_the_next_level_does_not_pay() -> None:
+    budget = settled(adaptive(costs(1e-4, step=2e-3)), [decode(0)], 0.5)[-1]
+    assert 0 < budget.num_steps < STEPS
+
+
+def test_the_load_switches_drafting_off_and_on_again() -> None:
+    budget = adaptive(costs(1e-3))
+    few, many = [decode(0)], [decode(i) for i in range(40)]
+    assert settled(budget, few, 0.6)[-1].drafting == (0,)
+    assert len(settled(budget, many, 0.6)[-1].drafting) <= 1
+    assert settled(budget, few, 0.6)[-1].drafting == (0,)
+
+
+def test_a_request_whose_drafts_are_not_believed_gets_its_root_only() -> None:
+    budget, decodes = adaptive(costs(5e-4, per_request=3e-4)), [decode(0), decode(1)]
+    for _ in range(60):
+        chosen = budget.choose(decodes, [True, True])
+        for number in chosen.drafting:
+            budget.drafted(decodes[number], *chain((0.9, 0.02)[number], chosen.num_steps))
+    assert chosen.drafting == (0,)
+    assert chosen.least_logp > math.log(0.02)
+
+
+def test_a_request_that_was_not_believed_is_probed_and_comes_back() -> None:
+    budget, alone = adaptive(costs(1e-3)), [decode(0)]
+    assert settled(budget, alone, 0.02)[-1].drafting == ()
+    later = settled(budget, alone, 0.95, cycles=3000)
+    assert later[-1].drafting == (0,)
+    assert settled(budget, alone, 0.95)[-1].num_steps == STEPS, "also the levels that were not drafted meanwhile"
+
+
+def test_requests_that_must_not_draft_do_not() -> None:
+    assert adaptive(costs(1e-5)).choose([decode(0)], [False]) == NOTHING
+    assert adaptive(costs(1e-5)).choose([decode(0), decode(1)], [False, True]).drafting == (1,)
+
+
+def test_graphs_have_a_ladder_of_shapes() -> None:
+    shapes = ((5, 8), (3, 4), (2, 2))
+    few = settled(adaptive(costs(1e-5), shapes=shapes), [decode(0)], 0.9)[-1]
+    assert (few.num_steps, few.num_draft_tokens) == (5, 8)
+    assert few.least_logp == -math.inf
+    some = settled(adaptive(costs(6e-4), shapes=shapes), [decode(i) for i in range(8)], 0.75)[-1]
+    assert (some.num_steps, some.num_draft_tokens) in shapes[1:]
+    assert len(some.drafting) == 8
+    assert len(settled(adaptive(costs(2e-3), shapes=shapes), [decode(i) for i in range(8)], 0.2)[-1].drafting) <= 1
+
+
+@pytest.mark.parametrize("chance", [0.05, 0.5, 0.9])
+def test_the_choice_is_the_best_of_all_chains_by_the_formula(chance: float) -> None:
+    model, requests = costs(4e-4, step=3e-4), 4
+    chosen = settled(adaptive(model), [decode(i) for i in range(requests)], chance)[-1]
+    kv = 100.0 * requests
+
+    def rate(steps: int) -> float:
+        tokens = requests * sum(chance**depth for depth in range(steps + 1))
+        drafting = np.array([float(requests if steps else 0)])
+        verify = float(model.verify.predict(requests * (steps + 1), kv))
+        if not steps:
+            return tokens / verify
+        extend = float(model.extend.predict(2.5 * drafting)[0])
+        return tokens / (verify + extend + (steps - 1) * float(model.step.predict(drafting)[0]))
+
+    best = max(range(STEPS + 1), key=rate)
+    kept = sum(depth * math.log(chance) >= chosen.least_logp - 1e-9 for depth in range(1, chosen.num_steps + 1))
+    assert (kept if len(chosen.drafting) > 1 else 0) == best

@@ -1,0 +1,67 @@
+"""The cost model: what was measured, and how it follows a machine that changes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eagle_server.worker.cost_model import CostCurve, CostModel
+
+
+def test_a_curve_goes_through_its_points_and_on_beyond_them() -> None:
+    curve = CostCurve()
+    curve.fit({1: 5e-3, 8: 6e-3, 64: 20e-3})
+    assert curve.predict(np.array([1.0, 8.0, 64.0])) == pytest.approx([5e-3, 6e-3, 20e-3])
+    assert float(curve.predict(128.0)) == pytest.approx(20e-3 + 64 * 14e-3 / 56)
+
+
+def test_more_rows_never_take_less_time_whatever_was_measured() -> None:
+    curve = CostCurve()
+    curve.fit({1: 5e-3, 8: 4e-3, 64: 20e-3})
+    for rows, error in ((8, -4e-3), (2, 9e-3), (300, -5e-2)):
+        curve.move(rows, 0.0, error)
+        assert (np.diff(curve.seconds) >= 0).all()
+
+
+def test_a_context_costs_what_was_measured() -> None:
+    curve = CostCurve()
+    curve.fit({1: 5e-3, 8: 6e-3}, per_kv=1e-6)
+    assert float(curve.predict(1.0, 3000.0)) == pytest.approx(8e-3)
+
+
+def test_observations_correct_the_shape() -> None:
+    model = CostModel()
+    model.verify.fit({1: 5e-3, 128: 30e-3})
+    random = np.random.default_rng(0)
+
+    def real(rows: float) -> float:
+        return 4e-3 + max(0.0, rows - 16) * 3e-4
+
+    for _ in range(3000):
+        rows = float(random.integers(1, 100))
+        model.observe(model.verify, rows, 0.0, real(rows) * random.normal(1, 0.03))
+    for rows in (2, 8, 24, 60):
+        assert model.speed * float(model.verify.predict(rows)) == pytest.approx(real(rows), rel=0.15)
+
+
+def test_a_slower_machine_is_noticed_at_once_and_for_all_sizes() -> None:
+    model = CostModel()
+    model.verify.fit({1: 5e-3, 128: 30e-3})
+    for _ in range(40):
+        model.observe(model.verify, 1, 0.0, 12e-3)
+    assert model.speed * float(model.verify.predict(128.0)) > 50e-3
+
+
+def test_one_outlier_moves_little() -> None:
+    model = CostModel()
+    model.verify.fit({1: 5e-3, 128: 30e-3})
+    model.observe(model.verify, 1, 0.0, 5.0)
+    assert model.speed * float(model.verify.predict(1.0)) < 6.5e-3
+
+
+def test_a_description_is_plain_numbers() -> None:
+    model = CostModel()
+    model.verify.fit({1: 5e-3, 128: 30e-3})
+    found = model.describe(13)
+    assert found["verify"]["rows"] == [1, 2, 3, 4, 6, 8, 12]
+    assert all(type(each) is float for each in found["verify"]["ms"])

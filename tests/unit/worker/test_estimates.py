@@ -1,0 +1,54 @@
+"""Estimated acceptance: guesses that are wrong by a factor are corrected, by depth and by temperature."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from eagle_server.speculation.tree import EagleVerifyInput, TreeNodes, build_tree
+from eagle_server.worker.estimates import AcceptanceEstimates
+
+CPU = torch.device("cpu")
+
+
+def chain(guesses: list[float]) -> EagleVerifyInput:
+    """One request whose tree is a chain with these conditional guesses; -1 is padding."""
+    count = len(guesses)
+    tokens = torch.tensor([[5 if guess >= 0 else -1 for guess in guesses]])
+    scores = torch.tensor([guesses]).clamp(min=0).log().cumsum(1)
+    nodes = TreeNodes(tokens, torch.arange(count)[None], spec_steps=count, scores=scores)
+    return build_tree(nodes, torch.tensor([1]), torch.tensor([10]))
+
+
+def test_before_any_count_an_estimate_is_the_guess() -> None:
+    found = AcceptanceEstimates(CPU).of(chain([0.9, 0.5]), torch.tensor([0]))
+    torch.testing.assert_close(found.path_logp.exp(), torch.tensor([[0.9, 0.45]]))
+    torch.testing.assert_close(found.guesses, torch.tensor([[0.9, 0.5]]))
+
+
+def test_estimates_become_what_is_observed_in_each_bin() -> None:
+    estimates, random = AcceptanceEstimates(CPU), np.random.default_rng(0)
+    chances = {(0, 1): 0.95, (0, 2): 0.6, (1, 1): 0.3, (1, 2): 0.1}  # by temperature and depth, all guessed as 0.55
+    for _ in range(400):
+        for sampled in (0, 1):
+            found = estimates.of(chain([0.55, 0.55]), torch.tensor([sampled]))
+            accepted = random.random(2) < [chances[sampled, 1], chances[sampled, 2]]
+            estimates.observe(found.bins[0].numpy(), found.guesses[0].numpy(), accepted)
+    for sampled in (0, 1):
+        first, second = estimates.of(chain([0.55, 0.55]), torch.tensor([sampled])).path_logp[0].exp().tolist()
+        assert abs(first - chances[sampled, 1]) < 0.06
+        assert abs(second / first - chances[sampled, 2]) < 0.1
+
+
+def test_a_child_never_outranks_its_parent() -> None:
+    estimates = AcceptanceEstimates(CPU)
+    for _ in range(200):
+        found = estimates.of(chain([0.5, 0.95, 0.95]), torch.tensor([0]))
+        estimates.observe(found.bins[0].numpy(), found.guesses[0].numpy(), np.array([False, True, True]))
+    logp = estimates.of(chain([0.5, 0.95, 0.95]), torch.tensor([0])).path_logp[0]
+    assert (logp.diff() < 0).all()
+
+
+def test_padding_is_never_worth_a_row() -> None:
+    found = AcceptanceEstimates(CPU).of(chain([0.9, -1.0]), torch.tensor([0]))
+    assert found.path_logp[0, 1] == -torch.inf
