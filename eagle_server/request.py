@@ -204,8 +204,27 @@ class TokenDelta(msgspec.Struct, kw_only=True):
     tree: DraftTree | None = None
 
 
+class SpeculationState(msgspec.Struct, frozen=True, kw_only=True):
+    """What an adaptive budget chooses now, and from which costs.
+
+    `choice` says it in words, and why if nothing is drafted. A node is verified if the chance that its path is accepted
+    is at least `least_chance`. The speeds are expected ones, of all requests together: without drafts, and with the
+    best trees. `costs`: milliseconds of a cycle's stages by their number of rows.
+    """
+
+    choice: str
+    steps: int
+    least_chance: float
+    plain_tokens_per_second: float
+    tokens_per_second: float
+    costs: dict[str, Any]
+
+
 class EngineStats(msgspec.Struct, kw_only=True):
-    """A snapshot of the engine: load, KV use, and totals since the start. Times are in seconds."""
+    """A snapshot of the engine: load, KV use, and totals since the start. Times are in seconds.
+
+    `speculation` is there from time to time; None: it is as before, or trees do not follow the load.
+    """
 
     running: int
     waiting: int
@@ -218,6 +237,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     accepted_tokens: int
     preemptions: int
     stage_seconds: dict[str, float]
+    speculation: SpeculationState | None = None
 
 
 class CycleStats(msgspec.Struct, kw_only=True):

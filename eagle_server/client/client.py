@@ -104,6 +104,8 @@ class EngineClient:
 
     def dispatch(self, message: Deltas) -> None:
         """Pass on what a cycle produced. Deltas without a waiting task belong to aborted requests."""
+        if message.stats.speculation is None and self.stats is not None:
+            message.stats.speculation = self.stats.speculation
         self.stats = message.stats
         self._owes_message = False
         self._observer.dispatched(message)

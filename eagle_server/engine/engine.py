@@ -18,6 +18,7 @@ from eagle_server.request import (
     Ready,
     Request,
     SamplingParams,
+    SpeculationState,
     TokenDelta,
 )
 from eagle_server.scheduling.scheduler import Scheduler
@@ -26,6 +27,7 @@ from eagle_server.worker.worker import Worker
 
 NO_END_OF_SEQUENCE = "grammar: this engine cannot follow one: the model names no end of sequence"
 _COMPILE_WAIT = 0.01  # seconds to wait for a grammar before the engine reads its messages again
+_STATE_EVERY = 1.0  # seconds
 _MASK_WAIT = 0.002  # seconds, the same for a token mask
 
 
@@ -40,6 +42,7 @@ class Engine:
         self._outbox: list[TokenDelta] = []
         self._stages: defaultdict[str, float] = defaultdict(float)
         self._cycle: CycleStats | None = None
+        self._state_due = 0.0
 
     def ready(self) -> Ready:
         """The model and limits of this engine."""
@@ -163,7 +166,16 @@ class Engine:
             accepted_tokens=totals.accepted,
             preemptions=totals.preemptions,
             stage_seconds=dict(self._stages),
+            speculation=self._speculation(),
         )
+
+    def _speculation(self) -> SpeculationState | None:
+        """The budget's state, at most once in _STATE_EVERY seconds."""
+        now = time.monotonic()
+        if now < self._state_due:
+            return None
+        self._state_due = now + _STATE_EVERY
+        return self.worker.drafting.budget.state()
 
     def flush_cache(self) -> Flushed:
         """Drop the prefix cache. Does nothing if requests are running or waiting."""

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eagle_server.plan import Decode
+from eagle_server.request import SpeculationState
 from eagle_server.worker.cost_model import CostModel
 
 Floats = NDArray[np.float64]
@@ -66,6 +67,10 @@ class Budget(Protocol):
         """The request has ended, or was preempted."""
         ...
 
+    def state(self) -> SpeculationState | None:
+        """What it chooses now; None: always the same."""
+        ...
+
 
 @dataclass(frozen=True)
 class FixedBudget:
@@ -82,6 +87,9 @@ class FixedBudget:
         return None
 
     def forget(self, req_pool_index: int) -> None:
+        return None
+
+    def state(self) -> None:
         return None
 
 
@@ -114,6 +122,8 @@ class _Choice:
 
     requests: int
     until: int  # the cycle in which to choose again
+    plain: float = 0.0  # expected tokens per second without drafts
+    rate: float = 0.0  # and with the best trees
     num_steps: int = 0
     num_draft_tokens: int = 1
     least_logp: float = _PROBED
@@ -188,6 +198,28 @@ class AdaptiveBudget:
         trees = self._trees.get(decode.req_pool_index)
         return self._recent[decode.sampling.params.temperature > 0] if trees is None else trees
 
+    def state(self) -> SpeculationState:
+        """The newest choice."""
+        choice = self._choice
+        drafting = choice.rate >= _GAIN * choice.plain > 0
+        speeds = (
+            f"{choice.rate:.0f} tokens/s against {choice.plain:.0f} without, expected for {choice.requests} requests"
+        )
+        if not choice.plain:
+            words = "nothing was decoded yet"
+        elif drafting:
+            words = f"on: {choice.num_steps} steps; {speeds}"
+        else:
+            words = f"off, because it would not pay: at best {speeds}"
+        return SpeculationState(
+            choice=words,
+            steps=choice.num_steps if drafting else 0,
+            least_chance=math.exp(choice.least_logp) if drafting else 1.0,
+            plain_tokens_per_second=choice.plain,
+            tokens_per_second=choice.rate,
+            costs=self.costs.describe(max(choice.requests, 8) * self.num_draft_tokens),
+        )
+
     def _best(self, known: Sequence[_Trees], requests: int, kv: float) -> _Choice:
         """The best number of steps and nodes, if the next trees are like the last ones."""
         logp = np.stack([trees.logp for trees in known])  # [requests, _TREES, n]
@@ -197,34 +229,38 @@ class AdaptiveBudget:
         logp, first = logp.reshape(-1)[order], first.reshape(-1)[order]
         depths = np.stack([trees.depths for trees in known]).reshape(-1)[order]
         gains, drafting = np.exp(logp) / _TREES, np.cumsum(first)
-        best, found = _GAIN * requests / self._plain(requests, kv), self._no_choice(requests)
+        found = self._no_choice(requests, kv)
         for steps in range(1, self.num_steps + 1):
             reached = depths <= steps
             tokens, nodes = requests + np.cumsum(gains * reached), np.cumsum(reached) / _TREES
             rates = tokens / self._seconds(requests, nodes, drafting, steps, kv)
             place = int(np.argmax(rates))
-            if rates[place] > best:
-                best = float(rates[place])
-                found = _Choice(requests, found.until, steps, self.num_draft_tokens, float(logp[place]))
-        return found
+            if rates[place] > found.rate:
+                found = replace(found, rate=float(rates[place]), num_steps=steps, least_logp=float(logp[place]))
+        return self._if_it_pays(replace(found, num_draft_tokens=self.num_draft_tokens))
 
     def _best_shape(self, known: Sequence[_Trees], requests: int, kv: float) -> _Choice:
         """The best of `shapes`. All requests verify as many rows, whether they draft or not."""
         chances = np.exp(np.stack([trees.logp for trees in known]))  # [requests, _TREES, n], best first
         depths = np.stack([trees.depths for trees in known])
-        best, found = _GAIN * requests / self._plain(requests, kv), self._no_choice(requests)
+        found = self._no_choice(requests, kv)
         for steps, size in self.shapes:
             reached = depths <= steps
             taken = reached & (reached.cumsum(axis=2) < size)
             rows, drafting = np.array([requests * (size - 1.0)]), np.array([float(len(known))])
             tokens = requests + float((chances * taken).sum()) / _TREES
             rate = tokens / float(self._seconds(requests, rows, drafting, steps, kv)[0])
-            if rate > best:
-                best, found = rate, _Choice(requests, found.until, steps, size, -math.inf)
-        return found
+            if rate > found.rate:
+                found = replace(found, rate=rate, num_steps=steps, num_draft_tokens=size, least_logp=-math.inf)
+        return self._if_it_pays(found)
 
-    def _no_choice(self, requests: int) -> _Choice:
-        return _Choice(requests, self._cycle + _EVERY + requests // _EVERY)
+    def _no_choice(self, requests: int, kv: float) -> _Choice:
+        return _Choice(requests, self._cycle + _EVERY + requests // _EVERY, requests / self._plain(requests, kv))
+
+    @staticmethod
+    def _if_it_pays(choice: _Choice) -> _Choice:
+        pays = choice.rate >= _GAIN * choice.plain
+        return choice if pays else replace(choice, num_steps=0, num_draft_tokens=1, least_logp=_PROBED)
 
     def _plain(self, requests: int, kv: float) -> float:
         """Seconds of a cycle in which nothing is drafted."""

@@ -36,6 +36,9 @@ class RandomBudget:
     def forget(self, req_pool_index: int) -> None:
         return None
 
+    def state(self) -> None:
+        return None
+
 
 def budgeted(engine: Engine, num_steps: int, num_draft_tokens: int, seed: int = 0) -> RandomBudget:
     """Give an engine with adaptive trees a random budget."""
