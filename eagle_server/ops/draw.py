@@ -27,11 +27,21 @@ def draw_tokens(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Te
     return draw(logits, keys, positions, temperature)
 
 
+def perturb(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor, ids: Tensor | None = None) -> Tensor:
+    """The scores logits / T + Gumbel noise, float32 [n, V]; at temperature 0 the logits.
+
+    Args:
+        logits: float32 or bfloat16 [n, V].
+        keys, positions, temperature: see `draw_tokens`.
+        ids: int64 [V], the tokens whose noise the columns get (None: 0, 1, ...).
+    """
+    drawn, logits = temperature[:, None] > 0, logits.float()
+    noise = gumbel(keys, positions, logits.shape[1], ids)
+    return torch.where(drawn, logits / torch.where(drawn, temperature[:, None], 1.0) + noise, logits)
+
+
 def _draw_torch(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    drawn = temperature[:, None] > 0
-    noise = gumbel(keys, positions, logits.shape[1])
-    values = torch.where(drawn, logits / torch.where(drawn, temperature[:, None], 1.0) + noise, logits)
-    scores, tokens = values.max(dim=1)
+    scores, tokens = perturb(logits, keys, positions, temperature).max(dim=1)
     return tokens, scores
 
 
@@ -64,17 +74,13 @@ def _draw_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     logits, keys, positions, temperature, best, ids, vocab_size, stride, BLOCK: tl.constexpr
 ):
     """The maximum of one block of one row and its lowest id; NaN if the block holds one."""
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     token = piece * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
-    value = tl.load(logits + row.to(tl.int64) * stride + token, mask=inside, other=float("-inf"))
-    t = tl.load(temperature + row)
-    if t > 0:
-        state = row_state(tl.load(keys + row), tl.load(positions + row))
-        value = tl.div_rn(value, t) + gumbel_at(state, token)
-    score, index = first_max(value, token)
-    place = row.to(tl.int64) * tl.num_programs(1) + piece
+    value = tl.load(logits + row * stride + token, mask=inside, other=float("-inf"))
+    score, index = first_max(perturb_at(value, row, keys, positions, temperature, token), token)
+    place = row * tl.num_programs(1) + piece
     tl.store(best + place, score)
     tl.store(ids + place, index)
 
@@ -87,6 +93,16 @@ def _merge_kernel(best, ids, tokens, scores, pieces, PIECES: tl.constexpr):  # t
     score, first = first_max(tl.load(best + row * pieces + piece, mask=piece < pieces, other=float("-inf")), piece)
     tl.store(scores + row, score)
     tl.store(tokens + row, tl.load(ids + row * pieces + first).to(tl.int64))
+
+
+@jit
+def perturb_at(value, row, keys, positions, temperature, token):  # type: ignore[no-untyped-def]
+    """The scores of a block of one row; `value` holds its logits, `token` the tokens whose noise they get."""
+    t = tl.load(temperature + row)
+    if t > 0:
+        state = row_state(tl.load(keys + row), tl.load(positions + row))
+        value = tl.div_rn(value, t) + gumbel_at(state, token)
+    return value
 
 
 @jit

@@ -23,17 +23,20 @@ def signed(x: int) -> int:
 _GAMMA, _FIRST, _SECOND = constant(signed(GAMMA)), constant(signed(FIRST)), constant(signed(SECOND))
 
 
-def gumbel(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise, float32 [n, vocab_size], for keys int64 [n] at positions int64 [n]."""
+def gumbel(keys: Tensor, positions: Tensor, vocab_size: int, ids: Tensor | None = None) -> Tensor:
+    """Standard Gumbel noise, float32 [n, vocab_size], for keys int64 [n] at positions int64 [n].
+
+    Column i has the noise of token i, or of token ids[i] with `ids` int64 [vocab_size].
+    """
     if on_gpu(keys):
-        return _launch_gumbel(keys, positions, vocab_size)
-    return _gumbel_torch(keys, positions, vocab_size)
+        return _launch_gumbel(keys, positions, vocab_size, ids)
+    return _gumbel_torch(keys, positions, vocab_size, ids)
 
 
-def _gumbel_torch(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+def _gumbel_torch(keys: Tensor, positions: Tensor, vocab_size: int, ids: Tensor | None = None) -> Tensor:
     rows = _mix(keys ^ _mix(positions * signed(GAMMA)))
-    tokens = torch.arange(1, vocab_size + 1, device=keys.device) * signed(GAMMA)
-    bits = _mix(rows[:, None] + tokens)
+    counters = torch.arange(1, vocab_size + 1, device=keys.device) if ids is None else ids + 1
+    bits = _mix(rows[:, None] + counters * signed(GAMMA))
     # 53 bits keep the relative precision of a float32 near 0. The largest Gumbel values come from there.
     uniform = _shift(bits, 11).to(torch.float32).mul_(2.0**-53).clamp_(min=2.0**-60, max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
@@ -50,20 +53,23 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _launch_gumbel(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+def _launch_gumbel(keys: Tensor, positions: Tensor, vocab_size: int, ids: Tensor | None = None) -> Tensor:
     out = torch.empty(len(keys), vocab_size, dtype=torch.float32, device=keys.device)
     block = 1024
     grid = (blocks(vocab_size, block), len(keys))
-    _gumbel_kernel[grid](keys.contiguous(), positions.contiguous(), out, vocab_size, BLOCK=block)
+    ids = None if ids is None else ids.contiguous()
+    _gumbel_kernel[grid](keys.contiguous(), positions.contiguous(), ids, out, vocab_size, BLOCK=block)
     return out
 
 
 @jit
-def _gumbel_kernel(keys, positions, out, vocab_size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gumbel_kernel(keys, positions, ids, out, vocab_size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < vocab_size
+    token = column if ids is None else tl.load(ids + column, mask=inside, other=0)
     noise = gumbel_at(row_state(tl.load(keys + row), tl.load(positions + row)), token)
-    tl.store(out + row * vocab_size + token, noise, mask=token < vocab_size)
+    tl.store(out + row * vocab_size + column, noise, mask=inside)
 
 
 @jit
@@ -74,7 +80,7 @@ def row_state(key, position):  # type: ignore[no-untyped-def]
 
 @jit
 def gumbel_at(row, token):  # type: ignore[no-untyped-def]
-    """Noise of `token` (an int32 block); `row` is the result of `row_state`."""
+    """Noise of `token` (a block of integers); `row` is the result of `row_state`."""
     bits = mix(row + (token.to(tl.int64) + 1) * _GAMMA)
     uniform = ((bits >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float32) * 1.1102230246251565e-16  # 2^-53
     uniform = tl.minimum(tl.maximum(uniform, 8.673617379884035e-19), 0.999999940395355224609375)  # 2^-60, 1 - 2^-24

@@ -18,7 +18,7 @@ from eagle_server.ops.gumbel import gumbel
 from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices
 from eagle_server.ops.kv_move import move_kv
 from eagle_server.ops.mask import pack_tree_mask
-from eagle_server.ops.topk import topk_logprobs
+from eagle_server.ops.topk import coupled_topk_logprobs, topk_logprobs
 from eagle_server.ops.tree import ancestors, link_tree
 from eagle_server.speculation.candidates import CandidatePool
 from eagle_server.speculation.reference import retrive_links, verify_tree_greedy
@@ -146,6 +146,38 @@ def test_best_children_are_alike(device: torch.device, dtype: torch.dtype, n: in
     torch.testing.assert_close(logp.double(), exact.topk(k, dim=-1).values, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logp.double(), exact.gather(1, ids), rtol=1e-5, atol=1e-5)
     assert all(len(set(row)) == k for row in ids.tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "vocab", "k"), [(1, 8, 8), (3, 63, 4), (7, 2049, 1), (5, 32000, 10), (4, 999, 20)])
+def test_coupled_children_are_alike(device: torch.device, dtype: torch.dtype, n: int, vocab: int, k: int) -> None:
+    random_ = generator(vocab)
+    logits = (torch.randn(n, vocab, generator=random_) * 4).to(dtype)
+    logits[:, 1 : vocab // 2 : 2] = -math.inf
+    ids = torch.randperm(3 * vocab, generator=random_)[:vocab]
+    keys, positions = torch.arange(n) * 999331 - 5, torch.arange(n) + 40
+    temperature = torch.tensor([0.0, 0.7, 1.0])[torch.arange(n) % 3]
+    arguments = (logits, keys, positions, temperature, ids)
+    logits_, *noise = moved(arguments, device)
+    logp, tokens = on_cpu(coupled_topk_logprobs(logits_, k, *noise))
+    t, noise_by_hand = temperature.double()[:, None], gumbel(keys, positions, 3 * vocab)[:, ids]
+    scores = logits.double() / torch.where(t > 0, t, 1.0) + noise_by_hand.where(t > 0, 0.0)
+    exact = scores.log_softmax(-1)
+    torch.testing.assert_close(logp.double(), exact.topk(k, dim=-1).values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logp.double(), exact.gather(1, tokens), rtol=1e-5, atol=1e-5)
+    assert all(len(set(row)) == k for row in tokens.tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_child_is_the_draw(device: torch.device, dtype: torch.dtype) -> None:
+    """With a draft that equals the target: the kernels compute the same score, in every bit."""
+    n, vocab = 64, 32003
+    logits = torch.randn(n, vocab, generator=generator(n)).to(dtype)
+    temperature = torch.tensor([0.0, 0.7, 1.0, 1.9])[torch.arange(n) % 4]
+    noise = moved((torch.arange(n) * 999331 - 5, torch.arange(n) + 40, temperature), device)
+    drawn, _ = draw_tokens(moved(logits.float(), device), *noise)
+    _, children = coupled_topk_logprobs(moved(logits, device), 4, *noise)
+    assert_same(children[:, 0], drawn.cpu())
 
 
 @pytest.mark.parametrize("lens", [[1], [5, 1, 70], [600, 513, 1, 2, 1024]])

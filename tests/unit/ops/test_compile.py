@@ -25,7 +25,7 @@ OPS = ROOT / "eagle_server" / "ops"
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, the types of its arguments in order ("i64* i64* i32"), and its constexpr arguments."""
+    """A kernel, the types of its arguments in order ("i64* None i32"), and its constexpr arguments."""
 
     module: str
     name: str
@@ -41,8 +41,10 @@ class Kernel:
 BLOCK_TYPES = "bf16* bf16* bf16* i64* u8* bf16* fp32* bf16*" + 17 * " i32" + " fp32"
 BLOCK_CONSTANTS = {"MERGES": True, "VALUES_ARE_KEYS": False, "PAIRS": 32, "COLUMNS": 32, "FRONT": 128, "REST": 0}
 MLA = {"VALUES_ARE_KEYS": True, "FRONT": 512, "REST": 64}
+NOISE = "i64* i64* fp32*"  # keys, positions, temperature
 KERNELS = [
-    Kernel("gumbel", "_gumbel_kernel", "i64* i64* fp32* i32", {"BLOCK": 1024}),
+    Kernel("gumbel", "_gumbel_kernel", "i64* i64* None fp32* i32", {"BLOCK": 1024}),
+    Kernel("gumbel", "_gumbel_kernel", "i64* i64* i64* fp32* i32", {"BLOCK": 1024}, "ids"),
     Kernel("indices", "_kv_indices_kernel", "i32* i64* i64* i32* i32* i32", {"SPLITS": 8, "BLOCK": 512}),
     Kernel(
         "indices",
@@ -68,7 +70,9 @@ KERNELS = [
     ),
     Kernel("draw", "_draw_kernel", "fp32* i64* i64* fp32* fp32* i32* i32 i32", {"BLOCK": 2048}),
     Kernel("draw", "_merge_kernel", "fp32* i32* i64* fp32* i32", {"PIECES": 64}),
-    Kernel("topk", "_block_kernel", "bf16* fp32* i32* fp32* i32 i32 i32", {"BLOCK": 2048}),
+    Kernel("topk", "_block_kernel", "bf16* None None None None fp32* i32* fp32* i32 i32 i32", {"BLOCK": 2048}),
+    Kernel("topk", "_block_kernel", f"bf16* {NOISE} None fp32* i32* fp32* i32 i32 i32", {"BLOCK": 2048}, "coupled"),
+    Kernel("topk", "_block_kernel", f"bf16* {NOISE} i64* fp32* i32* fp32* i32 i32 i32", {"BLOCK": 2048}, "ids"),
     Kernel("topk", "_merge_kernel", "fp32* i32* fp32* fp32* i64* i32 i32 i32", {"PIECES": 64, "CANDIDATES": 1024}),
     Kernel("tree_attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS, "heads"),
     Kernel("tree_attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS | MLA, "latent"),
@@ -93,7 +97,9 @@ def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     for kernel in kernels:
         types = [f"*{t[:-1]}" if t.endswith("*") else t for t in kernel.types.split()]
         signature = dict(zip(arguments(kernel), types, strict=True))
-        cases.append([f"eagle_server.ops.{kernel.module}", kernel.name, signature, kernel.constants])
+        absent = {argument: None for argument, t in signature.items() if t == "None"}
+        signature = {argument: t for argument, t in signature.items() if t != "None"}
+        cases.append([f"eagle_server.ops.{kernel.module}", kernel.name, signature, kernel.constants | absent])
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "TRITON_INTERPRET": "0"}
     program = [sys.executable, "-m", "tests.support.compile_kernels"]
     done = subprocess.run(

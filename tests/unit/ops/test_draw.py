@@ -42,6 +42,9 @@ def test_the_kernels_noise_is_the_twins(vocab: int) -> None:
     positions[:2] = torch.tensor([0, 2**40])
     noise = gumbel._launch_gumbel(*on_device(keys, positions), vocab).cpu()
     torch.testing.assert_close(noise, gumbel._gumbel_torch(keys, positions, vocab), rtol=1e-6, atol=1e-6)
+    ids = torch.randperm(vocab, generator=generator(vocab))[: vocab // 2 + 1]
+    picked = gumbel._launch_gumbel(*on_device(keys, positions), len(ids), *on_device(ids)).cpu()
+    assert torch.equal(picked, noise[:, ids])
 
 
 @each_way

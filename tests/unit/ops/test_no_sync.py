@@ -14,7 +14,7 @@ from eagle_server.ops.gumbel import gumbel
 from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices
 from eagle_server.ops.kv_move import move_kv
 from eagle_server.ops.mask import pack_tree_mask
-from eagle_server.ops.topk import topk_logprobs
+from eagle_server.ops.topk import coupled_topk_logprobs, topk_logprobs
 from eagle_server.ops.tree import link_tree
 from eagle_server.speculation.reference import retrive_links, verify_tree_greedy
 
@@ -43,3 +43,5 @@ def test_no_twin_reads_a_value() -> None:
     assert gumbel(lens, lens, vocab).shape == (bs, vocab)
     assert draw_tokens(logits, lens, lens, logits[:, 0])[0].shape == (bs,)
     assert topk_logprobs(logits, topk)[1].shape == (bs, topk)
+    coupled = coupled_topk_logprobs(logits, topk, lens, lens, logits[:, 0], valueless(vocab))
+    assert coupled[1].shape == (bs, topk)
