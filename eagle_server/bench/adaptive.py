@@ -40,20 +40,31 @@ from eagle_server.engine.engine import Engine
 FIXED: tuple[str, ...] = ()  # flags of a server whose trees have one size
 
 
-def _tree(steps: int, topk: int, nodes: int) -> tuple[str, ...]:
+def _fixed(steps: int, topk: int, nodes: int) -> dict[str, tuple[str, ...]]:
     sizes = ("--speculative-num-steps", str(steps), "--topk", str(topk), "--speculative-num-draft-tokens", str(nodes))
-    return *sizes, *FIXED
+    return {f"fixed ({steps}, {topk}, {nodes})": (*sizes, *FIXED)}
 
 
 ADAPTIVE = "adaptive"
 SERVERS = {
     PLAIN: ("--speculative-algorithm", "NONE"),
     ADAPTIVE: (),
-    "fixed (2, 2, 4)": _tree(2, 2, 4),
-    "fixed (5, 4, 8)": _tree(5, 4, 8),
-    "fixed (3, 4, 13)": _tree(3, 4, 13),
+    **_fixed(2, 2, 4),
+    **_fixed(5, 4, 8),
+    **_fixed(3, 4, 13),
 }
-TREES = ((3, 1, 4), (2, 2, 4), (7, 1, 8), (3, 2, 8), (3, 4, 8), (5, 4, 8), (12, 1, 13), (3, 4, 13), (5, 4, 13))
+TREES = {
+    ADAPTIVE: (),
+    **_fixed(3, 1, 4),
+    **_fixed(2, 2, 4),
+    **_fixed(7, 1, 8),
+    **_fixed(3, 2, 8),
+    **_fixed(3, 4, 8),
+    **_fixed(5, 4, 8),
+    **_fixed(12, 1, 13),
+    **_fixed(3, 4, 13),
+    **_fixed(5, 4, 13),
+}
 AT_ONCE, ARRIVING = "all at once", "arriving"
 PARTS = ("clients", "mixed", "trees")
 CLIENTS, QUICK_CLIENTS = (1, 2, 4, 8, 16, 32, 48), (1, 8, 32)
@@ -236,25 +247,24 @@ def _mixed(servers: Sequence[Server], arguments: argparse.Namespace, results: di
 
 def _trees(arguments: argparse.Namespace, results: dict[str, Any], console: Console) -> int:
     """Tokens per forward of fixed trees, one request at a time; returns how many answers differ from plain's."""
-    table = Table(title="tokens per forward, one request at a time")
-    for column in ("nodes", "steps", "topk", *(f"T = {temperature:g}" for temperature in TREE_TEMPERATURES)):
-        table.add_column(column, justify="right")
+    table = Table("tree (steps, topk, nodes)", title="tokens per forward, one request at a time")
+    for temperature in TREE_TEMPERATURES:
+        table.add_column(f"T = {temperature:g}", justify="right")
     with Progress(console=console) as progress:
         task = progress.add_task("trees", total=1 + len(TREES))
         plain, _ = _answers_alone(demo_engine("NONE"), arguments)
         progress.advance(task)
-        equal, total, found = 0, 0, []
-        for steps, topk, nodes in TREES:
-            engine = demo_engine("EAGLE3", *_tree(steps, topk, nodes))
-            answers, per_forward = _answers_alone(engine, arguments)
+        equal, total, found = 0, 0, {}
+        for label, flags in TREES.items():
+            answers, per_forward = _answers_alone(demo_engine("EAGLE3", *flags), arguments)
             progress.advance(task)
             equal += sum(own == other for own, other in zip(answers, plain, strict=True))
             total += len(answers)
-            table.add_row(*map(str, (nodes, steps, topk)), *(f"{value:.2f}" for value in per_forward.values()))
-            found.append({"steps": steps, "topk": topk, "nodes": nodes, "tokens_per_forward": per_forward})
+            table.add_row(label, *(f"{value:.2f}" for value in per_forward.values()))
+            found[label] = per_forward
     console.print(table)
     console.print(f"answers of these trees that are plain's: {equal} of {total}")
-    results["trees"] = found
+    results["tokens_per_forward"] = found
     return total - equal
 
 

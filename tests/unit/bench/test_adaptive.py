@@ -152,10 +152,11 @@ def test_a_servers_flags_can_be_given(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_every_fixed_tree_gives_the_plain_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adaptive, "TREES", ((3, 1, 4), (3, 4, 13)))
+    trees = {label: adaptive.TREES[label] for label in ("fixed (3, 1, 4)", "fixed (3, 4, 13)")}
+    monkeypatch.setattr(adaptive, "TREES", trees)
     arguments = ["--parts", "trees", "--prompts", "2", "--max-tokens", "16", "--out", str(tmp_path)]
     assert adaptive.main(arguments) == 0
     assert "answers of these trees that are plain's: 12 of 12" in capsys.readouterr().out
-    trees = json.loads((tmp_path / "adaptive.json").read_text())["trees"]
-    assert [(tree["steps"], tree["topk"], tree["nodes"]) for tree in trees] == [(3, 1, 4), (3, 4, 13)]
-    assert all(tree["tokens_per_forward"]["0.0"] > 1 for tree in trees)
+    found = json.loads((tmp_path / "adaptive.json").read_text())["tokens_per_forward"]
+    assert list(found) == list(trees)
+    assert all(by_temperature["0.0"] > 1 for by_temperature in found.values())
