@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from eagle_server.bench.load import Measurement, Workload, measure
-from eagle_server.bench.report import PLAIN, SPECULATIVE, plot, print_table, ratios, rows_of, write_json
+from eagle_server.bench.report import PLAIN, SPECULATIVE, equal_texts, plot, print_table, ratios, rows_of, write_json
 from eagle_server.bench.servers import BenchError, running
 from eagle_server.config.commands import without_drafting
 
@@ -52,10 +52,10 @@ def main(argv: Sequence[str]) -> int:
         return 2
     rows, ratio = rows_of(measurements), ratios(measurements)
     print_table(rows, ratio, console)
-    _report_text(measurements, console)
+    equal, total = equal_texts(measurements)
+    console.print(f"answers with the same text from both servers: {equal} of {total}")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()}
-    write_json(arguments.out / "bench.json", rows, ratio, settings)
+    write_json(arguments.out / "bench.json", vars(arguments), {"ratio": ratio, "rows": [vars(row) for row in rows]})
     plot(arguments.out / "bench.png", rows, ratio)
     console.print(f"written: {arguments.out / 'bench.json'}, {arguments.out / 'bench.png'}")
     return 0
@@ -79,13 +79,6 @@ def _run(arguments: argparse.Namespace, workload: Workload, console: Console) ->
                     if turn > 0:  # the first round only warms up
                         measurements.append(result)
     return measurements
-
-
-def _report_text(measurements: Sequence[Measurement], console: Console) -> None:
-    """Print how many prompts got the same text from both servers."""
-    fast, slow = ([t for m in measurements if m.label == label for t in m.texts] for label in (SPECULATIVE, PLAIN))
-    equal, total = sum(a == b for a, b in zip(fast, slow, strict=True)), len(fast)
-    console.print(f"answers with the same text from both servers: {equal} of {total}")
 
 
 def _prompts(path: Path) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Load: several clients send prompts to one server. Each waits for its answer before it sends the next prompt."""
+"""Load on one server: clients that wait for each answer before they ask again, or requests at given times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -19,9 +20,9 @@ from eagle_server.bench.servers import BenchError, Server
 
 @dataclass(frozen=True)
 class Answer:
-    """One streamed completion. `first_token` is seconds after the request was sent, NaN if no text came.
+    """One streamed completion. `first_token` is seconds after the request was sent, NaN if no tokens came.
 
-    `gaps` are the seconds between one event with text and the next.
+    `gaps` are the seconds between one event with tokens and the next, which brings `gap_tokens` tokens.
     """
 
     tokens: int
@@ -29,6 +30,12 @@ class Answer:
     text: str
     speculative: dict[str, Any] | None
     gaps: tuple[float, ...]
+    gap_tokens: tuple[int, ...]
+
+    @property
+    def token_gaps(self) -> list[float]:
+        """Seconds per token after the first event: a gap of n tokens is n times the n-th part of it."""
+        return [gap / count for gap, count in zip(self.gaps, self.gap_tokens, strict=True) for _ in range(count)]
 
 
 @dataclass(frozen=True)
@@ -52,18 +59,29 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Workload:
-    """The requests, the same for every server."""
+    """The requests, the same for every server. A prompt is a text or token ids; `seed` is that of the first one."""
 
-    prompts: tuple[str, ...]
+    prompts: tuple[str | list[int], ...]
     max_tokens: int
     temperature: float
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """One request of an open load. `seconds` is the time after the start at which it is sent."""
+
+    seconds: float
+    prompt: list[int]
+    max_tokens: int
+    temperature: float
+    seed: int
+
+
 def measure(server: Server, workload: Workload, concurrency: int) -> Measurement:
     """Send every prompt once, with `concurrency` clients."""
     before = server.stats()
-    waiting: SimpleQueue[tuple[int, str]] = SimpleQueue()
+    waiting: SimpleQueue[tuple[int, str | list[int]]] = SimpleQueue()
     for item in enumerate(workload.prompts):
         waiting.put(item)
     answers: dict[int, Answer] = {}
@@ -76,7 +94,7 @@ def measure(server: Server, workload: Workload, concurrency: int) -> Measurement
             except Empty:
                 return
             try:
-                answers[index] = ask(server, prompt, workload)
+                answers[index] = ask(server, prompt, replace(workload, seed=workload.seed + index))
             except (OSError, ValueError, BenchError) as error:
                 errors.append(error)
 
@@ -92,12 +110,29 @@ def measure(server: Server, workload: Workload, concurrency: int) -> Measurement
     return _summary(server, concurrency, seconds, [answers[i] for i in sorted(answers)], before)
 
 
+def answer_arrivals(server: Server, arrivals: Sequence[Arrival]) -> tuple[list[Answer], float]:
+    """Send every request at its time, whether or not earlier ones are answered; also the seconds until the last end."""
+    start = time.perf_counter()
+
+    def client(arrival: Arrival) -> Answer:
+        time.sleep(max(0.0, start + arrival.seconds - time.perf_counter()))
+        workload = Workload((), arrival.max_tokens, arrival.temperature, arrival.seed)
+        return ask(server, arrival.prompt, workload)
+
+    with ThreadPoolExecutor(len(arrivals)) as clients:
+        try:
+            answers = list(clients.map(client, arrivals))
+        except (OSError, ValueError) as error:
+            raise BenchError(f"{server.label}: {error}") from error
+    return answers, time.perf_counter() - start
+
+
 class Leaving(Exception):
     """The client closed the connection before its answer was complete."""
 
 
 def ask(
-    server: Server, prompt: str, workload: Workload, leave_after: int | None = None, timeout: float = 600
+    server: Server, prompt: str | list[int], workload: Workload, leave_after: int | None = None, timeout: float = 600
 ) -> Answer:
     """One streamed completion that runs to max_tokens.
 
@@ -113,7 +148,7 @@ def ask(
         "seed": workload.seed,
         "ignore_eos": True,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=timeout)
     try:
@@ -128,7 +163,7 @@ def ask(
 
 
 def _read_stream(response: http.client.HTTPResponse, start: float, leave_after: int | None) -> Answer:
-    times, pieces, usage, speculative, events = list[float](), list[str](), 0, None, 0
+    times, counts, pieces, speculative, events = list[float](), [0], list[str](), None, 0
     for line in response:
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
             continue
@@ -138,14 +173,20 @@ def _read_stream(response: http.client.HTTPResponse, start: float, leave_after: 
         event = json.loads(line[6:])
         if "error" in event:
             raise BenchError(str(event["error"]))
-        for choice in event["choices"]:
+        pieces.extend(choice["text"] for choice in event["choices"])
+        tokens = event["usage"]["completion_tokens"]
+        if tokens > counts[-1]:
             times.append(time.perf_counter() - start)
-            pieces.append(choice["text"])
-        if event.get("usage"):
-            usage = event["usage"]["completion_tokens"]
-            speculative = (event.get("metrics") or {}).get("speculative_decoding")
-    gaps = tuple(later - earlier for earlier, later in pairwise(times))
-    return Answer(usage, times[0] if times else math.nan, "".join(pieces), speculative, gaps)
+            counts.append(tokens)
+        speculative = (event.get("metrics") or {}).get("speculative_decoding")
+    return Answer(
+        tokens=counts[-1],
+        first_token=times[0] if times else math.nan,
+        text="".join(pieces),
+        speculative=speculative,
+        gaps=tuple(later - earlier for earlier, later in pairwise(times)),
+        gap_tokens=tuple(later - earlier for earlier, later in pairwise(counts[1:])),
+    )
 
 
 def _summary(

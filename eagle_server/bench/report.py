@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eagle_server.bench.load import Measurement
+from eagle_server.bench.load import Answer, Measurement
 
 SPECULATIVE, PLAIN = "speculative", "plain"
 
@@ -55,16 +55,43 @@ def rows_of(measurements: Sequence[Measurement]) -> list[Row]:
     return rows
 
 
-def ratios(measurements: Sequence[Measurement]) -> dict[int, float]:
-    """Speculative over plain tokens/s by concurrency: the median of the ratios of the rounds."""
+def ratios(measurements: Sequence[Measurement], label: str = SPECULATIVE) -> dict[int, float]:
+    """A server's tokens/s over those of plain, by concurrency: the median of the ratios of the rounds."""
     out = {}
     for concurrency in dict.fromkeys(m.concurrency for m in measurements):
         pair = [
-            [m.tokens_per_second for m in measurements if m.label == label and m.concurrency == concurrency]
-            for label in (SPECULATIVE, PLAIN)
+            [m.tokens_per_second for m in measurements if m.label == each and m.concurrency == concurrency]
+            for each in (label, PLAIN)
         ]
         out[concurrency] = statistics.median(fast / slow for fast, slow in zip(*pair, strict=True))
     return out
+
+
+def equal_texts(measurements: Sequence[Measurement], label: str = SPECULATIVE) -> tuple[int, int]:
+    """How many of a server's answers have the text of plain, and how many there are."""
+    own, plain = ([t for m in measurements if m.label == each for t in m.texts] for each in (label, PLAIN))
+    return sum(a == b for a, b in zip(own, plain, strict=True)), len(own)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of the values lie, by nearest rank."""
+    return sorted(values)[round(share * (len(values) - 1))]
+
+
+def stream_times(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
+    """Tokens per second over `seconds`, and percentiles in ms over all answers.
+
+    TTFT: time to the first token; token gap: per token after the first event; event gap: between two events.
+    """
+    waits = {
+        "TTFT": [answer.first_token for answer in answers],
+        "token gap": [gap for answer in answers for gap in answer.token_gaps],
+        "event gap": [gap for answer in answers for gap in answer.gaps],
+    }
+    times = {
+        f"{name} p{share}": 1e3 * percentile(each, share / 100) for name, each in waits.items() for share in (50, 99)
+    }
+    return {"tokens/s": sum(answer.tokens for answer in answers) / seconds, **times}
 
 
 def print_table(rows: Sequence[Row], ratio: dict[int, float], console: Console) -> None:
@@ -93,14 +120,13 @@ def print_table(rows: Sequence[Row], ratio: dict[int, float], console: Console) 
     console.print(stages)
 
 
-def write_json(path: Path, rows: Sequence[Row], ratio: dict[int, float], settings: dict[str, Any]) -> None:
-    """Write the medians, the settings and the machine."""
+def write_json(path: Path, settings: dict[str, Any], results: dict[str, Any]) -> None:
+    """Write the machine, the settings and the results."""
     document = {
         "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
         "python": platform.python_version(),
-        "settings": settings,
-        "ratio": {str(k): v for k, v in ratio.items()},
-        "rows": [vars(row) for row in rows],
+        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()},
+        **results,
     }
     path.write_text(json.dumps(document, indent=2) + "\n")
 
@@ -133,6 +159,34 @@ def plot(path: Path, rows: Sequence[Row], ratio: dict[int, float]) -> None:
     right.set_yticks(range(len(rows)), [f"{r.label}, {r.concurrency}" for r in rows])
     right.set_xlabel("engine time per cycle, ms")
     right.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def plot_ratios(path: Path, panels: Mapping[str, Mapping[str, Mapping[int, float]]], thick: str) -> None:
+    """Tokens/s over those of plain by clients: a panel per title, a line per server. Plain is the line at 1."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), dpi=100, sharey=True, squeeze=False)
+    for axis, (title, servers) in zip(axes[0], panels.items(), strict=True):
+        axis.axhline(1.0, color="black", linewidth=1, label=PLAIN)
+        for label, ratio in servers.items():
+            style = {"linewidth": 3.2, "color": "#0b7f5c", "zorder": 3} if label == thick else {"linewidth": 1.2}
+            axis.plot(list(ratio), list(ratio.values()), marker="o", markersize=4, label=label, **style)
+        levels = list(dict.fromkeys(clients for ratio in servers.values() for clients in ratio))
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(levels, [str(clients) for clients in levels])
+        axis.minorticks_off()
+        axis.set_xlabel("clients")
+        axis.set_title(title)
+        axis.grid(axis="y", alpha=0.3)
+    axes[0][0].set_ylabel("tokens/s, plain decoding = 1")
+    axes[0][0].set_ylim(bottom=0)
+    axes[0][-1].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)

@@ -47,6 +47,7 @@ CONTEXT_LENGTH = 2048
 MAX_REQUEST_TOKENS = 2000
 SPEC_STEPS = 3
 DRAFTED_PER_CYCLE = 12
+EXPECTED_PER_CYCLE = 1.5  # accepted tokens per tree
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -229,6 +230,12 @@ class FakeEngine:
         assert self._cycle is not None
         plain = sequence.asks_for(PLAIN)
         self._cycle.verified.append((0, 0) if plain else (DRAFTED_PER_CYCLE, accepted))
+        self._cycle.rows += 1 if plain else DRAFTED_PER_CYCLE + 1
+        if not plain:
+            self._cycle.steps = SPEC_STEPS
+            self._cycle.drafting += 1
+            self._cycle.expected += EXPECTED_PER_CYCLE
+        self._cycle.predicted_seconds = 0.008
         sequence.spec.histogram[accepted] += 1
         sequence.spec.drafted += DRAFTED_PER_CYCLE
 

@@ -15,7 +15,18 @@ from eagle_server.api.telemetry.metric_definitions import one_two_five
 from eagle_server.client.client import EngineClient
 from eagle_server.config import Config, parse_args
 from tests.api.conftest import LocalEngine, http_client
-from tests.api.fake_engine import BREAK, EOS, REFUSE, SLOW, SPEC_STEPS, STALL, FakeEngine
+from tests.api.fake_engine import (
+    BREAK,
+    DRAFTED_PER_CYCLE,
+    EOS,
+    EXPECTED_PER_CYCLE,
+    PLAIN,
+    REFUSE,
+    SLOW,
+    SPEC_STEPS,
+    STALL,
+    FakeEngine,
+)
 
 VLLM = {
     "gauge": ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"],
@@ -48,8 +59,18 @@ VLLM = {
     ],
 }
 OURS = {
-    "histogram": ["api_seconds", "accept_length", "stage_seconds", "cycle_seconds", "batch_size", "tree_nodes"],
-    "counter": ["engine_restarts"],
+    "histogram": [
+        "api_seconds",
+        "accept_length",
+        "stage_seconds",
+        "cycle_seconds",
+        "cycle_prediction_ratio",
+        "batch_size",
+        "tree_nodes",
+        "draft_steps",
+        "drafting_requests",
+    ],
+    "counter": ["engine_restarts", "verified_rows", "expected_accepted_tokens"],
 }
 Samples = dict[str, float]
 
@@ -124,6 +145,24 @@ async def test_counts_are_those_of_the_answers(http: httpx.AsyncClient) -> None:
     assert found["vllm:request_inference_time_seconds_sum"] == 5 * 1.5
     assert found["vllm:request_params_max_tokens_sum"] == sum(body["max_tokens"] for body in bodies)
     assert found["vllm:request_generation_tokens_sum"] == found["vllm:generation_tokens_total"]
+
+
+async def test_the_budget_of_cycles_is_counted_beside_what_came_of_it(http: httpx.AsyncClient) -> None:
+    answers = [
+        await complete(http, prompt="abcdefgh", max_tokens=20, seed=1),
+        await complete(http, prompt=f"abcdefgh{PLAIN}", max_tokens=20, seed=1),
+    ]
+    found = await scrape(http)
+    drafts = answers[0]["metrics"]["speculative_decoding"]["num_spec_steps"]
+    cycles = found["eagle_server_batch_size_count"]
+    assert found["eagle_server_draft_steps_count"] == found["eagle_server_drafting_requests_count"] == cycles > drafts
+    assert found["eagle_server_draft_steps_sum"] == SPEC_STEPS * drafts
+    assert found["eagle_server_drafting_requests_sum"] == found["vllm:spec_decode_num_drafts_total"] == drafts
+    assert found["eagle_server_verified_rows_total"] == DRAFTED_PER_CYCLE * drafts + cycles
+    assert found["eagle_server_verified_rows_total"] == found["eagle_server_tree_nodes_sum"]
+    assert found["eagle_server_expected_accepted_tokens_total"] == EXPECTED_PER_CYCLE * drafts
+    assert found["eagle_server_cycle_prediction_ratio_count"] == cycles  # one request at a time: none prefills
+    assert found["eagle_server_cycle_prediction_ratio_sum"] == pytest.approx(1.25 * cycles)
 
 
 async def test_the_apis_own_time_is_a_part_of_an_answers(http: httpx.AsyncClient) -> None:

@@ -31,6 +31,7 @@ CHOICES = (1, 2, 5, 10, 20)
 CYCLE_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 NODES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+PREDICTION_RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 4)
 
 
 class MetricDefinitions:
@@ -97,6 +98,10 @@ class MetricDefinitions:
         )
         for position in range(ready.num_steps):
             self.accepted_at(position)
+        self.verified_rows = self._counter("eagle_server_verified_rows", "Rows of the verify forwards.")
+        self.expected_accepted_tokens = self._counter(
+            "eagle_server_expected_accepted_tokens", "Estimated number of drafted tokens that would be accepted."
+        )
         self.engine_restarts = self._counter("eagle_server_engine_restarts", "Restarts of the engine process.")
 
     def _add_requests(self, ready: Ready) -> None:
@@ -151,6 +156,19 @@ class MetricDefinitions:
         self.batch_size = self._histogram("eagle_server_batch_size", "Requests decoded in a cycle.", BATCH_SIZES)
         self.tree_nodes = self._histogram(
             "eagle_server_tree_nodes", "Nodes of a request's tree in a cycle, with the root.", NODES
+        )
+        self.draft_steps = self._histogram(
+            "eagle_server_draft_steps",
+            "Draft steps of a cycle with decodes; 0 if none drafted.",
+            range(ready.num_steps + 1),
+        )
+        self.drafting_requests = self._histogram(
+            "eagle_server_drafting_requests", "Requests that drafted in a cycle with decodes.", (0, *BATCH_SIZES)
+        )
+        self.prediction_ratio = self._histogram(
+            "eagle_server_cycle_prediction_ratio",
+            "Time of a cycle without prefill over the cost model's prediction.",
+            PREDICTION_RATIOS,
         )
         lengths = range(1, ready.num_steps + 2)
         self.accept_length = self._histogram(

@@ -63,12 +63,23 @@ class ServerMetrics:
             metrics.stage(stage).observe(seconds)
         if cycle.verified:
             metrics.batch_size.observe(len(cycle.verified))
+            self._budget(cycle)
         for drafted, _ in cycle.verified:
             metrics.tree_nodes.observe(drafted + 1)
         accepted = [accepted for drafted, accepted in cycle.verified if drafted]
         if accepted:
             metrics.draft_tokens.inc(sum(drafted for drafted, _ in cycle.verified))
             self._accept(accepted)
+
+    def _budget(self, cycle: CycleStats) -> None:
+        """What the budget of a cycle with decodes chose, and how good its estimates were."""
+        metrics = self._defined
+        metrics.draft_steps.observe(cycle.steps)
+        metrics.drafting_requests.observe(cycle.drafting)
+        metrics.verified_rows.inc(cycle.rows)
+        metrics.expected_accepted_tokens.inc(cycle.expected)
+        if cycle.predicted_seconds and not cycle.computed:
+            metrics.prediction_ratio.observe(cycle.seconds / cycle.predicted_seconds)
 
     def _accept(self, accepted: list[int]) -> None:
         """`accepted` has the number of accepted tokens of each drafted tree."""

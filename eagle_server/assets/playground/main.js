@@ -1,7 +1,7 @@
 // The playground: the form, a run, and what is shown of it.
 
 import { Answer } from "./answer.js";
-import { drawHistogram, rounded, speed } from "./readings.js";
+import { cycleAt, drafted, drawBudget, drawHistogram, rounded, speed } from "./readings.js";
 import { events, get, Refusal } from "./server.js";
 import { drawTree } from "./tree.js";
 
@@ -211,8 +211,12 @@ function select(number) {
 }
 
 function showControls() {
-  const count = state.answer.cycles.length;
+  const cycles = state.answer.cycles;
+  const count = cycles.length;
   const none = count === 0;
+  drawBudget($("budget"), cycles, state.shown);
+  const tree = cycles[state.shown];
+  $("budget-now").textContent = tree ? `this one ${drafted(tree)}, accepted ${tree.accepted.length}` : "";
   $("cycle").disabled = none;
   switchOff("replay", none || state.running !== null);
   switchOff("back", none || state.shown <= 0);
@@ -263,6 +267,11 @@ $("key").addEventListener("change", greet);
 $("cycle").addEventListener("input", () => (stopReplay(), look($("cycle").valueAsNumber)));
 $("back").addEventListener("click", () => (stopReplay(), look(state.shown - 1)));
 $("on").addEventListener("click", () => (stopReplay(), look(state.shown + 1)));
+$("budget").addEventListener("click", (event) => {
+  const box = $("budget").getBoundingClientRect();
+  const cycle = cycleAt((event.clientX - box.left) / box.width, state.answer.cycles.length);
+  if (cycle >= 0) (stopReplay(), look(cycle));
+});
 for (const kind of ["mouseover", "click"]) {
   $("text").addEventListener(kind, (event) => {
     const cycle = event.target.dataset?.cycle;

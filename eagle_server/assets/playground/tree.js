@@ -60,7 +60,7 @@ function placeColumns(nodes) {
   for (const node of nodes) node.x = starts[node.depth];
 }
 
-function element(name, attributes, text) {
+export function element(name, attributes, text) {
   const made = document.createElementNS(SVG, name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   if (text !== undefined) made.textContent = text;
