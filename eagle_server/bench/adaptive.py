@@ -37,7 +37,7 @@ from eagle_server.bench.report import (
 from eagle_server.bench.servers import BenchError, Server, running
 from eagle_server.engine.engine import Engine
 
-FIXED: tuple[str, ...] = ()  # flags of a server whose trees have one size
+FIXED = ("--speculative-adaptive", "off")  # flags of a server whose trees have one size
 
 
 def _fixed(steps: int, topk: int, nodes: int) -> dict[str, tuple[str, ...]]:

@@ -202,9 +202,7 @@ class AdaptiveBudget:
         """The newest choice."""
         choice = self._choice
         drafting = choice.rate >= _GAIN * choice.plain > 0
-        speeds = (
-            f"{choice.rate:.0f} tokens/s against {choice.plain:.0f} without, expected for {choice.requests} requests"
-        )
+        speeds = f"{choice.rate:.0f} tokens/s against {choice.plain:.0f} expected for {choice.requests} requests"
         if not choice.plain:
             words = "nothing was decoded yet"
         elif drafting:

@@ -35,6 +35,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 
 def build(files: TinyPair, *flags: str, draft: Path | None = None) -> Engine:
     paths = ["--model-path", str(files.target), "--speculative-draft-model-path", str(draft or files.draft)]
+    paths += ["--speculative-adaptive", "off"]  # these heads are not trained
     return build_engine(parse_args([*paths, "--max-total-tokens", "512", *flags], environ={}), progress=False)
 
 
