@@ -64,6 +64,7 @@ def assemble(  # noqa: PLR0913
         vocab_size=target.config.vocab_size,
         spec_steps=config.tree.depth,
         sizes=config.graph_sizes,
+        coupling=config.coupling,
     )
     worker = Worker(Verifier(target, attention, pools[0], graphs), drafter, batches, config.acceptance)
     if config.graph_sizes:

@@ -62,6 +62,7 @@ class EngineConfig:
     verify_attention: Literal["auto", "mask", "cascade"] = "auto"  # how flashinfer computes attention in verification
     draft_attention: TreeMode = "auto"  # and in draft steps
     acceptance: Acceptance = Lossless()
+    coupling: bool = True  # drafters rank by the noise of the target's draws as well
     poison: bool = False  # fill freed slots with NaN, so that tests notice a read of stale KV
 
     @property

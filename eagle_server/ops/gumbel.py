@@ -31,9 +31,13 @@ def gumbel(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def _gumbel_torch(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    return gumbel_of(keys, positions, torch.arange(vocab_size, device=keys.device))
+
+
+def gumbel_of(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """The noise of some tokens, int64 [m]: float32 [n, m]. The torch twin of the kernel on all devices."""
     rows = _mix(keys ^ _mix(positions * signed(GAMMA)))
-    tokens = torch.arange(1, vocab_size + 1, device=keys.device) * signed(GAMMA)
-    bits = _mix(rows[:, None] + tokens)
+    bits = _mix(rows[:, None] + (tokens + 1) * signed(GAMMA))
     # 53 bits keep the relative precision of a float32 near 0. The largest Gumbel values come from there.
     uniform = _shift(bits, 11).to(torch.float32).mul_(2.0**-53).clamp_(min=2.0**-60, max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()

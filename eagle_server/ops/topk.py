@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eagle_server.ops.gumbel import gumbel_of
 from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
 
 MAX_TOPK = 16  # limit of the kernel, which finds the k best one after the other
@@ -25,6 +26,32 @@ def topk_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if on_gpu(logits) and k <= MAX_TOPK:
         return _launch_topk(logits, k)
     return _topk_torch(logits, k)
+
+
+def coupled_topk_logprobs(  # noqa: PLR0913, PLR0917
+    logits: Tensor, k: int, keys: Tensor, positions: Tensor, temperature: Tensor, ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`topk_logprobs` of logits / T + G, the scores by which the target draws; at T = 0 of the logits.
+
+    Args:
+        logits: float32 [n, V], V >= k, over the draft's vocabulary.
+        keys, positions: int64 [n]; the noise G depends on them and on the target's token id.
+        temperature: float32 [n].
+        ids: int64 [V], the target id of each draft token; None: they are the same.
+
+    Returns:
+        logp float32 [n, k], descending: scores minus the logsumexp of their row. tokens int64 [n, k]: draft ids.
+    """
+    return _coupled_topk_torch(logits, k, keys, positions, temperature, ids)
+
+
+def _coupled_topk_torch(  # noqa: PLR0913, PLR0917
+    logits: Tensor, k: int, keys: Tensor, positions: Tensor, temperature: Tensor, ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    tokens = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
+    drawn = temperature[:, None] > 0
+    coupled = logits / torch.where(drawn, temperature[:, None], 1.0) + gumbel_of(keys, positions, tokens)
+    return _topk_torch(torch.where(drawn, coupled, logits), k)
 
 
 def _topk_torch(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

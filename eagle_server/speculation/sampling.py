@@ -24,6 +24,14 @@ _SORTED_ROWS = 64  # rows of logits sorted at a time on a GPU; sorting takes abo
 
 
 @dataclass(frozen=True)
+class NoiseTable:
+    """The noise of every position that a cycle may draw at, so that drafting and drawing share it."""
+
+    first: Tensor  # int64 [s], the first positions
+    values: Tensor  # float32 [s, span, vocab]
+
+
+@dataclass(frozen=True)
 class SamplingBatch:
     """Sampling settings of `bs` requests. Index tensors select the requests that need a step; None: no request does."""
 
@@ -39,6 +47,7 @@ class SamplingBatch:
     min_p: Tensor  # float32 [m]
     transforms: tuple[Transform, ...]
     penalizer_state: PenalizerState = field(default_factory=PenalizerState)  # at the start of the cycle
+    noise: NoiseTable | None = None  # of the stochastic requests, on a CPU; None: each draw makes its own
 
     @classmethod
     def of(cls, settings: Sequence[RequestSampling], device: torch.device, spec_steps: int = 0) -> SamplingBatch:
@@ -92,7 +101,7 @@ def draw(
         kept = above_min_p(chosen.index_select(0, sampling.floored), sampling.min_p)
         chosen.index_copy_(0, sampling.floored, kept)
     where = positions.index_select(0, sampling.stochastic)
-    best, tokens_drawn = chosen.add_(_noise(sampling.keys, where, logits.shape[-1], span)).max(dim=-1)
+    best, tokens_drawn = chosen.add_(_noise(sampling, where, logits.shape[-1], span)).max(dim=-1)
     return drawn.index_copy(0, sampling.stochastic, tokens_drawn), scores.index_copy(0, sampling.stochastic, best)
 
 
@@ -121,12 +130,16 @@ def transformed(logits: Tensor, positions: Tensor, sampling: SamplingBatch, path
 
 def _truncated(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     """The logits with -inf for tokens that top-k, top-p or min_p remove."""
-    if sampling.truncated is None and sampling.floored is None:
-        return logits
-    logits = logits.clone()
     if sampling.truncated is not None:
+        logits = logits.clone()
         _drop(logits, sampling, sampling.truncated, truncate, sampling.top_k, sampling.top_p)
+    return above_min_ps(logits, sampling)
+
+
+def above_min_ps(logits: Tensor, sampling: SamplingBatch) -> Tensor:
+    """The logits [bs, rows, vocab] with -inf for tokens that min_p removes."""
     if sampling.floored is not None:
+        logits = logits.clone()
         _drop(logits, sampling, sampling.floored, above_min_p, sampling.min_p)
     return logits
 
@@ -183,16 +196,28 @@ def typical_threshold(probability: Tensor, posterior_threshold: float, posterior
     return (posterior_alpha * (-entropy).exp()).clamp(max=posterior_threshold)
 
 
-def _noise(keys: Tensor, positions: Tensor, vocab_size: int, span: int) -> Tensor:
-    """Noise [n, rows, vocab]. A request's rows have at most `span` positions, and each position is drawn once."""
-    n, rows = positions.shape
-    base = positions[:, :1]
-    distinct = base + torch.arange(span, device=base.device)  # [n, span]
-    noise = gumbel(keys.repeat_interleave(span), distinct.view(-1), vocab_size)
-    if rows == span == 1:
-        return noise.view(n, 1, vocab_size)
-    place = positions - base + torch.arange(0, n * span, span, device=base.device)[:, None]
-    return noise.index_select(0, place.view(-1)).view(n, rows, vocab_size)
+def noise_table(sampling: SamplingBatch, positions: Tensor, vocab_size: int, span: int) -> NoiseTable:
+    """The noise of `span` positions from int64 [bs] on, for the stochastic requests. At least one must be."""
+    assert sampling.stochastic is not None
+    return _noise_from(sampling.keys, positions.index_select(0, sampling.stochastic), vocab_size, span)
+
+
+def _noise_from(keys: Tensor, first: Tensor, vocab_size: int, span: int) -> NoiseTable:
+    positions = first[:, None] + torch.arange(span, device=first.device)  # [s, span]
+    noise = gumbel(keys.repeat_interleave(span), positions.view(-1), vocab_size)
+    return NoiseTable(first, noise.view(len(keys), span, vocab_size))
+
+
+def _noise(sampling: SamplingBatch, positions: Tensor, vocab_size: int, span: int) -> Tensor:
+    """Noise [s, rows, vocab]. A request's rows have at most `span` positions, and each position is drawn once."""
+    first, table = positions[:, 0], sampling.noise
+    if table is None or not table.first.equal(first):
+        table = _noise_from(sampling.keys, first, vocab_size, span)
+    n, span = table.values.shape[:2]
+    if positions.shape[1] == span == 1:
+        return table.values
+    place = positions - first[:, None] + torch.arange(0, n * span, span, device=first.device)[:, None]
+    return table.values.flatten(0, 1).index_select(0, place.view(-1)).view(*positions.shape, vocab_size)
 
 
 def _indices(values: list[int], device: torch.device) -> Tensor | None:

@@ -15,9 +15,9 @@ from eagle_server.cache.page_table import PageTable
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling
 from eagle_server.request import SamplingParams
-from eagle_server.speculation.sampling import SamplingBatch
+from eagle_server.speculation.sampling import SamplingBatch, noise_table
 from eagle_server.worker.accepted_tokens import AcceptedTokens
-from eagle_server.worker.draft_token_mask import DraftTokenMask, draft_token_mask
+from eagle_server.worker.draft_ranking import DraftRanking, GrammarPaths, KeyedNoise, SamplingParameters, TableNoise
 from eagle_server.worker.penalizer_state import PenalizerStates
 
 _PADDING = RequestSampling(SamplingParams(max_tokens=1, seed=0, temperature=0.0), key=0)
@@ -60,7 +60,7 @@ class DecodeBatch:
     sampling: SamplingBatch
     speculation_disabled: Tensor | None  # bool [bs], requests whose drafts are not verified; None: there are none
     req_to_token: Tensor  # int32 [max requests, width]
-    token_mask: DraftTokenMask  # what grammars allow the drafter to propose
+    ranking: DraftRanking  # of the children of the roots
 
     def past_verified(self) -> DecodeBatch:
         """The same requests as if verified_id were computed: every length is one more."""
@@ -97,7 +97,8 @@ class Prompts:
 class Batches:
     """Builds a cycle's batches. Owns the accepted tokens that wait for draft-extend, and the penalizer states.
 
-    `spec_steps` is the depth of the trees. `sizes`: batch sizes that decodes are padded to, if there are any.
+    `spec_steps` is the depth of the trees. `sizes`: batch sizes that decodes are padded to, if there are any, because
+    graphs are captured for them. `coupling`: drafters rank by the noise of the target's draws as well.
     """
 
     def __init__(
@@ -108,8 +109,9 @@ class Batches:
         vocab_size: int,
         spec_steps: int = 0,
         sizes: Sequence[int] = (),
+        coupling: bool = True,
     ) -> None:
-        self.device, self.sizes = device, tuple(sizes)
+        self.device, self.sizes, self.coupling, self.vocab_size = device, tuple(sizes), coupling, vocab_size
         self.req_to_token = ReqToToken(table, device)
         self.accepted_tokens = AcceptedTokens(table.pad_row + 1, spec_steps + 1, device)
         self.spec_steps = spec_steps
@@ -158,6 +160,8 @@ class Batches:
         indices = [d.req_pool_index for d in decodes] + [self.pad_row] * padding
         verified = [d.verified_id for d in decodes] + [0] * padding
         numbers = upload([indices, seq_lens, verified, extend_lens], self.device)
+        sampling = self._with_penalizer_state(self._sampling_of(decodes, padding), decodes)
+        ranking, sampling = self._ranking(decodes, numbers[1] + 1, sampling)
         return DecodeBatch(
             req_pool_indices=numbers[0],
             seq_lens=numbers[1],
@@ -168,11 +172,32 @@ class Batches:
             extend_lens_host=extend_lens,
             extend_width=self.accepted_tokens.width if self.sizes else max(extend_lens),
             accepted_tokens=self.accepted_tokens,
-            sampling=self._with_penalizer_state(self._sampling_of(decodes, padding), decodes),
+            sampling=sampling,
             speculation_disabled=self._speculation_disabled(decodes, padding),
             req_to_token=self.req_to_token.tensor,
-            token_mask=draft_token_mask(decodes),
+            ranking=ranking,
         )
+
+    def _ranking(
+        self, decodes: Sequence[Decode], positions: Tensor, sampling: SamplingBatch
+    ) -> tuple[DraftRanking, SamplingBatch]:
+        """How drafters rank the children of the roots, at `positions`, and the sampling that has the same noise.
+
+        A captured function reads keys and temperatures only. An all-greedy batch on a CPU needs neither.
+        """
+        ranking = DraftRanking(positions, GrammarPaths.of(decodes))
+        if not self.coupling or not self.spec_steps:
+            return ranking, sampling
+        if self.sizes:
+            return replace(ranking, noise=KeyedNoise(sampling.all_keys, sampling.all_temperature)), sampling
+        if sampling.transforms or sampling.floored is not None:
+            ranking = replace(ranking, parameters=SamplingParameters(sampling, self.vocab_size))
+        if self.device.type != "cpu":
+            return replace(ranking, noise=KeyedNoise(sampling.all_keys, sampling.all_temperature)), sampling
+        if sampling.stochastic is None:
+            return ranking, sampling
+        sampling = replace(sampling, noise=noise_table(sampling, positions, self.vocab_size, self.spec_steps + 1))
+        return replace(ranking, noise=TableNoise(sampling)), sampling
 
     def _padded_size(self, size: int) -> int:
         return next((bucket for bucket in self.sizes if bucket >= size), size)

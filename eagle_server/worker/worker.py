@@ -31,7 +31,7 @@ class Worker:
         """One cycle: every decoding request gets at least one token, and every chunk advances its prompt.
 
         The device runs ahead of the host until `process_outputs` copies the results. With grammars the host also reads
-        the trees in between: as they grow (`batch.token_mask`) and while they are verified.
+        the trees in between: as they grow (`batch.ranking`) and while they are verified.
         """
         clock = StageClock(self.batches.device)
         batch = self.batches.begin(plan)
