@@ -17,6 +17,10 @@ def _as_text(value: object) -> object:
     return str(value) if isinstance(value, list) else value  # YAML's own lists
 
 
+def _as_switch(value: object) -> object:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML reads on and off as booleans
+
+
 Algorithm = Literal[
     "NONE",
     "EAGLE",
@@ -104,6 +108,12 @@ class SpeculativeSection(Section):
         default=None,
         description="number of the newest tokens of all requests that --speculative-ngram-share keeps; default: "
         f"{NGRAM_SHARE_TOKENS}",
+    )
+    coupling: Annotated[Literal["on", "off"], BeforeValidator(_as_switch)] = Field(
+        default="on",
+        description="on: above temperature 0 drafters rank tokens by their probability and by the random numbers with "
+        "which the target will draw, so they guess the draw itself and more drafts are kept; off: by probability "
+        "alone, for comparison, and always with --acceptance typical, which keeps likely tokens; texts are the same",
     )
     acceptance: Literal["lossless", "typical"] = Field(
         default="lossless",

@@ -68,6 +68,7 @@ def assemble(  # noqa: PLR0913
         vocab_size=target.config.vocab_size,
         spec_steps=config.tree.depth,
         sizes=config.graph_sizes,
+        coupling=config.coupling,
     )
     largest = FixedBudget(config.tree.num_steps, config.tree.num_draft_tokens)
     drafting = TreeDrafting(drafter, batches, largest)

@@ -76,6 +76,7 @@ class EngineConfig:
     draft_attention: TreeMode = "auto"  # and in draft steps
     acceptance: Acceptance = Lossless()
     adaptive: bool = False  # trees follow cost and load; else every request drafts its largest tree
+    coupling: bool = True  # drafters rank by the noise of the target's draws as well
     poison: bool = False  # fill freed slots with NaN, so that tests notice a read of stale KV
 
     @property

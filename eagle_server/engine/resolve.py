@@ -57,6 +57,7 @@ def resolve(config: Config, target: Target, draft: LoadedDraft | None) -> Engine
         graph_sizes=sizes,
         acceptance=_acceptance(config.speculative),
         adaptive=config.speculates and config.speculative.adaptive == "on",
+        coupling=config.speculative.coupling == "on" and config.speculative.posterior is None,
     )
 
 

@@ -24,6 +24,14 @@ _SORTED_ROWS = 64  # rows of logits sorted at a time on a GPU; sorting takes abo
 
 
 @dataclass(frozen=True)
+class NoiseTable:
+    """The noise of every position that a cycle may draw at, so that drafting and drawing share it."""
+
+    first: Tensor  # int64 [s], the first positions
+    values: Tensor  # float32 [s, span, vocab]
+
+
+@dataclass(frozen=True)
 class SamplingBatch:
     """Sampling settings of `bs` requests. Index tensors select the requests that need a step; None: no request does."""
 
@@ -39,6 +47,7 @@ class SamplingBatch:
     min_p: Tensor  # float32 [m]
     transforms: tuple[Transform, ...]
     penalizer_state: PenalizerState = field(default_factory=PenalizerState)  # at the start of the cycle
+    noise: NoiseTable | None = None  # of the stochastic requests, on a CPU; None: each draw makes its own
 
     @property
     def edits_logits(self) -> bool:
@@ -97,7 +106,7 @@ def draw(
         kept = above_min_p(chosen.index_select(0, sampling.floored), sampling.min_p)
         chosen.index_copy_(0, sampling.floored, kept)
     where = positions.index_select(0, sampling.stochastic)
-    best, tokens_drawn = chosen.add_(_noise(sampling.keys, where, logits.shape[-1], span)).max(dim=-1)
+    best, tokens_drawn = chosen.add_(_noise(sampling, where, logits.shape[-1], span)).max(dim=-1)
     return drawn.index_copy(0, sampling.stochastic, tokens_drawn), scores.index_copy(0, sampling.stochastic, best)
 
 
@@ -125,9 +134,9 @@ def draw_rows(
     own, requests = own.index_select(0, places), requests.index_select(0, places)
     first = positions[:, 0]
     offsets = positions.take(rows.index_select(0, places)) - first.index_select(0, requests)
-    noise = _noise_table(sampling.keys, first.index_select(0, sampling.stochastic), logits.shape[1], span)
+    noise = _table(sampling, first.index_select(0, sampling.stochastic), logits.shape[1], span).values
     chosen = logits.index_select(0, places) / sampling.temperature.index_select(0, own)[:, None]
-    best, tokens = chosen.add_(noise.index_select(0, own * span + offsets)).max(dim=-1)
+    best, tokens = chosen.add_(noise.flatten(0, 1).index_select(0, own * noise.shape[1] + offsets)).max(dim=-1)
     return drawn.index_copy(0, places, tokens), scores.index_copy(0, places, best)
 
 
@@ -156,12 +165,16 @@ def transformed(logits: Tensor, positions: Tensor, sampling: SamplingBatch, path
 
 def _truncated(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     """The logits with -inf for tokens that top-k, top-p or min_p remove."""
-    if sampling.truncated is None and sampling.floored is None:
-        return logits
-    logits = logits.clone()
     if sampling.truncated is not None:
+        logits = logits.clone()
         _drop(logits, sampling, sampling.truncated, truncate, sampling.top_k, sampling.top_p)
+    return above_min_ps(logits, sampling)
+
+
+def above_min_ps(logits: Tensor, sampling: SamplingBatch) -> Tensor:
+    """The logits [bs, rows, vocab] with -inf for tokens that min_p removes."""
     if sampling.floored is not None:
+        logits = logits.clone()
         _drop(logits, sampling, sampling.floored, above_min_p, sampling.min_p)
     return logits
 
@@ -218,21 +231,35 @@ def typical_threshold(probability: Tensor, posterior_threshold: float, posterior
     return (posterior_alpha * (-entropy).exp()).clamp(max=posterior_threshold)
 
 
-def _noise(keys: Tensor, positions: Tensor, vocab_size: int, span: int) -> Tensor:
-    """Noise [n, rows, vocab]. A request's rows have at most `span` positions, and each position is drawn once."""
-    n, rows = positions.shape
-    base = positions[:, :1]
-    noise = _noise_table(keys, base[:, 0], vocab_size, span)
-    if rows == span == 1:
-        return noise.view(n, 1, vocab_size)
-    place = positions - base + torch.arange(0, n * span, span, device=base.device)[:, None]
-    return noise.index_select(0, place.view(-1)).view(n, rows, vocab_size)
+def noise_table(sampling: SamplingBatch, positions: Tensor, vocab_size: int, span: int) -> NoiseTable:
+    """The noise of `span` positions from int64 [bs] on, for the stochastic requests. At least one must be."""
+    assert sampling.stochastic is not None
+    return _noise_from(sampling.keys, positions.index_select(0, sampling.stochastic), vocab_size, span)
 
 
-def _noise_table(keys: Tensor, first: Tensor, vocab_size: int, span: int) -> Tensor:
-    """Noise [n * span, vocab] of `span` positions of each request, from `first` int64 [n] on."""
-    distinct = first[:, None] + torch.arange(span, device=first.device)  # [n, span]
-    return gumbel(keys.repeat_interleave(span), distinct.view(-1), vocab_size)
+def _noise_from(keys: Tensor, first: Tensor, vocab_size: int, span: int) -> NoiseTable:
+    positions = first[:, None] + torch.arange(span, device=first.device)  # [s, span]
+    noise = gumbel(keys.repeat_interleave(span), positions.view(-1), vocab_size)
+    return NoiseTable(first, noise.view(len(keys), span, vocab_size))
+
+
+def _table(sampling: SamplingBatch, first: Tensor, vocab_size: int, span: int) -> NoiseTable:
+    """The noise of at least `span` positions from `first` int64 [s] on: the cycle's, or a new table."""
+    table = sampling.noise
+    if table is not None and table.values.shape[1] >= span and table.first.equal(first):
+        return table
+    return _noise_from(sampling.keys, first, vocab_size, span)
+
+
+def _noise(sampling: SamplingBatch, positions: Tensor, vocab_size: int, span: int) -> Tensor:
+    """Noise [s, rows, vocab]. A request's rows have at most `span` positions, and each position is drawn once."""
+    first = positions[:, 0]
+    table = _table(sampling, first, vocab_size, span)
+    n, span = table.values.shape[:2]
+    if positions.shape[1] == span == 1:
+        return table.values
+    place = positions - first[:, None] + torch.arange(0, n * span, span, device=first.device)[:, None]
+    return table.values.flatten(0, 1).index_select(0, place.view(-1)).view(*positions.shape, vocab_size)
 
 
 def _indices(values: list[int], device: torch.device) -> Tensor | None:

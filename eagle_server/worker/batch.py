@@ -15,10 +15,17 @@ from eagle_server.cache.page_table import PageTable
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling
 from eagle_server.request import SamplingParams
-from eagle_server.speculation.sampling import SamplingBatch
+from eagle_server.speculation.sampling import SamplingBatch, noise_table
 from eagle_server.worker.accepted_tokens import AcceptedTokens
 from eagle_server.worker.budget import CycleBudget
-from eagle_server.worker.draft_token_mask import DraftTokenMask, draft_token_mask
+from eagle_server.worker.draft_ranking import (
+    BY_PROBABILITY,
+    DraftRanking,
+    GrammarPaths,
+    KeyedNoise,
+    SamplingParameters,
+    TableNoise,
+)
 from eagle_server.worker.penalizer_state import PenalizerStates
 
 _PADDING = RequestSampling(SamplingParams(max_tokens=1, seed=0, temperature=0.0), key=0)
@@ -60,7 +67,7 @@ class DecodeBatch:
     accepted_tokens: AcceptedTokens
     sampling: SamplingBatch
     req_to_token: Tensor  # int32 [max requests, width]
-    token_mask: DraftTokenMask  # what grammars allow the drafter to propose
+    ranking: DraftRanking = BY_PROBABILITY  # of the children of the roots
     num_steps: int = 0  # levels that a draft model drafts in this cycle
     num_draft_tokens: int = 1  # the most nodes of a tree, root included
 
@@ -99,7 +106,8 @@ class Prompts:
 class Batches:
     """Builds a cycle's batches. Owns the accepted tokens that wait for draft-extend, and the penalizer states.
 
-    `spec_steps` is the depth of the trees. `sizes`: batch sizes that decodes are padded to, if there are any.
+    `spec_steps` is the depth of the trees. `sizes`: batch sizes that decodes are padded to, if there are any, because
+    graphs are captured for them. `coupling`: drafters rank by the noise of the target's draws as well.
     """
 
     def __init__(
@@ -110,8 +118,9 @@ class Batches:
         vocab_size: int,
         spec_steps: int = 0,
         sizes: Sequence[int] = (),
+        coupling: bool = True,
     ) -> None:
-        self.device, self.sizes = device, tuple(sizes)
+        self.device, self.sizes, self.coupling, self.vocab_size = device, tuple(sizes), coupling, vocab_size
         self.req_to_token = ReqToToken(table, device)
         self.accepted_tokens = AcceptedTokens(table.pad_row + 1, spec_steps + 1, device)
         self.spec_steps = spec_steps
@@ -137,7 +146,9 @@ class Batches:
             return None
         if len(budget.drafting) < len(batch.decodes):
             batch = self.decode([batch.decodes[i] for i in budget.drafting], drafting=True)
-        return replace(batch, num_steps=budget.num_steps, num_draft_tokens=budget.num_draft_tokens)
+        ranking, sampling = self._ranking(batch, budget)
+        steps, size = budget.num_steps, budget.num_draft_tokens
+        return replace(batch, ranking=ranking, sampling=sampling, num_steps=steps, num_draft_tokens=size)
 
     def backlog(self, decodes: Sequence[Decode]) -> Prompts | None:
         """What the requests accepted while they did not draft, for the drafter's prefill; None: there is nothing."""
@@ -199,8 +210,28 @@ class Batches:
             accepted_tokens=self.accepted_tokens,
             sampling=self._with_penalizer_state(self._sampling_of(decodes, padding, drafting=drafting), decodes),
             req_to_token=self.req_to_token.tensor,
-            token_mask=draft_token_mask(decodes),
         )
+
+    def _ranking(self, batch: DecodeBatch, budget: CycleBudget) -> tuple[DraftRanking, SamplingBatch]:
+        """How drafters rank the children of the roots, and the sampling that has the same noise.
+
+        A captured function reads keys and temperatures only. An all-greedy batch on a CPU needs neither.
+        """
+        positions, sampling = batch.seq_lens + 1, batch.sampling
+        ranking = DraftRanking(positions, GrammarPaths.of(batch.decodes))
+        if not self.coupling:
+            return ranking, sampling
+        if self.sizes:
+            return replace(ranking, noise=KeyedNoise(sampling.all_keys, sampling.all_temperature)), sampling
+        if sampling.transforms or sampling.floored is not None:
+            ranking = replace(ranking, parameters=SamplingParameters(sampling, self.vocab_size))
+        if self.device.type != "cpu":
+            return replace(ranking, noise=KeyedNoise(sampling.all_keys, sampling.all_temperature)), sampling
+        if sampling.stochastic is None:
+            return ranking, sampling
+        noise = noise_table(sampling, positions, self.vocab_size, budget.num_steps + 1)
+        sampling = replace(sampling, noise=noise)
+        return replace(ranking, noise=TableNoise(sampling)), sampling
 
     def _padded_size(self, size: int) -> int:
         return next((bucket for bucket in self.sizes if bucket >= size), size)

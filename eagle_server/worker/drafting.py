@@ -14,6 +14,7 @@ from torch import Tensor
 from eagle_server.ops.upload import upload
 from eagle_server.plan import CycleDrafting, CyclePlan, CycleResult
 from eagle_server.speculation.accept import Accepted
+from eagle_server.speculation.sampling import SamplingBatch
 from eagle_server.speculation.tree import EagleVerifyInput, build_tree, root_alone, spread, without
 from eagle_server.worker.batch import Batches, DecodeBatch
 from eagle_server.worker.budget import Budget, CycleBudget
@@ -29,12 +30,14 @@ _DRAFTING_STAGES = ("extend", "propose", "prefill")
 class Drafts:
     """The trees of a cycle, and what is needed to learn from them.
 
-    batch: the requests that drafted; None: none did. requests: int64 [m], their numbers among all; None: all drafted.
+    sampling: of all requests, with the noise that the drafter has used. batch: the requests that drafted; None: none
+    did. requests: int64 [m], their numbers among all; None: all drafted.
     extended: rows of their draft-extend, with their backlogs.
     """
 
     tree: EagleVerifyInput
     budget: CycleBudget
+    sampling: SamplingBatch
     batch: DecodeBatch | None = None
     requests: Tensor | None = None
     estimates: Estimates | None = None
@@ -65,6 +68,7 @@ class TreeDrafting:
         self.drafter, self.batches, self.budget = drafter, batches, budget
         self.estimates: AcceptanceEstimates | None = None
         self.costs: CostModel | None = None
+        self._ended = 0.0  # when the last cycle did
         self.observers: list[Callable[[EagleVerifyInput, Accepted, int], None]] = []  # get trees, paths, requests
 
     def adapt(self, budget: Budget, estimates: AcceptanceEstimates, costs: CostModel) -> None:
@@ -82,7 +86,7 @@ class TreeDrafting:
         budget = self.budget.choose(batch.decodes, self.batches.can_draft(batch.decodes))
         drafting = self.batches.drafting(batch, budget)
         if drafting is None:
-            return Drafts(root_alone(batch.verified_id, batch.seq_lens), budget)
+            return Drafts(root_alone(batch.verified_id, batch.seq_lens), budget, batch.sampling)
         with clock.stage("extend"):
             extended = len(drafting.seq_lens_host) * drafting.extend_width
             backlog = self.batches.backlog(drafting.decodes)
@@ -102,11 +106,11 @@ class TreeDrafting:
                 tree = replace(tree, scores=estimates.path_logp)
                 if budget.least_logp > -math.inf:
                     tree = without(tree, estimates.path_logp < budget.least_logp)
-            requests = None
+            requests, sampling = None, drafting.sampling
             if len(budget.drafting) < len(batch.decodes):
                 requests = upload(budget.drafting, batch.seq_lens.device)
-                tree = spread(tree, requests, batch.verified_id, batch.seq_lens)
-        return Drafts(tree, budget, drafting, requests, estimates, extended)
+                tree, sampling = spread(tree, requests, batch.verified_id, batch.seq_lens), batch.sampling
+        return Drafts(tree, budget, sampling, drafting, requests, estimates, extended)
 
     def observe(self, batch: DecodeBatch, drafts: Drafts, tree: EagleVerifyInput, accepted: Accepted) -> None:
         """Let the drafter see what was accepted of `tree`, the one that was verified for `batch`."""
@@ -156,10 +160,11 @@ class TreeDrafting:
 
     def _time(self, plan: CyclePlan, stages: Mapping[str, float], drafts: Drafts, rows: int) -> float:
         """Update the cost model by the stages' seconds. Returns what it had predicted for decoding, in seconds."""
-        self._ended = time.perf_counter()
-        costs = self.costs
+        costs, now = self.costs, time.perf_counter()
+        ended, self._ended = self._ended, now
         if costs is None:
             return 0.0
+        costs.wait(now - ended - sum(stages.values()))
         kv = float(sum(decode.seq_len for decode in plan.decodes))
         observed = [(costs.verify, rows, kv, sum(stages[each] for each in stages if each not in _DRAFTING_STAGES))]
         if drafts.batch is not None:

@@ -1,6 +1,6 @@
 """Token masks for verification: the tokens that grammars allow after each node, found while the device verifies.
 
-`draft_token_mask.py` asks the same matchers while a tree grows. What was asked there is not computed again.
+`draft_ranking.py` asks the same matchers while a tree grows. What was asked there is not computed again.
 """
 
 from __future__ import annotations

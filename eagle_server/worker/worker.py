@@ -36,7 +36,7 @@ class Worker:
         """One cycle: every decoding request gets at least one token, and every chunk advances its prompt.
 
         The device runs ahead of the host until `process_outputs` copies the results. With grammars the host also reads
-        the trees in between: as they grow (`batch.token_mask`) and while they are verified.
+        the trees in between: as they grow (`batch.ranking`) and while they are verified.
         """
         clock = StageClock(self.batches.device)
         self.batches.begin(plan)
@@ -50,7 +50,7 @@ class Worker:
                 token_mask = VerifyTokenMask.of(batch.decodes, self.batches.device, tree)
                 verified = self.verifier.verify(batch, tree)
             with clock.stage("accept"):
-                tree, sampling = token_mask.masked(tree, batch.sampling)
+                tree, sampling = token_mask.masked(tree, drafts.sampling)
                 accepted = self.acceptance.accept(tree, verified.logits, sampling)
                 self.drafting.observe(batch, drafts, tree, accepted)
             with clock.stage("keep"):

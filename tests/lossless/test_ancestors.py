@@ -94,7 +94,8 @@ def tree_of(text: list[int], request_number: int, steps: list[Call]) -> Drafted:
 def largest_error(pair: Pair, size: int) -> float:
     """The largest difference between a drafted node's logits and those of its path alone, over three requests."""
     spy = SpyHead(pair.head)
-    engine = speculative(pair.target, spy, STEPS, TOPK, num_draft_tokens=size, page_size=4, chunked_prefill_size=16)
+    settings = {"num_draft_tokens": size, "page_size": 4, "chunked_prefill_size": 16, "coupling": False}
+    engine = speculative(pair.target, spy, STEPS, TOPK, **settings)
     trees = drafted_trees(engine, spy)
     prompts = torch.randint(0, 62, (3, 23), generator=torch.Generator().manual_seed(5)).tolist()
     sampling = {"max_tokens": 14, "ignore_eos": True, "temperature": 0.8}

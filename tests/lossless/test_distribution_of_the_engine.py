@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import scipy
+import torch
 from torch import Tensor
 
 from eagle_server.engine.engine import Engine
@@ -38,7 +39,7 @@ SEED = 3  # of the text that is used as a prompt
 PROMPT = [3, 7, 1]
 Text = tuple[int, ...]
 Distribution = dict[Text, float]
-SAMPLING = {"temperature": 1.0, "top_k": 4}
+SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 4}
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +141,25 @@ def noise_of_the_position_before(tree: EagleVerifyInput, logits: Tensor, samplin
     return accept(replace(tree, positions=tree.positions - 1), logits, sampling)
 
 
-MUTANTS = (fresh_bonus_after_a_miss, root_and_first_level_share_their_noise, noise_of_the_position_before)
+def drafts_raise_the_logits_of_their_tokens(
+    tree: EagleVerifyInput, logits: Tensor, sampling: SamplingBatch
+) -> Accepted:
+    """The draw depends on the draft: a child's score, shifted to 0 or more, is added to its token's logit."""
+    bs, size = tree.parents.shape
+    given, requests = logits.view(bs, size, -1), torch.arange(bs)[:, None]
+    assert tree.scores is not None
+    raised, places = given.clone(), (requests, tree.parents[:, 1:], tree.draft_token.view(bs, size)[:, 1:])
+    raised.index_put_(places, tree.scores - tree.scores.amin(), accumulate=True)
+    allowed = given >= given.topk(SAMPLING["top_k"]).values[..., -1:]
+    return accept(tree, torch.where(allowed, raised, given).view_as(logits), sampling)
+
+
+MUTANTS = (
+    fresh_bonus_after_a_miss,
+    root_and_first_level_share_their_noise,
+    noise_of_the_position_before,
+    drafts_raise_the_logits_of_their_tokens,
+)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from eagle_server.speculation.draft_input import EagleDraftInput, Frontier
 from eagle_server.speculation.tree import Candidates, EagleVerifyInput
 from eagle_server.worker.accepted_tokens import AcceptedTokens
 from eagle_server.worker.batch import DecodeBatch, Prompts
-from eagle_server.worker.draft_token_mask import NO_TOKEN_MASK, DraftTokenMask
+from eagle_server.worker.draft_ranking import DraftRanking
 from eagle_server.worker.graphs import Graphs
 
 
@@ -52,6 +52,9 @@ class EagleDrafter:
         self.num_steps, self.topk, self.num_draft_tokens = num_steps, topk, num_draft_tokens
         self.window, self.first_rows = (num_steps - 1) * topk, topk  # slots of all draft steps, and of the first one
         self.graphs, self.per_node = graphs or Graphs(), per_node
+        own = torch.arange(head.draft_vocab_size, device=attention.pool.keys[0].device)
+        ids = head.target_ids(own)
+        self.vocabulary = None if ids.equal(own) else ids  # int64 [draft vocabulary], target ids
 
     def forget(self, req_pool_index: int) -> None:
         """The only state is KV, which the next request overwrites."""
@@ -72,14 +75,15 @@ class EagleDrafter:
         """
         layout = extend_layout(batch.seq_lens_host, batch.extend_lens_host, batch.extend_width)
         plan = self.attention.plan(layout)
-        function = partial(self._extend, plan, layout, batch.accepted_tokens, batch.req_to_token)
+        ranking = batch.ranking.without_grammars()
+        function = partial(self._extend, plan, layout, batch.accepted_tokens, batch.req_to_token, ranking)
         key = None if plan.graph_key is None else ("extend", plan.graph_key)
         inputs = (batch.req_pool_indices, batch.seq_lens, batch.verified_id, batch.extend_lens)
-        draft = self.graphs.run(key, function, *inputs)
-        if not batch.token_mask.is_active:
+        draft = self.graphs.run(key, function, *inputs, *ranking.tensors)
+        if not batch.ranking.has_grammars:
             return draft
         assert draft.normed is not None and draft.frontier is not None
-        logp, tokens = self._best(draft.normed, batch.token_mask)
+        logp, tokens = self._best(draft.normed, batch.ranking)
         return replace(draft, frontier=replace(draft.frontier, topk_logp=logp, topk_index=tokens))
 
     def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> Candidates:
@@ -94,11 +98,11 @@ class EagleDrafter:
         plans = [distinct[layout] for layout in layouts]
         keys = tuple(each.graph_key for each in distinct.values())
         shape = (batch.num_steps, batch.num_draft_tokens)
-        key = None if None in keys or not keys or batch.token_mask.is_active else ("propose", keys, shape)
-        function = partial(self._propose, plans, layouts, batch.num_draft_tokens, batch.req_to_token, batch.token_mask)
+        key = None if None in keys or not keys or batch.ranking.has_grammars else ("propose", keys, shape)
+        function = partial(self._propose, plans, layouts, batch.num_draft_tokens, batch.req_to_token, batch.ranking)
         inputs = (batch.req_pool_indices, batch.seq_lens, draft.verified_id, draft.extend_lens)
         tensors = (frontier.topk_logp, frontier.topk_index, frontier.hidden_states)
-        return self.graphs.run(key, function, *inputs, *tensors)
+        return self.graphs.run(key, function, *inputs, *tensors, *batch.ranking.tensors)
 
     def forwards(self, num_steps: int) -> int:
         """Draft-extend finds the first level."""
@@ -113,10 +117,12 @@ class EagleDrafter:
         layout: Layout,
         accepted: AcceptedTokens,
         req_to_token: Tensor,
+        ranking: DraftRanking,
         req_pool_indices: Tensor,
         seq_lens: Tensor,
         verified_id: Tensor,
         extend_lens: Tensor,
+        *of_ranking: Tensor,
     ) -> EagleDraftInput:
         width = layout.q_lens[0]
         draft = EagleDraftInput(verified_id, extend_lens, width)
@@ -127,7 +133,7 @@ class EagleDrafter:
         out = self.head(tokens, self.head.combine(features), positions, bound)
         newest = extend_lens - 1 + torch.arange(0, len(tokens), width, device=first.device)
         normed = out.normed.index_select(0, newest)
-        logp, best = self._best(normed, NO_TOKEN_MASK)
+        logp, best = self._best(normed, ranking.with_tensors(*of_ranking))
         hidden = out.feedback.index_select(0, newest).repeat_interleave(self.topk, dim=0)
         return replace(draft, frontier=self._first(logp, best, hidden), normed=normed)
 
@@ -137,7 +143,7 @@ class EagleDrafter:
         layouts: Sequence[Layout],
         num_draft_tokens: int,
         req_to_token: Tensor,
-        token_mask: DraftTokenMask,
+        ranking: DraftRanking,
         req_pool_indices: Tensor,
         seq_lens: Tensor,
         verified_id: Tensor,
@@ -145,7 +151,9 @@ class EagleDrafter:
         topk_logp: Tensor,
         topk_index: Tensor,
         hidden_states: Tensor,
+        *of_ranking: Tensor,
     ) -> Candidates:
+        ranking = ranking.with_tensors(*of_ranking)
         frontier = self._first(topk_logp, topk_index, hidden_states)
         pool = CandidatePool(frontier.topk_index, frontier.topk_logp)
         if not self.per_node:
@@ -153,11 +161,11 @@ class EagleDrafter:
         chosen: Tensor | None = None
         for step, (plan, layout) in enumerate(zip(plans, layouts, strict=True)):
             draft = EagleDraftInput(verified_id, extend_lens, frontier=frontier)
-            token_mask = token_mask.advance(frontier.topk_index, chosen, self.topk)
+            ranking = ranking.advance(frontier.topk_index, chosen, self.topk)
             bound = plan.bind(draft_step_batch(draft, step, req_pool_indices, seq_lens, req_to_token, layout))
             positions = (seq_lens + step).repeat_interleave(self.topk)
             out = self.head(frontier.topk_index.view(-1), frontier.hidden_states, positions, bound)
-            logp, tokens = self._best(out.normed, token_mask)
+            logp, tokens = self._best(out.normed, ranking)
             shape = (*frontier.topk_index.shape, self.topk)
             scores = frontier.topk_logp[:, :, None] + logp.view(shape)
             pool.add(tokens.view(shape), scores)
@@ -166,7 +174,7 @@ class EagleDrafter:
                 pool.expand(chosen)
         best = pool.best(num_draft_tokens - 1)
         assert best.scores is not None
-        return replace(best, tokens=token_mask.without_refused(best.tokens, best.scores))
+        return replace(best, tokens=ranking.without_refused(best.tokens, best.scores))
 
     def _first(self, topk_logp: Tensor, topk_index: Tensor, hidden_states: Tensor) -> Frontier:
         """The first frontier. Its masks are as wide as the layouts: the window, or with `per_node` what is written."""
@@ -178,6 +186,6 @@ class EagleDrafter:
         if later > 0:
             self.attention.pool.clear(cache_locations(req_pool_indices, seq_lens + first, later, req_to_token))
 
-    def _best(self, normed: Tensor, token_mask: DraftTokenMask) -> tuple[Tensor, Tensor]:
-        """Log-probabilities over the draft vocabulary and target ids of the topk children, [rows, topk]."""
-        return token_mask.best(self.head.logits(normed), self.topk, self.head.target_ids)
+    def _best(self, normed: Tensor, ranking: DraftRanking) -> tuple[Tensor, Tensor]:
+        """Scores and target ids of the topk children, [rows, topk]."""
+        return ranking.best(self.head.logits(normed), self.topk, self.vocabulary)

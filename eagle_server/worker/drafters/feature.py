@@ -43,4 +43,5 @@ class FeatureDrafter:
     def graph_key(self, name: str, batch: DecodeBatch) -> Hashable | None:
         """The key of this batch's graph; None: it is not captured."""
         size = len(batch.seq_lens_host)
-        return (name, size, batch.num_steps) if size in self.graph_sizes and not batch.token_mask.is_active else None
+        captured = size in self.graph_sizes and not batch.ranking.has_grammars
+        return (name, size, batch.num_steps) if captured else None

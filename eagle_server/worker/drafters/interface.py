@@ -29,7 +29,7 @@ class Drafter(Protocol[State]):
         ...
 
     def propose(self, draft: State, batch: DecodeBatch) -> Proposal:
-        """The candidate nodes of each decoding request, restricted to tokens that `batch.token_mask` allows.
+        """The candidate nodes of each decoding request, ranked by `batch.ranking`.
 
         A model drafts `batch.num_steps` levels. A tree has at most `batch.num_draft_tokens` nodes, root included.
         """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_server.models.drafts.medusa import MedusaHeads
-from eagle_server.ops.topk import topk_logprobs
 from eagle_server.speculation.static_tree import (
     Choices,
     choice_parents,
@@ -20,7 +20,7 @@ from eagle_server.speculation.static_tree import (
 )
 from eagle_server.speculation.tree import TreeNodes
 from eagle_server.worker.batch import DecodeBatch
-from eagle_server.worker.draft_token_mask import DraftTokenMask
+from eagle_server.worker.draft_ranking import DraftRanking, finite_or_off
 from eagle_server.worker.drafters.feature import FeatureDrafter
 from eagle_server.worker.graphs import Graphs
 
@@ -54,24 +54,30 @@ class MedusaDrafter(FeatureDrafter):
 
     def propose(self, draft: Tensor, batch: DecodeBatch) -> TreeNodes:
         size = len(batch.seq_lens_host)
-        if batch.token_mask.is_active:
-            tokens, scores = self._grow(draft, batch.token_mask)
+        if batch.ranking.has_grammars:
+            tokens, scores = self._grow(draft, batch.ranking)
         else:
-            tokens, scores = self.graphs.run(self.graph_key("medusa", batch), self._best, draft)
+            function = partial(self._best, batch.ranking)
+            tokens, scores = self.graphs.run(self.graph_key("medusa", batch), function, draft, *batch.ranking.tensors)
         return TreeNodes(tokens, self._parents.expand(size, -1), spec_steps=self.num_steps, scores=scores)
 
-    def _best(self, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens of the tree's nodes and the log-probabilities of their paths, [bs, n]."""
+    def _best(self, ranking: DraftRanking, feature: Tensor, *of_ranking: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens of the tree's nodes and the scores of their paths, [bs, n]."""
+        ranking = ranking.with_tensors(*of_ranking)
+        logp, ids = list[Tensor](), list[Tensor]()
         logits: Tensor = self.heads(feature, self.num_steps)  # [num_steps, bs, V]
-        logp, ids = (
-            each.unflatten(0, (self.num_steps, -1)).transpose(0, 1).flatten(1)  # [bs, num_steps * ranks]
-            for each in topk_logprobs(logits.flatten(0, 1), self.ranks)
-        )
-        steps = F.pad(logp, (0, 1)).index_select(1, self._paths.view(-1)).unflatten(1, self._paths.shape)
-        return ids.index_select(1, self._paths[:, -1]), steps.sum(-1)
+        for of_head in logits:
+            best, found = ranking.best(of_head, self.ranks)  # [bs, ranks]
+            logp.append(best)
+            ids.append(found)
+            ranking = ranking.deeper()
+        each = F.pad(finite_or_off(torch.cat(logp, dim=1)), (0, 1))
+        steps = each.index_select(1, self._paths.view(-1)).unflatten(1, self._paths.shape)
+        tokens, scores = torch.cat(ids, dim=1).index_select(1, self._paths[:, -1]), steps.sum(-1)
+        return ranking.without_refused(tokens, scores), scores
 
-    def _grow(self, feature: Tensor, token_mask: DraftTokenMask) -> tuple[Tensor, Tensor]:
-        """The same level by level under token masks: each node has its own best tokens of a head."""
+    def _grow(self, feature: Tensor, ranking: DraftRanking) -> tuple[Tensor, Tensor]:
+        """The same level by level under grammars: each node has its own best tokens of a head."""
         bs = len(feature)
         above = torch.zeros(bs, 1, device=feature.device)  # path scores of the nodes that have children
         tokens, scores = list[Tensor](), list[Tensor]()
@@ -80,10 +86,10 @@ class MedusaDrafter(FeatureDrafter):
             if depth:
                 before = self._levels[depth - 1]
                 above = scores[-1].index_select(1, before.fed)
-                token_mask = token_mask.advance(tokens[-1].index_select(1, before.fed), before.parents.expand(bs, -1))
-            logp, ids = token_mask.best(of_head.repeat_interleave(above.shape[1], dim=0), self.ranks)
+                ranking = ranking.advance(tokens[-1].index_select(1, before.fed), before.parents.expand(bs, -1))
+            logp, ids = ranking.best(of_head.repeat_interleave(above.shape[1], dim=0), self.ranks)
             paths = above[:, :, None] + logp.view(bs, -1, self.ranks)
             tokens.append(ids.view(bs, -1).index_select(1, level.picks))
             scores.append(paths.flatten(1).index_select(1, level.picks))
         found, worth = torch.cat(tokens, dim=1), torch.cat(scores, dim=1)
-        return token_mask.without_refused(found, worth), worth
+        return ranking.without_refused(found, worth), worth

@@ -65,7 +65,8 @@ class MixtureDrafter(Generic[State]):
         if all(map(self.tries.is_certain, tries)):
             self._proposed = None
             return TreeNodes(numbers[0], numbers[1], spec_steps=self.depth)
-        found = self.model.propose(draft, batch)
+        levels = min(batch.num_steps, self.model.num_steps)
+        found = self.model.propose(draft, replace(batch, num_steps=levels))
         key, tensors = ("join", size) if size in self.graph_sizes else None, _tensors(found)
         function = partial(self._join, found, tuple(tensors))
         tokens, parents, bins, priors = self.graphs.run(key, function, *tensors.values(), numbers)
@@ -73,7 +74,7 @@ class MixtureDrafter(Generic[State]):
         return TreeNodes(tokens, parents, spec_steps=self.depth)
 
     def forwards(self, num_steps: int) -> int:
-        return self.model.forwards(num_steps)
+        return self.model.forwards(min(num_steps, self.model.num_steps))
 
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
         """Calibrate by what was accepted, if both sources proposed. Padding does not count."""

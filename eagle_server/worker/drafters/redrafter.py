@@ -13,7 +13,7 @@ from eagle_server.models.drafts.redrafter import RedrafterHead
 from eagle_server.speculation.prefix_tree import pack, pack_like, tree_nodes
 from eagle_server.speculation.tree import TreeNodes
 from eagle_server.worker.batch import DecodeBatch
-from eagle_server.worker.draft_token_mask import NO_TOKEN_MASK, DraftTokenMask
+from eagle_server.worker.draft_ranking import BY_PROBABILITY, DraftRanking
 from eagle_server.worker.drafters.feature import FeatureDrafter
 from eagle_server.worker.graphs import Graphs
 
@@ -42,19 +42,21 @@ class RedrafterDrafter(FeatureDrafter):
         return num_steps
 
     def propose(self, draft: Tensor, batch: DecodeBatch) -> TreeNodes:
-        function = partial(self._propose, batch.num_steps, token_mask=batch.token_mask)
-        return self.graphs.run(self.graph_key("redrafter", batch), function, draft, batch.verified_id)
+        key = self.graph_key("redrafter", batch)
+        function = partial(self._propose, batch.ranking, batch.num_steps)
+        return self.graphs.run(key, function, draft, batch.verified_id, *batch.ranking.tensors)
 
     def _propose(
-        self, num_steps: int, context: Tensor, verified_id: Tensor, token_mask: DraftTokenMask = NO_TOKEN_MASK
+        self, ranking: DraftRanking, num_steps: int, context: Tensor, verified_id: Tensor, *of_ranking: Tensor
     ) -> TreeNodes:
-        beam, scores = beam_search(self.head, context, verified_id, num_steps, self.beam_width, token_mask)
+        ranking = ranking.with_tensors(*of_ranking)
+        beam, scores = beam_search(self.head, context, verified_id, num_steps, self.beam_width, ranking)
         places = self.beam_width * num_steps + 1  # all beams share the root
         packed = pack(beam, places)
         worth = pack_like(scores, packed.unpack_map, places, padding=float("-inf"))
         tree = tree_nodes(packed, self.num_draft_tokens, worth)
         assert tree.scores is not None
-        return replace(tree, tokens=token_mask.without_refused(tree.tokens, tree.scores))
+        return replace(tree, tokens=ranking.without_refused(tree.tokens, tree.scores))
 
 
 def beam_search(  # noqa: PLR0913, PLR0917
@@ -63,29 +65,29 @@ def beam_search(  # noqa: PLR0913, PLR0917
     verified_id: Tensor,
     num_steps: int,
     width: int,
-    token_mask: DraftTokenMask = NO_TOKEN_MASK,
+    ranking: DraftRanking = BY_PROBABILITY,
 ) -> tuple[Tensor, Tensor]:
-    """Beam search: the `width` most probable continuations of verified_id [bs] that it finds.
+    """Beam search: the `width` continuations of verified_id [bs] that it finds to have the best scores.
 
     Args:
         context: [bs, H], the target's feature of the position before verified_id.
 
     Returns:
-        beams int64 [bs, width, num_steps + 1], the best one first, each with verified_id first; and the log-probability
-        of each of their prefixes, float32, of the same shape.
+        beams int64 [bs, width, num_steps + 1], the best one first, each with verified_id first; and the score of each
+        of their prefixes, float32, of the same shape.
     """
     bs = len(verified_id)
     state = head.state(verified_id, None)
-    logp, tokens = token_mask.best(head.logits(context, state), width)  # one beam so far, with `width` children
+    logp, tokens = ranking.best(head.logits(context, state), width)  # one beam so far, with `width` children
     beams = torch.stack([verified_id[:, None].expand(-1, width), tokens], dim=-1)
     scores = torch.stack([torch.zeros_like(logp), logp], dim=-1)
     state, context = (x.repeat_interleave(width, dim=0) for x in (state, context))
     first = torch.arange(0, bs * width, width, device=verified_id.device)[:, None]
     chosen: Tensor | None = None
     for _ in range(num_steps - 1):
-        token_mask = token_mask.advance(beams[:, :, -1], chosen, width)
+        ranking = ranking.advance(beams[:, :, -1], chosen, width)
         state = head.state(beams[:, :, -1].reshape(-1), state)
-        logp, tokens = token_mask.best(head.logits(context, state), width)
+        logp, tokens = ranking.best(head.logits(context, state), width)
         totals = scores[:, :, -1:] + logp.view(bs, width, width)
         best, chosen = totals.flatten(1).topk(width, dim=1)
         parent = torch.div(chosen, width, rounding_mode="floor")  # [bs, width]

@@ -15,7 +15,7 @@ from eagle_server.speculation.draft_input import EagleDraftInput
 from eagle_server.speculation.static_tree import Level, StaticTree
 from eagle_server.speculation.tree import TreeNodes
 from eagle_server.worker.batch import DecodeBatch
-from eagle_server.worker.draft_token_mask import DraftTokenMask
+from eagle_server.worker.draft_ranking import DraftRanking, finite_or_off
 from eagle_server.worker.drafters.eagle import EagleDrafter
 from eagle_server.worker.graphs import Graphs
 
@@ -41,47 +41,51 @@ class StaticEagleDrafter(EagleDrafter):
         ]
         distinct = {layout: self.attention.plan(layout) for layout in layouts}
         keys = tuple(each.graph_key for each in distinct.values())
-        key = None if None in keys or not keys or batch.token_mask.is_active else ("propose", keys)
+        key = None if None in keys or not keys or batch.ranking.has_grammars else ("propose", keys)
         plans = [distinct[layout] for layout in layouts]
-        function = partial(self._grow, plans, layouts, batch.req_to_token, batch.token_mask)
-        first = batch.token_mask.without_refused(frontier.topk_index, frontier.topk_logp)
+        function = partial(self._grow, plans, layouts, batch.req_to_token, batch.ranking)
         hidden = frontier.hidden_states[:: self.topk]  # [bs, H], the root's
-        return self.graphs.run(key, function, batch.req_pool_indices, batch.seq_lens, first, hidden)
+        inputs = (batch.req_pool_indices, batch.seq_lens, frontier.topk_logp, frontier.topk_index, hidden)
+        return self.graphs.run(key, function, *inputs, *batch.ranking.tensors)
 
     def _grow(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
         self,
         plans: Sequence[AttentionPlan],
         layouts: Sequence[Layout],
         req_to_token: Tensor,
-        token_mask: DraftTokenMask,
+        ranking: DraftRanking,
         req_pool_indices: Tensor,
         seq_lens: Tensor,
+        topk_logp: Tensor,
         topk_index: Tensor,
         hidden: Tensor,
+        *of_ranking: Tensor,
     ) -> TreeNodes:
-        bs = len(seq_lens)
+        bs, ranking = len(seq_lens), ranking.with_tensors(*of_ranking)
         if len(layouts) > 1:
             self._clear_window(req_pool_indices, seq_lens, req_to_token)
         first, *deeper = self.tree.levels
-        tokens, feedback = [topk_index.index_select(1, first.picks)], hidden[:, None]
+        tokens, scores = [topk_index.index_select(1, first.picks)], [topk_logp.index_select(1, first.picks)]
+        feedback = hidden[:, None]
         for step, (level, below) in enumerate(zip(self.tree.levels, deeper[: len(layouts)], strict=False)):
             count, fed = len(level.fed), tokens[-1].index_select(1, level.fed)
-            token_mask = token_mask.advance(fed, level.parents.expand(bs, -1))
+            ranking = ranking.advance(fed, level.parents.expand(bs, -1))
             mask, layout = self._mask(level, step, bs), layouts[step]
             attention = static_level_batch(mask, level.start, req_pool_indices, seq_lens, req_to_token, layout)
             out = self.head(
-                (fed.clamp(min=0) if token_mask.is_active else fed).view(-1),  # a refused node is padding
+                fed.view(-1),
                 feedback.index_select(1, level.parents).flatten(0, 1),
                 (seq_lens + step)[:, None].expand(-1, count).reshape(-1),
                 plans[step].bind(attention),
             )
-            logp, children = self._best(out.normed, token_mask)
-            children = token_mask.without_refused(children, logp).view(bs, -1)  # [bs, rows * topk]
-            tokens.append(children.index_select(1, below.picks))
+            logp, children = self._best(out.normed, ranking)
+            paths = scores[-1].index_select(1, level.fed)[:, :, None] + logp.view(bs, count, -1)  # [bs, rows, topk]
+            tokens.append(children.view(bs, -1).index_select(1, below.picks))
+            scores.append(paths.flatten(1).index_select(1, below.picks))
             feedback = out.feedback.unflatten(0, (bs, count))
-        drafted = torch.cat(tokens, dim=1)
-        parents = self.tree.parents[: drafted.shape[1]].expand(bs, -1)
-        return TreeNodes(drafted, parents, spec_steps=len(tokens))
+        found, worth = torch.cat(tokens, dim=1), finite_or_off(torch.cat(scores, dim=1))
+        parents = self.tree.parents[: found.shape[1]].expand(bs, -1)
+        return TreeNodes(ranking.without_refused(found, worth), parents, spec_steps=len(tokens), scores=worth)
 
     def _mask(self, level: Level, step: int, bs: int) -> TreeMask:
         """The fed nodes of a level see their ancestors and themselves."""

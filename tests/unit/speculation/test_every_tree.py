@@ -21,7 +21,7 @@ from eagle_server.speculation.reference import TOPK, generate_medusa_buffers
 from eagle_server.speculation.static_tree import Choices, depth_of, ranks_of, sorted_choices, static_tree
 from eagle_server.speculation.tree import Proposal, TreeNodes, build_tree
 from eagle_server.worker.batch import DecodeBatch
-from eagle_server.worker.draft_token_mask import NO_TOKEN_MASK
+from eagle_server.worker.draft_ranking import BY_PROBABILITY
 from eagle_server.worker.drafters.medusa import MedusaDrafter
 from eagle_server.worker.drafters.ngram.drafter import NgramDrafter, NgramTries
 from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts
@@ -64,7 +64,7 @@ def medusa(draw: st.DrawFn) -> Proposal:
         return torch.rand(depth, len(features), VOCAB, generator=torch.Generator().manual_seed(3))
 
     drafter = MedusaDrafter(cast(Any, heads), tree, device=CPU)
-    batch = SimpleNamespace(seq_lens_host=(3,) * bs, token_mask=NO_TOKEN_MASK)
+    batch = SimpleNamespace(seq_lens_host=(3,) * bs, ranking=BY_PROBABILITY)
     return drafter.propose(torch.zeros(bs, 1), cast(DecodeBatch, cast(Any, batch)))
 
 

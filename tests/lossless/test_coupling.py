@@ -1,0 +1,154 @@
+"""Drafting with the target's own noise: what is drafted, where draft and target agree or differ, and under graphs.
+
+A target whose embeddings are all equal has the same distribution p after every text. So every drafter can be given
+q = p, and its best child must be the target's draw at every depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle_server.engine.engine import Engine
+from eagle_server.models.drafts.standalone import DraftLM
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.request import Request
+from eagle_server.worker.draft_ranking import DraftRanking
+from tests.lossless.conftest import Drafting
+from tests.lossless.drafters import CASES
+from tests.lossless.scenes import as_on_a_gpu, prompt
+from tests.support.engines import (
+    Finished,
+    plain,
+    random_head,
+    random_target,
+    request,
+    run,
+    speculative,
+    tokens_of,
+)
+from tests.support.redrafter import random_redrafter
+from tests.support.scoring import logits_of
+from tests.unit.worker.test_no_host_sync import random_medusa
+
+CHAIN = ((0,), (0, 0), (0, 0, 0))
+STEPS = len(CHAIN)
+STATIC = {"choices": CHAIN, "num_draft_tokens": STEPS + 1}
+GPU: list[Callable[[], dict[str, Any]]] = [dict, as_on_a_gpu]
+
+
+@pytest.fixture(scope="module")
+def unigram() -> TargetModel:
+    target = random_target(vocab=64, std=0.1)
+    with torch.no_grad():
+        target.embed.copy_(target.embed[:1].expand_as(target.embed).clone())
+        target.lm_head.dense_weight().normal_(0.0, 0.5, generator=torch.Generator().manual_seed(5))
+    return target
+
+
+def eagle(target: TargetModel, logits: Tensor, **settings: Any) -> Engine:
+    head: Any = random_head(target, "EAGLE3")
+    head.logits = lambda normed: logits.expand(len(normed), -1)
+    return speculative(target, head, STEPS, 1, **settings)
+
+
+def static_eagle(target: TargetModel, logits: Tensor, **settings: Any) -> Engine:
+    return eagle(target, logits, **STATIC, **settings)
+
+
+def medusa(target: TargetModel, logits: Tensor, **settings: Any) -> Engine:
+    heads: Any = random_medusa(target)
+    heads.forward = lambda hidden, count: logits.expand(count, len(hidden), -1)
+    return speculative(target, heads, STEPS, 1, **STATIC, **settings)
+
+
+def redrafter(target: TargetModel, logits: Tensor, **settings: Any) -> Engine:
+    head: Any = random_redrafter(target)
+    head.logits = lambda context, state: logits.expand(len(state), -1)
+    return speculative(target, head, STEPS, 1, **settings)
+
+
+def standalone(target: TargetModel, logits: Tensor, **settings: Any) -> Engine:
+    """The draft is the target itself."""
+    return speculative(target, DraftLM(target), STEPS, 1, **settings)
+
+
+def requests(**settings: Any) -> list[Request]:
+    """Sampled requests, and a greedy one among them."""
+    temperatures = (0.7, 1.0, 0.0, 1.5)
+    common = {"max_tokens": 25, "ignore_eos": True, **settings}
+    return [request(i, prompt(9 + i, i), seed=i, temperature=t, **common) for i, t in enumerate(temperatures)]
+
+
+@pytest.mark.parametrize("settings", GPU, ids=["eager", "captured"])
+@pytest.mark.parametrize("build", [eagle, static_eagle, medusa, redrafter, standalone])
+def test_a_draft_that_agrees_with_the_target_guesses_every_draw(
+    unigram: TargetModel, build: Callable[..., Engine], settings: Callable[[], dict[str, Any]]
+) -> None:
+    """Every cycle accepts its whole chain: 24 = 6 * (3 + 1) tokens after the first one."""
+    logits = logits_of(unigram, [1, 2, 3])[-1]
+    asked = requests()
+    outcome = run(build(unigram, logits, **settings()), asked)
+    assert tokens_of(outcome) == tokens_of(run(plain(unigram), asked))
+    for name, finished in outcome.items():
+        assert finished.spec is not None
+        assert (finished.spec.cycles, finished.spec.accepted) == (6, 18), name
+    uncoupled = run(build(unigram, logits, coupling=False, **settings()), asked)
+    assert tokens_of(uncoupled) == tokens_of(outcome)
+    sampled = [uncoupled[str(i)].spec for i in (0, 1, 3)]
+    assert all(spec is not None and spec.cycles > 8 for spec in sampled)
+
+
+def drafts_of(outcome: dict[str, Finished]) -> dict[str, Any]:
+    return {name: (finished.tokens, finished.spec) for name, finished in outcome.items()}
+
+
+# Joined trees depend on the calibration, whose sums may round differently in padded batches.
+CAPTURED = [name for name, case in CASES.items() if case.steps or case.tree if not case.ngrams]
+
+
+@pytest.mark.parametrize(
+    "drafting",
+    [pytest.param(name, marks=() if "chain" in name else (pytest.mark.slow,)) for name in CAPTURED],
+    indirect=True,
+)
+def test_captured_functions_rank_by_the_noise_of_each_cycles_requests(drafting: Drafting) -> None:
+    """Requests with other temperatures and keys take the places of others. Stale inputs would draft other tokens."""
+    captured, eager = (run_in_turn(drafting.engine(**settings)) for settings in (as_on_a_gpu(), {}))
+    assert drafts_of(captured) == drafts_of(eager)
+    uncoupled = run_in_turn(drafting.engine(**as_on_a_gpu(), coupling=False))
+    assert tokens_of(uncoupled) == tokens_of(captured)
+    assert drafts_of(uncoupled) != drafts_of(captured)
+
+
+@pytest.mark.parametrize("drafting", ["EAGLE3 chain"], indirect=True)
+def test_noise_that_a_graph_holds_from_its_capture_is_caught(
+    drafting: Drafting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager = run_in_turn(drafting.engine())
+    monkeypatch.setattr(DraftRanking, "tensors", ())
+    captured = run_in_turn(drafting.engine(**as_on_a_gpu()))
+    assert tokens_of(captured) == tokens_of(eager)
+    assert drafts_of(captured) != drafts_of(eager)
+
+
+def run_in_turn(engine: Engine) -> dict[str, Finished]:
+    """Four requests, and four more that join while they run."""
+    asked = requests()
+    late = [request(f"late {each.request_id}", **_other(each)) for each in reversed(asked)]
+    return run(engine, asked, joining={3: late[:2], 4: late[2:]})
+
+
+def _other(each: Request) -> dict[str, Any]:
+    sampling = each.sampling
+    return {
+        "prompt": each.prompt_token_ids[::-1],
+        "seed": sampling.seed + 50,
+        "temperature": 1.0 if sampling.temperature == 0 else 0.8 * sampling.temperature,
+        "max_tokens": 18,
+        "ignore_eos": True,
+    }
