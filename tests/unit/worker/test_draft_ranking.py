@@ -18,6 +18,7 @@ from eagle_server.speculation import sampling as sampling_module
 from eagle_server.speculation.random import request_key
 from eagle_server.speculation.sampling import draw
 from eagle_server.worker.batch import Batches, DecodeBatch
+from eagle_server.worker.budget import CycleBudget
 from eagle_server.worker.draft_ranking import DraftRanking, KeyedNoise, TableNoise
 from tests.support.sampling import request_sampling
 
@@ -36,7 +37,9 @@ def batch_of(*settings: dict[str, Any], sizes: tuple[int, ...] = (), coupling: b
         Decode(n, 5 + n, 1, request_sampling(request_key(n, 0), **each), list(range(6 + n)), **own)
         for n, each in enumerate(settings)
     )
-    batch = batches.begin(CyclePlan(decodes=decodes))
+    batches.begin(CyclePlan(decodes=decodes))
+    everything = CycleBudget(tuple(range(len(decodes))), STEPS, 2)
+    batch = batches.drafting(batches.decode(decodes), everything)
     assert batch is not None
     return batch
 
