@@ -69,6 +69,7 @@ def assemble(  # noqa: PLR0913
         spec_steps=config.tree.depth,
         sizes=config.graph_sizes,
         coupling=config.coupling,
+        estimates=AcceptanceEstimates(device) if config.estimating or config.adaptive else None,
     )
     largest = FixedBudget(config.tree.num_steps, config.tree.num_draft_tokens)
     drafting = TreeDrafting(drafter, batches, largest)
@@ -87,7 +88,7 @@ def _adapt(worker: Worker, largest: FixedBudget, config: EngineConfig) -> None:
     measure_costs(worker, costs, largest, config.max_running_requests, config.context_length)
     shapes = tree.shapes if config.graph_sizes else ()
     budget = AdaptiveBudget(tree.depth, tree.num_draft_tokens, costs, drafting.drafter.forwards, shapes)
-    drafting.adapt(budget, AcceptanceEstimates(worker.batches.device), costs)
+    drafting.adapt(budget, costs)
 
 
 def _check(draft: DraftModel | None, config: EngineConfig) -> None:

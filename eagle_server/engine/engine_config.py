@@ -75,6 +75,7 @@ class EngineConfig:
     verify_attention: Literal["auto", "mask", "cascade"] = "auto"  # how flashinfer computes attention in verification
     draft_attention: TreeMode = "auto"  # and in draft steps
     acceptance: Acceptance = Lossless()
+    estimating: bool = False  # trees have the nodes that were accepted most often, by the drafter's guess and depth
     adaptive: bool = False  # trees follow cost and load; else every request drafts its largest tree
     coupling: bool = True  # drafters rank by the noise of the target's draws as well
     poison: bool = False  # fill freed slots with NaN, so that tests notice a read of stale KV

@@ -56,6 +56,7 @@ def resolve(config: Config, target: Target, draft: LoadedDraft | None) -> Engine
         backend=backend,
         graph_sizes=sizes,
         acceptance=_acceptance(config.speculative),
+        estimating=config.speculates,
         adaptive=config.speculates and config.speculative.adaptive == "on",
         coupling=config.speculative.coupling == "on" and config.speculative.posterior is None,
     )

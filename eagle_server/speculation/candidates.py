@@ -14,17 +14,19 @@ class CandidatePool:
     Pool indices: level 1 has 0..topk-1. Step i adds the child of column f and rank c at topk + i*topk^2 + f*topk + c.
     """
 
-    def __init__(self, tokens: Tensor, scores: Tensor) -> None:
+    def __init__(self, tokens: Tensor, scores: Tensor, guesses: Tensor) -> None:
+        """The first level, [bs, topk]. Scores are log chances of paths, guesses the drafter's own of the last step."""
         bs, self.topk = tokens.shape
         self.levels = 1
-        self._tokens, self._scores = [tokens], [scores]
+        self._tokens, self._scores, self._guesses = [tokens], [scores], [guesses]
         first = torch.arange(-1, self.topk, device=tokens.device).expand(bs, -1)
         self._parents = [first]
 
-    def add(self, tokens: Tensor, scores: Tensor) -> None:
+    def add(self, tokens: Tensor, scores: Tensor, guesses: Tensor) -> None:
         """Add the children [bs, topk, topk] of the current frontier."""
         self._tokens.append(tokens.flatten(1))
         self._scores.append(scores.flatten(1))
+        self._guesses.append(guesses.flatten(1))
         self.levels += 1
 
     def expand(self, chosen: Tensor) -> None:
@@ -49,4 +51,5 @@ class CandidatePool:
             topk=self.topk,
             spec_steps=self.levels,
             scores=scores.gather(1, selected),
+            guesses=torch.cat(self._guesses, dim=1).gather(1, selected),
         )

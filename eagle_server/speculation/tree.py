@@ -28,7 +28,9 @@ class Candidates:
     parent_list: Tensor  # int64 [bs, K * (spec_steps - 1) + 1]
     topk: int
     spec_steps: int
-    scores: Tensor | None = None  # float32 [bs, n], log-probabilities of the paths, if the drafter has them
+    scores: Tensor | None = None  # float32 [bs, n], log chances of the paths, if the drafter has them
+    # float32 [bs, n], the drafter's own log chances of the paths' last steps, if the scores are corrected ones
+    guesses: Tensor | None = None
 
 
 @dataclass(frozen=True)

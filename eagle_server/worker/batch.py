@@ -26,6 +26,7 @@ from eagle_server.worker.draft_ranking import (
     SamplingParameters,
     TableNoise,
 )
+from eagle_server.worker.estimates import AcceptanceEstimates
 from eagle_server.worker.penalizer_state import PenalizerStates
 
 _PADDING = RequestSampling(SamplingParams(max_tokens=1, seed=0, temperature=0.0), key=0)
@@ -107,7 +108,8 @@ class Batches:
     """Builds a cycle's batches. Owns the accepted tokens that wait for draft-extend, and the penalizer states.
 
     `spec_steps` is the depth of the trees. `sizes`: batch sizes that decodes are padded to, if there are any, because
-    graphs are captured for them. `coupling`: drafters rank by the noise of the target's draws as well.
+    graphs are captured for them. `coupling`: drafters rank by the noise of the target's draws as well. `estimates`:
+    they learn from what was accepted.
     """
 
     def __init__(
@@ -119,8 +121,10 @@ class Batches:
         spec_steps: int = 0,
         sizes: Sequence[int] = (),
         coupling: bool = True,
+        estimates: AcceptanceEstimates | None = None,
     ) -> None:
         self.device, self.sizes, self.coupling, self.vocab_size = device, tuple(sizes), coupling, vocab_size
+        self.estimates = estimates
         self.req_to_token = ReqToToken(table, device)
         self.accepted_tokens = AcceptedTokens(table.pad_row + 1, spec_steps + 1, device)
         self.spec_steps = spec_steps
@@ -219,6 +223,8 @@ class Batches:
         """
         positions, sampling = batch.seq_lens + 1, batch.sampling
         ranking = DraftRanking(positions, GrammarPaths.of(batch.decodes))
+        if self.estimates is not None:
+            ranking = replace(ranking, estimates=self.estimates, sampled=(sampling.all_temperature > 0).long())
         if not self.coupling:
             return ranking, sampling
         if self.sizes:

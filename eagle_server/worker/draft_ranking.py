@@ -22,6 +22,7 @@ from eagle_server.ops.upload import upload
 from eagle_server.plan import Decode
 from eagle_server.speculation.sampling import SamplingBatch, above_min_ps, transformed
 from eagle_server.speculation.transforms import allowed_by
+from eagle_server.worker.estimates import AcceptanceEstimates
 from eagle_server.worker.host import HostCopy
 
 _OFF = float("-inf")
@@ -40,6 +41,9 @@ class DraftRanking:
     grammars: GrammarPaths | None = None
     parameters: SamplingParameters | None = None
     noise: TableNoise | KeyedNoise | None = None
+    estimates: AcceptanceEstimates | None = None
+    sampled: Tensor | None = None  # int64 [bs], 1 for requests with temperature > 0, for the estimates
+    level: int = 0
 
     @property
     def has_grammars(self) -> bool:
@@ -49,17 +53,15 @@ class DraftRanking:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """What a captured function must take as inputs; see `with_tensors`."""
-        if not isinstance(self.noise, KeyedNoise):
-            return ()
-        assert self.positions is not None
-        return self.positions, self.noise.keys, self.noise.temperature
+        keyed = (self.noise.keys, self.noise.temperature) if isinstance(self.noise, KeyedNoise) else ()
+        return tuple(each for each in (self.positions, self.sampled, *keyed) if each is not None)
 
     def with_tensors(self, *tensors: Tensor) -> DraftRanking:
         """The same ranking with other `tensors`."""
-        if not tensors:
-            return self
-        positions, keys, temperature = tensors
-        return replace(self, positions=positions, noise=KeyedNoise(keys, temperature))
+        given = iter(tensors)
+        positions, sampled = (None if each is None else next(given) for each in (self.positions, self.sampled))
+        noise = KeyedNoise(*given) if isinstance(self.noise, KeyedNoise) else self.noise
+        return replace(self, positions=positions, sampled=sampled, noise=noise)
 
     def without_grammars(self) -> DraftRanking:
         return replace(self, grammars=None)
@@ -86,6 +88,13 @@ class DraftRanking:
             logp = finite_or_off(logp)  # NaN where no token is allowed
         return logp, found if vocabulary is None else vocabulary.index_select(0, found.view(-1)).view_as(found)
 
+    def chances(self, scores: Tensor) -> Tensor:
+        """The scores of `best`, corrected by what was accepted before; -inf stays."""
+        if self.estimates is None:
+            return scores
+        assert self.sampled is not None
+        return self.estimates.corrected(scores, self.sampled, self.level)
+
     def advance(self, tokens: Tensor, chosen: Tensor | None = None, fan_out: int = 1) -> DraftRanking:
         """The ranking below the next level, whose tokens are int64 [bs, nodes].
 
@@ -100,6 +109,7 @@ class DraftRanking:
             self,
             positions=None if self.positions is None else self.positions + 1,
             noise=self.noise.deeper() if isinstance(self.noise, TableNoise) else self.noise,
+            level=self.level + 1,
         )
 
     def without_refused(self, tokens: Tensor, scores: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ from eagle_server.ops.upload import upload
 from eagle_server.plan import CycleDrafting, CyclePlan, CycleResult
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.sampling import SamplingBatch
-from eagle_server.speculation.tree import EagleVerifyInput, build_tree, root_alone, spread, without
+from eagle_server.speculation.tree import Candidates, EagleVerifyInput, build_tree, root_alone, spread, without
 from eagle_server.worker.batch import Batches, DecodeBatch
 from eagle_server.worker.budget import Budget, CycleBudget
 from eagle_server.worker.clock import StageClock
 from eagle_server.worker.cost_model import CostModel
 from eagle_server.worker.drafters.interface import Drafter
-from eagle_server.worker.estimates import AcceptanceEstimates, Estimates
+from eagle_server.worker.estimates import Estimates
 
 _DRAFTING_STAGES = ("extend", "propose", "prefill")
 
@@ -66,14 +66,14 @@ class TreeDrafting:
 
     def __init__(self, drafter: Drafter[Any], batches: Batches, budget: Budget) -> None:
         self.drafter, self.batches, self.budget = drafter, batches, budget
-        self.estimates: AcceptanceEstimates | None = None
+        self.estimates = batches.estimates
         self.costs: CostModel | None = None
         self._ended = 0.0  # when the last cycle did
         self.observers: list[Callable[[EagleVerifyInput, Accepted, int], None]] = []  # get trees, paths, requests
 
-    def adapt(self, budget: Budget, estimates: AcceptanceEstimates, costs: CostModel) -> None:
+    def adapt(self, budget: Budget, costs: CostModel) -> None:
         """Go on with an adaptive budget."""
-        self.budget, self.estimates, self.costs = budget, estimates, costs
+        self.budget, self.costs = budget, costs
 
     def forget(self, released: Sequence[int]) -> None:
         """These requests have ended, or were preempted."""
@@ -102,7 +102,8 @@ class TreeDrafting:
             tree = build_tree(proposal, drafting.verified_id, drafting.seq_lens)
             estimates = None
             if self.estimates is not None and tree.scores is not None:
-                estimates = self.estimates.of(tree, (drafting.sampling.all_temperature > 0).long())
+                guesses = proposal.guesses if isinstance(proposal, Candidates) else None
+                estimates = self.estimates.of(tree, guesses, (drafting.sampling.all_temperature > 0).long())
                 tree = replace(tree, scores=estimates.path_logp)
                 if budget.least_logp > -math.inf:
                     tree = without(tree, estimates.path_logp < budget.least_logp)

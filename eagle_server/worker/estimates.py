@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eagle_server.ops.upload import upload
 from eagle_server.speculation.tree import EagleVerifyInput
 
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96)
@@ -45,25 +46,54 @@ class AcceptanceEstimates:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._edges = torch.tensor(_EDGES, device=device)
         self._accepted = np.zeros((2, _DEPTHS, _BINS))
         self._expected = np.zeros((2, _DEPTHS, _BINS))
-        self._ratios = np.ones((2, _DEPTHS, _BINS), dtype=np.float32)
+        self._ratios = torch.ones(2 * _DEPTHS * _BINS, device=device)  # captured graphs read it, so it stays in place
 
-    def of(self, tree: EagleVerifyInput, sampled: Tensor) -> Estimates:
-        """The estimates of trees with scores. sampled int64 [bs]: 1 for requests with temperature > 0."""
+    def corrected(self, logp: Tensor, sampled: Tensor, level: int) -> Tensor:
+        """Corrected log chances of the children of a level's nodes, given that these are accepted.
+
+        Args:
+            logp: float32 [bs * nodes, k], the drafter's guesses. -inf stays.
+            sampled: int64 [bs], 1 for requests with temperature > 0.
+            level: 0 for the children of the root.
+        """
+        guesses = logp.exp()
+        depths = min(level, _DEPTHS - 1) + _DEPTHS * sampled.repeat_interleave(len(logp) // len(sampled))
+        _, chances = self._chances(guesses, depths[:, None])
+        return chances.log_().masked_fill_(logp.isneginf(), float("-inf"))
+
+    def of(self, tree: EagleVerifyInput, guesses: Tensor | None, sampled: Tensor) -> Estimates:
+        """The estimates of trees with scores.
+
+        Args:
+            guesses: float32 [bs, n], logarithms, if the scores are corrected already; None: as the scores say.
+            sampled: int64 [bs], 1 for requests with temperature > 0.
+        """
         assert tree.scores is not None, "a budget needs the drafter's scores"
-        scores, parents = tree.scores, tree.parents[:, 1:]
-        above = torch.cat([torch.zeros_like(scores[:, :1]), scores], dim=1).gather(1, parents)
-        guesses = (scores - above).exp().nan_to_num_(nan=0.0).clamp_(max=1.0)
-        depths = tree.depths[:, 1:].clamp(max=_DEPTHS) - 1
-        bins = torch.bucketize(guesses, self._edges) + _BINS * (depths + _DEPTHS * sampled[:, None])
-        ratios = torch.from_numpy(self._ratios).to(self._device, non_blocking=True).view(-1)
-        chances = (guesses * ratios.index_select(0, bins.view(-1)).view_as(guesses)).clamp_(_LEAST, _MOST)
-        path_logp = (tree.custom_mask[:, 1:, 1:] * chances.log_()[:, None]).sum(-1)
+        depths = tree.depths[:, 1:]
+        of_bins = depths.clamp(max=_DEPTHS) - 1 + _DEPTHS * sampled[:, None]
+        if guesses is None:
+            scores, parents = tree.scores, tree.parents[:, 1:]
+            above = torch.cat([torch.zeros_like(scores[:, :1]), scores], dim=1).gather(1, parents)
+            own = (scores - above).exp().nan_to_num_(nan=0.0).clamp_(max=1.0)
+            bins, chances = self._chances(own, of_bins)
+            path_logp = (tree.custom_mask[:, 1:, 1:] * chances.log_()[:, None]).sum(-1)
+        else:
+            own, path_logp = guesses.exp(), tree.scores
+            bins = self._bins(own, of_bins)
         padding = tree.draft_token.view_as(tree.parents)[:, 1:] < 0
-        return Estimates(bins, guesses, path_logp.masked_fill_(padding, float("-inf")), tree.depths[:, 1:])
+        return Estimates(bins, own, path_logp.masked_fill(padding, float("-inf")), depths)
+
+    def _bins(self, guesses: Tensor, depths: Tensor) -> Tensor:
+        return torch.bucketize(guesses, self._edges) + _BINS * depths
+
+    def _chances(self, guesses: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
+        """Bins of guesses, and corrected chances. `depths` of sampled requests count on after those of greedy ones."""
+        bins = self._bins(guesses, depths)
+        ratios = self._ratios.index_select(0, bins.view(-1)).view_as(guesses)
+        return bins, (guesses * ratios).clamp_(_LEAST, _MOST)
 
     def observe(self, bins: NDArray[np.int64], guesses: NDArray[np.float32], accepted: NDArray[np.bool_]) -> None:
         """Nodes whose parents were accepted: their bins, guesses, and whether they were accepted, [nodes] each."""
@@ -76,4 +106,5 @@ class AcceptanceEstimates:
         self._expected[full] /= 2
         whole = [np.sum(counts, axis=1, keepdims=True) for counts in (self._accepted, self._expected)]
         prior = (whole[0] + _PRIOR) / (whole[1] + _PRIOR)
-        self._ratios[:] = (self._accepted + _PRIOR * prior) / (self._expected + _PRIOR)
+        ratios = (self._accepted + _PRIOR * prior) / (self._expected + _PRIOR)
+        self._ratios.copy_(upload(ratios.reshape(-1), self._ratios.device, torch.float32), non_blocking=True)

@@ -154,9 +154,9 @@ class EagleDrafter:
         *of_ranking: Tensor,
     ) -> Candidates:
         ranking = ranking.with_tensors(*of_ranking)
-        frontier = self._first(topk_logp, topk_index, hidden_states)
-        pool = CandidatePool(frontier.topk_index, frontier.topk_logp)
-        if not self.per_node:
+        frontier = self._first(ranking.chances(topk_logp), topk_index, hidden_states)
+        pool = CandidatePool(frontier.topk_index, frontier.topk_logp, topk_logp)
+        if plans and not self.per_node:
             self._clear_window(req_pool_indices, seq_lens, req_to_token)
         chosen: Tensor | None = None
         for step, (plan, layout) in enumerate(zip(plans, layouts, strict=True)):
@@ -167,8 +167,8 @@ class EagleDrafter:
             out = self.head(frontier.topk_index.view(-1), frontier.hidden_states, positions, bound)
             logp, tokens = self._best(out.normed, ranking)
             shape = (*frontier.topk_index.shape, self.topk)
-            scores = frontier.topk_logp[:, :, None] + logp.view(shape)
-            pool.add(tokens.view(shape), scores)
+            scores = frontier.topk_logp[:, :, None] + ranking.chances(logp).view(shape)
+            pool.add(tokens.view(shape), scores, logp.view(shape))
             if step < len(plans) - 1:
                 frontier, chosen = frontier.advance(tokens.view(shape), scores, out.feedback)
                 pool.expand(chosen)

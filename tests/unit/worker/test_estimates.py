@@ -21,7 +21,7 @@ def chain(guesses: list[float]) -> EagleVerifyInput:
 
 
 def test_before_any_count_an_estimate_is_the_guess() -> None:
-    found = AcceptanceEstimates(CPU).of(chain([0.9, 0.5]), torch.tensor([0]))
+    found = AcceptanceEstimates(CPU).of(chain([0.9, 0.5]), None, torch.tensor([0]))
     torch.testing.assert_close(found.path_logp.exp(), torch.tensor([[0.9, 0.45]]))
     torch.testing.assert_close(found.guesses, torch.tensor([[0.9, 0.5]]))
 
@@ -31,11 +31,11 @@ def test_estimates_become_what_is_observed_in_each_bin() -> None:
     chances = {(0, 1): 0.95, (0, 2): 0.6, (1, 1): 0.3, (1, 2): 0.1}  # by temperature and depth, all guessed as 0.55
     for _ in range(400):
         for sampled in (0, 1):
-            found = estimates.of(chain([0.55, 0.55]), torch.tensor([sampled]))
+            found = estimates.of(chain([0.55, 0.55]), None, torch.tensor([sampled]))
             accepted = random.random(2) < [chances[sampled, 1], chances[sampled, 2]]
             estimates.observe(found.bins[0].numpy(), found.guesses[0].numpy(), accepted)
     for sampled in (0, 1):
-        first, second = estimates.of(chain([0.55, 0.55]), torch.tensor([sampled])).path_logp[0].exp().tolist()
+        first, second = estimates.of(chain([0.55, 0.55]), None, torch.tensor([sampled])).path_logp[0].exp().tolist()
         assert abs(first - chances[sampled, 1]) < 0.06
         assert abs(second / first - chances[sampled, 2]) < 0.1
 
@@ -43,12 +43,12 @@ def test_estimates_become_what_is_observed_in_each_bin() -> None:
 def test_a_child_never_outranks_its_parent() -> None:
     estimates = AcceptanceEstimates(CPU)
     for _ in range(200):
-        found = estimates.of(chain([0.5, 0.95, 0.95]), torch.tensor([0]))
+        found = estimates.of(chain([0.5, 0.95, 0.95]), None, torch.tensor([0]))
         estimates.observe(found.bins[0].numpy(), found.guesses[0].numpy(), np.array([False, True, True]))
-    logp = estimates.of(chain([0.5, 0.95, 0.95]), torch.tensor([0])).path_logp[0]
+    logp = estimates.of(chain([0.5, 0.95, 0.95]), None, torch.tensor([0])).path_logp[0]
     assert (logp.diff() < 0).all()
 
 
 def test_padding_is_never_worth_a_row() -> None:
-    found = AcceptanceEstimates(CPU).of(chain([0.9, -1.0]), torch.tensor([0]))
+    found = AcceptanceEstimates(CPU).of(chain([0.9, -1.0]), None, torch.tensor([0]))
     assert found.path_logp[0, 1] == -torch.inf
