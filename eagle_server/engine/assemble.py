@@ -32,6 +32,7 @@ from eagle_server.worker.cost_model import CostModel
 from eagle_server.worker.drafting import TreeDrafting
 from eagle_server.worker.estimates import AcceptanceEstimates
 from eagle_server.worker.graphs import CudaRecorder, Graphs, Recorder
+from eagle_server.worker.recent_trees import RecentTrees
 from eagle_server.worker.verifier import Verifier
 from eagle_server.worker.warm_up import measure_costs, warm_up
 from eagle_server.worker.worker import Worker
@@ -87,7 +88,8 @@ def _adapt(worker: Worker, largest: FixedBudget, config: EngineConfig) -> None:
     drafting, tree, costs = worker.drafting, config.tree, CostModel()
     measure_costs(worker, costs, largest, config.max_running_requests, config.context_length)
     shapes = tree.shapes if config.graph_sizes else ()
-    budget = AdaptiveBudget(tree.depth, tree.num_draft_tokens, costs, drafting.drafter.forwards, shapes)
+    trees = RecentTrees(worker.batches.pad_row + 1, tree.depth, tree.num_draft_tokens - 1)
+    budget = AdaptiveBudget(trees, costs, drafting.drafter.forwards, shapes)
     drafting.adapt(budget, costs)
 
 

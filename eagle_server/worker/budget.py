@@ -17,22 +17,17 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eagle_server.plan import Decode
 from eagle_server.request import SpeculationState
 from eagle_server.worker.cost_model import CostModel
+from eagle_server.worker.recent_trees import TREES, Floats, Ints, RecentTrees
 
-Floats = NDArray[np.float64]
-
-_TREES = 16  # newest trees of a request, from which the next one is predicted
 _EVERY = 4  # cycles that a choice holds, and one more for each of as many requests
 _GAIN = 1.01  # drafting must promise this many times the speed of plain decoding
 _PROBE_SHARE = 0.004  # part of the time that requests may draft although nothing is expected of it
 _PROBED = math.log(0.5)  # what a request must expect of a node to verify it, while drafting does not pay
 _EXTENDED = 2.5  # rows of draft-extend per request, about
-_FIRST_GUESS = 0.7  # chance of the best child of an accepted node, before anything was observed
-_FORGET = 0.05  # weight of a new tree in the mean shape
 
 
 @dataclass(frozen=True)
@@ -59,8 +54,11 @@ class Budget(Protocol):
         """The budget of a cycle. `able`: which decodes may draft at all."""
         ...
 
-    def drafted(self, decode: Decode, logp: Floats, depths: Floats) -> None:
-        """A request has drafted n >= 1 nodes: the log chances of their paths, -inf for padding, and their depths."""
+    def drafted(self, decodes: Sequence[Decode], logp: Floats, depths: Floats) -> None:
+        """These requests have drafted trees of n >= 1 nodes, [requests, n] each.
+
+        logp: the log chances of the nodes' paths, -inf for padding. depths: 1 for children of the root.
+        """
         ...
 
     def forget(self, req_pool_index: int) -> None:
@@ -83,7 +81,7 @@ class FixedBudget:
         drafting = tuple(i for i, each in enumerate(able) if each)
         return CycleBudget(drafting, self.num_steps, self.num_draft_tokens)
 
-    def drafted(self, decode: Decode, logp: Floats, depths: Floats) -> None:
+    def drafted(self, decodes: Sequence[Decode], logp: Floats, depths: Floats) -> None:
         return None
 
     def forget(self, req_pool_index: int) -> None:
@@ -91,29 +89,6 @@ class FixedBudget:
 
     def state(self) -> None:
         return None
-
-
-@dataclass
-class _Trees:
-    """The newest trees of a request, a ring: log chances of the nodes' paths [_TREES, n], best first, and their depths.
-
-    `last`: the cycle in which it drafted last.
-    """
-
-    logp: Floats
-    depths: Floats
-    next: int = 0
-    last: int = 0
-
-    def add(self, logp: Floats, depths: Floats) -> None:
-        """Replace the oldest tree."""
-        self.logp[self.next], self.depths[self.next] = logp, depths
-        self.next = (self.next + 1) % _TREES
-
-    @property
-    def best(self) -> float:
-        """Mean chance of the best nodes."""
-        return float(np.exp(self.logp[:, 0]).mean())
 
 
 @dataclass(frozen=True)
@@ -128,6 +103,10 @@ class _Choice:
     num_draft_tokens: int = 1
     least_logp: float = _PROBED
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_steps, self.num_draft_tokens
+
 
 class AdaptiveBudget:
     """Maximizes the expected tokens per second of each cycle.
@@ -139,64 +118,39 @@ class AdaptiveBudget:
 
     def __init__(
         self,
-        num_steps: int,
-        num_draft_tokens: int,
+        trees: RecentTrees,
         costs: CostModel,
         forwards: Callable[[int], int],
         shapes: Sequence[tuple[int, int]] = (),
     ) -> None:
-        self.num_steps, self.num_draft_tokens, self.costs = num_steps, num_draft_tokens, costs
-        self.shapes, self._forwards = tuple(shapes), forwards
-        self._trees: dict[int, _Trees] = {}
-        self._shapes = [_Shape(num_steps, num_draft_tokens - 1) for _ in range(2)]
-        self._recent = [_first_trees(num_steps, num_draft_tokens - 1) for _ in range(2)]
+        self.trees, self.costs, self.shapes = trees, costs, tuple(shapes)
+        self.num_steps, self.num_draft_tokens = trees.num_steps, trees.nodes + 1
+        self._forwards = forwards
         self._cycle, self._credit = 0, 0.0
         self._choice = _Choice(0, 0)
 
     def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
         self._cycle += 1
-        candidates = [i for i, each in enumerate(able) if each]
-        if not candidates:
+        candidates = np.flatnonzero(able)
+        if not len(candidates):
             return NOTHING
         kv, requests = float(sum(decode.seq_len for decode in decodes)), len(decodes)
-        known = [self._known(decodes[i]) for i in candidates]
+        rows = self.trees.rows([each for each, may in zip(decodes, able, strict=True) if may])
         choice = self._choice
         if self._cycle >= choice.until or abs(requests - choice.requests) > requests // _EVERY:
-            choice = self._choice = (self._best_shape if self.shapes else self._best)(known, requests, kv)
-        wanted = list[int]()
-        if choice.num_steps:
-            least = math.exp(choice.least_logp)
-            wanted = [i for i, trees in zip(candidates, known, strict=True) if trees.best >= least]
+            choice = self._choice = (self._best_shape if self.shapes else self._best)(rows, requests, kv)
+        wanted = (self.trees.best[rows] >= math.exp(choice.least_logp)) & bool(choice.num_steps)
         if self.shapes:
-            wanted = candidates if wanted else wanted
+            wanted[:] = wanted.any()
         self._credit += _PROBE_SHARE * self._plain(requests, kv)
-        probed = self._probe(decodes, sorted(set(candidates).difference(wanted)), len(wanted), choice.num_steps, kv)
-        if probed is None:
-            return CycleBudget(tuple(wanted), choice.num_steps, choice.num_draft_tokens, choice.least_logp)
-        if not choice.num_steps:
-            least = -math.inf if self.shapes else choice.least_logp
-            return CycleBudget((probed,), self.num_steps, self.num_draft_tokens, least)
-        drafting = tuple(sorted([*wanted, probed]))
-        return CycleBudget(drafting, choice.num_steps, choice.num_draft_tokens, choice.least_logp)
+        budget = CycleBudget(tuple(candidates[wanted].tolist()), *choice.shape, choice.least_logp)
+        return self._probed(budget, candidates[~wanted], rows[~wanted], requests, kv)
 
-    def drafted(self, decode: Decode, logp: Floats, depths: Floats) -> None:
-        sampled = decode.sampling.params.temperature > 0
-        logp, depths = self._shapes[sampled].completed(logp, depths)
-        trees = self._trees.get(decode.req_pool_index)
-        if trees is None:
-            recent = self._recent[sampled]
-            trees = self._trees[decode.req_pool_index] = _Trees(recent.logp.copy(), recent.depths.copy())
-        trees.last = self._cycle
-        trees.add(logp, depths)
-        self._recent[sampled].add(logp, depths)
+    def drafted(self, decodes: Sequence[Decode], logp: Floats, depths: Floats) -> None:
+        self.trees.add(decodes, logp, depths, self._cycle)
 
     def forget(self, req_pool_index: int) -> None:
-        self._trees.pop(req_pool_index, None)
-
-    def _known(self, decode: Decode) -> _Trees:
-        """The request's newest trees; those of other requests before it has drafted."""
-        trees = self._trees.get(decode.req_pool_index)
-        return self._recent[decode.sampling.params.temperature > 0] if trees is None else trees
+        self.trees.forget(req_pool_index)
 
     def state(self) -> SpeculationState:
         """The newest choice."""
@@ -218,36 +172,35 @@ class AdaptiveBudget:
             costs=self.costs.describe(max(choice.requests, 8) * self.num_draft_tokens),
         )
 
-    def _best(self, known: Sequence[_Trees], requests: int, kv: float) -> _Choice:
+    def _best(self, rows: Ints, requests: int, kv: float) -> _Choice:
         """The best number of steps and nodes, if the next trees are like the last ones."""
-        logp = np.stack([trees.logp for trees in known])  # [requests, _TREES, n]
+        logp = self.trees.logp[rows]  # [requests, TREES, n]
         first = np.zeros_like(logp)
-        first[:, :, 0] = 1 / _TREES
-        order = np.argsort(-logp, axis=None, kind="stable")
+        first[:, :, 0] = 1 / TREES
+        order = np.argsort(-logp, axis=None)
         logp, first = logp.reshape(-1)[order], first.reshape(-1)[order]
-        depths = np.stack([trees.depths for trees in known]).reshape(-1)[order]
-        gains, drafting = np.exp(logp) / _TREES, np.cumsum(first)
+        depths = self.trees.depths[rows].reshape(-1)[order]
+        gains, drafting = np.exp(logp) / TREES, np.cumsum(first)
         found = self._no_choice(requests, kv)
         for steps in range(1, self.num_steps + 1):
             reached = depths <= steps
-            tokens, nodes = requests + np.cumsum(gains * reached), np.cumsum(reached) / _TREES
+            tokens, nodes = requests + np.cumsum(gains * reached), np.cumsum(reached) / TREES
             rates = tokens / self._seconds(requests, nodes, drafting, steps, kv)
             place = int(np.argmax(rates))
             if rates[place] > found.rate:
                 found = replace(found, rate=float(rates[place]), num_steps=steps, least_logp=float(logp[place]))
         return self._if_it_pays(replace(found, num_draft_tokens=self.num_draft_tokens))
 
-    def _best_shape(self, known: Sequence[_Trees], requests: int, kv: float) -> _Choice:
+    def _best_shape(self, rows: Ints, requests: int, kv: float) -> _Choice:
         """The best of `shapes`. All requests verify as many rows, whether they draft or not."""
-        chances = np.exp(np.stack([trees.logp for trees in known]))  # [requests, _TREES, n], best first
-        depths = np.stack([trees.depths for trees in known])
+        chances, depths = np.exp(self.trees.logp[rows]), self.trees.depths[rows]  # [requests, TREES, n], best first
         found = self._no_choice(requests, kv)
         for steps, size in self.shapes:
             reached = depths <= steps
             taken = reached & (reached.cumsum(axis=2) < size)
-            rows, drafting = np.array([requests * (size - 1.0)]), np.array([float(len(known))])
-            tokens = requests + float((chances * taken).sum()) / _TREES
-            rate = tokens / float(self._seconds(requests, rows, drafting, steps, kv)[0])
+            nodes, drafting = np.array([requests * (size - 1.0)]), np.array([float(len(rows))])
+            tokens = requests + float((chances * taken).sum()) / TREES
+            rate = tokens / float(self._seconds(requests, nodes, drafting, steps, kv)[0])
             if rate > found.rate:
                 found = replace(found, rate=rate, num_steps=steps, num_draft_tokens=size, least_logp=-math.inf)
         return self._if_it_pays(found)
@@ -271,53 +224,18 @@ class AdaptiveBudget:
         drafts = costs.extend.predict(_EXTENDED * drafting) + self._forwards(steps) * costs.step.predict(drafting)
         return costs.speed * (costs.verify.predict(requests + nodes, kv) + drafts) + costs.between
 
-    def _probe(
-        self, decodes: Sequence[Decode], candidates: Sequence[int], drafting: int, steps: int, kv: float
-    ) -> int | None:
-        """One more request that drafts, the one that did so longest ago, if there is time to see whether that pays."""
-        if not candidates:
-            return None
-        nothing, after = np.zeros(1), np.array([drafting + 1.0])
-        price = float(self._seconds(len(decodes), nothing, after, steps or self.num_steps, kv)[0])
-        if steps:
-            price -= float(self._seconds(len(decodes), nothing, after - 1, steps, kv)[0])
-        else:
-            price -= self._plain(len(decodes), kv)
+    def _probed(self, budget: CycleBudget, others: Ints, rows: Ints, requests: int, kv: float) -> CycleBudget:
+        """The budget with one more request, if there is time to see whether its drafts pay: who drafted longest ago."""
+        if not len(others):
+            return budget
+        steps, drafting = budget.num_steps or self.num_steps, float(len(budget.drafting))
+        nothing, after = np.zeros(1), np.array([drafting + 1])
+        before = self._seconds(requests, nothing, after - 1, steps, kv) if drafting else self._plain(requests, kv)
+        price = float((self._seconds(requests, nothing, after, steps, kv) - before)[0])
         if self._credit < price:
-            return None
+            return budget
         self._credit = 0.0
-        known = [self._trees.get(decodes[i].req_pool_index) for i in candidates]
-        last = [0 if trees is None else trees.last for trees in known]
-        return candidates[last.index(min(last))]
-
-
-class _Shape:
-    """How fast chances fall with depth: used to guess the levels that a shallower tree did not draft."""
-
-    def __init__(self, num_steps: int, nodes: int) -> None:
-        self.num_steps, self.nodes = num_steps, nodes
-        self._falls = np.full(num_steps + 1, _FIRST_GUESS)  # best chance of a level to that of the level above
-
-    def completed(self, logp: Floats, depths: Floats) -> tuple[Floats, Floats]:
-        """The best `nodes` nodes, in order, with one guessed node for each level that was not drafted."""
-        drafted = int(depths.max())
-        best = [0.0, *(float(logp[depths == depth].max(initial=-math.inf)) for depth in range(1, drafted + 1))]
-        for depth in range(1, drafted + 1):
-            if best[depth - 1] > _PROBED:  # unlikely nodes have unlike children
-                fall = math.exp(best[depth] - best[depth - 1])
-                self._falls[depth] += _FORGET * (fall - self._falls[depth])
-        guessed = best[-1] + np.cumsum(np.log(self._falls[drafted + 1 :] + 1e-9))
-        logp = np.concatenate([logp, guessed])
-        depths = np.concatenate([depths, np.arange(drafted + 1, self.num_steps + 1)])
-        order = np.argsort(-logp, kind="stable")[: self.nodes]
-        missing = self.nodes - len(order)
-        return (
-            np.pad(logp[order], (0, missing), constant_values=-math.inf),
-            np.pad(depths[order].astype(float), (0, missing), constant_values=self.num_steps),
-        )
-
-
-def _first_trees(num_steps: int, nodes: int) -> _Trees:
-    """Chains of hopeful drafts."""
-    logp, depths = _Shape(num_steps, nodes).completed(np.array([math.log(_FIRST_GUESS)]), np.ones(1))
-    return _Trees(np.tile(logp, (_TREES, 1)), np.tile(depths, (_TREES, 1)))
+        longest = int(others[np.argmin(self.trees.last[rows])])
+        if drafting:
+            return replace(budget, drafting=tuple(sorted([*budget.drafting, longest])))
+        return CycleBudget((longest,), steps, self.num_draft_tokens, -math.inf if self.shapes else _PROBED)

@@ -150,8 +150,7 @@ class TreeDrafting:
         expected = float(np.exp(logp[logp >= drafts.budget.least_logp]).sum())
         if not all(served):
             return expected
-        for row, decode in enumerate(drafts.batch.decodes):
-            self.budget.drafted(decode, logp[row].astype(float), depths[row].astype(float))
+        self.budget.drafted(drafts.batch.decodes, logp.astype(float), depths.astype(float))
         verified = tokens[:, 1:] >= 0
         reached = np.zeros((len(tokens), tokens.shape[1] + 1), dtype=np.bool_)
         np.put_along_axis(reached, path, values=True, axis=1)  # the padding, -1, is the spare last column

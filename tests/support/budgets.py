@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from eagle_server.engine.engine import Engine
 from eagle_server.plan import Decode
-from eagle_server.worker.budget import CycleBudget, Floats
+from eagle_server.worker.budget import CycleBudget
+from eagle_server.worker.recent_trees import Floats
 
 
 class RandomBudget:
@@ -30,8 +31,8 @@ class RandomBudget:
         self.drawn.append((sum(able), budget))
         return budget
 
-    def drafted(self, decode: Decode, logp: Floats, depths: Floats) -> None:
-        assert logp.shape == depths.shape and logp.size
+    def drafted(self, decodes: Sequence[Decode], logp: Floats, depths: Floats) -> None:
+        assert logp.shape == depths.shape and len(logp) == len(decodes) and logp.size
 
     def forget(self, req_pool_index: int) -> None:
         return None

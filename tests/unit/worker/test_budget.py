@@ -11,6 +11,7 @@ from eagle_server.plan import Decode, RequestSampling
 from eagle_server.request import SamplingParams
 from eagle_server.worker.budget import NOTHING, AdaptiveBudget, CycleBudget
 from eagle_server.worker.cost_model import CostModel
+from eagle_server.worker.recent_trees import RecentTrees
 
 STEPS, TOPK, SIZE = 5, 4, 8
 
@@ -29,10 +30,12 @@ def costs(per_row: float, fixed: float = 8e-3, step: float = 5e-4, per_request: 
     return model
 
 
-def chain(chance: float, depth: int = STEPS) -> tuple[np.ndarray, np.ndarray]:
-    """One node per level; each is accepted with this chance if its parent is."""
-    depths = np.arange(1.0, depth + 1)
-    return depths * math.log(chance), depths
+def draft(budget: AdaptiveBudget, decodes: list[Decode], chosen: CycleBudget, chances: dict[int, float]) -> None:
+    """One node per level; each is accepted with its request's chance if its parent is."""
+    if chosen.drafting:
+        depths = np.arange(1.0, chosen.num_steps + 1)
+        logp = np.stack([depths * math.log(chances[number]) for number in chosen.drafting])
+        budget.drafted([decodes[number] for number in chosen.drafting], logp, np.broadcast_to(depths, logp.shape))
 
 
 def settled(budget: AdaptiveBudget, decodes: list[Decode], chance: float, cycles: int = 60) -> list[CycleBudget]:
@@ -40,13 +43,12 @@ def settled(budget: AdaptiveBudget, decodes: list[Decode], chance: float, cycles
     chosen = []
     for _ in range(cycles):
         chosen.append(budget.choose(decodes, [True] * len(decodes)))
-        for number in chosen[-1].drafting:
-            budget.drafted(decodes[number], *chain(chance, chosen[-1].num_steps))
+        draft(budget, decodes, chosen[-1], dict.fromkeys(range(len(decodes)), chance))
     return chosen
 
 
 def adaptive(model: CostModel, **given: object) -> AdaptiveBudget:
-    return AdaptiveBudget(STEPS, SIZE, model, lambda steps: steps - 1, **given)  # type: ignore[arg-type]
+    return AdaptiveBudget(RecentTrees(64, STEPS, SIZE - 1), model, lambda steps: steps - 1, **given)  # type: ignore[arg-type]
 
 
 def test_cheap_rows_and_good_drafts_get_the_whole_depth() -> None:
@@ -78,8 +80,7 @@ def test_a_request_whose_drafts_are_not_believed_gets_its_root_only() -> None:
     budget, decodes = adaptive(costs(5e-4, per_request=3e-4)), [decode(0), decode(1)]
     for _ in range(60):
         chosen = budget.choose(decodes, [True, True])
-        for number in chosen.drafting:
-            budget.drafted(decodes[number], *chain((0.9, 0.02)[number], chosen.num_steps))
+        draft(budget, decodes, chosen, {0: 0.9, 1: 0.02})
     assert chosen.drafting == (0,)
     assert chosen.least_logp > math.log(0.02)
 
