@@ -88,21 +88,22 @@ class CostModel:
     between: float = 0.0  # seconds from one cycle to the next
     error: float = 0.0  # mean relative error of the newest predictions of whole cycles
 
-    @property
-    def is_known(self) -> bool:
-        """Whether plain cycles and drafting were measured."""
-        return bool(self.verify.observations and (self.extend.observations or self.step.observations))
-
-    def observe(self, curve: CostCurve, rows: float, kv: float, seconds: float) -> None:
-        """A stage took `seconds`."""
+    def observe(self, curve: CostCurve, rows: float, kv: float, seconds: float) -> float:
+        """A stage took `seconds`. Returns the seconds that were predicted."""
         if not curve.observations:
             curve.fit({int(max(rows, 1)): seconds / self.speed})
-            return
+            return seconds
         curve.observations += 1
         predicted = self.speed * float(curve.predict(rows, kv))
         seconds = min(max(seconds, predicted / _OUTLIER), predicted * _OUTLIER)
         self.speed *= (seconds / predicted) ** _SPEED_RATE if predicted > 0 else 1.0
         curve.move(rows, kv, seconds / self.speed - float(curve.predict(rows, kv)))
+        return predicted
+
+    def compare(self, predicted: float, seconds: float) -> None:
+        """A whole cycle was predicted to take `predicted`, and took `seconds`."""
+        if seconds > 0:
+            self.error += _SHAPE_RATE * (min(1.0, abs(predicted / seconds - 1)) - self.error)
 
     def wait(self, seconds: float) -> None:
         """The time from the end of a cycle to the start of the next one was `seconds`. Long ones are no load."""

@@ -23,6 +23,8 @@ from eagle_server.worker.cost_model import CostModel
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.estimates import Estimates
 
+_MANY = 4  # requests, with which every cycle teaches enough
+_LESSONS = 3  # with fewer, every third cycle teaches, because learning takes as long as some steps of drafting
 _DRAFTING_STAGES = ("extend", "propose", "prefill")
 
 
@@ -31,8 +33,8 @@ class Drafts:
     """The trees of a cycle, and what is needed to learn from them.
 
     sampling: of all requests, with the noise that the drafter has used. batch: the requests that drafted; None: none
-    did. requests: int64 [m], their numbers among all; None: all drafted.
-    extended: rows of their draft-extend, with their backlogs.
+    did. requests: int64 [m], their numbers among all; None: all drafted. extended: rows of their draft-extend, with
+    their backlogs. teaches: whether estimates and budget learn from this cycle.
     """
 
     tree: EagleVerifyInput
@@ -42,11 +44,14 @@ class Drafts:
     requests: Tensor | None = None
     estimates: Estimates | None = None
     extended: int = 0
+    teaches: bool = False
 
     def to_copy(self, tree: EagleVerifyInput, accepted: Accepted) -> tuple[Tensor, ...]:
         """What `TreeDrafting.finish` reads on the host; `tree` are the trees that were verified."""
-        if self.estimates is None or self.batch is None:
+        if self.estimates is None:
             return ()
+        if not self.teaches:
+            return (self.estimates.path_logp,)
         estimates, tokens = self.estimates, tree.draft_token.view_as(tree.parents)
         verified = [tokens, tree.parents, accepted.path]
         if self.requests is not None:
@@ -68,7 +73,7 @@ class TreeDrafting:
         self.drafter, self.batches, self.budget = drafter, batches, budget
         self.estimates = batches.estimates
         self.costs: CostModel | None = None
-        self._ended = 0.0  # when the last cycle did
+        self._cycles, self._ended = 0, 0.0  # how many drafted, and when the last one ended
         self.observers: list[Callable[[EagleVerifyInput, Accepted, int], None]] = []  # get trees, paths, requests
 
     def adapt(self, budget: Budget, costs: CostModel) -> None:
@@ -111,7 +116,10 @@ class TreeDrafting:
             if len(budget.drafting) < len(batch.decodes):
                 requests = upload(budget.drafting, batch.seq_lens.device)
                 tree, sampling = spread(tree, requests, batch.verified_id, batch.seq_lens), batch.sampling
-        return Drafts(tree, budget, sampling, drafting, requests, estimates, extended)
+        self._cycles += 1
+        served = all(decode.text for decode in drafting.decodes)  # warm-up has no text
+        teaches = served and (len(drafting.decodes) >= _MANY or self._cycles % _LESSONS == 0)
+        return Drafts(tree, budget, sampling, drafting, requests, estimates, extended, teaches)
 
     def observe(self, batch: DecodeBatch, drafts: Drafts, tree: EagleVerifyInput, accepted: Accepted) -> None:
         """Let the drafter see what was accepted of `tree`, the one that was verified for `batch`."""
@@ -129,7 +137,12 @@ class TreeDrafting:
         """Learn from a cycle, and say in its result what was drafted. `estimates`: `Drafts.to_copy` on the host."""
         if drafts is None:
             return result
-        expected = self._learn(drafts, estimates) if estimates else 0.0
+        expected = 0.0
+        if estimates:
+            logp = np.asarray(estimates[0])[: len(drafts.budget.drafting)]
+            expected = float(np.exp(logp[logp >= drafts.budget.least_logp]).sum())
+        if drafts.teaches and estimates:
+            self._learn(drafts, estimates)
         rows = len(result.decodes) + sum(output.drafted for output in result.decodes)
         drafting = CycleDrafting(
             steps=drafts.budget.num_steps if drafts.batch else 0,
@@ -142,21 +155,17 @@ class TreeDrafting:
         computed = tuple(accepted.start(decode) for decode in plan.decodes) if self.drafter.uses_features else ()
         return replace(result, drafting=drafting, draft_computed_tokens=computed)
 
-    def _learn(self, drafts: Drafts, values: Sequence[Any]) -> float:
-        """Update budget and estimates. Returns the expected number of accepted nodes."""
+    def _learn(self, drafts: Drafts, values: Sequence[Any]) -> None:
+        """Update budget and estimates."""
         assert drafts.batch is not None and self.estimates is not None
-        served = [bool(decode.text) for decode in drafts.batch.decodes]  # warm-up has no text
-        logp, depths, bins, guesses, tokens, parents, path = (np.asarray(each)[: len(served)] for each in values)
-        expected = float(np.exp(logp[logp >= drafts.budget.least_logp]).sum())
-        if not all(served):
-            return expected
-        self.budget.drafted(drafts.batch.decodes, logp.astype(float), depths.astype(float))
+        decodes = drafts.batch.decodes
+        logp, depths, bins, guesses, tokens, parents, path = (np.asarray(each)[: len(decodes)] for each in values)
+        self.budget.drafted(decodes, logp.astype(float), depths.astype(float))
         verified = tokens[:, 1:] >= 0
         reached = np.zeros((len(tokens), tokens.shape[1] + 1), dtype=np.bool_)
         np.put_along_axis(reached, path, values=True, axis=1)  # the padding, -1, is the spare last column
         tried = np.take_along_axis(reached, parents[:, 1:], axis=1) & verified
         self.estimates.observe(bins[tried], guesses[tried], reached[:, 1:-1][tried])
-        return expected
 
     def _time(self, plan: CyclePlan, stages: Mapping[str, float], drafts: Drafts, rows: int) -> float:
         """Update the cost model by the stages' seconds. Returns what it had predicted for decoding, in seconds."""
@@ -166,16 +175,16 @@ class TreeDrafting:
             return 0.0
         costs.wait(now - ended - sum(stages.values()))
         kv = float(sum(decode.seq_len for decode in plan.decodes))
-        observed = [(costs.verify, rows, kv, sum(stages[each] for each in stages if each not in _DRAFTING_STAGES))]
+        total = sum(seconds for stage, seconds in stages.items() if stage != "prefill")
+        verify = sum(seconds for stage, seconds in stages.items() if stage not in _DRAFTING_STAGES)
+        predicted = costs.observe(costs.verify, rows, kv, verify)
         if drafts.batch is not None:
-            observed.append((costs.extend, drafts.extended, 0.0, stages["extend"]))
+            extend, propose = stages["extend"], stages["propose"]
             if forwards := self.drafter.forwards(drafts.budget.num_steps):
                 requests = len(drafts.batch.seq_lens_host)
-                observed += [(costs.step, requests, 0.0, stages["propose"] / forwards)] * forwards
+                predicted += forwards * costs.observe(costs.step, requests, 0.0, propose / forwards)
             else:
-                costs_of_proposing = stages["propose"]
-                observed[1] = (costs.extend, drafts.extended, 0.0, stages["extend"] + costs_of_proposing)
-        predicted = costs.speed * sum(float(curve.predict(size, tokens)) for curve, size, tokens, _ in observed)
-        for curve, size, tokens, seconds in observed:
-            costs.observe(curve, size, tokens, seconds)
+                extend += propose
+            predicted += costs.observe(costs.extend, drafts.extended, 0.0, extend)
+        costs.compare(predicted, total)
         return predicted

@@ -171,7 +171,7 @@ def test_rankings_of_further_cycles_come_in_as_tensors(noise: str) -> None:
     first, second = batch_of(*MIXED, sizes=sizes).ranking, batch_of(*MIXED[::-1], sizes=sizes).ranking
     logits = logits_of(len(MIXED))
     if noise == "table":
-        assert first.tensors == ()
+        assert len(first.tensors) == 1, "only positions change"
         return
     renewed = at_level(first.with_tensors(*second.tensors), 2)
     for mine, theirs in zip(renewed.best(logits, 4), at_level(second, 2).best(logits, 4), strict=True):
