@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from eagle_server.bench.demo import Tally, demo_engine, held_out
+from eagle_server.bench.demo import FIXED, Tally, demo_engine, held_out
 from eagle_server.bench.demo import measure as measure_alone
 from eagle_server.bench.load import Arrival, Measurement, Workload, answer_arrivals, measure
 from eagle_server.bench.report import (
@@ -36,8 +36,6 @@ from eagle_server.bench.report import (
 )
 from eagle_server.bench.servers import BenchError, Server, running
 from eagle_server.engine.engine import Engine
-
-FIXED = ("--speculative-adaptive", "off")  # flags of a server whose trees have one size
 
 
 def _fixed(steps: int, topk: int, nodes: int) -> dict[str, tuple[str, ...]]:
@@ -53,17 +51,17 @@ SERVERS = {
     **_fixed(5, 4, 8),
     **_fixed(3, 4, 13),
 }
+# A chain stands before the tree with as many rows and levels.
 TREES = {
-    ADAPTIVE: (),
     **_fixed(3, 1, 4),
-    **_fixed(2, 2, 4),
+    **_fixed(3, 4, 4),
     **_fixed(7, 1, 8),
-    **_fixed(3, 2, 8),
-    **_fixed(3, 4, 8),
-    **_fixed(5, 4, 8),
+    **_fixed(7, 4, 8),
     **_fixed(12, 1, 13),
+    **_fixed(12, 4, 13),
+    **_fixed(5, 4, 8),
     **_fixed(3, 4, 13),
-    **_fixed(5, 4, 13),
+    **{f"{label}, not coupled": (*flags, "--speculative-coupling", "off") for label, flags in _fixed(3, 4, 13).items()},
 }
 AT_ONCE, ARRIVING = "all at once", "arriving"
 PARTS = ("clients", "mixed", "trees")
@@ -116,7 +114,8 @@ def main(argv: Sequence[str]) -> int:
             up = _start(servers, arguments.parts, stack)
             if "clients" in arguments.parts:
                 by_temperature = _measure_clients(up, arguments, console)
-                differing += _report_clients(by_temperature, results, arguments.out, console)
+                costs = next(each for each in up if each.label == ADAPTIVE).stats()["speculation"]["costs"]
+                differing += _report_clients(by_temperature, costs, results, arguments.out, console)
             if "mixed" in arguments.parts:
                 differing += _mixed(up, arguments, results, console)
         if "trees" in arguments.parts:
@@ -168,9 +167,16 @@ def _cycled(count: int) -> tuple[list[int], ...]:
 
 
 def _report_clients(
-    by_temperature: Mapping[float, Sequence[Measurement]], results: dict[str, Any], out: Path, console: Console
+    by_temperature: Mapping[float, Sequence[Measurement]],
+    costs: Mapping[str, Any],
+    results: dict[str, Any],
+    out: Path,
+    console: Console,
 ) -> int:
-    """Print, draw and keep the ratios to plain; returns how many answers differ from plain's."""
+    """Print, draw and keep the ratios to plain, and the adaptive server's cost model.
+
+    Returns how many answers differ from plain's.
+    """
     panels, differing = {}, 0
     for temperature, measurements in by_temperature.items():
         title, rows = f"temperature {temperature:g}", rows_of(measurements)
@@ -189,7 +195,8 @@ def _report_clients(
         console.print(table)
         panels[title] = panel
         results[title] = {"ratio": panel, "rows": [vars(row) for row in rows]}
-    plot_ratios(out / "adaptive.png", panels, thick=ADAPTIVE)
+    results["costs"] = costs
+    plot_ratios(out / "adaptive.png", panels, costs, thick=ADAPTIVE)
     console.print(f"written: {out / 'adaptive.png'}")
     return differing
 

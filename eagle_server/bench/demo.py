@@ -14,6 +14,7 @@ from eagle_server.engine.engine import Engine
 from eagle_server.request import Request, SamplingParams
 from eagle_server.text.tokenizer import load_tokenizer
 
+FIXED = ("--speculative-adaptive", "off")  # every cycle drafts the whole tree
 DIRECTORY = Path(__file__).parents[1] / "assets" / "demo"
 
 
@@ -38,9 +39,12 @@ class Tally:
 
 
 def demo_engine(algorithm: str, *flags: str, threads: int = 1, running: int = 1) -> Engine:
-    """The demo with one of its drafters, for at most `running` requests at a time."""
+    """The demo with one of its drafters, for at most `running` requests at a time.
+
+    Its trees do not follow the load unless `flags` say so.
+    """
     common = ["--disable-radix-cache", "--max-running-requests", str(running), "--cpu-threads", str(threads)]
-    config = parse_args(["--speculative-algorithm", algorithm, *flags, *common], environ={})
+    config = parse_args(["--speculative-algorithm", algorithm, *common, *FIXED, *flags], environ={})
     return build_engine(config, progress=False)
 
 

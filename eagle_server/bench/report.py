@@ -164,15 +164,22 @@ def plot(path: Path, rows: Sequence[Row], ratio: dict[int, float]) -> None:
     plt.close(figure)
 
 
-def plot_ratios(path: Path, panels: Mapping[str, Mapping[str, Mapping[int, float]]], thick: str) -> None:
-    """Tokens/s over those of plain by clients: a panel per title, a line per server. Plain is the line at 1."""
+def plot_ratios(
+    path: Path, panels: Mapping[str, Mapping[str, Mapping[int, float]]], costs: Mapping[str, Any], thick: str
+) -> None:
+    """Tokens/s over those of plain by clients: a panel per title, a line per server. Plain is the line at 1.
+
+    The last panel has the server's cost model, `costs` of /v1/server_info.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), dpi=100, sharey=True, squeeze=False)
-    for axis, (title, servers) in zip(axes[0], panels.items(), strict=True):
+    count = len(panels) + 1
+    figure, axes = plt.subplots(1, count, figsize=(4.6 * count, 4), dpi=100, squeeze=False)
+    highest = 1.1 * max(max(ratio.values()) for servers in panels.values() for ratio in servers.values())
+    for axis, (title, servers) in zip(axes[0], panels.items(), strict=False):
         axis.axhline(1.0, color="black", linewidth=1, label=PLAIN)
         for label, ratio in servers.items():
             style = {"linewidth": 3.2, "color": "#0b7f5c", "zorder": 3} if label == thick else {"linewidth": 1.2}
@@ -183,10 +190,25 @@ def plot_ratios(path: Path, panels: Mapping[str, Mapping[str, Mapping[int, float
         axis.minorticks_off()
         axis.set_xlabel("clients")
         axis.set_title(title)
+        axis.set_ylim(0, max(highest, 1.1))
         axis.grid(axis="y", alpha=0.3)
     axes[0][0].set_ylabel("tokens/s, plain decoding = 1")
-    axes[0][0].set_ylim(bottom=0)
-    axes[0][-1].legend(fontsize=8)
+    axes[0][-2].legend(fontsize=8)
+    _plot_costs(axes[0][-1], costs)
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
+
+
+def _plot_costs(axis: Any, costs: Mapping[str, Any]) -> None:
+    """Milliseconds of a cycle's stages by rows."""
+    for stage, label in (("verify", "verify"), ("draft_extend", "draft-extend"), ("draft_step", "draft step")):
+        curve = costs[stage]
+        axis.plot(curve["rows"], [costs["speed"] * ms for ms in curve["ms"]], marker="o", markersize=3, label=label)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xlabel("rows")
+    axis.set_ylabel("ms")
+    axis.set_title("measured costs")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)

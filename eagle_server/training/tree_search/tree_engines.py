@@ -112,9 +112,8 @@ class TreeEngines:
             "--max-total-tokens": self.task.batch * (longest + self._window),
         }
         sizes = [text for flag, number in numbers.items() for text in (flag, str(number))]
-        return parse_args(
-            [*(self.flags if base is None else base), *sizes, "--disable-radix-cache", *flags], environ={}
-        )
+        fixed = ["--disable-radix-cache", "--speculative-adaptive", "off"]
+        return parse_args([*(self.flags if base is None else base), *sizes, *fixed, *flags], environ={})
 
 
 def complete(

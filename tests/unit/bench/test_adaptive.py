@@ -127,7 +127,9 @@ def test_arrivals_are_sent_at_their_times_with_their_own_parameters(server: tupl
 
 def test_the_picture_of_ratios_is_written(tmp_path: Path) -> None:
     panel = {"adaptive": {1: 1.5, 8: 1.1}, "fixed": {1: 1.6, 8: 0.7}}
-    plot_ratios(tmp_path / "out.png", {"temperature 0": panel, "temperature 1": panel}, thick="adaptive")
+    curve = {"rows": [1, 2, 4], "ms": [5.0, 5.5, 7.0]}
+    costs = {"verify": curve, "draft_extend": curve, "draft_step": curve, "speed": 1.1}
+    plot_ratios(tmp_path / "out.png", {"temperature 0": panel, "temperature 1": panel}, costs, thick="adaptive")
     assert (tmp_path / "out.png").stat().st_size > 5000
 
 
