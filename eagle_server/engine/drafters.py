@@ -6,7 +6,7 @@ from typing import Any
 
 from eagle_server.cache.pool import KVPool, LatentPool
 from eagle_server.engine.backends import Backends
-from eagle_server.engine.engine_config import EngineConfig, TreeConfig
+from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.engine.pools import DraftModel, make_pool
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.models.drafts.medusa import MedusaHeads
@@ -32,7 +32,7 @@ def make_drafter(
     """The drafter, and the KV pools that its model writes."""
     tree, device = config.tree, backends.device
     if model is None:
-        return (NgramDrafter(_tries(tree)) if tree.ngram_depth else NoDrafter()), []
+        return (NgramDrafter(_tries(config)) if tree.ngram_depth else NoDrafter()), []
     drafter: ModelDrafter[Any]
     pools: list[KVPool | LatentPool] = []
     if isinstance(model, MedusaHeads):
@@ -45,13 +45,14 @@ def make_drafter(
         drafter = _level_drafter(model, pools[0], config, backends, graphs)
     if tree.ngram_depth:
         sizes = config.graph_sizes
-        return MixtureDrafter(drafter, _tries(tree), device=device, graphs=graphs, graph_sizes=sizes), pools
+        return MixtureDrafter(drafter, _tries(config), device=device, graphs=graphs, graph_sizes=sizes), pools
     return drafter, pools
 
 
-def _tries(tree: TreeConfig) -> NgramTries:
+def _tries(config: EngineConfig) -> NgramTries:
+    tree = config.tree
     shared = SharedTexts(tree.ngram_share_tokens, tree.ngram_depth) if tree.ngram_share_tokens else None
-    return NgramTries(tree.ngram_depth, tree.num_draft_tokens, shared)
+    return NgramTries(tree.ngram_depth, tree.num_draft_tokens, shared, coupling=config.coupling)
 
 
 def _level_drafter(

@@ -112,7 +112,8 @@ def best(joined: JoinedTrees, chances: Tensor, count: int, depth: int) -> tuple[
     numbers = order.new_zeros(len(order), scores.shape[1] + 1).scatter(1, order + 1, ranks)
     parents = numbers.gather(1, joined.parents.gather(1, order))
     tokens = torch.where(kept, joined.tokens.gather(1, order), -1)
-    return TreeNodes(tokens, torch.where(kept, parents, 0), spec_steps=depth), order
+    nodes = TreeNodes(tokens, torch.where(kept, parents, 0), spec_steps=depth, scores=scores.gather(1, order))
+    return nodes, order
 
 
 def _parents(candidates: Candidates) -> Tensor:

@@ -17,7 +17,7 @@ from eagle_server.speculation.tree import EagleVerifyInput, Proposal, TreeNodes
 from eagle_server.worker.batch import DecodeBatch, Prompts
 from eagle_server.worker.calibration import Calibration
 from eagle_server.worker.drafters.interface import ModelDrafter, State
-from eagle_server.worker.drafters.ngram.drafter import SCALE, NgramTries, packed
+from eagle_server.worker.drafters.ngram.drafter import NgramTries, packed, trie_nodes
 from eagle_server.worker.graphs import Graphs
 
 
@@ -64,14 +64,14 @@ class MixtureDrafter(Generic[State]):
         numbers = upload(packed(tries, size, self.tries.max_nodes), batch.seq_lens.device)
         if all(map(self.tries.is_certain, tries)):
             self._proposed = None
-            return TreeNodes(numbers[0], numbers[1], spec_steps=self.depth)
+            return trie_nodes(numbers, self.depth)
         levels = min(batch.num_steps, self.model.num_steps)
         found = self.model.propose(draft, replace(batch, num_steps=levels))
         key, tensors = ("join", size) if size in self.graph_sizes else None, _tensors(found)
         function = partial(self._join, found, tuple(tensors))
-        tokens, parents, bins, priors = self.graphs.run(key, function, *tensors.values(), numbers)
+        nodes, bins, priors = self.graphs.run(key, function, *tensors.values(), numbers)
         self._proposed = (bins, priors)
-        return TreeNodes(tokens, parents, spec_steps=self.depth)
+        return nodes
 
     def forwards(self, num_steps: int) -> int:
         return self.model.forwards(min(num_steps, self.model.num_steps))
@@ -83,19 +83,18 @@ class MixtureDrafter(Generic[State]):
         served = sum(bool(decode.text) for decode in batch.decodes)  # warm-up has no text
         self.calibration.observe(*self._proposed, tree, accepted, served)
 
-    def _join(self, kind: Proposal, names: Sequence[str], *captured: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens and parents of the tree, bins and priors of its nodes, each [bs, max_nodes].
+    def _join(self, kind: Proposal, names: Sequence[str], *captured: Tensor) -> tuple[TreeNodes, Tensor, Tensor]:
+        """The tree, and the bins and priors of its nodes, [bs, max_nodes].
 
         `captured`: the tensors of a proposal like `kind`, whose fields are `names`, and then the tries' numbers.
         """
         *proposed, numbers = captured
         named: dict[str, Any] = dict(zip(names, proposed, strict=True))
         found = replace(kind, **named)
-        trie = ScoredNodes(numbers[0], numbers[1], numbers[2].float() / SCALE)
-        union = join_trees(ScoredNodes.of(found), trie, self.depth)
+        union = join_trees(ScoredNodes.of(found), ScoredNodes.of(trie_nodes(numbers, self.depth)), self.depth)
         chances, bins, priors = self.calibration.chances(union)
         nodes, order = best(union, chances, self.tries.max_nodes, self.depth)
-        return nodes.tokens, nodes.parents, bins.gather(1, order), priors.gather(1, order)
+        return nodes, bins.gather(1, order), priors.gather(1, order)
 
 
 def _tensors(proposal: Proposal) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ class NoDrafter:
 
     def propose(self, draft: None, batch: DecodeBatch) -> Candidates:
         empty = batch.req_pool_indices.new_empty(len(batch.seq_lens_host), 0)
-        return Candidates(empty, empty, empty, topk=1, spec_steps=0)
+        return Candidates(empty, empty, empty, topk=1, spec_steps=0, scores=empty.float())
 
     def forwards(self, num_steps: int) -> int:  # noqa: ARG002
         return 0

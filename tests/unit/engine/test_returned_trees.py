@@ -64,16 +64,13 @@ def test_accepted_path_and_bonus_are_the_tokens_of_the_delta(kind: str) -> None:
             assert tree.parents[0] == -1
             assert all(parent < node for node, parent in enumerate(tree.parents))
             assert min(tree.token_ids) >= 0, "padding is left out"
-            _check_scores(kind, tree.scores, tree.parents)
+            _check_scores(tree.scores, tree.parents)
             drafted, accepted = drafted + len(tree.token_ids) - 1, accepted + len(tree.path)
         newest[delta.request_id] = delta.token_ids[-1]
     assert 0 < accepted < drafted
 
 
-def _check_scores(kind: str, scores: list[float] | None, parents: list[int]) -> None:
-    if kind == "NGRAM":  # tries have no scores
-        assert scores is None
-        return
+def _check_scores(scores: list[float] | None, parents: list[int]) -> None:
     assert scores is not None
     assert scores[0] == 0
     assert all(scores[node] <= scores[parent] + 1e-5 for node, parent in enumerate(parents) if node)

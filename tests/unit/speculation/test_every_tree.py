@@ -1,7 +1,7 @@
 """Properties of the trees of all builders, over random proposals. To cover a new builder, add it to BUILDERS.
 
-Nodes see their ancestors only. Parents come before children. Positions follow depths. Padding is under the root and has
-no children. Links lead to exactly the children.
+Nodes see their ancestors only. Parents come before children and score no less. Positions follow depths. Padding is
+under the root and has no children. Links lead to exactly the children.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def static(draw: st.DrawFn) -> Proposal:
     tree, bs = choices(draw), draw(st.integers(1, 3))
     parents = static_tree(tree, CPU).parents.expand(bs, -1)
     tokens = torch.tensor([node[-1] for node in sorted_choices(tree)]).expand(bs, -1)
-    return TreeNodes(tokens, parents, spec_steps=depth_of(tree))
+    scores = -torch.tensor([float(len(node)) for node in sorted_choices(tree)]).expand(bs, -1)
+    return TreeNodes(tokens, parents, spec_steps=depth_of(tree), scores=scores)
 
 
 def packed_beam(draw: st.DrawFn) -> Proposal:
@@ -92,8 +93,8 @@ def packed_beam(draw: st.DrawFn) -> Proposal:
 def trie(draw: st.DrawFn) -> Proposal:
     """A proposal of `NgramDrafter`, for texts with and without repetitions, and one padding request."""
     texts = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=3))
-    greedy = request_sampling(temperature=0.0)
-    decodes = tuple(Decode(row, len(text) - 1, text[-1], greedy, text) for row, text in enumerate(texts))
+    sampling = request_sampling(temperature=draw(st.sampled_from([0.0, 0.8])))
+    decodes = tuple(Decode(row, len(text) - 1, text[-1], sampling, text) for row, text in enumerate(texts))
     batch = SimpleNamespace(decodes=decodes, seq_lens_host=(1,) * (len(texts) + 1), seq_lens=torch.zeros(1))
     depth = draw(st.integers(1, 5))
     shared = SharedTexts(64, depth) if draw(st.booleans()) else None
@@ -132,6 +133,9 @@ def test_a_tree_is_a_tree_whoever_built_it(builder: str, data: st.DataObject) ->
     size = tree.draft_token_num
     assert size == drafted + 1
     assert tree.retrive_index.tolist() == [[r * size + i for i in range(size)] for r in range(bs)]
+    assert tree.scores is not None
+    scores = torch.cat([torch.zeros(bs, 1), tree.scores], dim=1)
+    assert (tree.scores <= scores.gather(1, tree.parents[:, 1:]) + 1e-5).all(), "no child scores above its parent"
     for r, parents in enumerate(tree.parents.tolist()):
         tokens = tree.draft_token.view(bs, size)[r].tolist()
         assert parents[0] == -1

@@ -13,7 +13,7 @@ import scipy
 import torch
 
 from eagle_server.ops.gumbel import gumbel
-from eagle_server.speculation.random import TARGET_STREAM, request_key
+from eagle_server.speculation.random import TARGET_STREAM, TokenNoise, request_key
 
 ALPHA = 1e-6
 SEEDS = 4000
@@ -112,3 +112,13 @@ def test_every_64_bit_seed_has_a_key_of_its_own() -> None:
     seeds = [-(2**63), -(2**63) + 1, -1, 0, 1, 2**63 - 1]
     found = [request_key(seed, 0) for seed in seeds]
     assert torch.tensor(found).unique().numel() == len(seeds)  # each fits int64
+
+
+def test_the_hosts_noise_of_single_tokens_is_the_devices() -> None:
+    """The hash and the uniform numbers are the same bits, so only the last bits of the logarithms may differ."""
+    for key in (0, -1, 2**63 - 1, -(2**63), request_key(7, 1)):
+        for position in (0, 1, 12345, 2**40):
+            expected = gumbel(torch.tensor([key]), torch.tensor([position]), 2000)[0]
+            noise = TokenNoise(key, position)
+            found = torch.tensor([noise(token) for token in range(2000)])
+            torch.testing.assert_close(found, expected, rtol=3e-7, atol=3e-7)

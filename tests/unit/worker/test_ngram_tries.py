@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from eagle_server.plan import Chunk, Decode
+from eagle_server.speculation.merge import ScoredNodes
 from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.drafters.ngram import drafter as ngram_drafter
-from eagle_server.worker.drafters.ngram.drafter import _GROWTH, _PER_CYCLE, SCALE, NgramDrafter, NgramTries, packed
+from eagle_server.worker.drafters.ngram.drafter import _GROWTH, _PER_CYCLE, NgramDrafter, NgramTries, packed, trie_nodes
 from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts
 from eagle_server.worker.drafters.ngram.suffix_automaton import SuffixAutomaton, Trie
 from tests.support.sampling import request_sampling
@@ -130,13 +131,16 @@ def test_requests_without_a_match_and_padding_draft_nothing() -> None:
     assert (nodes.parents[1:] == 0).all()
 
 
-def test_estimates_travel_as_integers() -> None:
-    numbers = packed([Trie([5, 6], [0, 1], [0.25, 0.999])], size=2, width=3)
-    assert numbers.tolist() == [
-        [[5, 6, -1], [-1, -1, -1]],
-        [[0, 1, 0], [0, 0, 0]],
-        [[SCALE // 4, round(0.999 * SCALE), 0], [0, 0, 0]],
-    ]
+def test_a_trie_travels_as_integers_and_scores_are_those_of_paths() -> None:
+    trie = Trie([5, 6, 9], [0, 1, 0], [0.25, 0.999, 0.125])
+    nodes = trie_nodes(torch.from_numpy(packed([trie], size=2, width=4)), DEPTH)
+    assert nodes.tokens.tolist() == [[5, 6, 9, -1], [-1] * 4]
+    assert nodes.parents.tolist() == [[0, 1, 0, 0], [0] * 4]
+    assert nodes.scores is not None
+    expected = torch.tensor([[0.25, 0.25 * 0.999, 0.125, 0.0], [0.0] * 4])
+    torch.testing.assert_close(nodes.scores.exp(), expected, rtol=1e-5, atol=0)
+    estimates = ScoredNodes.of(nodes).estimates
+    torch.testing.assert_close(estimates[0], torch.tensor([0.25, 0.999, 0.125, 0.0]), rtol=1e-5, atol=0)
 
 
 def test_what_is_expected_of_a_trie_is_the_sum_of_its_paths_chances() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, Decode, GrammarMatcher, allows
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import EagleVerifyInput, TreeNodes
 from eagle_server.worker.batch import DecodeBatch, Prompts
+from eagle_server.worker.drafters.ngram.coupled_estimates import coupled_estimates
 from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts, blended
 from eagle_server.worker.drafters.ngram.suffix_automaton import LONGEST, SuffixAutomaton, Trie
 
@@ -47,8 +50,11 @@ class NgramTries:
     Without sharing, the trie of a text that was read to its end is a function of its newest tokens alone.
     """
 
-    def __init__(self, depth: int, num_draft_tokens: int, shared: SharedTexts | None = None) -> None:
-        self.depth, self.max_nodes, self.shared = depth, num_draft_tokens - 1, shared
+    def __init__(
+        self, depth: int, num_draft_tokens: int, shared: SharedTexts | None = None, *, coupling: bool = True
+    ) -> None:
+        """`coupling`: above temperature 0, rank by the noise of the target's draws as well."""
+        self.depth, self.max_nodes, self.shared, self.coupling = depth, num_draft_tokens - 1, shared, coupling
         self._readers: dict[int, _Reader] = {}
 
     def forget(self, req_pool_index: int) -> None:
@@ -77,13 +83,14 @@ class NgramTries:
         reader = self._reader(decode)
         self._read(reader, _GROWTH)
         tail = None if reader.end == len(decode.text) else decode.text[-LONGEST:]
-        own = self._allowed(reader.automaton.continuations(self._wanted(decode), tail), decode)
+        coupled = coupled_estimates(decode) if self.coupling else None
+        own = self._allowed(reader.automaton.continuations(self._wanted(decode), tail, coupled), decode)
         if self.shared is None:
             return own
         self._share(reader, _PIECE, _GROWTH)
         if self.is_certain(own):
             return own
-        shared = self._allowed(self.shared.continuations(decode.text, self._wanted(decode)), decode)
+        shared = self._allowed(self.shared.continuations(decode.text, self._wanted(decode), coupled), decode)
         return blended(own, shared, self.max_nodes)
 
     def _reader(self, scheduled: Decode | Chunk) -> _Reader:
@@ -146,7 +153,7 @@ class NgramDrafter:
         self.tries.read(batch.decodes)
         tries = [self.tries.of(decode) for decode in batch.decodes]
         numbers = upload(packed(tries, len(batch.seq_lens_host), self.tries.max_nodes), batch.seq_lens.device)
-        return TreeNodes(numbers[0], numbers[1], spec_steps=self.tries.depth)
+        return trie_nodes(numbers, self.tries.depth)
 
     def forwards(self, num_steps: int) -> int:  # noqa: ARG002
         return 0
@@ -174,16 +181,25 @@ def _allowed_nodes(trie: Trie, text: Sequence[int], grammar_matcher: GrammarMatc
     return kept
 
 
-SCALE = 1 << 20  # estimates are uploaded as integers, in one tensor with the tokens
+_SCALE = 1 << 20  # scores are uploaded as integers, in one tensor with the tokens
 
 
 def packed(tries: Sequence[Trie], size: int, width: int) -> NDArray[np.int64]:
-    """Tokens, parents and estimates times SCALE, int64 [3, size, width]. Padding is token -1 under the root."""
+    """Tokens, parents and path scores times 2^20, int64 [3, size, width]. Padding is token -1 under the root."""
     numbers = np.zeros((3, size, width), dtype=np.int64)
     numbers[0] = -1
     for row, trie in enumerate(tries):
-        count = len(trie.tokens)
+        count, scores = len(trie.tokens), [0.0]
+        for parent, estimate in zip(trie.parents, trie.estimates, strict=True):
+            scores.append(scores[parent] + math.log(estimate))
         numbers[0, row, :count] = trie.tokens
         numbers[1, row, :count] = trie.parents
-        numbers[2, row, :count] = [round(estimate * SCALE) for estimate in trie.estimates]
+        numbers[2, row, :count] = [round(score * _SCALE) for score in scores[1:]]
     return numbers
+
+
+def trie_nodes(numbers: Tensor, depth: int) -> TreeNodes:
+    """What `packed` has packed, as a proposal."""
+    tokens, parents, scaled = numbers
+    scores = (scaled.float() / _SCALE).masked_fill(tokens < 0, -math.inf)
+    return TreeNodes(tokens, parents, spec_steps=depth, scores=scores)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from eagle_server.worker.drafters.ngram.coupled_estimates import CoupledEstimates
 from eagle_server.worker.drafters.ngram.suffix_automaton import LONGEST, Trie
 
 CONTEXT = 2  # tokens of context that a proposal needs
@@ -57,8 +58,11 @@ class SharedTexts:
                 self._index(last, token)
             last = token
 
-    def continuations(self, text: Sequence[int], count: int) -> Trie:
-        """The `count` continuations of a text with the highest estimates, up to `depth` tokens deep."""
+    def continuations(self, text: Sequence[int], count: int, coupled: CoupledEstimates | None = None) -> Trie:
+        """The `count` continuations of a text with the highest estimates, up to `depth` tokens deep.
+
+        `coupled`: estimate, given the noise of the target's draws.
+        """
         tail = text[-LONGEST:]
         found = [(self._agreement(tail, place), place) for place in self._places(tail)]
         longest = max((length for length, _ in found), default=0)
@@ -68,7 +72,7 @@ class SharedTexts:
         for length, place in found:
             if 2 * length >= longest:  # ignore much shorter contexts
                 self._insert(root, length, place + 1)
-        return _best(root, count, longest)
+        return _best(root, count, longest, coupled)
 
     def _write(self, token: int) -> None:
         self._tokens[self.length % self.capacity] = token
@@ -115,20 +119,21 @@ class SharedTexts:
             length += 1
 
 
-def _best(root: _Node, count: int, context: int) -> Trie:
+def _best(root: _Node, count: int, context: int, coupled: CoupledEstimates | None) -> Trie:
     """The most probable nodes. A child's chance is its weight over the sum of all children's weights and _DOUBT."""
     trie = Trie([], [], [], context)
-    heap: list[tuple[float, int, int, int, float, _Node]] = []
-    node, number, chance, pushed = root, 0, 1.0, 0
+    heap: list[tuple[float, int, int, int, float, _Node, int]] = []
+    node, number, chance, pushed, depth = root, 0, 1.0, 0, 0
     while len(trie.tokens) < count:
         total = sum(child.weight for child in node.children.values()) + _DOUBT
-        for token, child in node.children.items():
+        estimates = {token: child.weight / total for token, child in node.children.items()}
+        for token, estimate in (coupled.given_noise(depth, estimates) if coupled else estimates).items():
             pushed += 1
-            estimate = child.weight / total
-            heappush(heap, (-chance * estimate, pushed, token, number, estimate, child))
+            entry = (-chance * estimate, pushed, token, number, estimate, node.children[token], depth + 1)
+            heappush(heap, entry)
         if not heap:
             break
-        negative, _, token, parent, estimate, node = heappop(heap)
+        negative, _, token, parent, estimate, node, depth = heappop(heap)
         trie.tokens.append(token)
         trie.parents.append(parent)
         trie.estimates.append(estimate)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush, nlargest
 from itertools import islice
 
+from eagle_server.worker.drafters.ngram.coupled_estimates import CoupledEstimates
+
 SHORTEST = 1  # tokens of context that a proposal needs
 LONGEST = 16  # tokens of context that are compared; longer matches count as this length
 _FAN_OUT = 8  # continuations per context that are considered
@@ -97,10 +99,13 @@ class SuffixAutomaton:
         link = max(self._link[state], 0)
         return link, self._longest[link]
 
-    def continuations(self, nodes: int, tail: Sequence[int] | None = None) -> Trie:
+    def continuations(
+        self, nodes: int, tail: Sequence[int] | None = None, coupled: CoupledEstimates | None = None
+    ) -> Trie:
         """The `nodes` continuations of the text with the highest estimates, up to `depth` tokens deep.
 
         `tail`: at most LONGEST tokens that are continued instead, the last ones of a text that was not added whole.
+        `coupled`: estimate, given the noise of the target's draws.
         """
         heap: list[tuple[float, int, int, int, float, int, int, int]] = []
         state, length = self.match() if tail is None else self.match_of(tail)
@@ -110,7 +115,10 @@ class SuffixAutomaton:
         ends = self._suffixes()
         while len(trie.tokens) < nodes:
             if depth < self.depth and length >= SHORTEST:
-                for token, (estimate, successor, reached) in self._following(state, length, ends).items():
+                found = self._following(state, length, ends)
+                estimates = {token: estimate for token, (estimate, _, _) in found.items()}
+                for token, estimate in (coupled.given_noise(depth, estimates) if coupled else estimates).items():
+                    _, successor, reached = found[token]
                     pushed += 1
                     likely = min(estimate, _CERTAIN)
                     entry = (-chance * likely, pushed, token, node, likely, successor, reached, depth + 1)
