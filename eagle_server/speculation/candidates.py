@@ -14,19 +14,24 @@ class CandidatePool:
     Pool indices: level 1 has 0..topk-1. Step i adds the child of column f and rank c at topk + i*topk^2 + f*topk + c.
     """
 
-    def __init__(self, tokens: Tensor, scores: Tensor, guesses: Tensor) -> None:
-        """The first level, [bs, topk]. Scores are log chances of paths, guesses the drafter's own of the last step."""
+    def __init__(self, tokens: Tensor, scores: Tensor, guesses: Tensor | None = None) -> None:
+        """The first level, [bs, topk]. Scores are log chances of paths, guesses the drafter's own of the last step.
+
+        Without guesses the scores are not corrected ones, and no level has any.
+        """
         bs, self.topk = tokens.shape
         self.levels = 1
-        self._tokens, self._scores, self._guesses = [tokens], [scores], [guesses]
+        self._tokens, self._scores = [tokens], [scores]
+        self._guesses = [] if guesses is None else [guesses]
         first = torch.arange(-1, self.topk, device=tokens.device).expand(bs, -1)
         self._parents = [first]
 
-    def add(self, tokens: Tensor, scores: Tensor, guesses: Tensor) -> None:
+    def add(self, tokens: Tensor, scores: Tensor, guesses: Tensor | None = None) -> None:
         """Add the children [bs, topk, topk] of the current frontier."""
         self._tokens.append(tokens.flatten(1))
         self._scores.append(scores.flatten(1))
-        self._guesses.append(guesses.flatten(1))
+        if guesses is not None:
+            self._guesses.append(guesses.flatten(1))
         self.levels += 1
 
     def expand(self, chosen: Tensor) -> None:
@@ -51,5 +56,5 @@ class CandidatePool:
             topk=self.topk,
             spec_steps=self.levels,
             scores=scores.gather(1, selected),
-            guesses=torch.cat(self._guesses, dim=1).gather(1, selected),
+            guesses=torch.cat(self._guesses, dim=1).gather(1, selected) if self._guesses else None,
         )

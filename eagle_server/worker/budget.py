@@ -143,7 +143,7 @@ class AdaptiveBudget:
         if self.shapes:
             wanted[:] = wanted.any()
         self._credit += _PROBE_SHARE * self._plain(requests, kv)
-        budget = CycleBudget(tuple(candidates[wanted].tolist()), *choice.shape, choice.least_logp)
+        budget = CycleBudget(tuple(map(int, candidates[wanted])), *choice.shape, choice.least_logp)
         return self._probed(budget, candidates[~wanted], rows[~wanted], requests, kv)
 
     def drafted(self, decodes: Sequence[Decode], logp: Floats, depths: Floats) -> None:

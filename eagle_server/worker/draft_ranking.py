@@ -58,6 +58,8 @@ class DraftRanking:
 
     def with_tensors(self, *tensors: Tensor) -> DraftRanking:
         """The same ranking with other `tensors`."""
+        if not tensors:
+            return self
         given = iter(tensors)
         positions, sampled = (None if each is None else next(given) for each in (self.positions, self.sampled))
         noise = KeyedNoise(*given) if isinstance(self.noise, KeyedNoise) else self.noise

@@ -54,8 +54,9 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The server of the README's command."""
-    with serving(tmp_path_factory.mktemp("served") / "log", *README_FLAGS) as up:
+    """The server of the README's command. Its trees do not follow the load: that of other tests would decide."""
+    fixed = ("--speculative-adaptive", "off")
+    with serving(tmp_path_factory.mktemp("served") / "log", *README_FLAGS, *fixed) as up:
         yield up
 
 

@@ -87,7 +87,7 @@ def test_nextn_is_served_from_the_targets_directory_alone(pairs: Pairs, mtp_pair
         {
             "model": {"model_path": str(mtp_pair.directory), "context_length": 256},
             "device": {"device": "cpu", "cpu_threads": 1},
-            "speculative": {"algorithm": "MTP"},
+            "speculative": {"algorithm": "MTP", "adaptive": "off"},
             "cache": {"max_total_tokens": 2048},
         }
     )
