@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +38,8 @@ from eagle_server.worker.recent_trees import RecentTrees
 from eagle_server.worker.verifier import Verifier
 from eagle_server.worker.warm_up import measure_costs, warm_up
 from eagle_server.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 
 def assemble(  # noqa: PLR0913
@@ -86,11 +90,18 @@ def assemble(  # noqa: PLR0913
 def _adapt(worker: Worker, largest: FixedBudget, config: EngineConfig) -> None:
     """Let the trees follow cost and load, from a first measurement of the costs on."""
     drafting, tree, costs = worker.drafting, config.tree, CostModel()
+    began = time.perf_counter()
     measure_costs(worker, costs, largest, config.max_running_requests, config.context_length)
+    logger.info(
+        "costs measured in %.1f s: %.1f ms for one row, %.1f ms for %d",
+        time.perf_counter() - began,
+        1e3 * float(costs.verify.predict(1.0)),
+        1e3 * float(costs.verify.predict(float(largest.num_draft_tokens))),
+        largest.num_draft_tokens,
+    )
     shapes = tree.shapes if config.graph_sizes else ()
     trees = RecentTrees(worker.batches.pad_row + 1, tree.depth, tree.num_draft_tokens - 1)
-    budget = AdaptiveBudget(trees, costs, drafting.drafter.forwards, shapes)
-    drafting.adapt(budget, costs)
+    drafting.adapt(AdaptiveBudget(trees, costs, drafting.drafter.forwards, shapes), costs)
 
 
 def _check(draft: DraftModel | None, config: EngineConfig) -> None:

@@ -85,9 +85,12 @@ def graph_sizes(config: Config, backend: Backend, *, native: bool = True) -> tup
     return bucket_sizes(min(running, config.device.cuda_graph_max_bs or LARGEST_GRAPH))
 
 
-def graph_memory(sizes: tuple[int, ...], num_draft_tokens: int, model: ModelConfig) -> int:
-    """Bytes that captured verifications keep: float32 logits of every node, for each batch size."""
-    return sum(sizes) * num_draft_tokens * model.vocab_size * 4
+def graph_memory(sizes: tuple[int, ...], nodes: int, model: ModelConfig) -> int:
+    """Bytes that captured verifications keep: float32 logits of every node, for each batch size.
+
+    `nodes`: of a request's trees of all captured shapes together.
+    """
+    return sum(sizes) * nodes * model.vocab_size * 4
 
 
 def memory_for_kv(config: Config, device: torch.device, reserved: int = 0) -> int:

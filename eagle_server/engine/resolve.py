@@ -41,7 +41,9 @@ def resolve(config: Config, target: Target, draft: LoadedDraft | None) -> Engine
     capped = caps_scores(target) or (draft is not None and caps_scores(draft.head))
     backend = resolve_backend(config, device, target.config.dtype, capped=capped)
     sizes = graph_sizes(config, backend, native=all(model.native for model in models))
-    memory = memory_for_kv(config, device, graph_memory(sizes, tree.num_draft_tokens, target.config))
+    adaptive = config.speculates and config.speculative.adaptive == "on"
+    verified = 1 + sum(size for _, size in tree.shapes) if adaptive else tree.num_draft_tokens
+    memory = memory_for_kv(config, device, graph_memory(sizes, verified, target.config))
     fitting = memory // sum(map(bytes_per_slot, models))
     slots = config.cache.max_total_tokens or _slots_that_fit(config, context + tree.num_lookahead_slots, fitting)
     return EngineConfig(
@@ -57,7 +59,7 @@ def resolve(config: Config, target: Target, draft: LoadedDraft | None) -> Engine
         graph_sizes=sizes,
         acceptance=_acceptance(config.speculative),
         estimating=config.speculates,
-        adaptive=config.speculates and config.speculative.adaptive == "on",
+        adaptive=adaptive,
         coupling=config.speculative.coupling == "on" and config.speculative.posterior is None,
     )
 
