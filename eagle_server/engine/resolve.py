@@ -56,7 +56,7 @@ def resolve(config: Config, target: Target, draft: LoadedDraft | None) -> Engine
         backend=backend,
         graph_sizes=sizes,
         acceptance=_acceptance(config.speculative),
-        coupling=config.speculative.coupling == "on" and config.speculative.posterior is None,
+        coupling=config.speculative.couples,
     )
 
 
@@ -213,6 +213,7 @@ def server_info(config: Config, resolved: EngineConfig, target: Target) -> dict[
             eagle_topk=tree.topk,
             num_draft_tokens=tree.num_draft_tokens,
             ngram_depth=tree.ngram_depth,
+            coupling="on" if resolved.coupling else "off",
         )
     if tree.choices:
         name = "medusa_choices" if config.speculative.token_tree is None else "token_tree"
