@@ -174,7 +174,7 @@ class DraftTree(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     parents: list[int]  # node numbers, -1 for the root
-    scores: list[float] | None  # log-probabilities of the paths, 0 for the root; None if the drafter has no scores
+    scores: list[float] | None  # logs of the estimated chances that the paths are accepted, 0 for the root
     path: list[int]
     bonus: int | None
 

@@ -16,6 +16,9 @@ from eagle_server.engine.engine import Engine
 from eagle_server.speculation.static_tree import PRESETS
 
 SETTLING = 160  # tokens after which the demo's greedy answers repeat themselves
+UNCOUPLED = " uncoupled"  # after the name of a drafter that ranks by probability alone
+
+Builders = dict[str, Callable[[], Engine]]
 
 
 def kinds(ordinary: list[list[int]], engine: Engine) -> dict[str, list[list[int]]]:
@@ -27,8 +30,8 @@ def kinds(ordinary: list[list[int]], engine: Engine) -> dict[str, list[list[int]
     return {"repetitive": repetitive, "ordinary": ordinary, "mixed": mixed}
 
 
-def engines(num_steps: int, topk: int, num_draft_tokens: int, threads: int) -> dict[str, Callable[[], Engine]]:
-    """The demo with each drafter; all trees have the same size."""
+def engines(num_steps: int, topk: int, num_draft_tokens: int, threads: int) -> Builders:
+    """The demo with each drafter, coupled and uncoupled; all trees have the same size."""
     size = ["--speculative-num-draft-tokens", str(num_draft_tokens)]
     tree = ["--speculative-num-steps", str(num_steps), "--topk", str(topk), *size]
     # The published list has the most useful nodes first, so its beginning is a good smaller tree.
@@ -43,11 +46,19 @@ def engines(num_steps: int, topk: int, num_draft_tokens: int, threads: int) -> d
         "MEDUSA+NGRAM": choices,
         "REDRAFTER+NGRAM": tree,
     }
-    return {name: partial(demo_engine, name, *own, threads=threads) for name, own in options.items()}
+    built: Builders = {}
+    for name, own in options.items():
+        built[name] = partial(demo_engine, name, *own, threads=threads)
+        if name != "NONE":
+            built[name + UNCOUPLED] = partial(demo_engine, name, *own, "--speculative-coupling", "off", threads=threads)
+    return built
 
 
 def compare(
-    builders: Mapping[str, Callable[[], Engine]], texts: Mapping[str, Sequence[Sequence[int]]], max_tokens: int
+    builders: Mapping[str, Callable[[], Engine]],
+    texts: Mapping[str, Sequence[Sequence[int]]],
+    max_tokens: int,
+    temperature: float,
 ) -> tuple[dict[tuple[str, str], Tally], int]:
     """Run every drafter on every kind of text, alternating at each prompt; also returns the number of changed answers.
 
@@ -61,24 +72,37 @@ def compare(
             measure(engine, "warm-up", prompts[0][:16], 8, Tally())
         for number, prompt in enumerate(prompts):
             answers = [
-                measure(engine, str(number), prompt, max_tokens, tallies[kind, name])
+                measure(
+                    engine,
+                    str(number),
+                    prompt,
+                    max_tokens,
+                    tallies[kind, name],
+                    temperature=temperature,
+                    seed=number,
+                )
                 for name, engine in running.items()
             ]
             departures += sum(answer != answers[0] for answer in answers)
     return tallies, departures
 
 
-def print_table(tallies: Mapping[tuple[str, str], Tally], console: Console) -> None:
-    table = Table(title="decoding alone, greedy, one request at a time")
-    for column in ("text", "drafter", "accept length", "tokens per forward", "tokens/s", "to plain"):
+def print_table(tallies: Mapping[tuple[str, str], Tally], temperature: float, console: Console) -> None:
+    """A row per kind of text and drafter. Greedy requests have no uncoupled twin: coupling does not concern them."""
+    table = Table(title=f"decoding alone, temperature {temperature:g}, one request at a time")
+    uncoupled = ("uncoupled",) if temperature else ()
+    for column in ("text", "drafter", "accept length", "tokens per forward", *uncoupled, "tokens/s", "to plain"):
         table.add_column(column, justify="left" if column in ("text", "drafter") else "right")
     for (kind, name), tally in tallies.items():
-        speed, plain = tally.tokens / tally.seconds, tallies[kind, "NONE"]
+        if name.endswith(UNCOUPLED):
+            continue
+        speed, plain, twin = tally.tokens / tally.seconds, tallies[kind, "NONE"], tallies.get((kind, name + UNCOUPLED))
         table.add_row(
             kind,
             name,
             f"{tally.accept_length:.2f}",
             f"{tally.tokens_per_forward:.2f}",
+            *((f"{twin.tokens_per_forward:.2f}" if twin else "",) if uncoupled else ()),
             f"{speed:.0f}",
             f"{speed / plain.tokens * plain.seconds:.2f}",
             end_section=name == "REDRAFTER+NGRAM",
@@ -95,12 +119,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=5, help="depth of the head's tree (5)")
     parser.add_argument("--topk", type=int, default=4, help="topk of the head's tree (4)")
     parser.add_argument("--nodes", type=int, default=8, help="nodes verified at once, for every drafter (8)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        nargs="+",
+        default=[0.0],
+        help="of the requests; above 0 drafters also run uncoupled, ranking by probability alone (0)",
+    )
     arguments = parser.parse_args(argv)
     builders = engines(arguments.steps, arguments.topk, arguments.nodes, arguments.threads)
     texts = kinds(held_out(arguments.prompts), builders["EAGLE3+NGRAM"]())
-    tallies, departures = compare(builders, texts, arguments.max_tokens)
-    print_table(tallies, Console(width=96))
-    answers = len(tallies) * arguments.prompts
+    departures = answers = 0
+    for temperature in arguments.temperature:
+        chosen = {name: each for name, each in builders.items() if temperature or not name.endswith(UNCOUPLED)}
+        tallies, departed = compare(chosen, texts, arguments.max_tokens, temperature)
+        print_table(tallies, temperature, Console(width=110))
+        departures, answers = departures + departed, answers + len(tallies) * arguments.prompts
     print(f"answers that are the plain ones: {answers - departures} of {answers}")
     return int(departures > 0)
 

@@ -109,11 +109,12 @@ class SpeculativeSection(Section):
         description="number of the newest tokens of all requests that --speculative-ngram-share keeps; default: "
         f"{NGRAM_SHARE_TOKENS}",
     )
-    coupling: Annotated[Literal["on", "off"], BeforeValidator(_as_switch)] = Field(
-        default="on",
+    coupling: Annotated[Literal["on", "off"], BeforeValidator(_as_switch)] | None = Field(
+        default=None,
         description="on: above temperature 0 drafters rank tokens by their probability and by the random numbers with "
         "which the target will draw, so they guess the draw itself and more drafts are kept; off: by probability "
-        "alone, for comparison, and always with --acceptance typical, which keeps likely tokens; texts are the same",
+        "alone, for comparison; texts are the same; default: on, but off with --acceptance typical, which keeps what "
+        "is likely",
     )
     acceptance: Literal["lossless", "typical"] = Field(
         default="lossless",
@@ -150,6 +151,11 @@ class SpeculativeSection(Section):
         return (self.ngram_share_tokens or NGRAM_SHARE_TOKENS) if self.ngram_share else 0
 
     @property
+    def couples(self) -> bool:
+        """Whether drafters rank by the noise of the target's draws as well."""
+        return self.coupling != "off" and self.acceptance == "lossless"
+
+    @property
     def posterior(self) -> tuple[float, float] | None:
         """Threshold and alpha of typical acceptance, None if acceptance is lossless."""
         if self.acceptance == "lossless":
@@ -172,6 +178,7 @@ class SpeculativeSection(Section):
                 "--speculative-ngram-share with --acceptance typical: drop one of them, as together they would let "
                 "one client's text into another's answer"
             )
+        self._refuse_without("coupling", "--acceptance lossless", given=self.acceptance == "lossless")
         for field in ("typical_posterior_threshold", "typical_posterior_alpha"):
             self._refuse_without(field, "--acceptance typical", given=self.acceptance == "typical")
         return self

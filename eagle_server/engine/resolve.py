@@ -60,7 +60,7 @@ def resolve(config: Config, target: Target, draft: LoadedDraft | None) -> Engine
         acceptance=_acceptance(config.speculative),
         estimating=config.speculates,
         adaptive=adaptive,
-        coupling=config.speculative.coupling == "on" and config.speculative.posterior is None,
+        coupling=config.speculative.couples,
     )
 
 
@@ -217,6 +217,7 @@ def server_info(config: Config, resolved: EngineConfig, target: Target) -> dict[
             eagle_topk=tree.topk,
             num_draft_tokens=tree.num_draft_tokens,
             ngram_depth=tree.ngram_depth,
+            coupling="on" if resolved.coupling else "off",
         )
     if tree.choices:
         name = "medusa_choices" if config.speculative.token_tree is None else "token_tree"

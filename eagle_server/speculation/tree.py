@@ -28,7 +28,7 @@ class Candidates:
     parent_list: Tensor  # int64 [bs, K * (spec_steps - 1) + 1]
     topk: int
     spec_steps: int
-    scores: Tensor | None = None  # float32 [bs, n], log chances of the paths, if the drafter has them
+    scores: Tensor | None = None  # float32 [bs, n], log of the estimated chance that the path is accepted
     # float32 [bs, n], the drafter's own log chances of the paths' last steps, if the scores are corrected ones
     guesses: Tensor | None = None
 
@@ -44,7 +44,7 @@ class TreeNodes:
     tokens: Tensor  # int64 [bs, n], target vocabulary, -1: padding
     parents: Tensor  # int64 [bs, n], node numbers
     spec_steps: int  # the maximum depth
-    scores: Tensor | None = None  # float32 [bs, n], log-probabilities of the paths, if the drafter has them
+    scores: Tensor | None = None  # float32 [bs, n], log of the estimated chance that the path is accepted
 
 
 Proposal = Candidates | TreeNodes

@@ -26,8 +26,8 @@ from eagle_server.view.terminal import ACCEPTED, QUIET, console_for, print_cycle
 DEFAULT_PROMPT = "def fibonacci(n):\n"
 
 _DESCRIPTION = """\
-Generate a text and show the tree that was drafted in each cycle: its tokens, the drafter's probability of each given
-its parent (if it has one), the path that the target accepted, and the bonus token that the target added.
+Generate a text and show the tree that was drafted in each cycle: its tokens, the drafter's estimate that each is
+accepted if its parent is, the path that the target accepted, and the bonus token that the target added.
 
 The options of the model, the drafter and its trees are the same as when serving (`python -m eagle_server --help`);
 the default is the embedded demo."""

@@ -24,7 +24,7 @@ class DraftedTree:
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]  # node numbers, -1 for the root
-    scores: tuple[float | None, ...]  # log-probability of the path, None if the drafter has none; 0 for the root
+    scores: tuple[float | None, ...]  # log of the estimated chance of the path, None if there is none; 0 for the root
     path: tuple[int, ...]  # the accepted nodes, the root first
     emitted: tuple[int, ...]
 
@@ -48,7 +48,7 @@ class DraftedTree:
         return [sorted(nodes, key=self._preference) for nodes in below]
 
     def chance(self, node: int) -> float | None:
-        """The drafter's probability of a node given its parent, None if it has none."""
+        """The drafter's estimate for a node given its parent, None if it has none."""
         if node == 0:
             return None
         own, above = self.scores[node], self.scores[self.parents[node]]

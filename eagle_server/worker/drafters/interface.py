@@ -29,7 +29,7 @@ class Drafter(Protocol[State]):
         ...
 
     def propose(self, draft: State, batch: DecodeBatch) -> Proposal:
-        """The candidate nodes of each decoding request, ranked by `batch.ranking`.
+        """The candidate nodes of each decoding request, ranked by `batch.ranking`, with scores.
 
         A model drafts `batch.num_steps` levels. A tree has at most `batch.num_draft_tokens` nodes, root included.
         """
@@ -48,6 +48,6 @@ class Drafter(Protocol[State]):
 
 
 class ModelDrafter(Drafter[State], Protocol[State]):
-    """A drafter whose proposals have scores and at most `num_steps` levels."""
+    """A drafter whose proposals have at most `num_steps` levels."""
 
     num_steps: int

@@ -106,6 +106,8 @@ def test_medusa_beside_ngrams_may_say_how_many_nodes_are_verified(options, nodes
         ("NGRAM", {"typical_posterior_alpha": 0.5}, "--speculative-typical-posterior-alpha needs --acceptance typical"),
         ("NGRAM", {"ngram_share": True, "acceptance": "typical"}, "one client's text into another's answer"),
         ("NONE", {"acceptance": "typical"}, "--speculative-acceptance has no effect"),
+        ("NGRAM", {"acceptance": "typical", "coupling": "on"}, "--speculative-coupling needs --acceptance lossless"),
+        ("NONE", {"coupling": "off"}, "--speculative-coupling has no effect"),
         ("NONE", {"ngram_share": True}, "--speculative-ngram-share has no effect"),
         ("NGRAM", {"acceptance": "typical", "typical_posterior_threshold": 0.0}, "greater than 0"),
     ],
@@ -124,3 +126,11 @@ def test_sharing_and_typical_acceptance_are_shown_with_their_numbers():
     assert shown["speculative"]["typical_posterior_alpha"] == 0.5
     assert config("NGRAM").speculative.shared_tokens == 0
     assert config("NGRAM").public_dict()["speculative"]["typical_posterior_alpha"] is None
+
+
+def test_drafts_are_coupled_unless_that_is_off_or_acceptance_is_lossy():
+    assert config("NGRAM").speculative.couples
+    assert config("NGRAM", coupling="on").speculative.couples
+    assert not config("NGRAM", acceptance="typical").speculative.couples
+    for off in ("off", False):  # YAML reads off as false
+        assert not config("NGRAM", coupling=off).speculative.couples
