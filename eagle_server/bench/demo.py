@@ -44,7 +44,8 @@ def demo_engine(algorithm: str, *flags: str, threads: int = 1, running: int = 1)
     Its trees do not follow the load unless `flags` say so.
     """
     common = ["--disable-radix-cache", "--max-running-requests", str(running), "--cpu-threads", str(threads)]
-    config = parse_args(["--speculative-algorithm", algorithm, *common, *FIXED, *flags], environ={})
+    fixed = () if algorithm == "NONE" else FIXED
+    config = parse_args(["--speculative-algorithm", algorithm, *common, *fixed, *flags], environ={})
     return build_engine(config, progress=False)
 
 
