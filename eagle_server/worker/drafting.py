@@ -24,7 +24,7 @@ from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.estimates import Estimates
 
 _MANY = 4  # requests, with which every cycle teaches enough
-_LESSONS = 3  # with fewer, every third cycle teaches, because learning takes as long as some steps of drafting
+_LESSONS = 3  # with fewer, every third cycle teaches, because learning takes time too
 _DRAFTING_STAGES = ("extend", "propose", "prefill")
 
 
@@ -56,11 +56,12 @@ class Drafts:
         verified = [tokens, tree.parents, accepted.path]
         if self.requests is not None:
             verified = [each.index_select(0, self.requests) for each in verified]
-        bins, guesses = estimates.bins, estimates.guesses
+        guesses = estimates.guesses
         if tree.proposed is not None:
             proposed = tree.proposed if self.requests is None else tree.proposed.index_select(0, self.requests)
-            bins, guesses = bins.gather(1, proposed), guesses.gather(1, proposed)
-        return (estimates.path_logp, estimates.depths, bins, guesses, *verified)
+            guesses = guesses.gather(1, proposed)
+        depths = tree.depths[:, 1:] if self.requests is None else tree.depths.index_select(0, self.requests)[:, 1:]
+        return (estimates.path_logp, estimates.depths, guesses, depths, *verified)
 
 
 class TreeDrafting:
@@ -73,7 +74,7 @@ class TreeDrafting:
         self.drafter, self.batches, self.budget = drafter, batches, budget
         self.estimates = batches.estimates
         self.costs: CostModel | None = None
-        self._cycles, self._ended = 0, 0.0  # how many drafted, and when the last one ended
+        self._cycles, self._ended = 0, 0.0  # how many there were, and when the last one ended
         self.observers: list[Callable[[EagleVerifyInput, Accepted, int], None]] = []  # get trees, paths, requests
 
     def adapt(self, budget: Budget, costs: CostModel) -> None:
@@ -90,6 +91,7 @@ class TreeDrafting:
         """Trees for all requests of the batch. Those that do not draft have the root alone."""
         budget = self.budget.choose(batch.decodes, self.batches.can_draft(batch.decodes))
         drafting = self.batches.drafting(batch, budget)
+        self._cycles += 1
         if drafting is None:
             return Drafts(root_alone(batch.verified_id, batch.seq_lens), budget, batch.sampling)
         with clock.stage("extend"):
@@ -116,7 +118,6 @@ class TreeDrafting:
             if len(budget.drafting) < len(batch.decodes):
                 requests = upload(budget.drafting, batch.seq_lens.device)
                 tree, sampling = spread(tree, requests, batch.verified_id, batch.seq_lens), batch.sampling
-        self._cycles += 1
         served = all(decode.text for decode in drafting.decodes)  # warm-up has no text
         teaches = served and (len(drafting.decodes) >= _MANY or self._cycles % _LESSONS == 0)
         return Drafts(tree, budget, sampling, drafting, requests, estimates, extended, teaches)
@@ -159,19 +160,21 @@ class TreeDrafting:
         """Update budget and estimates."""
         assert drafts.batch is not None and self.estimates is not None
         decodes = drafts.batch.decodes
-        logp, depths, bins, guesses, tokens, parents, path = (np.asarray(each)[: len(decodes)] for each in values)
-        self.budget.drafted(decodes, logp.astype(float), depths.astype(float))
+        logp, drafted, guesses, depths, tokens, parents, path = (np.asarray(each)[: len(decodes)] for each in values)
+        self.budget.drafted(decodes, logp.astype(float), drafted.astype(float))
         verified = tokens[:, 1:] >= 0
         reached = np.zeros((len(tokens), tokens.shape[1] + 1), dtype=np.bool_)
         np.put_along_axis(reached, path, values=True, axis=1)  # the padding, -1, is the spare last column
         tried = np.take_along_axis(reached, parents[:, 1:], axis=1) & verified
-        self.estimates.observe(bins[tried], guesses[tried], reached[:, 1:-1][tried])
+        sampled = np.array([[decode.sampling.params.temperature > 0] for decode in decodes]).astype(int)
+        kinds = np.broadcast_to(sampled, tried.shape)[tried]
+        self.estimates.observe(guesses[tried], depths[tried], kinds, reached[:, 1:-1][tried])
 
     def _time(self, plan: CyclePlan, stages: Mapping[str, float], drafts: Drafts, rows: int) -> float:
         """Update the cost model by the stages' seconds. Returns what it had predicted for decoding, in seconds."""
         costs, now = self.costs, time.perf_counter()
         ended, self._ended = self._ended, now
-        if costs is None:
+        if costs is None or not (drafts.teaches or (drafts.batch is None and self._cycles % _LESSONS == 0)):
             return 0.0
         costs.wait(now - ended - sum(stages.values()))
         kv = float(sum(decode.seq_len for decode in plan.decodes))

@@ -7,6 +7,7 @@ server's: which nodes are verified depends on earlier requests, but no text does
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,23 +18,24 @@ from torch import Tensor
 from eagle_server.ops.upload import upload
 from eagle_server.speculation.tree import EagleVerifyInput
 
+Floats = NDArray[np.float64]
+
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96)
 _BINS = len(_EDGES) + 1
 _DEPTHS = 8  # deeper nodes count as this deep
 _PRIOR = 4.0  # prior pseudo-count of a bin, in expected acceptances
 _MEMORY = 400.0  # expected acceptances in a bin after which older ones count half
-_LEAST, _MOST = 1e-4, 0.995  # chances stay below 1, so that a child never outranks its parent
+_LEAST, _MOST = math.log(1e-4), math.log(0.995)  # chances stay below 1, so that a child never outranks its parent
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """The estimates of one batch of trees, without the root: guesses and corrected chances.
+    """The estimates of one batch of trees, without the root, as logarithms, float32 [bs, n].
 
-    `bins` int64 [bs, n]; `guesses` float32 [bs, n], the drafter's, given that the parent is accepted; `path_logp`
-    float32 [bs, n], log of the corrected chance of the whole path, -inf for padding; `depths` int64 [bs, n].
+    guesses: the drafter's chance of a node, given that its parent is accepted. path_logp: the corrected chance of the
+    whole path, -inf for padding. depths: int64 [bs, n].
     """
 
-    bins: Tensor
     guesses: Tensor
     path_logp: Tensor
     depths: Tensor
@@ -46,10 +48,11 @@ class AcceptanceEstimates:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._edges = torch.tensor(_EDGES, device=device)
+        self._edges = torch.tensor(_EDGES, device=device).log()
         self._accepted = np.zeros((2, _DEPTHS, _BINS))
         self._expected = np.zeros((2, _DEPTHS, _BINS))
-        self._ratios = torch.ones(2 * _DEPTHS * _BINS, device=device)  # captured graphs read it, so it stays in place
+        # Logarithms. Captured graphs read them, so they stay in place.
+        self._ratios = torch.zeros(2 * _DEPTHS * _BINS, device=device)
 
     def corrected(self, logp: Tensor, sampled: Tensor, level: int) -> Tensor:
         """Corrected log chances of the children of a level's nodes, given that these are accepted.
@@ -59,10 +62,8 @@ class AcceptanceEstimates:
             sampled: int64 [bs], 1 for requests with temperature > 0.
             level: 0 for the children of the root.
         """
-        guesses = logp.exp()
-        depths = min(level, _DEPTHS - 1) + _DEPTHS * sampled.repeat_interleave(len(logp) // len(sampled))
-        _, chances = self._chances(guesses, depths[:, None])
-        return chances.log_().masked_fill_(logp.isneginf(), float("-inf"))
+        first = (sampled * _DEPTHS + min(level, _DEPTHS - 1))[:, None]  # [bs, 1]
+        return self._corrected(logp.view(len(sampled), -1), first).view_as(logp)
 
     def of(self, tree: EagleVerifyInput, guesses: Tensor | None, sampled: Tensor) -> Estimates:
         """The estimates of trees with scores.
@@ -72,39 +73,33 @@ class AcceptanceEstimates:
             sampled: int64 [bs], 1 for requests with temperature > 0.
         """
         assert tree.scores is not None, "a budget needs the drafter's scores"
-        depths = tree.depths[:, 1:]
-        of_bins = depths.clamp(max=_DEPTHS) - 1 + _DEPTHS * sampled[:, None]
+        depths, path_logp = tree.depths[:, 1:], tree.scores
         if guesses is None:
-            scores, parents = tree.scores, tree.parents[:, 1:]
-            above = torch.cat([torch.zeros_like(scores[:, :1]), scores], dim=1).gather(1, parents)
-            own = (scores - above).exp().nan_to_num_(nan=0.0).clamp_(max=1.0)
-            bins, chances = self._chances(own, of_bins)
-            path_logp = (tree.custom_mask[:, 1:, 1:] * chances.log_()[:, None]).sum(-1)
-        else:
-            own, path_logp = guesses.exp(), tree.scores
-            bins = self._bins(own, of_bins)
+            above = torch.cat([torch.zeros_like(path_logp[:, :1]), path_logp], dim=1).gather(1, tree.parents[:, 1:])
+            guesses = (path_logp - above).nan_to_num_(nan=_LEAST).clamp_(_LEAST, 0.0)
+            chances = self._corrected(guesses, depths.clamp(max=_DEPTHS) - 1 + _DEPTHS * sampled[:, None])
+            path_logp = (tree.custom_mask[:, 1:, 1:] * chances[:, None]).sum(-1)
         padding = tree.draft_token.view_as(tree.parents)[:, 1:] < 0
-        return Estimates(bins, own, path_logp.masked_fill(padding, float("-inf")), depths)
+        return Estimates(guesses, path_logp.masked_fill(padding, float("-inf")), depths)
 
-    def _bins(self, guesses: Tensor, depths: Tensor) -> Tensor:
-        return torch.bucketize(guesses, self._edges) + _BINS * depths
+    def _corrected(self, guesses: Tensor, groups: Tensor) -> Tensor:
+        """Log chances [bs, n]. groups int64 [bs, 1 or n] are depths; those of sampled requests count on after others."""
+        bins = torch.bucketize(guesses, self._edges) + groups * _BINS
+        return (self._ratios[bins] + guesses).clamp_(max=_MOST)
 
-    def _chances(self, guesses: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
-        """Bins of guesses, and corrected chances. `depths` of sampled requests count on after those of greedy ones."""
-        bins = self._bins(guesses, depths)
-        ratios = self._ratios.index_select(0, bins.view(-1)).view_as(guesses)
-        return bins, (guesses * ratios).clamp_(_LEAST, _MOST)
-
-    def observe(self, bins: NDArray[np.int64], guesses: NDArray[np.float32], accepted: NDArray[np.bool_]) -> None:
-        """Nodes whose parents were accepted: their bins, guesses, and whether they were accepted, [nodes] each."""
-        if not len(bins):
+    def observe(
+        self, guesses: Floats, depths: NDArray[np.int64], sampled: NDArray[np.int64], accepted: NDArray[np.bool_]
+    ) -> None:
+        """Nodes whose parents were accepted, [nodes] each: log guesses, depths from 1 on, kind of request, outcome."""
+        if not len(guesses):
             return
-        np.add.at(self._accepted.reshape(-1), bins, accepted)
-        np.add.at(self._expected.reshape(-1), bins, guesses)
+        places = sampled, np.minimum(depths, _DEPTHS) - 1, np.digitize(np.exp(guesses), _EDGES)
+        np.add.at(self._accepted, places, accepted)
+        np.add.at(self._expected, places, np.exp(guesses))
         full = self._expected > _MEMORY
         self._accepted[full] /= 2
         self._expected[full] /= 2
         whole = [np.sum(counts, axis=1, keepdims=True) for counts in (self._accepted, self._expected)]
         prior = (whole[0] + _PRIOR) / (whole[1] + _PRIOR)
-        ratios = (self._accepted + _PRIOR * prior) / (self._expected + _PRIOR)
+        ratios = np.log((self._accepted + _PRIOR * prior) / (self._expected + _PRIOR))
         self._ratios.copy_(upload(ratios.reshape(-1), self._ratios.device, torch.float32), non_blocking=True)
