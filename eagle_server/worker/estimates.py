@@ -83,7 +83,7 @@ class AcceptanceEstimates:
         return Estimates(guesses, path_logp.masked_fill(padding, float("-inf")), depths)
 
     def _corrected(self, guesses: Tensor, groups: Tensor) -> Tensor:
-        """Log chances [bs, n]. groups int64 [bs, 1 or n] are depths; those of sampled requests count on after others."""
+        """Log chances [bs, n]. groups int64 [bs, 1 or n] are depths, and those of sampled requests after all others."""
         bins = torch.bucketize(guesses, self._edges) + groups * _BINS
         return (self._ratios[bins] + guesses).clamp_(max=_MOST)
 
