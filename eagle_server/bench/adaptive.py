@@ -114,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
             up = _start(servers, arguments.parts, stack)
             if "clients" in arguments.parts:
                 by_temperature = _measure_clients(up, arguments, console)
-                costs = next(each for each in up if each.label == ADAPTIVE).stats()["speculation"]["costs"]
+                costs = _costs(up)
                 differing += _report_clients(by_temperature, costs, results, arguments.out, console)
             if "mixed" in arguments.parts:
                 differing += _mixed(up, arguments, results, console)
@@ -123,9 +123,11 @@ def main(argv: Sequence[str]) -> int:
     except (BenchError, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
-    flags = {label: shlex.join(own) for label, own in servers.items()}
-    write_json(arguments.out / "adaptive.json", vars(arguments) | {"servers": flags}, results)
-    console.print(f"written: {arguments.out / 'adaptive.json'}")
+    finally:
+        if results:
+            flags = {label: shlex.join(own) for label, own in servers.items()}
+            write_json(arguments.out / "adaptive.json", vars(arguments) | {"servers": flags}, results)
+            console.print(f"written: {arguments.out / 'adaptive.json'}")
     return int(differing > 0)
 
 
@@ -138,6 +140,14 @@ def _start(servers: Mapping[str, Sequence[str]], parts: Sequence[str], stack: Ex
     labels = list(servers) if "clients" in parts else [PLAIN, ADAPTIVE] if "mixed" in parts else []
     # With the prefix cache, the later of two equal rounds would find its prompts there.
     return [stack.enter_context(running(label, [*servers[label], "--disable-radix-cache"])) for label in labels]
+
+
+def _costs(servers: Sequence[Server]) -> dict[str, Any]:
+    """The cost model of the adaptive server."""
+    state = next(each for each in servers if each.label == ADAPTIVE).stats()["speculation"]
+    if state is None:
+        raise BenchError(f"the trees of {ADAPTIVE!r} do not follow the load: /v1/server_info shows no costs")
+    return dict(state["costs"])
 
 
 def _measure_clients(

@@ -86,7 +86,7 @@ def observe(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, t
 def mean_error(depths: Sequence[Reliability]) -> float:
     """The errors of all depths, weighted by their nodes."""
     weights = [sum(each.counts) for each in depths]
-    return sum(each.error * weight for each, weight in zip(depths, weights, strict=True)) / sum(weights)
+    return sum(each.error * weight for each, weight in zip(depths, weights, strict=True)) / max(1, sum(weights))
 
 
 def print_errors(found: Mapping[float, Sequence[Reliability]], console: Console) -> None:

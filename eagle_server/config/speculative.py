@@ -18,7 +18,7 @@ def _as_text(value: object) -> object:
 
 
 def _as_switch(value: object) -> object:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML reads on and off as booleans
+    return {"True": "on", "False": "off"}.get(str(value).title(), value)  # YAML reads on and off as booleans
 
 
 Algorithm = Literal[
@@ -73,11 +73,12 @@ class SpeculativeSection(Section):
         "steps + 1 if topk is 1; default for NGRAM: 16; X+NGRAM: nodes of both together; default for MEDUSA+NGRAM: "
         "the size of Medusa's tree",
     )
-    adaptive: Literal["on", "off"] = Field(
-        default="on",
+    adaptive: Annotated[Literal["on", "off"], BeforeValidator(_as_switch)] | None = Field(
+        default=None,
         description="on: steps, topk and draft tokens are the largest tree; each cycle drafts as much of it, for as "
         "many requests, as is expected to pay on this machine under its present load, which may be nothing; off: every "
-        "request drafts the whole tree in every cycle",
+        "request drafts the whole tree in every cycle; texts are the same; default: on, but off with --acceptance "
+        "typical, whose texts depend on the trees",
     )
     token_map: Annotated[str, AfterValidator(file_location)] | None = Field(
         default=None, description="FR-Spec: a file of frequent token ids; the draft proposes only these"
@@ -156,6 +157,11 @@ class SpeculativeSection(Section):
         return self.coupling != "off" and self.acceptance == "lossless"
 
     @property
+    def adapts(self) -> bool:
+        """Whether trees follow cost and load."""
+        return self.adaptive != "off" and self.acceptance == "lossless"
+
+    @property
     def posterior(self) -> tuple[float, float] | None:
         """Threshold and alpha of typical acceptance, None if acceptance is lossless."""
         if self.acceptance == "lossless":
@@ -179,6 +185,8 @@ class SpeculativeSection(Section):
                 "one client's text into another's answer"
             )
         self._refuse_without("coupling", "--acceptance lossless", given=self.acceptance == "lossless")
+        if self.adaptive == "on":
+            self._refuse_without("adaptive", "--acceptance lossless", given=self.acceptance == "lossless")
         for field in ("typical_posterior_threshold", "typical_posterior_alpha"):
             self._refuse_without(field, "--acceptance typical", given=self.acceptance == "typical")
         return self

@@ -41,6 +41,8 @@ from eagle_server.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+_LONG_TEXT = 4096  # tokens, of the longest text whose cost is measured
+
 
 def assemble(  # noqa: PLR0913
     target: Target,
@@ -91,7 +93,8 @@ def _adapt(worker: Worker, largest: FixedBudget, config: EngineConfig) -> None:
     """Let the trees follow cost and load, from a first measurement of the costs on."""
     drafting, tree, costs = worker.drafting, config.tree, CostModel()
     began = time.perf_counter()
-    measure_costs(worker, costs, largest, config.max_running_requests, config.context_length)
+    longest = min(config.context_length, config.max_total_tokens, _LONG_TEXT)
+    measure_costs(worker, costs, largest, config.max_running_requests, longest)
     logger.info(
         "costs measured in %.1f s: %.1f ms for one row, %.1f ms for %d",
         time.perf_counter() - began,
@@ -99,7 +102,7 @@ def _adapt(worker: Worker, largest: FixedBudget, config: EngineConfig) -> None:
         1e3 * float(costs.verify.predict(float(largest.num_draft_tokens))),
         largest.num_draft_tokens,
     )
-    shapes = tree.shapes if config.graph_sizes else ()
+    shapes = () if worker.verifier.attention.ragged_trees else tree.shapes
     trees = RecentTrees(worker.batches.pad_row + 1, tree.depth, tree.num_draft_tokens - 1)
     drafting.adapt(AdaptiveBudget(trees, costs, drafting.drafter.forwards, shapes), costs)
 

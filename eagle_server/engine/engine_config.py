@@ -37,11 +37,12 @@ class TreeConfig:
 
         Each has half the steps and nodes of the one before. Static trees and tries have only their own shape.
         """
-        shapes = [(self.num_steps, self.num_draft_tokens)]
+        shapes = [(self.depth, self.num_draft_tokens)]
         while shapes[-1][0] > 1 and shapes[-1][1] > 2 and not self.choices and not self.ngram_depth:  # noqa: PLR2004
             steps, size = shapes[-1]
             steps = -(-steps // 2)
-            shapes.append((steps, steps + 1 if self.topk == 1 else max(2, -(-size // 2))))
+            pool = self.topk + (steps - 1) * self.topk**2
+            shapes.append((steps, steps + 1 if self.topk == 1 else max(2, min(-(-size // 2), pool + 1))))
         return tuple(shapes)
 
     @property

@@ -41,7 +41,7 @@ def resolve(config: Config, target: Target, draft: LoadedDraft | None) -> Engine
     capped = caps_scores(target) or (draft is not None and caps_scores(draft.head))
     backend = resolve_backend(config, device, target.config.dtype, capped=capped)
     sizes = graph_sizes(config, backend, native=all(model.native for model in models))
-    adaptive = config.speculates and config.speculative.adaptive == "on"
+    adaptive = config.speculates and config.speculative.adapts
     verified = 1 + sum(size for _, size in tree.shapes) if adaptive else tree.num_draft_tokens
     memory = memory_for_kv(config, device, graph_memory(sizes, verified, target.config))
     fitting = memory // sum(map(bytes_per_slot, models))
@@ -58,7 +58,7 @@ def resolve(config: Config, target: Target, draft: LoadedDraft | None) -> Engine
         backend=backend,
         graph_sizes=sizes,
         acceptance=_acceptance(config.speculative),
-        estimating=config.speculates,
+        estimating=config.speculates and config.speculative.acceptance == "lossless",
         adaptive=adaptive,
         coupling=config.speculative.couples,
     )

@@ -134,9 +134,16 @@ def draw_rows(
     own, requests = own.index_select(0, places), requests.index_select(0, places)
     first = positions[:, 0]
     offsets = positions.take(rows.index_select(0, places)) - first.index_select(0, requests)
-    noise = _table(sampling, first.index_select(0, sampling.stochastic), logits.shape[1], span).values
+    first, table = first.index_select(0, sampling.stochastic), sampling.noise
+    if table is not None and table.values.shape[1] >= span and table.first.equal(first):
+        noise = table.values.flatten(0, 1).index_select(0, own * table.values.shape[1] + offsets)
+    else:  # of each position that a row has, once
+        drawn_at, number = torch.unique(own * span + offsets, return_inverse=True)
+        whose = torch.div(drawn_at, span, rounding_mode="floor")
+        where = first.index_select(0, whose) + drawn_at - whose * span
+        noise = gumbel(sampling.keys.index_select(0, whose), where, logits.shape[1]).index_select(0, number)
     chosen = logits.index_select(0, places) / sampling.temperature.index_select(0, own)[:, None]
-    best, tokens = chosen.add_(noise.flatten(0, 1).index_select(0, own * noise.shape[1] + offsets)).max(dim=-1)
+    best, tokens = chosen.add_(noise).max(dim=-1)
     return drawn.index_copy(0, places, tokens), scores.index_copy(0, places, best)
 
 

@@ -65,8 +65,9 @@ class AcceptedTokens:
             if index in self._lost:
                 continue
             segments = self._segments.setdefault(index, [])
-            if segments and segments[-1].start == start:  # warm-up has several requests in one row
-                segments.pop()
+            if segments and segments[-1].start >= start:  # warm-up has several requests in one row
+                self.taken(index)
+                segments = self._segments.setdefault(index, [])
             segments.append(_Segment(start, features, row))
             if len(segments) > 1:
                 self._grow_backlog(index, segments)
@@ -89,6 +90,18 @@ class AcceptedTokens:
     def is_lost(self, req_pool_index: int) -> bool:
         """Whether the request can draft no more, because its backlog was dropped."""
         return req_pool_index in self._lost
+
+    def give_up(self, decode: Decode) -> None:
+        """The request drafts no more, so nothing is kept for it."""
+        index = decode.req_pool_index
+        if index not in self._lost:
+            self._lost[index] = self.start(decode)
+            self.taken(index)
+
+    def backlog_length(self, req_pool_index: int) -> int:
+        """How many tokens the backlog has."""
+        segments = self._segments.get(req_pool_index)
+        return 0 if segments is None else segments[-1].start - segments[0].start
 
     def backlog(self, req_pool_index: int) -> tuple[int, Tensor] | None:
         """First position and features [n, F] of the entries that draft-extend does not reach. None: there are none."""
@@ -118,20 +131,19 @@ class AcceptedTokens:
 
     def _grow_backlog(self, index: int, segments: list[_Segment]) -> None:
         """The newest segment but one has become backlog."""
-        before = segments[-2]
-        self.backlog_bytes += _size(before, segments[-1].start)
+        before, end = segments[-2], segments[-1].start
+        self.backlog_bytes += _size(before, end)
+        if before.features.shape[1] > 1:  # not the columns of nodes that were not accepted
+            segments[-2] = _Segment(before.start, before.until(end)[None].clone(), 0)
         if len(segments) > _MERGE:
             found = self.backlog(index)
             assert found is not None
             start, features = found
             segments[:-1] = [_Segment(start, features[None], 0)]
         if self.backlog_bytes > _BACKLOG_BYTES:
-            longest = max(self._segments, key=self._backlog_length)
+            longest = max(self._segments, key=self.backlog_length)
             self._lost[longest] = self._segments[longest][0].start
             self.taken(longest)
-
-    def _backlog_length(self, index: int) -> int:
-        return self._segments[index][-1].start - self._segments[index][0].start
 
 
 def _bytes(segments: Sequence[_Segment]) -> int:

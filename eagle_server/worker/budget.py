@@ -228,14 +228,16 @@ class AdaptiveBudget:
         """The budget with one more request, if there is time to see whether its drafts pay: who drafted longest ago."""
         if not len(others):
             return budget
-        steps, drafting = budget.num_steps or self.num_steps, float(len(budget.drafting))
-        nothing, after = np.zeros(1), np.array([drafting + 1])
-        before = self._seconds(requests, nothing, after - 1, steps, kv) if drafting else self._plain(requests, kv)
-        price = float((self._seconds(requests, nothing, after, steps, kv) - before)[0])
+        drafting = float(len(budget.drafting))
+        steps, size = self.shapes[-1] if self.shapes else (budget.num_steps or self.num_steps, self.num_draft_tokens)
+        # In one of the shapes, all requests verify as many rows.
+        nodes, after = np.full(1, requests * (size - 1.0) if self.shapes else 0.0), np.array([drafting + 1])
+        before = self._seconds(requests, nodes, after - 1, steps, kv) if drafting else self._plain(requests, kv)
+        price = float((self._seconds(requests, nodes, after, steps, kv) - before)[0])
         if self._credit < price:
             return budget
         self._credit = 0.0
         longest = int(others[np.argmin(self.trees.last[rows])])
         if drafting:
             return replace(budget, drafting=tuple(sorted([*budget.drafting, longest])))
-        return CycleBudget((longest,), steps, self.num_draft_tokens, -math.inf if self.shapes else _PROBED)
+        return CycleBudget((longest,), steps, size, -math.inf if self.shapes else _PROBED)

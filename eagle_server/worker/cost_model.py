@@ -1,7 +1,8 @@
 """How long the stages of a cycle take, as a function of their size: measured at start-up, and refined while serving.
 
-A curve is linear between knots. An observation moves the two knots around its size (normalized least mean squares). All
-curves share one factor, the machine's speed, because other processes slow down everything at once.
+A curve is linear between knots. An observation moves the knots around its size by a part of its relative error, within
+a factor of what was measured at start-up. All curves share one factor, the machine's speed, because other processes
+slow down everything at once. It returns to 1 while the curves take over what lasts.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ Floats = NDArray[np.float64]
 
 _KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096], float)
 _KV = 1024.0  # attention's cost is counted per this many KV tokens
-_SHAPE_RATE, _SPEED_RATE = 0.05, 0.1  # how far one observation moves a curve, and the speed
+_SHAPE_RATE, _SPEED_RATE = 0.03, 0.1  # how far one observation moves a curve, and the speed
+_LEAK = 0.999  # of the speed's distance to 1 that one observation leaves
 _LONGEST_WAIT = 0.01  # seconds
 _OUTLIER = 2.0  # an observation counts as at most this many times the prediction, or that fraction of it
+_FARTHEST = 5.0  # factor that a curve may move away from its fit, and the speed from 1
+_SHORTEST = 1e-6  # seconds
 
 
 class CostCurve:
@@ -28,7 +32,8 @@ class CostCurve:
     def __init__(self) -> None:
         self.seconds: Floats = np.zeros(len(_KNOTS))
         self.per_kv = 0.0  # seconds per _KV tokens
-        self.observations = 0
+        self.is_known = False
+        self._fit = self.seconds, self.per_kv
 
     def fit(self, points: Mapping[int, float], per_kv: float = 0.0) -> None:
         """Begin with measured seconds by number of rows, and seconds per KV token.
@@ -37,28 +42,32 @@ class CostCurve:
         """
         if not points:
             return
-        self.per_kv = per_kv * _KV
         rows = np.array(sorted(points), float)
-        seconds = np.maximum.accumulate([points[int(each)] for each in rows])
+        seconds = np.maximum(np.maximum.accumulate([points[int(each)] for each in rows]), _SHORTEST)
         self.seconds = np.interp(_KNOTS, rows, seconds)
         if len(rows) > 1:
             slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
             beyond = rows[-1] < _KNOTS
             self.seconds[beyond] = seconds[-1] + slope * (_KNOTS[beyond] - rows[-1])
-        self.observations = max(self.observations, 1)
+        self.per_kv, self.is_known = per_kv * _KV, True
+        self._fit = self.seconds.copy(), self.per_kv
 
     def predict(self, rows: Floats | float, kv: float = 0.0) -> Floats:
         """Seconds at speed 1 for numbers of rows of any shape."""
-        return np.asarray(np.interp(rows, _KNOTS, self.seconds) + self.per_kv * kv / _KV)
+        slope = (self.seconds[-1] - self.seconds[-2]) / (_KNOTS[-1] - _KNOTS[-2])
+        more = slope * np.maximum(np.asarray(rows) - _KNOTS[-1], 0.0)
+        return np.asarray(np.interp(rows, _KNOTS, self.seconds) + more + self.per_kv * kv / _KV)
 
     def move(self, rows: float, kv: float, error: float) -> None:
-        """Correct the curve by a part of the error of its prediction."""
+        """Correct the curve by a part of the relative error of its prediction: observed / predicted - 1."""
         right = min(max(int(np.searchsorted(_KNOTS, rows)), 1), len(_KNOTS) - 1)
         share = min(max((rows - _KNOTS[right - 1]) / (_KNOTS[right] - _KNOTS[right - 1]), 0.0), 1.0)
-        inputs = np.array([1 - share, share, kv / _KV])
-        step = _SHAPE_RATE * error * inputs / (inputs @ inputs)
-        self.seconds[right - 1 : right + 1] += step[:2]
-        self.per_kv = max(0.0, self.per_kv + step[2])
+        parts = np.array([(1 - share) * self.seconds[right - 1], share * self.seconds[right], self.per_kv * kv / _KV])
+        factors = 1 + _SHAPE_RATE * error * parts / parts.sum()
+        first, per_kv = self._fit
+        self.seconds[right - 1 : right + 1] *= factors[:2]
+        self.seconds = np.clip(self.seconds, first / _FARTHEST, first * _FARTHEST)
+        self.per_kv = min(max(self.per_kv * factors[2], per_kv / _FARTHEST), per_kv * _FARTHEST)
         # more rows never take less time
         self.seconds[right:] = np.maximum(self.seconds[right:], self.seconds[right])
         self.seconds[:right] = np.minimum(self.seconds[:right], self.seconds[right])
@@ -90,14 +99,14 @@ class CostModel:
 
     def observe(self, curve: CostCurve, rows: float, kv: float, seconds: float) -> float:
         """A stage took `seconds`. Returns the seconds that were predicted."""
-        if not curve.observations:
+        if not curve.is_known:
             curve.fit({int(max(rows, 1)): seconds / self.speed})
             return seconds
-        curve.observations += 1
         predicted = self.speed * float(curve.predict(rows, kv))
-        seconds = min(max(seconds, predicted / _OUTLIER), predicted * _OUTLIER)
-        self.speed *= (seconds / predicted) ** _SPEED_RATE if predicted > 0 else 1.0
-        curve.move(rows, kv, seconds / self.speed - float(curve.predict(rows, kv)))
+        error = min(max(seconds / predicted, 1 / _OUTLIER), _OUTLIER) - 1
+        speed = 1 + (self.speed * (1 + _SPEED_RATE * error) - 1) * _LEAK
+        self.speed = min(max(speed, 1 / _FARTHEST), _FARTHEST)
+        curve.move(rows, kv, error)
         return predicted
 
     def compare(self, predicted: float, seconds: float) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle_server.ops.upload import upload
@@ -25,6 +26,7 @@ from eagle_server.worker.estimates import Estimates
 
 _MANY = 4  # requests, with which every cycle teaches enough
 _LESSONS = 3  # with fewer, every third cycle teaches, because learning takes time too
+_BACKLOG_ROWS = 512  # of backlogs that one cycle computes, about
 _DRAFTING_STAGES = ("extend", "propose", "prefill")
 
 
@@ -89,8 +91,13 @@ class TreeDrafting:
 
     def draft(self, batch: DecodeBatch, clock: StageClock) -> Drafts:
         """Trees for all requests of the batch. Those that do not draft have the root alone."""
+        for decode in batch.decodes:
+            if not decode.speculative:
+                self.batches.accepted_tokens.give_up(decode)
         budget = self.budget.choose(batch.decodes, self.batches.can_draft(batch.decodes))
-        drafting = self.batches.drafting(batch, budget)
+        budget = replace(budget, drafting=self._with_room(batch, budget.drafting))
+        with clock.stage("extend"):
+            drafting = self.batches.drafting(batch, budget)
         self._cycles += 1
         if drafting is None:
             return Drafts(root_alone(batch.verified_id, batch.seq_lens), budget, batch.sampling)
@@ -122,6 +129,16 @@ class TreeDrafting:
         teaches = served and (len(drafting.decodes) >= _MANY or self._cycles % _LESSONS == 0)
         return Drafts(tree, budget, sampling, drafting, requests, estimates, extended, teaches)
 
+    def _with_room(self, batch: DecodeBatch, drafting: Sequence[int]) -> tuple[int, ...]:
+        """Those of the requests whose backlogs are computed in this cycle; the others draft in later ones."""
+        room, kept = _BACKLOG_ROWS, list[int]()
+        for i in drafting:
+            length = self.batches.accepted_tokens.backlog_length(batch.decodes[i].req_pool_index)
+            if length <= room or not kept:
+                kept.append(i)
+                room -= length
+        return tuple(kept)
+
     def observe(self, batch: DecodeBatch, drafts: Drafts, tree: EagleVerifyInput, accepted: Accepted) -> None:
         """Let the drafter see what was accepted of `tree`, the one that was verified for `batch`."""
         for observe in self.observers:
@@ -133,18 +150,20 @@ class TreeDrafting:
         self.drafter.observe(drafts.batch, tree, accepted)
 
     def finish(
-        self, plan: CyclePlan, result: CycleResult, drafts: Drafts | None, estimates: Sequence[Any]
+        self, plan: CyclePlan, result: CycleResult, drafts: Drafts | None, estimates: Sequence[NDArray[Any]], rows: int
     ) -> CycleResult:
-        """Learn from a cycle, and say in its result what was drafted. `estimates`: `Drafts.to_copy` on the host."""
+        """Learn from a cycle, and say in its result what was drafted.
+
+        estimates: `Drafts.to_copy` on the host. rows: of the verify forward.
+        """
         if drafts is None:
             return result
         expected = 0.0
         if estimates:
-            logp = np.asarray(estimates[0])[: len(drafts.budget.drafting)]
+            logp = estimates[0][: len(drafts.budget.drafting)]
             expected = float(np.exp(logp[logp >= drafts.budget.least_logp]).sum())
         if drafts.teaches and estimates:
             self._learn(drafts, estimates)
-        rows = len(result.decodes) + sum(output.drafted for output in result.decodes)
         drafting = CycleDrafting(
             steps=drafts.budget.num_steps if drafts.batch else 0,
             requests=len(drafts.budget.drafting),
@@ -156,11 +175,11 @@ class TreeDrafting:
         computed = tuple(accepted.start(decode) for decode in plan.decodes) if self.drafter.uses_features else ()
         return replace(result, drafting=drafting, draft_computed_tokens=computed)
 
-    def _learn(self, drafts: Drafts, values: Sequence[Any]) -> None:
+    def _learn(self, drafts: Drafts, values: Sequence[NDArray[Any]]) -> None:
         """Update budget and estimates."""
         assert drafts.batch is not None and self.estimates is not None
         decodes = drafts.batch.decodes
-        logp, drafted, guesses, depths, tokens, parents, path = (np.asarray(each)[: len(decodes)] for each in values)
+        logp, drafted, guesses, depths, tokens, parents, path = (each[: len(decodes)] for each in values)
         self.budget.drafted(decodes, logp.astype(float), drafted.astype(float))
         verified = tokens[:, 1:] >= 0
         reached = np.zeros((len(tokens), tokens.shape[1] + 1), dtype=np.bool_)

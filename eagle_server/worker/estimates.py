@@ -91,8 +91,8 @@ class AcceptanceEstimates:
         self, guesses: Floats, depths: NDArray[np.int64], sampled: NDArray[np.int64], accepted: NDArray[np.bool_]
     ) -> None:
         """Nodes whose parents were accepted, [nodes] each: log guesses, depths from 1 on, kind of request, outcome."""
-        if not len(guesses):
-            return
+        finite = np.isfinite(guesses)
+        guesses, depths, sampled, accepted = guesses[finite], depths[finite], sampled[finite], accepted[finite]
         places = sampled, np.minimum(depths, _DEPTHS) - 1, np.digitize(np.exp(guesses), _EDGES)
         np.add.at(self._accepted, places, accepted)
         np.add.at(self._expected, places, np.exp(guesses))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle_server.request import TokenLogprob
@@ -19,6 +20,11 @@ def to_host(*tensors: Tensor) -> tuple[Any, ...]:
     flat = torch.cat([_as_words(t) for t in tensors]).cpu()
     pieces = flat.split([t.numel() for t in tensors])
     return tuple(_from_words(piece, t).tolist() for piece, t in zip(pieces, tensors, strict=True))
+
+
+def to_arrays(*tensors: Tensor) -> tuple[NDArray[Any], ...]:
+    """Tensors as arrays, on a CPU of the same memory."""
+    return tuple(t.cpu().numpy() for t in tensors)
 
 
 def _as_words(values: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle_server.ops.upload import upload
@@ -17,7 +18,7 @@ from eagle_server.request import FinishReason, TokenLogprob
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import EagleVerifyInput
 from eagle_server.worker.draft_tree import draft_tree, drafted_nodes
-from eagle_server.worker.host import is_finite, leading_finite, logprobs_to_host, to_host
+from eagle_server.worker.host import is_finite, leading_finite, logprobs_to_host, to_arrays, to_host
 
 NOT_FINITE = Failure(
     FinishReason.ERROR,
@@ -52,7 +53,7 @@ class Drawn:
 
 def process_outputs(
     plan: CyclePlan, decoded: Decoded | None, drawn: Drawn | None
-) -> tuple[tuple[SequenceOutput, ...], tuple[SequenceOutput, ...], Sequence[Any]]:
+) -> tuple[tuple[SequenceOutput, ...], tuple[SequenceOutput, ...], Sequence[NDArray[Any]]]:
     """The outputs of the plan's chunks and decodes, in its order, and `Decoded.estimates` on the host.
 
     Waits for the device.
@@ -65,12 +66,11 @@ def process_outputs(
             drafts = drafted_nodes(decoded.tree)
         estimates = decoded.estimates
     first = () if drawn is None else (drawn.tokens, drawn.finite)
-    values = to_host(*accepted, *drafts, *estimates, *first)
-    learned = len(accepted) + len(drafts)
-    trees = values[len(accepted) : learned]
+    values = to_host(*accepted, *drafts, *first)
+    trees = values[len(accepted) : len(accepted) + len(drafts)]
     decodes = () if decoded is None else _decodes(plan.decodes, decoded, trees, *values[:4])
     chunks = () if drawn is None else _chunks(plan.chunks, drawn, *values[-2:])
-    return chunks, decodes, values[learned : learned + len(estimates)]
+    return chunks, decodes, to_arrays(*estimates)
 
 
 def _decodes(

@@ -52,7 +52,7 @@ class RecentTrees:
     def add(self, decodes: Sequence[Decode], logp: Floats, depths: Floats, cycle: int) -> None:
         """Each request has drafted a tree, [requests, any number of nodes], in any order."""
         own, sampled = _indices(decodes)
-        logp, depths = self._completed(logp, depths, sampled)
+        logp, depths = self._completed(np.nan_to_num(logp, nan=-np.inf, neginf=-np.inf), depths, sampled)
         fresh = ~self._known[own]
         for array in (self.logp, self.depths):
             array[own[fresh]] = array[self._requests + sampled[fresh]]

@@ -63,6 +63,7 @@ class _Measured:
 
     def __init__(self, worker: Worker) -> None:
         self._worker, self._row = worker, worker.batches.pad_row
+        self._rows = 0  # of the last cycle's verify forward
         self.verify: dict[int, float] = {}
         self.extend: dict[int, float] = {}
         self.step: dict[int, float] = {}
@@ -78,7 +79,7 @@ class _Measured:
         """Cycles in which all requests draft."""
         stages = self._run(size, 2, budget)
         extend, propose = stages.pop("extend"), stages.pop("propose")
-        self.verify[size * budget.num_draft_tokens] = sum(stages.values())
+        self.verify.setdefault(self._rows, sum(stages.values()))  # tries of the padding row are empty
         forwards = self._worker.drafter.forwards(budget.num_steps)
         self.extend[size * self._worker.batches.accepted_tokens.width] = extend + (0.0 if forwards else propose)
         if forwards:
@@ -89,4 +90,5 @@ class _Measured:
         decodes = (Decode(self._row, length, verified_id=0, sampling=_GREEDY),) * size
         for _ in range(2):  # the first one compiles
             result = self._worker.run(CyclePlan(decodes=decodes, released=(self._row,)))
+        self._rows = result.drafting.rows
         return result.stage_seconds

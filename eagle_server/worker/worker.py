@@ -62,7 +62,8 @@ class Worker:
                 drawn = self._prefill(plan.chunks)
         with clock.stage("emit"):
             chunks, decodes, estimates = process_outputs(plan, decoded, drawn)
-        return self.drafting.finish(plan, CycleResult(chunks, decodes, clock.seconds()), drafts, estimates)
+        result = CycleResult(chunks, decodes, clock.seconds())
+        return self.drafting.finish(plan, result, drafts, estimates, 0 if decoded is None else len(decoded.logits))
 
     def _record(self, batch: DecodeBatch, tree: EagleVerifyInput, verified: Verified, accepted: Accepted) -> None:
         """Record the accepted tokens for the next draft-extend, each with its parent node's feature."""

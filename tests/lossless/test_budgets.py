@@ -23,6 +23,8 @@ QUICK = {
     ("REDRAFTER", "preempted"),
     ("EAGLE3+NGRAM", "batch"),
     ("NEXTN", "alone"),
+    ("MEDUSA", "batch"),
+    ("MEDUSA+NGRAM", "alone"),
 }
 PLAYED = [
     pytest.param(name, scene, marks=() if (name, scene) in QUICK else (pytest.mark.slow,))

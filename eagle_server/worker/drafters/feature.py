@@ -44,4 +44,4 @@ class FeatureDrafter:
         """The key of this batch's graph; None: it is not captured."""
         size = len(batch.seq_lens_host)
         captured = size in self.graph_sizes and not batch.ranking.has_grammars
-        return (name, size, batch.num_steps) if captured else None
+        return (name, size, batch.num_steps, batch.num_draft_tokens) if captured else None

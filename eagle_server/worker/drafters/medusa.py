@@ -51,38 +51,46 @@ class MedusaDrafter(FeatureDrafter):
         self._paths = torch.tensor(padded, device=device)  # [n, num_steps]
         self._parents = torch.tensor([choice_parents(choices)], device=device)  # [1, n]
         self._levels = static_tree(choices, device).levels
+        depths = [len(choice) for choice in sorted_choices(choices)]
+        self._counts = [sum(depth <= steps for depth in depths) for steps in range(self.num_steps + 1)]
 
     def propose(self, draft: Tensor, batch: DecodeBatch) -> TreeNodes:
-        size = len(batch.seq_lens_host)
+        """The levels of the static tree that the cycle wants."""
+        steps = min(batch.num_steps, self.num_steps)
         if batch.ranking.has_grammars:
-            tokens, scores = self._grow(draft, batch.ranking)
+            tokens, scores = self._grow(steps, draft, batch.ranking)
         else:
-            function = partial(self._best, batch.ranking)
+            function = partial(self._best, steps, batch.ranking)
             tokens, scores = self.graphs.run(self.graph_key("medusa", batch), function, draft, *batch.ranking.tensors)
-        return TreeNodes(tokens, self._parents.expand(size, -1), spec_steps=self.num_steps, scores=scores)
+        parents = self._parents[:, : tokens.shape[1]].expand(len(tokens), -1)
+        return TreeNodes(tokens, parents, spec_steps=steps, scores=scores)
 
-    def _best(self, ranking: DraftRanking, feature: Tensor, *of_ranking: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens of the tree's nodes and the scores of their paths, [bs, n]."""
+    def _best(
+        self, num_steps: int, ranking: DraftRanking, feature: Tensor, *of_ranking: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens of the tree's nodes down to depth num_steps, and the scores of their paths, [bs, n]."""
         ranking = ranking.with_tensors(*of_ranking)
         logp, ids = list[Tensor](), list[Tensor]()
-        logits: Tensor = self.heads(feature, self.num_steps)  # [num_steps, bs, V]
+        logits: Tensor = self.heads(feature, num_steps)  # [num_steps, bs, V]
         for of_head in logits:
             best, found = ranking.best(of_head, self.ranks)  # [bs, ranks]
             logp.append(best)
             ids.append(found)
             ranking = ranking.deeper()
-        each = F.pad(finite_or_off(torch.cat(logp, dim=1)), (0, 1))
-        steps = each.index_select(1, self._paths.view(-1)).unflatten(1, self._paths.shape)
-        tokens, scores = torch.cat(ids, dim=1).index_select(1, self._paths[:, -1]), steps.sum(-1)
+        unused = (self.num_steps - num_steps) * self.ranks
+        each = F.pad(finite_or_off(torch.cat(logp, dim=1)), (0, unused + 1))
+        paths = self._paths[: self._counts[num_steps]]
+        steps = each.index_select(1, paths.reshape(-1)).unflatten(1, paths.shape)
+        tokens, scores = torch.cat(ids, dim=1).index_select(1, paths[:, -1]), steps.sum(-1)
         return ranking.without_refused(tokens, scores), scores
 
-    def _grow(self, feature: Tensor, ranking: DraftRanking) -> tuple[Tensor, Tensor]:
+    def _grow(self, num_steps: int, feature: Tensor, ranking: DraftRanking) -> tuple[Tensor, Tensor]:
         """The same level by level under grammars: each node has its own best tokens of a head."""
         bs = len(feature)
         above = torch.zeros(bs, 1, device=feature.device)  # path scores of the nodes that have children
         tokens, scores = list[Tensor](), list[Tensor]()
-        logits: Tensor = self.heads(feature, self.num_steps)  # [num_steps, bs, V]
-        for depth, (level, of_head) in enumerate(zip(self._levels, logits, strict=True)):
+        logits: Tensor = self.heads(feature, num_steps)  # [num_steps, bs, V]
+        for depth, (level, of_head) in enumerate(zip(self._levels[:num_steps], logits, strict=True)):
             if depth:
                 before = self._levels[depth - 1]
                 above = scores[-1].index_select(1, before.fed)

@@ -43,18 +43,25 @@ class RedrafterDrafter(FeatureDrafter):
 
     def propose(self, draft: Tensor, batch: DecodeBatch) -> TreeNodes:
         key = self.graph_key("redrafter", batch)
-        function = partial(self._propose, batch.ranking, batch.num_steps)
+        size = min(self.num_draft_tokens, batch.num_draft_tokens)
+        function = partial(self._propose, batch.ranking, batch.num_steps, size)
         return self.graphs.run(key, function, draft, batch.verified_id, *batch.ranking.tensors)
 
     def _propose(
-        self, ranking: DraftRanking, num_steps: int, context: Tensor, verified_id: Tensor, *of_ranking: Tensor
+        self,
+        ranking: DraftRanking,
+        num_steps: int,
+        num_draft_tokens: int,
+        context: Tensor,
+        verified_id: Tensor,
+        *of_ranking: Tensor,
     ) -> TreeNodes:
         ranking = ranking.with_tensors(*of_ranking)
         beam, scores = beam_search(self.head, context, verified_id, num_steps, self.beam_width, ranking)
         places = self.beam_width * num_steps + 1  # all beams share the root
         packed = pack(beam, places)
         worth = pack_like(scores, packed.unpack_map, places, padding=float("-inf"))
-        tree = tree_nodes(packed, self.num_draft_tokens, worth)
+        tree = tree_nodes(packed, num_draft_tokens, worth)
         assert tree.scores is not None
         return replace(tree, tokens=ranking.without_refused(tree.tokens, tree.scores))
 

@@ -215,7 +215,7 @@ def test_the_drafter_proposes_the_best_nodes_of_its_beams(target: TargetModel, s
     head = random_redrafter(target)
     drafter = RedrafterDrafter(head, num_steps=3, beam_width=4, num_draft_tokens=size)
     contexts, roots = torch.randn(2, H, generator=torch.Generator().manual_seed(7)), torch.tensor([9, 1])
-    nodes = drafter._propose(BY_PROBABILITY, 3, contexts, roots)
+    nodes = drafter._propose(BY_PROBABILITY, 3, size, contexts, roots)
     assert isinstance(nodes, TreeNodes)
     tree = build_tree(nodes, roots, torch.tensor([3, 8]))
     beams, scores = beam_search(head, contexts, roots, 3, 4)

@@ -64,7 +64,7 @@ def medusa(draw: st.DrawFn) -> Proposal:
         return torch.rand(depth, len(features), VOCAB, generator=torch.Generator().manual_seed(3))
 
     drafter = MedusaDrafter(cast(Any, heads), tree, device=CPU)
-    batch = SimpleNamespace(seq_lens_host=(3,) * bs, ranking=BY_PROBABILITY)
+    batch = SimpleNamespace(seq_lens_host=(3,) * bs, ranking=BY_PROBABILITY, num_steps=99, num_draft_tokens=999)
     return drafter.propose(torch.zeros(bs, 1), cast(DecodeBatch, cast(Any, batch)))
 
 

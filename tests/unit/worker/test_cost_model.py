@@ -18,7 +18,7 @@ def test_a_curve_goes_through_its_points_and_on_beyond_them() -> None:
 def test_more_rows_never_take_less_time_whatever_was_measured() -> None:
     curve = CostCurve()
     curve.fit({1: 5e-3, 8: 4e-3, 64: 20e-3})
-    for rows, error in ((8, -4e-3), (2, 9e-3), (300, -5e-2)):
+    for rows, error in ((8, -0.5), (2, 1.0), (300, -0.5)):
         curve.move(rows, 0.0, error)
         assert (np.diff(curve.seconds) >= 0).all()
 
@@ -65,3 +65,32 @@ def test_a_description_is_plain_numbers() -> None:
     found = model.describe(13)
     assert found["verify"]["rows"] == [1, 2, 3, 4, 6, 8, 12]
     assert all(type(each) is float for each in found["verify"]["ms"])
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.4])
+def test_noise_does_not_move_sizes_that_are_never_seen(noise: float) -> None:
+    model, random = CostModel(), np.random.default_rng(1)
+    model.verify.fit({1: 5e-3, 8: 6e-3, 512: 80e-3}, per_kv=1e-6)
+    expected = model.verify.predict(np.array([1.0, 40.0, 300.0, 5000.0]))
+    seconds = float(model.verify.predict(8.0, 900.0))
+    for _ in range(30_000):
+        model.observe(model.verify, 8, 900.0, seconds * random.lognormal(-(noise**2) / 2, noise))
+    found = model.speed * model.verify.predict(np.array([1.0, 40.0, 300.0, 5000.0]))
+    assert (abs(found / expected - 1) < 0.35).all(), found / expected
+
+
+def test_nothing_observed_makes_a_prediction_negative_or_not_finite() -> None:
+    model, random = CostModel(), np.random.default_rng(2)
+    model.verify.fit({1: 5e-3, 384: 80e-3}, per_kv=1e-6)
+    for _ in range(5000):
+        rows, kv = float(random.integers(1, 384)), float(random.integers(100, 50_000))
+        model.observe(model.verify, rows, kv, 5e-3 * random.lognormal(0, 1) + 1e-4 * rows)
+        assert 0 < model.speed * float(model.verify.predict(rows, kv)) < 10
+
+
+def test_a_stage_that_took_no_time_at_first_is_learned() -> None:
+    model = CostModel()
+    model.step.fit({1: 0.0})
+    for _ in range(200):
+        model.observe(model.step, 1, 0.0, 1e-5)
+    assert float(model.step.predict(1.0)) > 0
