@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -18,6 +19,8 @@ from eagle_server.training.corpus import Corpus, ensure_tokenizer, own_files, st
 from eagle_server.training.eagle3 import Recipe, own_texts, train_head
 from eagle_server.training.export import export_demo, export_demo_heads, export_head, export_target
 from eagle_server.training.fingerprint import target_fingerprint
+from eagle_server.training.loop import read_history
+from eagle_server.training.losses import LOSS_NAMES
 from eagle_server.training.medusa import MedusaRecipe, export_medusa, train_medusa
 from eagle_server.training.redrafter import RedrafterRecipe, train_redrafter
 from eagle_server.training.target import DEMO_TARGET, VOCAB_SIZE, train_target
@@ -106,6 +109,13 @@ def _add_common_arguments(parser: argparse.ArgumentParser, default: AnyRecipe) -
     parser.add_argument(
         "--length", type=int, default=default.length, help="tokens per text; one in eight is longer (%(default)s)"
     )
+    parser.add_argument("--texts", type=int, default=default.texts, help="maximum per step (%(default)s)")
+    parser.add_argument(
+        "--loss",
+        choices=LOSS_NAMES,
+        default=default.loss,
+        help="kl: soft-label cross-entropy; tv, kl+tv, coupled: more acceptance above temperature 0 (%(default)s)",
+    )
     parser.add_argument(
         "--sampled-texts",
         type=int,
@@ -130,6 +140,15 @@ def _add_head_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--aux-layers", type=int, nargs="+", metavar="B", help="boundaries to read, B = after B layers (EAGLE-3)"
     )
+    parser.add_argument("--init", metavar="HEAD", help="directory or Hub id of a head to train on; it has all sizes")
+    parser.add_argument(
+        "--temperatures",
+        type=float,
+        nargs="+",
+        default=default.temperatures,
+        metavar="T",
+        help="temperatures of target and draft in the loss, one step each in turn (1)",
+    )
 
 
 def _add_medusa_arguments(parser: argparse.ArgumentParser) -> None:
@@ -142,7 +161,6 @@ def _add_medusa_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="heads without their own lm_heads: smaller, and a little less accurate",
     )
-    parser.add_argument("--texts", type=int, default=default.texts, help="maximum per step (%(default)s)")
 
 
 def _add_redrafter_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +171,6 @@ def _add_redrafter_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--exit-dim", type=int, help="width of the residual blocks (not given: twice the target's)")
     parser.add_argument("--draft-layers", type=int, default=default.draft_layers, help="how many blocks (%(default)s)")
-    parser.add_argument("--texts", type=int, default=default.texts, help="maximum per step (%(default)s)")
 
 
 def _tokenizer(parsed: argparse.Namespace) -> None:
@@ -168,17 +185,14 @@ def _target(parsed: argparse.Namespace) -> None:
 def _head(parsed: argparse.Namespace) -> None:
     recipe = Recipe(
         kind=parsed.kind,
-        steps=parsed.steps,
         passes=parsed.passes,
-        peak=parsed.peak,
         boundaries=tuple(parsed.aux_layers) if parsed.aux_layers else None,
         draft_vocab=parsed.draft_vocab,
         intermediate_size=parsed.ffn,
-        length=parsed.length,
-        sampled_texts=parsed.sampled_texts,
-        compiled=parsed.compile,
+        temperatures=tuple(parsed.temperatures),
+        **_common(parsed),
     )
-    _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out)
+    _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out, parsed.init)
 
 
 def _medusa(parsed: argparse.Namespace) -> None:
@@ -186,29 +200,25 @@ def _medusa(parsed: argparse.Namespace) -> None:
         heads=parsed.heads,
         layers=parsed.layers,
         shared_lm_head=parsed.shared_lm_head,
-        steps=parsed.steps,
-        peak=parsed.peak,
-        texts=parsed.texts,
-        length=parsed.length,
-        sampled_texts=parsed.sampled_texts,
-        compiled=parsed.compile,
+        **_common(parsed),
     )
     _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out)
 
 
 def _redrafter(parsed: argparse.Namespace) -> None:
     recipe = RedrafterRecipe(
-        steps=parsed.steps,
         rollout=parsed.rollout,
-        peak=parsed.peak,
         exit_dim=parsed.exit_dim,
         draft_layers=parsed.draft_layers,
-        texts=parsed.texts,
-        length=parsed.length,
-        sampled_texts=parsed.sampled_texts,
-        compiled=parsed.compile,
+        **_common(parsed),
     )
     _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out)
+
+
+def _common(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The settings of every recipe, from the options that every head's training has."""
+    names = ("steps", "peak", "length", "texts", "sampled_texts", "loss")
+    return {"compiled": parsed.compile, **{name: getattr(parsed, name) for name in names}}
 
 
 def _target_and_corpus(parsed: argparse.Namespace) -> tuple[TargetModel, Corpus]:
@@ -256,7 +266,9 @@ def _demo_heads(parsed: argparse.Namespace) -> None:
     print(f"{parsed.out}: {size / 1e6:.1f} MB")
 
 
-def _train_and_write(target: TargetModel, corpus: Corpus, recipe: AnyRecipe, out: Path) -> None:
+def _train_and_write(
+    target: TargetModel, corpus: Corpus, recipe: AnyRecipe, out: Path, start: str | Path | None = None
+) -> None:
     training = out / "training"
     match recipe:
         case MedusaRecipe():
@@ -264,8 +276,11 @@ def _train_and_write(target: TargetModel, corpus: Corpus, recipe: AnyRecipe, out
         case RedrafterRecipe():
             export_head(train_redrafter(target, corpus, recipe, training), out)
         case Recipe():
-            export_head(train_head(target, corpus, recipe, training), out)
-    print(f"{out}: done; curves in {out / 'training' / f'{recipe.kind}-loss.png'}")
+            export_head(train_head(target, corpus, recipe, training, start), out)
+    for name, points in read_history(training / f"{recipe.kind}-history.json").curves.items():
+        if name.startswith("T="):
+            print(f"{name}: {points[0][1]:.3f} at step {points[0][0]}, {points[-1][1]:.3f} at step {points[-1][0]}")
+    print(f"{out}: done; curves in {training / f'{recipe.kind}-loss.png'}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -217,6 +218,16 @@ def test_the_command_line_trains_a_head_for_a_target_of_ones_own(
     assert main([*command, head + "2", *sizes, *layers, "--device", "cpu"]) == 0
     loaded = load_draft(head + "2", load_target(pair.target, progress=False), context=512, progress=False)
     assert loaded.head.aux_boundaries == (0, 2, 3)
+    capsys.readouterr()
+    further = ["--init", head + "2", "--loss", "coupled", "--temperatures", "1", "0.7", "--texts", "8"]
+    assert main([*command, head + "3", *sizes[:-2], *further, "--device", "cpu"]) == 0
+    assert "T=1 coupled accept length: " in capsys.readouterr().out
+    before, after = load_file(f"{head}2/model.safetensors"), load_file(f"{head}3/model.safetensors")
+    assert before.keys() == after.keys()
+    assert torch.equal(before["d2t"], after["d2t"])
+    assert not torch.equal(before["fc.weight"], after["fc.weight"])
+    assert main([*command, head + "4", *sizes, *further, "--device", "cpu"]) == 2
+    assert "cannot be set" in capsys.readouterr().err.splitlines()[-1]
     assert main(["eagle3", "--target", str(tmp_path / "nowhere"), "--out", head]) == 2
     assert "no such directory" in capsys.readouterr().err
 
