@@ -28,6 +28,7 @@ from eagle_server.training.target import DEMO_TARGET, VOCAB_SIZE, train_target
 ASSETS = Path(__file__).parents[1] / "assets" / "demo"
 AnyRecipe = Recipe | MedusaRecipe | RedrafterRecipe
 DEMO_HEAD = Recipe(draft_vocab=2048, intermediate_size=512, steps=900, sampled_texts=2048)
+DEMO_TUNING = Recipe(loss="kl+tv", steps=300, peak=5e-4, texts=8, sampled_texts=2048)  # the head's second training
 DEMO_MEDUSA = MedusaRecipe(layers=2, shared_lm_head=True, steps=600, texts=8, sampled_texts=512)
 DEMO_REDRAFTER = RedrafterRecipe(exit_dim=256, steps=600, texts=8, sampled_texts=512)
 
@@ -37,6 +38,8 @@ Train draft heads, and the demo pair that this package contains.
   a head for your own target:
     python -m eagle_server.training eagle3 --target PATH_OR_HUB_ID --data FILE_OR_DIRECTORY... --out HEAD
     python -m eagle_server --model-path PATH_OR_HUB_ID --speculative-draft-model-path HEAD
+  a head from elsewhere, trained further for the temperatures that you serve:
+    python -m eagle_server.training eagle3 --init HEAD --loss kl+tv --peak 5e-4 --target ... --data ... --out BETTER
   Medusa heads for it: the same with `medusa` for eagle3 and, when serving, --speculative-algorithm MEDUSA
   the demo, all stages in order (tokenizer, target, eagle3, export, demo-heads):
     python -m eagle_server.training demo --work DIR
@@ -80,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument(
             "--compile", action="store_true", help="use torch.compile (some minutes at first, then faster)"
         )
-    demo.add_argument("--head-steps", type=int, default=DEMO_HEAD.steps, help="steps of the EAGLE-3 head (%(default)s)")
+    demo.add_argument(
+        "--head-steps", type=int, default=DEMO_HEAD.steps, help="first steps of the EAGLE-3 head (%(default)s)"
+    )
     for one in (demo, export):
         one.add_argument("--out", type=Path, default=ASSETS, help="where the pair is written (%(default)s)")
     heads = stage("demo-heads", _demo_heads, "train Medusa and ReDrafter heads for the demo's target in OUT, into OUT")
@@ -114,7 +119,7 @@ def _add_common_arguments(parser: argparse.ArgumentParser, default: AnyRecipe) -
         "--loss",
         choices=LOSS_NAMES,
         default=default.loss,
-        help="kl: soft-label cross-entropy; tv, kl+tv, coupled: more acceptance above temperature 0 (%(default)s)",
+        help="kl: soft-label cross-entropy; tv, kl+tv: more acceptance above temperature 0 (%(default)s)",
     )
     parser.add_argument(
         "--sampled-texts",
@@ -239,9 +244,12 @@ def _export(parsed: argparse.Namespace) -> None:
 
 def _demo(parsed: argparse.Namespace) -> None:
     _target(parsed)
+    first, head = parsed.work / "eagle3-kl", parsed.work / "eagle3"
+    target, corpus = load_native_target(parsed.work / "target", pack=False), _demo_corpus(parsed.work)
     recipe = dataclasses.replace(DEMO_HEAD, steps=parsed.head_steps, compiled=parsed.compile)
-    target = load_native_target(parsed.work / "target", pack=False)
-    _train_and_write(target, _demo_corpus(parsed.work), recipe, parsed.work / "eagle3")
+    _train_and_write(target, corpus, recipe, first)
+    own_texts(target, corpus, recipe, first / "training", target_fingerprint(target)).save(head / "training")
+    _train_and_write(target, corpus, dataclasses.replace(DEMO_TUNING, compiled=parsed.compile), head, first)
     _export(parsed)
     _demo_heads(parsed)
 

@@ -51,11 +51,12 @@ def export_demo(work: Path, assets: Path) -> int:
     Raises:
         ValueError: the head is for another target, or the files are larger than a repository should carry.
     """
-    _check_trained_for(work / "target", work / "eagle3")
+    _check_trained_for(work / "target", work / "eagle3-kl", work / "eagle3")
     for name in ("target", "eagle3"):
         _copy_files(work / name, assets / name)
     shutil.copyfile(work / "target-loss.png", assets / "target-loss.png")
-    shutil.copyfile(work / "eagle3" / "training" / "eagle3-loss.png", assets / "eagle3-loss.png")
+    for name in ("eagle3-kl", "eagle3"):
+        shutil.copyfile(work / name / "training" / "eagle3-loss.png", assets / f"{name}-loss.png")
     write_prompts(assets / "prompts.json")
     (assets / "README.md").write_text(model_card(_facts(work, assets)))
     return _checked_size(assets)
@@ -106,6 +107,7 @@ def _facts(work: Path, assets: Path) -> CardFacts:
     return CardFacts(
         target=read_history(work / "target-history.json"),
         head=read_history(training / "eagle3-history.json"),
+        first=json.loads((work / "eagle3-kl" / "training" / "recipe.json").read_text()),
         recipe=json.loads((training / "recipe.json").read_text()),
         held_out_files=[path.relative_to(sysconfig.get_paths()["stdlib"]).as_posix() for path in held_out],
         target_bytes=(assets / "target" / "model.safetensors").stat().st_size,

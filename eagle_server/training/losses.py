@@ -3,13 +3,12 @@
 p is the target's distribution of a token and q the draft's, both at one temperature. p may be restricted to a draft
 vocabulary: its mass outside is not rescaled, so it counts as lost. A = sum min(p, q) = 1 - TV(p, q) is the overlap.
 
-    kl       -sum p log q                   the cross-entropy: KL(p, q) plus a constant
-    tv       1 - A                          the total variation distance
-    kl+tv    w * kl + (1 - w) * tv, w = exp(-3 A) without gradient, A the mean over rows
-    coupled  -log P(draft = y), y from p    the draft shares the Gumbel noise of the target's draw y
+    kl     -sum p log q                   the cross-entropy: KL(p, q) plus a constant
+    tv     1 - A                          the total variation distance
+    kl+tv  w * kl + (1 - w) * tv, w = exp(-3 A) without gradient, A the mean over rows
 
 kl+tv is the hybrid LK loss (arXiv 2602.23881): it starts as kl, because the gradient of tv is small where q is far from
-p. coupled is exact for drafting with the target's noise, see `coupled_acceptance`.
+p. What they predict for drafting with the noise of the target's draws is `coupled_acceptance`.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-LossName = Literal["kl", "tv", "kl+tv", "coupled"]
+LossName = Literal["kl", "tv", "kl+tv"]
 LOSS_NAMES: tuple[LossName, ...] = get_args(LossName)
 _HYBRID_DECAY = 3.0
-_GOLDEN = 0.6180339887498949
 
 
 def draft_loss(name: LossName, probs: Tensor, logits: Tensor) -> Tensor:
@@ -77,27 +75,8 @@ def _hybrid(probs: Tensor, logp: Tensor) -> Tensor:
     return weight * _cross_entropy(probs, logp) + (1 - weight) * distance
 
 
-def _coupled(probs: Tensor, logp: Tensor) -> Tensor:
-    """Rows whose draw is outside the draft vocabulary have no gradient, and count 0."""
-    drawn = spread_draws(probs)
-    accepted = coupled_acceptance(probs, logp.exp(), drawn)
-    return -torch.where(drawn < probs.shape[-1], accepted, 1.0).log().mean()
-
-
-def spread_draws(probs: Tensor) -> Tensor:
-    """One draw from `probs` [.., Vd] per row, by evenly spread quantiles: int64 [..], Vd for the mass outside.
-
-    Row i has the quantile i * 0.618.. mod 1. No random state is needed, so a resumed training draws the same.
-    """
-    rows = probs.shape[:-1].numel()
-    quantiles = (torch.arange(rows, device=probs.device, dtype=torch.float64) * _GOLDEN) % 1.0
-    reached = probs.cumsum(-1) <= quantiles.float().view(*probs.shape[:-1], 1)
-    return reached.sum(-1)
-
-
 _LOSSES: Mapping[LossName, Callable[[Tensor, Tensor], Tensor]] = {
     "kl": _cross_entropy,
     "tv": _total_variation,
     "kl+tv": _hybrid,
-    "coupled": _coupled,
 }

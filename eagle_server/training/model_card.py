@@ -12,10 +12,14 @@ from eagle_server.training.loop import History
 
 @dataclass(frozen=True)
 class CardFacts:
-    """The facts in a card: curves of both trainings, the head's recipe, the held-out files, sizes in bytes."""
+    """The facts in a card: curves of target and head, the held-out files, sizes in bytes.
+
+    first, recipe: how the head was trained at first, and then from there on.
+    """
 
     target: History
     head: History
+    first: dict[str, Any]
     recipe: dict[str, Any]
     held_out_files: Sequence[str]
     target_bytes: int
@@ -59,9 +63,16 @@ def model_card(facts: CardFacts) -> str:
         target_loss=target_loss,
         head_steps=head_steps,
         head_loss=head_loss,
+        first_steps=facts.first["steps"],
+        first_rows=facts.first["texts"] * facts.first["length"],
+        rows=facts.recipe["texts"] * facts.recipe["length"],
+        loss=facts.recipe["loss"],
         passes=facts.recipe["passes"],
         own_texts=facts.recipe["sampled_texts"],
         accuracy=_accuracy_table(facts),
+        tv=", ".join(
+            f"{facts.head.curves[f'T=1 TV step {step + 1}'][-1][1]:.3f}" for step in range(facts.recipe["passes"])
+        ),
         held_out="\n".join(f"- `{name}`" for name in facts.held_out_files),
     )
 
@@ -72,7 +83,7 @@ def _accuracy_table(facts: CardFacts) -> str:
         "| text written by the target at | " + " | ".join(f"step {step}" for step in steps) + " | accept length |",
         "|---|" + "---|" * (len(steps) + 1),
     ]
-    for label in ("T=0", "T=1"):
+    for label in ("T=0", "T=1", "T=1 coupled"):
         rates = " | ".join(f"{facts.head.curves[f'{label} step {step}'][-1][1]:.3f}" for step in steps)
         lines.append(f"| {label} | {rates} | {facts.head.curves[f'{label} accept length'][-1][1]:.2f} |")
     return "\n".join(lines)
@@ -111,10 +122,11 @@ LlamaForCausalLMEagle3, one layer of the same width over the streams after layer
 | `model.safetensors` | {target_mb:.1f} MB, bfloat16 (served in float32) | {head_mb:.1f} MB, bfloat16 |
 | context | 1024 tokens | 1024 tokens |
 | training | {target_steps} steps of 6144 tokens | \
-{head_steps} steps of 6144 rows, {passes} passes of training-time test |
+{first_steps} steps of {first_rows} rows by cross-entropy, then {head_steps} of {rows} rows by `{loss}`; \
+{passes} passes of training-time test |
 | held-out loss | {target_loss:.3f} nats per token | {head_loss:.3f} nats (soft labels, mean of the passes) |
 
-Curves: [`target-loss.png`](target-loss.png), [`eagle3-loss.png`](eagle3-loss.png).
+Curves: [`target-loss.png`](target-loss.png), and of the head [first](eagle3-kl-loss.png) and [then](eagle3-loss.png).
 
 ## Use
 The prompt is raw Python source, with no template: `def fibonacci(n):\\n`. The text ends with `<|endoftext|>` (id 0)
@@ -126,8 +138,11 @@ chain of {passes} steps without a tree; accept length counts tokens per target f
 
 {accuracy}
 
+The server drafts coupled: it adds the noise of the target's draws to the head's log-probabilities. That row is the
+probability that the draw is drafted, not a count. TV(p, q) is {tv} in these steps.
+
 A tree (topk 4, 13 nodes) accepts more; `python -m eagle_server.bench` measures it as served. At T=0 so small a model
-soon repeats itself, and repetition is easy to draft: the row of T=1 says more about the head.
+soon repeats itself, and repetition is easy to draft: the rows of T=1 say more about the head.
 
 ## Data
 The source code of the Python {python} standard library with its tests, without files over 200 kB and without

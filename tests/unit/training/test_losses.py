@@ -18,14 +18,7 @@ from eagle_server.training.corpus import Corpus
 from eagle_server.training.eagle3 import Recipe, train_head
 from eagle_server.training.export import export_head
 from eagle_server.training.heads import existing_head, new_eagle3
-from eagle_server.training.losses import (
-    LOSS_NAMES,
-    LossName,
-    coupled_acceptance,
-    draft_loss,
-    overlap,
-    spread_draws,
-)
+from eagle_server.training.losses import LOSS_NAMES, LossName, coupled_acceptance, draft_loss, overlap
 from eagle_server.training.tiny import tiny_pair
 from eagle_server.training.ttt import coupling, rollout, teach
 
@@ -45,9 +38,6 @@ def test_losses_by_hand() -> None:
     assert loss("kl", P, Q) == pytest.approx(entropy)
     weight = math.exp(-3 * 0.7)
     assert loss("kl+tv", P, Q) == pytest.approx(weight * entropy + (1 - weight) * 0.3)
-    draws_of_1 = torch.tensor([[0.0, 1.0]])  # each quantile is token 1
-    # odds p / q = 1 / 0.25: the excess is 0.75 * 4 - 0 of token 0
-    assert loss("coupled", draws_of_1, torch.tensor([[0.75, 0.25]])) == pytest.approx(math.log(4))
 
 
 def test_mass_outside_the_draft_vocabulary_is_lost() -> None:
@@ -99,14 +89,6 @@ def test_coupled_acceptance_is_that_of_drafts_with_the_noise_of_the_draw(target:
     distance = 1 - float(overlap(target, Q))
     assert accepted >= (1 - distance) / (1 + distance) - 0.006
     assert torch.equal(coupled_acceptance(P.expand(3, 3), P.expand(3, 3), torch.arange(3)), torch.ones(3))
-
-
-def test_spread_draws_follow_the_distribution() -> None:
-    probs = torch.tensor([0.4, 0.1, 0.2]).expand(20, 500, 3)
-    drawn = spread_draws(probs)
-    assert drawn.shape == (20, 500)
-    rates = drawn.flatten().bincount(minlength=4) / 10_000
-    torch.testing.assert_close(rates, torch.tensor([0.4, 0.1, 0.2, 0.3]), atol=0.002, rtol=0)
 
 
 def test_coupling_of_a_head_is_measured_per_pass_against_the_text(tmp_path: Path) -> None:

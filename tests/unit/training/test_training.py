@@ -19,7 +19,7 @@ from eagle_server.models.checkpoints.load_target import load_native_target, load
 from eagle_server.models.drafts.eagle3 import Eagle3Head
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
-from eagle_server.training.__main__ import DEMO_HEAD, main
+from eagle_server.training.__main__ import DEMO_HEAD, DEMO_TUNING, main
 from eagle_server.training.corpus import train_tokenizer
 from eagle_server.training.export import MAX_DEMO_BYTES, export_demo, export_head, export_target
 from eagle_server.training.fingerprint import target_fingerprint
@@ -219,7 +219,7 @@ def test_the_command_line_trains_a_head_for_a_target_of_ones_own(
     loaded = load_draft(head + "2", load_target(pair.target, progress=False), context=512, progress=False)
     assert loaded.head.aux_boundaries == (0, 2, 3)
     capsys.readouterr()
-    further = ["--init", head + "2", "--loss", "coupled", "--temperatures", "1", "0.7", "--texts", "8"]
+    further = ["--init", head + "2", "--loss", "kl+tv", "--temperatures", "1", "0.7", "--texts", "8"]
     assert main([*command, head + "3", *sizes[:-2], *further, "--device", "cpu"]) == 0
     assert "T=1 coupled accept length: " in capsys.readouterr().out
     before, after = load_file(f"{head}2/model.safetensors"), load_file(f"{head}3/model.safetensors")
@@ -236,7 +236,8 @@ def test_the_command_line_trains_a_head_for_a_target_of_ones_own(
 def test_the_demo_is_exported_in_the_published_formats(tmp_path: Path) -> None:
     torch.manual_seed(0)
     work, assets, target = tmp_path / "work", tmp_path / "demo", build_target()
-    (work / "eagle3" / "training").mkdir(parents=True)
+    for name in ("eagle3-kl", "eagle3"):
+        (work / name / "training").mkdir(parents=True)
     torch.save({"model": {n: p.detach() for n, p in target.named_parameters()}}, work / "target-checkpoint.pt")
     train_tokenizer(sorted(Path(__file__).parent.glob("*.py")), 300).save(str(work / "tokenizer.json"))
     export_target(work, work / "target")
@@ -245,21 +246,25 @@ def test_the_demo_is_exported_in_the_published_formats(tmp_path: Path) -> None:
     (work / "target-history.json").write_text('{"held-out loss": [[1900, 2.0]]}')
     names = [
         f"{label} {what}"
-        for label in ("T=0", "T=1")
+        for label in ("T=0", "T=1", "T=1 coupled", "T=1 TV")
         for what in ("accept length", *(f"step {i}" for i in (1, 2, 3, 4)))
     ]
-    curves = {name: [[1200, 0.5]] for name in ["held-out loss", *names]}
+    curves = {name: [[300, 0.5]] for name in ["held-out loss", *names]}
     (work / "eagle3" / "training" / "eagle3-history.json").write_text(json.dumps(curves))
     key = target_fingerprint(load_native_target(work / "target", progress=False, pack=False))
-    recipe = work / "eagle3" / "training" / "recipe.json"
-    recipe.write_text(json.dumps(dataclasses.asdict(DEMO_HEAD) | {"target": "another"}))
-    for picture in (work / "target-loss.png", work / "eagle3" / "training" / "eagle3-loss.png"):
-        picture.write_bytes(b"")
-    with pytest.raises(ValueError, match="was trained for another target"):
+    (work / "target-loss.png").write_bytes(b"")
+    for name, recipe, trained_for in (("eagle3-kl", DEMO_HEAD, key), ("eagle3", DEMO_TUNING, "another")):
+        training = work / name / "training"
+        (training / "eagle3-loss.png").write_bytes(name.encode())
+        (training / "recipe.json").write_text(json.dumps(dataclasses.asdict(recipe) | {"target": trained_for}))
+    with pytest.raises(ValueError, match="eagle3: was trained for another target"):
         export_demo(work, assets)
-    recipe.write_text(json.dumps(dataclasses.asdict(DEMO_HEAD) | {"target": key}))
+    (training / "recipe.json").write_text(json.dumps(dataclasses.asdict(DEMO_TUNING) | {"target": key}))
     assert export_demo(work, assets) < MAX_DEMO_BYTES
-    assert "PSF License" in (assets / "README.md").read_text()
+    card = (assets / "README.md").read_text()
+    assert "PSF License" in card
+    assert f"900 steps of 6144 rows by cross-entropy, then 300 of 2048 rows by `{DEMO_TUNING.loss}`" in card
+    assert (assets / "eagle3-kl-loss.png").read_text() == "eagle3-kl"
     loaded = load_target(assets / "target", progress=False)
     assert loaded.config.dtype == torch.float32
     torch.testing.assert_close(loaded.embed, target.embed.detach().bfloat16().float(), rtol=0, atol=0)
