@@ -19,6 +19,7 @@ from eagle_server.training.eagle3 import Recipe, train_head
 from eagle_server.training.export import export_head
 from eagle_server.training.heads import existing_head, new_eagle3
 from eagle_server.training.losses import LOSS_NAMES, LossName, coupled_acceptance, draft_loss, overlap
+from eagle_server.training.medusa import medusa_lesson, medusa_loss, new_heads
 from eagle_server.training.tiny import tiny_pair
 from eagle_server.training.ttt import coupling, rollout, teach
 
@@ -103,6 +104,16 @@ def test_coupling_of_a_head_is_measured_per_pass_against_the_text(tmp_path: Path
     assert not accepted[:, texts[:, 2:] % 2 == 1].any()  # odd ids are not drafted
     assert accepted[:, texts[:, 2:] % 2 == 0].all()
     assert float(distances[1, 1, 3]) == pytest.approx(1 - float(torch.minimum(p[::2], second[1, 3]).sum()), abs=1e-5)
+
+
+def test_medusa_heads_are_compared_at_the_place_that_they_guess(tmp_path: Path) -> None:
+    target = load_native_target(tiny_pair(tmp_path, steps=0).target, progress=False, pack=False)
+    texts = torch.randint(64, (1, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        lesson = medusa_lesson(target, texts)
+        found, _ = medusa_loss(new_heads(target, 1, 1), lesson, "tv")
+        distances = 1 - overlap(lesson.probs[0, 1:], lesson.probs[0, :-1])  # a new head guesses the token at t + 1
+    assert float(found) == pytest.approx(float(distances.mean()), abs=1e-5)
 
 
 def test_a_head_to_start_from_must_fit(tmp_path: Path) -> None:
