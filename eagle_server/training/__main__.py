@@ -119,7 +119,7 @@ def _add_common_arguments(parser: argparse.ArgumentParser, default: AnyRecipe) -
         "--loss",
         choices=LOSS_NAMES,
         default=default.loss,
-        help="kl: soft-label cross-entropy; tv, kl+tv: more acceptance above temperature 0 (%(default)s)",
+        help="kl: soft-label cross-entropy; above temperature 0, tv: for chains, coupled: for trees (%(default)s)",
     )
     parser.add_argument(
         "--sampled-texts",

@@ -3,12 +3,15 @@
 p is the target's distribution of a token and q the draft's, both at one temperature. p may be restricted to a draft
 vocabulary: its mass outside is not rescaled, so it counts as lost. A = sum min(p, q) = 1 - TV(p, q) is the overlap.
 
-    kl     -sum p log q                   the cross-entropy: KL(p, q) plus a constant
-    tv     1 - A                          the total variation distance
-    kl+tv  w * kl + (1 - w) * tv, w = exp(-3 A) without gradient, A the mean over rows
+    kl       -sum p log q                   the cross-entropy: KL(p, q) plus a constant
+    tv       1 - A                          the total variation distance
+    kl+tv    w * kl + (1 - w) * tv, w = exp(-3 A) without gradient, A the mean over rows
+    coupled  P(the draft's best k tokens miss y), y from p, ranked with the noise of the draw y; mean over k = 1..4
 
 kl+tv is the hybrid LK loss (arXiv 2602.23881): it starts as kl, because the gradient of tv is small where q is far from
-p. What they predict for drafting with the noise of the target's draws is `coupled_acceptance`.
+p. tv is about one draft token, and neglects the tail of q; coupled is about the children of a tree's node. It draws one
+y per row. See `coupled_acceptance`; with a = P of that, the chance that k tokens miss y is (1 - a)^k, if the many
+tokens that may come before y are taken as a Poisson process.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-LossName = Literal["kl", "tv", "kl+tv"]
+LossName = Literal["kl", "tv", "kl+tv", "coupled"]
 LOSS_NAMES: tuple[LossName, ...] = get_args(LossName)
 _HYBRID_DECAY = 3.0
+_CHILDREN = 4
+_GOLDEN = 0.6180339887498949
 
 
 def draft_loss(name: LossName, probs: Tensor, logits: Tensor) -> Tensor:
@@ -75,8 +80,25 @@ def _hybrid(probs: Tensor, logp: Tensor) -> Tensor:
     return weight * _cross_entropy(probs, logp) + (1 - weight) * distance
 
 
+def _coupled(probs: Tensor, logp: Tensor) -> Tensor:
+    missed = 1 - coupled_acceptance(probs, logp.exp(), spread_draws(probs))
+    return torch.stack([missed**children for children in range(1, _CHILDREN + 1)]).mean()
+
+
+def spread_draws(probs: Tensor) -> Tensor:
+    """One draw from `probs` [.., Vd] per row, by evenly spread quantiles: int64 [..], Vd for the mass outside.
+
+    Row i has the quantile i * 0.618.. mod 1. No random state is needed, so a resumed training draws the same.
+    """
+    rows = probs.shape[:-1].numel()
+    quantiles = (torch.arange(rows, device=probs.device, dtype=torch.float64) * _GOLDEN) % 1.0
+    reached = probs.cumsum(-1) <= quantiles.float().view(*probs.shape[:-1], 1)
+    return reached.sum(-1)
+
+
 _LOSSES: Mapping[LossName, Callable[[Tensor, Tensor], Tensor]] = {
     "kl": _cross_entropy,
     "tv": _total_variation,
     "kl+tv": _hybrid,
+    "coupled": _coupled,
 }

@@ -18,7 +18,7 @@ from eagle_server.training.corpus import Corpus
 from eagle_server.training.eagle3 import Recipe, train_head
 from eagle_server.training.export import export_head
 from eagle_server.training.heads import existing_head, new_eagle3
-from eagle_server.training.losses import LOSS_NAMES, LossName, coupled_acceptance, draft_loss, overlap
+from eagle_server.training.losses import LOSS_NAMES, LossName, coupled_acceptance, draft_loss, overlap, spread_draws
 from eagle_server.training.medusa import medusa_lesson, medusa_loss, new_heads
 from eagle_server.training.tiny import tiny_pair
 from eagle_server.training.ttt import coupling, rollout, teach
@@ -39,6 +39,9 @@ def test_losses_by_hand() -> None:
     assert loss("kl", P, Q) == pytest.approx(entropy)
     weight = math.exp(-3 * 0.7)
     assert loss("kl+tv", P, Q) == pytest.approx(weight * entropy + (1 - weight) * 0.3)
+    surely_1, draft = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.75, 0.25]])
+    missed = 1 - 0.25  # odds p / q of token 1 are 4, so the excess of token 0 is 4 * 0.75 - 0
+    assert loss("coupled", surely_1, draft) == pytest.approx((missed + missed**2 + missed**3 + missed**4) / 4)
 
 
 def test_mass_outside_the_draft_vocabulary_is_lost() -> None:
@@ -90,6 +93,25 @@ def test_coupled_acceptance_is_that_of_drafts_with_the_noise_of_the_draw(target:
     distance = 1 - float(overlap(target, Q))
     assert accepted >= (1 - distance) / (1 + distance) - 0.006
     assert torch.equal(coupled_acceptance(P.expand(3, 3), P.expand(3, 3), torch.arange(3)), torch.ones(3))
+
+
+def test_the_best_k_children_miss_the_draw_as_often_as_the_loss_says() -> None:
+    """Each of many tokens comes before the draw with a small probability, as the Poisson process needs."""
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(300, generator=generator).softmax(-1) for _ in range(2))
+    accepted = torch.stack([coupled_acceptance(p, q, torch.tensor(y)) for y in range(300)])
+    gumbel = -torch.empty(20_000, 300).exponential_(generator=generator).log()
+    drawn, ranked = (p.log() + gumbel).argmax(-1), (q.log() + gumbel).topk(4).indices
+    for children in (1, 2, 4):
+        found = (ranked[:, :children] != drawn[:, None]).all(-1).float().mean()
+        assert float(found) == pytest.approx(float(p @ (1 - accepted) ** children), abs=0.02)
+
+
+def test_spread_draws_follow_the_distribution() -> None:
+    drawn = spread_draws(torch.tensor([0.4, 0.1, 0.2]).expand(20, 500, 3))
+    assert drawn.shape == (20, 500)
+    rates = drawn.flatten().bincount(minlength=4) / 10_000
+    torch.testing.assert_close(rates, torch.tensor([0.4, 0.1, 0.2, 0.3]), atol=0.002, rtol=0)
 
 
 def test_coupling_of_a_head_is_measured_per_pass_against_the_text(tmp_path: Path) -> None:
