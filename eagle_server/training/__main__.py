@@ -16,9 +16,10 @@ from eagle_server.models.checkpoints.weights import resolve_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library
-from eagle_server.training.eagle3 import Recipe, own_texts, train_head
-from eagle_server.training.export import export_demo, export_demo_heads, export_head, export_target
+from eagle_server.training.eagle3 import Recipe, evaluate_head, own_texts, train_head
+from eagle_server.training.export import export_demo, export_demo_heads, export_head, export_target, write_evaluation
 from eagle_server.training.fingerprint import target_fingerprint
+from eagle_server.training.heads import mean_head
 from eagle_server.training.loop import read_history
 from eagle_server.training.losses import LOSS_NAMES
 from eagle_server.training.medusa import MedusaRecipe, export_medusa, train_medusa
@@ -28,7 +29,11 @@ from eagle_server.training.target import DEMO_TARGET, VOCAB_SIZE, train_target
 ASSETS = Path(__file__).parents[1] / "assets" / "demo"
 AnyRecipe = Recipe | MedusaRecipe | RedrafterRecipe
 DEMO_HEAD = Recipe(draft_vocab=2048, intermediate_size=512, steps=900, sampled_texts=2048)
-DEMO_TUNING = Recipe(loss="kl+tv", steps=300, peak=5e-4, texts=8, sampled_texts=2048)  # the head's second training
+DEMO_TUNINGS = (  # further trainings of that head; the demo's is the mean of all three
+    Recipe(loss="tv", steps=500, peak=1e-3, texts=8, sampled_texts=2048),
+    Recipe(loss="coupled", steps=400, peak=1e-3, texts=8, sampled_texts=2048),
+)
+DEMO_PARTS = tuple(f"eagle3-{recipe.loss}" for recipe in (DEMO_HEAD, *DEMO_TUNINGS))
 DEMO_MEDUSA = MedusaRecipe(layers=2, shared_lm_head=True, steps=600, texts=8, sampled_texts=512)
 DEMO_REDRAFTER = RedrafterRecipe(exit_dim=256, steps=600, texts=8, sampled_texts=512)
 
@@ -238,18 +243,23 @@ def _target_and_corpus(parsed: argparse.Namespace) -> tuple[TargetModel, Corpus]
 
 
 def _export(parsed: argparse.Namespace) -> None:
-    size = export_demo(parsed.work, parsed.out)
+    size = export_demo(parsed.work, parsed.out, DEMO_PARTS)
     print(f"{parsed.out}: {size / 1e6:.1f} MB")
 
 
 def _demo(parsed: argparse.Namespace) -> None:
     _target(parsed)
-    first, head = parsed.work / "eagle3-kl", parsed.work / "eagle3"
     target, corpus = load_native_target(parsed.work / "target", pack=False), _demo_corpus(parsed.work)
     recipe = dataclasses.replace(DEMO_HEAD, steps=parsed.head_steps, compiled=parsed.compile)
+    first, *tuned = (parsed.work / part for part in DEMO_PARTS)
     _train_and_write(target, corpus, recipe, first)
-    own_texts(target, corpus, recipe, first / "training", target_fingerprint(target)).save(head / "training")
-    _train_and_write(target, corpus, dataclasses.replace(DEMO_TUNING, compiled=parsed.compile), head, first)
+    texts = own_texts(target, corpus, recipe, first / "training", target_fingerprint(target))
+    for tuning, out in zip(DEMO_TUNINGS, tuned, strict=True):
+        texts.save(out / "training")
+        _train_and_write(target, corpus, dataclasses.replace(tuning, compiled=parsed.compile), out, first)
+    new = mean_head(target, [first, *tuned], recipe.kind)
+    export_head(new, parsed.work / "eagle3")
+    write_evaluation(parsed.work / "eagle3", evaluate_head(target, new, corpus, texts, recipe.passes))
     _export(parsed)
     _demo_heads(parsed)
 

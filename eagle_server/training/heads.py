@@ -100,6 +100,28 @@ def existing_head(target: TargetModel, path: str | Path, kind: Kind) -> NewHead:
     return NewHead(head, read_config(directory))
 
 
+def mean_head(target: TargetModel, paths: Sequence[Path], kind: Kind) -> NewHead:
+    """The mean of the weights of heads that were trained on from one of them ("model soup", arXiv 2203.05482).
+
+    Each step of a short training moves the weights by much that is noise. The mean keeps what the trainings share.
+
+    Raises:
+        CheckpointError: as `existing_head`.
+        ValueError: the heads have other shapes or draft vocabularies.
+    """
+    mean, *others = (existing_head(target, path, kind) for path in paths)
+    for other in others:
+        if (
+            not torch.equal(mean.draft_ids(), other.draft_ids())
+            or mean.head.aux_boundaries != other.head.aux_boundaries
+        ):
+            raise ValueError(f"{paths[0]}: the other heads have another vocabulary or other aux layers")
+    with torch.no_grad():
+        for name, parameter in mean.head.named_parameters():
+            parameter.add_(sum(other.head.get_parameter(name) for other in others)).div_(len(paths))
+    return mean
+
+
 def new_eagle(target: TargetModel, intermediate_size: int) -> NewHead:
     """An EAGLE-1/2 head with one layer of the target's shape. It shares the target's embedding and lm_head."""
     published = {

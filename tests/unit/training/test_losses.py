@@ -17,7 +17,7 @@ from eagle_server.models.config import CheckpointError
 from eagle_server.training.corpus import Corpus
 from eagle_server.training.eagle3 import Recipe, train_head
 from eagle_server.training.export import export_head
-from eagle_server.training.heads import existing_head, new_eagle3
+from eagle_server.training.heads import existing_head, mean_head, new_eagle3
 from eagle_server.training.losses import LOSS_NAMES, LossName, coupled_acceptance, draft_loss, overlap, spread_draws
 from eagle_server.training.medusa import medusa_lesson, medusa_loss, new_heads
 from eagle_server.training.tiny import tiny_pair
@@ -155,6 +155,20 @@ def test_a_head_to_start_from_must_fit(tmp_path: Path) -> None:
     export_head(another, tmp_path / "another", torch.float32)
     with pytest.raises(ValueError, match="another --out"):
         train_head(target, corpus, recipe, tmp_path / "4", tmp_path / "another")
+
+
+def test_the_mean_of_heads_is_that_of_their_weights(tmp_path: Path) -> None:
+    target = load_native_target(tiny_pair(tmp_path, steps=0).target, progress=False, pack=False)
+    heads = [new_eagle3(target, (1, 2, 3), torch.arange(0, 64, 2), 48) for _ in range(3)]
+    heads.append(new_eagle3(target, (1, 2, 3), torch.arange(1, 64, 2), 48))  # another vocabulary
+    for number, new in enumerate(heads):
+        export_head(new, tmp_path / str(number), torch.float32)
+    mean = mean_head(target, [tmp_path / "0", tmp_path / "1", tmp_path / "2"], "eagle3")
+    for name, parameter in mean.head.named_parameters():
+        expected = torch.stack([new.head.get_parameter(name) for new in heads[:3]]).mean(0)
+        torch.testing.assert_close(parameter, expected)
+    with pytest.raises(ValueError, match="another vocabulary"):
+        mean_head(target, [tmp_path / "0", tmp_path / "3"], "eagle3")
 
 
 def test_a_head_to_start_from_is_the_one_that_was_written(tmp_path: Path) -> None:

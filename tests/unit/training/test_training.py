@@ -19,9 +19,9 @@ from eagle_server.models.checkpoints.load_target import load_native_target, load
 from eagle_server.models.drafts.eagle3 import Eagle3Head
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
-from eagle_server.training.__main__ import DEMO_HEAD, DEMO_TUNING, main
+from eagle_server.training.__main__ import DEMO_HEAD, DEMO_PARTS, DEMO_TUNINGS, main
 from eagle_server.training.corpus import train_tokenizer
-from eagle_server.training.export import MAX_DEMO_BYTES, export_demo, export_head, export_target
+from eagle_server.training.export import MAX_DEMO_BYTES, export_demo, export_head, export_target, write_evaluation
 from eagle_server.training.fingerprint import target_fingerprint
 from eagle_server.training.generate import continue_texts
 from eagle_server.training.heads import Kind, NewHead, default_boundaries, new_eagle, new_eagle3
@@ -236,7 +236,7 @@ def test_the_command_line_trains_a_head_for_a_target_of_ones_own(
 def test_the_demo_is_exported_in_the_published_formats(tmp_path: Path) -> None:
     torch.manual_seed(0)
     work, assets, target = tmp_path / "work", tmp_path / "demo", build_target()
-    for name in ("eagle3-kl", "eagle3"):
+    for name in (*DEMO_PARTS, "eagle3"):
         (work / name / "training").mkdir(parents=True)
     torch.save({"model": {n: p.detach() for n, p in target.named_parameters()}}, work / "target-checkpoint.pt")
     train_tokenizer(sorted(Path(__file__).parent.glob("*.py")), 300).save(str(work / "tokenizer.json"))
@@ -249,21 +249,22 @@ def test_the_demo_is_exported_in_the_published_formats(tmp_path: Path) -> None:
         for label in ("T=0", "T=1", "T=1 coupled", "T=1 TV")
         for what in ("accept length", *(f"step {i}" for i in (1, 2, 3, 4)))
     ]
-    curves = {name: [[300, 0.5]] for name in ["held-out loss", *names]}
-    (work / "eagle3" / "training" / "eagle3-history.json").write_text(json.dumps(curves))
+    write_evaluation(work / "eagle3", dict.fromkeys(["held-out loss", *names], 0.5))
     key = target_fingerprint(load_native_target(work / "target", progress=False, pack=False))
     (work / "target-loss.png").write_bytes(b"")
-    for name, recipe, trained_for in (("eagle3-kl", DEMO_HEAD, key), ("eagle3", DEMO_TUNING, "another")):
+    for name, recipe in zip(DEMO_PARTS, (DEMO_HEAD, *DEMO_TUNINGS), strict=True):
         training = work / name / "training"
         (training / "eagle3-loss.png").write_bytes(name.encode())
-        (training / "recipe.json").write_text(json.dumps(dataclasses.asdict(recipe) | {"target": trained_for}))
-    with pytest.raises(ValueError, match="eagle3: was trained for another target"):
-        export_demo(work, assets)
-    (training / "recipe.json").write_text(json.dumps(dataclasses.asdict(DEMO_TUNING) | {"target": key}))
-    assert export_demo(work, assets) < MAX_DEMO_BYTES
+        (training / "recipe.json").write_text(json.dumps(dataclasses.asdict(recipe) | {"target": key}))
+    before = (training / "recipe.json").read_text()
+    (training / "recipe.json").write_text(before.replace(key, "another"))
+    with pytest.raises(ValueError, match=f"{DEMO_PARTS[-1]}: was trained for another target"):
+        export_demo(work, assets, DEMO_PARTS)
+    (training / "recipe.json").write_text(before)
+    assert export_demo(work, assets, DEMO_PARTS) < MAX_DEMO_BYTES
     card = (assets / "README.md").read_text()
     assert "PSF License" in card
-    assert f"900 steps of 6144 rows by cross-entropy, then 300 of 2048 rows by `{DEMO_TUNING.loss}`" in card
+    assert "after 900 steps of 6144 rows by `kl`" in card
     assert (assets / "eagle3-kl-loss.png").read_text() == "eagle3-kl"
     loaded = load_target(assets / "target", progress=False)
     assert loaded.config.dtype == torch.float32
