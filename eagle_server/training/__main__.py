@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -15,9 +16,12 @@ from eagle_server.models.checkpoints.weights import resolve_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library
-from eagle_server.training.eagle3 import Recipe, own_texts, train_head
-from eagle_server.training.export import export_demo, export_demo_heads, export_head, export_target
+from eagle_server.training.eagle3 import Recipe, evaluate_head, own_texts, train_head
+from eagle_server.training.export import export_demo, export_demo_heads, export_head, export_target, write_evaluation
 from eagle_server.training.fingerprint import target_fingerprint
+from eagle_server.training.heads import mean_head
+from eagle_server.training.loop import read_history
+from eagle_server.training.losses import LOSS_NAMES
 from eagle_server.training.medusa import MedusaRecipe, export_medusa, train_medusa
 from eagle_server.training.redrafter import RedrafterRecipe, train_redrafter
 from eagle_server.training.target import DEMO_TARGET, VOCAB_SIZE, train_target
@@ -25,6 +29,11 @@ from eagle_server.training.target import DEMO_TARGET, VOCAB_SIZE, train_target
 ASSETS = Path(__file__).parents[1] / "assets" / "demo"
 AnyRecipe = Recipe | MedusaRecipe | RedrafterRecipe
 DEMO_HEAD = Recipe(draft_vocab=2048, intermediate_size=512, steps=900, sampled_texts=2048)
+DEMO_TUNINGS = (  # further trainings of that head; the demo's is the mean of all three
+    Recipe(loss="tv", steps=500, peak=1e-3, texts=8, sampled_texts=2048),
+    Recipe(loss="coupled", steps=400, peak=1e-3, texts=8, sampled_texts=2048),
+)
+DEMO_PARTS = tuple(f"eagle3-{recipe.loss}" for recipe in (DEMO_HEAD, *DEMO_TUNINGS))
 DEMO_MEDUSA = MedusaRecipe(layers=2, shared_lm_head=True, steps=600, texts=8, sampled_texts=512)
 DEMO_REDRAFTER = RedrafterRecipe(exit_dim=256, steps=600, texts=8, sampled_texts=512)
 
@@ -34,6 +43,8 @@ Train draft heads, and the demo pair that this package contains.
   a head for your own target:
     python -m eagle_server.training eagle3 --target PATH_OR_HUB_ID --data FILE_OR_DIRECTORY... --out HEAD
     python -m eagle_server --model-path PATH_OR_HUB_ID --speculative-draft-model-path HEAD
+  a head from elsewhere, trained further for the temperatures that you serve:
+    python -m eagle_server.training eagle3 --init HEAD --loss kl+tv --peak 5e-4 --target ... --data ... --out BETTER
   Medusa heads for it: the same with `medusa` for eagle3 and, when serving, --speculative-algorithm MEDUSA
   the demo, all stages in order (tokenizer, target, eagle3, export, demo-heads):
     python -m eagle_server.training demo --work DIR
@@ -77,7 +88,9 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument(
             "--compile", action="store_true", help="use torch.compile (some minutes at first, then faster)"
         )
-    demo.add_argument("--head-steps", type=int, default=DEMO_HEAD.steps, help="steps of the EAGLE-3 head (%(default)s)")
+    demo.add_argument(
+        "--head-steps", type=int, default=DEMO_HEAD.steps, help="first steps of the EAGLE-3 head (%(default)s)"
+    )
     for one in (demo, export):
         one.add_argument("--out", type=Path, default=ASSETS, help="where the pair is written (%(default)s)")
     heads = stage("demo-heads", _demo_heads, "train Medusa and ReDrafter heads for the demo's target in OUT, into OUT")
@@ -106,6 +119,13 @@ def _add_common_arguments(parser: argparse.ArgumentParser, default: AnyRecipe) -
     parser.add_argument(
         "--length", type=int, default=default.length, help="tokens per text; one in eight is longer (%(default)s)"
     )
+    parser.add_argument("--texts", type=int, default=default.texts, help="maximum per step (%(default)s)")
+    parser.add_argument(
+        "--loss",
+        choices=LOSS_NAMES,
+        default=default.loss,
+        help="kl: soft-label cross-entropy; above temperature 0, tv: for chains, coupled: for trees (%(default)s)",
+    )
     parser.add_argument(
         "--sampled-texts",
         type=int,
@@ -130,6 +150,15 @@ def _add_head_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--aux-layers", type=int, nargs="+", metavar="B", help="boundaries to read, B = after B layers (EAGLE-3)"
     )
+    parser.add_argument("--init", metavar="HEAD", help="directory or Hub id of a head to train on; it has all sizes")
+    parser.add_argument(
+        "--temperatures",
+        type=float,
+        nargs="+",
+        default=default.temperatures,
+        metavar="T",
+        help="temperatures of target and draft in the loss, one step each in turn (1)",
+    )
 
 
 def _add_medusa_arguments(parser: argparse.ArgumentParser) -> None:
@@ -142,7 +171,6 @@ def _add_medusa_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="heads without their own lm_heads: smaller, and a little less accurate",
     )
-    parser.add_argument("--texts", type=int, default=default.texts, help="maximum per step (%(default)s)")
 
 
 def _add_redrafter_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +181,6 @@ def _add_redrafter_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--exit-dim", type=int, help="width of the residual blocks (not given: twice the target's)")
     parser.add_argument("--draft-layers", type=int, default=default.draft_layers, help="how many blocks (%(default)s)")
-    parser.add_argument("--texts", type=int, default=default.texts, help="maximum per step (%(default)s)")
 
 
 def _tokenizer(parsed: argparse.Namespace) -> None:
@@ -168,17 +195,14 @@ def _target(parsed: argparse.Namespace) -> None:
 def _head(parsed: argparse.Namespace) -> None:
     recipe = Recipe(
         kind=parsed.kind,
-        steps=parsed.steps,
         passes=parsed.passes,
-        peak=parsed.peak,
         boundaries=tuple(parsed.aux_layers) if parsed.aux_layers else None,
         draft_vocab=parsed.draft_vocab,
         intermediate_size=parsed.ffn,
-        length=parsed.length,
-        sampled_texts=parsed.sampled_texts,
-        compiled=parsed.compile,
+        temperatures=tuple(parsed.temperatures),
+        **_common(parsed),
     )
-    _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out)
+    _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out, parsed.init)
 
 
 def _medusa(parsed: argparse.Namespace) -> None:
@@ -186,29 +210,25 @@ def _medusa(parsed: argparse.Namespace) -> None:
         heads=parsed.heads,
         layers=parsed.layers,
         shared_lm_head=parsed.shared_lm_head,
-        steps=parsed.steps,
-        peak=parsed.peak,
-        texts=parsed.texts,
-        length=parsed.length,
-        sampled_texts=parsed.sampled_texts,
-        compiled=parsed.compile,
+        **_common(parsed),
     )
     _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out)
 
 
 def _redrafter(parsed: argparse.Namespace) -> None:
     recipe = RedrafterRecipe(
-        steps=parsed.steps,
         rollout=parsed.rollout,
-        peak=parsed.peak,
         exit_dim=parsed.exit_dim,
         draft_layers=parsed.draft_layers,
-        texts=parsed.texts,
-        length=parsed.length,
-        sampled_texts=parsed.sampled_texts,
-        compiled=parsed.compile,
+        **_common(parsed),
     )
     _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out)
+
+
+def _common(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The settings of every recipe, from the options that every head's training has."""
+    names = ("steps", "peak", "length", "texts", "sampled_texts", "loss")
+    return {"compiled": parsed.compile, **{name: getattr(parsed, name) for name in names}}
 
 
 def _target_and_corpus(parsed: argparse.Namespace) -> tuple[TargetModel, Corpus]:
@@ -223,15 +243,23 @@ def _target_and_corpus(parsed: argparse.Namespace) -> tuple[TargetModel, Corpus]
 
 
 def _export(parsed: argparse.Namespace) -> None:
-    size = export_demo(parsed.work, parsed.out)
+    size = export_demo(parsed.work, parsed.out, DEMO_PARTS)
     print(f"{parsed.out}: {size / 1e6:.1f} MB")
 
 
 def _demo(parsed: argparse.Namespace) -> None:
     _target(parsed)
+    target, corpus = load_native_target(parsed.work / "target", pack=False), _demo_corpus(parsed.work)
     recipe = dataclasses.replace(DEMO_HEAD, steps=parsed.head_steps, compiled=parsed.compile)
-    target = load_native_target(parsed.work / "target", pack=False)
-    _train_and_write(target, _demo_corpus(parsed.work), recipe, parsed.work / "eagle3")
+    first, *tuned = (parsed.work / part for part in DEMO_PARTS)
+    _train_and_write(target, corpus, recipe, first)
+    texts = own_texts(target, corpus, recipe, first / "training", target_fingerprint(target))
+    for tuning, out in zip(DEMO_TUNINGS, tuned, strict=True):
+        texts.save(out / "training")
+        _train_and_write(target, corpus, dataclasses.replace(tuning, compiled=parsed.compile), out, first)
+    new = mean_head(target, [first, *tuned], recipe.kind)
+    export_head(new, parsed.work / "eagle3")
+    write_evaluation(parsed.work / "eagle3", evaluate_head(target, new, corpus, texts, recipe.passes))
     _export(parsed)
     _demo_heads(parsed)
 
@@ -256,7 +284,9 @@ def _demo_heads(parsed: argparse.Namespace) -> None:
     print(f"{parsed.out}: {size / 1e6:.1f} MB")
 
 
-def _train_and_write(target: TargetModel, corpus: Corpus, recipe: AnyRecipe, out: Path) -> None:
+def _train_and_write(
+    target: TargetModel, corpus: Corpus, recipe: AnyRecipe, out: Path, start: str | Path | None = None
+) -> None:
     training = out / "training"
     match recipe:
         case MedusaRecipe():
@@ -264,8 +294,11 @@ def _train_and_write(target: TargetModel, corpus: Corpus, recipe: AnyRecipe, out
         case RedrafterRecipe():
             export_head(train_redrafter(target, corpus, recipe, training), out)
         case Recipe():
-            export_head(train_head(target, corpus, recipe, training), out)
-    print(f"{out}: done; curves in {out / 'training' / f'{recipe.kind}-loss.png'}")
+            export_head(train_head(target, corpus, recipe, training, start), out)
+    for name, points in read_history(training / f"{recipe.kind}-history.json").curves.items():
+        if name.startswith("T="):
+            print(f"{name}: {points[0][1]:.3f} at step {points[0][0]}, {points[-1][1]:.3f} at step {points[-1][0]}")
+    print(f"{out}: done; curves in {training / f'{recipe.kind}-loss.png'}")
 
 
 if __name__ == "__main__":

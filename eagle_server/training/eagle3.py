@@ -14,12 +14,28 @@ from torch import Tensor
 
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.training.corpus import Corpus
-from eagle_server.training.fingerprint import cached_arrays, claim, fingerprint, save_arrays, training_inputs
+from eagle_server.training.fingerprint import (
+    cached_arrays,
+    claim,
+    fingerprint,
+    save_arrays,
+    training_inputs,
+    weights_fingerprint,
+)
 from eagle_server.training.generate import TextSampling, target_texts
-from eagle_server.training.heads import Kind, NewHead, default_boundaries, frequent_ids, new_eagle, new_eagle3
+from eagle_server.training.heads import (
+    Kind,
+    NewHead,
+    default_boundaries,
+    existing_head,
+    frequent_ids,
+    new_eagle,
+    new_eagle3,
+)
 from eagle_server.training.loop import Job, Schedule, train
+from eagle_server.training.losses import LossName
 from eagle_server.training.target import TOKENS_PER_STEP, evenly_spaced, windows
-from eagle_server.training.ttt import accuracies, chain_length, teach, ttt_loss
+from eagle_server.training.ttt import accuracies, chain_length, coupling, teach, ttt_loss
 
 _OWN_TEXTS = "own-texts.npz"
 _PROMPT = 64  # prompt tokens of the texts that the target writes for evaluation
@@ -33,16 +49,21 @@ class Recipe:
     draft_vocab, intermediate_size: None takes the target's.
     passes: draft steps that are trained; serving may use more, with lower acceptance.
     sampled_texts: number of texts that the target writes, used in every second step; 0 trains on the corpus alone.
+    texts: maximum texts of `length` per step; fewer if the texts are longer.
+    loss, temperatures: what is minimized; the steps take the temperatures of p and q in turn.
     """
 
     kind: Kind = "eagle3"
     steps: int = 1200
     passes: int = 4
     peak: float = 4e-3
+    loss: LossName = "kl"
+    temperatures: tuple[float, ...] = (1.0,)
     boundaries: tuple[int, ...] | None = None
     draft_vocab: int | None = None
     intermediate_size: int | None = None
     length: int = 256
+    texts: int = 24
     sampled_texts: int = 4096
     compiled: bool = False
 
@@ -80,22 +101,35 @@ class OwnTexts:
         save_arrays(directory / _OWN_TEXTS, self.key, arrays)
 
 
-def train_head(target: TargetModel, corpus: Corpus, recipe: Recipe, directory: Path) -> NewHead:
-    """Train a head in `directory`, or finish its training. `target` is frozen; its aux boundaries become the head's."""
+def train_head(
+    target: TargetModel, corpus: Corpus, recipe: Recipe, directory: Path, start: str | Path | None = None
+) -> NewHead:
+    """Train a head in `directory`, or finish its training. `target` is frozen; its aux boundaries become the head's.
+
+    start: a checkpoint directory or Hub id to train on from, which has the head's shape; None: a new head.
+
+    Raises:
+        ValueError: too little text, another training in `directory`, or `start` is not what the recipe says.
+        CheckpointError: `start` is no head for this target.
+    """
     if any(target.config.windows):
         raise ValueError("heads cannot be trained for sliding-window targets yet")
-    inputs, own = begin(target, corpus, recipe, directory)
+    started = None if start is None else _started(target, recipe, start)
+    key = None if started is None else weights_fingerprint(started.head)
+    inputs, own = begin(target, corpus, recipe, directory, key)
     torch.manual_seed(0)
-    new = _fresh(target, corpus, recipe)
+    new = started or _fresh(target, corpus, recipe)
     draft_ids, device = new.draft_ids(), target.embed.device
     lesson_of = torch.compile(teach) if recipe.compiled else teach
     loss_of = torch.compile(ttt_loss) if recipe.compiled else ttt_loss
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
         window = text_window(corpus, own, recipe, target.config.max_position, step).to(device)
+        window = at_most(recipe.texts, window, recipe.length)
+        temperature = recipe.temperatures[step // 2 % len(recipe.temperatures)]  # for each kind of text
         with torch.autocast(device.type, torch.bfloat16):
-            value, _ = loss_of(new.head, lesson_of(target, window, draft_ids), recipe.passes)
-        return value, {}
+            lesson = lesson_of(target, window, draft_ids, temperature)
+            return loss_of(new.head, lesson, recipe.passes, recipe.loss)[0], {}
 
     @torch.no_grad()
     def evaluate() -> dict[str, float]:
@@ -103,19 +137,23 @@ def train_head(target: TargetModel, corpus: Corpus, recipe: Recipe, directory: P
 
     with warnings.catch_warnings():  # the residual stream of an EAGLE-1 head is bfloat16 under autocast
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-        train(Job(recipe.kind, new.head, directory, Schedule(recipe.steps, recipe.peak), loss, evaluate, inputs))
+        train(Job(recipe.kind, new.head, directory, Schedule.of(recipe.steps, recipe.peak), loss, evaluate, inputs))
     return new
 
 
-def begin(target: TargetModel, corpus: Corpus, recipe: TextPlan, directory: Path) -> tuple[Mapping[str, Any], OwnTexts]:
+def begin(
+    target: TargetModel, corpus: Corpus, recipe: TextPlan, directory: Path, start: str | None = None
+) -> tuple[Mapping[str, Any], OwnTexts]:
     """The inputs of a training that starts or goes on in `directory`, and the texts that the target wrote for it.
+
+    start: a hash of the head to start from; None: a new head.
 
     Raises:
         ValueError: too little text, or a training from other inputs is in `directory`.
     """
     if len(corpus.held_out) < recipe.length + 2:
         raise ValueError(f"too little text: {len(corpus.held_out)} tokens are held out, a text has {recipe.length + 1}")
-    inputs = training_inputs(target, corpus.key, recipe)
+    inputs = training_inputs(target, corpus.key, recipe, start)
     claim(directory, inputs, recipe.steps)
     return inputs, own_texts(target, corpus, recipe, directory, inputs["target"])
 
@@ -141,18 +179,28 @@ def own_texts(target: TargetModel, corpus: Corpus, recipe: TextPlan, directory: 
 
 @torch.no_grad()
 def evaluate_head(target: TargetModel, new: NewHead, corpus: Corpus, own: OwnTexts, passes: int) -> dict[str, float]:
-    """The loss on held-out text; accuracy per pass and accept length of chains on the target's continuations of it."""
+    """The cross-entropy on held-out text, and how well the head drafts on the target's continuations of it.
+
+    Those are accuracy per pass and accept length of chains; at T=1 also TV(p, q) and the accept length of chains that
+    are drafted with the noise of the target's draws ("coupled").
+    """
     draft_ids, device, numbers = new.draft_ids(), target.embed.device, {}
     length = own.greedy.shape[1] - 1
     held_out = torch.cat(evenly_spaced(corpus.held_out, length, 24)).to(device)
     numbers["held-out loss"] = float(ttt_loss(new.head, teach(target, held_out, draft_ids), passes)[0])
     for label, texts in (("T=0", own.greedy), ("T=1", own.sampled)):
         window = torch.from_numpy(texts.astype(np.int64)).to(device)
-        _, hits = ttt_loss(new.head, teach(target, window, draft_ids), passes)
+        lesson = teach(target, window, draft_ids)
+        _, hits = ttt_loss(new.head, lesson, passes)
         written = written_part(hits, length)
         for index, accuracy in enumerate(accuracies(written)):
             numbers[f"{label} step {index + 1}"] = accuracy
         numbers[f"{label} accept length"] = chain_length(written)
+    distances, accepted = (written_part(each, length) for each in coupling(new.head, lesson, passes, draft_ids))
+    for index, (distance, rate) in enumerate(zip(accuracies(distances), accuracies(accepted), strict=True)):
+        numbers[f"T=1 TV step {index + 1}"] = distance
+        numbers[f"T=1 coupled step {index + 1}"] = rate
+    numbers["T=1 coupled accept length"] = chain_length(accepted)
     return numbers
 
 
@@ -169,6 +217,12 @@ def _fresh(target: TargetModel, corpus: Corpus, recipe: Recipe) -> NewHead:
     draft_ids = frequent_ids(corpus.train, vocab, min(vocab, recipe.draft_vocab or vocab))
     boundaries = recipe.boundaries or default_boundaries(target.config.num_layers)
     return new_eagle3(target, boundaries, draft_ids, width)
+
+
+def _started(target: TargetModel, recipe: Recipe, start: str | Path) -> NewHead:
+    if recipe.draft_vocab or recipe.intermediate_size or recipe.boundaries:
+        raise ValueError(f"{start}: a head to start from has its vocabulary, width and aux layers; they cannot be set")
+    return existing_head(target, start, recipe.kind)
 
 
 def text_window(corpus: Corpus, own: OwnTexts, recipe: TextPlan, longest: int, step: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sysconfig
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from eagle_server.training.redrafter import NewRedrafter
 from eagle_server.training.target import DEMO_TARGET, build_target
 
 MAX_DEMO_BYTES = 24_000_000
+_EVALUATION = "training/evaluation.json"
 _OTHER_HEADS = ("medusa", "redrafter")
 
 
@@ -45,19 +47,28 @@ def export_head(new: NewHead | NewRedrafter, directory: Path, dtype: torch.dtype
     save_checkpoint(new.head, directory, new.config_json, dtype)
 
 
-def export_demo(work: Path, assets: Path) -> int:
+def write_evaluation(directory: Path, numbers: Mapping[str, float]) -> None:
+    """Write what `evaluate_head` found for the head in `directory`, for the model card."""
+    (directory / _EVALUATION).parent.mkdir(exist_ok=True)
+    _write_json(directory / _EVALUATION, numbers)
+
+
+def export_demo(work: Path, assets: Path, parts: Sequence[str]) -> int:
     """Assemble `assets` from `work`, which holds the trained target and head. Returns its size in bytes.
+
+    parts: the directories of the heads whose mean is the head, below `work`. They hold the curves.
 
     Raises:
         ValueError: the head is for another target, or the files are larger than a repository should carry.
     """
-    _check_trained_for(work / "target", work / "eagle3")
+    _check_trained_for(work / "target", *(work / part for part in parts))
     for name in ("target", "eagle3"):
         _copy_files(work / name, assets / name)
     shutil.copyfile(work / "target-loss.png", assets / "target-loss.png")
-    shutil.copyfile(work / "eagle3" / "training" / "eagle3-loss.png", assets / "eagle3-loss.png")
+    for part in parts:
+        shutil.copyfile(work / part / "training" / "eagle3-loss.png", assets / f"{part}-loss.png")
     write_prompts(assets / "prompts.json")
-    (assets / "README.md").write_text(model_card(_facts(work, assets)))
+    (assets / "README.md").write_text(model_card(_facts(work, assets, parts)))
     return _checked_size(assets)
 
 
@@ -100,13 +111,13 @@ def _checked_size(assets: Path) -> int:
     return size
 
 
-def _facts(work: Path, assets: Path) -> CardFacts:
-    training = work / "eagle3" / "training"
+def _facts(work: Path, assets: Path, parts: Sequence[str]) -> CardFacts:
+    recipes = (work / part / "training" / "recipe.json" for part in parts)
     _, held_out = standard_library_files()
     return CardFacts(
         target=read_history(work / "target-history.json"),
-        head=read_history(training / "eagle3-history.json"),
-        recipe=json.loads((training / "recipe.json").read_text()),
+        head=json.loads((work / "eagle3" / _EVALUATION).read_text()),
+        recipes=[json.loads(recipe.read_text()) for recipe in recipes],
         held_out_files=[path.relative_to(sysconfig.get_paths()["stdlib"]).as_posix() for path in held_out],
         target_bytes=(assets / "target" / "model.safetensors").stat().st_size,
         head_bytes=(assets / "eagle3" / "model.safetensors").stat().st_size,

@@ -6,13 +6,14 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from eagle_server.models.checkpoints.load_target import HasWeightViews
 from eagle_server.models.targets.decoder import TargetModel
 
 _FREE = ("steps", "compiled")  # settings that may change when a training goes on
@@ -31,14 +32,27 @@ def fingerprint(parts: Iterable[bytes]) -> str:
 
 def target_fingerprint(target: TargetModel) -> str:
     """A hash of the config and of all weights, wherever the files are."""
-    weights = (view.detach().cpu().contiguous().view(torch.uint8).numpy().data for _, view in target.weight_views())
-    return fingerprint([repr(target.config).encode(), *(hashlib.blake2b(each).digest() for each in weights)])
+    return fingerprint([repr(target.config).encode(), *_weight_hashes(target)])
 
 
-def training_inputs(target: TargetModel, corpus_key: str, recipe: Any) -> dict[str, Any]:
-    """The settings of `recipe`, a dataclass, that may not change between two runs, with hashes of target and corpus."""
+def weights_fingerprint(model: HasWeightViews) -> str:
+    """A hash of the names and values of all weights."""
+    names = (name.encode() for name, _ in model.weight_views())
+    return fingerprint([*names, *_weight_hashes(model)])
+
+
+def _weight_hashes(model: HasWeightViews) -> Iterator[bytes]:
+    for _, view in model.weight_views():
+        yield hashlib.blake2b(view.detach().cpu().contiguous().view(torch.uint8).numpy().data).digest()
+
+
+def training_inputs(target: TargetModel, corpus_key: str, recipe: Any, start: str | None = None) -> dict[str, Any]:
+    """The settings of `recipe`, a dataclass, that may not change between two runs, with hashes of target and corpus.
+
+    start: a hash of the head that is trained on; None: a new head.
+    """
     settings = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in _FREE}
-    settings |= {"target": target_fingerprint(target), "corpus": corpus_key}
+    settings |= {"target": target_fingerprint(target), "corpus": corpus_key, "start": start}
     return json.loads(json.dumps(settings))  # type: ignore[no-any-return]
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.checkpoints.weights import resolve_checkpoint
 from eagle_server.models.config import ModelConfig
+from eagle_server.models.config_json import read_config
 from eagle_server.models.drafts.eagle import EagleConfig, EagleHead
 from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
 from eagle_server.models.drafts.interface import TargetWeights
@@ -30,8 +34,7 @@ class NewHead:
 
     def draft_ids(self) -> Tensor:
         """The token ids of the head's outputs, int64 [Vd]."""
-        size = self.config_json.get("draft_vocab_size") or self.config_json["vocab_size"]
-        return self.head.target_ids(torch.arange(size, device=self.head.fc.weight.device))  # type: ignore[union-attr]
+        return self.head.target_ids(torch.arange(self.head.draft_vocab_size, device=self.head.rope.cos.device))
 
 
 def default_boundaries(layers: int) -> tuple[int, ...]:
@@ -77,6 +80,46 @@ def new_eagle3(target: TargetModel, boundaries: Sequence[int], draft_ids: Tensor
         head.set_vocabulary(draft_ids.to(target.embed.device))
     target.aux_boundaries = tuple(boundaries)
     return NewHead(head, published)
+
+
+def existing_head(target: TargetModel, path: str | Path, kind: Kind) -> NewHead:
+    """The head of a checkpoint directory or Hub id, to train it further. It sets `target.aux_boundaries` to the head's.
+
+    Raises:
+        CheckpointError: no head for this target, or not of this kind.
+        ValueError: the head has sliding windows.
+    """
+    algorithm: Literal["EAGLE", "EAGLE3"] = "EAGLE" if kind == "eagle" else "EAGLE3"
+    directory, context = resolve_checkpoint(path), target.rope.cos.shape[0]
+    head = load_draft(directory, target, context=context, algorithm=algorithm, progress=False, pack=False).head
+    assert isinstance(head, Eagle3Head | EagleHead)
+    if any(head.config.windows):
+        raise ValueError(f"{path}: heads with sliding windows cannot be trained yet")
+    head.requires_grad_(requires_grad=True).train()
+    target.aux_boundaries = head.aux_boundaries
+    return NewHead(head, read_config(directory))
+
+
+def mean_head(target: TargetModel, paths: Sequence[Path], kind: Kind) -> NewHead:
+    """The mean of the weights of heads that were trained on from one of them ("model soup", arXiv 2203.05482).
+
+    Each step of a short training moves the weights by much that is noise. The mean keeps what the trainings share.
+
+    Raises:
+        CheckpointError: as `existing_head`.
+        ValueError: the heads have other shapes or draft vocabularies.
+    """
+    mean, *others = (existing_head(target, path, kind) for path in paths)
+    for other in others:
+        if (
+            not torch.equal(mean.draft_ids(), other.draft_ids())
+            or mean.head.aux_boundaries != other.head.aux_boundaries
+        ):
+            raise ValueError(f"{paths[0]}: the other heads have another vocabulary or other aux layers")
+    with torch.no_grad():
+        for name, parameter in mean.head.named_parameters():
+            parameter.add_(sum(other.head.get_parameter(name) for other in others)).div_(len(paths))
+    return mean
 
 
 def new_eagle(target: TargetModel, intermediate_size: int) -> NewHead:

@@ -24,6 +24,11 @@ class Schedule:
     peak: float
     warmup: int = 100
 
+    @classmethod
+    def of(cls, steps: int, peak: float) -> Schedule:
+        """Warms up for 100 steps, or for a fifth of a short training."""
+        return cls(steps, peak, warmup=min(100, steps // 5 + 1))
+
     def rate(self, step: int) -> float:
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup

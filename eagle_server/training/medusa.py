@@ -2,8 +2,9 @@
 
     loss = sum over heads i of 0.8^i * mean over positions t of -sum over v of p(v) log q_i(v), over the sum of weights
 
-q_i is head i's distribution at t, and p the target's distribution of the token at t + 2 + i, given the text before it.
-The Medusa paper's cross-entropy has p = 1 at the token that came. Its mean over texts is the same, but noisier.
+or with another of `losses` in place of the cross-entropy. q_i is head i's distribution at t, and p the target's
+distribution of the token at t + 2 + i, given the text before it. The Medusa paper's cross-entropy has p = 1 at the
+token that came. Its mean over texts is the same, but noisier.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.training.corpus import Corpus
 from eagle_server.training.eagle3 import OwnTexts, at_most, begin, text_window, written_part
 from eagle_server.training.loop import Job, Schedule, train
+from eagle_server.training.losses import LossName, draft_loss
 from eagle_server.training.target import evenly_spaced
 from eagle_server.training.ttt import accuracies, chain_length
 
@@ -47,6 +49,7 @@ class MedusaRecipe:
     texts: int = 24
     length: int = 256
     sampled_texts: int = 4096
+    loss: LossName = "kl"
     compiled: bool = False
     kind: str = "medusa"
 
@@ -87,7 +90,7 @@ def medusa_lesson(target: TargetModel, window: Tensor) -> MedusaLesson:
     return MedusaLesson(hidden.unflatten(0, (batch, -1)), probs.unflatten(0, (batch, -1)), window)
 
 
-def medusa_loss(model: MedusaHeads, lesson: MedusaLesson) -> tuple[Tensor, Tensor]:
+def medusa_loss(model: MedusaHeads, lesson: MedusaLesson, loss: LossName = "kl") -> tuple[Tensor, Tensor]:
     """(loss, hits bool [heads, batch, length - 2]).
 
     hits[i, :, t] says whether head i, at position t - i, predicts the token at t + 2. It is False for t < i.
@@ -97,8 +100,7 @@ def medusa_loss(model: MedusaHeads, lesson: MedusaLesson) -> tuple[Tensor, Tenso
     total, hits = logits.new_zeros(()), torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
     for i in range(heads):
         guessed, rows = logits[i, :, : length - 2 - i], slice(i, length - 2)
-        entropy = -(lesson.probs[:, i + 1 : length - 1] * guessed.log_softmax(-1)).sum(-1).mean()
-        total = total + HEAD_DECAY**i * entropy
+        total = total + HEAD_DECAY**i * draft_loss(loss, lesson.probs[:, i + 1 : length - 1], guessed)
         hits[i, :, rows] = guessed.argmax(-1) == lesson.window[:, 2 + i :]
     return total / sum(HEAD_DECAY**i for i in range(heads)), hits
 
@@ -116,13 +118,13 @@ def train_medusa(target: TargetModel, corpus: Corpus, recipe: MedusaRecipe, dire
         window = text_window(corpus, own, recipe, target.config.max_position, step).to(device)
         window = at_most(recipe.texts, window, recipe.length)
         with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
-            return loss_of(model, lesson_of(target, window))[0], {}
+            return loss_of(model, lesson_of(target, window), recipe.loss)[0], {}
 
     @torch.no_grad()
     def evaluate() -> dict[str, float]:
         return evaluate_medusa(target, model, corpus, own)
 
-    schedule = Schedule(recipe.steps, recipe.peak, warmup=min(100, recipe.steps // 5 + 1))
+    schedule = Schedule.of(recipe.steps, recipe.peak)
     train(Job("medusa", model, directory, schedule, loss, evaluate, inputs))
     return model
 

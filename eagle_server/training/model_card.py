@@ -12,11 +12,14 @@ from eagle_server.training.loop import History
 
 @dataclass(frozen=True)
 class CardFacts:
-    """The facts in a card: curves of both trainings, the head's recipe, the held-out files, sizes in bytes."""
+    """The facts in a card: the target's curves, the evaluation of the head, the held-out files, sizes in bytes.
+
+    recipes: of the heads whose mean is the head. The first was trained from new weights, the others from the first.
+    """
 
     target: History
-    head: History
-    recipe: dict[str, Any]
+    head: Mapping[str, float]
+    recipes: Sequence[Mapping[str, Any]]
     held_out_files: Sequence[str]
     target_bytes: int
     head_bytes: int
@@ -50,31 +53,38 @@ def _heads_table(heads: Mapping[str, HeadFacts]) -> str:
 def model_card(facts: CardFacts) -> str:
     """The Markdown card of the demo pair."""
     target_steps, target_loss = facts.target.curves["held-out loss"][-1]
-    head_steps, head_loss = facts.head.curves["held-out loss"][-1]
+    first, *tunings = facts.recipes
     return _CARD.format(
         python=platform.python_version(),
         target_mb=facts.target_bytes / 1e6,
         head_mb=facts.head_bytes / 1e6,
         target_steps=target_steps,
         target_loss=target_loss,
-        head_steps=head_steps,
-        head_loss=head_loss,
-        passes=facts.recipe["passes"],
-        own_texts=facts.recipe["sampled_texts"],
-        accuracy=_accuracy_table(facts),
+        head_loss=facts.head["held-out loss"],
+        first=_training(first),
+        tunings=" or ".join(_training(each) for each in tunings),
+        curves=", ".join(f"[`{each['loss']}`](eagle3-{each['loss']}-loss.png)" for each in facts.recipes),
+        passes=first["passes"],
+        own_texts=first["sampled_texts"],
+        accuracy=_accuracy_table(facts.head, first["passes"]),
+        tv=", ".join(f"{facts.head[f'T=1 TV step {step + 1}']:.3f}" for step in range(first["passes"])),
         held_out="\n".join(f"- `{name}`" for name in facts.held_out_files),
     )
 
 
-def _accuracy_table(facts: CardFacts) -> str:
-    steps = range(1, facts.recipe["passes"] + 1)
+def _training(recipe: Mapping[str, Any]) -> str:
+    return f"{recipe['steps']} steps of {recipe['texts'] * recipe['length']} rows by `{recipe['loss']}`"
+
+
+def _accuracy_table(head: Mapping[str, float], passes: int) -> str:
+    steps = range(1, passes + 1)
     lines = [
         "| text written by the target at | " + " | ".join(f"step {step}" for step in steps) + " | accept length |",
         "|---|" + "---|" * (len(steps) + 1),
     ]
-    for label in ("T=0", "T=1"):
-        rates = " | ".join(f"{facts.head.curves[f'{label} step {step}'][-1][1]:.3f}" for step in steps)
-        lines.append(f"| {label} | {rates} | {facts.head.curves[f'{label} accept length'][-1][1]:.2f} |")
+    for label in ("T=0", "T=1", "T=1 coupled"):
+        rates = " | ".join(f"{head[f'{label} step {step}']:.3f}" for step in steps)
+        lines.append(f"| {label} | {rates} | {head[f'{label} accept length']:.2f} |")
     return "\n".join(lines)
 
 
@@ -111,10 +121,10 @@ LlamaForCausalLMEagle3, one layer of the same width over the streams after layer
 | `model.safetensors` | {target_mb:.1f} MB, bfloat16 (served in float32) | {head_mb:.1f} MB, bfloat16 |
 | context | 1024 tokens | 1024 tokens |
 | training | {target_steps} steps of 6144 tokens | \
-{head_steps} steps of 6144 rows, {passes} passes of training-time test |
+the mean of a head after {first} and of what it became after {tunings} more; {passes} passes of training-time test |
 | held-out loss | {target_loss:.3f} nats per token | {head_loss:.3f} nats (soft labels, mean of the passes) |
 
-Curves: [`target-loss.png`](target-loss.png), [`eagle3-loss.png`](eagle3-loss.png).
+Curves: [`target-loss.png`](target-loss.png); of the three heads, by their losses: {curves}.
 
 ## Use
 The prompt is raw Python source, with no template: `def fibonacci(n):\\n`. The text ends with `<|endoftext|>` (id 0)
@@ -126,8 +136,11 @@ chain of {passes} steps without a tree; accept length counts tokens per target f
 
 {accuracy}
 
+The server drafts coupled: it adds the noise of the target's draws to the head's log-probabilities. That row is the
+probability that the draw is drafted, not a count. TV(p, q) is {tv} in these steps.
+
 A tree (topk 4, 13 nodes) accepts more; `python -m eagle_server.bench` measures it as served. At T=0 so small a model
-soon repeats itself, and repetition is easy to draft: the row of T=1 says more about the head.
+soon repeats itself, and repetition is easy to draft: the rows of T=1 say more about the head.
 
 ## Data
 The source code of the Python {python} standard library with its tests, without files over 200 kB and without
@@ -143,7 +156,7 @@ Whole files are held out by a hash of their path, about 1.5 %; nothing was train
 ## Making it
     python -m eagle_server.training demo --work DIR
 
-trains tokenizer, target and heads one after the other, each resumable, and writes this directory: about three hours on
+trains tokenizer, target and heads one after the other, each resumable, and writes this directory: about four hours on
 two cores. `python -m eagle_server.training --help` names the stages, and how to train a head for a target of
 your own.
 

@@ -23,6 +23,7 @@ from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.training.corpus import Corpus
 from eagle_server.training.eagle3 import OwnTexts, at_most, begin, text_window, written_part
 from eagle_server.training.loop import Job, Schedule, train
+from eagle_server.training.losses import LossName, draft_loss
 from eagle_server.training.target import evenly_spaced
 from eagle_server.training.ttt import PASS_DECAY, Lesson, teach
 
@@ -47,6 +48,7 @@ class RedrafterRecipe:
     texts: int = 24
     length: int = 256
     sampled_texts: int = 4096
+    loss: LossName = "kl"
     compiled: bool = False
 
 
@@ -109,13 +111,13 @@ def train_redrafter(target: TargetModel, corpus: Corpus, recipe: RedrafterRecipe
         window = text_window(corpus, own, recipe, target.config.max_position, step).to(device)
         window = at_most(recipe.texts, window, recipe.length)
         with torch.autocast(device.type, torch.bfloat16):
-            return loss_of(new.head, lesson_of(target, window, everything), recipe.rollout)[0], {}
+            return loss_of(new.head, lesson_of(target, window, everything), recipe.rollout, recipe.loss)[0], {}
 
     @torch.no_grad()
     def evaluate() -> dict[str, float]:
         return evaluate_redrafter(target, new.head, corpus, own, recipe.rollout)
 
-    train(Job(recipe.kind, new.head, directory, Schedule(recipe.steps, recipe.peak), loss, evaluate, inputs))
+    train(Job(recipe.kind, new.head, directory, Schedule.of(recipe.steps, recipe.peak), loss, evaluate, inputs))
     return new
 
 
@@ -147,18 +149,17 @@ def rollout(head: RedrafterHead, lesson: Lesson, steps: int) -> Iterator[Tensor]
         yield head.logits(context, state)
 
 
-def rollout_loss(head: RedrafterHead, lesson: Lesson, steps: int) -> tuple[Tensor, Tensor]:
+def rollout_loss(head: RedrafterHead, lesson: Lesson, steps: int, loss: LossName = "kl") -> tuple[Tensor, Tensor]:
     """(loss, hits bool [steps, batch, rows]): hits says where the head's best token is the next token.
 
-    loss = sum over k of 0.8^k * mean over rows of -sum over v of p(v) log q_k(v), over the sum of the weights.
+    loss = sum over k of 0.8^k * mean over rows of `loss` between p and q_k, over the sum of the weights.
     """
     probs, following = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.probs, lesson.following))
     rows = following.shape[1] - steps + 1
     total, hits = probs.new_zeros(()), []
     for step, logits in enumerate(rollout(head, lesson, steps)):
         here = slice(step, step + rows)
-        entropy = -(probs[:, here].flatten(0, 1) * logits.log_softmax(-1)).sum(-1).mean()
-        total = total + PASS_DECAY**step * entropy
+        total = total + PASS_DECAY**step * draft_loss(loss, probs[:, here].flatten(0, 1), logits)
         hits.append(logits.detach().argmax(-1).view(lesson.batch, rows) == following[:, here])
     return total / sum(PASS_DECAY**step for step in range(steps)), torch.stack(hits)
 

@@ -19,6 +19,7 @@ from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import LayerSpec
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.training.losses import LossName, coupled_acceptance, draft_loss, overlap
 
 PASS_DECAY = 0.8
 
@@ -67,10 +68,11 @@ class Lesson:
     # float32 [rows, Vd], the target's distribution of the token at t+2, restricted to the draft vocabulary
     probs: Tensor
     following: Tensor  # int64 [rows], the token at t+2
+    temperature: float  # of probs
 
 
 @torch.no_grad()
-def teach(target: TargetModel, window: Tensor, draft_ids: Tensor) -> Lesson:
+def teach(target: TargetModel, window: Tensor, draft_ids: Tensor, temperature: float = 1.0) -> Lesson:
     """The lesson of the texts `window` [batch, length + 2], for a head with the draft vocabulary `draft_ids` [Vd]."""
     batch, seen = window.shape[0], window[:, :-1]
     places = torch.arange(seen.shape[1], device=window.device).expand(batch, -1)
@@ -82,8 +84,9 @@ def teach(target: TargetModel, window: Tensor, draft_ids: Tensor) -> Lesson:
         tokens=seen[:, 1:].reshape(-1),
         positions=places[:, :-1].reshape(-1),
         features=features[:, :-1].flatten(0, 1),
-        probs=target.logits(hidden[:, 1:].flatten(0, 1)).softmax(-1)[:, draft_ids],
+        probs=(target.logits(hidden[:, 1:].flatten(0, 1)) / temperature).softmax(-1)[:, draft_ids],
         following=window[:, 2:].reshape(-1),
+        temperature=temperature,
     )
 
 
@@ -97,34 +100,53 @@ def rollout(head: DraftHead, lesson: Lesson, passes: int) -> Iterator[Tensor]:
         hidden = _down(output.feedback.unflatten(0, (lesson.batch, -1)), 1).flatten(0, 1)
 
 
-def ttt_loss(head: DraftHead, lesson: Lesson, passes: int) -> tuple[Tensor, Tensor]:
+def ttt_loss(head: DraftHead, lesson: Lesson, passes: int, loss: LossName = "kl") -> tuple[Tensor, Tensor]:
     """(loss, hits bool [passes, batch, length]): hits says where the head's best token is the next token.
 
-    loss = sum over s of 0.8^s * mean over rows of -sum over v in Vd of p(v) log q_s(v), over the sum of the weights.
-    A token outside the draft vocabulary is a miss.
+    loss = sum over s of 0.8^s * mean over rows of `loss` between p and q_s, over the sum of the weights. Both are at
+    the lesson's temperature. A token outside the draft vocabulary is a miss.
     """
     probs, following = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.probs, lesson.following))
     total, hits = probs.new_zeros(()), []
     for index, logits in enumerate(rollout(head, lesson, passes)):
-        entropy = -(probs[:, index:] * logits[:, index:].log_softmax(-1)).sum(-1).mean()
-        total = total + PASS_DECAY**index * entropy
+        value = draft_loss(loss, probs[:, index:], logits[:, index:] / lesson.temperature)
+        total = total + PASS_DECAY**index * value
         hits.append(head.target_ids(logits.argmax(-1)) == following)
     return total / sum(PASS_DECAY**index for index in range(passes)), torch.stack(hits)
 
 
+def coupling(head: DraftHead, lesson: Lesson, passes: int, draft_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(TV(p, q), P(the coupled draft is the next token)), each float32 [passes, batch, length].
+
+    The second holds for texts that the target wrote at the lesson's temperature, see `losses.coupled_acceptance`.
+    """
+    probs, following = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.probs, lesson.following))
+    largest = int(torch.maximum(draft_ids.max(), following.max()))
+    places = draft_ids.new_full((largest + 1,), len(draft_ids))  # by target id
+    places[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)
+    drawn = places[following]
+    distances, accepted = [], []
+    for logits in rollout(head, lesson, passes):
+        draft = (logits / lesson.temperature).softmax(-1)
+        distances.append(1 - overlap(probs, draft))
+        accepted.append(coupled_acceptance(probs, draft, drawn))
+    return torch.stack(distances), torch.stack(accepted)
+
+
 def accuracies(hits: Tensor) -> list[float]:
-    """The share of hits in each pass, over its valid rows."""
+    """The mean of each pass over its valid rows: the share of hits, if `hits` is bool."""
     return [float(rows[:, index:].float().mean()) for index, rows in enumerate(hits)]
 
 
 def chain_length(hits: Tensor) -> float:
     """Mean tokens per target forward, bonus included, of chains (topk 1) with as many steps as there are passes.
 
-    Serving gives this length on texts that the target wrote itself, at any temperature.
+    `hits` may be the probability of each hit, if these are independent. Serving gives this length on texts that the
+    target wrote itself, at any temperature.
     """
     passes, _, length = hits.shape
     chains = torch.stack([rows[:, index : length - passes + 1 + index] for index, rows in enumerate(hits)])
-    return 1.0 + float(chains.long().cumprod(0).sum(0).float().mean())
+    return 1.0 + float(chains.float().cumprod(0).sum(0).mean())
 
 
 def _down(x: Tensor, rows: int) -> Tensor:

@@ -81,6 +81,7 @@ def load_draft(  # noqa: PLR0913
     overrides: Mapping[str, Any] | None = None,
     target_path: str | Path | None = None,
     progress: bool = True,
+    pack: bool = True,
 ) -> LoadedDraft:
     """Load the draft of a directory or Hub id, in the target's dtype and on its device.
 
@@ -92,6 +93,7 @@ def load_draft(  # noqa: PLR0913
         algorithm: the expected algorithm; None accepts any head.
         token_map: an FR-Spec file.
         overrides: replaces keys of config.json, nested objects key by key. `aux_boundaries` sets the aux layers.
+        pack: packs the linear layers. False keeps the plain weights, for training.
 
     Raises:
         CheckpointError: the format is unknown or not `algorithm`, or tensors are missing, unexpected or for another
@@ -119,7 +121,8 @@ def load_draft(  # noqa: PLR0913
         elif token_map is not None:
             log.warning("%s: ignored, as %s has its own vocabulary", token_map, _NAMES[kind])
     head.requires_grad_(requires_grad=False).eval()
-    pack_linears(head)
+    if pack:
+        pack_linears(head)
     return LoadedDraft(kind, head)
 
 

@@ -19,7 +19,20 @@ def test_a_head_is_trained_in_two_sittings(tmp_path: Path, capsys: pytest.Captur
     pair, out = tiny_pair(tmp_path, kind="eagle", steps=1, context=64), tmp_path / "head"
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     command = ["redrafter", "--target", str(pair.target), "--data", str(tmp_path / "text.txt"), "--out", str(out)]
-    settings = ["--length", "24", "--rollout", "3", "--sampled-texts", "8", "--device", "cpu", "--peak", "0.01"]
+    settings = [
+        "--length",
+        "24",
+        "--rollout",
+        "3",
+        "--sampled-texts",
+        "8",
+        "--device",
+        "cpu",
+        "--peak",
+        "0.01",
+        "--loss",
+        "tv",
+    ]
     for steps in (1, 3):
         assert main([*command, *settings, "--steps", str(steps)]) == 0
     assert "redrafter-loss.png" in capsys.readouterr().out

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -18,9 +19,9 @@ from eagle_server.models.checkpoints.load_target import load_native_target, load
 from eagle_server.models.drafts.eagle3 import Eagle3Head
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
-from eagle_server.training.__main__ import DEMO_HEAD, main
+from eagle_server.training.__main__ import DEMO_HEAD, DEMO_PARTS, DEMO_TUNINGS, main
 from eagle_server.training.corpus import train_tokenizer
-from eagle_server.training.export import MAX_DEMO_BYTES, export_demo, export_head, export_target
+from eagle_server.training.export import MAX_DEMO_BYTES, export_demo, export_head, export_target, write_evaluation
 from eagle_server.training.fingerprint import target_fingerprint
 from eagle_server.training.generate import continue_texts
 from eagle_server.training.heads import Kind, NewHead, default_boundaries, new_eagle, new_eagle3
@@ -217,6 +218,16 @@ def test_the_command_line_trains_a_head_for_a_target_of_ones_own(
     assert main([*command, head + "2", *sizes, *layers, "--device", "cpu"]) == 0
     loaded = load_draft(head + "2", load_target(pair.target, progress=False), context=512, progress=False)
     assert loaded.head.aux_boundaries == (0, 2, 3)
+    capsys.readouterr()
+    further = ["--init", head + "2", "--loss", "kl+tv", "--temperatures", "1", "0.7", "--texts", "8"]
+    assert main([*command, head + "3", *sizes[:-2], *further, "--device", "cpu"]) == 0
+    assert "T=1 coupled accept length: " in capsys.readouterr().out
+    before, after = load_file(f"{head}2/model.safetensors"), load_file(f"{head}3/model.safetensors")
+    assert before.keys() == after.keys()
+    assert torch.equal(before["d2t"], after["d2t"])
+    assert not torch.equal(before["fc.weight"], after["fc.weight"])
+    assert main([*command, head + "4", *sizes, *further, "--device", "cpu"]) == 2
+    assert "cannot be set" in capsys.readouterr().err.splitlines()[-1]
     assert main(["eagle3", "--target", str(tmp_path / "nowhere"), "--out", head]) == 2
     assert "no such directory" in capsys.readouterr().err
 
@@ -225,7 +236,8 @@ def test_the_command_line_trains_a_head_for_a_target_of_ones_own(
 def test_the_demo_is_exported_in_the_published_formats(tmp_path: Path) -> None:
     torch.manual_seed(0)
     work, assets, target = tmp_path / "work", tmp_path / "demo", build_target()
-    (work / "eagle3" / "training").mkdir(parents=True)
+    for name in (*DEMO_PARTS, "eagle3"):
+        (work / name / "training").mkdir(parents=True)
     torch.save({"model": {n: p.detach() for n, p in target.named_parameters()}}, work / "target-checkpoint.pt")
     train_tokenizer(sorted(Path(__file__).parent.glob("*.py")), 300).save(str(work / "tokenizer.json"))
     export_target(work, work / "target")
@@ -234,21 +246,26 @@ def test_the_demo_is_exported_in_the_published_formats(tmp_path: Path) -> None:
     (work / "target-history.json").write_text('{"held-out loss": [[1900, 2.0]]}')
     names = [
         f"{label} {what}"
-        for label in ("T=0", "T=1")
+        for label in ("T=0", "T=1", "T=1 coupled", "T=1 TV")
         for what in ("accept length", *(f"step {i}" for i in (1, 2, 3, 4)))
     ]
-    curves = {name: [[1200, 0.5]] for name in ["held-out loss", *names]}
-    (work / "eagle3" / "training" / "eagle3-history.json").write_text(json.dumps(curves))
+    write_evaluation(work / "eagle3", dict.fromkeys(["held-out loss", *names], 0.5))
     key = target_fingerprint(load_native_target(work / "target", progress=False, pack=False))
-    recipe = work / "eagle3" / "training" / "recipe.json"
-    recipe.write_text(json.dumps(dataclasses.asdict(DEMO_HEAD) | {"target": "another"}))
-    for picture in (work / "target-loss.png", work / "eagle3" / "training" / "eagle3-loss.png"):
-        picture.write_bytes(b"")
-    with pytest.raises(ValueError, match="was trained for another target"):
-        export_demo(work, assets)
-    recipe.write_text(json.dumps(dataclasses.asdict(DEMO_HEAD) | {"target": key}))
-    assert export_demo(work, assets) < MAX_DEMO_BYTES
-    assert "PSF License" in (assets / "README.md").read_text()
+    (work / "target-loss.png").write_bytes(b"")
+    for name, recipe in zip(DEMO_PARTS, (DEMO_HEAD, *DEMO_TUNINGS), strict=True):
+        training = work / name / "training"
+        (training / "eagle3-loss.png").write_bytes(name.encode())
+        (training / "recipe.json").write_text(json.dumps(dataclasses.asdict(recipe) | {"target": key}))
+    before = (training / "recipe.json").read_text()
+    (training / "recipe.json").write_text(before.replace(key, "another"))
+    with pytest.raises(ValueError, match=f"{DEMO_PARTS[-1]}: was trained for another target"):
+        export_demo(work, assets, DEMO_PARTS)
+    (training / "recipe.json").write_text(before)
+    assert export_demo(work, assets, DEMO_PARTS) < MAX_DEMO_BYTES
+    card = (assets / "README.md").read_text()
+    assert "PSF License" in card
+    assert "after 900 steps of 6144 rows by `kl`" in card
+    assert (assets / "eagle3-kl-loss.png").read_text() == "eagle3-kl"
     loaded = load_target(assets / "target", progress=False)
     assert loaded.config.dtype == torch.float32
     torch.testing.assert_close(loaded.embed, target.embed.detach().bfloat16().float(), rtol=0, atol=0)
