@@ -1,8 +1,8 @@
 """How long the stages of a cycle take, as a function of their size: measured at start-up, and refined while serving.
 
-A curve is linear between knots. An observation moves the knots around its size by a part of its relative error, within
-a factor of what was measured at start-up. All curves share one factor, the machine's speed, because other processes
-slow down everything at once. It returns to 1 while the curves take over what lasts.
+A curve is linear between knots. An observation moves them by a part of its relative error, less far from its size, and
+within a factor of what was measured at start-up. All curves share one factor, the machine's speed, because other
+processes slow down everything at once. It returns to 1 while the curves take over what lasts.
 """
 
 from __future__ import annotations
@@ -62,15 +62,16 @@ class CostCurve:
         """Correct the curve by a part of the relative error of its prediction: observed / predicted - 1."""
         right = min(max(int(np.searchsorted(_KNOTS, rows)), 1), len(_KNOTS) - 1)
         share = min(max((rows - _KNOTS[right - 1]) / (_KNOTS[right] - _KNOTS[right - 1]), 0.0), 1.0)
-        parts = np.array([(1 - share) * self.seconds[right - 1], share * self.seconds[right], self.per_kv * kv / _KV])
-        factors = 1 + _SHAPE_RATE * error * parts / parts.sum()
+        of_rows = (1 - share) * self.seconds[right - 1] + share * self.seconds[right]
+        of_kv = self.per_kv * kv / _KV
+        step = _SHAPE_RATE * error / (of_rows + of_kv)
+        near = 0.5 ** np.abs(np.log2(_KNOTS / max(rows, 1.0)))  # half as much at twice or half the size
         first, per_kv = self._fit
-        self.seconds[right - 1 : right + 1] *= factors[:2]
-        self.seconds = np.clip(self.seconds, first / _FARTHEST, first * _FARTHEST)
-        self.per_kv = min(max(self.per_kv * factors[2], per_kv / _FARTHEST), per_kv * _FARTHEST)
+        self.seconds = np.clip(self.seconds * (1 + step * of_rows * near), first / _FARTHEST, first * _FARTHEST)
+        self.per_kv = min(max(self.per_kv * (1 + step * of_kv), per_kv / _FARTHEST), per_kv * _FARTHEST)
         # more rows never take less time
-        self.seconds[right:] = np.maximum(self.seconds[right:], self.seconds[right])
-        self.seconds[:right] = np.minimum(self.seconds[:right], self.seconds[right])
+        self.seconds[right:] = np.maximum.accumulate(self.seconds[right:])
+        self.seconds[: right + 1] = np.minimum.accumulate(self.seconds[right::-1])[::-1]
 
     def describe(self, largest: float) -> dict[str, Any]:
         """Rows and milliseconds up to `largest` rows, for people."""
