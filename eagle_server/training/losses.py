@@ -61,7 +61,7 @@ def coupled_acceptance(probs: Tensor, draft: Tensor, drawn: Tensor) -> Tensor:
     """
     outside = drawn == probs.shape[-1]
     place = drawn.masked_fill(outside, 0)[..., None]
-    odds = probs.gather(-1, place) / draft.gather(-1, place).clamp_min(1e-30)
+    odds = probs.gather(-1, place) / draft.gather(-1, place).clamp_min(1e-8)  # gradients stay finite
     excess = torch.relu(draft * odds - probs).sum(-1)
     return (1 / (1 + excess)).masked_fill(outside, 0.0)
 

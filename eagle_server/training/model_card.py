@@ -62,7 +62,7 @@ def model_card(facts: CardFacts) -> str:
         target_loss=target_loss,
         head_loss=facts.head["held-out loss"],
         first=_training(first),
-        tunings=" or ".join(_training(each) for each in tunings),
+        tunings="; ".join(f"the same and then {_training(each)}" for each in tunings),
         curves=", ".join(f"[`{each['loss']}`](eagle3-{each['loss']}-loss.png)" for each in facts.recipes),
         passes=first["passes"],
         own_texts=first["sampled_texts"],
@@ -121,10 +121,10 @@ LlamaForCausalLMEagle3, one layer of the same width over the streams after layer
 | `model.safetensors` | {target_mb:.1f} MB, bfloat16 (served in float32) | {head_mb:.1f} MB, bfloat16 |
 | context | 1024 tokens | 1024 tokens |
 | training | {target_steps} steps of 6144 tokens | \
-the mean of a head after {first} and of what it became after {tunings} more; {passes} passes of training-time test |
+the mean of heads trained for {first}; {tunings}; with {passes} passes of training-time test |
 | held-out loss | {target_loss:.3f} nats per token | {head_loss:.3f} nats (soft labels, mean of the passes) |
 
-Curves: [`target-loss.png`](target-loss.png); of the three heads, by their losses: {curves}.
+Curves: [`target-loss.png`](target-loss.png); of the heads, by their losses: {curves}.
 
 ## Use
 The prompt is raw Python source, with no template: `def fibonacci(n):\\n`. The text ends with `<|endoftext|>` (id 0)

@@ -69,6 +69,14 @@ def test_the_gradient_moves_the_draft_towards_the_target(name: LossName) -> None
 
 
 @pytest.mark.parametrize("name", LOSS_NAMES)
+def test_gradients_are_finite_where_the_draft_rules_out_the_draw(name: LossName) -> None:
+    logits = torch.tensor([[0.0, 200.0, -200.0]], requires_grad=True)  # the last probability is 0 in float32
+    draft_loss(name, torch.tensor([[1e-30, 0.0, 1.0]]), logits).backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", LOSS_NAMES)
 def test_descent_ends_at_the_target(name: LossName) -> None:
     logits = torch.zeros(3, requires_grad=True)
     optimizer = torch.optim.Adam([logits], lr=0.05)

@@ -264,7 +264,7 @@ def test_the_demo_is_exported_in_the_published_formats(tmp_path: Path) -> None:
     assert export_demo(work, assets, DEMO_PARTS) < MAX_DEMO_BYTES
     card = (assets / "README.md").read_text()
     assert "PSF License" in card
-    assert "after 900 steps of 6144 rows by `kl`" in card
+    assert "900 steps of 6144 rows by `kl`; the same and then 500 steps of 2048 rows by `tv`; " in card
     assert (assets / "eagle3-kl-loss.png").read_text() == "eagle3-kl"
     loaded = load_target(assets / "target", progress=False)
     assert loaded.config.dtype == torch.float32
