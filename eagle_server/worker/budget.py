@@ -20,10 +20,10 @@ import numpy as np
 
 from eagle_server.plan import Decode
 from eagle_server.request import SpeculationState
-from eagle_server.worker.cost_model import CostModel
+from eagle_server.worker.cost_model import PROPOSING, CostModel
 from eagle_server.worker.recent_trees import TREES, Floats, Ints, RecentTrees
 
-_EVERY = 4  # cycles that a choice holds, and one more for each of as many requests
+_EVERY = 4  # cycles that a choice holds, and two more for each of as many requests
 _GAIN = 1.01  # drafting must promise this many times the speed of plain decoding
 _PROBE_SHARE = 0.004  # part of the time that requests may draft although nothing is expected of it
 _PROBED = math.log(0.5)  # what a request must expect of a node to verify it, while drafting does not pay
@@ -206,7 +206,8 @@ class AdaptiveBudget:
         return self._if_it_pays(found)
 
     def _no_choice(self, requests: int, kv: float) -> _Choice:
-        return _Choice(requests, self._cycle + _EVERY + requests // _EVERY, requests / self._plain(requests, kv))
+        until = self._cycle + _EVERY + 2 * requests // _EVERY
+        return _Choice(requests, until, requests / self._plain(requests, kv))
 
     @staticmethod
     def _if_it_pays(choice: _Choice) -> _Choice:
@@ -221,7 +222,9 @@ class AdaptiveBudget:
     def _seconds(self, requests: int, nodes: Floats, drafting: Floats, steps: int, kv: float) -> Floats:
         """Seconds of a cycle in which `drafting` requests draft `steps` levels, and `nodes` of theirs are verified."""
         costs = self.costs
-        drafts = costs.extend.predict(_EXTENDED * drafting) + self._forwards(steps) * costs.step.predict(drafting)
+        forwards = self._forwards(steps)
+        steps_of_time = forwards + PROPOSING if forwards else 0.0
+        drafts = costs.extend.predict(_EXTENDED * drafting) + steps_of_time * costs.step.predict(drafting)
         return costs.speed * (costs.verify.predict(requests + nodes, kv) + drafts) + costs.between
 
     def _probed(self, budget: CycleBudget, others: Ints, rows: Ints, requests: int, kv: float) -> CycleBudget:

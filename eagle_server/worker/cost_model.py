@@ -18,8 +18,9 @@ Floats = NDArray[np.float64]
 
 _KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096], float)
 _KV = 1024.0  # attention's cost is counted per this many KV tokens
-_SHAPE_RATE, _SPEED_RATE = 0.03, 0.1  # how far one observation moves a curve, and the speed
-_LEAK = 0.999  # of the speed's distance to 1 that one observation leaves
+_SHAPE_RATE, _SPEED_RATE = 0.05, 0.1  # how far one observation moves a curve, and the speed
+_LEAK = 0.98  # of the speed's distance to 1 that one observation leaves
+PROPOSING = 0.3  # what proposing takes beside its draft steps, in draft steps
 _LONGEST_WAIT = 0.01  # seconds
 _OUTLIER = 2.0  # an observation counts as at most this many times the prediction, or that fraction of it
 _FARTHEST = 5.0  # factor that a curve may move away from its fit, and the speed from 1
@@ -118,7 +119,7 @@ class CostModel:
     def wait(self, seconds: float) -> None:
         """The time from the end of a cycle to the start of the next one was `seconds`. Long ones are no load."""
         if 0 < seconds < _LONGEST_WAIT:
-            self.between += _SHAPE_RATE * (seconds - self.between)
+            self.between += _SPEED_RATE * (seconds - self.between)
 
     def describe(self, largest: int) -> dict[str, Any]:
         """The curves for /v1/server_info."""

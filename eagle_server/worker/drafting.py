@@ -20,12 +20,11 @@ from eagle_server.speculation.tree import Candidates, EagleVerifyInput, build_tr
 from eagle_server.worker.batch import Batches, DecodeBatch
 from eagle_server.worker.budget import Budget, CycleBudget
 from eagle_server.worker.clock import StageClock
-from eagle_server.worker.cost_model import CostModel
+from eagle_server.worker.cost_model import PROPOSING, CostModel
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.estimates import Estimates
 
-_MANY = 4  # requests, with which every cycle teaches enough
-_LESSONS = 3  # with fewer, every third cycle teaches, because learning takes time too
+_LESSONS = 3  # every third cycle teaches, because learning takes time too
 _BACKLOG_ROWS = 512  # of backlogs that one cycle computes, about
 _DRAFTING_STAGES = ("extend", "propose", "prefill")
 
@@ -126,7 +125,7 @@ class TreeDrafting:
                 requests = upload(budget.drafting, batch.seq_lens.device)
                 tree, sampling = spread(tree, requests, batch.verified_id, batch.seq_lens), batch.sampling
         served = all(decode.text for decode in drafting.decodes)  # warm-up has no text
-        teaches = served and (len(drafting.decodes) >= _MANY or self._cycles % _LESSONS == 0)
+        teaches = served and self._cycles % _LESSONS == 0
         return Drafts(tree, budget, sampling, drafting, requests, estimates, extended, teaches)
 
     def _with_room(self, batch: DecodeBatch, drafting: Sequence[int]) -> tuple[int, ...]:
@@ -204,7 +203,8 @@ class TreeDrafting:
             extend, propose = stages["extend"], stages["propose"]
             if forwards := self.drafter.forwards(drafts.budget.num_steps):
                 requests = len(drafts.batch.seq_lens_host)
-                predicted += forwards * costs.observe(costs.step, requests, 0.0, propose / forwards)
+                steps = forwards + PROPOSING
+                predicted += steps * costs.observe(costs.step, requests, 0.0, propose / steps)
             else:
                 extend += propose
             predicted += costs.observe(costs.extend, drafts.extended, 0.0, extend)

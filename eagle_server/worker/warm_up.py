@@ -10,7 +10,7 @@ import torch
 from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling
 from eagle_server.request import SamplingParams
 from eagle_server.worker.budget import FixedBudget
-from eagle_server.worker.cost_model import CostModel
+from eagle_server.worker.cost_model import PROPOSING, CostModel
 from eagle_server.worker.worker import Worker
 
 _PROMPT = 128  # tokens: enough for the kernels of long prompts
@@ -18,6 +18,8 @@ _GREEDY = RequestSampling(SamplingParams(max_tokens=1, seed=0, temperature=0.0),
 _SAMPLED = RequestSampling(SamplingParams(max_tokens=1, seed=0), key=1)
 _MEASURING = 1.0  # seconds, about
 _REPEATS = 3
+_LONG = 512  # tokens of the longer texts
+_LEAST_PER_KV = 2e-5  # seconds per KV token, as a part of those of one row
 _NOTHING = FixedBudget(0, 1)  # to draft
 _TRUNCATED = RequestSampling(SamplingParams(max_tokens=1, seed=0, top_k=50, top_p=0.9), key=1)
 
@@ -43,18 +45,21 @@ def warm_up(worker: Worker, sizes: Iterable[int], lengths: Sequence[int] = (2,))
 def measure_costs(worker: Worker, costs: CostModel, largest: FixedBudget, most: int, longest: int) -> None:
     """Fit `costs` to plain cycles and to cycles of the `largest` trees, in about a second.
 
-    Batches have up to `most` requests, and one has a text of `longest` tokens.
+    Batches have up to `most` requests. Texts are short, but in one batch they have up to `longest` tokens.
     """
     measured = _Measured(worker)
+    measured.plain(1)  # the first cycles of a process are slow
     began = time.perf_counter()
     for size in dict.fromkeys(min(each, most) for each in (1, 8, most, 4, 16, 2, 32)):
         measured.plain(size)
         measured.drafting(size, largest)
         if time.perf_counter() - began > _MEASURING:
             break
-    slope = (measured.plain(1, longest) - measured.verify[1]) / longest
+    several, length = min(8, most), min(longest, _LONG)
+    more = measured.plain(several, length) - measured.plain(several)
+    slope = max(more / (several * length), _LEAST_PER_KV * measured.verify[1])
     worker.run(CyclePlan(released=(worker.batches.pad_row,)))
-    costs.verify.fit(measured.verify, max(0.0, slope))
+    costs.verify.fit(measured.verify, slope)
     costs.extend.fit(measured.extend)
     costs.step.fit(measured.step)
 
@@ -84,7 +89,7 @@ class _Measured:
         forwards = self._worker.drafter.forwards(budget.num_steps)
         self.extend[size * self._worker.batches.accepted_tokens.width] = extend + (0.0 if forwards else propose)
         if forwards:
-            self.step[size] = propose / forwards
+            self.step[size] = propose / (forwards + PROPOSING)
 
     def _run(self, size: int, length: int, budget: FixedBudget) -> dict[str, float]:
         self._worker.drafting.budget = budget

@@ -67,8 +67,8 @@ def test_a_description_is_plain_numbers() -> None:
     assert all(type(each) is float for each in found["verify"]["ms"])
 
 
-@pytest.mark.parametrize("noise", [0.1, 0.4])
-def test_noise_does_not_move_sizes_that_are_never_seen(noise: float) -> None:
+@pytest.mark.parametrize(("noise", "most"), [(0.1, 0.2), (0.4, 0.6)])
+def test_noise_does_not_move_sizes_that_are_never_seen(noise: float, most: float) -> None:
     model, random = CostModel(), np.random.default_rng(1)
     model.verify.fit({1: 5e-3, 8: 6e-3, 512: 80e-3}, per_kv=1e-6)
     expected = model.verify.predict(np.array([1.0, 40.0, 300.0, 5000.0]))
@@ -76,7 +76,7 @@ def test_noise_does_not_move_sizes_that_are_never_seen(noise: float) -> None:
     for _ in range(30_000):
         model.observe(model.verify, 8, 900.0, seconds * random.lognormal(-(noise**2) / 2, noise))
     found = model.speed * model.verify.predict(np.array([1.0, 40.0, 300.0, 5000.0]))
-    assert (abs(found / expected - 1) < 0.35).all(), found / expected
+    assert (abs(found / expected - 1) < most).all(), found / expected
 
 
 def test_nothing_observed_makes_a_prediction_negative_or_not_finite() -> None:
