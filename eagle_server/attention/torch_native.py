@@ -14,6 +14,7 @@ from eagle_server.attention.interface import AttentionBatch, LayerSpec, Layout, 
 from eagle_server.cache.pool import Pool
 from eagle_server.ops.upload import upload
 
+MANY_TREES, SMALL_TREE = 8, 4  # requests from which trees are grouped by size, and nodes of a small one
 SHORT_QUERY = 32  # requests with at most this many query rows share one padded group; each longer one has its own
 
 
@@ -162,7 +163,7 @@ def _groups(batch: AttentionBatch) -> Iterator[_Group]:
     kv_indices, kv_indptr, qo_indptr, mask = attn_args_prefill(batch)
     indices, lens = _Indices(kv_indices, kv_indptr, qo_indptr, batch.layout), batch.layout.q_lens
     if mask is not None:
-        yield _tree_group(indices, mask)
+        yield from _tree_groups(indices, mask)
         return
     short = [i for i, n in enumerate(lens) if n <= SHORT_QUERY]
     if short:
@@ -183,16 +184,37 @@ def _causal_group(indices: _Indices, members: list[int]) -> _Group:
     return _Group(len(members), longest, width, rows, kept, slots.reshape(-1), positions, columns, allowed)
 
 
-def _tree_group(indices: _Indices, mask: TreeMask) -> _Group:
-    """A tree group: every query sees the prefix. In the window after it, a query sees what the mask allows.
+def _tree_groups(indices: _Indices, mask: TreeMask) -> Iterator[_Group]:
+    """One group; or with many requests of different numbers of rows several, so that few rows are padding."""
+    lens = indices.layout.q_lens
+    if len(lens) < MANY_TREES or min(lens) == max(lens):
+        yield _tree_group(indices, mask, list(range(len(lens))))
+        return
+    alone = [i for i, n in enumerate(lens) if n == 1]
+    if alone:  # a root sees everything before it
+        yield _causal_group(indices, alone)
+    small = [i for i, n in enumerate(lens) if 1 < n <= SMALL_TREE]
+    large = [i for i, n in enumerate(lens) if n > SMALL_TREE]
+    for members in (small, large):
+        if members:
+            own, size = upload(members, mask.visible.device), max(lens[i] for i in members)
+            cut = TreeMask(
+                mask.visible.index_select(0, own)[:, :size, :size],
+                row_depths=mask.row_depths.index_select(0, own)[:, :size],
+                column_depths=mask.column_depths.index_select(0, own)[:, :size],
+            )
+            yield _tree_group(indices, cut, members)
+
+
+def _tree_group(indices: _Indices, mask: TreeMask, members: list[int]) -> _Group:
+    """A tree group: every query sees the prefix. In the window after it, a query sees what the members' mask allows.
 
     A request with fewer rows has as many fewer columns. The mask needs no cut there, because no node sees padding.
     """
     size, longest, window = mask.visible.shape
-    members = list(range(size))
     slots, kv_lens = indices.padded_slots(members)
     counts, rows, kept = indices.padded_rows(members)
-    lens = indices.layout.kv_lens
+    lens = [indices.layout.kv_lens[i] for i in members]
     prefix = kv_lens - window + longest - counts  # [g, 1]
     columns = torch.arange(slots.shape[1], device=slots.device)[None].expand(size, -1)
     if rows is None and min(lens) == max(lens):

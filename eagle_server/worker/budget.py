@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -24,10 +24,12 @@ from eagle_server.worker.cost_model import PROPOSING, CostModel
 from eagle_server.worker.recent_trees import TREES, Floats, Ints, RecentTrees
 
 _EVERY = 4  # cycles that a choice holds, and two more for each of as many requests
-_GAIN = 1.01  # drafting must promise this many times the speed of plain decoding
+_GAIN = 1.03  # drafting must promise this many times the speed of plain decoding
+_CLOSE, _COMPARE = 1.5, 32  # with less than this, one cycle in so many is plain, so that both speeds are measured
+_ENOUGH, _SETTLED = 4, 30  # plain cycles, and cycles with drafts, that are compared: the first drafts are not the best
+_VALID = 1000  # cycles after which a comparison starts anew
 _PROBE_SHARE = 0.004  # part of the time that requests may draft although nothing is expected of it
 _PROBED = math.log(0.5)  # what a request must expect of a node to verify it, while drafting does not pay
-_EXTENDED = 2.5  # rows of draft-extend per request, about
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,10 @@ class Budget(Protocol):
         """
         ...
 
+    def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
+        """A cycle without prompts took `seconds`, everything included, and gave `tokens`."""
+        ...
+
     def forget(self, req_pool_index: int) -> None:
         """The request has ended, or was preempted."""
         ...
@@ -82,6 +88,9 @@ class FixedBudget:
         return CycleBudget(drafting, self.num_steps, self.num_draft_tokens)
 
     def drafted(self, decodes: Sequence[Decode], logp: Floats, depths: Floats) -> None:
+        return None
+
+    def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
         return None
 
     def forget(self, req_pool_index: int) -> None:
@@ -108,6 +117,22 @@ class _Choice:
         return self.num_steps, self.num_draft_tokens
 
 
+@dataclass
+class _Speeds:
+    """Measured speeds of plain cycles and cycles with drafts, for about as many requests; [tokens, seconds, cycles]."""
+
+    until: int
+    plain: list[float] = field(default_factory=lambda: [0.0, 0.0, 0])
+    drafted: list[float] = field(default_factory=lambda: [0.0, 0.0, 0])
+
+    @property
+    def gain(self) -> float | None:
+        """How much faster drafting was; None: not known yet."""
+        if self.plain[2] < _ENOUGH or self.drafted[2] < _SETTLED:
+            return None
+        return self.drafted[0] / self.drafted[1] / (self.plain[0] / self.plain[1])
+
+
 class AdaptiveBudget:
     """Maximizes the expected tokens per second of each cycle.
 
@@ -128,6 +153,7 @@ class AdaptiveBudget:
         self._forwards = forwards
         self._cycle, self._credit = 0, 0.0
         self._choice = _Choice(0, 0)
+        self._speeds: dict[int, _Speeds] = {}  # by the logarithm of the number of requests
 
     def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
         self._cycle += 1
@@ -139,12 +165,35 @@ class AdaptiveBudget:
         choice = self._choice
         if self._cycle >= choice.until or abs(requests - choice.requests) > requests // _EVERY:
             choice = self._choice = (self._best_shape if self.shapes else self._best)(rows, requests, kv)
+        if choice.num_steps and not self._holds(choice, requests):
+            return NOTHING
         wanted = (self.trees.best[rows] >= math.exp(choice.least_logp)) & bool(choice.num_steps)
         if self.shapes:
             wanted[:] = wanted.any()
         self._credit += _PROBE_SHARE * self._plain(requests, kv)
         budget = CycleBudget(tuple(map(int, candidates[wanted])), *choice.shape, choice.least_logp)
         return self._probed(budget, candidates[~wanted], rows[~wanted], requests, kv)
+
+    def _holds(self, choice: _Choice, requests: int) -> bool:
+        """Whether this cycle shall draft as was chosen: the model may be wrong, so what is close is measured too."""
+        speeds = self._speeds_for(requests)
+        if speeds.gain is not None and speeds.gain < 1:
+            return False
+        every = _COMPARE if speeds.gain is not None else _SETTLED // _ENOUGH
+        return choice.rate > _CLOSE * choice.plain or self._cycle % every > 0
+
+    def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
+        speeds = self._speeds_for(requests)
+        sums = speeds.drafted if drafted else speeds.plain
+        kept = 0.95  # of older cycles
+        sums[0], sums[1], sums[2] = kept * sums[0] + tokens, kept * sums[1] + seconds, sums[2] + 1
+
+    def _speeds_for(self, requests: int) -> _Speeds:
+        bucket = round(2 * math.log2(requests))
+        speeds = self._speeds.get(bucket)
+        if speeds is None or self._cycle >= speeds.until:
+            speeds = self._speeds[bucket] = _Speeds(self._cycle + _VALID)
+        return speeds
 
     def drafted(self, decodes: Sequence[Decode], logp: Floats, depths: Floats) -> None:
         self.trees.add(decodes, logp, depths, self._cycle)
@@ -224,7 +273,9 @@ class AdaptiveBudget:
         costs = self.costs
         forwards = self._forwards(steps)
         steps_of_time = forwards + PROPOSING if forwards else 0.0
-        drafts = costs.extend.predict(_EXTENDED * drafting) + steps_of_time * costs.step.predict(drafting)
+        # Draft-extend has as many rows for each request as the one with most accepted tokens needs.
+        width = 1 + np.minimum(steps, 1.5 + 0.5 * np.log2(np.maximum(drafting, 1.0)))
+        drafts = costs.extend.predict(width * drafting) + steps_of_time * costs.step.predict(drafting)
         return costs.speed * (costs.verify.predict(requests + nodes, kv) + drafts) + costs.between
 
     def _probed(self, budget: CycleBudget, others: Ints, rows: Ints, requests: int, kv: float) -> CycleBudget:

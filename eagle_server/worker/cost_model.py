@@ -106,8 +106,9 @@ class CostModel:
             return seconds
         predicted = self.speed * float(curve.predict(rows, kv))
         error = min(max(seconds / predicted, 1 / _OUTLIER), _OUTLIER) - 1
-        speed = 1 + (self.speed * (1 + _SPEED_RATE * error) - 1) * _LEAK
-        self.speed = min(max(speed, 1 / _FARTHEST), _FARTHEST)
+        if curve is self.verify:  # the longest stage, and in every cycle
+            speed = 1 + (self.speed * (1 + _SPEED_RATE * error) - 1) * _LEAK
+            self.speed = min(max(speed, 1 / _FARTHEST), _FARTHEST)
         curve.move(rows, kv, error)
         return predicted
 

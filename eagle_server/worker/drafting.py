@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,8 @@ from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.estimates import Estimates
 
 _LESSONS = 3  # every third cycle teaches, because learning takes time too
+_LEARNING_RATE = 0.05
+_LONGEST_WAIT = 0.01  # seconds between cycles of a loaded engine
 _BACKLOG_ROWS = 512  # of backlogs that one cycle computes, about
 _DRAFTING_STAGES = ("extend", "propose", "prefill")
 
@@ -75,6 +77,7 @@ class TreeDrafting:
         self.drafter, self.batches, self.budget = drafter, batches, budget
         self.estimates = batches.estimates
         self.costs: CostModel | None = None
+        self._learning = 0.0  # mean seconds that `finish` takes after a cycle with drafts
         self._cycles, self._ended = 0, 0.0  # how many there were, and when the last one ended
         self.observers: list[Callable[[EagleVerifyInput, Accepted, int], None]] = []  # get trees, paths, requests
 
@@ -90,11 +93,8 @@ class TreeDrafting:
 
     def draft(self, batch: DecodeBatch, clock: StageClock) -> Drafts:
         """Trees for all requests of the batch. Those that do not draft have the root alone."""
-        for decode in batch.decodes:
-            if not decode.speculative:
-                self.batches.accepted_tokens.give_up(decode)
-        budget = self.budget.choose(batch.decodes, self.batches.can_draft(batch.decodes))
-        budget = replace(budget, drafting=self._with_room(batch, budget.drafting))
+        with clock.stage("budget"):
+            budget = self._choose(batch)
         with clock.stage("extend"):
             drafting = self.batches.drafting(batch, budget)
         self._cycles += 1
@@ -128,6 +128,13 @@ class TreeDrafting:
         teaches = served and self._cycles % _LESSONS == 0
         return Drafts(tree, budget, sampling, drafting, requests, estimates, extended, teaches)
 
+    def _choose(self, batch: DecodeBatch) -> CycleBudget:
+        for decode in batch.decodes:
+            if not decode.speculative:
+                self.batches.accepted_tokens.give_up(decode)
+        budget = self.budget.choose(batch.decodes, self.batches.can_draft(batch.decodes))
+        return replace(budget, drafting=self._with_room(batch, budget.drafting))
+
     def _with_room(self, batch: DecodeBatch, drafting: Sequence[int]) -> tuple[int, ...]:
         """Those of the requests whose backlogs are computed in this cycle; the others draft in later ones."""
         room, kept = _BACKLOG_ROWS, list[int]()
@@ -157,18 +164,20 @@ class TreeDrafting:
         """
         if drafts is None:
             return result
-        expected = 0.0
+        began, expected = time.perf_counter(), 0.0
         if estimates:
             logp = estimates[0][: len(drafts.budget.drafting)]
             expected = float(np.exp(logp[logp >= drafts.budget.least_logp]).sum())
         if drafts.teaches and estimates:
             self._learn(drafts, estimates)
+        if drafts.batch is not None:
+            self._learning += _LEARNING_RATE * (time.perf_counter() - began - self._learning)
         drafting = CycleDrafting(
             steps=drafts.budget.num_steps if drafts.batch else 0,
             requests=len(drafts.budget.drafting),
             rows=rows,
             expected=expected,
-            predicted_seconds=self._time(plan, result.stage_seconds, drafts, rows),
+            predicted_seconds=self._time(plan, result, drafts, rows),
         )
         accepted = self.batches.accepted_tokens
         computed = tuple(accepted.start(decode) for decode in plan.decodes) if self.drafter.uses_features else ()
@@ -188,19 +197,25 @@ class TreeDrafting:
         kinds = np.broadcast_to(sampled, tried.shape)[tried]
         self.estimates.observe(guesses[tried], depths[tried], kinds, reached[:, 1:-1][tried])
 
-    def _time(self, plan: CyclePlan, stages: Mapping[str, float], drafts: Drafts, rows: int) -> float:
+    def _time(self, plan: CyclePlan, result: CycleResult, drafts: Drafts, rows: int) -> float:
         """Update the cost model by the stages' seconds. Returns what it had predicted for decoding, in seconds."""
-        costs, now = self.costs, time.perf_counter()
+        costs, now, stages = self.costs, time.perf_counter(), result.stage_seconds
+        tokens = sum(len(output.tokens) for output in result.decodes)
         ended, self._ended = self._ended, now
-        if costs is None or not (drafts.teaches or (drafts.batch is None and self._cycles % _LESSONS == 0)):
+        waited = now - ended - sum(stages.values())
+        if not plan.chunks and waited < _LONGEST_WAIT:
+            drafted = drafts.batch is not None
+            self.budget.took(len(plan.decodes), drafted=drafted, tokens=tokens, seconds=now - ended)
+        if costs is None or not (drafts.teaches or drafts.batch is None):
             return 0.0
-        costs.wait(now - ended - sum(stages.values()))
+        if drafts.batch is None:  # the others wait while estimates learn
+            costs.wait(waited)
         kv = float(sum(decode.seq_len for decode in plan.decodes))
         total = sum(seconds for stage, seconds in stages.items() if stage != "prefill")
         verify = sum(seconds for stage, seconds in stages.items() if stage not in _DRAFTING_STAGES)
         predicted = costs.observe(costs.verify, rows, kv, verify)
         if drafts.batch is not None:
-            extend, propose = stages["extend"], stages["propose"]
+            extend, propose = stages["extend"] + self._learning, stages["propose"]
             if forwards := self.drafter.forwards(drafts.budget.num_steps):
                 requests = len(drafts.batch.seq_lens_host)
                 steps = forwards + PROPOSING

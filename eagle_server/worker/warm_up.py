@@ -87,7 +87,9 @@ class _Measured:
         extend, propose = stages.pop("extend"), stages.pop("propose")
         self.verify.setdefault(self._rows, sum(stages.values()))  # tries of the padding row are empty
         forwards = self._worker.drafter.forwards(budget.num_steps)
-        self.extend[size * self._worker.batches.accepted_tokens.width] = extend + (0.0 if forwards else propose)
+        batches = self._worker.batches
+        width = batches.accepted_tokens.width if batches.sizes else 1  # here every request has accepted one token
+        self.extend[size * width] = extend + (0.0 if forwards else propose)
         if forwards:
             self.step[size] = propose / (forwards + PROPOSING)
 

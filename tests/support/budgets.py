@@ -34,6 +34,9 @@ class RandomBudget:
     def drafted(self, decodes: Sequence[Decode], logp: Floats, depths: Floats) -> None:
         assert logp.shape == depths.shape and len(logp) == len(decodes) and logp.size
 
+    def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
+        assert requests > 0 and tokens >= 0 and seconds > 0
+
     def forget(self, req_pool_index: int) -> None:
         return None
 

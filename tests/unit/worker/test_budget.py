@@ -44,7 +44,19 @@ def settled(budget: AdaptiveBudget, decodes: list[Decode], chance: float, cycles
     for _ in range(cycles):
         chosen.append(budget.choose(decodes, [True] * len(decodes)))
         draft(budget, decodes, chosen[-1], dict.fromkeys(range(len(decodes)), chance))
+        take(budget, decodes, chosen[-1], chance)
     return chosen
+
+
+def take(budget: AdaptiveBudget, decodes: list[Decode], chosen: CycleBudget, chance: float) -> None:
+    """The cycle takes as long as the model says, and gives as many tokens as are expected."""
+    count, drafting = float(len(decodes)), float(len(chosen.drafting))
+    levels = [d for d in range(1, chosen.num_steps + 1) if d * math.log(chance) >= chosen.least_logp - 1e-9]
+    tokens = count + drafting * sum(chance**depth for depth in levels)
+    nodes, drafts = np.array([drafting * len(levels)]), np.array([drafting])
+    kv = sum(each.seq_len for each in decodes)
+    seconds = float(budget._seconds(len(decodes), nodes, drafts, chosen.num_steps, kv)[0])
+    budget.took(len(decodes), drafted=bool(chosen.drafting), tokens=round(tokens), seconds=seconds)
 
 
 def adaptive(model: CostModel, **given: object) -> AdaptiveBudget:
@@ -121,10 +133,23 @@ def test_the_choice_is_the_best_of_all_chains_by_the_formula(chance: float) -> N
         verify = float(model.verify.predict(requests * (steps + 1), kv))
         if not steps:
             return tokens / verify
-        extend = float(model.extend.predict(2.5 * drafting)[0])
+        width = 1 + min(steps, 1.5 + 0.5 * math.log2(requests))
+        extend = float(model.extend.predict(width * drafting)[0])
         proposing = (steps - 1 + PROPOSING if steps > 1 else 0) * float(model.step.predict(drafting)[0])
         return tokens / (verify + extend + proposing)
 
     best = max(range(STEPS + 1), key=rate)
     kept = sum(depth * math.log(chance) >= chosen.least_logp - 1e-9 for depth in range(1, chosen.num_steps + 1))
     assert rate(kept if len(chosen.drafting) > 1 else 0) > 0.98 * rate(best)
+
+
+def test_what_was_measured_to_be_slower_is_not_done_whatever_the_model_says() -> None:
+    budget, decodes = adaptive(costs(2e-4)), [decode(i) for i in range(16)]
+    for _ in range(200):
+        chosen = budget.choose(decodes, [True] * 16)
+        draft(budget, decodes, chosen, dict.fromkeys(range(16), 0.6))
+        drafted = bool(chosen.drafting)
+        budget.took(16, drafted=drafted, tokens=30 if drafted else 16, seconds=30e-3 if drafted else 12e-3)
+    assert sum(len(budget.choose(decodes, [True] * 16).drafting) > 1 for _ in range(50)) == 0
+    few = [len(budget.choose(decodes[:1], [True]).drafting) for _ in range(50)]
+    assert sum(few) > 35, "other loads are measured for themselves"
