@@ -153,7 +153,8 @@ class AdaptiveBudget:
         self._forwards = forwards
         self._cycle, self._credit = 0, 0.0
         self._choice = _Choice(0, 0)
-        self._speeds: dict[int, _Speeds] = {}  # by the logarithm of the number of requests
+        self._speeds: dict[tuple[int, int], _Speeds] = {}  # by the number of requests, and the share that is sampled
+        self._sampled = 0  # of the newest cycle, in halves
 
     def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
         self._cycle += 1
@@ -162,6 +163,7 @@ class AdaptiveBudget:
             return NOTHING
         kv, requests = float(sum(decode.seq_len for decode in decodes)), len(decodes)
         rows = self.trees.rows([each for each, may in zip(decodes, able, strict=True) if may])
+        self._sampled = round(2 * sum(each.sampling.params.temperature > 0 for each in decodes) / requests)
         choice = self._choice
         if self._cycle >= choice.until or abs(requests - choice.requests) > requests // _EVERY:
             choice = self._choice = (self._best_shape if self.shapes else self._best)(rows, requests, kv)
@@ -189,7 +191,7 @@ class AdaptiveBudget:
         sums[0], sums[1], sums[2] = kept * sums[0] + tokens, kept * sums[1] + seconds, sums[2] + 1
 
     def _speeds_for(self, requests: int) -> _Speeds:
-        bucket = round(2 * math.log2(requests))
+        bucket = (round(2 * math.log2(requests)), self._sampled)
         speeds = self._speeds.get(bucket)
         if speeds is None or self._cycle >= speeds.until:
             speeds = self._speeds[bucket] = _Speeds(self._cycle + _VALID)

@@ -112,8 +112,9 @@ class TreeEngines:
             "--max-total-tokens": self.task.batch * (longest + self._window),
         }
         sizes = [text for flag, number in numbers.items() for text in (flag, str(number))]
-        fixed = ["--disable-radix-cache", "--speculative-adaptive", "off"]
-        return parse_args([*(self.flags if base is None else base), *sizes, *fixed, *flags], environ={})
+        given = [*(self.flags if base is None else base), *flags]
+        fixed = [] if "NONE" in given else ["--speculative-adaptive", "off"]
+        return parse_args([*given, *sizes, *fixed, "--disable-radix-cache"], environ={})
 
 
 def complete(

@@ -188,6 +188,7 @@ def test_statistics_count_what_was_done(target: TargetModel) -> None:
     assert stats.kv_slots_free == stats.kv_slots_total
     assert 0 < stats.kv_slots_cached < stats.kv_slots_total
     assert set(stats.stage_seconds) == {
+        "budget",
         "extend",
         "propose",
         "build_tree",
