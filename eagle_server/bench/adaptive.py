@@ -106,7 +106,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Run the parts; returns 0, 1 if an answer differs from plain's, or 2 with one line on stderr."""
     arguments = _arguments(argv)
-    servers = SERVERS | {label: tuple(shlex.split(flags)) for label, _, flags in map(_parted, arguments.server)}
+    given = (text.partition("=") for text in arguments.server)
+    servers = SERVERS | {label: tuple(shlex.split(flags)) for label, _, flags in given}
     console, results, differing = Console(width=110), dict[str, Any](), 0
     arguments.out.mkdir(parents=True, exist_ok=True)
     try:
@@ -129,10 +130,6 @@ def main(argv: Sequence[str]) -> int:
             write_json(arguments.out / "adaptive.json", vars(arguments) | {"servers": flags}, results)
             console.print(f"written: {arguments.out / 'adaptive.json'}")
     return int(differing > 0)
-
-
-def _parted(text: str) -> tuple[str, str, str]:
-    return text.partition("=")
 
 
 def _start(servers: Mapping[str, Sequence[str]], parts: Sequence[str], stack: ExitStack) -> list[Server]:

@@ -21,6 +21,7 @@ def _as_switch(value: object) -> object:
     return {"True": "on", "False": "off"}.get(str(value).title(), value)  # YAML reads on and off as booleans
 
 
+Switch = Annotated[Literal["on", "off"], BeforeValidator(_as_switch)]
 Algorithm = Literal[
     "NONE",
     "EAGLE",
@@ -73,7 +74,7 @@ class SpeculativeSection(Section):
         "steps + 1 if topk is 1; default for NGRAM: 16; X+NGRAM: nodes of both together; default for MEDUSA+NGRAM: "
         "the size of Medusa's tree",
     )
-    adaptive: Annotated[Literal["on", "off"], BeforeValidator(_as_switch)] | None = Field(
+    adaptive: Switch | None = Field(
         default=None,
         description="on: steps, topk and draft tokens are the largest tree; each cycle drafts as much of it, for as "
         "many requests, as is expected to pay on this machine under its present load, which may be nothing; off: every "
@@ -110,7 +111,7 @@ class SpeculativeSection(Section):
         description="number of the newest tokens of all requests that --speculative-ngram-share keeps; default: "
         f"{NGRAM_SHARE_TOKENS}",
     )
-    coupling: Annotated[Literal["on", "off"], BeforeValidator(_as_switch)] | None = Field(
+    coupling: Switch | None = Field(
         default=None,
         description="on: above temperature 0 drafters rank tokens by their probability and by the random numbers with "
         "which the target will draw, so they guess the draw itself and more drafts are kept; off: by probability "

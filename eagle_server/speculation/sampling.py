@@ -134,8 +134,8 @@ def draw_rows(
     own, requests = own.index_select(0, places), requests.index_select(0, places)
     first = positions[:, 0]
     offsets = positions.take(rows.index_select(0, places)) - first.index_select(0, requests)
-    first, table = first.index_select(0, sampling.stochastic), sampling.noise
-    if table is not None and table.values.shape[1] >= span and table.first.equal(first):
+    first = first.index_select(0, sampling.stochastic)
+    if (table := _shared_table(sampling, first, span)) is not None:
         noise = table.values.flatten(0, 1).index_select(0, own * table.values.shape[1] + offsets)
     else:  # of each position that a row has, once
         drawn_at, number = torch.unique(own * span + offsets, return_inverse=True)
@@ -250,18 +250,16 @@ def _noise_from(keys: Tensor, first: Tensor, vocab_size: int, span: int) -> Nois
     return NoiseTable(first, noise.view(len(keys), span, vocab_size))
 
 
-def _table(sampling: SamplingBatch, first: Tensor, vocab_size: int, span: int) -> NoiseTable:
-    """The noise of at least `span` positions from `first` int64 [s] on: the cycle's, or a new table."""
+def _shared_table(sampling: SamplingBatch, first: Tensor, span: int) -> NoiseTable | None:
+    """The cycle's noise, if it has at least `span` positions from `first` int64 [s] on."""
     table = sampling.noise
-    if table is not None and table.values.shape[1] >= span and table.first.equal(first):
-        return table
-    return _noise_from(sampling.keys, first, vocab_size, span)
+    return table if table is not None and table.values.shape[1] >= span and table.first.equal(first) else None
 
 
 def _noise(sampling: SamplingBatch, positions: Tensor, vocab_size: int, span: int) -> Tensor:
     """Noise [s, rows, vocab]. A request's rows have at most `span` positions, and each position is drawn once."""
     first = positions[:, 0]
-    table = _table(sampling, first, vocab_size, span)
+    table = _shared_table(sampling, first, span) or _noise_from(sampling.keys, first, vocab_size, span)
     n, span = table.values.shape[:2]
     if positions.shape[1] == span == 1:
         return table.values

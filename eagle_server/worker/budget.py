@@ -20,7 +20,7 @@ import numpy as np
 
 from eagle_server.plan import Decode
 from eagle_server.request import SpeculationState
-from eagle_server.worker.cost_model import PROPOSING, CostModel
+from eagle_server.worker.cost_model import CostModel, draft_steps
 from eagle_server.worker.recent_trees import TREES, Floats, Ints, RecentTrees
 
 _EVERY = 4  # cycles that a choice holds, and two more for each of as many requests
@@ -206,7 +206,7 @@ class AdaptiveBudget:
     def state(self) -> SpeculationState:
         """The newest choice."""
         choice = self._choice
-        drafting = choice.rate >= _GAIN * choice.plain > 0
+        drafting = choice.num_steps > 0
         speeds = f"{choice.rate:.0f} tokens/s against {choice.plain:.0f} expected for {choice.requests} requests"
         if not choice.plain:
             words = "nothing was decoded yet"
@@ -273,11 +273,10 @@ class AdaptiveBudget:
     def _seconds(self, requests: int, nodes: Floats, drafting: Floats, steps: int, kv: float) -> Floats:
         """Seconds of a cycle in which `drafting` requests draft `steps` levels, and `nodes` of theirs are verified."""
         costs = self.costs
-        forwards = self._forwards(steps)
-        steps_of_time = forwards + PROPOSING if forwards else 0.0
         # Draft-extend has as many rows for each request as the one with most accepted tokens needs.
         width = 1 + np.minimum(steps, 1.5 + 0.5 * np.log2(np.maximum(drafting, 1.0)))
-        drafts = costs.extend.predict(width * drafting) + steps_of_time * costs.step.predict(drafting)
+        drafts = costs.extend.predict(width * drafting)
+        drafts = drafts + draft_steps(self._forwards(steps)) * costs.step.predict(drafting)
         return costs.speed * (costs.verify.predict(requests + nodes, kv) + drafts) + costs.between
 
     def _probed(self, budget: CycleBudget, others: Ints, rows: Ints, requests: int, kv: float) -> CycleBudget:

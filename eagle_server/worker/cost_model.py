@@ -20,11 +20,34 @@ _KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 
 _KV = 1024.0  # attention's cost is counted per this many KV tokens
 _SHAPE_RATE, _SPEED_RATE = 0.05, 0.1  # how far one observation moves a curve, and the speed
 _LEAK = 0.98  # of the speed's distance to 1 that one observation leaves
-PROPOSING = 0.3  # what proposing takes beside its draft steps, in draft steps
-_LONGEST_WAIT = 0.01  # seconds
+_PROPOSING = 0.3  # what proposing takes beside its draft steps, in draft steps
+LONGEST_WAIT = 0.01  # seconds between cycles of a loaded engine
 _OUTLIER = 2.0  # an observation counts as at most this many times the prediction, or that fraction of it
 _FARTHEST = 5.0  # factor that a curve may move away from its fit, and the speed from 1
 _SHORTEST = 1e-6  # seconds
+
+
+def draft_steps(forwards: int) -> float:
+    """How many draft steps proposing takes as long as, if it has so many forwards. 0: it counts as draft-extend."""
+    return forwards + _PROPOSING if forwards else 0.0
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one cycle by what they depend on, see `CostModel`. None: no draft step was made."""
+
+    verify: float
+    extend: float = 0.0
+    step: float | None = None
+
+    @classmethod
+    def of(cls, stages: Mapping[str, float], forwards: int) -> StageTimes:
+        """From the seconds of a cycle's stages, without its prompts. `forwards`: of the drafter's propose."""
+        verify = sum(seconds for stage, seconds in stages.items() if stage not in ("extend", "propose", "prefill"))
+        extend, propose = stages.get("extend", 0.0), stages.get("propose", 0.0)
+        if steps := draft_steps(forwards):
+            return cls(verify, extend, propose / steps)
+        return cls(verify, extend + propose)
 
 
 class CostCurve:
@@ -119,7 +142,7 @@ class CostModel:
 
     def wait(self, seconds: float) -> None:
         """The time from the end of a cycle to the start of the next one was `seconds`. Long ones are no load."""
-        if 0 < seconds < _LONGEST_WAIT:
+        if 0 < seconds < LONGEST_WAIT:
             self.between += _SPEED_RATE * (seconds - self.between)
 
     def describe(self, largest: int) -> dict[str, Any]:

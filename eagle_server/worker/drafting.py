@@ -20,15 +20,13 @@ from eagle_server.speculation.tree import Candidates, EagleVerifyInput, build_tr
 from eagle_server.worker.batch import Batches, DecodeBatch
 from eagle_server.worker.budget import Budget, CycleBudget
 from eagle_server.worker.clock import StageClock
-from eagle_server.worker.cost_model import PROPOSING, CostModel
+from eagle_server.worker.cost_model import LONGEST_WAIT, CostModel, StageTimes, draft_steps
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.estimates import Estimates
 
 _LESSONS = 3  # every third cycle teaches, because learning takes time too
 _LEARNING_RATE = 0.05
-_LONGEST_WAIT = 0.01  # seconds between cycles of a loaded engine
 _BACKLOG_ROWS = 512  # of backlogs that one cycle computes, about
-_DRAFTING_STAGES = ("extend", "propose", "prefill")
 
 
 @dataclass(frozen=True)
@@ -50,27 +48,23 @@ class Drafts:
     teaches: bool = False
 
     def to_copy(self, tree: EagleVerifyInput, accepted: Accepted) -> tuple[Tensor, ...]:
-        """What `TreeDrafting.finish` reads on the host; `tree` are the trees that were verified."""
+        """What `TreeDrafting.finish` reads on the host. `tree` and `accepted` are those of `batch`, as verified."""
         if self.estimates is None:
             return ()
         if not self.teaches:
             return (self.estimates.path_logp,)
-        estimates, tokens = self.estimates, tree.draft_token.view_as(tree.parents)
-        verified = [tokens, tree.parents, accepted.path]
-        if self.requests is not None:
-            verified = [each.index_select(0, self.requests) for each in verified]
-        guesses = estimates.guesses
+        estimates, guesses = self.estimates, self.estimates.guesses
         if tree.proposed is not None:
-            proposed = tree.proposed if self.requests is None else tree.proposed.index_select(0, self.requests)
-            guesses = guesses.gather(1, proposed)
-        depths = tree.depths[:, 1:] if self.requests is None else tree.depths.index_select(0, self.requests)[:, 1:]
-        return (estimates.path_logp, estimates.depths, guesses, depths, *verified)
+            guesses = guesses.gather(1, tree.proposed)
+        verified = (tree.depths[:, 1:], tree.draft_token.view_as(tree.parents), tree.parents, accepted.path)
+        return (estimates.path_logp, estimates.depths, guesses, *verified)
 
 
 class TreeDrafting:
     """A drafter under a budget.
 
-    `estimates` and `costs` belong to an adaptive budget, and learn from every cycle. None: the budget is fixed.
+    `estimates`, if there are any, learn from cycles that drafted. `costs` belong to an adaptive budget; None: it is
+    fixed.
     """
 
     def __init__(self, drafter: Drafter[Any], batches: Batches, budget: Budget) -> None:
@@ -116,7 +110,8 @@ class TreeDrafting:
             estimates = None
             if self.estimates is not None and tree.scores is not None:
                 guesses = proposal.guesses if isinstance(proposal, Candidates) else None
-                estimates = self.estimates.of(tree, guesses, (drafting.sampling.all_temperature > 0).long())
+                assert drafting.ranking.sampled is not None
+                estimates = self.estimates.of(tree, guesses, drafting.ranking.sampled)
                 tree = replace(tree, scores=estimates.path_logp)
                 if budget.least_logp > -math.inf:
                     tree = without(tree, estimates.path_logp < budget.least_logp)
@@ -145,22 +140,28 @@ class TreeDrafting:
                 room -= length
         return tuple(kept)
 
-    def observe(self, batch: DecodeBatch, drafts: Drafts, tree: EagleVerifyInput, accepted: Accepted) -> None:
-        """Let the drafter see what was accepted of `tree`, the one that was verified for `batch`."""
+    def observe(
+        self, batch: DecodeBatch, drafts: Drafts, tree: EagleVerifyInput, accepted: Accepted
+    ) -> tuple[Tensor, ...]:
+        """Let the drafter see what was accepted of `tree`, the one that was verified for `batch`.
+
+        Returns what `finish` must have on the host.
+        """
         for observe in self.observers:
             observe(tree, accepted, len(batch.decodes))
         if drafts.batch is None:
-            return
+            return ()
         if drafts.requests is not None:
             tree, accepted = tree.of(drafts.requests), accepted.of(drafts.requests)
         self.drafter.observe(drafts.batch, tree, accepted)
+        return drafts.to_copy(tree, accepted)
 
     def finish(
         self, plan: CyclePlan, result: CycleResult, drafts: Drafts | None, estimates: Sequence[NDArray[Any]], rows: int
     ) -> CycleResult:
         """Learn from a cycle, and say in its result what was drafted.
 
-        estimates: `Drafts.to_copy` on the host. rows: of the verify forward.
+        estimates: what `observe` returned, on the host. rows: of the verify forward.
         """
         if drafts is None:
             return result
@@ -203,7 +204,7 @@ class TreeDrafting:
         tokens = sum(len(output.tokens) for output in result.decodes)
         ended, self._ended = self._ended, now
         waited = now - ended - sum(stages.values())
-        if not plan.chunks and waited < _LONGEST_WAIT:
+        if not plan.chunks and waited < LONGEST_WAIT:
             drafted = drafts.batch is not None
             self.budget.took(len(plan.decodes), drafted=drafted, tokens=tokens, seconds=now - ended)
         if costs is None or not (drafts.teaches or drafts.batch is None):
@@ -211,17 +212,13 @@ class TreeDrafting:
         if drafts.batch is None:  # the others wait while estimates learn
             costs.wait(waited)
         kv = float(sum(decode.seq_len for decode in plan.decodes))
-        total = sum(seconds for stage, seconds in stages.items() if stage != "prefill")
-        verify = sum(seconds for stage, seconds in stages.items() if stage not in _DRAFTING_STAGES)
-        predicted = costs.observe(costs.verify, rows, kv, verify)
+        forwards = self.drafter.forwards(drafts.budget.num_steps) if drafts.batch is not None else 0
+        times = StageTimes.of(stages, forwards)
+        predicted = costs.observe(costs.verify, rows, kv, times.verify)
         if drafts.batch is not None:
-            extend, propose = stages["extend"] + self._learning, stages["propose"]
-            if forwards := self.drafter.forwards(drafts.budget.num_steps):
+            if times.step is not None:
                 requests = len(drafts.batch.seq_lens_host)
-                steps = forwards + PROPOSING
-                predicted += steps * costs.observe(costs.step, requests, 0.0, propose / steps)
-            else:
-                extend += propose
-            predicted += costs.observe(costs.extend, drafts.extended, 0.0, extend)
-        costs.compare(predicted, total)
+                predicted += draft_steps(forwards) * costs.observe(costs.step, requests, 0.0, times.step)
+            predicted += costs.observe(costs.extend, drafts.extended, 0.0, times.extend + self._learning)
+        costs.compare(predicted, sum(seconds for stage, seconds in stages.items() if stage != "prefill"))
         return predicted

@@ -18,8 +18,6 @@ from torch import Tensor
 from eagle_server.ops.upload import upload
 from eagle_server.speculation.tree import EagleVerifyInput
 
-Floats = NDArray[np.float64]
-
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96)
 _BINS = len(_EDGES) + 1
 _DEPTHS = 8  # deeper nodes count as this deep
@@ -88,7 +86,11 @@ class AcceptanceEstimates:
         return (self._ratios[bins] + guesses).clamp_(max=_MOST)
 
     def observe(
-        self, guesses: Floats, depths: NDArray[np.int64], sampled: NDArray[np.int64], accepted: NDArray[np.bool_]
+        self,
+        guesses: NDArray[np.float32],
+        depths: NDArray[np.int64],
+        sampled: NDArray[np.int64],
+        accepted: NDArray[np.bool_],
     ) -> None:
         """Nodes whose parents were accepted, [nodes] each: log guesses, depths from 1 on, kind of request, outcome."""
         finite = np.isfinite(guesses)

@@ -15,16 +15,20 @@ from eagle_server.request import TokenLogprob
 
 def to_host(*tensors: Tensor) -> tuple[Any, ...]:
     """Tensors as nested lists. From a GPU they come in one copy."""
-    if not tensors or tensors[0].device.type == "cpu":
-        return tuple(t.tolist() for t in tensors)
-    flat = torch.cat([_as_words(t) for t in tensors]).cpu()
-    pieces = flat.split([t.numel() for t in tensors])
-    return tuple(_from_words(piece, t).tolist() for piece, t in zip(pieces, tensors, strict=True))
+    return tuple(t.tolist() for t in _on_host(tensors))
 
 
 def to_arrays(*tensors: Tensor) -> tuple[NDArray[Any], ...]:
-    """Tensors as arrays, on a CPU of the same memory."""
-    return tuple(t.cpu().numpy() for t in tensors)
+    """Tensors as arrays, on a CPU of the same memory. From a GPU they come in one copy."""
+    return tuple(t.numpy() for t in _on_host(tensors))
+
+
+def _on_host(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    if not tensors or tensors[0].device.type == "cpu":
+        return tensors
+    flat = torch.cat([_as_words(t) for t in tensors]).cpu()
+    pieces = flat.split([t.numel() for t in tensors])
+    return [_from_words(piece, t) for piece, t in zip(pieces, tensors, strict=True)]
 
 
 def _as_words(values: Tensor) -> Tensor:

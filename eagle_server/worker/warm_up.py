@@ -10,7 +10,7 @@ import torch
 from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling
 from eagle_server.request import SamplingParams
 from eagle_server.worker.budget import FixedBudget
-from eagle_server.worker.cost_model import PROPOSING, CostModel
+from eagle_server.worker.cost_model import CostModel, StageTimes
 from eagle_server.worker.worker import Worker
 
 _PROMPT = 128  # tokens: enough for the kernels of long prompts
@@ -83,15 +83,13 @@ class _Measured:
 
     def drafting(self, size: int, budget: FixedBudget) -> None:
         """Cycles in which all requests draft."""
-        stages = self._run(size, 2, budget)
-        extend, propose = stages.pop("extend"), stages.pop("propose")
-        self.verify.setdefault(self._rows, sum(stages.values()))  # tries of the padding row are empty
-        forwards = self._worker.drafter.forwards(budget.num_steps)
+        times = StageTimes.of(self._run(size, 2, budget), self._worker.drafter.forwards(budget.num_steps))
+        self.verify.setdefault(self._rows, times.verify)  # tries of the padding row are empty
         batches = self._worker.batches
         width = batches.accepted_tokens.width if batches.sizes else 1  # here every request has accepted one token
-        self.extend[size * width] = extend + (0.0 if forwards else propose)
-        if forwards:
-            self.step[size] = propose / (forwards + PROPOSING)
+        self.extend[size * width] = times.extend
+        if times.step is not None:
+            self.step[size] = times.step
 
     def _run(self, size: int, length: int, budget: FixedBudget) -> dict[str, float]:
         self._worker.drafting.budget = budget

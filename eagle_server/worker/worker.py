@@ -52,11 +52,11 @@ class Worker:
             with clock.stage("accept"):
                 tree, sampling = token_mask.masked(tree, drafts.sampling)
                 accepted = self.acceptance.accept(tree, verified.logits, sampling)
-                self.drafting.observe(batch, drafts, tree, accepted)
+                learned = self.drafting.observe(batch, drafts, tree, accepted)
             with clock.stage("keep"):
                 self.verifier.keep(batch, tree, accepted)
                 self._record(batch, tree, verified, accepted)
-            decoded = Decoded(verified.logits, accepted, tree, drafts.to_copy(tree, accepted))
+            decoded = Decoded(verified.logits, accepted, tree, learned)
         if plan.chunks:
             with clock.stage("prefill"):
                 drawn = self._prefill(plan.chunks)

@@ -23,6 +23,7 @@ from tests.api.fake_engine import FakeEngine
 
 CHAT = '{"messages": [{"role": "user", "content": "a"}], '
 STALL = 0.5  # seconds. On an idle machine the longest is 0.05, and was 1 to 6 without the limits
+TRIES = 3  # a stall of the server's is there every time, one that other processes made is not
 
 
 def repeated(unit: str, head: str = '{"prompt": [', tail: str = "]}", separator: str = ",") -> str:
@@ -119,13 +120,24 @@ async def stall_during(call: Any) -> tuple[Any, float]:
     return task.result(), longest
 
 
+async def least_stall(send: Callable[[], Any]) -> tuple[Any, float]:
+    """The result of a call, and the least stall of as many tries as it takes, `TRIES` at most."""
+    least = float("inf")
+    for _ in range(TRIES):
+        result, stall = await stall_during(send())
+        least = min(least, stall)
+        if least < STALL:
+            break
+    return result, least
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BODIES)
 async def test_no_body_stops_the_event_loop(http: httpx.AsyncClient, engine: FakeEngine, name: str) -> None:
     path, make, param = BODIES[name]
     body = make()
     assert len(body.encode()) <= MAX_BODY_BYTES
-    response, stall = await stall_during(http.post(path, content=sent(body)))
+    response, stall = await least_stall(lambda: http.post(path, content=sent(body)))
     assert response.status_code == 400, response.text[:200]
     error = response.json()["error"]
     assert (error["param"], error["code"] == "too_many_values") == (param, param is None)
@@ -136,7 +148,7 @@ async def test_no_body_stops_the_event_loop(http: httpx.AsyncClient, engine: Fak
 @pytest.mark.slow
 async def test_as_many_tokens_as_are_allowed_are_detokenized(http: httpx.AsyncClient) -> None:
     body = json.dumps({"tokens": [97] * 520_000})
-    response, stall = await stall_during(http.post("/detokenize", content=sent(body)))
+    response, stall = await least_stall(lambda: http.post("/detokenize", content=sent(body)))
     assert response.json()["prompt"] == "a" * 520_000
     assert stall < STALL
 

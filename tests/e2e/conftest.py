@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from eagle_server.config import DEMO_TARGET, parse_args
 from eagle_server.engine.build import build_engine
 from eagle_server.engine.engine import Engine
+from tests.support.engines import FIXED_TREES
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPTS: list[str] = json.loads((DEMO_TARGET.parent / "prompts.json").read_text())
@@ -55,8 +56,7 @@ def free_port() -> int:
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The server of the README's command. Its trees do not follow the load: that of other tests would decide."""
-    fixed = ("--speculative-adaptive", "off")
-    with serving(tmp_path_factory.mktemp("served") / "log", *README_FLAGS, *fixed) as up:
+    with serving(tmp_path_factory.mktemp("served") / "log", *README_FLAGS, *FIXED_TREES) as up:
         yield up
 
 

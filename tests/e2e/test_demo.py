@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from eagle_server.config import DEMO_TARGET
 from eagle_server.request import Request
 from tests.e2e.conftest import PROMPTS, README_FLAGS, demo_engine
-from tests.support.engines import request, run, tokens_of
+from tests.support.engines import FIXED_TREES, request, run, tokens_of
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
 MEGABYTE = 10**6
@@ -31,7 +31,7 @@ def requests(tokenizer: Tokenizer, temperature: float, count: int, max_tokens: i
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "floor"), [(0.0, 2.7), (1.0, 2.0)])
 def test_mean_accept_length_on_held_out_prompts(tokenizer: Tokenizer, temperature: float, floor: float) -> None:
-    engine = demo_engine(*README_FLAGS)
+    engine = demo_engine(*README_FLAGS, *FIXED_TREES)
     run(engine, requests(tokenizer, temperature, len(PROMPTS), 64))
     totals = engine.stats()
     cycles = totals.drafted_tokens // 12  # a tree of 13 nodes proposes 12

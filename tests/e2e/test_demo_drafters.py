@@ -6,12 +6,13 @@ import pytest
 
 from eagle_server.config import parse_args
 from eagle_server.engine.build import build_engine
-from tests.support.engines import request, run, tokens_of
+from tests.support.engines import FIXED_TREES, request, run, tokens_of
 
 
 def answers(algorithm: str) -> tuple[dict[str, list[int]], str, int]:
     flags = ("--speculative-algorithm", algorithm, "--max-total-tokens", "2048", "--max-running-requests", "4")
-    engine = build_engine(parse_args((*flags, "--cpu-threads", "1"), {}), progress=False)
+    fixed = () if algorithm == "NONE" else FIXED_TREES
+    engine = build_engine(parse_args((*flags, "--cpu-threads", "1", *fixed), {}), progress=False)
     requests = [request(i, range(40 + 3 * i, 60 + 3 * i), ignore_eos=True, max_tokens=40) for i in range(2)]
     outcome = tokens_of(run(engine, requests))
     return outcome, engine.ready().speculative_algorithm, engine.stats().accepted_tokens

@@ -14,7 +14,7 @@ from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.drafters.redrafter import RedrafterDrafter
 from tests.lossless.pairs import Pair, Pairs, redrafter
 from tests.lossless.scenes import REQUESTS, check
-from tests.support.engines import request, run, speculative
+from tests.support.engines import FIXED_TREES, request, run, speculative
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_the_context_is_the_feature_before_each_verified_token(pair: Pair, monke
 @pytest.mark.parametrize("algorithm", [["--speculative-algorithm", "REDRAFTER"], []], ids=["named", "detected"])
 def test_a_head_is_served_by_its_options(pair: Pair, texts: dict[str, list[int]], algorithm: list[str]) -> None:
     paths = ["--model-path", str(pair.directory), "--speculative-draft-model-path", str(pair.draft)]
-    trees = ["--speculative-num-steps", "3", "--topk", "4", "--max-total-tokens", "2048"]
+    trees = ["--speculative-num-steps", "3", "--topk", "4", "--max-total-tokens", "2048", *FIXED_TREES]
     threads = torch.get_num_threads()
     engine = build_engine(parse_args([*paths, *algorithm, *trees], {}), progress=False)
     torch.set_num_threads(threads)

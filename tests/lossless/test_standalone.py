@@ -22,7 +22,16 @@ from eagle_server.worker.worker import Worker
 from tests.lossless.pairs import Pair, Pairs, standalone
 from tests.lossless.scenes import REQUESTS, as_on_a_gpu
 from tests.support import deepseek
-from tests.support.engines import admit_without_reserve, plain, random_target, request, run, speculative, tokens_of
+from tests.support.engines import (
+    FIXED_TREES,
+    admit_without_reserve,
+    plain,
+    random_target,
+    request,
+    run,
+    speculative,
+    tokens_of,
+)
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
 pytestmark = pytest.mark.slow
@@ -121,7 +130,7 @@ def test_a_draft_model_is_served_by_its_options(directory: Path, texts: dict[str
 
 def options(directory: Path, *more: str, draft: str = "smaller") -> Config:
     paths = ["--model-path", str(directory / "target"), "--speculative-draft-model-path", str(directory / draft)]
-    return parse_args([*paths, "--max-total-tokens", "2048", *more], {})
+    return parse_args([*paths, "--max-total-tokens", "2048", *FIXED_TREES, *more], {})
 
 
 def test_a_model_without_its_algorithm_is_recognized(directory: Path) -> None:

@@ -11,14 +11,14 @@ from tests.lossless.conftest import eagle_is_slow
 from tests.lossless.drafters import UNEQUAL
 from tests.lossless.pairs import Pair
 from tests.lossless.scenes import REQUESTS
-from tests.support.engines import run, tokens_of
+from tests.support.engines import FIXED_TREES, run, tokens_of
 
 
 @eagle_is_slow
 def test_a_tree_is_served_by_its_option(pair: Pair, texts: dict[str, list[int]]) -> None:
     paths = ["--model-path", str(pair.directory), "--speculative-draft-model-path", str(pair.draft)]
     override = ["--speculative-draft-config-override", '{"aux_boundaries": [1, 2, 3]}'] if pair.kind == "EAGLE3" else []
-    tree = ["--speculative-token-tree", UNEQUAL, "--max-total-tokens", "2048"]
+    tree = ["--speculative-token-tree", UNEQUAL, "--max-total-tokens", "2048", *FIXED_TREES]
     threads = torch.get_num_threads()
     engine = build_engine(parse_args([*paths, *override, *tree], {}), progress=False)
     torch.set_num_threads(threads)

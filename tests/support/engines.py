@@ -22,6 +22,7 @@ from eagle_server.scheduling.scheduler import Scheduler
 
 CONTEXT = 256
 MARGIN = 64  # RoPE rows past the context, for the trees
+FIXED_TREES = ("--speculative-adaptive", "off")  # for what is counted: else the load of other tests decides
 
 
 @dataclass

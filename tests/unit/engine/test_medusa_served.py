@@ -18,7 +18,7 @@ from eagle_server.speculation.static_tree import PRESETS, truncated
 from eagle_server.training.__main__ import main
 from eagle_server.training.medusa import export_medusa, new_heads
 from eagle_server.training.tiny import TinyPair, tiny_pair
-from tests.support.engines import request, run
+from tests.support.engines import FIXED_TREES, request, run
 
 HEADS = 3
 
@@ -35,8 +35,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 
 def build(files: TinyPair, *flags: str, draft: Path | None = None) -> Engine:
     paths = ["--model-path", str(files.target), "--speculative-draft-model-path", str(draft or files.draft)]
-    paths += ["--speculative-adaptive", "off"]  # these heads are not trained
-    return build_engine(parse_args([*paths, "--max-total-tokens", "512", *flags], environ={}), progress=False)
+    paths += ["--max-total-tokens", "512", *FIXED_TREES]
+    return build_engine(parse_args([*paths, *flags], environ={}), progress=False)
 
 
 @pytest.mark.parametrize("flags", [[], ["--speculative-algorithm", "MEDUSA"]], ids=str)

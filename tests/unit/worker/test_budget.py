@@ -10,7 +10,7 @@ import pytest
 from eagle_server.plan import Decode, RequestSampling
 from eagle_server.request import SamplingParams
 from eagle_server.worker.budget import NOTHING, AdaptiveBudget, CycleBudget
-from eagle_server.worker.cost_model import PROPOSING, CostModel
+from eagle_server.worker.cost_model import CostModel, draft_steps
 from eagle_server.worker.recent_trees import RecentTrees
 
 STEPS, TOPK, SIZE = 5, 4, 8
@@ -135,7 +135,7 @@ def test_the_choice_is_the_best_of_all_chains_by_the_formula(chance: float) -> N
             return tokens / verify
         width = 1 + min(steps, 1.5 + 0.5 * math.log2(requests))
         extend = float(model.extend.predict(width * drafting)[0])
-        proposing = (steps - 1 + PROPOSING if steps > 1 else 0) * float(model.step.predict(drafting)[0])
+        proposing = draft_steps(steps - 1) * float(model.step.predict(drafting)[0])
         return tokens / (verify + extend + proposing)
 
     best = max(range(STEPS + 1), key=rate)
