@@ -25,8 +25,10 @@ from eagle_server.worker.recent_trees import TREES, Floats, Ints, RecentTrees
 
 _EVERY = 4  # cycles that a choice holds, and two more for each of as many requests
 _GAIN = 1.03  # drafting must promise this many times the speed of plain decoding
-_CLOSE, _COMPARE = 1.5, 32  # with less than this, one cycle in so many is plain, so that both speeds are measured
-_ENOUGH, _SETTLED = 4, 30  # plain cycles, and cycles with drafts, that are compared: the first drafts are not the best
+_CLOSE, _COMPARE = 1.5, 32  # with less gain than this, one cycle in so many is plain, so that both speeds are measured
+_ENOUGH = 4  # plain cycles that are compared
+_EARLY, _SETTLED = 8, 30  # cycles with drafts that are compared: at least, and until estimates have learned
+_DOUBT = 0.25  # how much slower drafting may be at first: the first drafts are not the best
 _VALID = 1000  # cycles after which a comparison starts anew
 _PROBE_SHARE = 0.004  # part of the time that requests may draft although nothing is expected of it
 _PROBED = math.log(0.5)  # what a request must expect of a node to verify it, while drafting does not pay
@@ -126,11 +128,12 @@ class _Speeds:
     drafted: list[float] = field(default_factory=lambda: [0.0, 0.0, 0])
 
     @property
-    def gain(self) -> float | None:
-        """How much faster drafting was; None: not known yet."""
-        if self.plain[2] < _ENOUGH or self.drafted[2] < _SETTLED:
-            return None
-        return self.drafted[0] / self.drafted[1] / (self.plain[0] / self.plain[1])
+    def loses(self) -> bool:
+        """Whether drafting was slower, beyond doubt."""
+        if self.plain[2] < _ENOUGH or self.drafted[2] < _EARLY:
+            return False
+        gain = self.drafted[0] / self.drafted[1] / (self.plain[0] / self.plain[1])
+        return gain < 1 - _DOUBT * max(0.0, 1 - self.drafted[2] / _SETTLED)
 
 
 class AdaptiveBudget:
@@ -155,6 +158,7 @@ class AdaptiveBudget:
         self._choice = _Choice(0, 0)
         self._speeds: dict[tuple[int, int], _Speeds] = {}  # by the number of requests, and the share that is sampled
         self._sampled = 0  # of the newest cycle, in halves
+        self._refuted = False  # whether the choice was measured to be slower than plain decoding
 
     def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
         self._cycle += 1
@@ -179,9 +183,10 @@ class AdaptiveBudget:
     def _holds(self, choice: _Choice, requests: int) -> bool:
         """Whether this cycle shall draft as was chosen: the model may be wrong, so what is close is measured too."""
         speeds = self._speeds_for(requests)
-        if speeds.gain is not None and speeds.gain < 1:
+        self._refuted = speeds.loses
+        if self._refuted:
             return False
-        every = _COMPARE if speeds.gain is not None else _SETTLED // _ENOUGH
+        every = _COMPARE if speeds.plain[2] >= _ENOUGH else _ENOUGH
         return choice.rate > _CLOSE * choice.plain or self._cycle % every > 0
 
     def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
@@ -206,12 +211,14 @@ class AdaptiveBudget:
     def state(self) -> SpeculationState:
         """The newest choice."""
         choice = self._choice
-        drafting = choice.num_steps > 0
+        drafting = choice.num_steps > 0 and not self._refuted
         speeds = f"{choice.rate:.0f} tokens/s against {choice.plain:.0f} expected for {choice.requests} requests"
         if not choice.plain:
             words = "nothing was decoded yet"
         elif drafting:
             words = f"on: {choice.num_steps} steps; {speeds}"
+        elif choice.num_steps:
+            words = f"off, because it was measured to be slower than plain decoding, although {speeds}"
         else:
             words = f"off, because it would not pay: at best {speeds}"
         return SpeculationState(

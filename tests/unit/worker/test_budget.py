@@ -151,5 +151,6 @@ def test_what_was_measured_to_be_slower_is_not_done_whatever_the_model_says() ->
         drafted = bool(chosen.drafting)
         budget.took(16, drafted=drafted, tokens=30 if drafted else 16, seconds=30e-3 if drafted else 12e-3)
     assert sum(len(budget.choose(decodes, [True] * 16).drafting) > 1 for _ in range(50)) == 0
+    assert budget.state().choice.startswith("off, because it was measured to be slower than plain decoding")
     few = [len(budget.choose(decodes[:1], [True]).drafting) for _ in range(50)]
     assert sum(few) > 35, "other loads are measured for themselves"
