@@ -1,4 +1,7 @@
-"""The torch_native backend, for any device: gather each request's KV by slot, then attend in padded groups."""
+"""The torch_native backend, for any device: gather each request's KV by slot, then attend in padded groups.
+
+On a CPU with a compiler, `attention.native` attends instead, where it can.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from eagle_server.attention.batches import attn_args_prefill
 from eagle_server.attention.interface import AttentionBatch, LayerSpec, Layout, TreeMask
+from eagle_server.attention.native import NativePlan
 from eagle_server.cache.pool import Pool
 from eagle_server.ops.upload import upload
 
@@ -54,14 +58,15 @@ class TorchNativeAttention:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
+        self._plan = NativePlan.of(pool) or TorchNativePlan(pool)
 
     @property
     def ragged_trees(self) -> bool:
         """On a CPU only. Elsewhere the host would have to wait for the numbers of rows."""
         return self.pool.keys[0].device.type == "cpu"
 
-    def plan(self, layout: Layout) -> TorchNativePlan:  # noqa: ARG002  the batch has the layout too
-        return TorchNativePlan(self.pool)
+    def plan(self, layout: Layout) -> TorchNativePlan | NativePlan:  # noqa: ARG002  the batch has the layout too
+        return self._plan
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,11 @@ class DeviceSection(Section):
         description="compute threads; default: all cores, but 2 for a small model, whose operations are too short to "
         "split further, and 1 of the 2 while other processes keep the cores busy",
     )
+    cpu_kernels: Literal["auto", "native", "torch"] = Field(
+        default="auto",
+        description="who computes on a CPU. native: kernels that are compiled at the first start, in seconds; torch: "
+        "PyTorch; auto: native, or torch where there is no C++ compiler",
+    )
     tp_size: Annotated[int, AfterValidator(_single_device)] = Field(
         default=1, description="devices that the target is split over; only 1 is supported"
     )

@@ -19,6 +19,7 @@ from eagle_server.models.checkpoints.load_draft import Algorithm, LoadedDraft, l
 from eagle_server.models.checkpoints.load_target import load_target, read_model_config
 from eagle_server.models.checkpoints.weights import resolve_checkpoint, resolve_file
 from eagle_server.models.targets.interface import Target
+from eagle_server.ops.native import use_native
 from eagle_server.text.tokenizer import read_tokenizer_file
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ def load_models(config: Config, *, lookahead: int = 0, progress: bool = True) ->
         ValueError, OSError: see `build_engine`.
     """
     device = resolve_device(config)
+    use_native(config.device.cpu_kernels)
     facts = read_model_config(resolve_checkpoint(config.target_path))
     context, lookahead = context_length(config, facts), max(lookahead_bound(config, facts), lookahead)
     target = load_target(

@@ -34,6 +34,8 @@ def resolve_device(config: Config) -> torch.device:
     device = torch.device("cuda", 0) if found and wanted != "cpu" else torch.device("cpu")
     if device.type == "cpu":
         config.device.refuse_gpu_options("torch sees none")
+    elif config.device.cpu_kernels != "auto":
+        raise ConfigError("--cpu-kernels has an effect on a CPU only: drop it, or add --device cpu")
     return device
 
 

@@ -18,6 +18,7 @@ from eagle_server.models.checkpoints.load_draft import LoadedDraft
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.models.targets.interface import Target
+from eagle_server.ops.native import available
 from eagle_server.speculation.accept import Acceptance, Lossless
 from eagle_server.speculation.static_tree import Choices, depth_of, ranks_of, truncated
 from eagle_server.speculation.typical import Typical
@@ -208,6 +209,7 @@ def server_info(config: Config, resolved: EngineConfig, target: Target) -> dict[
         attention_backend=resolved.backend,
         cuda_graph_batch_sizes=list(resolved.graph_sizes),
         cpu_threads=torch.get_num_threads(),
+        cpu_kernels="native" if available(target.embed.device, target.config.dtype) else "torch",
     )
     tree, speculative = resolved.tree, values["speculative"]
     speculative.update(algorithm=resolved.algorithm)

@@ -6,7 +6,8 @@ parameter. Loading, the check for missing tensors and export all use this list.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.config import ModelConfig
+from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.ops.fused import Rotation, add_rms_norm, apply_rope, rms_norm, silu_mul
 from eagle_server.ops.linear import PackedWeight, pack_weight, packed_linear, unpack_weight
+from eagle_server.ops.native import AttentionShape, LayerWeights, NativeDecoder, NativeWeight
 
 Views = Iterator[tuple[str, Tensor]]
 
@@ -44,6 +47,12 @@ class Linear(nn.Module):
         self._packed = pack_weight(self.weight.detach())
         if self._packed.plain is None:
             self.weight = nn.Parameter(self.weight.new_empty(0, self.weight.shape[1]), requires_grad=False)
+
+    @property
+    def native(self) -> tuple[NativeWeight, Tensor | None] | None:
+        """Weight and bias for the native kernels; None: they do not compute this layer."""
+        packed = None if self._packed is None else self._packed.native
+        return None if packed is None else (packed, self.bias)
 
     def dense_weight(self) -> Tensor:
         """The weight [out, in] in the plain layout, whether it is packed or not."""
@@ -157,3 +166,48 @@ def pack_linears(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Linear):
             module.pack()
+    for module in model.modules():
+        if isinstance(module, Fusable):
+            module.fuse()
+
+
+@runtime_checkable
+class Fusable(Protocol):
+    """A model whose layers may be computed by one native call."""
+
+    def fuse(self) -> None:
+        """Prepare that call. The linear layers are packed."""
+        ...
+
+
+def native_decoder(layers: Iterable[nn.Module], norm: RMSNorm | None, rope: RotaryEmbedding) -> NativeDecoder | None:
+    """One native call for all of these packed layers and the norm after them; None: they are not of that kind.
+
+    A first layer that is no `DecoderLayer` gets its input normed, and the residual stream with it.
+    """
+    weights = [_native_layer(layer) for layer in layers]
+    known = [each for each in weights if each is not None]
+    if len(known) < len(weights):
+        return None
+    return NativeDecoder(known, None if norm is None else norm.weight, rope.cos, rope.sin)
+
+
+def _native_layer(layer: Any) -> LayerWeights | None:
+    attention, mlp = getattr(layer, "attention", None), getattr(layer, "mlp", None)
+    if type(attention) is not Attention or type(mlp) is not GatedMLP or not AttentionShape.fits(attention.head_dim):
+        return None
+    linears = [each.native for each in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
+    known = [each for each in linears if each is not None]
+    if len(known) < len(linears):
+        return None
+    spec, q_norm, k_norm = attention.spec, attention.q_norm, attention.k_norm
+    sizes = (attention.heads, attention.kv_heads, attention.head_dim)
+    return LayerWeights(
+        known,
+        input_norm=layer.input_norm.weight if isinstance(layer, DecoderLayer) else None,
+        post_norm=layer.post_norm.weight,
+        q_norm=None if q_norm is None else q_norm.weight,
+        k_norm=None if k_norm is None else k_norm.weight,
+        eps=layer.post_norm.eps,
+        attention=AttentionShape(*sizes, spec.scale, spec.softcap, spec.sliding_window),
+    )

@@ -1,4 +1,4 @@
-"""Linear layers with weights prepacked for oneDNN: 1.6 to 2 times as fast as F.linear on a CPU."""
+"""Linear layers with weights packed for the native kernels of a CPU, or where there are none for oneDNN."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from eagle_server.ops.native import NativeWeight, available, native_linear
 
 _ROWS_HINT = 16  # oneDNN chooses its blocking for this row count, that of a verify window
 _SMALL = 1 << 19  # elements; for smaller weights F.linear is faster on one float32 row (256x512: 7 us against 13 us)
@@ -21,14 +23,17 @@ _STEPS = ((32, 1), (256, 8), (512, 32), (sys.maxsize, 128))
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [out, in] in the plain layout, in oneDNN's blocked layout, or in both where both are used."""
+    """A weight [out, in], for the native kernels; or in the plain layout, in oneDNN's, or in both if both are used."""
 
     plain: Tensor | None
     blocked: Tensor | None
+    native: NativeWeight | None = None
 
 
 def pack_weight(weight: Tensor) -> PackedWeight:
-    """Pack a weight [out, in]. Devices and dtypes that oneDNN does not support keep the plain layout."""
+    """Pack a weight [out, in]. Devices and dtypes without a faster layout keep the plain one."""
+    if available(weight.device, weight.dtype):
+        return PackedWeight(None, None, NativeWeight(weight))
     if not _packable(weight):
         return PackedWeight(weight, None)
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
@@ -40,6 +45,8 @@ def unpack_weight(weight: PackedWeight) -> Tensor:
     """The weight [out, in] in the plain layout, restored bit for bit if it was dropped."""
     if weight.plain is not None:
         return weight.plain
+    if weight.native is not None:
+        return weight.native.dense()
     if weight.blocked is None:
         raise ValueError("an empty PackedWeight")
     return weight.blocked.to_dense()
@@ -47,6 +54,8 @@ def unpack_weight(weight: PackedWeight) -> Tensor:
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """x [rows, in] @ weight^T + bias -> [rows, out]."""
+    if weight.native is not None:
+        return native_linear(x, weight.native, bias)
     if weight.plain is not None and (weight.blocked is None or x.shape[0] == 1):
         return F.linear(x, weight.plain, bias)
     rows = x.shape[0]

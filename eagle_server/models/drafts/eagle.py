@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
+from eagle_server.attention.native import BoundNative
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.interface import DraftOutput, TargetWeights
 from eagle_server.models.drafts.post_norm_head import PostNormHead
-from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views
+from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views, native_decoder
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.llama import llama_layer
 from eagle_server.ops.fused import Rotation
+from eagle_server.ops.native import NativeDecoder
 
 
 @dataclass(frozen=True)
@@ -65,17 +67,25 @@ class EagleHead(PostNormHead):
         self.rope = RotaryEmbedding(config.layers.rope, config.layers.head_dim, context)
         plain = (llama_layer(config.layers, index) for index in range(1, config.layers.num_layers))
         self.layers = nn.ModuleList([EagleLayer(config.layers), *plain])
+        self._native: NativeDecoder | None = None
 
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: BoundAttention) -> DraftOutput:
         """tokens, positions [rows], hidden [rows, H] -> feedback and normed [rows, H], equal in this head."""
-        embedded = self.embedded(tokens)
-        rope = self.rope(positions, embedded.dtype)
+        joined = self.fc(torch.cat([self.embedded(tokens), hidden], dim=-1))
+        if self._native is not None and isinstance(attention, BoundNative):
+            stream = self._native(joined, joined, positions, attention.rows)[1]
+            return DraftOutput(stream.to(joined.dtype), stream)
+        rope = self.rope(positions, joined.dtype)
         first, *rest = self.layers
-        x, residual = first(self.fc(torch.cat([embedded, hidden], dim=-1)), rope, attention)
+        x, residual = first(joined, rope, attention)
         for layer in rest:
             x, residual = layer(x, residual, rope, attention)
         stream = residual + x
         return DraftOutput(stream, stream)
+
+    def fuse(self) -> None:
+        """See `Fusable`."""
+        self._native = native_decoder(self.layers, None, self.rope)
 
     def weight_views(self) -> Views:
         """Every published name with its view of a parameter."""

@@ -22,12 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
+from eagle_server.attention.native import BoundNative
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.interface import DraftOutput, TargetWeights
-from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views
+from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views, native_decoder
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.llama import llama_layer
 from eagle_server.ops.fused import Rotation
+from eagle_server.ops.native import NativeDecoder
 
 FeatureNorm = Literal["none", "each", "concat"]
 
@@ -75,15 +77,15 @@ class Eagle3Layer(nn.Module):
         self, embedded: Tensor, hidden: Tensor, rope: Rotation, attention: BoundAttention
     ) -> tuple[Tensor, Tensor]:
         """embedded, hidden [rows, H] -> two summands of the residual stream [rows, H]. Overwrites no argument."""
+        pair, residual = self.inputs(embedded, hidden)
+        residual = residual + self.attention(pair, rope, attention)  # not in place: the caller may use hidden again
+        return self.mlp(self.post_norm(residual)), residual
+
+    def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The input of attention [rows, 2H], and the residual stream before it [rows, H]."""
         normed = self.hidden_norm(hidden)
-        pair = torch.cat([self.input_norm(embedded), normed], dim=-1)  # [rows, 2H]
-        attended = self.attention(pair, rope, attention)
-        if self.norm_before_residual:
-            normed, residual = self.post_norm.after_add(attended, normed)
-        else:  # not in place: the caller may use hidden again
-            residual = hidden + attended
-            normed = self.post_norm(residual)
-        return self.mlp(normed), residual
+        pair = torch.cat([self.input_norm(embedded), normed], dim=-1)
+        return pair, normed if self.norm_before_residual else hidden
 
     def weight_views(self, prefix: str) -> Views:
         yield f"{prefix}input_layernorm.weight", self.input_norm.weight
@@ -101,6 +103,7 @@ class Eagle3Head(nn.Module):
         self.eagle, self.config = config, config.layers
         self.aux_boundaries = config.aux_boundaries
         self._target = target
+        self._native: NativeDecoder | None = None
         hidden, eps = config.layers.hidden_size, config.layers.rms_norm_eps
         self.embed = nn.Parameter(torch.empty(config.layers.vocab_size, hidden)) if config.own_embed else None
         self.feature_norms = nn.ModuleList(RMSNorm(size, eps) for size in _feature_norm_sizes(config))
@@ -120,6 +123,10 @@ class Eagle3Head(nn.Module):
         used = torch.zeros(config.layers.vocab_size, dtype=torch.bool) if mapped else None
         self.register_buffer("t2d", used, persistent=mapped)
 
+    def fuse(self) -> None:
+        """See `Fusable`."""
+        self._native = native_decoder(self.layers, self.norm, self.rope)
+
     @property
     def draft_vocab_size(self) -> int:
         return self.eagle.draft_vocab_size
@@ -136,8 +143,14 @@ class Eagle3Head(nn.Module):
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: BoundAttention) -> DraftOutput:
         """tokens, positions [rows], hidden [rows, H] -> feedback and normed [rows, H]."""
         embedded = F.embedding(tokens, self._target.embed if self.embed is None else self.embed)
-        rope = self.rope(positions, embedded.dtype)
         first, *rest = self.layers
+        if self._native is not None and isinstance(attention, BoundNative):
+            assert isinstance(first, Eagle3Layer)
+            pair, residual = first.inputs(embedded, hidden)
+            normed, stream, _ = self._native(pair, residual, positions, attention.rows)
+            feedback = normed if self.eagle.norm_output else stream
+            return DraftOutput(feedback.to(embedded.dtype), normed)
+        rope = self.rope(positions, embedded.dtype)
         x, residual = first(embedded, hidden, rope, attention)
         for layer in rest:
             x, residual = layer(x, residual, rope, attention)

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.interface import BoundAttention
+from eagle_server.attention.native import BoundNative
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.interface import DraftOutput, TargetWeights
 from eagle_server.models.drafts.post_norm_head import PostNormHead
-from eagle_server.models.layers import Linear, RMSNorm, Views
+from eagle_server.models.layers import Linear, RMSNorm, Views, native_decoder
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.registry import decoder_layer
+from eagle_server.ops.native import NativeDecoder
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,19 @@ class MtpHead(PostNormHead):
         self.rope = RotaryEmbedding(layers.rope, layers.head_dim, context)
         self.layer = decoder_layer(layers, 0)
         self.norm = RMSNorm(hidden, eps)
+        self._native: NativeDecoder | None = None
+
+    def fuse(self) -> None:
+        """See `Fusable`."""
+        self._native = native_decoder([self.layer], self.norm, self.rope)
 
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: BoundAttention) -> DraftOutput:
         """tokens, positions [rows], hidden [rows, H] -> feedback and normed [rows, H], equal in this head."""
         pair = torch.cat([self.embed_norm(self.embedded(tokens)), self.hidden_norm(hidden)], dim=-1)  # [rows, 2H]
         x = self.eh_proj(pair)
+        if self._native is not None and isinstance(attention, BoundNative):
+            normed = self._native(x, None, positions, attention.rows)[0]
+            return DraftOutput(normed.to(x.dtype), normed)
         normed, _ = self.norm.after_add(*self.layer(x, None, self.rope(positions, x.dtype), attention))
         return DraftOutput(normed, normed)
 

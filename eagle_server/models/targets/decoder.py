@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
+from eagle_server.attention.native import BoundNative
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.layers import Linear, RMSNorm, Views
+from eagle_server.models.layers import Linear, RMSNorm, Views, native_decoder
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.interface import TargetOutput
 from eagle_server.models.targets.registry import decoder_layer
+from eagle_server.ops.native import NativeDecoder
 
 
 class TargetModel(nn.Module):
@@ -30,10 +32,14 @@ class TargetModel(nn.Module):
         self.lm_head = Linear(config.hidden_size, [("lm_head", config.vocab_size)])
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed
+        self._native: NativeDecoder | None = None
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: BoundAttention) -> TargetOutput:
         """tokens, positions [rows] -> hidden states of every row."""
         x = F.embedding(tokens, self.embed)
+        if self._native is not None and isinstance(attention, BoundNative):
+            hidden, _, aux = self._native(x, None, positions, attention.rows, self.aux_boundaries)
+            return TargetOutput(hidden, None if aux is None else aux.to(x.dtype))
         rope = self.rope(positions, x.dtype)
         captured: list[Tensor] = []
         residual: Tensor | None = None
@@ -46,6 +52,10 @@ class TargetModel(nn.Module):
         if len(self.layers) in self.aux_boundaries:
             captured.append(stream)
         return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else None)
+
+    def fuse(self) -> None:
+        """Compute all layers by one native call, if they are of that kind. `pack_linears` calls it."""
+        self._native = native_decoder(self.layers, self.norm, self.rope)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab] in float32."""

@@ -1,0 +1,45 @@
+"""The CPU's attention by compiled kernels: see `ops.native`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from eagle_server.attention.batches import attn_args_prefill
+from eagle_server.attention.interface import AttentionBatch, LayerSpec
+from eagle_server.cache.pool import Pool
+from eagle_server.ops.native import AttentionShape, NativeRows, attends
+
+
+@dataclass(frozen=True)
+class NativePlan:
+    """See `AttentionPlan`. There is nothing to plan. `caches`: keys and values of each layer."""
+
+    caches: tuple[tuple[Tensor, Tensor], ...]
+    graph_key: None = None
+
+    @classmethod
+    def of(cls, pool: Pool) -> NativePlan | None:
+        """None: compiled kernels cannot attend to this pool."""
+        caches = tuple(zip(pool.keys, pool.values, strict=True))
+        return cls(caches) if attends(*caches[0]) else None
+
+    def bind(self, batch: AttentionBatch) -> BoundNative:
+        kv_indices, kv_indptr, qo_indptr, mask = attn_args_prefill(batch)
+        masks = None if mask is None else (mask.visible, mask.row_depths, mask.column_depths)
+        return BoundNative(NativeRows(self.caches, batch.out_cache_loc, (kv_indices, kv_indptr, qo_indptr), masks))
+
+
+@dataclass(frozen=True)
+class BoundNative:
+    """See `BoundAttention`. Fused decoders take `rows` instead of calling `run` for each layer."""
+
+    rows: NativeRows
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
+        """See `BoundAttention.run`."""
+        sizes = (q.shape[1], k.shape[1], q.shape[2])
+        return self.rows.attend(
+            q, k, v, layer.index, AttentionShape(*sizes, layer.scale, layer.softcap, layer.sliding_window)
+        )

@@ -1,0 +1,105 @@
+"""Compiles kernels/cpu for this machine, once: the library is kept in a cache, by sources, compiler and processor.
+
+Without a compiler the torch twins compute everything, which is said in one line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = next((path for path in (HERE / "kernels", HERE.parents[1] / "kernels") if path.is_dir()), HERE) / "cpu"
+CACHE = Path("~/.cache/eagle_server/kernels")
+_NATIVE = "-march=native"
+_FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
+_TIMEOUT = 300  # seconds, for the compiler
+
+logger = logging.getLogger(__name__)
+
+
+class BuildError(ValueError):
+    """The kernels cannot be compiled or loaded here. The message says why."""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The kernels for this machine, compiled now if it has not done that yet.
+
+    Raises:
+        BuildError: there is no compiler, or it fails.
+    """
+    if platform.system() != "Linux":
+        raise BuildError(f"kernels/cpu is for Linux, this is {platform.system()}")
+    path = _cached(CACHE.expanduser())
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path} cannot be loaded ({error})") from None
+
+
+def compile_kernels(output: Path, flags: Sequence[str] = (_NATIVE,)) -> None:
+    """Compile kernels/cpu to the library `output`. `flags` say for which processor.
+
+    Raises:
+        BuildError: there is no compiler, or it fails.
+    """
+    command = [_compiler(), *_FLAGS, *flags, str(SOURCES / "decoder.cpp"), "-o", str(output)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"kernels/cpu cannot be compiled ({error})") from None
+    if done.returncode:
+        reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+        raise BuildError(f"{command[0]} fails: {reason.strip()}")
+
+
+def _cached(directory: Path) -> Path:
+    """The library in this directory. It appears there complete, also if several processes compile it at once."""
+    path, began = directory / f"{_key(_compiler())}.so", time.perf_counter()
+    if path.is_file():
+        return path
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as unfinished:
+            compile_kernels(Path(unfinished) / path.name)
+            (Path(unfinished) / path.name).replace(path)
+    except OSError as error:
+        raise BuildError(f"{directory} cannot be written ({error})") from None
+    logger.info("compiled the CPU kernels in %.1f s into %s", time.perf_counter() - began, path)
+    return path
+
+
+def _compiler() -> str:
+    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if found is None:
+        raise BuildError("there is no C++ compiler (Debian: apt-get install g++)")
+    return found
+
+
+def _key(compiler: str) -> str:
+    """A name for what the library depends on: sources, flags, compiler and processor."""
+    digest = hashlib.sha256(" ".join((*_FLAGS, _NATIVE)).encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + source.read_bytes())
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    digest.update(compiler.encode() + version + _processor().encode())
+    return digest.hexdigest()[:32]
+
+
+def _processor() -> str:
+    """Model and instruction sets of the first processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(line for line in lines if line.startswith(("vendor_id", "model", "flags", "Features")))

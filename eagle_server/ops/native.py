@@ -1,0 +1,338 @@
+"""The compiled CPU kernels of kernels/cpu: linear layers, attention by slots, and whole forwards of a decoder.
+
+Each row is computed in an order that does not depend on the other rows, so a row has the same result, bit for bit, in
+every batch, and a node of a tree the same as its token in plain decoding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from eagle_server.ops.build import BuildError, library
+
+_FLOAT32, _HALVED, _BFLOAT16 = range(3)  # Kind in linear.h
+_LANES = 16
+_LARGEST_HEAD = 512
+
+logger = logging.getLogger(__name__)
+
+
+class _Packed(Structure):
+    _fields_ = (("data", c_void_p), ("bias", c_void_p), ("kind", c_int32), ("inputs", c_int32), ("outputs", c_int32))
+
+
+class _Batch(Structure):
+    _fields_ = (
+        ("rows", c_int32),
+        ("requests", c_int32),
+        ("positions", c_void_p),
+        ("out_cache_loc", c_void_p),
+        ("qo_indptr", c_void_p),
+        ("kv_indptr", c_void_p),
+        ("kv_indices", c_void_p),
+        ("visible", c_void_p),
+        ("row_depths", c_void_p),
+        ("column_depths", c_void_p),
+        ("mask_rows", c_int32),
+        ("mask_columns", c_int32),
+    )
+
+
+class _Cache(Structure):
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("is_bf16", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("window", c_int32),
+    )
+
+
+class _Layer(Structure):
+    _fields_ = (
+        ("qkv", _Packed),
+        ("o", _Packed),
+        ("gate_up", _Packed),
+        ("down", _Packed),
+        ("input_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("cache", _Cache),
+    )
+
+
+class _Decoder(Structure):
+    _fields_ = (
+        ("layers", POINTER(_Layer)),
+        ("norm", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("aux_boundaries", c_void_p),
+        ("count", c_int32),
+        ("hidden", c_int32),
+        ("boundaries", c_int32),
+        ("eps", c_float),
+    )
+
+
+_enabled = True
+
+
+def use_native(wanted: Literal["auto", "native", "torch"]) -> None:
+    """Choose who computes models that are loaded from now on. "auto": the kernels, or torch where there is no compiler.
+
+    Raises:
+        BuildError: "native" is wanted, and the kernels cannot be compiled.
+    """
+    global _enabled  # noqa: PLW0603  one process serves one model
+    _enabled = wanted != "torch"
+    if wanted == "native":
+        library()
+
+
+def available(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether native kernels compute on this device in this dtype."""
+    return _enabled and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and _compiles()
+
+
+@cache
+def _compiles() -> bool:
+    try:
+        library()
+    except BuildError as error:
+        logger.warning("torch computes on the CPU, because the native kernels are not available: %s", error)
+        return False
+    return True
+
+
+@cache
+def _functions() -> Any:
+    functions = library()
+    functions.eagle_session_new.restype = c_void_p
+    functions.eagle_packed_bytes.restype = c_int64
+    for name in ("eagle_pack", "eagle_unpack", "eagle_linear", "eagle_attention", "eagle_decode"):
+        getattr(functions, name).restype = None
+    return functions
+
+
+@cache
+def _session_of(threads: int) -> c_void_p:
+    return c_void_p(_functions().eagle_session_new(threads))
+
+
+def _session() -> c_void_p:
+    """Threads, as many as torch has now, and scratch memory. All forwards share it."""
+    return _session_of(torch.get_num_threads())
+
+
+class NativeWeight:
+    """A weight [out, in] packed for the native kernels. No other copy of it is kept.
+
+    float32 weights that bfloat16 holds exactly, as those of most checkpoints, take half the memory.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.dtype, (self.outputs, self.inputs) = weight.dtype, weight.shape
+        full = weight.detach().float().contiguous()
+        if weight.dtype == torch.bfloat16:
+            self._kind = _BFLOAT16
+        else:
+            self._kind = _HALVED if torch.equal(full, full.bfloat16().float()) else _FLOAT32
+        shape = self.struct(None)
+        self.data = torch.empty(_functions().eagle_packed_bytes(byref(shape)), dtype=torch.uint8)
+        _functions().eagle_pack(byref(shape), _pointer(full), _pointer(self.data))
+
+    def struct(self, bias: Tensor | None) -> _Packed:
+        """`bias` float32 [out] must outlive the result, as this object must."""
+        data = _pointer(self.data) if hasattr(self, "data") else None
+        return _Packed(data, None if bias is None else _pointer(bias), self._kind, self.inputs, self.outputs)
+
+    def dense(self) -> Tensor:
+        """The weight [out, in], bit for bit."""
+        out = torch.empty(self.outputs, self.inputs)
+        _functions().eagle_unpack(byref(self.struct(None)), _pointer(out))
+        return out.to(self.dtype)
+
+
+def native_linear(x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:
+    """x [rows, in] @ weight^T + bias -> [rows, out], in the dtype of x. The sums are float32."""
+    full, added = _floats(x), None if bias is None else _floats(bias)
+    out = torch.empty(len(full), weight.outputs)
+    packed = weight.struct(added)
+    _functions().eagle_linear(_session(), byref(packed), _pointer(full), len(full), _pointer(out))
+    return out.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The attention of a layer: heads, kv_heads, head_dim, and scale, softcap and window as in `LayerSpec`."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    softcap: float
+    window: int
+
+    @staticmethod
+    def fits(head_dim: int) -> bool:
+        return head_dim % _LANES == 0 and head_dim <= _LARGEST_HEAD
+
+    def struct(self, keys: Tensor, values: Tensor) -> _Cache:
+        return _Cache(
+            _pointer(keys),
+            _pointer(values),
+            int(keys.dtype == torch.bfloat16),
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.scale,
+            self.softcap,
+            self.window,
+        )
+
+
+def attends(keys: Tensor, values: Tensor) -> bool:
+    """Whether the native kernels attend to a layer's cache, keys and values [slots, kv_heads, head_dim]."""
+    fits = keys.is_contiguous() and values.is_contiguous() and values.shape == keys.shape
+    return fits and AttentionShape.fits(keys.shape[2]) and available(keys.device, keys.dtype)
+
+
+class NativeRows:
+    """The rows of one forward, as the native kernels read them: their caches, and which slots each row sees."""
+
+    def __init__(
+        self,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        out_cache_loc: Tensor,
+        indices: tuple[Tensor, Tensor, Tensor],
+        mask: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> None:
+        """Their tensors.
+
+        Args:
+            caches: keys and values of each layer, [slots, kv_heads, head_dim].
+            out_cache_loc: int64 [rows], the slots of the rows.
+            indices: kv_indices, kv_indptr and qo_indptr, int32.
+            mask: visible, row_depths and column_depths of a `TreeMask`; None: causal.
+        """
+        self.caches = caches
+        self._tensors = [tensor.contiguous() for tensor in (out_cache_loc, *indices, *(mask or ()))]  # keeps them alive
+        slots, kv_indices, kv_indptr, qo_indptr, *masks = map(_pointer, self._tensors)
+        rows, columns = mask[0].shape[1:] if mask is not None else (0, 0)
+        count, requests = len(out_cache_loc), len(indices[2]) - 1
+        pointers = (slots, qo_indptr, kv_indptr, kv_indices, *(masks or (None, None, None)))
+        self.struct = _Batch(count, requests, None, *pointers, rows, columns)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, shape: AttentionShape) -> Tensor:
+        """Write k and v [rows, kv_heads, head_dim] to the cache of a layer, then attend: [rows, heads, head_dim]."""
+        out, full = torch.empty(q.shape), [_floats(x) for x in (q, k, v)]
+        cache = shape.struct(*self.caches[layer])
+        _functions().eagle_attention(
+            *(_session(), byref(self.struct), byref(cache)),
+            *(_pointer(x) for x in full),
+            _pointer(out),
+        )
+        return out.to(q.dtype)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer: weights and biases, and norm weights, as in `models.layers.DecoderLayer`. None: there is none."""
+
+    linears: Sequence[tuple[NativeWeight, Tensor | None]]  # qkv, o, gate_up, down
+    input_norm: Tensor | None
+    post_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    attention: AttentionShape
+
+
+class NativeDecoder:
+    """The layers of a decoder and its last norm, computed by one call. Sums and the residual stream are float32."""
+
+    def __init__(self, layers: Sequence[LayerWeights], norm: Tensor | None, cos: Tensor, sin: Tensor) -> None:
+        """cos, sin: float32 [context, head_dim], the first half of the sine negated. All norms have the same `eps`."""
+        self.layers, self.hidden = tuple(layers), len(layers[0].post_norm)
+        self._kept: list[Tensor] = []
+        self._norm = None if norm is None else self._keep(norm)
+        self._cos, self._sin, self._eps = self._keep(cos), self._keep(sin), layers[0].eps
+        self._structs = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
+        self._caches: Sequence[tuple[Tensor, Tensor]] = ()
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        rows: NativeRows,
+        aux_boundaries: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(norm of the last residual stream, that stream, the streams at `aux_boundaries` side by side or None).
+
+        All are float32. Without a last norm the first is not computed.
+
+        Args:
+            x: the first stream [rows, hidden]; or if the first layer has no input norm its normed input, and `residual`
+                is the stream.
+            positions: int64 [rows].
+            rows: with the caches of all layers.
+        """
+        full, count = _floats(x), len(x)
+        stream = full.clone() if residual is None else residual.float().clone()
+        hidden, places = torch.empty_like(stream), positions.contiguous()
+        aux = torch.empty(count, len(aux_boundaries) * self.hidden) if aux_boundaries else None
+        boundaries = (c_int32 * len(aux_boundaries))(*aux_boundaries)
+        self._bind(rows.caches)
+        decoder = _Decoder(
+            *(self._structs, self._norm, self._cos, self._sin, ctypes.cast(boundaries, c_void_p)),
+            *(len(self.layers), self.hidden, len(aux_boundaries), self._eps),
+        )
+        rows.struct.positions = _pointer(places)
+        _functions().eagle_decode(
+            *(_session(), byref(decoder), byref(rows.struct)),
+            *(_pointer(full), _pointer(stream), _pointer(hidden), None if aux is None else _pointer(aux)),
+        )
+        return hidden, stream, aux
+
+    def _bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        if self._caches is caches:
+            return
+        self._caches = caches
+        for struct, layer, pair in zip(self._structs, self.layers, caches, strict=True):
+            struct.cache = layer.attention.struct(*pair)
+
+    def _layer(self, layer: LayerWeights) -> _Layer:
+        linears = (weight.struct(None if bias is None else self._kept_floats(bias)) for weight, bias in layer.linears)
+        norms = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
+        return _Layer(*linears, *(None if norm is None else self._keep(norm) for norm in norms), _Cache())
+
+    def _keep(self, tensor: Tensor) -> c_void_p:
+        return _pointer(self._kept_floats(tensor))
+
+    def _kept_floats(self, tensor: Tensor) -> Tensor:
+        self._kept.append(_floats(tensor.detach()))
+        return self._kept[-1]
+
+
+def _floats(x: Tensor) -> Tensor:
+    return x.float().contiguous()
+
+
+def _pointer(tensor: Tensor) -> c_void_p:
+    return c_void_p(tensor.data_ptr())

@@ -1,0 +1,194 @@
+// Attention over the paged cache, by slots. The scores of a query are kept for all columns, and then added in the order of
+// the columns, without those that its mask hides. So a node of a tree has the same result, bit for bit, as its token has
+// in plain decoding, where the same columns stand in the same order.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "team.h"
+#include "vector.h"
+
+// The rows of one forward: AttentionBatch of eagle_server/attention/interface.py.
+struct Batch {
+    int32_t rows, requests;
+    const int64_t* positions;      // [rows]
+    const int64_t* out_cache_loc;  // [rows]
+    const int32_t* qo_indptr;      // [requests + 1]
+    const int32_t* kv_indptr;      // [requests + 1]
+    const int32_t* kv_indices;
+    const uint8_t* visible;        // [requests, mask_rows, mask_columns], or null: causal
+    const int64_t* row_depths;     // [requests, mask_rows]
+    const int64_t* column_depths;  // [requests, mask_columns]
+    int32_t mask_rows, mask_columns;
+};
+
+// One layer of a KV pool: [slots, kv_heads, head_dim] each.
+struct Cache {
+    void* keys;
+    void* values;
+    int32_t is_bf16, heads, kv_heads, head_dim;
+    float scale, softcap;
+    int32_t window;
+};
+
+constexpr int LARGEST_HEAD = 512;
+constexpr int COLUMNS = 8;  // columns whose scores are computed at once
+
+static inline Vector load_kv(const Cache& cache, const void* pool, int64_t place) {
+    return cache.is_bf16 ? load_bf16((const uint16_t*)pool + place) : load((const float*)pool + place);
+}
+
+// The slots of a request may lie anywhere, so no machine guesses which one comes next.
+static inline void fetch(const Cache& cache, const void* pool, int64_t place) {
+    const char* from = (const char*)pool + place * (cache.is_bf16 ? 2 : 4);
+    for (int line = 0; line < cache.head_dim * (cache.is_bf16 ? 2 : 4); line += 64) __builtin_prefetch(from + line);
+}
+
+// What the lanes of a block see. A lane is one query head of one row.
+struct Lanes {
+    int count, full_from, full_to, end;  // columns [full_from, full_to) are seen by all lanes, none from `end` on
+    int begin;
+    int row[LANES], head[LANES], position[LANES], first[LANES], last[LANES];  // last: exclusive, in the prefix
+};
+
+static bool sees(const Batch& batch, const Cache& cache, const Lanes& lanes, int lane, int request, int prefix, int column) {
+    if (!batch.visible || column < prefix) return column >= lanes.first[lane] && column < lanes.last[lane];
+    int64_t place = (int64_t)request * batch.mask_rows + lanes.row[lane];
+    int64_t offset = column - prefix;
+    if (!batch.visible[place * batch.mask_columns + offset]) return false;
+    int64_t depth = batch.column_depths[(int64_t)request * batch.mask_columns + offset];
+    return !cache.window || prefix + depth > lanes.position[lane] - cache.window;
+}
+
+// One block of 16 lanes of one request and KV head. q, out: [rows, heads, head_dim]; `scores` holds [columns][16] floats.
+static void attend(
+    const Batch& batch, const Cache& cache, int request, int kv_head, int block, const float* q, float* out, float* scores) {
+    const int dim = cache.head_dim, shared = cache.heads / cache.kv_heads;
+    const int q0 = batch.qo_indptr[request], q_len = batch.qo_indptr[request + 1] - q0;
+    const int32_t* slots = batch.kv_indices + batch.kv_indptr[request];
+    const int kv_len = batch.kv_indptr[request + 1] - batch.kv_indptr[request];
+    const int prefix = batch.visible ? kv_len - batch.mask_columns + batch.mask_rows - q_len : kv_len - q_len;
+
+    Lanes lanes;
+    lanes.count = std::min(LANES, q_len * shared - block * LANES);
+    lanes.begin = lanes.full_to = kv_len;
+    lanes.full_from = lanes.end = 0;
+    for (int lane = 0; lane < lanes.count; lane++) {
+        int row = (block * LANES + lane) / shared;
+        int depth = batch.visible ? (int)batch.row_depths[(int64_t)request * batch.mask_rows + row] : row;
+        lanes.row[lane] = row;
+        lanes.head[lane] = kv_head * shared + (block * LANES + lane) % shared;
+        lanes.position[lane] = prefix + depth;
+        lanes.first[lane] = cache.window ? std::max(0, prefix + depth - cache.window + 1) : 0;
+        lanes.last[lane] = batch.visible ? prefix : prefix + row + 1;
+        lanes.begin = std::min(lanes.begin, lanes.first[lane]);
+        lanes.full_from = std::max(lanes.full_from, lanes.first[lane]);
+        lanes.full_to = std::min(lanes.full_to, lanes.last[lane]);
+        lanes.end = std::max(lanes.end, batch.visible ? kv_len : lanes.last[lane]);
+    }
+
+    alignas(64) float queries[LARGEST_HEAD][LANES];  // transposed
+    for (int d = 0; d < dim; d++)
+        for (int lane = 0; lane < LANES; lane++)
+            queries[d][lane] = lane < lanes.count ? cache.scale * q[((int64_t)(q0 + lanes.row[lane]) * cache.heads + lanes.head[lane]) * dim + d] : 0;
+
+    const int64_t slot_size = (int64_t)cache.kv_heads * dim, offset = (int64_t)kv_head * dim;
+    Vector most = all(-INFINITY);
+    alignas(64) float keys[COLUMNS][LARGEST_HEAD];
+    for (int c = lanes.begin; c < lanes.end; c += COLUMNS) {
+        int count = std::min(COLUMNS, lanes.end - c);
+        const float* key[COLUMNS];
+        for (int i = 0; i < COLUMNS; i++) {
+            int64_t place = slots[c + std::min(i, count - 1)] * slot_size + offset;
+            key[i] = (const float*)cache.keys + place;
+            if (cache.is_bf16) {
+                for (int d = 0; d < dim; d += LANES) store(keys[i] + d, load_kv(cache, cache.keys, place + d));
+                key[i] = keys[i];
+            }
+        }
+        for (int i = c + COLUMNS; i < std::min(c + 2 * COLUMNS, lanes.end); i++) fetch(cache, cache.keys, slots[i] * slot_size + offset);
+        Vector sums[COLUMNS] = {};
+        for (int d = 0; d < dim; d++) {
+            Vector query = load(queries[d]);
+            for (int i = 0; i < COLUMNS; i++) sums[i] = fma(all(key[i][d]), query, sums[i]);
+        }
+        for (int i = 0; i < count; i++) {
+            Vector score = sums[i];
+            if (cache.softcap > 0)
+                score = cache.softcap * (1.0f - 2.0f / (1.0f + exponential(score * (2.0f / cache.softcap))));
+            if (c + i < lanes.full_from || c + i >= lanes.full_to) {
+                float each[LANES];
+                store(each, score);
+                for (int lane = 0; lane < lanes.count; lane++)
+                    if (!sees(batch, cache, lanes, lane, request, prefix, c + i)) each[lane] = -INFINITY;
+                score = load(each);
+            }
+            store(scores + (int64_t)(c + i) * LANES, score);
+            most = max(most, score);
+        }
+    }
+    Vector total{};
+    for (int c = lanes.begin; c < lanes.end; c++) {
+        Vector chance = exponential(load(scores + (int64_t)c * LANES) - most);
+        store(scores + (int64_t)c * LANES, chance);
+        total = total + chance;
+    }
+    float totals[LANES];
+    store(totals, total);
+    constexpr int AT_ONCE = 4, WIDE = 4;  // lanes, and vectors of a value
+    for (int lane = 0; lane < lanes.count; lane += AT_ONCE) {
+        for (int d = 0; d < dim; d += WIDE * LANES) {
+            int wide = std::min(WIDE, (dim - d) / LANES);
+            Vector sums[AT_ONCE][WIDE] = {};
+            for (int c = lanes.begin; c < lanes.end; c++) {
+                int64_t place = slots[c] * slot_size + offset + d;
+                const float* chances = scores + (int64_t)c * LANES + lane;
+                if (c + COLUMNS < lanes.end) fetch(cache, cache.values, slots[c + COLUMNS] * slot_size + offset + d);
+                Vector value[WIDE];
+                for (int i = 0; i < wide; i++) value[i] = load_kv(cache, cache.values, place + i * LANES);
+                for (int l = 0; l < AT_ONCE; l++) {
+                    if (chances[l] == 0) continue;  // the value may be no number
+                    for (int i = 0; i < wide; i++) sums[l][i] = fma(all(chances[l]), value[i], sums[l][i]);
+                }
+            }
+            for (int l = lane; l < std::min(lane + AT_ONCE, lanes.count); l++) {
+                float* to = out + ((int64_t)(q0 + lanes.row[l]) * cache.heads + lanes.head[l]) * dim + d;
+                for (int i = 0; i < wide; i++) store(to + i * LANES, sums[l - lane][i] / totals[l]);
+            }
+        }
+    }
+}
+
+static int longest_kv(const Batch& batch) {
+    int longest = 0;
+    for (int i = 0; i < batch.requests; i++) longest = std::max(longest, batch.kv_indptr[i + 1] - batch.kv_indptr[i]);
+    return longest;
+}
+
+// Every request, KV head and block of lanes. `scores(thread)` gives room for [longest_kv][16] floats.
+template <class Scores>
+static void attend_all(Team& team, const Batch& batch, const Cache& cache, const float* q, float* out, const Scores& scores) {
+    const int shared = cache.heads / cache.kv_heads;
+    int most = 0;  // blocks of a request
+    for (int i = 0; i < batch.requests; i++)
+        most = std::max(most, ((batch.qo_indptr[i + 1] - batch.qo_indptr[i]) * shared + LANES - 1) / LANES);
+    team.run(batch.requests * cache.kv_heads * most, [&](int tile, int thread) {
+        int request = tile / (cache.kv_heads * most), kv_head = tile / most % cache.kv_heads, block = tile % most;
+        int rows = batch.qo_indptr[request + 1] - batch.qo_indptr[request];
+        if (block * LANES < rows * shared) attend(batch, cache, request, kv_head, block, q, out, scores(thread));
+    });
+}
+
+// Store k, v [rows, kv_heads, head_dim] of row `row`, `stride` floats apart, in its slot.
+static void write_row(const Batch& batch, const Cache& cache, int row, const float* k, const float* v) {
+    int size = cache.kv_heads * cache.head_dim;
+    int64_t place = batch.out_cache_loc[row] * (int64_t)size;
+    if (!cache.is_bf16) {
+        memcpy((float*)cache.keys + place, k, 4 * size);
+        memcpy((float*)cache.values + place, v, 4 * size);
+        return;
+    }
+    store_bf16((uint16_t*)cache.keys + place, k, size);
+    store_bf16((uint16_t*)cache.values + place, v, size);
+}

@@ -1,0 +1,110 @@
+// Vectors of 16 floats, in GCC's vector extensions: one source for AVX-512, AVX2 and any other machine.
+// Every function computes its lanes independently, so results do not depend on how lanes are used.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+constexpr int LANES = 16;
+
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+
+static inline Vector load(const float* from) {
+    Vector x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+static inline void store(float* to, Vector x) { memcpy(to, &x, sizeof x); }
+
+static inline Vector all(float x) { return x - Vector{}; }
+
+// The first n lanes; the others are 0.
+static inline Vector load_some(const float* from, int n) {
+    Vector x{};
+    memcpy(&x, from, 4 * n);
+    return x;
+}
+
+static inline void store_some(float* to, Vector x, int n) { memcpy(to, &x, 4 * n); }
+
+// a * b + c, rounded once where the machine can. The compiler contracts nothing itself (-ffp-contract=off), so every use
+// of it in this directory rounds alike.
+static inline Vector fma(Vector a, Vector b, Vector c) {
+#if defined(__AVX512F__)
+    return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    float x[LANES], y[LANES], z[LANES];
+    store(x, a), store(y, b), store(z, c);
+    for (int i = 0; i < LANES; i += 8)
+        _mm256_storeu_ps(z + i, _mm256_fmadd_ps(_mm256_loadu_ps(x + i), _mm256_loadu_ps(y + i), _mm256_loadu_ps(z + i)));
+    return load(z);
+#else
+    return a * b + c;
+#endif
+}
+
+// bfloat16 is the upper half of a float.
+static inline Vector load_bf16(const uint16_t* from) {
+    Halves x;
+    memcpy(&x, from, sizeof x);
+    return (Vector)(__builtin_convertvector(x, Words) << 16);
+}
+
+// To the nearest, ties to even. NaN stays NaN.
+static inline Halves to_bf16(Vector x) {
+    Words bits = (Words)x, rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    Words is_nan = (Words)((bits & 0x7fffffff) > 0x7f800000);
+    return __builtin_convertvector(((is_nan & (bits | 0x400000)) | (~is_nan & rounded)) >> 16, Halves);
+}
+
+static inline void store_bf16(uint16_t* to, const float* x, int n) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        Halves halves = to_bf16(load(x + i));
+        memcpy(to + i, &halves, sizeof halves);
+    }
+    if (i < n) {
+        Halves halves = to_bf16(load_some(x + i, n - i));
+        memcpy(to + i, &halves, 2 * (n - i));
+    }
+}
+
+static inline float from_bf16(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
+// Halves of a vector are added until one lane is left.
+static inline float sum(Vector x) {
+    float lanes[LANES];
+    store(lanes, x);
+    for (int n = LANES / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; i++) lanes[i] += lanes[i + n];
+    return lanes[0];
+}
+
+static inline Vector max(Vector a, Vector b) { return a > b ? a : b; }
+
+// e^x with a relative error below 2e-7, 0 below -87.3. Cody and Waite's reduction, Taylor's polynomial to the 7th power.
+static inline Vector exponential(Vector x) {
+    const Vector least = all(-87.33654f), most = all(88.37626f), magic = all(12582912.0f);  // 1.5 * 2^23 rounds
+    Ints tiny = x < least;
+    x = x > most ? most : (x < least ? least : x);
+    Vector shifted = fma(x, all(1.44269504f), magic), n = shifted - magic;
+    Vector r = fma(n, all(2.12194440e-4f), fma(n, all(-0.693359375f), x)), y = all(1.0f / 5040);
+    for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = fma(y, r, all(c));
+    Vector power = (Vector)(((Ints)shifted - (Ints)magic + 127) << 23);
+    return tiny ? Vector{} : y * power;
+}
+
+static inline Vector silu(Vector x) { return x / (1.0f + exponential(-x)); }

@@ -1,0 +1,263 @@
+"""The native CPU kernels against torch: every instruction set, odd sizes, and results that no other row changes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle_server.attention.batches import attn_args_prefill
+from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, Layout, TreeMask
+from eagle_server.attention.native import BoundNative, NativePlan
+from eagle_server.attention.torch_native import TorchNativePlan
+from eagle_server.cache.pool import KVPool
+from eagle_server.models.config import ModelConfig, RopeConfig
+from eagle_server.models.layers import pack_linears
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.ops import build, native
+from eagle_server.ops.build import BuildError, compile_kernels, library
+from eagle_server.ops.native import NativeWeight, native_linear
+
+SLOTS = 400
+MACHINES = {"this machine": ("-march=native",), "AVX2": ("-march=x86-64-v3",), "SSE2": ("-march=x86-64",)}
+
+
+@pytest.fixture(scope="module", params=MACHINES)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The kernels as compiled for this machine, or for lesser ones."""
+    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    compile_kernels(path, MACHINES[request.param])
+    patch = pytest.MonkeyPatch()
+    patch.setattr(native, "library", lambda: ctypes.CDLL(str(path)))
+    forget()
+    yield
+    patch.undo()
+    forget()
+
+
+def forget() -> None:
+    """Use the library that `native.library` gives from now on."""
+    native._functions.cache_clear()
+    native._session_of.cache_clear()
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 17), (64, 16), (255, 100), (256, 640), (130, 65)])
+@pytest.mark.parametrize("kind", ["float32", "halved", "bfloat16"])
+@pytest.mark.usefixtures("kernels", "threads")
+def test_a_linear_layer_is_torchs_and_its_rows_do_not_depend_on_each_other(
+    kind: str, inputs: int, outputs: int
+) -> None:
+    weight, bias = random(outputs, inputs, seed=1) / inputs**0.5, random(outputs, seed=2)
+    weight = weight if kind == "float32" else weight.bfloat16()
+    packed = NativeWeight(weight.float() if kind == "halved" else weight)
+    assert torch.equal(packed.dense(), weight.float() if kind == "halved" else weight)
+    for rows in (1, 2, 5, 6, 7, 13, 97, 200):
+        x = random(rows, inputs, seed=rows)
+        y = native_linear(x, packed, bias)
+        exact = F.linear((x.bfloat16() if kind == "bfloat16" else x).double(), weight.double(), bias.double())
+        torch.testing.assert_close(y.double(), exact, atol=2e-5, rtol=2e-5)
+        assert torch.equal(y, torch.cat([native_linear(row[None], packed, bias) for row in x[:20]] + [y[20:]]))
+
+
+def test_half_the_memory_holds_float32_weights_that_bfloat16_holds_exactly() -> None:
+    exact, other = random(64, 64).bfloat16().float(), random(64, 64)
+    assert len(NativeWeight(exact).data) * 2 == len(NativeWeight(other).data)
+
+
+def pool_of(kv_heads: int, dim: int, dtype: torch.dtype = torch.float32, layers: int = 1) -> KVPool:
+    pool = KVPool(layers, SLOTS, kv_heads, dim, dtype, torch.device("cpu"))
+    pool.data.copy_(random(*pool.data.shape, seed=5))
+    return pool
+
+
+def batch_of(q_lens: list[int], kv_lens: list[int], mask: Causal | TreeMask) -> AttentionBatch:
+    """Requests on scattered slots."""
+    table = torch.randperm(SLOTS - 1, generator=torch.Generator().manual_seed(3)).int()[: 3 * 120].view(3, 120) + 1
+    table, bs = table[: len(q_lens)], len(q_lens)
+    places = [table[i, n - q : n] for i, (q, n) in enumerate(zip(q_lens, kv_lens, strict=True))]
+    layout = Layout(tuple(q_lens), tuple(kv_lens), None if isinstance(mask, Causal) else mask.visible.shape[2])
+    return AttentionBatch(torch.arange(bs), torch.tensor(kv_lens), table, torch.cat(places).long(), mask, layout)
+
+
+def trees(sizes: list[int]) -> TreeMask:
+    """Random trees, parents first, padded to the largest."""
+    generator, rows = torch.Generator().manual_seed(len(sizes)), max(sizes)
+    visible, depths = torch.zeros(len(sizes), rows, rows, dtype=torch.bool), torch.zeros(len(sizes), rows).long()
+    for tree, size in enumerate(sizes):
+        visible[tree, 0, 0] = True
+        for node in range(1, size):
+            parent = int(torch.randint(node, (1,), generator=generator))
+            visible[tree, node] = visible[tree, parent]
+            visible[tree, node, node], depths[tree, node] = True, depths[tree, parent] + 1
+    return TreeMask(visible, depths, depths)
+
+
+BATCHES = {
+    "decode": batch_of([1, 1, 1], [40, 1, 97], Causal()),
+    "prompts": batch_of([30, 5, 1], [30, 77, 20], Causal()),
+    "alone": batch_of([9], [120], Causal()),
+    "trees": batch_of([9, 4, 1], [60, 4, 21], trees([9, 4, 1])),
+    "equal trees": batch_of([13, 13], [40, 73], trees([13, 13])),
+}
+SPECS = {
+    "plain": LayerSpec(0, 0.2),
+    "window": LayerSpec(0, 0.2, sliding_window=6),
+    "softcap": LayerSpec(0, 0.5, softcap=3.0),
+    "both": LayerSpec(0, 0.5, sliding_window=11, softcap=3.0),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 64), (8, 8, 80), (40, 2, 128)])
+@pytest.mark.usefixtures("kernels", "threads")
+def test_attention_is_torchs(name: str, spec: str, heads: int, kv_heads: int, dim: int) -> None:
+    batch, rows = BATCHES[name], sum(BATCHES[name].layout.q_lens)
+    sizes = ((heads, dim), (kv_heads, dim), (kv_heads, dim))
+    q, k, v = (random(rows, *size, seed=seed) for seed, size in enumerate(sizes))
+    mine, theirs = pool_of(kv_heads, dim), pool_of(kv_heads, dim)
+    expected = TorchNativePlan(theirs).bind(batch).run(q, k, v, SPECS[spec])
+    plan = NativePlan.of(mine)
+    assert plan is not None
+    unread = torch.ones(SLOTS, dtype=torch.bool)
+    unread[attn_args_prefill(batch)[0].long()] = False
+    mine.poison(unread.nonzero()[:, 0])
+    found = plan.bind(batch).run(q, k, v, SPECS[spec])
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    read = ~unread
+    assert torch.equal(mine.data[:, :, read], theirs.data[:, :, read])
+
+
+@pytest.mark.usefixtures("kernels", "threads")
+def test_columns_that_no_row_sees_may_hold_no_numbers() -> None:
+    mask = trees([6, 6])
+    mask.visible[:, :, 4:] = False  # as in a draft step: later columns are not written yet
+    batch = batch_of([6, 6], [30, 50], mask)
+    pool, clean = pool_of(2, 32), pool_of(2, 32)
+    hidden = torch.cat([batch.req_to_token[i, n - 2 : n] for i, n in enumerate(batch.layout.kv_lens)]).long()
+    pool.poison(hidden)
+    batch = replace(batch, out_cache_loc=torch.zeros(12, dtype=torch.int64))
+    q, k = random(12, 4, 32), torch.zeros(12, 2, 32)
+    found = BoundNative.run(NativePlan.of(pool).bind(batch), q, k, k, SPECS["plain"])
+    assert torch.equal(found, NativePlan.of(clean).bind(batch).run(q, k, k, SPECS["plain"]))
+    assert found.isfinite().all()
+
+
+def decoder(dtype: torch.dtype, **flags: object) -> TargetModel:
+    """A small random decoder, not packed."""
+    sizes = {"vocab_size": 50, "hidden_size": 48, "intermediate_size": 72, "num_layers": 3, "num_heads": 4}
+    config = ModelConfig(
+        **{"num_kv_heads": 2, "head_dim": 16, **sizes, **flags},  # type: ignore[arg-type]
+        architecture="LlamaForCausalLM",
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(),
+        max_position=200,
+        context_limit=(200, ""),
+        dtype=dtype,
+    )
+    model, generator = TargetModel(config, 200, aux_boundaries=(0, 2, 3)), torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for name, view in model.weight_views():
+            view.copy_(
+                torch.randn(view.shape, generator=generator) * (0.1 if "norm" in name else 0.2) + ("norm" in name)
+            )
+    return model.to(dtype).requires_grad_(requires_grad=False).eval()
+
+
+FLAGS = {
+    "Llama": {},
+    "whole vectors": {"intermediate_size": 128, "hidden_size": 64},
+    "Qwen2": {"qkv_bias": True, "mlp_bias": True, "o_bias": True},
+    "Qwen3": {"qk_norm": True, "head_dim": 48},
+    "Mistral": {"windows": (7, 0, 20)},
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.usefixtures("kernels", "threads")
+def test_one_call_computes_what_the_layers_of_torch_compute(flags: str, name: str) -> None:
+    reference, model = decoder(torch.float32, **FLAGS[flags]), decoder(torch.float32, **FLAGS[flags])
+    pack_linears(model)
+    batch, rows = BATCHES[name], sum(BATCHES[name].layout.q_lens)
+    tokens, positions = torch.arange(rows) % 50, torch.arange(rows)
+    mine, theirs = (pool_of(2, model.config.head_dim, layers=3) for _ in range(2))
+    expected = reference(tokens, positions, TorchNativePlan(theirs).bind(batch))
+    bound = NativePlan.of(mine).bind(batch)
+    found = model(tokens, positions, bound)
+    torch.testing.assert_close(found.hidden, expected.hidden, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(found.aux, expected.aux, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(mine.data, theirs.data, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("kernels", "threads")
+def test_a_row_has_the_same_result_bit_for_bit_alone_in_a_batch_and_in_a_tree(dtype: torch.dtype) -> None:
+    model = decoder(dtype, qk_norm=True, windows=(9, 0, 30))
+    pack_linears(model)
+    text, prompt = torch.arange(60) % 50, 50
+    table = torch.randperm(SLOTS - 1, generator=torch.Generator().manual_seed(4)).int()[:90].view(1, 90) + 1
+
+    def forward(tokens: Tensor, start: int, mask: Causal | TreeMask, pool: KVPool, positions: Tensor) -> Tensor:
+        count = len(tokens)
+        layout = Layout((count,), (start + count,), None if isinstance(mask, Causal) else count)
+        slots = table[0, start : start + count].long()
+        batch = AttentionBatch(torch.tensor([0]), torch.tensor([start + count]), table, slots, mask, layout)
+        return model(tokens, positions, NativePlan.of(pool).bind(batch)).hidden
+
+    alone, chunked, treed = (pool_of(2, 16, dtype, layers=3) for _ in range(3))
+    one_by_one = [forward(text[i : i + 1], i, Causal(), alone, torch.tensor([i])) for i in range(60)]
+    at_once = forward(text[:prompt], 0, Causal(), chunked, torch.arange(prompt))
+    assert torch.equal(torch.cat(one_by_one[:prompt]), at_once)
+    forward(text[:prompt], 0, Causal(), treed, torch.arange(prompt))
+    # Nodes 0, 2, 4 are the text; the odd ones are others' children, and stand between them.
+    mask = torch.eye(6, dtype=torch.bool)
+    for node, parent in ((1, 0), (2, 0), (3, 2), (4, 2), (5, 4)):
+        mask[node] |= mask[parent]
+    depths = torch.tensor([[0, 1, 1, 2, 2, 3]])
+    tokens = torch.tensor([text[prompt], 7, text[prompt + 1], 8, text[prompt + 2], 9])
+    tree = forward(tokens, prompt, TreeMask(mask[None], depths, depths), treed, prompt + depths[0])
+    for node, place in ((0, prompt), (2, prompt + 1), (4, prompt + 2)):
+        assert torch.equal(tree[node], one_by_one[place][0])
+
+
+def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.setattr(native, "library", library)
+    library.cache_clear()
+    native._compiles.cache_clear()
+    try:
+        assert not native.available(torch.device("cpu"), torch.float32)
+        assert "there is no C++ compiler (Debian: apt-get install g++)" in caplog.text
+        with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
+            native.use_native("native")
+    finally:
+        monkeypatch.undo()
+        library.cache_clear()
+        native._compiles.cache_clear()
+        native.use_native("auto")
+
+
+def test_a_failing_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "decoder.cpp").write_text("#error not today\n")
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    with pytest.raises(BuildError, match="not today"):
+        compile_kernels(tmp_path / "out.so")
