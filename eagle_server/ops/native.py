@@ -89,7 +89,7 @@ class _Decoder(Structure):
     )
 
 
-_enabled = True
+_enabled, _threads = True, 0  # 0: as many threads as torch
 
 
 def use_native(wanted: Literal["auto", "native", "torch"]) -> None:
@@ -134,9 +134,15 @@ def _session_of(threads: int) -> c_void_p:
     return c_void_p(_functions().eagle_session_new(threads))
 
 
+def set_threads(threads: int) -> None:
+    """Compute with so many threads from now on."""
+    global _threads  # noqa: PLW0603  one process computes one model
+    _threads = threads
+
+
 def _session() -> c_void_p:
-    """Threads, as many as torch has now, and scratch memory. All forwards share it."""
-    return _session_of(torch.get_num_threads())
+    """Threads and scratch memory. All forwards share it."""
+    return _session_of(_threads or torch.get_num_threads())
 
 
 class NativeWeight:

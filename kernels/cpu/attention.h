@@ -89,9 +89,11 @@ static void attend(
     }
 
     alignas(64) float queries[LARGEST_HEAD][LANES];  // transposed
-    for (int d = 0; d < dim; d++)
-        for (int lane = 0; lane < LANES; lane++)
-            queries[d][lane] = lane < lanes.count ? cache.scale * q[((int64_t)(q0 + lanes.row[lane]) * cache.heads + lanes.head[lane]) * dim + d] : 0;
+    if (lanes.count < LANES) memset(queries, 0, sizeof(float) * LANES * dim);
+    for (int lane = 0; lane < lanes.count; lane++) {
+        const float* from = q + ((int64_t)(q0 + lanes.row[lane]) * cache.heads + lanes.head[lane]) * dim;
+        for (int d = 0; d < dim; d++) queries[d][lane] = cache.scale * from[d];
+    }
 
     const int64_t slot_size = (int64_t)cache.kv_heads * dim, offset = (int64_t)kv_head * dim;
     Vector most = all(-INFINITY);
@@ -136,27 +138,32 @@ static void attend(
     }
     float totals[LANES];
     store(totals, total);
-    constexpr int AT_ONCE = 4, WIDE = 4;  // lanes, and vectors of a value
-    for (int lane = 0; lane < lanes.count; lane += AT_ONCE) {
-        for (int d = 0; d < dim; d += WIDE * LANES) {
-            int wide = std::min(WIDE, (dim - d) / LANES);
-            Vector sums[AT_ONCE][WIDE] = {};
-            for (int c = lanes.begin; c < lanes.end; c++) {
-                int64_t place = slots[c] * slot_size + offset + d;
-                const float* chances = scores + (int64_t)c * LANES + lane;
-                if (c + COLUMNS < lanes.end) fetch(cache, cache.values, slots[c + COLUMNS] * slot_size + offset + d);
-                Vector value[WIDE];
-                for (int i = 0; i < wide; i++) value[i] = load_kv(cache, cache.values, place + i * LANES);
-                for (int l = 0; l < AT_ONCE; l++) {
-                    if (chances[l] == 0) continue;  // the value may be no number
-                    for (int i = 0; i < wide; i++) sums[l][i] = fma(all(chances[l]), value[i], sums[l][i]);
-                }
-            }
-            for (int l = lane; l < std::min(lane + AT_ONCE, lanes.count); l++) {
-                float* to = out + ((int64_t)(q0 + lanes.row[l]) * cache.heads + lanes.head[l]) * dim + d;
-                for (int i = 0; i < wide; i++) store(to + i * LANES, sums[l - lane][i] / totals[l]);
+    auto mix = [&]<int wide>(int lane, int d) {  // AT_ONCE lanes, `wide` vectors of the values
+        constexpr int AT_ONCE = 4;
+        Vector sums[AT_ONCE][wide] = {};
+        for (int c = lanes.begin; c < lanes.end; c++) {
+            int64_t place = slots[c] * slot_size + offset + d;
+            const float* chances = scores + (int64_t)c * LANES + lane;
+            if (c + COLUMNS < lanes.end) fetch(cache, cache.values, slots[c + COLUMNS] * slot_size + offset + d);
+            Vector value[wide];
+            for (int i = 0; i < wide; i++) value[i] = load_kv(cache, cache.values, place + i * LANES);
+            bool hidden = c < lanes.full_from || c >= lanes.full_to;
+            for (int l = 0; l < AT_ONCE; l++) {
+                if (hidden && chances[l] == 0) continue;  // the value may be no number
+                for (int i = 0; i < wide; i++) sums[l][i] = fma(all(chances[l]), value[i], sums[l][i]);
             }
         }
+        for (int l = lane; l < std::min(lane + AT_ONCE, lanes.count); l++) {
+            float* to = out + ((int64_t)(q0 + lanes.row[l]) * cache.heads + lanes.head[l]) * dim + d;
+            for (int i = 0; i < wide; i++) store(to + i * LANES, sums[l - lane][i] / totals[l]);
+        }
+        return lane + AT_ONCE;
+    };
+    for (int d = 0; d < dim;) {
+        int wide = dim - d >= 4 * LANES ? 4 : 1;
+        for (int lane = 0; lane < lanes.count;)
+            lane = wide == 4 ? mix.template operator()<4>(lane, d) : mix.template operator()<1>(lane, d);
+        d += wide * LANES;
     }
 }
 
@@ -166,6 +173,16 @@ static int longest_kv(const Batch& batch) {
     return longest;
 }
 
+// About how long one thread takes.
+static double attention_nanoseconds(const Batch& batch, const Cache& cache) {
+    double blocks = 0;
+    for (int i = 0; i < batch.requests; i++) {
+        int lanes = (batch.qo_indptr[i + 1] - batch.qo_indptr[i]) * (cache.heads / cache.kv_heads);
+        blocks += (double)((lanes + LANES - 1) / LANES) * (batch.kv_indptr[i + 1] - batch.kv_indptr[i] + 8);
+    }
+    return blocks * cache.kv_heads * cache.head_dim * 0.4;
+}
+
 // Every request, KV head and block of lanes. `scores(thread)` gives room for [longest_kv][16] floats.
 template <class Scores>
 static void attend_all(Team& team, const Batch& batch, const Cache& cache, const float* q, float* out, const Scores& scores) {
@@ -173,7 +190,7 @@ static void attend_all(Team& team, const Batch& batch, const Cache& cache, const
     int most = 0;  // blocks of a request
     for (int i = 0; i < batch.requests; i++)
         most = std::max(most, ((batch.qo_indptr[i + 1] - batch.qo_indptr[i]) * shared + LANES - 1) / LANES);
-    team.run(batch.requests * cache.kv_heads * most, [&](int tile, int thread) {
+    team.run(batch.requests * cache.kv_heads * most, attention_nanoseconds(batch, cache), [&](int tile, int thread) {
         int request = tile / (cache.kv_heads * most), kv_head = tile / most % cache.kv_heads, block = tile % most;
         int rows = batch.qo_indptr[request + 1] - batch.qo_indptr[request];
         if (block * LANES < rows * shared) attend(batch, cache, request, kv_head, block, q, out, scores(thread));

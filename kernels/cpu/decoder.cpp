@@ -74,8 +74,9 @@ void silu_mul(const float* gate_up, int size, float* to) {
 
 constexpr int ROW_TILE = 8;
 
-template <class Work> void for_rows(Team& team, int rows, const Work& work) {
-    team.run((rows + ROW_TILE - 1) / ROW_TILE, [&](int tile, int) {
+// `size`: floats of a row.
+template <class Work> void for_rows(Team& team, int rows, int size, const Work& work) {
+    team.run((rows + ROW_TILE - 1) / ROW_TILE, 0.3 * rows * size, [&](int tile, int) {
         for (int row = tile * ROW_TILE; row < std::min(rows, (tile + 1) * ROW_TILE); row++) work(row);
     });
 }
@@ -84,7 +85,7 @@ const uint32_t* prepared(Session& s, const Packed& w, const float* x, int rows) 
     int64_t stride = input_stride(w);
     if (w.kind != BFLOAT16 && stride == w.in) return (const uint32_t*)x;
     uint32_t* to = Session::room(s.input, rows * stride);
-    for_rows(s.team, rows, [&](int row) { prepare_row(w, x + (int64_t)row * w.in, to + row * stride); });
+    for_rows(s.team, rows, w.in, [&](int row) { prepare_row(w, x + (int64_t)row * w.in, to + row * stride); });
     return to;
 }
 
@@ -97,7 +98,7 @@ void layer_forward(Session& s, const Decoder& d, const Layer& l, const Batch& ba
     const int64_t width = (int64_t)(heads + 2 * kv) * dim;
     float* normed = Session::room(s.normed, (int64_t)rows * std::max(hidden, l.qkv.in));
     if (l.input_norm) {
-        for_rows(s.team, rows, [&](int r) {
+        for_rows(s.team, rows, hidden, [&](int r) {
             rms_norm(stream + (int64_t)r * hidden, l.input_norm, d.eps, hidden, normed + (int64_t)r * hidden);
         });
         x = normed;
@@ -105,7 +106,7 @@ void layer_forward(Session& s, const Decoder& d, const Layer& l, const Batch& ba
     float* qkv = Session::room(s.qkv, rows * width);
     product(s, l.qkv, x, rows, qkv);
     float* q = Session::room(s.q, (int64_t)rows * heads * dim);
-    for_rows(s.team, rows, [&](int r) {
+    for_rows(s.team, rows, 2 * (int)width, [&](int r) {
         float *from = qkv + r * width, *keys = from + heads * dim;
         const float *cos = d.cos + batch.positions[r] * dim, *sin = d.sin + batch.positions[r] * dim;
         alignas(64) float turned[LARGEST_HEAD];
@@ -124,7 +125,7 @@ void layer_forward(Session& s, const Decoder& d, const Layer& l, const Batch& ba
         return Session::room(s.scores[thread], (int64_t)columns * LANES);
     });
     product(s, l.o, mixed, rows, stream, true);
-    for_rows(s.team, rows, [&](int r) {
+    for_rows(s.team, rows, hidden, [&](int r) {
         rms_norm(stream + (int64_t)r * hidden, l.post_norm, d.eps, hidden, normed + (int64_t)r * hidden);
     });
     const int inner = l.down.in;
@@ -133,7 +134,7 @@ void layer_forward(Session& s, const Decoder& d, const Layer& l, const Batch& ba
     } else {
         float* both = Session::room(s.qkv, (int64_t)rows * 2 * inner);
         product(s, l.gate_up, normed, rows, both);
-        for_rows(s.team, rows, [&](int r) { silu_mul(both + (int64_t)r * 2 * inner, inner, mixed + (int64_t)r * inner); });
+        for_rows(s.team, rows, 8 * inner, [&](int r) { silu_mul(both + (int64_t)r * 2 * inner, inner, mixed + (int64_t)r * inner); });
     }
     product(s, l.down, mixed, rows, stream, true);
 }
@@ -153,6 +154,7 @@ void eagle_unpack(const Packed* w, float* weight) { unpack(*w, weight); }
 // y [rows, out] = x [rows, in] W^T + bias.
 void eagle_linear(Session* s, const Packed* w, const float* x, int rows, float* y) {
     std::lock_guard lock(s->mutex);
+    s->team.expect(nanoseconds(*w, rows));
     product(*s, *w, x, rows, y);
 }
 
@@ -161,7 +163,8 @@ void eagle_attention(
     Session* s, const Batch* batch, const Cache* cache, const float* q, const float* k, const float* v, float* out) {
     std::lock_guard lock(s->mutex);
     int size = cache->kv_heads * cache->head_dim, columns = longest_kv(*batch);
-    for_rows(s->team, batch->rows, [&](int r) {
+    s->team.expect(attention_nanoseconds(*batch, *cache));
+    for_rows(s->team, batch->rows, size, [&](int r) {
         write_row(*batch, *cache, r, k + (int64_t)r * size, v + (int64_t)r * size);
     });
     attend_all(s->team, *batch, *cache, q, out, [&](int thread) {
@@ -175,6 +178,12 @@ void eagle_decode(
     Session* s, const Decoder* d, const Batch* batch, const float* x, float* stream, float* hidden, float* aux) {
     std::lock_guard lock(s->mutex);
     const int64_t size = d->hidden, rows = batch->rows;
+    double expected = 0;
+    for (const Layer* l = d->layers; l < d->layers + d->count; l++) {
+        for (const Packed* w : {&l->qkv, &l->o, &l->gate_up, &l->down}) expected += nanoseconds(*w, rows);
+        expected += attention_nanoseconds(*batch, l->cache);
+    }
+    s->team.expect(expected);
     for (int i = 0; i <= d->count; i++) {
         for (int b = 0; b < d->boundaries; b++)
             if (d->aux_boundaries[b] == i)
@@ -183,6 +192,6 @@ void eagle_decode(
         if (i < d->count) layer_forward(*s, *d, d->layers[i], *batch, x, stream);
     }
     if (!d->norm) return;
-    for_rows(s->team, rows, [&](int r) { rms_norm(stream + r * size, d->norm, d->eps, size, hidden + r * size); });
+    for_rows(s->team, rows, size, [&](int r) { rms_norm(stream + r * size, d->norm, d->eps, size, hidden + r * size); });
 }
 }

@@ -12,6 +12,7 @@
 constexpr int GROUP = 64;      // outputs of a group
 constexpr int BLOCKS = 4;      // vectors of a group
 constexpr int ROWS = 6;        // of a register block: ROWS * BLOCKS sums, BLOCKS weights and an input in 32 registers
+constexpr int AHEAD = 16;      // steps that weights are fetched ahead
 constexpr int ROW_CHUNK = 96;  // rows of a tile
 
 enum Kind : int32_t {
@@ -64,6 +65,7 @@ template <int kind, int rows, int blocks>
 static inline void multiply(const uint32_t* x, int64_t stride, const uint32_t* weights, int steps, Vector (*sums)[blocks]) {
     Vector acc[rows][blocks] = {};
     for (int k = 0; k < steps; k++) {
+        for (int b = 0; b < blocks; b++) __builtin_prefetch(weights + (int64_t)(k + AHEAD) * GROUP + b * LANES);
         if constexpr (kind == HALVED) {
             for (int b = 0; b < blocks; b++) {
                 Words pairs = load_words(weights + (int64_t)k * GROUP + b * LANES);
@@ -104,6 +106,11 @@ static void multiply_kind(
         case HALVED: return multiply_rows<HALVED, blocks>(rows, x, stride, data, steps, sums);
         default: return multiply_rows<BFLOAT16, blocks>(rows, x, stride, data, steps, sums);
     }
+}
+
+// About how long one thread takes: as long as the weights from memory, or as the sums.
+static inline double nanoseconds(const Packed& w, int rows) {
+    return std::max(packed_bytes(w) / 30.0, (double)rows * w.in * w.out / (w.kind == BFLOAT16 ? 200.0 : 100.0));
 }
 
 // Rows as `multiply` reads them: words, `stride` of them per row. Floats are used where they are, others are rounded.
@@ -160,7 +167,7 @@ struct Tiling {
 static void linear(Team& team, const Packed& w, const uint32_t* x, int rows, float* y, int64_t ld, bool add) {
     int vectors = (w.out + LANES - 1) / LANES;
     Tiling tiling(vectors, rows, team.size());
-    team.run(tiling.tiles(), [&](int tile, int) {
+    team.run(tiling.tiles(), nanoseconds(w, rows), [&](int tile, int) {
         int first = tile / tiling.chunks * tiling.width, m0 = tiling.first_row(tile, rows), m1 = tiling.last_row(tile, rows);
         auto put = [&](int row, int vector, Vector sum) {
             int column = vector * LANES, left = w.out - column;
@@ -188,7 +195,7 @@ static void gated(Team& team, const Packed& w, const uint32_t* x, int rows, floa
     int width = vectors % BLOCKS == 0 ? tiling.width : 1;  // a tile of `up` must start where one of `gate` does
     tiling.width = width;
     tiling.columns = vectors / width;
-    team.run(tiling.tiles(), [&](int tile, int) {
+    team.run(tiling.tiles(), nanoseconds(w, rows), [&](int tile, int) {
         int first = tile / tiling.chunks * width, m0 = tiling.first_row(tile, rows), m1 = tiling.last_row(tile, rows);
         auto columns = [&]<int blocks>() {
             linear_columns<blocks>(w, x, m0, m1, first, [&](int row, Vector* sums) {

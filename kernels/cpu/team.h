@@ -25,9 +25,14 @@ class Team {
 
     int size() const { return (int)threads_.size() + 1; }
 
-    // Calls `work(tile, thread)` for every tile below `tiles`, and returns when all are done.
-    template <class Work> void run(int tiles, const Work& work) {
-        if (tiles <= 1 || threads_.empty()) {
+    // Whether the other threads help in the phases that follow, which take about so long on one thread. Waking them costs
+    // tens of microseconds.
+    void expect(double nanoseconds) { together_ = nanoseconds > WORTH_WAKING && !threads_.empty(); }
+
+    // Calls `work(tile, thread)` for every tile below `tiles`, and returns when all are done. `nanoseconds`: about how long
+    // one thread takes for all.
+    template <class Work> void run(int tiles, double nanoseconds, const Work& work) {
+        if (tiles <= 1 || !together_ || nanoseconds < WORTH_SHARING) {
             for (int tile = 0; tile < tiles; tile++) work(tile, 0);
             return;
         }
@@ -47,6 +52,7 @@ class Team {
         int tiles;
     };
 
+    static constexpr double WORTH_WAKING = 150e3, WORTH_SHARING = 3e3;
     static constexpr int SPINS = 4000;  // about 100 microseconds
     static constexpr int JOBS = 4;      // a late thread may still read the job of an earlier phase
 
@@ -104,5 +110,6 @@ class Team {
     alignas(64) std::atomic<int> done_{0};
     alignas(64) std::atomic<int> asleep_{0};
     std::atomic<bool> stop_{false};
+    bool together_ = false;
     std::vector<std::thread> threads_;
 };
