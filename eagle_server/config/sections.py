@@ -53,6 +53,11 @@ class ModelSection(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="data type of weights and KV; auto: the checkpoint's"
     )
+    quantization: Literal["int8", "int4"] | None = Field(
+        default=None,
+        description="on a CPU, round the weights of the linear layers of target and draft to 8 or 4 bits while loading; "
+        "int4 keeps 8 bits for the lm_head. Inputs are rounded to 8 bits",
+    )
     context_length: Count | None = Field(
         default=None, description="maximum tokens per request, prompt and output together; default: the model's"
     )

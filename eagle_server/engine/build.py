@@ -67,6 +67,7 @@ def load_models(config: Config, *, lookahead: int = 0, progress: bool = True) ->
         lookahead=lookahead,
         device=device,
         progress=progress,
+        quantization=config.model.quantization,
     )
     torch.set_num_threads(config.device.cpu_threads or threads_for(facts))
     if config.draft_path is None:
@@ -82,6 +83,7 @@ def load_models(config: Config, *, lookahead: int = 0, progress: bool = True) ->
         overrides=config.speculative.draft_config_override,
         target_path=config.target_path,
         progress=progress,
+        quantization=config.model.quantization,
     )
     return LoadedModels(target, draft)
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.config import ModelConfig
@@ -19,6 +20,7 @@ from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.ops.fused import Rotation, add_rms_norm, apply_rope, rms_norm, silu_mul
 from eagle_server.ops.linear import PackedWeight, pack_weight, packed_linear, unpack_weight
 from eagle_server.ops.native import AttentionShape, LayerWeights, NativeDecoder, NativeWeight
+from eagle_server.ops.quantize import Quantization
 
 Views = Iterator[tuple[str, Tensor]]
 
@@ -39,12 +41,12 @@ class Linear(nn.Module):
             return packed_linear(x, self._packed, self.bias)
         return F.linear(x, self.weight, self.bias)
 
-    def pack(self) -> None:
-        """Repack the weight for the fastest kernel of this machine. Call it once, after loading.
+    def pack(self, quantization: Quantization | None = None) -> None:
+        """Repack the weight for the fastest kernel of this machine, rounded if asked. Call it once, after loading.
 
         The plain layout of a large weight is dropped; `dense_weight` restores it.
         """
-        self._packed = pack_weight(self.weight.detach())
+        self._packed = pack_weight(self.weight.detach(), quantization)
         if self._packed.plain is None:
             self.weight = nn.Parameter(self.weight.new_empty(0, self.weight.shape[1]), requires_grad=False)
 
@@ -161,11 +163,19 @@ class DecoderLayer(nn.Module):
         yield from self.mlp.weight_views(f"{prefix}mlp.")  # type: ignore[operator]
 
 
-def pack_linears(model: nn.Module) -> None:
-    """Pack every Linear in `model`. Call it once, after the weights are loaded and cast."""
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.pack()
+def pack_linears(model: nn.Module, quantization: Quantization | None = None, *, progress: bool = False) -> None:
+    """Pack every Linear in `model`. Call it once, after the weights are loaded and cast.
+
+    With "int4" an lm_head is rounded to 8 bits, because texts depend on it most.
+
+    Raises:
+        ValueError: `quantization` is asked for where there are no native kernels.
+    """
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    shown = progress and quantization is not None
+    for linear in tqdm(linears, desc=f"round to {quantization}", unit="layer", disable=not shown):
+        is_head = linear.parts[0][0] == "lm_head"
+        linear.pack("int8" if quantization is not None and is_head else quantization)
     for module in model.modules():
         if isinstance(module, Fusable):
             module.fuse()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_server.ops.native import NativeWeight, available, native_linear
+from eagle_server.ops.quantize import Quantization, quantize
 
 _ROWS_HINT = 16  # oneDNN chooses its blocking for this row count, that of a verify window
 _SMALL = 1 << 19  # elements; for smaller weights F.linear is faster on one float32 row (256x512: 7 us against 13 us)
@@ -30,8 +31,16 @@ class PackedWeight:
     native: NativeWeight | None = None
 
 
-def pack_weight(weight: Tensor) -> PackedWeight:
-    """Pack a weight [out, in]. Devices and dtypes without a faster layout keep the plain one."""
+def pack_weight(weight: Tensor, quantization: Quantization | None = None) -> PackedWeight:
+    """Pack a weight [out, in]. Devices and dtypes without a faster layout keep the plain one.
+
+    Raises:
+        ValueError: `quantization` is asked for where there are no native kernels.
+    """
+    if quantization is not None:
+        if not available(weight.device, weight.dtype):
+            raise ValueError(f"--quantization {quantization} needs the native kernels of a CPU (--cpu-kernels native)")
+        return PackedWeight(None, None, NativeWeight(quantize(weight, quantization)))
     if available(weight.device, weight.dtype):
         return PackedWeight(None, None, NativeWeight(weight))
     if not _packable(weight):

@@ -15,11 +15,14 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_server.ops.build import BuildError, library
+from eagle_server.ops.quantize import QuantizedWeight
 
-_FLOAT32, _HALVED, _BFLOAT16 = range(3)  # Kind in linear.h
+_FLOAT32, _HALVED, _BFLOAT16, _INT8, _INT4 = range(5)  # Kind in linear.h
+_GROUP = 64  # outputs that are packed together
 _LANES = 16
 _LARGEST_HEAD = 512
 
@@ -27,7 +30,16 @@ logger = logging.getLogger(__name__)
 
 
 class _Packed(Structure):
-    _fields_ = (("data", c_void_p), ("bias", c_void_p), ("kind", c_int32), ("inputs", c_int32), ("outputs", c_int32))
+    _fields_ = (
+        ("data", c_void_p),
+        ("bias", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("kind", c_int32),
+        ("inputs", c_int32),
+        ("outputs", c_int32),
+        ("quant_group", c_int32),
+    )
 
 
 class _Batch(Structure):
@@ -151,27 +163,43 @@ class NativeWeight:
     float32 weights that bfloat16 holds exactly, as those of most checkpoints, take half the memory.
     """
 
-    def __init__(self, weight: Tensor) -> None:
-        self.dtype, (self.outputs, self.inputs) = weight.dtype, weight.shape
-        full = weight.detach().float().contiguous()
-        if weight.dtype == torch.bfloat16:
-            self._kind = _BFLOAT16
+    def __init__(self, weight: Tensor | QuantizedWeight) -> None:
+        self.scales = self.zeros = None
+        self._group = 0
+        if isinstance(weight, QuantizedWeight):
+            self.dtype, source = torch.float32, weight.codes.contiguous()
+            self.scales, self.zeros, self._group = _padded(weight.scales), _padded(weight.zeros), weight.group
+            self._kind = _INT8 if weight.quantization == "int8" else _INT4
         else:
-            self._kind = _HALVED if torch.equal(full, full.bfloat16().float()) else _FLOAT32
-        shape = self.struct(None)
+            self.dtype, source = weight.dtype, _floats(weight.detach())
+            exact = weight.dtype == torch.float32 and torch.equal(source, source.bfloat16().float())
+            self._kind = _BFLOAT16 if weight.dtype == torch.bfloat16 else _HALVED if exact else _FLOAT32
+        self.outputs, self.inputs = source.shape
+        shape = self._struct(None, None)
         self.data = torch.empty(_functions().eagle_packed_bytes(byref(shape)), dtype=torch.uint8)
-        _functions().eagle_pack(byref(shape), _pointer(full), _pointer(self.data))
+        _functions().eagle_pack(byref(shape), _pointer(source), _pointer(self.data))
 
     def struct(self, bias: Tensor | None) -> _Packed:
         """`bias` float32 [out] must outlive the result, as this object must."""
-        data = _pointer(self.data) if hasattr(self, "data") else None
-        return _Packed(data, None if bias is None else _pointer(bias), self._kind, self.inputs, self.outputs)
+        return self._struct(self.data, bias)
 
     def dense(self) -> Tensor:
-        """The weight [out, in], bit for bit."""
-        out = torch.empty(self.outputs, self.inputs)
+        """The weight [out, in] that is computed with, bit for bit."""
+        out = torch.empty(self.outputs, self.inputs, dtype=torch.float32 if self.scales is None else torch.uint8)
         _functions().eagle_unpack(byref(self.struct(None)), _pointer(out))
-        return out.to(self.dtype)
+        if self.scales is None or self.zeros is None:
+            return out.to(self.dtype)
+        scales, zeros = self.scales[:, : self.outputs], self.zeros[:, : self.outputs]
+        return QuantizedWeight("int8" if self._kind == _INT8 else "int4", out, scales, zeros, self._group).dense()
+
+    def _struct(self, data: Tensor | None, bias: Tensor | None) -> _Packed:
+        pointers = (None if each is None else _pointer(each) for each in (data, bias, self.scales, self.zeros))
+        return _Packed(*pointers, self._kind, self.inputs, self.outputs, self._group)
+
+
+def _padded(values: Tensor) -> Tensor:
+    """[groups, out], padded to whole groups of outputs."""
+    return F.pad(values, (0, -values.shape[1] % _GROUP)).contiguous()
 
 
 def native_linear(x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:

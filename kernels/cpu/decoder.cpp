@@ -83,7 +83,7 @@ template <class Work> void for_rows(Team& team, int rows, int size, const Work& 
 
 const uint32_t* prepared(Session& s, const Packed& w, const float* x, int rows) {
     int64_t stride = input_stride(w);
-    if (w.kind != BFLOAT16 && stride == w.in) return (const uint32_t*)x;
+    if (is_prepared(w)) return (const uint32_t*)x;
     uint32_t* to = Session::room(s.input, rows * stride);
     for_rows(s.team, rows, w.in, [&](int row) { prepare_row(w, x + (int64_t)row * w.in, to + row * stride); });
     return to;
@@ -147,9 +147,9 @@ Session* eagle_session_new(int threads) { return new Session(threads); }
 
 int64_t eagle_packed_bytes(const Packed* w) { return packed_bytes(*w); }
 
-void eagle_pack(const Packed* w, const float* weight, void* to) { pack(*w, weight, to); }
+void eagle_pack(const Packed* w, const void* weight, void* to) { pack(*w, weight, to); }
 
-void eagle_unpack(const Packed* w, float* weight) { unpack(*w, weight); }
+void eagle_unpack(const Packed* w, void* weight) { unpack(*w, weight); }
 
 // y [rows, out] = x [rows, in] W^T + bias.
 void eagle_linear(Session* s, const Packed* w, const float* x, int rows, float* y) {

@@ -1,7 +1,9 @@
 // y = x W^T + b for packed weights. Every element is summed over the columns of W in one order, whatever the number of
 // rows, the thread or the place of a row: a row has the same result, bit for bit, in every batch.
 //
-// A weight [out, in] is packed in groups of 64 outputs: [out / 64][in / pair][64][pair], padded with zeros.
+// A weight [out, in] is packed in groups of 64 outputs: [out / 64][steps][64] words of 4 bytes, padded. A word holds 1, 2, 4
+// or 8 inputs of an output. Inputs of integer weights are rounded to 8 bits, with a scale for each row; integer sums are
+// exact.
 #pragma once
 
 #include <algorithm>
@@ -19,19 +21,23 @@ enum Kind : int32_t {
     FLOAT32 = 0,
     HALVED = 1,    // float32 arithmetic on weights that bfloat16 holds exactly
     BFLOAT16 = 2,  // inputs are rounded to bfloat16 too; sums are float32
+    INT8 = 3,      // a scale for each output; bytes hold the code + 128
+    INT4 = 4,      // a scale and a zero for each output and `quant_group` inputs; nibbles hold the code
 };
 
 struct Packed {
     const void* data;
-    const float* bias;  // [out], or null
-    int32_t kind, in, out;
+    const float* bias;     // [out], or null
+    const float* scales;   // INT8: [padded out]; INT4: [in / quant_group][padded out]
+    const uint8_t* zeros;  // INT4: as the scales
+    int32_t kind, in, out, quant_group;
 };
 
-static inline int pair_of(int kind) { return kind == FLOAT32 ? 1 : 2; }
-static inline int steps_of(const Packed& w) { return (w.in + pair_of(w.kind) - 1) / pair_of(w.kind); }
-static inline int64_t packed_bytes(const Packed& w) {
-    return (int64_t)((w.out + GROUP - 1) / GROUP) * steps_of(w) * GROUP * 4;
-}
+static inline int inputs_of_word(int kind) { return kind == FLOAT32 ? 1 : kind <= BFLOAT16 ? 2 : kind == INT8 ? 4 : 8; }
+static inline int steps_of(const Packed& w) { return (w.in + inputs_of_word(w.kind) - 1) / inputs_of_word(w.kind); }
+static inline int padded_out(const Packed& w) { return (w.out + GROUP - 1) / GROUP * GROUP; }
+static inline int64_t packed_bytes(const Packed& w) { return (int64_t)padded_out(w) * steps_of(w) * 4; }
+static inline int quant_groups(const Packed& w) { return (w.in + w.quant_group - 1) / w.quant_group; }
 
 // One step of each kind: a 4-byte input times 16 weights of 4 bytes, added to 16 sums.
 template <int kind> static inline Vector step(Vector sums, uint32_t input, const uint32_t* weights);
@@ -60,9 +66,75 @@ template <> inline Vector step<BFLOAT16>(Vector sums, uint32_t input, const uint
 #endif
 }
 
+// 4 unsigned bytes of each lane of `weights` times 4 signed bytes of `input`, added to the lane.
+static inline Ints dot_bytes(Ints sums, uint32_t input, Words weights) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(input));
+#else
+    for (int i = 0; i < 4; i++) sums += (Ints)((weights >> (8 * i)) & 255) * (int32_t)(int8_t)(input >> (8 * i));
+    return sums;
+#endif
+}
+
+// The integer sums of a row's inputs are words after its data: for INT8 of all, for INT4 of each group. The scale is last.
+template <int rows, int blocks>
+static inline void multiply_int8(const uint32_t* x, int64_t stride, const Packed& w, const uint32_t* weights, int first, Vector (*sums)[blocks]) {
+    int steps = steps_of(w);
+    Ints acc[rows][blocks] = {};
+    for (int k = 0; k < steps; k++) {
+        for (int b = 0; b < blocks; b++) {
+            Words four = load_words(weights + (int64_t)k * GROUP + b * LANES);
+            __builtin_prefetch(weights + (int64_t)(k + AHEAD) * GROUP + b * LANES);
+            for (int m = 0; m < rows; m++) acc[m][b] = dot_bytes(acc[m][b], x[m * stride + k], four);
+        }
+    }
+    for (int m = 0; m < rows; m++) {
+        int32_t sum = (int32_t)x[m * stride + steps];
+        float scale;
+        memcpy(&scale, x + m * stride + stride - 1, 4);
+        for (int b = 0; b < blocks; b++)
+            sums[m][b] = __builtin_convertvector(acc[m][b] - 128 * sum, Vector) * (scale * load(w.scales + first * LANES + b * LANES));
+    }
+}
+
+template <int rows, int blocks>
+static inline void multiply_int4(const uint32_t* x, int64_t stride, const Packed& w, const uint32_t* weights, int first, Vector (*sums)[blocks]) {
+    int steps = steps_of(w), per_group = w.quant_group / 8, groups = quant_groups(w);
+    const uint32_t* totals = x + (stride - 1 - groups);
+    Vector out[rows][blocks] = {};
+    for (int g = 0; g < groups; g++) {
+        Ints acc[rows][blocks] = {};
+        for (int k = g * per_group; k < std::min(steps, (g + 1) * per_group); k++) {
+            for (int b = 0; b < blocks; b++) {
+                Words eight = load_words(weights + (int64_t)k * GROUP + b * LANES);
+                __builtin_prefetch(weights + (int64_t)(k + AHEAD) * GROUP + b * LANES);
+                Words low = eight & 0x0f0f0f0f, high = (eight >> 4) & 0x0f0f0f0f;
+                for (int m = 0; m < rows; m++)
+                    acc[m][b] = dot_bytes(dot_bytes(acc[m][b], x[m * stride + 2 * k], low), x[m * stride + 2 * k + 1], high);
+            }
+        }
+        int64_t place = (int64_t)g * padded_out(w) + first * LANES;
+        for (int b = 0; b < blocks; b++) {
+            Vector scale = load(w.scales + place + b * LANES);
+            Bytes bytes;
+            memcpy(&bytes, w.zeros + place + b * LANES, sizeof bytes);
+            Ints zero = __builtin_convertvector(bytes, Ints);
+            for (int m = 0; m < rows; m++) {
+                Ints sum = acc[m][b] - zero * (int32_t)totals[m * stride + g];
+                out[m][b] = fma(__builtin_convertvector(sum, Vector), scale, out[m][b]);
+            }
+        }
+    }
+    for (int m = 0; m < rows; m++) {
+        float scale;
+        memcpy(&scale, x + m * stride + stride - 1, 4);
+        for (int b = 0; b < blocks; b++) sums[m][b] = out[m][b] * scale;
+    }
+}
+
 // The sums of `rows` rows and `blocks` vectors of a group. `x` has `stride` words between rows.
 template <int kind, int rows, int blocks>
-static inline void multiply(const uint32_t* x, int64_t stride, const uint32_t* weights, int steps, Vector (*sums)[blocks]) {
+static inline void multiply_floats(const uint32_t* x, int64_t stride, const uint32_t* weights, int steps, Vector (*sums)[blocks]) {
     Vector acc[rows][blocks] = {};
     for (int k = 0; k < steps; k++) {
         for (int b = 0; b < blocks; b++) __builtin_prefetch(weights + (int64_t)(k + AHEAD) * GROUP + b * LANES);
@@ -85,45 +157,79 @@ static inline void multiply(const uint32_t* x, int64_t stride, const uint32_t* w
         for (int b = 0; b < blocks; b++) sums[m][b] = acc[m][b];
 }
 
-template <int kind, int blocks>
-static void multiply_rows(int rows, const uint32_t* x, int64_t stride, const uint32_t* w, int steps, Vector (*sums)[blocks]) {
-    switch (rows) {
-        case 1: return multiply<kind, 1, blocks>(x, stride, w, steps, sums);
-        case 2: return multiply<kind, 2, blocks>(x, stride, w, steps, sums);
-        case 3: return multiply<kind, 3, blocks>(x, stride, w, steps, sums);
-        case 4: return multiply<kind, 4, blocks>(x, stride, w, steps, sums);
-        case 5: return multiply<kind, 5, blocks>(x, stride, w, steps, sums);
-        default: return multiply<kind, 6, blocks>(x, stride, w, steps, sums);
+template <int rows, int blocks>
+static void multiply(const Packed& w, const uint32_t* x, int64_t stride, const uint32_t* data, int first, Vector (*sums)[blocks]) {
+    switch (w.kind) {
+        case FLOAT32: return multiply_floats<FLOAT32, rows, blocks>(x, stride, data, steps_of(w), sums);
+        case HALVED: return multiply_floats<HALVED, rows, blocks>(x, stride, data, steps_of(w), sums);
+        case BFLOAT16: return multiply_floats<BFLOAT16, rows, blocks>(x, stride, data, steps_of(w), sums);
+        case INT8: return multiply_int8<rows, blocks>(x, stride, w, data, first, sums);
+        default: return multiply_int4<rows, blocks>(x, stride, w, data, first, sums);
     }
 }
 
 template <int blocks>
-static void multiply_kind(
-    const Packed& w, int rows, const uint32_t* x, int64_t stride, const uint32_t* data, Vector (*sums)[blocks]) {
-    int steps = steps_of(w);
-    switch (w.kind) {
-        case FLOAT32: return multiply_rows<FLOAT32, blocks>(rows, x, stride, data, steps, sums);
-        case HALVED: return multiply_rows<HALVED, blocks>(rows, x, stride, data, steps, sums);
-        default: return multiply_rows<BFLOAT16, blocks>(rows, x, stride, data, steps, sums);
+static void multiply_rows(int rows, const Packed& w, const uint32_t* x, int64_t stride, const uint32_t* data, int first, Vector (*sums)[blocks]) {
+    switch (rows) {
+        case 1: return multiply<1, blocks>(w, x, stride, data, first, sums);
+        case 2: return multiply<2, blocks>(w, x, stride, data, first, sums);
+        case 3: return multiply<3, blocks>(w, x, stride, data, first, sums);
+        case 4: return multiply<4, blocks>(w, x, stride, data, first, sums);
+        case 5: return multiply<5, blocks>(w, x, stride, data, first, sums);
+        default: return multiply<6, blocks>(w, x, stride, data, first, sums);
     }
 }
 
 // About how long one thread takes: as long as the weights from memory, or as the sums.
 static inline double nanoseconds(const Packed& w, int rows) {
-    return std::max(packed_bytes(w) / 30.0, (double)rows * w.in * w.out / (w.kind == BFLOAT16 ? 200.0 : 100.0));
+    return std::max(packed_bytes(w) / 30.0, (double)rows * w.in * w.out / (w.kind <= HALVED ? 100.0 : 200.0));
 }
 
-// Rows as `multiply` reads them: words, `stride` of them per row. Floats are used where they are, others are rounded.
-static inline int64_t input_stride(const Packed& w) { return w.kind == BFLOAT16 ? steps_of(w) : w.in + (w.in & 1 & w.kind); }
-
-static inline void prepare_row(const Packed& w, const float* x, uint32_t* to) {
-    if (w.kind == BFLOAT16) {
-        store_bf16((uint16_t*)to, x, w.in);
-        if (w.in & 1) ((uint16_t*)to)[w.in] = 0;
-    } else {
-        memcpy(to, x, 4 * (size_t)w.in);
-        if (input_stride(w) > w.in) to[w.in] = 0;
+// Words of a row as `multiply` reads it. Rows of float32 weights are used where they are.
+static inline int64_t input_stride(const Packed& w) {
+    switch (w.kind) {
+        case FLOAT32: return w.in;
+        case HALVED: return w.in + w.in % 2;
+        case BFLOAT16: return steps_of(w);
+        case INT8: return steps_of(w) + 2;
+        default: return 2 * steps_of(w) + quant_groups(w) + 1;
     }
+}
+
+static inline bool is_prepared(const Packed& w) { return w.kind <= HALVED && input_stride(w) == w.in; }
+
+static void prepare_row(const Packed& w, const float* x, uint32_t* to) {
+    int64_t stride = input_stride(w);
+    if (w.kind <= BFLOAT16) {
+        to[stride - 1] = 0;
+        if (w.kind == BFLOAT16) store_bf16((uint16_t*)to, x, w.in);
+        else memcpy(to, x, 4 * (size_t)w.in);
+        return;
+    }
+    auto part = [&](int k) { return k + LANES <= w.in ? load(x + k) : load_some(x + k, w.in - k); };
+    Vector most{};
+    for (int k = 0; k < w.in; k += LANES) most = max(most, max(part(k), -part(k)));
+    float lanes[LANES], largest = 0;
+    store(lanes, most);
+    for (float lane : lanes) largest = std::max(largest, lane);
+    float scale = largest / 127, inverse = largest > 0 ? 127 / largest : 0;
+    int groups = w.kind == INT8 ? 1 : quant_groups(w), group = w.kind == INT8 ? w.in : w.quant_group;
+    int64_t words = w.kind == INT8 ? steps_of(w) : 2 * steps_of(w);
+    int8_t* bytes = (int8_t*)to;
+    memset(bytes + w.in, 0, 4 * words - w.in);
+    const Vector magic = all(12582912.0f);  // 1.5 * 2^23: rounds to the nearest, ties to even
+    for (int k = 0; k < w.in; k += LANES) {
+        Ints codes = (Ints)(part(k) * inverse + magic) - (Ints)magic;
+        SignedBytes narrow = __builtin_convertvector(codes, SignedBytes);
+        if (k + LANES <= w.in) memcpy(bytes + k, &narrow, LANES);
+        else memcpy(bytes + k, &narrow, w.in - k);
+    }
+    for (int g = 0; g < groups; g++) {
+        int32_t total = 0;
+        for (int k = g * group; k < std::min(w.in, (g + 1) * group); k++) total += bytes[k];
+        memcpy(to + words + g, &total, 4);
+    }
+    memcpy(to + stride - 1, &scale, 4);
 }
 
 // Sums of a column block of `blocks` vectors from vector `first` on, for rows [m0, m1): `use(row, sums)` gets each row's.
@@ -135,7 +241,20 @@ static void linear_columns(const Packed& w, const uint32_t* x, int m0, int m1, i
     int count = (m1 - m0 + ROWS - 1) / ROWS;
     for (int i = 0, m = m0; i < count; i++) {  // register blocks of nearly equal height
         int rows = (m1 - m + count - i - 1) / (count - i);
-        multiply_kind<blocks>(w, rows, x + m * stride, stride, data, sums);
+        const uint32_t* from = x + m * stride;
+        if constexpr (blocks == BLOCKS) {
+            if (w.kind == INT4) {  // twice as many sums
+                Vector half[ROWS][2];
+                for (int b = 0; b < blocks; b += 2) {
+                    multiply_rows<2>(rows, w, from, stride, data + b * LANES, first + b, half);
+                    for (int r = 0; r < rows; r++) sums[r][b] = half[r][0], sums[r][b + 1] = half[r][1];
+                }
+            } else {
+                multiply_rows<blocks>(rows, w, from, stride, data, first, sums);
+            }
+        } else {
+            multiply_rows<blocks>(rows, w, from, stride, data, first, sums);
+        }
         for (int r = 0; r < rows; r++) use(m + r, sums[r]);
         m += rows;
     }
@@ -215,28 +334,41 @@ static void gated(Team& team, const Packed& w, const uint32_t* x, int rows, floa
     });
 }
 
-// Calls `visit(place, index)` for every element: its place in the packed form and in the plain one [out, in].
+// Calls `visit(place, index)` for every element: its place in the packed form, counted in elements, and in the plain one.
 template <class Visit> static void each_element(const Packed& w, const Visit& visit) {
-    int pair = pair_of(w.kind), steps = steps_of(w);
+    int many = inputs_of_word(w.kind), steps = steps_of(w);
     for (int first = 0; first < w.out; first += GROUP)
         for (int k = 0; k < w.in; k++)
             for (int n = first; n < std::min(w.out, first + GROUP); n++) {
-                int64_t step = (int64_t)(first / GROUP) * steps + k / pair;
-                visit((step * GROUP + n % GROUP) * pair + k % pair, (int64_t)n * w.in + k);
+                int64_t step = (int64_t)(first / GROUP) * steps + k / many;
+                visit((step * GROUP + n % GROUP) * many + k % many, (int64_t)n * w.in + k);
             }
 }
 
-// `weight` [out, in] in float32 to the packed form.
-static void pack(const Packed& w, const float* weight, void* to) {
+// Where the nibble of element `place` is: input k of 8 shares a byte with input k + 4 or k - 4.
+static inline int64_t nibble_byte(int64_t place) { return place / 8 * 4 + place % 4; }
+static inline int nibble_shift(int64_t place) { return place % 8 < 4 ? 0 : 4; }
+
+// `weight` [out, in], in float32 or as codes in bytes, to the packed form.
+static void pack(const Packed& w, const void* weight, void* to) {
     memset(to, 0, packed_bytes(w));
     each_element(w, [&](int64_t place, int64_t index) {
-        if (w.kind == FLOAT32) ((float*)to)[place] = weight[index];
-        else store_bf16((uint16_t*)to + place, weight + index, 1);
+        const float* floats = (const float*)weight + index;
+        uint8_t code = ((const uint8_t*)weight)[w.kind >= INT8 ? index : 0];
+        if (w.kind == FLOAT32) ((float*)to)[place] = *floats;
+        else if (w.kind <= BFLOAT16) store_bf16((uint16_t*)to + place, floats, 1);
+        else if (w.kind == INT8) ((uint8_t*)to)[place] = code;
+        else ((uint8_t*)to)[nibble_byte(place)] |= code << nibble_shift(place);
     });
 }
 
-static void unpack(const Packed& w, float* weight) {
+// The inverse of `pack`.
+static void unpack(const Packed& w, void* weight) {
+    const uint8_t* bytes = (const uint8_t*)w.data;
     each_element(w, [&](int64_t place, int64_t index) {
-        weight[index] = w.kind == FLOAT32 ? ((const float*)w.data)[place] : from_bf16(((const uint16_t*)w.data)[place]);
+        if (w.kind == FLOAT32) ((float*)weight)[index] = ((const float*)w.data)[place];
+        else if (w.kind <= BFLOAT16) ((float*)weight)[index] = from_bf16(((const uint16_t*)w.data)[place]);
+        else if (w.kind == INT8) ((uint8_t*)weight)[index] = bytes[place];
+        else ((uint8_t*)weight)[index] = bytes[nibble_byte(place)] >> nibble_shift(place) & 15;
     });
 }

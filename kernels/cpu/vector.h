@@ -14,6 +14,8 @@ constexpr int LANES = 16;
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+typedef int8_t SignedBytes __attribute__((vector_size(LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
 static inline Vector load(const float* from) {

@@ -44,6 +44,7 @@ from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.models.layers import pack_linears
 from eagle_server.models.rope import at_context
 from eagle_server.models.targets.interface import Target
+from eagle_server.ops.quantize import Quantization
 
 Algorithm = Literal["EAGLE", "EAGLE3", "MEDUSA", "NEXTN", "REDRAFTER", "STANDALONE"]
 _HEADS: dict[DraftKind, tuple[Algorithm, str]] = {
@@ -82,6 +83,7 @@ def load_draft(  # noqa: PLR0913
     target_path: str | Path | None = None,
     progress: bool = True,
     pack: bool = True,
+    quantization: Quantization | None = None,
 ) -> LoadedDraft:
     """Load the draft of a directory or Hub id, in the target's dtype and on its device.
 
@@ -94,6 +96,7 @@ def load_draft(  # noqa: PLR0913
         token_map: an FR-Spec file.
         overrides: replaces keys of config.json, nested objects key by key. `aux_boundaries` sets the aux layers.
         pack: packs the linear layers. False keeps the plain weights, for training.
+        quantization: rounds them, too.
 
     Raises:
         CheckpointError: the format is unknown or not `algorithm`, or tensors are missing, unexpected or for another
@@ -108,7 +111,13 @@ def load_draft(  # noqa: PLR0913
     if algorithm == "STANDALONE":
         _refuse_head(files)
         model = load_standalone(
-            directory, target, target_path=target_path, context=context, lookahead=lookahead, progress=progress
+            directory,
+            target,
+            target_path=target_path,
+            context=context,
+            lookahead=lookahead,
+            progress=progress,
+            quantization=quantization,
         )
         return LoadedDraft("STANDALONE", model)
     kind = _supported(_found(files), algorithm, directory)
@@ -122,7 +131,7 @@ def load_draft(  # noqa: PLR0913
             log.warning("%s: ignored, as %s has its own vocabulary", token_map, _NAMES[kind])
     head.requires_grad_(requires_grad=False).eval()
     if pack:
-        pack_linears(head)
+        pack_linears(head, quantization)
     return LoadedDraft(kind, head)
 
 

@@ -13,6 +13,7 @@ from eagle_server.models.checkpoints.weights import resolve_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.models.targets.interface import Target
+from eagle_server.ops.quantize import Quantization
 
 _TOKENIZER = "tokenizer.json"
 
@@ -27,6 +28,7 @@ def load_standalone(
     context: int,
     lookahead: int = 0,
     progress: bool = True,
+    quantization: Quantization | None = None,
 ) -> DraftLM:
     """Load the language model of a checkpoint directory or Hub id, in the target's dtype and on its device.
 
@@ -57,6 +59,7 @@ def load_standalone(
         lookahead=lookahead,
         device=target.embed.device,
         progress=progress,
+        quantization=quantization,
     )
     return DraftLM(model)
 

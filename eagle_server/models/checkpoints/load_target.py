@@ -30,6 +30,7 @@ from eagle_server.models.rope import at_context
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.interface import Target
 from eagle_server.models.targets.registry import find_family, read_target_config
+from eagle_server.ops.quantize import Quantization
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ def load_target(
     device: str | torch.device = "cpu",
     progress: bool = True,
     pack: bool = True,
+    quantization: Quantization | None = None,
 ) -> Target:
     """Load the target of a checkpoint directory or Hub id, frozen. transformers runs families that are not native.
 
@@ -63,13 +65,18 @@ def load_target(
         context: the served context length (default: `max_position`). A dynamic RoPE base depends on it.
         lookahead: the number of positions after `context` that drafting may write. The RoPE table covers both.
         pack: packs the linear layers. False keeps the plain weights, for training.
+        quantization: rounds them, too.
 
     Raises:
         CheckpointError: the checkpoint is not supported, or tensors are missing or unexpected.
+        ValueError: `quantization` is not possible here.
     """
     directory = resolve_checkpoint(path)
     config = read_model_config(directory)
     stored: Weights = {}
+    if quantization is not None and (not config.native or config.moe is not None):
+        reason = "has experts" if config.native else "runs by transformers' code"
+        raise CheckpointError(f"{directory}: --quantization {quantization}: {config.architecture} {reason}; drop it")
     if config.native:
         config, stored = _as_stored(config, _without_inert(open_weights(directory), config), directory)
     context = context or config.max_position
@@ -93,7 +100,7 @@ def load_target(
     copy_weights(dict(model.weight_views()), stored, source=directory, progress=progress)
     model.requires_grad_(requires_grad=False).eval()
     if pack:
-        pack_linears(model)
+        pack_linears(model, quantization, progress=progress)
     return model
 
 

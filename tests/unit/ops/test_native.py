@@ -23,6 +23,7 @@ from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops import build, native
 from eagle_server.ops.build import BuildError, compile_kernels, library
 from eagle_server.ops.native import NativeWeight, native_linear
+from eagle_server.ops.quantize import Quantization, quantize
 
 SLOTS = 400
 MACHINES = {"this machine": ("-march=native",), "AVX2": ("-march=x86-64-v3",), "SSE2": ("-march=x86-64",)}
@@ -75,6 +76,32 @@ def test_a_linear_layer_is_torchs_and_its_rows_do_not_depend_on_each_other(
         exact = F.linear((x.bfloat16() if kind == "bfloat16" else x).double(), weight.double(), bias.double())
         torch.testing.assert_close(y.double(), exact, atol=2e-5, rtol=2e-5)
         assert torch.equal(y, torch.cat([native_linear(row[None], packed, bias) for row in x[:20]] + [y[20:]]))
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (8, 16), (100, 33), (256, 640), (320, 65)])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.usefixtures("kernels", "threads")
+def test_integer_weights_give_the_sums_of_rounded_inputs_and_no_row_changes_another(
+    quantization: Quantization, inputs: int, outputs: int
+) -> None:
+    bias, weight = random(outputs, seed=2), quantize(random(outputs, inputs, seed=1) / inputs**0.5, quantization)
+    packed = NativeWeight(weight)
+    torch.testing.assert_close(packed.dense(), weight.dense(), atol=0, rtol=0)
+    for rows in (1, 2, 5, 6, 7, 13, 97):
+        x = random(rows, inputs, seed=rows)
+        scale = x.abs().amax(dim=1, keepdim=True) / 127
+        exact = F.linear(((x / scale).round() * scale).double(), weight.dense().double(), bias.double())
+        y = native_linear(x, packed, bias)
+        torch.testing.assert_close(y.double(), exact, atol=1e-4, rtol=1e-4)
+        assert torch.equal(y, torch.cat([native_linear(row[None], packed, bias) for row in x[:20]] + [y[20:]]))
+    assert native_linear(torch.zeros(1, inputs), packed, bias).equal(bias[None])
+
+
+@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.008), ("int4", 0.1)])
+def test_rounding_keeps_weights_near(quantization: Quantization, most: float) -> None:
+    weight = random(64, 256)
+    error = (quantize(weight, quantization).dense() - weight).norm() / weight.norm()
+    assert error < most
 
 
 def test_half_the_memory_holds_float32_weights_that_bfloat16_holds_exactly() -> None:

@@ -1,0 +1,80 @@
+"""Rounds weights to 8 or 4 bits.
+
+int8: one scale for each output. int4: groups of inputs, each with a scale and a zero for each output. The range of a
+group is cut where that lowers its squared error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Quantization = Literal["int8", "int4"]
+
+_GROUPS = (128, 64, 32, 16, 8)  # inputs that share a scale: the first that divides their number
+_RANGES = (1.0, 0.94, 0.88, 0.82, 0.76)  # of a group's range that are tried
+_ROWS = 1024  # at once
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight [out, in]: (codes - zeros) * scales.
+
+    codes: uint8 [out, in], below 256 or below 16. scales: float32 [groups, out]; zeros: uint8 [groups, out]. Inputs
+    g * group to (g + 1) * group belong to group g.
+    """
+
+    quantization: Quantization
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    group: int
+
+    def dense(self) -> Tensor:
+        """The weight that is computed with, float32 [out, in]."""
+        expand = [each.t().repeat_interleave(self.group, dim=1)[:, : self.codes.shape[1]] for each in self._pairs()]
+        return (self.codes - expand[1]) * expand[0]
+
+    def _pairs(self) -> tuple[Tensor, Tensor]:
+        return self.scales, self.zeros.float()
+
+
+def quantize(weight: Tensor, quantization: Quantization) -> QuantizedWeight:
+    """Round a weight [out, in]."""
+    round_rows = _int8 if quantization == "int8" else _int4
+    group = weight.shape[1]
+    if quantization == "int4":
+        group = next((size for size in _GROUPS if weight.shape[1] % size == 0), -(-weight.shape[1] // 8) * 8)
+    parts = [round_rows(rows.float(), group) for rows in weight.detach().split(_ROWS)]
+    codes, scales, zeros = (torch.cat(each) for each in zip(*parts, strict=True))
+    return QuantizedWeight(quantization, codes, scales.t().contiguous(), zeros.t().contiguous(), group)
+
+
+def _int8(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001  all inputs are one group
+    """codes [rows, in], scales and zeros [rows, 1]."""
+    scales = (weight.abs().amax(dim=1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    codes = (weight / scales).round_().clamp_(-127, 127) + 128
+    return codes.to(torch.uint8), scales, torch.full(scales.shape, 128, dtype=torch.uint8)
+
+
+def _int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """codes [rows, in], scales and zeros [rows, groups]."""
+    rows, width = weight.shape
+    groups = torch.nn.functional.pad(weight, (0, -width % group)).view(rows, -1, group)
+    low, high = groups.amin(dim=2, keepdim=True).clamp(max=0), groups.amax(dim=2, keepdim=True).clamp(min=0)
+    best = torch.full_like(low, torch.inf)
+    codes, scales, zeros = torch.zeros_like(groups), torch.ones_like(low), torch.zeros_like(low)
+    for part in _RANGES:
+        scale = (part * (high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny)
+        zero = (-part * low / scale).round_().clamp_(0, 15)
+        code = (groups / scale + zero).round_().clamp_(0, 15)
+        error = ((code - zero) * scale - groups).square().sum(dim=2, keepdim=True)
+        better = error < best
+        best = torch.where(better, error, best)
+        codes, scales, zeros = (
+            torch.where(better, new, old) for new, old in ((code, codes), (scale, scales), (zero, zeros))
+        )
+    return codes.view(rows, -1)[:, :width].to(torch.uint8), scales[..., 0], zeros[..., 0].to(torch.uint8)
