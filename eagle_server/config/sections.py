@@ -55,7 +55,7 @@ class ModelSection(Section):
     )
     quantization: Literal["int8", "int4"] | None = Field(
         default=None,
-        description="on a CPU, round the weights of the linear layers of target and draft to 8 or 4 bits while loading; "
+        description="on a CPU, round the weights of linear layers, of target and draft, to 8 or 4 bits while loading; "
         "int4 keeps 8 bits for the lm_head. Inputs are rounded to 8 bits",
     )
     context_length: Count | None = Field(

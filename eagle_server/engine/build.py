@@ -19,7 +19,7 @@ from eagle_server.models.checkpoints.load_draft import Algorithm, LoadedDraft, l
 from eagle_server.models.checkpoints.load_target import load_target, read_model_config
 from eagle_server.models.checkpoints.weights import resolve_checkpoint, resolve_file
 from eagle_server.models.targets.interface import Target
-from eagle_server.ops.native import use_native
+from eagle_server.ops.native import set_threads, use_native
 from eagle_server.text.tokenizer import read_tokenizer_file
 
 logger = logging.getLogger(__name__)
@@ -42,11 +42,11 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
     """
     models = load_models(config, progress=progress)
     engine = engine_over(models, config)
-    if config.device.cpu_threads is None and models.target.embed.device.type == "cpu":
-        threads = torch.get_num_threads()
-        # With more threads, some of them idle does not mean that other processes want the cores.
-        if 1 < threads <= SMALL_MODEL_THREADS:
-            engine.cores = SharedCores(threads)
+    target, threads = models.target, torch.get_num_threads()
+    chosen = config.device.cpu_threads is not None
+    # With more threads, some of them idle does not mean that other processes want the cores.
+    if not chosen and target.embed.device.type == "cpu" and not target.is_fused and 1 < threads <= SMALL_MODEL_THREADS:
+        engine.cores = SharedCores(threads)
     return engine
 
 
@@ -69,7 +69,7 @@ def load_models(config: Config, *, lookahead: int = 0, progress: bool = True) ->
         progress=progress,
         quantization=config.model.quantization,
     )
-    torch.set_num_threads(config.device.cpu_threads or threads_for(facts))
+    set_threads(config.device.cpu_threads or threads_for(facts), fused=target.is_fused)
     if config.draft_path is None:
         return LoadedModels(target, None)
     token_map = config.speculative.token_map

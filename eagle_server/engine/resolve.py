@@ -6,8 +6,6 @@ import logging
 import math
 from typing import Any
 
-import torch
-
 from eagle_server.config import Config, ConfigError, SpeculativeSection
 from eagle_server.engine.backends import caps_scores
 from eagle_server.engine.devices import graph_memory, graph_sizes, memory_for_kv, resolve_backend
@@ -18,7 +16,7 @@ from eagle_server.models.checkpoints.load_draft import LoadedDraft
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.models.targets.interface import Target
-from eagle_server.ops.native import available
+from eagle_server.ops.native import available, threads
 from eagle_server.speculation.accept import Acceptance, Lossless
 from eagle_server.speculation.static_tree import Choices, depth_of, ranks_of, truncated
 from eagle_server.speculation.typical import Typical
@@ -208,7 +206,7 @@ def server_info(config: Config, resolved: EngineConfig, target: Target) -> dict[
         device=str(target.embed.device),
         attention_backend=resolved.backend,
         cuda_graph_batch_sizes=list(resolved.graph_sizes),
-        cpu_threads=torch.get_num_threads(),
+        cpu_threads=threads(),
         cpu_kernels="native" if available(target.embed.device, target.config.dtype) else "torch",
     )
     tree, speculative = resolved.tree, values["speculative"]

@@ -146,15 +146,25 @@ def _session_of(threads: int) -> c_void_p:
     return c_void_p(_functions().eagle_session_new(threads))
 
 
-def set_threads(threads: int) -> None:
-    """Compute with so many threads from now on."""
+def set_threads(threads: int, *, fused: bool) -> None:
+    """Compute with so many threads from now on.
+
+    `fused`: native calls do nearly all of the work. Then torch gets one thread, because its threads spin after each
+    operation, on the cores that the kernels' threads want.
+    """
     global _threads  # noqa: PLW0603  one process computes one model
     _threads = threads
+    torch.set_num_threads(1 if fused else threads)
+
+
+def threads() -> int:
+    """How many threads compute."""
+    return _threads or torch.get_num_threads()
 
 
 def _session() -> c_void_p:
     """Threads and scratch memory. All forwards share it."""
-    return _session_of(_threads or torch.get_num_threads())
+    return _session_of(threads())
 
 
 class NativeWeight:

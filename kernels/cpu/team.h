@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <thread>
 #include <vector>
@@ -27,7 +28,9 @@ class Team {
 
     // Whether the other threads help in the phases that follow, which take about so long on one thread. Waking them costs
     // tens of microseconds.
-    void expect(double nanoseconds) { together_ = nanoseconds > WORTH_WAKING && !threads_.empty(); }
+    void expect(double nanoseconds) {
+        together_ = nanoseconds > WORTH_WAKING && !threads_.empty() && std::chrono::steady_clock::now() >= alone_until_;
+    }
 
     // Calls `work(tile, thread)` for every tile below `tiles`, and returns when all are done. `nanoseconds`: about how long
     // one thread takes for all.
@@ -41,7 +44,7 @@ class Team {
         take(job, phase, 0);
         for (int spins = 0; done_.load(std::memory_order_acquire) < tiles; spins++) {
             if (spins < SPINS) pause();
-            else std::this_thread::yield();
+            else return wait_for_late_threads(tiles);
         }
     }
 
@@ -54,7 +57,16 @@ class Team {
 
     static constexpr double WORTH_WAKING = 150e3, WORTH_SHARING = 3e3;
     static constexpr int SPINS = 4000;  // about 100 microseconds
+    static constexpr int ALONE = 30;    // times as long as the others were late, one thread computes
     static constexpr int JOBS = 4;      // a late thread may still read the job of an earlier phase
+
+    // A thread has lost its core within a tile. While others keep the cores busy, one thread is faster.
+    void wait_for_late_threads(int tiles) {
+        auto began = std::chrono::steady_clock::now();
+        while (done_.load(std::memory_order_acquire) < tiles) std::this_thread::yield();
+        auto now = std::chrono::steady_clock::now();
+        alone_until_ = now + ALONE * (now - began);
+    }
 
     static void pause() {
 #if defined(__x86_64__)
@@ -110,6 +122,7 @@ class Team {
     alignas(64) std::atomic<int> done_{0};
     alignas(64) std::atomic<int> asleep_{0};
     std::atomic<bool> stop_{false};
+    std::chrono::steady_clock::time_point alone_until_{};
     bool together_ = false;
     std::vector<std::thread> threads_;
 };

@@ -53,6 +53,11 @@ class TargetModel(nn.Module):
             captured.append(stream)
         return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else None)
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether one native call computes all layers."""
+        return self._native is not None
+
     def fuse(self) -> None:
         """Compute all layers by one native call, if they are of that kind. `pack_linears` calls it."""
         self._native = native_decoder(self.layers, self.norm, self.rope)

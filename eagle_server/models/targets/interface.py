@@ -40,6 +40,11 @@ class Target(Protocol):
         """The embedding's weight [V, H]."""
         ...
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether one native call computes all layers."""
+        ...
+
     def __call__(self, tokens: Tensor, positions: Tensor, attention: BoundAttention) -> TargetOutput:
         """tokens, positions [rows] -> hidden states of every row."""
         ...

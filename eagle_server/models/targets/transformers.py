@@ -107,6 +107,8 @@ class TransformersTarget(nn.Module):
             bias,
         )
 
+    is_fused = False
+
     @property
     def embed(self) -> Tensor:
         return self.model.get_input_embeddings().weight  # type: ignore[no-any-return]
