@@ -56,6 +56,11 @@ class Linear(nn.Module):
         packed = None if self._packed is None else self._packed.native
         return None if packed is None else (packed, self.bias)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the weight takes."""
+        return self.weight.nbytes if self._packed is None else self._packed.nbytes
+
     def dense_weight(self) -> Tensor:
         """The weight [out, in] in the plain layout, whether it is packed or not."""
         return self.weight if self._packed is None else unpack_weight(self._packed)

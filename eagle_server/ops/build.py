@@ -1,6 +1,7 @@
 """Compiles kernels/cpu for this machine, once: the library is kept in a cache, by sources, compiler and processor.
 
-Without a compiler the torch twins compute everything, which is said in one line.
+Where there is no compiler, libraries that were built before serve: `python eagle_server/ops/build.py kernels/built`
+makes them for several processors, and a wheel built then has them. Without those the torch twins compute everything.
 """
 
 from __future__ import annotations
@@ -11,18 +12,43 @@ import logging
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = next((path for path in (HERE / "kernels", HERE.parents[1] / "kernels") if path.is_dir()), HERE) / "cpu"
+BUILT = SOURCES.parent / "built"
 CACHE = Path("~/.cache/eagle_server/kernels")
 _NATIVE = "-march=native"
 _FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
 _TIMEOUT = 300  # seconds, for the compiler
+
+_NO_COMPILER = "there is no C++ compiler (Debian: apt-get install g++)"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A processor to build for: the compiler's flags, and what /proc/cpuinfo must list."""
+
+    flags: tuple[str, ...]
+    needs: frozenset[str]
+
+
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
+VARIANTS = {  # best first
+    "avx512_bf16": Variant(
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _AVX512 | {"avx512_vnni", "avx512_bf16"}
+    ),
+    "avx512_vnni": Variant(("-march=x86-64-v4", "-mavx512vnni"), _AVX512 | {"avx512_vnni"}),
+    "avx2": Variant(("-march=x86-64-v3",), _AVX2),
+    "x86_64": Variant((), frozenset()),
+}
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +66,8 @@ def library() -> ctypes.CDLL:
     """
     if platform.system() != "Linux":
         raise BuildError(f"kernels/cpu is for Linux, this is {platform.system()}")
-    path = _cached(CACHE.expanduser())
+    compiler = _compiler()
+    path = _built_before() if compiler is None else _cached(CACHE.expanduser(), compiler)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -53,7 +80,10 @@ def compile_kernels(output: Path, flags: Sequence[str] = (_NATIVE,)) -> None:
     Raises:
         BuildError: there is no compiler, or it fails.
     """
-    command = [_compiler(), *_FLAGS, *flags, str(SOURCES / "decoder.cpp"), "-o", str(output)]
+    compiler = _compiler()
+    if compiler is None:
+        raise BuildError(_NO_COMPILER)
+    command = [compiler, *_FLAGS, *flags, str(SOURCES / "decoder.cpp"), "-o", str(output)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -63,9 +93,31 @@ def compile_kernels(output: Path, flags: Sequence[str] = (_NATIVE,)) -> None:
         raise BuildError(f"{command[0]} fails: {reason.strip()}")
 
 
-def _cached(directory: Path) -> Path:
+def build_variants(directory: Path) -> None:
+    """Compile a library for each of `VARIANTS`.
+
+    Raises:
+        BuildError: there is no compiler, or it fails.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, variant in VARIANTS.items():
+        compile_kernels(directory / f"{name}.so", variant.flags)
+        print(directory / f"{name}.so")
+
+
+def _built_before() -> Path:
+    """The best of the libraries that were built before."""
+    machine, has = platform.machine(), set(_processor().split())
+    for name, variant in VARIANTS.items():
+        path = BUILT / f"{name}.so"
+        if path.is_file() and machine == "x86_64" and variant.needs <= has:
+            return path
+    raise BuildError(_NO_COMPILER)
+
+
+def _cached(directory: Path, compiler: str) -> Path:
     """The library in this directory. It appears there complete, also if several processes compile it at once."""
-    path, began = directory / f"{_key(_compiler())}.so", time.perf_counter()
+    path, began = directory / f"{_key(compiler)}.so", time.perf_counter()
     if path.is_file():
         return path
     try:
@@ -79,11 +131,8 @@ def _cached(directory: Path) -> Path:
     return path
 
 
-def _compiler() -> str:
-    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    if found is None:
-        raise BuildError("there is no C++ compiler (Debian: apt-get install g++)")
-    return found
+def _compiler() -> str | None:
+    return next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
 
 
 def _key(compiler: str) -> str:
@@ -103,3 +152,7 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return "\n".join(line for line in lines if line.startswith(("vendor_id", "model", "flags", "Features")))
+
+
+if __name__ == "__main__":
+    build_variants(Path(sys.argv[1]))

@@ -30,6 +30,10 @@ class PackedWeight:
     blocked: Tensor | None
     native: NativeWeight | None = None
 
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.plain, self.blocked, self.native) if each is not None)
+
 
 def pack_weight(weight: Tensor, quantization: Quantization | None = None) -> PackedWeight:
     """Pack a weight [out, in]. Devices and dtypes without a faster layout keep the plain one.

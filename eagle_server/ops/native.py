@@ -189,6 +189,10 @@ class NativeWeight:
         self.data = torch.empty(_functions().eagle_packed_bytes(byref(shape)), dtype=torch.uint8)
         _functions().eagle_pack(byref(shape), _pointer(source), _pointer(self.data))
 
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.data, self.scales, self.zeros) if each is not None)
+
     def struct(self, bias: Tensor | None) -> _Packed:
         """`bias` float32 [out] must outlive the result, as this object must."""
         return self._struct(self.data, bias)

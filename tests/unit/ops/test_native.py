@@ -283,6 +283,30 @@ def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, capl
         native.use_native("auto")
 
 
+@pytest.mark.parametrize(
+    ("processor", "found"),
+    [
+        ("flags: avx2 fma f16c bmi2 sse4_2", "avx2"),
+        ("flags: sse4_2", "x86_64"),
+        (None, None),  # this machine's own
+    ],
+)
+def test_without_a_compiler_the_best_library_that_was_built_serves(
+    processor: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in build.VARIANTS:
+        (tmp_path / f"{name}.so").touch()
+    monkeypatch.setattr(build, "BUILT", tmp_path)
+    if processor is not None:
+        monkeypatch.setattr(build, "_processor", lambda: processor)
+    path = build._built_before()
+    assert path.stem == (found or path.stem)
+    if processor is None:
+        path.unlink()
+        compile_kernels(path, build.VARIANTS[path.stem].flags)
+        assert ctypes.CDLL(str(path)).eagle_session_new is not None
+
+
 def test_a_failing_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "decoder.cpp").write_text("#error not today\n")
     monkeypatch.setattr(build, "SOURCES", tmp_path)
