@@ -33,7 +33,7 @@ FORMATS = {
 
 
 @dataclass
-class Row:
+class FormatRow:
     """One format. megabytes: of the target's linear layers. same: answers equal to plain decoding's."""
 
     name: str
@@ -49,8 +49,9 @@ def perplexity(engine: Engine, texts: Sequence[Sequence[int]], begins: Sequence[
     """Of the texts' tokens from `begins` on."""
     total, count = 0.0, 0
     for number, (text, begin) in enumerate(zip(texts, begins, strict=True)):
-        sampling = SamplingParams(max_tokens=1, prompt_logprobs=True)
-        engine.add(Request(request_id=f"score {number}", prompt_token_ids=list(text), sampling=sampling))
+        one = SamplingParams(max_tokens=1, seed=0)
+        name = f"score {number}"
+        engine.add(Request(request_id=name, prompt_token_ids=list(text), sampling=one, prompt_logprobs=True))
         while engine.has_work():
             for delta in engine.step():
                 for each in (delta.prompt_logprobs or [])[begin - 1 :]:
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2, help="compute threads (2)")
     parser.add_argument("--out", type=Path, default=None, help="a JSON file for the numbers")
     arguments = parser.parse_args(argv)
-    prompts, rows = held_out(arguments.prompts), list[Row]()
+    prompts, rows = held_out(arguments.prompts), list[FormatRow]()
     begins = [len(prompt) for prompt in prompts]
     texts = sampled(demo_engine("NONE", *FORMATS["float32"], threads=arguments.threads), prompts, arguments.max_tokens)
     with Progress(console=Console(stderr=True)) as progress:
@@ -104,14 +105,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = answers(fast, prompts, arguments.max_tokens, tally)
             same = sum(a == b for a, b in zip(expected, found, strict=True))
             speeds = plain_tally.tokens / plain_tally.seconds, tally.tokens / tally.seconds
-            rows.append(Row(name, megabytes(plain), score, *speeds, tally.tokens_per_forward, same))
+            rows.append(FormatRow(name, megabytes(plain), score, *speeds, tally.tokens_per_forward, same))
     Console().print(_table(rows, len(prompts)))
     if arguments.out is not None:
         write_json(arguments.out, vars(arguments), {"rows": [asdict(row) for row in rows]})
     return 0 if all(row.same == len(prompts) for row in rows) else 1
 
 
-def _table(rows: Sequence[Row], count: int) -> Table:
+def _table(rows: Sequence[FormatRow], count: int) -> Table:
     table = Table("format", title="the demo by the format of its weights, one request at a time")
     for heading in (
         "linear layers, MB",

@@ -102,7 +102,6 @@ def build_variants(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name, variant in VARIANTS.items():
         compile_kernels(directory / f"{name}.so", variant.flags)
-        print(directory / f"{name}.so")
 
 
 def _built_before() -> Path:
