@@ -243,7 +243,7 @@ static void linear_columns(const Packed& w, const uint32_t* x, int m0, int m1, i
         int rows = (m1 - m + count - i - 1) / (count - i);
         const uint32_t* from = x + m * stride;
         if constexpr (blocks == BLOCKS) {
-            if (w.kind == INT4) {  // twice as many sums
+            if (w.kind == INT4 && rows > 3) {  // twice as many sums, which do not fit the registers
                 Vector half[ROWS][2];
                 for (int b = 0; b < blocks; b += 2) {
                     multiply_rows<2>(rows, w, from, stride, data + b * LANES, first + b, half);
