@@ -165,9 +165,13 @@ class AdaptiveBudget:
         candidates = np.flatnonzero(able)
         if not len(candidates):
             return NOTHING
-        kv, requests = float(sum(decode.seq_len for decode in decodes)), len(decodes)
-        rows = self.trees.rows([each for each, may in zip(decodes, able, strict=True) if may])
+        requests = len(decodes)
         self._sampled = round(2 * sum(each.sampling.params.temperature > 0 for each in decodes) / requests)
+        self._refuted = self._speeds_for(requests).loses
+        if self._refuted:
+            return NOTHING
+        kv = float(sum(decode.seq_len for decode in decodes))
+        rows = self.trees.rows([each for each, may in zip(decodes, able, strict=True) if may])
         choice = self._choice
         if self._cycle >= choice.until or abs(requests - choice.requests) > requests // _EVERY:
             choice = self._choice = (self._best_shape if self.shapes else self._best)(rows, requests, kv)
@@ -182,11 +186,7 @@ class AdaptiveBudget:
 
     def _holds(self, choice: _Choice, requests: int) -> bool:
         """Whether this cycle shall draft as was chosen: the model may be wrong, so what is close is measured too."""
-        speeds = self._speeds_for(requests)
-        self._refuted = speeds.loses
-        if self._refuted:
-            return False
-        every = _COMPARE if speeds.plain[2] >= _ENOUGH else _ENOUGH
+        every = _COMPARE if self._speeds_for(requests).plain[2] >= _ENOUGH else _ENOUGH
         return choice.rate > _CLOSE * choice.plain or self._cycle % every > 0
 
     def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:

@@ -207,7 +207,8 @@ class TreeDrafting:
         if not plan.chunks and waited < LONGEST_WAIT:
             drafted = drafts.batch is not None
             self.budget.took(len(plan.decodes), drafted=drafted, tokens=tokens, seconds=now - ended)
-        if costs is None or not (drafts.teaches or drafts.batch is None):
+        learns = drafts.teaches or (drafts.batch is None and self._cycles % _LESSONS == 0)
+        if costs is None or not learns:
             return 0.0
         if drafts.batch is None:  # the others wait while estimates learn
             costs.wait(waited)

@@ -1,0 +1,82 @@
+"""Bit-equal texts in every format of the weights: with speculation, in a batch, after preemption, with a prefix hit.
+
+The native kernels sum each row in an order of its own. So here no draw is excused: near-ties are as equal as all others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.ops.native import available
+from tests.lossless.drafters import CASES
+from tests.lossless.pairs import Pair, Pairs
+from tests.lossless.scenes import REQUESTS, SCENES, check, play
+from tests.support.engines import MARGIN, plain, run, tokens_of
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4": {"dtype": "float32", "quantization": "int4"},
+}
+DRAFTERS = [name for name, case in CASES.items() if name != "NONE" and case.maker.__name__ != "nextn"]
+QUICK = {("EAGLE3", "bfloat16"), ("EAGLE3", "int8"), ("EAGLE3", "int4")}
+
+pytestmark = pytest.mark.skipif(
+    not available(torch.device("cpu"), torch.float32), reason="needs the native kernels, and so a C++ compiler"
+)
+
+
+@cache
+def in_format(pairs: Pairs, maker: Any, name: str) -> Pair:
+    """A pair with its weights in this format."""
+    pair, chosen = pairs.of(maker), FORMATS[name]
+    target = load_target(pair.directory, **chosen, progress=False)
+    assert target.is_fused
+    if pair.draft is None:
+        return replace(pair, target=target)
+    draft = load_draft(
+        pair.draft,
+        target,
+        algorithm="STANDALONE" if pair.kind == "STANDALONE" else None,
+        context=pair.target.rope.cos.shape[0],
+        lookahead=MARGIN,
+        target_path=pair.directory,
+        progress=False,
+        quantization=chosen.get("quantization"),
+    )
+    return replace(pair, target=target, head=draft.head)
+
+
+@cache
+def texts_of(pair: Pair) -> dict[str, list[int]]:
+    """Each request alone, token by token."""
+    texts: dict[str, list[int]] = {}
+    for each in REQUESTS:
+        texts |= tokens_of(run(plain(pair.target), [each]))
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("drafter", "form"),
+    [
+        pytest.param(drafter, form, marks=() if (drafter, form) in QUICK else pytest.mark.slow)
+        for drafter in DRAFTERS
+        for form in FORMATS
+    ],
+)
+def test_texts_are_those_of_plain_decoding_alone(pairs: Pairs, drafter: str, form: str) -> None:
+    case = CASES[drafter]
+    pair = in_format(pairs, case.maker, form)
+    texts = texts_of(pair)
+    for scene in SCENES:
+        outcome, engines = play(scene, lambda **given: case.engine(pair, page_size=4, **given))
+        check(pair.target, outcome, texts, engines)
+    assert tokens_of(run(plain(pair.target), REQUESTS)) == texts
