@@ -1,6 +1,6 @@
 """Bit-equal texts in every format of the weights: with speculation, in a batch, after preemption, with a prefix hit.
 
-The native kernels sum each row in an order of its own. So here no draw is excused: near-ties are as equal as all others.
+The native kernels sum each row in an order of its own. So no draw is excused here: near-ties are equal too.
 """
 
 from __future__ import annotations
