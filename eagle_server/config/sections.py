@@ -56,7 +56,7 @@ class ModelSection(Section):
     quantization: Literal["int8", "int4"] | None = Field(
         default=None,
         description="on a CPU, round the weights of linear layers, of target and draft, to 8 or 4 bits while loading; "
-        "int4 keeps 8 bits for the lm_head. Inputs are rounded to 8 bits",
+        "int4 keeps 8 bits for the target's lm_head. Inputs are rounded to 8 bits",
     )
     context_length: Count | None = Field(
         default=None, description="maximum tokens per request, prompt and output together; default: the model's"

@@ -18,6 +18,7 @@ from eagle_server.engine.resolve import context_length, lookahead_bound, resolve
 from eagle_server.models.checkpoints.load_draft import Algorithm, LoadedDraft, load_draft
 from eagle_server.models.checkpoints.load_target import load_target, read_model_config
 from eagle_server.models.checkpoints.weights import resolve_checkpoint, resolve_file
+from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.models.targets.interface import Target
 from eagle_server.ops.native import set_threads, use_native
 from eagle_server.text.tokenizer import read_tokenizer_file
@@ -69,8 +70,10 @@ def load_models(config: Config, *, lookahead: int = 0, progress: bool = True) ->
         progress=progress,
         quantization=config.model.quantization,
     )
-    set_threads(config.device.cpu_threads or threads_for(facts), fused=target.is_fused)
+    threads = config.device.cpu_threads or threads_for(facts)
+    set_threads(threads, fused=False)
     if config.draft_path is None:
+        set_threads(threads, fused=target.is_fused)
         return LoadedModels(target, None)
     token_map = config.speculative.token_map
     draft = load_draft(
@@ -85,6 +88,8 @@ def load_models(config: Config, *, lookahead: int = 0, progress: bool = True) ->
         progress=progress,
         quantization=config.model.quantization,
     )
+    drafts = draft.head.model if isinstance(draft.head, DraftLM) else target
+    set_threads(threads, fused=target.is_fused and drafts.is_fused)
     return LoadedModels(target, draft)
 
 

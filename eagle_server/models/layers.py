@@ -39,7 +39,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self._packed is not None:
             return packed_linear(x, self._packed, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)  # native kernels may give float32
 
     def pack(self, quantization: Quantization | None = None) -> None:
         """Repack the weight for the fastest kernel of this machine, rounded if asked. Call it once, after loading.
@@ -171,14 +171,14 @@ class DecoderLayer(nn.Module):
 def pack_linears(model: nn.Module, quantization: Quantization | None = None, *, progress: bool = False) -> None:
     """Pack every Linear in `model`. Call it once, after the weights are loaded and cast.
 
-    With "int4" an lm_head is rounded to 8 bits, because texts depend on it most.
+    With "int4" the target's lm_head is rounded to 8 bits, because texts depend on it most.
 
     Raises:
         ValueError: `quantization` is asked for where there are no native kernels.
     """
     linears = [module for module in model.modules() if isinstance(module, Linear)]
-    shown = progress and quantization is not None
-    for linear in tqdm(linears, desc=f"round to {quantization}", unit="layer", disable=not shown):
+    description = "pack" if quantization is None else f"round to {quantization}"
+    for linear in tqdm(linears, desc=description, unit="layer", disable=not progress):
         is_head = linear.parts[0][0] == "lm_head"
         linear.pack("int8" if quantization is not None and is_head else quantization)
     for module in model.modules():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import os
 import platform
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ SOURCES = next((path for path in (HERE / "kernels", HERE.parents[1] / "kernels")
 BUILT = SOURCES.parent / "built"
 CACHE = Path("~/.cache/eagle_server/kernels")
 _NATIVE = "-march=native"
-_FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
+_FLAGS = ("-std=c++2a", "-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
 _TIMEOUT = 300  # seconds, for the compiler
 
 _NO_COMPILER = "there is no C++ compiler (Debian: apt-get install g++)"
@@ -59,19 +60,23 @@ class BuildError(ValueError):
 
 @cache
 def library() -> ctypes.CDLL:
-    """The kernels for this machine, compiled now if it has not done that yet.
+    """The kernels for this machine: compiled now if it has not done that yet, or else built before.
 
     Raises:
-        BuildError: there is no compiler, or it fails.
+        BuildError: there is no compiler, it fails, or the library cannot be kept or loaded.
     """
     if platform.system() != "Linux":
         raise BuildError(f"kernels/cpu is for Linux, this is {platform.system()}")
     compiler = _compiler()
-    path = _built_before() if compiler is None else _cached(CACHE.expanduser(), compiler)
     try:
+        if compiler is None:
+            raise BuildError(_NO_COMPILER)
+        return ctypes.CDLL(str(_cached(CACHE.expanduser(), compiler)))
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+        path = _built_before()
+        if path is None:
+            raise BuildError(str(error)) from None
         return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BuildError(f"{path} cannot be loaded ({error})") from None
 
 
 def compile_kernels(output: Path, flags: Sequence[str] = (_NATIVE,)) -> None:
@@ -94,40 +99,51 @@ def compile_kernels(output: Path, flags: Sequence[str] = (_NATIVE,)) -> None:
 
 
 def build_variants(directory: Path) -> None:
-    """Compile a library for each of `VARIANTS`.
+    """Compile a library for each of the `VARIANTS` of this kind of machine.
 
     Raises:
         BuildError: there is no compiler, or it fails.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    for name, variant in VARIANTS.items():
+    for name, variant in _variants().items():
         compile_kernels(directory / f"{name}.so", variant.flags)
 
 
-def _built_before() -> Path:
+def _variants() -> dict[str, Variant]:
+    machine = platform.machine()
+    return VARIANTS if machine == "x86_64" else {machine: Variant((), frozenset())}
+
+
+def _built_before() -> Path | None:
     """The best of the libraries that were built before."""
-    machine, has = platform.machine(), set(_processor().split())
-    for name, variant in VARIANTS.items():
-        path = BUILT / f"{name}.so"
-        if path.is_file() and machine == "x86_64" and variant.needs <= has:
-            return path
-    raise BuildError(_NO_COMPILER)
+    has = set(_processor().split())
+    paths = (BUILT / f"{name}.so" for name, variant in _variants().items() if variant.needs <= has)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _cached(directory: Path, compiler: str) -> Path:
     """The library in this directory. It appears there complete, also if several processes compile it at once."""
     path, began = directory / f"{_key(compiler)}.so", time.perf_counter()
-    if path.is_file():
-        return path
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(directory)
+        if path.is_file():
+            _check_owner(path)
+            return path
         with tempfile.TemporaryDirectory(dir=directory) as unfinished:
             compile_kernels(Path(unfinished) / path.name)
             (Path(unfinished) / path.name).replace(path)
     except OSError as error:
-        raise BuildError(f"{directory} cannot be written ({error})") from None
+        raise BuildError(f"{directory} cannot be used ({error})") from None
     logger.info("compiled the CPU kernels in %.1f s into %s", time.perf_counter() - began, path)
     return path
+
+
+def _check_owner(path: Path) -> None:
+    """Code is loaded from there: nobody else may have put it there."""
+    found = path.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise BuildError(f"{path} belongs to another user, or others may write it: remove it")
 
 
 def _compiler() -> str | None:
@@ -137,9 +153,9 @@ def _compiler() -> str | None:
 def _key(compiler: str) -> str:
     """A name for what the library depends on: sources, flags, compiler and processor."""
     digest = hashlib.sha256(" ".join((*_FLAGS, _NATIVE)).encode())
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted(SOURCES.glob("*.*")):
         digest.update(source.name.encode() + source.read_bytes())
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False, timeout=_TIMEOUT).stdout
     digest.update(compiler.encode() + version + _processor().encode())
     return digest.hexdigest()[:32]
 

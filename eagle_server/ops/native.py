@@ -70,6 +70,7 @@ class _Cache(Structure):
         ("scale", c_float),
         ("softcap", c_float),
         ("window", c_int32),
+        ("slots", c_int64),
     )
 
 
@@ -97,6 +98,7 @@ class _Decoder(Structure):
         ("count", c_int32),
         ("hidden", c_int32),
         ("boundaries", c_int32),
+        ("context", c_int32),
         ("eps", c_float),
     )
 
@@ -136,7 +138,7 @@ def _functions() -> Any:
     functions = library()
     functions.eagle_session_new.restype = c_void_p
     functions.eagle_packed_bytes.restype = c_int64
-    for name in ("eagle_pack", "eagle_unpack", "eagle_linear", "eagle_attention", "eagle_decode"):
+    for name in ("eagle_pack", "eagle_unpack", "eagle_linear", "eagle_attention"):
         getattr(functions, name).restype = None
     return functions
 
@@ -168,7 +170,7 @@ def _session() -> c_void_p:
 
 
 class NativeWeight:
-    """A weight [out, in] packed for the native kernels. No other copy of it is kept.
+    """A weight [out, in] packed for the native kernels. A tied embedding is a copy of its own.
 
     float32 weights that bfloat16 holds exactly, as those of most checkpoints, take half the memory.
     """
@@ -181,13 +183,15 @@ class NativeWeight:
             self.scales, self.zeros, self._group = _padded(weight.scales), _padded(weight.zeros), weight.group
             self._kind = _INT8 if weight.quantization == "int8" else _INT4
         else:
-            self.dtype, source = weight.dtype, _floats(weight.detach())
-            exact = weight.dtype == torch.float32 and torch.equal(source, source.bfloat16().float())
-            self._kind = _BFLOAT16 if weight.dtype == torch.bfloat16 else _HALVED if exact else _FLOAT32
+            self.dtype, source = weight.dtype, weight.detach().contiguous()
+            self._kind = _BFLOAT16 if weight.dtype == torch.bfloat16 else _FLOAT32
+            halves = source.bfloat16()
+            if self._kind == _FLOAT32 and torch.equal(source, halves.float()):
+                self._kind, source = _HALVED, halves
         self.outputs, self.inputs = source.shape
         shape = self._struct(None, None)
-        self.data = torch.empty(_functions().eagle_packed_bytes(byref(shape)), dtype=torch.uint8)
-        _functions().eagle_pack(byref(shape), _pointer(source), _pointer(self.data))
+        self.data = torch.empty(_functions().eagle_packed_bytes(byref(shape)), dtype=torch.uint8, device="cpu")
+        _functions().eagle_pack(_session(), byref(shape), _pointer(source), _pointer(self.data))
 
     @property
     def nbytes(self) -> int:
@@ -199,8 +203,10 @@ class NativeWeight:
 
     def dense(self) -> Tensor:
         """The weight [out, in] that is computed with, bit for bit."""
-        out = torch.empty(self.outputs, self.inputs, dtype=torch.float32 if self.scales is None else torch.uint8)
-        _functions().eagle_unpack(byref(self.struct(None)), _pointer(out))
+        halves = torch.bfloat16 if self._kind in (_HALVED, _BFLOAT16) else torch.float32
+        stored = halves if self.scales is None else torch.uint8
+        out = torch.empty(self.outputs, self.inputs, dtype=stored, device="cpu")
+        _functions().eagle_unpack(_session(), byref(self.struct(None)), _pointer(out))
         if self.scales is None or self.zeros is None:
             return out.to(self.dtype)
         scales, zeros = self.scales[:, : self.outputs], self.zeros[:, : self.outputs]
@@ -219,7 +225,7 @@ def _padded(values: Tensor) -> Tensor:
 def native_linear(x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:
     """x [rows, in] @ weight^T + bias -> [rows, out], in the dtype of x. The sums are float32."""
     full, added = _floats(x), None if bias is None else _floats(bias)
-    out = torch.empty(len(full), weight.outputs)
+    out = _empty(len(full), weight.outputs)
     packed = weight.struct(added)
     _functions().eagle_linear(_session(), byref(packed), _pointer(full), len(full), _pointer(out))
     return out.to(x.dtype)
@@ -251,6 +257,7 @@ class AttentionShape:
             self.scale,
             self.softcap,
             self.window,
+            len(keys),
         )
 
 
@@ -278,6 +285,8 @@ class NativeRows:
             indices: kv_indices, kv_indptr and qo_indptr, int32.
             mask: visible, row_depths and column_depths of a `TreeMask`; None: causal.
         """
+        assert out_cache_loc.dtype == torch.int64 and all(each.dtype == torch.int32 for each in indices)
+        assert mask is None or [each.dtype for each in mask] == [torch.bool, torch.int64, torch.int64]
         self.caches = caches
         self._tensors = [tensor.contiguous() for tensor in (out_cache_loc, *indices, *(mask or ()))]  # keeps them alive
         slots, kv_indices, kv_indptr, qo_indptr, *masks = map(_pointer, self._tensors)
@@ -288,7 +297,7 @@ class NativeRows:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, shape: AttentionShape) -> Tensor:
         """Write k and v [rows, kv_heads, head_dim] to the cache of a layer, then attend: [rows, heads, head_dim]."""
-        out, full = torch.empty(q.shape), [_floats(x) for x in (q, k, v)]
+        out, full = _empty(*q.shape), [_floats(x) for x in (q, k, v)]
         cache = shape.struct(*self.caches[layer])
         _functions().eagle_attention(
             *(_session(), byref(self.struct), byref(cache)),
@@ -320,6 +329,7 @@ class NativeDecoder:
         self._kept: list[Tensor] = []
         self._norm = None if norm is None else self._keep(norm)
         self._cos, self._sin, self._eps = self._keep(cos), self._keep(sin), layers[0].eps
+        self._context = len(cos)
         self._structs = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
         self._caches: Sequence[tuple[Tensor, Tensor]] = ()
 
@@ -344,18 +354,20 @@ class NativeDecoder:
         full, count = _floats(x), len(x)
         stream = full.clone() if residual is None else residual.float().clone()
         hidden, places = torch.empty_like(stream), positions.contiguous()
-        aux = torch.empty(count, len(aux_boundaries) * self.hidden) if aux_boundaries else None
+        aux = _empty(count, len(aux_boundaries) * self.hidden) if aux_boundaries else None
         boundaries = (c_int32 * len(aux_boundaries))(*aux_boundaries)
         self._bind(rows.caches)
         decoder = _Decoder(
             *(self._structs, self._norm, self._cos, self._sin, ctypes.cast(boundaries, c_void_p)),
-            *(len(self.layers), self.hidden, len(aux_boundaries), self._eps),
+            *(len(self.layers), self.hidden, len(aux_boundaries), self._context, self._eps),
         )
         rows.struct.positions = _pointer(places)
-        _functions().eagle_decode(
+        outside = _functions().eagle_decode(
             *(_session(), byref(decoder), byref(rows.struct)),
             *(_pointer(full), _pointer(stream), _pointer(hidden), None if aux is None else _pointer(aux)),
         )
+        if outside:
+            raise IndexError("a position is beyond the RoPE table, or a slot beyond the pool")
         return hidden, stream, aux
 
     def _bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -376,6 +388,10 @@ class NativeDecoder:
     def _kept_floats(self, tensor: Tensor) -> Tensor:
         self._kept.append(_floats(tensor.detach()))
         return self._kept[-1]
+
+
+def _empty(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _floats(x: Tensor) -> Tensor:

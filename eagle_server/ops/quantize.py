@@ -43,7 +43,13 @@ class QuantizedWeight:
 
 
 def quantize(weight: Tensor, quantization: Quantization) -> QuantizedWeight:
-    """Round a weight [out, in]."""
+    """Round a weight [out, in].
+
+    Raises:
+        ValueError: a number in it is not finite.
+    """
+    if not weight.isfinite().all():
+        raise ValueError(f"--quantization {quantization}: a weight is infinite or no number; serve it without")
     round_rows = _int8 if quantization == "int8" else _int4
     group = weight.shape[1]
     if quantization == "int4":

@@ -75,7 +75,7 @@ class Verifier:
         if tree.rows is not None:
             tokens, positions = tokens.index_select(0, tree.rows), positions.index_select(0, tree.rows)
         out = self.target(tokens, positions, bound)
-        return Verified(self.target.logits(out.hidden), _features(out))
+        return Verified(self.target.logits(out.hidden), self._features(out))
 
     def prefill(self, batch: PromptBatch, chunks: tuple[Chunk, ...]) -> Prefilled:
         """Prompt chunks, causally. Logits only for rows that sample a token or need prompt log-probabilities."""
@@ -91,7 +91,7 @@ class Verifier:
             counts.append(len(wanted))
             start += length
         hidden = out.hidden.index_select(0, upload(rows, out.hidden.device))
-        return Prefilled(_features(out), self.target.logits(hidden), tuple(counts))
+        return Prefilled(self._features(out), self.target.logits(hidden), tuple(counts))
 
     def keep(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
         """Move the accepted nodes' KV to the front of each window. The next cycle overwrites the rest.
@@ -106,6 +106,6 @@ class Verifier:
         table, requests = batch.req_to_token, batch.req_pool_indices[:, None]
         self.pool.move(table[requests, sources].long(), table[requests, places].long())
 
-
-def _features(out: TargetOutput) -> Tensor:
-    return out.hidden if out.aux is None else out.aux
+    def _features(self, out: TargetOutput) -> Tensor:
+        """What the drafter reads, in the model's dtype. Logits are made of what may be more exact."""
+        return out.hidden.to(self.target.config.dtype) if out.aux is None else out.aux

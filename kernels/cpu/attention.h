@@ -30,6 +30,7 @@ struct Cache {
     int32_t is_bf16, heads, kv_heads, head_dim;
     float scale, softcap;
     int32_t window;
+    int64_t slots;
 };
 
 constexpr int LARGEST_HEAD = 512;

@@ -23,7 +23,7 @@ struct Decoder {
     const float* cos;  // [context, head_dim], both; the first half of the sine is negated
     const float* sin;
     const int32_t* aux_boundaries;
-    int32_t count, hidden, boundaries;
+    int32_t count, hidden, boundaries, context;
     float eps;
 };
 
@@ -147,9 +147,15 @@ Session* eagle_session_new(int threads) { return new Session(threads); }
 
 int64_t eagle_packed_bytes(const Packed* w) { return packed_bytes(*w); }
 
-void eagle_pack(const Packed* w, const void* weight, void* to) { pack(*w, weight, to); }
+void eagle_pack(Session* s, const Packed* w, const void* weight, void* to) {
+    std::lock_guard lock(s->mutex);
+    pack(s->team, *w, weight, to);
+}
 
-void eagle_unpack(const Packed* w, void* weight) { unpack(*w, weight); }
+void eagle_unpack(Session* s, const Packed* w, void* weight) {
+    std::lock_guard lock(s->mutex);
+    unpack(s->team, *w, weight);
+}
 
 // y [rows, out] = x [rows, in] W^T + bias.
 void eagle_linear(Session* s, const Packed* w, const float* x, int rows, float* y) {
@@ -172,10 +178,20 @@ void eagle_attention(
     });
 }
 
-// x: [rows, hidden], or the normed input of the first layer if it has no input norm. stream [rows, hidden]: the residual
+// Whether all positions and slots exist.
+bool is_inside(const Decoder& d, const Batch& batch) {
+    for (int r = 0; r < batch.rows; r++) {
+        bool found = batch.positions[r] >= 0 && batch.positions[r] < d.context;
+        if (!found || batch.out_cache_loc[r] < 0 || batch.out_cache_loc[r] >= d.layers->cache.slots) return false;
+    }
+    return true;
+}
+
+// Returns 1, and computes nothing, if a position or slot does not exist. x: [rows, hidden], or the normed input of the first layer if it has no input norm. stream [rows, hidden]: the residual
 // stream before the first layer, then after the last. hidden: its norm. aux [rows, boundaries * hidden].
-void eagle_decode(
+int eagle_decode(
     Session* s, const Decoder* d, const Batch* batch, const float* x, float* stream, float* hidden, float* aux) {
+    if (!is_inside(*d, *batch)) return 1;
     std::lock_guard lock(s->mutex);
     const int64_t size = d->hidden, rows = batch->rows;
     double expected = 0;
@@ -191,7 +207,8 @@ void eagle_decode(
                     memcpy(aux + (r * d->boundaries + b) * size, stream + r * size, 4 * size);
         if (i < d->count) layer_forward(*s, *d, d->layers[i], *batch, x, stream);
     }
-    if (!d->norm) return;
+    if (!d->norm) return 0;
     for_rows(s->team, rows, size, [&](int r) { rms_norm(stream + r * size, d->norm, d->eps, size, hidden + r * size); });
+    return 0;
 }
 }

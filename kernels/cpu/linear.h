@@ -207,12 +207,12 @@ static void prepare_row(const Packed& w, const float* x, uint32_t* to) {
         return;
     }
     auto part = [&](int k) { return k + LANES <= w.in ? load(x + k) : load_some(x + k, w.in - k); };
-    Vector most{};
-    for (int k = 0; k < w.in; k += LANES) most = max(most, max(part(k), -part(k)));
+    Vector most{}, wrong{};  // what is no number, or infinite, makes the whole row so
+    for (int k = 0; k < w.in; k += LANES) most = max(most, max(part(k), -part(k))), wrong = wrong + part(k) * 0.0f;
     float lanes[LANES], largest = 0;
     store(lanes, most);
     for (float lane : lanes) largest = std::max(largest, lane);
-    float scale = largest / 127, inverse = largest > 0 ? 127 / largest : 0;
+    float scale = largest / 127 + sum(wrong), inverse = largest > 0 ? 127 / largest : 0;
     int groups = w.kind == INT8 ? 1 : quant_groups(w), group = w.kind == INT8 ? w.in : w.quant_group;
     int64_t words = w.kind == INT8 ? steps_of(w) : 2 * steps_of(w);
     int8_t* bytes = (int8_t*)to;
@@ -335,39 +335,39 @@ static void gated(Team& team, const Packed& w, const uint32_t* x, int rows, floa
 }
 
 // Calls `visit(place, index)` for every element: its place in the packed form, counted in elements, and in the plain one.
-template <class Visit> static void each_element(const Packed& w, const Visit& visit) {
+template <class Visit> static void each_element(Team& team, const Packed& w, const Visit& visit) {
     int many = inputs_of_word(w.kind), steps = steps_of(w);
-    for (int first = 0; first < w.out; first += GROUP)
+    team.expect(1e9);
+    team.run((w.out + GROUP - 1) / GROUP, 1e9, [&](int group, int) {
         for (int k = 0; k < w.in; k++)
-            for (int n = first; n < std::min(w.out, first + GROUP); n++) {
-                int64_t step = (int64_t)(first / GROUP) * steps + k / many;
+            for (int n = group * GROUP; n < std::min(w.out, (group + 1) * GROUP); n++) {
+                int64_t step = (int64_t)group * steps + k / many;
                 visit((step * GROUP + n % GROUP) * many + k % many, (int64_t)n * w.in + k);
             }
+    });
 }
 
 // Where the nibble of element `place` is: input k of 8 shares a byte with input k + 4 or k - 4.
 static inline int64_t nibble_byte(int64_t place) { return place / 8 * 4 + place % 4; }
 static inline int nibble_shift(int64_t place) { return place % 8 < 4 ? 0 : 4; }
 
-// `weight` [out, in], in float32 or as codes in bytes, to the packed form.
-static void pack(const Packed& w, const void* weight, void* to) {
+// `weight` [out, in] to the packed form: floats, halves of bfloat16, or codes in bytes.
+static void pack(Team& team, const Packed& w, const void* weight, void* to) {
     memset(to, 0, packed_bytes(w));
-    each_element(w, [&](int64_t place, int64_t index) {
-        const float* floats = (const float*)weight + index;
-        uint8_t code = ((const uint8_t*)weight)[w.kind >= INT8 ? index : 0];
-        if (w.kind == FLOAT32) ((float*)to)[place] = *floats;
-        else if (w.kind <= BFLOAT16) store_bf16((uint16_t*)to + place, floats, 1);
-        else if (w.kind == INT8) ((uint8_t*)to)[place] = code;
-        else ((uint8_t*)to)[nibble_byte(place)] |= code << nibble_shift(place);
+    each_element(team, w, [&](int64_t place, int64_t index) {
+        if (w.kind == FLOAT32) ((float*)to)[place] = ((const float*)weight)[index];
+        else if (w.kind <= BFLOAT16) ((uint16_t*)to)[place] = ((const uint16_t*)weight)[index];
+        else if (w.kind == INT8) ((uint8_t*)to)[place] = ((const uint8_t*)weight)[index];
+        else ((uint8_t*)to)[nibble_byte(place)] |= ((const uint8_t*)weight)[index] << nibble_shift(place);
     });
 }
 
 // The inverse of `pack`.
-static void unpack(const Packed& w, void* weight) {
+static void unpack(Team& team, const Packed& w, void* weight) {
     const uint8_t* bytes = (const uint8_t*)w.data;
-    each_element(w, [&](int64_t place, int64_t index) {
+    each_element(team, w, [&](int64_t place, int64_t index) {
         if (w.kind == FLOAT32) ((float*)weight)[index] = ((const float*)w.data)[place];
-        else if (w.kind <= BFLOAT16) ((float*)weight)[index] = from_bf16(((const uint16_t*)w.data)[place]);
+        else if (w.kind <= BFLOAT16) ((uint16_t*)weight)[index] = ((const uint16_t*)w.data)[place];
         else if (w.kind == INT8) ((uint8_t*)weight)[index] = bytes[place];
         else ((uint8_t*)weight)[index] = bytes[nibble_byte(place)] >> nibble_shift(place) & 15;
     });

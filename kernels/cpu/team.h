@@ -44,7 +44,7 @@ class Team {
         take(job, phase, 0);
         for (int spins = 0; done_.load(std::memory_order_acquire) < tiles; spins++) {
             if (spins < SPINS) pause();
-            else return wait_for_late_threads(tiles);
+            else return wait_for_late_threads(tiles, nanoseconds / tiles);
         }
     }
 
@@ -57,20 +57,24 @@ class Team {
 
     static constexpr double WORTH_WAKING = 150e3, WORTH_SHARING = 3e3;
     static constexpr int SPINS = 4000;  // about 100 microseconds
+    static constexpr double LATE = 200e3;  // nanoseconds
     static constexpr int ALONE = 30;    // times as long as the others were late, one thread computes
     static constexpr int JOBS = 4;      // a late thread may still read the job of an earlier phase
 
-    // A thread has lost its core within a tile. While others keep the cores busy, one thread is faster.
-    void wait_for_late_threads(int tiles) {
+    // A thread that takes much longer than a tile has lost its core. While others keep the cores busy, one thread is faster.
+    void wait_for_late_threads(int tiles, double expected) {
         auto began = std::chrono::steady_clock::now();
         while (done_.load(std::memory_order_acquire) < tiles) std::this_thread::yield();
         auto now = std::chrono::steady_clock::now();
-        alone_until_ = now + ALONE * (now - began);
+        if (std::chrono::duration<double, std::nano>(now - began).count() > 4 * expected + LATE)
+            alone_until_ = now + ALONE * (now - began);
     }
 
     static void pause() {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        asm volatile("isb");
 #endif
     }
 

@@ -30,6 +30,7 @@ from eagle_server.models.rope import at_context
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.interface import Target
 from eagle_server.models.targets.registry import find_family, read_target_config
+from eagle_server.ops.native import available
 from eagle_server.ops.quantize import Quantization
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
@@ -91,6 +92,10 @@ def load_target(
         rope=at_context(config.rope, config.head_dim, context),
         eos_token_ids=_eos_token_ids(directory, config),
     )
+    if quantization is not None and not available(torch.device(device), config.dtype):
+        on_cpu = torch.device(device).type == "cpu"
+        fix = "--cpu-kernels native says what is missing" if on_cpu else "add --device cpu, or drop it"
+        raise CheckpointError(f"--quantization {quantization} is for CPUs with native kernels: {fix}")
     if not config.native:
         from eagle_server.models.checkpoints.load_transformers import load_transformers  # seconds of import
 

@@ -50,10 +50,10 @@ def forget() -> None:
 
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(native, "_threads", request.param)
     yield
-    torch.set_num_threads(before)
+    patch.undo()
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -300,11 +300,55 @@ def test_without_a_compiler_the_best_library_that_was_built_serves(
     if processor is not None:
         monkeypatch.setattr(build, "_processor", lambda: processor)
     path = build._built_before()
-    assert path.stem == (found or path.stem)
+    assert path is not None and path.stem == (found or path.stem)
     if processor is None:
         path.unlink()
         compile_kernels(path, build.VARIANTS[path.stem].flags)
-        assert ctypes.CDLL(str(path)).eagle_session_new is not None
+        monkeypatch.setattr(build, "_compiler", lambda: None)
+        assert build.library.__wrapped__().eagle_session_new is not None
+
+
+def test_a_library_that_others_may_write_is_not_loaded(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(BuildError, match="others may write it"):
+        build._cached(tmp_path, str(build._compiler()))
+
+
+def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
+    model, tokens = decoder(torch.float32, **sizes), torch.arange(70) % 50
+    pack_linears(model)
+    batch, found = batch_of([60, 9, 1], [90, 60, 50], Causal()), []
+    for number in (1, 2, 5):
+        monkeypatch.setattr(native, "_threads", number)
+        pool = pool_of(4, 64, layers=3)
+        out = model(tokens, tokens, NativePlan.of(pool).bind(batch))
+        found.append(torch.cat([out.hidden, out.aux, model.logits(out.hidden)], dim=1))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_positions_and_slots_that_do_not_exist_are_refused() -> None:
+    model, tokens = decoder(torch.float32), torch.arange(3)
+    pack_linears(model)
+    batch = BATCHES["decode"]
+    with pytest.raises(IndexError, match="beyond"):
+        model(tokens, tokens + 198, NativePlan.of(pool_of(2, 16, layers=3)).bind(batch))
+    outside = replace(batch, out_cache_loc=batch.out_cache_loc + SLOTS)
+    with pytest.raises(IndexError, match="beyond"):
+        model(tokens, tokens, NativePlan.of(pool_of(2, 16, layers=3)).bind(outside))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_what_is_no_number_stays_none(quantization: Quantization) -> None:
+    packed = NativeWeight(quantize(random(32, 64), quantization))
+    x = random(2, 64)
+    x[0, 3] = float("nan")
+    y = native_linear(x, packed, None)
+    assert y[0].isnan().all()
+    assert y[1].isfinite().all()
+    with pytest.raises(ValueError, match="infinite or no number"):
+        quantize(random(4, 8) / 0, quantization)
 
 
 def test_a_failing_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
