@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import byref, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_server.ops.build import BuildError, library
+from eagle_server.ops.native_structs import BatchStruct, CacheStruct, DecoderStruct, LayerStruct, PackedStruct
 from eagle_server.ops.quantize import QuantizedWeight
 
 _FLOAT32, _HALVED, _BFLOAT16, _INT8, _INT4 = range(5)  # Kind in linear.h
@@ -27,80 +28,6 @@ _LANES = 16
 _LARGEST_HEAD = 512
 
 logger = logging.getLogger(__name__)
-
-
-class _Packed(Structure):
-    _fields_ = (
-        ("data", c_void_p),
-        ("bias", c_void_p),
-        ("scales", c_void_p),
-        ("zeros", c_void_p),
-        ("kind", c_int32),
-        ("inputs", c_int32),
-        ("outputs", c_int32),
-        ("quant_group", c_int32),
-    )
-
-
-class _Batch(Structure):
-    _fields_ = (
-        ("rows", c_int32),
-        ("requests", c_int32),
-        ("positions", c_void_p),
-        ("out_cache_loc", c_void_p),
-        ("qo_indptr", c_void_p),
-        ("kv_indptr", c_void_p),
-        ("kv_indices", c_void_p),
-        ("visible", c_void_p),
-        ("row_depths", c_void_p),
-        ("column_depths", c_void_p),
-        ("mask_rows", c_int32),
-        ("mask_columns", c_int32),
-    )
-
-
-class _Cache(Structure):
-    _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("is_bf16", c_int32),
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("scale", c_float),
-        ("softcap", c_float),
-        ("window", c_int32),
-        ("slots", c_int64),
-    )
-
-
-class _Layer(Structure):
-    _fields_ = (
-        ("qkv", _Packed),
-        ("o", _Packed),
-        ("gate_up", _Packed),
-        ("down", _Packed),
-        ("input_norm", c_void_p),
-        ("post_norm", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("cache", _Cache),
-    )
-
-
-class _Decoder(Structure):
-    _fields_ = (
-        ("layers", POINTER(_Layer)),
-        ("norm", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("aux_boundaries", c_void_p),
-        ("count", c_int32),
-        ("hidden", c_int32),
-        ("boundaries", c_int32),
-        ("context", c_int32),
-        ("eps", c_float),
-    )
 
 
 _enabled, _threads = True, 0  # 0: as many threads as torch
@@ -197,7 +124,7 @@ class NativeWeight:
     def nbytes(self) -> int:
         return sum(each.nbytes for each in (self.data, self.scales, self.zeros) if each is not None)
 
-    def struct(self, bias: Tensor | None) -> _Packed:
+    def struct(self, bias: Tensor | None) -> PackedStruct:
         """`bias` float32 [out] must outlive the result, as this object must."""
         return self._struct(self.data, bias)
 
@@ -212,9 +139,9 @@ class NativeWeight:
         scales, zeros = self.scales[:, : self.outputs], self.zeros[:, : self.outputs]
         return QuantizedWeight("int8" if self._kind == _INT8 else "int4", out, scales, zeros, self._group).dense()
 
-    def _struct(self, data: Tensor | None, bias: Tensor | None) -> _Packed:
+    def _struct(self, data: Tensor | None, bias: Tensor | None) -> PackedStruct:
         pointers = (None if each is None else _pointer(each) for each in (data, bias, self.scales, self.zeros))
-        return _Packed(*pointers, self._kind, self.inputs, self.outputs, self._group)
+        return PackedStruct(*pointers, self._kind, self.inputs, self.outputs, self._group)
 
 
 def _padded(values: Tensor) -> Tensor:
@@ -246,8 +173,8 @@ class AttentionShape:
     def fits(head_dim: int) -> bool:
         return head_dim % _LANES == 0 and head_dim <= _LARGEST_HEAD
 
-    def struct(self, keys: Tensor, values: Tensor) -> _Cache:
-        return _Cache(
+    def struct(self, keys: Tensor, values: Tensor) -> CacheStruct:
+        return CacheStruct(
             _pointer(keys),
             _pointer(values),
             int(keys.dtype == torch.bfloat16),
@@ -293,7 +220,7 @@ class NativeRows:
         rows, columns = mask[0].shape[1:] if mask is not None else (0, 0)
         count, requests = len(out_cache_loc), len(indices[2]) - 1
         pointers = (slots, qo_indptr, kv_indptr, kv_indices, *(masks or (None, None, None)))
-        self.struct = _Batch(count, requests, None, *pointers, rows, columns)
+        self.struct = BatchStruct(count, requests, None, *pointers, rows, columns)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, shape: AttentionShape) -> Tensor:
         """Write k and v [rows, kv_heads, head_dim] to the cache of a layer, then attend: [rows, heads, head_dim]."""
@@ -330,7 +257,7 @@ class NativeDecoder:
         self._norm = None if norm is None else self._keep(norm)
         self._cos, self._sin, self._eps = self._keep(cos), self._keep(sin), layers[0].eps
         self._context = len(cos)
-        self._structs = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
+        self._structs = (LayerStruct * len(layers))(*(self._layer(layer) for layer in layers))
         self._caches: Sequence[tuple[Tensor, Tensor]] = ()
 
     def __call__(
@@ -357,7 +284,7 @@ class NativeDecoder:
         aux = _empty(count, len(aux_boundaries) * self.hidden) if aux_boundaries else None
         boundaries = (c_int32 * len(aux_boundaries))(*aux_boundaries)
         self._bind(rows.caches)
-        decoder = _Decoder(
+        decoder = DecoderStruct(
             *(self._structs, self._norm, self._cos, self._sin, ctypes.cast(boundaries, c_void_p)),
             *(len(self.layers), self.hidden, len(aux_boundaries), self._context, self._eps),
         )
@@ -377,10 +304,10 @@ class NativeDecoder:
         for struct, layer, pair in zip(self._structs, self.layers, caches, strict=True):
             struct.cache = layer.attention.struct(*pair)
 
-    def _layer(self, layer: LayerWeights) -> _Layer:
+    def _layer(self, layer: LayerWeights) -> LayerStruct:
         linears = (weight.struct(None if bias is None else self._kept_floats(bias)) for weight, bias in layer.linears)
         norms = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
-        return _Layer(*linears, *(None if norm is None else self._keep(norm) for norm in norms), _Cache())
+        return LayerStruct(*linears, *(None if norm is None else self._keep(norm) for norm in norms), CacheStruct())
 
     def _keep(self, tensor: Tensor) -> c_void_p:
         return _pointer(self._kept_floats(tensor))
