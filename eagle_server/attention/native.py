@@ -1,4 +1,4 @@
-"""The CPU's attention by compiled kernels: see `ops.native`."""
+"""The CPU's attention by compiled kernels: see `ops.native_decoder`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from eagle_server.attention.batches import attn_args_prefill
 from eagle_server.attention.interface import AttentionBatch, LayerSpec
 from eagle_server.cache.pool import Pool
-from eagle_server.ops.native import AttentionShape, NativeRows, attends
+from eagle_server.ops.native_decoder import AttentionShape, NativeRows, attends
 
 
 @dataclass(frozen=True)

@@ -72,11 +72,16 @@ def load_models(config: Config, *, lookahead: int = 0, progress: bool = True) ->
     )
     threads = config.device.cpu_threads or threads_for(facts)
     set_threads(threads, fused=False)
-    if config.draft_path is None:
-        set_threads(threads, fused=target.is_fused)
-        return LoadedModels(target, None)
+    draft = None if config.draft_path is None else _load_draft(config, target, context, lookahead, progress=progress)
+    model = draft.head.model if draft is not None and isinstance(draft.head, DraftLM) else target
+    set_threads(threads, fused=target.is_fused and model.is_fused)
+    return LoadedModels(target, draft)
+
+
+def _load_draft(config: Config, target: Target, context: int, lookahead: int, *, progress: bool) -> LoadedDraft:
+    assert config.draft_path is not None
     token_map = config.speculative.token_map
-    draft = load_draft(
+    return load_draft(
         config.draft_path,
         target,
         algorithm=cast("Algorithm | None", config.speculative.head_algorithm),
@@ -88,9 +93,6 @@ def load_models(config: Config, *, lookahead: int = 0, progress: bool = True) ->
         progress=progress,
         quantization=config.model.quantization,
     )
-    drafts = draft.head.model if isinstance(draft.head, DraftLM) else target
-    set_threads(threads, fused=target.is_fused and drafts.is_fused)
-    return LoadedModels(target, draft)
 
 
 def engine_over(models: LoadedModels, config: Config) -> Engine:

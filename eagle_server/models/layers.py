@@ -19,7 +19,8 @@ from eagle_server.models.config import ModelConfig
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.ops.fused import Rotation, add_rms_norm, apply_rope, rms_norm, silu_mul
 from eagle_server.ops.linear import PackedWeight, pack_weight, packed_linear, unpack_weight
-from eagle_server.ops.native import AttentionShape, LayerWeights, NativeDecoder, NativeWeight
+from eagle_server.ops.native_decoder import AttentionShape, LayerWeights, NativeDecoder
+from eagle_server.ops.native_linear import NativeWeight
 from eagle_server.ops.quantize import Quantization
 
 Views = Iterator[tuple[str, Tensor]]

@@ -29,8 +29,6 @@ _NATIVE = "-march=native"
 _FLAGS = ("-std=c++2a", "-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
 _TIMEOUT = 300  # seconds, for the compiler
 
-_NO_COMPILER = "there is no C++ compiler (Debian: apt-get install g++)"
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -67,11 +65,8 @@ def library() -> ctypes.CDLL:
     """
     if platform.system() != "Linux":
         raise BuildError(f"kernels/cpu is for Linux, this is {platform.system()}")
-    compiler = _compiler()
     try:
-        if compiler is None:
-            raise BuildError(_NO_COMPILER)
-        return ctypes.CDLL(str(_cached(CACHE.expanduser(), compiler)))
+        return ctypes.CDLL(str(_cached(CACHE.expanduser(), _compiler())))
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         path = _built_before()
         if path is None:
@@ -85,10 +80,7 @@ def compile_kernels(output: Path, flags: Sequence[str] = (_NATIVE,)) -> None:
     Raises:
         BuildError: there is no compiler, or it fails.
     """
-    compiler = _compiler()
-    if compiler is None:
-        raise BuildError(_NO_COMPILER)
-    command = [compiler, *_FLAGS, *flags, str(SOURCES / "decoder.cpp"), "-o", str(output)]
+    command = [_compiler(), *_FLAGS, *flags, str(SOURCES / "decoder.cpp"), "-o", str(output)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -146,8 +138,11 @@ def _check_owner(path: Path) -> None:
         raise BuildError(f"{path} belongs to another user, or others may write it: remove it")
 
 
-def _compiler() -> str | None:
-    return next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+def _compiler() -> str:
+    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if found is None:
+        raise BuildError("there is no C++ compiler (Debian: apt-get install g++)")
+    return found
 
 
 def _key(compiler: str) -> str:

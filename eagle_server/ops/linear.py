@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_server.ops.native import NativeWeight, available, native_linear
+from eagle_server.ops.native import available
+from eagle_server.ops.native_linear import NativeWeight, native_linear
 from eagle_server.ops.quantize import Quantization, quantize
 
 _ROWS_HINT = 16  # oneDNN chooses its blocking for this row count, that of a verify window

@@ -35,11 +35,11 @@ class QuantizedWeight:
 
     def dense(self) -> Tensor:
         """The weight that is computed with, float32 [out, in]."""
-        expand = [each.t().repeat_interleave(self.group, dim=1)[:, : self.codes.shape[1]] for each in self._pairs()]
-        return (self.codes - expand[1]) * expand[0]
-
-    def _pairs(self) -> tuple[Tensor, Tensor]:
-        return self.scales, self.zeros.float()
+        scales, zeros = (
+            each.t().repeat_interleave(self.group, dim=1)[:, : self.codes.shape[1]]
+            for each in (self.scales, self.zeros.float())
+        )
+        return (self.codes - zeros) * scales
 
 
 def quantize(weight: Tensor, quantization: Quantization) -> QuantizedWeight:

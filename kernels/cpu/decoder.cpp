@@ -1,6 +1,5 @@
-// Forwards of Llama-like decoders on a CPU, one call each. The reference is eagle_server/models/layers.py, and the plain C
-// interface is described there where Python calls it: eagle_server/ops/native.py.
-#include <memory>
+// Forwards of Llama-like decoders on a CPU, one call each. The reference is eagle_server/models/layers.py. Python calls the
+// plain C interface in eagle_server/ops/native_linear.py and native_decoder.py.
 #include <mutex>
 
 #include "attention.h"
@@ -20,7 +19,7 @@ struct Layer {
 struct Decoder {
     const Layer* layers;
     const float* norm;  // null: none
-    const float* cos;  // [context, head_dim], both; the first half of the sine is negated
+    const float* cos;   // [context, head_dim], both; the first half of the sine is negated
     const float* sin;
     const int32_t* aux_boundaries;
     int32_t count, hidden, boundaries, context;
@@ -34,6 +33,11 @@ struct Session {
     template <class T> static T* room(std::vector<T>& buffer, int64_t size) {
         if ((int64_t)buffer.size() < size) buffer.resize(size);
         return buffer.data();
+    }
+
+    void attend(const Batch& batch, const Cache& cache, const float* query, float* out) {
+        int64_t size = (int64_t)longest_kv(batch) * LANES;
+        attend_all(team, batch, cache, query, out, [&](int thread) { return room(scores[thread], size); });
     }
 
     std::mutex mutex;
@@ -90,7 +94,7 @@ const uint32_t* prepared(Session& s, const Packed& w, const float* x, int rows) 
 }
 
 void product(Session& s, const Packed& w, const float* x, int rows, float* y, bool add = false) {
-    linear(s.team, w, prepared(s, w, x, rows), rows, y, w.out, add);
+    linear(s.team, w, prepared(s, w, x, rows), rows, y, add);
 }
 
 void layer_forward(Session& s, const Decoder& d, const Layer& l, const Batch& batch, const float* x, float* stream) {
@@ -120,10 +124,7 @@ void layer_forward(Session& s, const Decoder& d, const Layer& l, const Batch& ba
         write_row(batch, l.cache, r, keys, keys + kv * dim);
     });
     float* mixed = Session::room(s.mixed, (int64_t)rows * std::max(l.o.in, l.down.in));
-    int columns = longest_kv(batch);
-    attend_all(s.team, batch, l.cache, q, mixed, [&](int thread) {
-        return Session::room(s.scores[thread], (int64_t)columns * LANES);
-    });
+    s.attend(batch, l.cache, q, mixed);
     product(s, l.o, mixed, rows, stream, true);
     for_rows(s.team, rows, hidden, [&](int r) {
         rms_norm(stream + (int64_t)r * hidden, l.post_norm, d.eps, hidden, normed + (int64_t)r * hidden);
@@ -137,6 +138,15 @@ void layer_forward(Session& s, const Decoder& d, const Layer& l, const Batch& ba
         for_rows(s.team, rows, 8 * inner, [&](int r) { silu_mul(both + (int64_t)r * 2 * inner, inner, mixed + (int64_t)r * inner); });
     }
     product(s, l.down, mixed, rows, stream, true);
+}
+
+// Whether all positions and slots exist.
+bool is_inside(const Decoder& d, const Batch& batch) {
+    for (int r = 0; r < batch.rows; r++) {
+        bool found = batch.positions[r] >= 0 && batch.positions[r] < d.context;
+        if (!found || batch.out_cache_loc[r] < 0 || batch.out_cache_loc[r] >= d.layers->cache.slots) return false;
+    }
+    return true;
 }
 
 }  // namespace
@@ -168,27 +178,17 @@ void eagle_linear(Session* s, const Packed* w, const float* x, int rows, float* 
 void eagle_attention(
     Session* s, const Batch* batch, const Cache* cache, const float* q, const float* k, const float* v, float* out) {
     std::lock_guard lock(s->mutex);
-    int size = cache->kv_heads * cache->head_dim, columns = longest_kv(*batch);
+    int size = cache->kv_heads * cache->head_dim;
     s->team.expect(attention_nanoseconds(*batch, *cache));
     for_rows(s->team, batch->rows, size, [&](int r) {
         write_row(*batch, *cache, r, k + (int64_t)r * size, v + (int64_t)r * size);
     });
-    attend_all(s->team, *batch, *cache, q, out, [&](int thread) {
-        return Session::room(s->scores[thread], (int64_t)columns * LANES);
-    });
+    s->attend(*batch, *cache, q, out);
 }
 
-// Whether all positions and slots exist.
-bool is_inside(const Decoder& d, const Batch& batch) {
-    for (int r = 0; r < batch.rows; r++) {
-        bool found = batch.positions[r] >= 0 && batch.positions[r] < d.context;
-        if (!found || batch.out_cache_loc[r] < 0 || batch.out_cache_loc[r] >= d.layers->cache.slots) return false;
-    }
-    return true;
-}
-
-// Returns 1, and computes nothing, if a position or slot does not exist. x: [rows, hidden], or the normed input of the first layer if it has no input norm. stream [rows, hidden]: the residual
-// stream before the first layer, then after the last. hidden: its norm. aux [rows, boundaries * hidden].
+// x: [rows, hidden], or the normed input of the first layer if it has no input norm. stream [rows, hidden]: the residual
+// stream before the first layer, then after the last. hidden: its norm. aux [rows, boundaries * hidden]. Returns 1, and
+// computes nothing, if a position or slot does not exist.
 int eagle_decode(
     Session* s, const Decoder* d, const Batch* batch, const float* x, float* stream, float* hidden, float* aux) {
     if (!is_inside(*d, *batch)) return 1;

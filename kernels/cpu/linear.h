@@ -217,7 +217,7 @@ static void prepare_row(const Packed& w, const float* x, uint32_t* to) {
     int64_t words = w.kind == INT8 ? steps_of(w) : 2 * steps_of(w);
     int8_t* bytes = (int8_t*)to;
     memset(bytes + w.in, 0, 4 * words - w.in);
-    const Vector magic = all(12582912.0f);  // 1.5 * 2^23: rounds to the nearest, ties to even
+    const Vector magic = all(ROUNDING);
     for (int k = 0; k < w.in; k += LANES) {
         Ints codes = (Ints)(part(k) * inverse + magic) - (Ints)magic;
         SignedBytes narrow = __builtin_convertvector(codes, SignedBytes);
@@ -282,15 +282,15 @@ struct Tiling {
     int last_row(int tile, int rows) const { return (int)((int64_t)(tile % chunks + 1) * rows / chunks); }
 };
 
-// y [rows, out], `ld` floats between rows; `add`: added to what is there.
-static void linear(Team& team, const Packed& w, const uint32_t* x, int rows, float* y, int64_t ld, bool add) {
+// y [rows, out]; `add`: added to what is there.
+static void linear(Team& team, const Packed& w, const uint32_t* x, int rows, float* y, bool add) {
     int vectors = (w.out + LANES - 1) / LANES;
     Tiling tiling(vectors, rows, team.size());
     team.run(tiling.tiles(), nanoseconds(w, rows), [&](int tile, int) {
         int first = tile / tiling.chunks * tiling.width, m0 = tiling.first_row(tile, rows), m1 = tiling.last_row(tile, rows);
         auto put = [&](int row, int vector, Vector sum) {
             int column = vector * LANES, left = w.out - column;
-            float* to = y + row * ld + column;
+            float* to = y + (int64_t)row * w.out + column;
             Vector value = with_bias(w, sum, column);
             if (left >= LANES) store(to, add ? load(to) + value : value);
             else store_some(to, add ? load_some(to, left) + value : value, left);

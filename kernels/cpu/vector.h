@@ -79,13 +79,6 @@ static inline void store_bf16(uint16_t* to, const float* x, int n) {
     }
 }
 
-static inline float from_bf16(uint16_t x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float y;
-    memcpy(&y, &bits, 4);
-    return y;
-}
-
 // Halves of a vector are added until one lane is left.
 static inline float sum(Vector x) {
     float lanes[LANES];
@@ -95,11 +88,13 @@ static inline float sum(Vector x) {
     return lanes[0];
 }
 
+constexpr float ROUNDING = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
+
 static inline Vector max(Vector a, Vector b) { return a > b ? a : b; }
 
 // e^x with a relative error below 2e-7, 0 below -87.3. Cody and Waite's reduction, Taylor's polynomial to the 7th power.
 static inline Vector exponential(Vector x) {
-    const Vector least = all(-87.33654f), most = all(88.37626f), magic = all(12582912.0f);  // 1.5 * 2^23 rounds
+    const Vector least = all(-87.33654f), most = all(88.37626f), magic = all(ROUNDING);
     Ints tiny = x < least;
     x = x > most ? most : (x < least ? least : x);
     Vector shifted = fma(x, all(1.44269504f), magic), n = shifted - magic;

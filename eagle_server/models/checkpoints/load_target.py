@@ -75,9 +75,6 @@ def load_target(
     directory = resolve_checkpoint(path)
     config = read_model_config(directory)
     stored: Weights = {}
-    if quantization is not None and (not config.native or config.moe is not None):
-        reason = "has experts" if config.native else "runs by transformers' code"
-        raise CheckpointError(f"{directory}: --quantization {quantization}: {config.architecture} {reason}; drop it")
     if config.native:
         config, stored = _as_stored(config, _without_inert(open_weights(directory), config), directory)
     context = context or config.max_position
@@ -92,10 +89,8 @@ def load_target(
         rope=at_context(config.rope, config.head_dim, context),
         eos_token_ids=_eos_token_ids(directory, config),
     )
-    if quantization is not None and not available(torch.device(device), config.dtype):
-        on_cpu = torch.device(device).type == "cpu"
-        fix = "--cpu-kernels native says what is missing" if on_cpu else "add --device cpu, or drop it"
-        raise CheckpointError(f"--quantization {quantization} is for CPUs with native kernels: {fix}")
+    if quantization is not None:
+        _check_quantizable(directory, config, quantization, torch.device(device))
     if not config.native:
         from eagle_server.models.checkpoints.load_transformers import load_transformers  # seconds of import
 
@@ -107,6 +102,16 @@ def load_target(
     if pack:
         pack_linears(model, quantization, progress=progress)
     return model
+
+
+def _check_quantizable(directory: Path, config: ModelConfig, quantization: Quantization, device: torch.device) -> None:
+    asked = f"{directory}: --quantization {quantization}"
+    if not config.native or config.moe is not None:
+        reason = "has experts" if config.native else "runs by transformers' code"
+        raise CheckpointError(f"{asked}: {config.architecture} {reason}; drop it")
+    if not available(device, config.dtype):
+        fix = "--cpu-kernels native says what is missing" if device.type == "cpu" else "add --device cpu, or drop it"
+        raise CheckpointError(f"{asked} is for CPUs with native kernels: {fix}")
 
 
 def load_native_target(

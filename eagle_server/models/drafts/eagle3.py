@@ -29,7 +29,7 @@ from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Vie
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.llama import llama_layer
 from eagle_server.ops.fused import Rotation
-from eagle_server.ops.native import NativeDecoder
+from eagle_server.ops.native_decoder import NativeDecoder
 
 FeatureNorm = Literal["none", "each", "concat"]
 

@@ -22,7 +22,7 @@ from eagle_server.models.drafts.post_norm_head import PostNormHead
 from eagle_server.models.layers import Linear, RMSNorm, Views, native_decoder
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.registry import decoder_layer
-from eagle_server.ops.native import NativeDecoder
+from eagle_server.ops.native_decoder import NativeDecoder
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from eagle_server.models.layers import Linear, RMSNorm, Views, native_decoder
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.interface import TargetOutput
 from eagle_server.models.targets.registry import decoder_layer
-from eagle_server.ops.native import NativeDecoder
+from eagle_server.ops.native_decoder import NativeDecoder
 
 
 class TargetModel(nn.Module):

@@ -1,0 +1,78 @@
+"""Linear layers by the native kernels: packed weights, in 32, 16, 8 or 4 bits."""
+
+from __future__ import annotations
+
+from ctypes import byref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle_server.ops.native import empty, floats, functions, pointer, session
+from eagle_server.ops.native_structs import PackedStruct
+from eagle_server.ops.quantize import QuantizedWeight
+
+_FLOAT32, _HALVED, _BFLOAT16, _INT8, _INT4 = range(5)  # Kind in linear.h
+_GROUP = 64  # outputs that are packed together
+
+
+class NativeWeight:
+    """A weight [out, in] packed for the native kernels. A tied embedding is a copy of its own.
+
+    float32 weights that bfloat16 holds exactly, as those of most checkpoints, take half the memory.
+    """
+
+    def __init__(self, weight: Tensor | QuantizedWeight) -> None:
+        self.scales = self.zeros = None
+        self._group = 0
+        if isinstance(weight, QuantizedWeight):
+            self.dtype, source = torch.float32, weight.codes.contiguous()
+            self.scales, self.zeros, self._group = _padded(weight.scales), _padded(weight.zeros), weight.group
+            self._kind = _INT8 if weight.quantization == "int8" else _INT4
+        else:
+            self.dtype, source = weight.dtype, weight.detach().contiguous()
+            self._kind = _BFLOAT16 if weight.dtype == torch.bfloat16 else _FLOAT32
+            halves = source.bfloat16()
+            if self._kind == _FLOAT32 and torch.equal(source, halves.float()):
+                self._kind, source = _HALVED, halves
+        self.outputs, self.inputs = source.shape
+        shape = self._struct(None, None)
+        self.data = torch.empty(functions().eagle_packed_bytes(byref(shape)), dtype=torch.uint8, device="cpu")
+        functions().eagle_pack(session(), byref(shape), pointer(source), pointer(self.data))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.data, self.scales, self.zeros) if each is not None)
+
+    def struct(self, bias: Tensor | None) -> PackedStruct:
+        """`bias` float32 [out] must outlive the result, as this object must."""
+        return self._struct(self.data, bias)
+
+    def dense(self) -> Tensor:
+        """The weight [out, in] that is computed with, bit for bit."""
+        halves = torch.bfloat16 if self._kind in (_HALVED, _BFLOAT16) else torch.float32
+        stored = halves if self.scales is None else torch.uint8
+        out = torch.empty(self.outputs, self.inputs, dtype=stored, device="cpu")
+        functions().eagle_unpack(session(), byref(self.struct(None)), pointer(out))
+        if self.scales is None or self.zeros is None:
+            return out.to(self.dtype)
+        scales, zeros = self.scales[:, : self.outputs], self.zeros[:, : self.outputs]
+        return QuantizedWeight("int8" if self._kind == _INT8 else "int4", out, scales, zeros, self._group).dense()
+
+    def _struct(self, data: Tensor | None, bias: Tensor | None) -> PackedStruct:
+        pointers = (None if each is None else pointer(each) for each in (data, bias, self.scales, self.zeros))
+        return PackedStruct(*pointers, self._kind, self.inputs, self.outputs, self._group)
+
+
+def _padded(values: Tensor) -> Tensor:
+    """[groups, out], padded to whole groups of outputs."""
+    return F.pad(values, (0, -values.shape[1] % _GROUP)).contiguous()
+
+
+def native_linear(x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:
+    """x [rows, in] @ weight^T + bias -> [rows, out], in the dtype of x. The sums are float32."""
+    full, added = floats(x), None if bias is None else floats(bias)
+    out = empty(len(full), weight.outputs)
+    packed = weight.struct(added)
+    functions().eagle_linear(session(), byref(packed), pointer(full), len(full), pointer(out))
+    return out.to(x.dtype)
