@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
+import torch
 from torch import Tensor
 
-from eagle_server.attention.batches import attn_args_prefill
-from eagle_server.attention.interface import AttentionBatch, LayerSpec
+from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec
 from eagle_server.cache.pool import Pool
 from eagle_server.ops.native_decoder import AttentionShape, NativeRows, attends
 
@@ -26,9 +27,11 @@ class NativePlan:
         return cls(caches) if attends(*caches[0]) else None
 
     def bind(self, batch: AttentionBatch) -> BoundNative:
-        kv_indices, kv_indptr, qo_indptr, mask = attn_args_prefill(batch)
-        masks = None if mask is None else (mask.visible, mask.row_depths, mask.column_depths)
-        return BoundNative(NativeRows(self.caches, batch.out_cache_loc, (kv_indices, kv_indptr, qo_indptr), masks))
+        qo_indptr = torch.tensor([0, *accumulate(batch.layout.q_lens)], dtype=torch.int32, device=batch.kv_lens.device)
+        mask = batch.mask
+        requests = (batch.req_pool_indices, batch.kv_lens, batch.req_to_token)
+        masks = None if isinstance(mask, Causal) else (mask.visible, mask.row_depths, mask.column_depths)
+        return BoundNative(NativeRows(self.caches, batch.out_cache_loc, qo_indptr, requests, masks))
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,11 @@ class TorchNativeAttention:
         """On a CPU only. Elsewhere the host would have to wait for the numbers of rows."""
         return self.pool.keys[0].device.type == "cpu"
 
+    @property
+    def caches(self) -> tuple[tuple[Tensor, Tensor], ...] | None:
+        """Keys and values of each layer, if native kernels attend to them."""
+        return self._plan.caches if isinstance(self._plan, NativePlan) else None
+
     def plan(self, layout: Layout) -> TorchNativePlan | NativePlan:  # noqa: ARG002  the batch has the layout too
         return self._plan
 

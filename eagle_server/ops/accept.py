@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from ctypes import byref
+
 import torch
 from torch import Tensor
 
+from eagle_server.ops.native import available, functions, pointer
+from eagle_server.ops.native_structs import TreeStruct
 from eagle_server.ops.triton_support import jit, on_gpu, power_of_two, tl
 
 _COLUMNS = 32  # columns of the D x D mask that are read at a time
@@ -34,8 +38,26 @@ def walk_tree(
         finite bool [bs]: whether all scores on the path are finite. Rejected nodes do not count: a request must not
         fail where plain decoding would succeed.
     """
-    walk = _launch_walk if on_gpu(drawn) else _walk_torch
+    walk = _launch_walk if on_gpu(drawn) else _walk_native if available(drawn.device, torch.float32) else _walk_torch
     return walk(draft_token, parents, depths, mask, drawn, finite_rows, spec_steps)
+
+
+def _walk_native(
+    draft_token: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    mask: Tensor,
+    drawn: Tensor,
+    finite_rows: Tensor,
+    spec_steps: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given = [each.contiguous() for each in (draft_token, parents, depths, mask, drawn, finite_rows)]
+    bs, size = drawn.shape
+    path, tokens = depths.new_empty(bs, spec_steps + 1), depths.new_empty(bs, spec_steps + 1)
+    accept_length, finite = depths.new_empty(bs), finite_rows.new_empty(bs)
+    trees = TreeStruct(*map(pointer, given), size, spec_steps)
+    functions().eagle_walk_trees(byref(trees), bs, *map(pointer, (path, accept_length, tokens, finite)))
+    return path, accept_length, tokens, finite
 
 
 def _walk_torch(

@@ -80,7 +80,7 @@ def compile_kernels(output: Path, flags: Sequence[str] = (_NATIVE,)) -> None:
     Raises:
         BuildError: there is no compiler, or it fails.
     """
-    command = [_compiler(), *_FLAGS, *flags, str(SOURCES / "decoder.cpp"), "-o", str(output)]
+    command = [_compiler(), *_FLAGS, *flags, str(SOURCES / "kernels.cpp"), "-o", str(output)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,4 +1,4 @@
-"""Sampling: argmax(logits / T + Gumbel noise) per row. The kernel stores no [n, V] noise or probabilities."""
+"""Sampling: argmax(logits / T + Gumbel noise) per row. The kernels store no [n, V] noise or probabilities."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.gumbel import gumbel, gumbel_at, row_state
+from eagle_server.ops.native import available
+from eagle_server.ops.native_sampling import NativeScoring
 from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
 
 _BLOCK = 2048  # tokens per program of the first stage
@@ -23,8 +25,11 @@ def draw_tokens(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Te
         tokens int64 [n]: ties go to the lower id. scores float32 [n]: the maximum. It is not finite if the row holds
         NaN or inf, or only -inf; the token of such a row is some id below V.
     """
-    draw = _launch_draw if on_gpu(logits) else _draw_torch
-    return draw(logits, keys, positions, temperature)
+    if on_gpu(logits):
+        return _launch_draw(logits, keys, positions, temperature)
+    if available(logits.device, logits.dtype):
+        return NativeScoring(logits, logits.shape[1], keys, positions, temperature).draw()
+    return _draw_torch(logits, keys, positions, temperature)
 
 
 def perturb(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -35,9 +40,14 @@ def perturb(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor
         keys, positions, temperature: see `draw_tokens`.
         ids: int64 [V], the tokens whose noise the columns get (None: 0, 1, ...).
     """
-    drawn, logits = temperature[:, None] > 0, logits.float()
-    noise = gumbel(keys, positions, logits.shape[1], ids)
-    return torch.where(drawn, logits / torch.where(drawn, temperature[:, None], 1.0) + noise, logits)
+    drawn, logits = temperature > 0, logits.float()
+    if logits.device.type == "cpu":  # rows that follow each other often have the same noise
+        wanted = torch.stack([keys, positions]) * drawn
+        (keys, positions), number = wanted.unique_consecutive(return_inverse=True, dim=1)
+        noise = gumbel(keys, positions, logits.shape[1], ids).index_select(0, number)
+    else:
+        noise = gumbel(keys, positions, logits.shape[1], ids)
+    return torch.where(drawn[:, None], logits / torch.where(drawn, temperature, 1.0)[:, None] + noise, logits)
 
 
 def _draw_torch(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eagle_server.ops.native import available
+from eagle_server.ops.native_sampling import NativeScoring
 from eagle_server.ops.triton_support import blocks, constant, jit, on_gpu, tl
 
 GAMMA = 0x9E3779B97F4A7C15
@@ -30,6 +32,8 @@ def gumbel(keys: Tensor, positions: Tensor, vocab_size: int, ids: Tensor | None 
     """
     if on_gpu(keys):
         return _launch_gumbel(keys, positions, vocab_size, ids)
+    if available(keys.device, torch.float32):
+        return NativeScoring(None, vocab_size, keys, positions, ids=ids).noise()
     return _gumbel_torch(keys, positions, vocab_size, ids)
 
 

@@ -16,6 +16,7 @@ from eagle_server.ops.native_structs import BatchStruct, CacheStruct, DecoderStr
 
 _LANES = 16
 _LARGEST_HEAD = 512
+_ROWS_DTYPES = [torch.int64, torch.int32, torch.int64, torch.int64, torch.int32, torch.bool, torch.int64, torch.int64]
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class NativeRows:
         self,
         caches: Sequence[tuple[Tensor, Tensor]],
         out_cache_loc: Tensor,
-        indices: tuple[Tensor, Tensor, Tensor],
+        qo_indptr: Tensor,
+        requests: tuple[Tensor, Tensor, Tensor],
         mask: tuple[Tensor, Tensor, Tensor] | None,
     ) -> None:
         """Their tensors.
@@ -69,18 +71,16 @@ class NativeRows:
         Args:
             caches: keys and values of each layer, [slots, kv_heads, head_dim].
             out_cache_loc: int64 [rows], the slots of the rows.
-            indices: kv_indices, kv_indptr and qo_indptr, int32.
+            qo_indptr: int32 [bs + 1].
+            requests: req_pool_indices and kv_lens, int64 [bs], and req_to_token, int32.
             mask: visible, row_depths and column_depths of a `TreeMask`; None: causal.
         """
-        assert out_cache_loc.dtype == torch.int64 and all(each.dtype == torch.int32 for each in indices)
-        assert mask is None or [each.dtype for each in mask] == [torch.bool, torch.int64, torch.int64]
-        self.caches = caches
-        self._tensors = [tensor.contiguous() for tensor in (out_cache_loc, *indices, *(mask or ()))]  # keeps them alive
-        slots, kv_indices, kv_indptr, qo_indptr, *masks = map(pointer, self._tensors)
-        rows, columns = mask[0].shape[1:] if mask is not None else (0, 0)
-        count, requests = len(out_cache_loc), len(indices[2]) - 1
-        pointers = (slots, qo_indptr, kv_indptr, kv_indices, *(masks or (None, None, None)))
-        self.struct = BatchStruct(count, requests, None, *pointers, rows, columns)
+        given = [each.contiguous() for each in (out_cache_loc, qo_indptr, *requests, *(mask or ()))]
+        assert [each.dtype for each in given] == _ROWS_DTYPES[: len(given)]
+        self.caches, self._tensors = caches, given  # keeps them alive
+        pointers = [pointer(each) for each in given] + [None] * (len(_ROWS_DTYPES) - len(given))
+        sizes = mask[0].shape[1:] if mask is not None else (0, 0)
+        self.struct = BatchStruct(len(out_cache_loc), len(qo_indptr) - 1, None, *pointers, *sizes, requests[2].shape[1])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, shape: AttentionShape) -> Tensor:
         """Write k and v [rows, kv_heads, head_dim] to the cache of a layer, then attend: [rows, heads, head_dim]."""
@@ -142,12 +142,7 @@ class NativeDecoder:
         stream = full.clone() if residual is None else residual.float().clone()
         hidden, places = torch.empty_like(stream), positions.contiguous()
         aux = empty(count, len(aux_boundaries) * self.hidden) if aux_boundaries else None
-        boundaries = (c_int32 * len(aux_boundaries))(*aux_boundaries)
-        self._bind(rows.caches)
-        decoder = DecoderStruct(
-            *(self._structs, self._norm, self._cos, self._sin, ctypes.cast(boundaries, c_void_p)),
-            *(len(self.layers), self.hidden, len(aux_boundaries), self._context, self._eps),
-        )
+        decoder = self.struct(rows.caches, aux_boundaries)
         rows.struct.positions = pointer(places)
         outside = functions().eagle_decode(
             *(session(), byref(decoder), byref(rows.struct)),
@@ -157,12 +152,17 @@ class NativeDecoder:
             raise IndexError("a position is beyond the RoPE table, or a slot beyond the pool")
         return hidden, stream, aux
 
-    def _bind(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        if self._caches is caches:
-            return
-        self._caches = caches
-        for struct, layer, pair in zip(self._structs, self.layers, caches, strict=True):
-            struct.cache = layer.attention.struct(*pair)
+    def struct(self, caches: Sequence[tuple[Tensor, Tensor]], aux_boundaries: Sequence[int] = ()) -> DecoderStruct:
+        """The layers over these caches, until the next call."""
+        if self._caches is not caches:
+            self._caches = caches
+            for struct, layer, pair in zip(self._structs, self.layers, caches, strict=True):
+                struct.cache = layer.attention.struct(*pair)
+        self._boundaries = (c_int32 * len(aux_boundaries))(*aux_boundaries)
+        return DecoderStruct(
+            *(self._structs, self._norm, self._cos, self._sin, ctypes.cast(self._boundaries, c_void_p)),
+            *(len(self.layers), self.hidden, len(aux_boundaries), self._context, self._eps),
+        )
 
     def _layer(self, layer: LayerWeights) -> LayerStruct:
         linears = (weight.struct(None if bias is None else self._kept_floats(bias)) for weight, bias in layer.linears)

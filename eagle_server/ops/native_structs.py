@@ -1,4 +1,4 @@
-"""The structures of kernels/cpu's plain C interface, field by field as in linear.h, attention.h and decoder.cpp."""
+"""The structures of kernels/cpu's plain C interface, field by field as in the headers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ class BatchStruct(Structure):
         ("positions", c_void_p),
         ("out_cache_loc", c_void_p),
         ("qo_indptr", c_void_p),
-        ("kv_indptr", c_void_p),
-        ("kv_indices", c_void_p),
+        ("req_pool_indices", c_void_p),
+        ("kv_lens", c_void_p),
+        ("req_to_token", c_void_p),
         ("visible", c_void_p),
         ("row_depths", c_void_p),
         ("column_depths", c_void_p),
         ("mask_rows", c_int32),
         ("mask_columns", c_int32),
+        ("table_width", c_int64),
     )
 
 
@@ -76,4 +78,94 @@ class DecoderStruct(Structure):
         ("boundaries", c_int32),
         ("context", c_int32),
         ("eps", c_float),
+    )
+
+
+class ScoringStruct(Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("keys", c_void_p),
+        ("positions", c_void_p),
+        ("temperature", c_void_p),
+        ("ids", c_void_p),
+        ("stride", c_int64),
+        ("rows", c_int32),
+        ("vocab", c_int32),
+    )
+
+
+class TreeStruct(Structure):
+    _fields_ = (
+        ("tokens", c_void_p),
+        ("parents", c_void_p),
+        ("depths", c_void_p),
+        ("mask", c_void_p),
+        ("drawn", c_void_p),
+        ("finite", c_void_p),
+        ("nodes", c_int32),
+        ("steps", c_int32),
+    )
+
+
+class HeadStruct(Structure):
+    _fields_ = (
+        ("decoder", DecoderStruct),
+        ("combine", PackedStruct),
+        ("joined", PackedStruct),
+        ("lm_head", PackedStruct),
+        ("embed", c_void_p),
+        ("embed_norm", c_void_p),
+        ("hidden_norm", c_void_p),
+        ("ids", c_void_p),
+        ("embed_is_bf16", c_int32),
+        ("uses_hidden", c_int32),
+        ("residual", c_int32),
+        ("feeds_normed", c_int32),
+    )
+
+
+class RequestsStruct(Structure):
+    _fields_ = (
+        ("count", c_int32),
+        ("topk", c_int32),
+        ("seq_lens", c_void_p),
+        ("extend_lens", c_void_p),
+        ("req_pool_indices", c_void_p),
+        ("req_to_token", c_void_p),
+        ("table_width", c_int64),
+        ("keys", c_void_p),
+        ("positions", c_void_p),
+        ("temperature", c_void_p),
+    )
+
+
+class AcceptedStruct(Structure):
+    _fields_ = (
+        ("tokens", c_void_p),
+        ("features", c_void_p),
+        ("features_are_bf16", c_int32),
+        ("width", c_int32),
+        ("feature_size", c_int32),
+    )
+
+
+class EstimatesStruct(Structure):
+    _fields_ = (
+        ("ratios", c_void_p),
+        ("edges", c_void_p),
+        ("sampled", c_void_p),
+        ("depths", c_int32),
+        ("edge_count", c_int32),
+        ("most", c_float),
+    )
+
+
+class CandidatesStruct(Structure):
+    _fields_ = (
+        ("tokens", c_void_p),
+        ("selected_index", c_void_p),
+        ("parent_list", c_void_p),
+        ("scores", c_void_p),
+        ("guesses", c_void_p),
+        ("count", c_int32),
     )

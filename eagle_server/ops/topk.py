@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.draw import perturb, perturb_at
+from eagle_server.ops.native import available
+from eagle_server.ops.native_sampling import NativeScoring
 from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
 
 MAX_TOPK = 16  # limit of the kernel, which finds the k best one after the other
@@ -22,12 +24,14 @@ def topk_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         logits: float32 or bfloat16 [n, V], V >= k.
 
     Returns:
-        logp float32 [n, k], descending: logits minus the logsumexp of their row. ids int64 [n, k]. On a GPU ties go to
-        the lower id and NaN ranks last; elsewhere torch.topk decides. In a row with NaN or inf the log-probabilities
-        are not finite, but the ids are still below V.
+        logp float32 [n, k], descending: logits minus the logsumexp of their row. ids int64 [n, k]. Ties go to the lower
+        id and NaN ranks last; in torch's twin torch.topk decides. In a row with NaN or inf the log-probabilities are
+        not finite, but the ids are still below V.
     """
     if on_gpu(logits) and k <= MAX_TOPK:
         return _launch_topk(logits, k)
+    if available(logits.device, logits.dtype):
+        return NativeScoring(logits, logits.shape[1]).topk(k)
     return _topk_torch(logits, k)
 
 
@@ -47,6 +51,8 @@ def coupled_topk_logprobs(
     """
     if on_gpu(logits) and k <= MAX_TOPK:
         return _launch_topk(logits, k, keys.contiguous(), positions.contiguous(), temperature.contiguous(), ids)
+    if available(logits.device, logits.dtype):
+        return NativeScoring(logits, logits.shape[1], keys, positions, temperature, ids).topk(k)
     return _topk_torch(perturb(logits, keys, positions, temperature, ids), k)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eagle_server.ops.native import available, functions, pointer
 from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
 
 _ROWS = 16  # nodes per program; each is compared with all D nodes
@@ -24,6 +25,8 @@ def link_tree(selected_index: Tensor, parent_list: Tensor, topk: int, spec_steps
     """
     if on_gpu(selected_index) and selected_index.shape[1]:
         return _launch_link(selected_index, parent_list, topk, spec_steps)
+    if available(selected_index.device, torch.float32):
+        return _link_native(selected_index, parent_list, topk)
     return _link_torch(selected_index, parent_list, topk, spec_steps)
 
 
@@ -57,6 +60,16 @@ def _link_torch(
         place = torch.searchsorted(selected_index, parent_pool) + 1
         parents[:, 1:] = torch.where(parent_pool < 0, 0, place)
     mask, depths = ancestors(parents, spec_steps)
+    return parents, depths, mask
+
+
+def _link_native(selected_index: Tensor, parent_list: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
+    (bs, drafted), groups = selected_index.shape, parent_list.shape[1]
+    parents, depths = selected_index.new_empty(bs, drafted + 1), selected_index.new_empty(bs, drafted + 1)
+    mask = torch.empty(bs, drafted + 1, drafted + 1, dtype=torch.bool, device=parents.device)
+    selected, above = selected_index.contiguous(), parent_list.contiguous()
+    sizes = (bs, drafted, groups, topk)
+    functions().eagle_link_trees(pointer(selected), pointer(above), *sizes, *map(pointer, (parents, depths, mask)))
     return parents, depths, mask
 
 

@@ -74,10 +74,10 @@ def draw_nodes(tree: EagleVerifyInput, target_logits: Tensor, sampling: Sampling
 
     Only computed nodes are drawn, except that transforms and truncation take rows by request, hence with padding.
     """
-    positions, span = tree.positions.view_as(tree.parents) + 1, tree.spec_steps + 1
+    positions = tree.positions.view_as(tree.parents) + 1
     if tree.rows is None or sampling.edits_logits:
-        return draw(padded_logits(tree, target_logits), positions, sampling, span, paths_of(tree))
-    tokens, scores = draw_rows(target_logits, positions, tree.rows, sampling, span)
+        return draw(padded_logits(tree, target_logits), positions, sampling, paths_of(tree))
+    tokens, scores = draw_rows(target_logits, positions, tree.rows, sampling)
     return tokens.take(tree.retrive_index), scores.take(tree.retrive_index)
 
 

@@ -14,21 +14,11 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.draw import draw_tokens
-from eagle_server.ops.gumbel import gumbel
-from eagle_server.ops.triton_support import on_gpu
 from eagle_server.ops.upload import upload
 from eagle_server.plan import RequestSampling
 from eagle_server.speculation.transforms import Paths, PenalizerState, Rows, Transform, transforms_of
 
 _SORTED_ROWS = 64  # rows of logits sorted at a time on a GPU; sorting takes about 56 bytes per row and vocabulary entry
-
-
-@dataclass(frozen=True)
-class NoiseTable:
-    """The noise of every position that a cycle may draw at, so that drafting and drawing share it."""
-
-    first: Tensor  # int64 [s], the first positions
-    values: Tensor  # float32 [s, span, vocab]
 
 
 @dataclass(frozen=True)
@@ -47,7 +37,6 @@ class SamplingBatch:
     min_p: Tensor  # float32 [m]
     transforms: tuple[Transform, ...]
     penalizer_state: PenalizerState = field(default_factory=PenalizerState)  # at the start of the cycle
-    noise: NoiseTable | None = None  # of the stochastic requests, on a CPU; None: each draw makes its own
 
     @property
     def edits_logits(self) -> bool:
@@ -78,41 +67,26 @@ class SamplingBatch:
 
 
 def draw(
-    logits: Tensor, positions: Tensor, sampling: SamplingBatch, span: int = 1, paths: Paths | None = None
+    logits: Tensor, positions: Tensor, sampling: SamplingBatch, paths: Paths | None = None
 ) -> tuple[Tensor, Tensor]:
     """One token per row, and its score. The score is not finite if the row has NaN or inf, or allows no token.
 
     Args:
         logits: float32 [bs, rows, vocab]. They are not modified, because log-probabilities are read from them later.
         positions: int64 [bs, rows], the sequence position of each row's draw. The noise depends on it, so rows with the
-            same position in the same request get the same noise. Row 0 has the first position.
-        span: the maximum number of distinct positions in a request's rows (a tree's depth + 1).
+            same position in the same request get the same noise.
         paths: the tokens between the text so far and each row, if there is more than one row.
 
     Returns:
         tokens int64 [bs, rows] and scores float32 [bs, rows].
     """
-    logits = transformed(logits, positions, sampling, paths)
-    if on_gpu(logits):
-        return _draw_fused(_truncated(logits, sampling), positions, sampling)
-    scores, drawn = logits.max(dim=-1)
-    if sampling.stochastic is None:
-        return drawn, scores
-    chosen = logits.index_select(0, sampling.stochastic) / sampling.temperature[:, None, None]
-    if sampling.truncated is not None:
-        kept = truncate(chosen.index_select(0, sampling.truncated), sampling.top_k, sampling.top_p)
-        chosen.index_copy_(0, sampling.truncated, kept)
-    if sampling.floored is not None:
-        kept = above_min_p(chosen.index_select(0, sampling.floored), sampling.min_p)
-        chosen.index_copy_(0, sampling.floored, kept)
-    where = positions.index_select(0, sampling.stochastic)
-    best, tokens_drawn = chosen.add_(_noise(sampling, where, logits.shape[-1], span)).max(dim=-1)
-    return drawn.index_copy(0, sampling.stochastic, tokens_drawn), scores.index_copy(0, sampling.stochastic, best)
+    logits, rows = _truncated(transformed(logits, positions, sampling, paths), sampling), positions.shape[1]
+    keys, temperature = (x.repeat_interleave(rows) for x in (sampling.all_keys, sampling.all_temperature))
+    tokens, scores = draw_tokens(logits.flatten(0, 1), keys, positions.flatten(), temperature)
+    return tokens.view_as(positions), scores.view_as(positions)
 
 
-def draw_rows(
-    logits: Tensor, positions: Tensor, rows: Tensor, sampling: SamplingBatch, span: int
-) -> tuple[Tensor, Tensor]:
+def draw_rows(logits: Tensor, positions: Tensor, rows: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
     """`draw` for some of a batch's rows, without transforms and truncation: see `SamplingBatch.edits_logits`.
 
     Args:
@@ -123,28 +97,9 @@ def draw_rows(
     Returns:
         tokens int64 [n] and scores float32 [n].
     """
-    scores, drawn = logits.max(dim=-1)
-    if sampling.stochastic is None:
-        return drawn, scores
     requests = torch.div(rows, positions.shape[1], rounding_mode="floor")
-    numbers = torch.full_like(sampling.all_keys, -1)  # among the stochastic requests
-    numbers[sampling.stochastic] = torch.arange(len(sampling.stochastic), device=rows.device)
-    own = numbers.index_select(0, requests)
-    places = (own >= 0).nonzero()[:, 0]
-    own, requests = own.index_select(0, places), requests.index_select(0, places)
-    first = positions[:, 0]
-    offsets = positions.take(rows.index_select(0, places)) - first.index_select(0, requests)
-    first = first.index_select(0, sampling.stochastic)
-    if (table := _shared_table(sampling, first, span)) is not None:
-        noise = table.values.flatten(0, 1).index_select(0, own * table.values.shape[1] + offsets)
-    else:  # of each position that a row has, once
-        drawn_at, number = torch.unique(own * span + offsets, return_inverse=True)
-        whose = torch.div(drawn_at, span, rounding_mode="floor")
-        where = first.index_select(0, whose) + drawn_at - whose * span
-        noise = gumbel(sampling.keys.index_select(0, whose), where, logits.shape[1]).index_select(0, number)
-    chosen = logits.index_select(0, places) / sampling.temperature.index_select(0, own)[:, None]
-    best, tokens = chosen.add_(noise).max(dim=-1)
-    return drawn.index_copy(0, places, tokens), scores.index_copy(0, places, best)
+    keys, temperature = sampling.all_keys[requests], sampling.all_temperature[requests]
+    return draw_tokens(logits, keys, positions.take(rows), temperature)
 
 
 def sampling_probs(logits: Tensor, positions: Tensor, sampling: SamplingBatch, paths: Paths | None = None) -> Tensor:
@@ -203,15 +158,6 @@ def _drop(
         logits.index_copy_(0, some, rows.masked_fill_(dropped, float("-inf")))
 
 
-def _draw_fused(logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """`draw` for all requests in one kernel, which generates the noise itself."""
-    rows = positions.shape[1]
-    keys = sampling.all_keys.repeat_interleave(rows)
-    temperature = sampling.all_temperature.repeat_interleave(rows)
-    tokens, scores = draw_tokens(logits.flatten(0, 1), keys, positions.flatten(), temperature)
-    return tokens.view_as(positions), scores.view_as(positions)
-
-
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The logits with -inf outside the top-k, then outside the smallest set with renormalized mass >= top_p.
 
@@ -236,35 +182,6 @@ def typical_threshold(probability: Tensor, posterior_threshold: float, posterior
     """min(posterior_threshold, posterior_alpha * exp(-H(p))), [..], from probabilities [.., V]."""
     entropy = -(probability * (probability + 1e-5).log()).sum(-1)
     return (posterior_alpha * (-entropy).exp()).clamp(max=posterior_threshold)
-
-
-def noise_table(sampling: SamplingBatch, positions: Tensor, vocab_size: int, span: int) -> NoiseTable:
-    """The noise of `span` positions from int64 [bs] on, for the stochastic requests. At least one must be."""
-    assert sampling.stochastic is not None
-    return _noise_from(sampling.keys, positions.index_select(0, sampling.stochastic), vocab_size, span)
-
-
-def _noise_from(keys: Tensor, first: Tensor, vocab_size: int, span: int) -> NoiseTable:
-    positions = first[:, None] + torch.arange(span, device=first.device)  # [s, span]
-    noise = gumbel(keys.repeat_interleave(span), positions.view(-1), vocab_size)
-    return NoiseTable(first, noise.view(len(keys), span, vocab_size))
-
-
-def _shared_table(sampling: SamplingBatch, first: Tensor, span: int) -> NoiseTable | None:
-    """The cycle's noise, if it has at least `span` positions from `first` int64 [s] on."""
-    table = sampling.noise
-    return table if table is not None and table.values.shape[1] >= span and table.first.equal(first) else None
-
-
-def _noise(sampling: SamplingBatch, positions: Tensor, vocab_size: int, span: int) -> Tensor:
-    """Noise [s, rows, vocab]. A request's rows have at most `span` positions, and each position is drawn once."""
-    first = positions[:, 0]
-    table = _shared_table(sampling, first, span) or _noise_from(sampling.keys, first, vocab_size, span)
-    n, span = table.values.shape[:2]
-    if positions.shape[1] == span == 1:
-        return table.values
-    place = positions - first[:, None] + torch.arange(0, n * span, span, device=first.device)[:, None]
-    return table.values.flatten(0, 1).index_select(0, place.view(-1)).view(*positions.shape, vocab_size)
 
 
 def _indices(values: list[int], device: torch.device) -> Tensor | None:

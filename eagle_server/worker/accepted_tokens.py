@@ -112,6 +112,12 @@ class AcceptedTokens:
         pieces = [segment.until(end) for segment, end in zip(segments, ends, strict=False)]
         return segments[0].start, torch.cat(pieces)
 
+    @property
+    def storage(self) -> tuple[Tensor, Tensor]:
+        """Tokens [rows of req_to_token, width] and features [.., width, F] of all requests."""
+        assert self._features is not None, "nothing was recorded yet"
+        return self._tokens, self._features
+
     def take(self, req_pool_indices: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The first `width` entries of requests: tokens [n * width], features [n * width, F]."""
         assert self._features is not None, "nothing was recorded yet"

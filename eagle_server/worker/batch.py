@@ -15,7 +15,7 @@ from eagle_server.cache.page_table import PageTable
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling
 from eagle_server.request import SamplingParams
-from eagle_server.speculation.sampling import SamplingBatch, noise_table
+from eagle_server.speculation.sampling import SamplingBatch
 from eagle_server.worker.accepted_tokens import AcceptedTokens
 from eagle_server.worker.budget import CycleBudget
 from eagle_server.worker.draft_ranking import (
@@ -24,7 +24,6 @@ from eagle_server.worker.draft_ranking import (
     GrammarPaths,
     KeyedNoise,
     SamplingParameters,
-    TableNoise,
 )
 from eagle_server.worker.estimates import AcceptanceEstimates
 from eagle_server.worker.penalizer_state import PenalizerStates
@@ -150,9 +149,8 @@ class Batches:
             return None
         if len(budget.drafting) < len(batch.decodes):
             batch = self.decode([batch.decodes[i] for i in budget.drafting], drafting=True)
-        ranking, sampling = self._ranking(batch, budget)
         steps, size = budget.num_steps, budget.num_draft_tokens
-        return replace(batch, ranking=ranking, sampling=sampling, num_steps=steps, num_draft_tokens=size)
+        return replace(batch, ranking=self._ranking(batch), num_steps=steps, num_draft_tokens=size)
 
     def backlog(self, decodes: Sequence[Decode]) -> Prompts | None:
         """What the requests accepted while they did not draft, for the drafter's prefill; None: there is nothing."""
@@ -216,8 +214,8 @@ class Batches:
             req_to_token=self.req_to_token.tensor,
         )
 
-    def _ranking(self, batch: DecodeBatch, budget: CycleBudget) -> tuple[DraftRanking, SamplingBatch]:
-        """How drafters rank the children of the roots, and the sampling that has the same noise.
+    def _ranking(self, batch: DecodeBatch) -> DraftRanking:
+        """How drafters rank the children of the roots.
 
         A captured function reads keys and temperatures only. An all-greedy batch on a CPU needs neither.
         """
@@ -226,18 +224,14 @@ class Batches:
         if self.estimates is not None:
             ranking = replace(ranking, estimates=self.estimates, sampled=(sampling.all_temperature > 0).long())
         if not self.coupling:
-            return ranking, sampling
+            return ranking
         if self.sizes:
-            return replace(ranking, noise=KeyedNoise(sampling.all_keys, sampling.all_temperature)), sampling
+            return replace(ranking, noise=KeyedNoise(sampling.all_keys, sampling.all_temperature))
         if sampling.transforms or sampling.floored is not None:
             ranking = replace(ranking, parameters=SamplingParameters(sampling, self.vocab_size))
-        if self.device.type != "cpu":
-            return replace(ranking, noise=KeyedNoise(sampling.all_keys, sampling.all_temperature)), sampling
-        if sampling.stochastic is None:
-            return ranking, sampling
-        noise = noise_table(sampling, positions, self.vocab_size, budget.num_steps + 1)
-        sampling = replace(sampling, noise=noise)
-        return replace(ranking, noise=TableNoise(sampling)), sampling
+        if self.device.type == "cpu" and sampling.stochastic is None:
+            return ranking
+        return replace(ranking, noise=KeyedNoise(sampling.all_keys, sampling.all_temperature))
 
     def _padded_size(self, size: int) -> int:
         return next((bucket for bucket in self.sizes if bucket >= size), size)

@@ -40,7 +40,7 @@ class DraftRanking:
     positions: Tensor | None = None  # int64 [bs]
     grammars: GrammarPaths | None = None
     parameters: SamplingParameters | None = None
-    noise: TableNoise | KeyedNoise | None = None
+    noise: KeyedNoise | None = None
     estimates: AcceptanceEstimates | None = None
     sampled: Tensor | None = None  # int64 [bs], 1 for requests with temperature > 0, for the estimates
     level: int = 0
@@ -51,9 +51,14 @@ class DraftRanking:
         return self.grammars is not None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether children rank by their logits, with or without noise, and by nothing else."""
+        return not self._may_refuse
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """What a captured function must take as inputs; see `with_tensors`."""
-        keyed = (self.noise.keys, self.noise.temperature) if isinstance(self.noise, KeyedNoise) else ()
+        keyed = (self.noise.keys, self.noise.temperature) if self.noise is not None else ()
         return tuple(each for each in (self.positions, self.sampled, *keyed) if each is not None)
 
     def with_tensors(self, *tensors: Tensor) -> DraftRanking:
@@ -62,7 +67,7 @@ class DraftRanking:
             return self
         given = iter(tensors)
         positions, sampled = (None if each is None else next(given) for each in (self.positions, self.sampled))
-        noise = KeyedNoise(*given) if isinstance(self.noise, KeyedNoise) else self.noise
+        noise = None if self.noise is None else KeyedNoise(*given)
         return replace(self, positions=positions, sampled=sampled, noise=noise)
 
     def without_grammars(self) -> DraftRanking:
@@ -110,7 +115,6 @@ class DraftRanking:
         return replace(
             self,
             positions=None if self.positions is None else self.positions + 1,
-            noise=self.noise.deeper() if isinstance(self.noise, TableNoise) else self.noise,
             level=self.level + 1,
         )
 
@@ -194,32 +198,6 @@ class SamplingParameters:
 
 
 @dataclass(frozen=True)
-class TableNoise:
-    """The noise of a whole cycle, which the target's draw uses as well. For CPUs."""
-
-    sampling: SamplingBatch  # with `noise`
-    level: int = 0
-
-    def best(
-        self, logits: Tensor, k: int, positions: Tensor | None, vocabulary: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Top-k of log q / T + G, and its logarithms after a softmax. The ids are the draft's."""
-        sampling = self.sampling
-        assert sampling.stochastic is not None and sampling.noise is not None
-        noise = sampling.noise.values[:, self.level]  # [s, vocab]
-        noise = noise[:, : logits.shape[1]] if vocabulary is None else noise.index_select(1, vocabulary)
-        scores: Tensor = logits.float().unflatten(0, (len(sampling.all_keys), -1))  # [bs, nodes, draft vocabulary]
-        drawn = scores.index_select(0, sampling.stochastic) / sampling.temperature[:, None, None]
-        drawn += noise[:, None]
-        all_drawn = len(drawn) == len(scores)
-        scores = drawn if all_drawn else scores.index_copy(0, sampling.stochastic, drawn)
-        return topk_logprobs(scores.flatten(0, 1), k)
-
-    def deeper(self) -> TableNoise:
-        return replace(self, level=self.level + 1)
-
-
-@dataclass(frozen=True)
 class KeyedNoise:
     """Noise that is made where it is used, from the requests' keys. Greedy requests (T = 0) get none."""
 
@@ -229,7 +207,7 @@ class KeyedNoise:
     def best(
         self, logits: Tensor, k: int, positions: Tensor | None, vocabulary: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See `TableNoise.best`."""
+        """Top-k of log q / T + G, and its logarithms after a softmax. The ids are the draft's."""
         assert positions is not None
         nodes = len(logits) // len(self.keys)
         keys, where, temperature = (x.repeat_interleave(nodes) for x in (self.keys, positions, self.temperature))

@@ -15,7 +15,6 @@ from torch import Tensor
 from eagle_server.ops.upload import upload
 from eagle_server.plan import CycleDrafting, CyclePlan, CycleResult
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.sampling import SamplingBatch
 from eagle_server.speculation.tree import Candidates, EagleVerifyInput, build_tree, root_alone, spread, without
 from eagle_server.worker.batch import Batches, DecodeBatch
 from eagle_server.worker.budget import Budget, CycleBudget
@@ -33,14 +32,13 @@ _BACKLOG_ROWS = 512  # of backlogs that one cycle computes, about
 class Drafts:
     """The trees of a cycle, and what is needed to learn from them.
 
-    sampling: of all requests, with the noise that the drafter has used. batch: the requests that drafted; None: none
-    did. requests: int64 [m], their numbers among all; None: all drafted. extended: rows of their draft-extend, with
-    their backlogs. teaches: whether estimates and budget learn from this cycle.
+    batch: the requests that drafted; None: none did. requests: int64 [m], their numbers among all; None: all drafted.
+    extended: rows of their draft-extend, with their backlogs. teaches: whether estimates and budget learn from this
+    cycle.
     """
 
     tree: EagleVerifyInput
     budget: CycleBudget
-    sampling: SamplingBatch
     batch: DecodeBatch | None = None
     requests: Tensor | None = None
     estimates: Estimates | None = None
@@ -93,7 +91,7 @@ class TreeDrafting:
             drafting = self.batches.drafting(batch, budget)
         self._cycles += 1
         if drafting is None:
-            return Drafts(root_alone(batch.verified_id, batch.seq_lens), budget, batch.sampling)
+            return Drafts(root_alone(batch.verified_id, batch.seq_lens), budget)
         with clock.stage("extend"):
             extended = len(drafting.seq_lens_host) * drafting.extend_width
             backlog = self.batches.backlog(drafting.decodes)
@@ -115,13 +113,13 @@ class TreeDrafting:
                 tree = replace(tree, scores=estimates.path_logp)
                 if budget.least_logp > -math.inf:
                     tree = without(tree, estimates.path_logp < budget.least_logp)
-            requests, sampling = None, drafting.sampling
+            requests = None
             if len(budget.drafting) < len(batch.decodes):
                 requests = upload(budget.drafting, batch.seq_lens.device)
-                tree, sampling = spread(tree, requests, batch.verified_id, batch.seq_lens), batch.sampling
+                tree = spread(tree, requests, batch.verified_id, batch.seq_lens)
         served = all(decode.text for decode in drafting.decodes)  # warm-up has no text
         teaches = served and self._cycles % _LESSONS == 0
-        return Drafts(tree, budget, sampling, drafting, requests, estimates, extended, teaches)
+        return Drafts(tree, budget, drafting, requests, estimates, extended, teaches)
 
     def _choose(self, batch: DecodeBatch) -> CycleBudget:
         for decode in batch.decodes:

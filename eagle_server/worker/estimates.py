@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eagle_server.ops.native_drafting import Correction
 from eagle_server.ops.upload import upload
 from eagle_server.speculation.tree import EagleVerifyInput
 
@@ -62,6 +63,10 @@ class AcceptanceEstimates:
         """
         first = (sampled * _DEPTHS + min(level, _DEPTHS - 1))[:, None]  # [bs, 1]
         return self._corrected(logp.view(len(sampled), -1), first).view_as(logp)
+
+    def correction(self, sampled: Tensor) -> Correction:
+        """`corrected` for the native kernels."""
+        return Correction(self._ratios, self._edges, sampled, _DEPTHS, _MOST)
 
     def of(self, tree: EagleVerifyInput, guesses: Tensor | None, sampled: Tensor) -> Estimates:
         """The estimates of trees with scores.

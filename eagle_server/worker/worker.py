@@ -50,7 +50,7 @@ class Worker:
                 token_mask = VerifyTokenMask.of(batch.decodes, self.batches.device, tree)
                 verified = self.verifier.verify(batch, tree)
             with clock.stage("accept"):
-                tree, sampling = token_mask.masked(tree, drafts.sampling)
+                tree, sampling = token_mask.masked(tree, batch.sampling)
                 accepted = self.acceptance.accept(tree, verified.logits, sampling)
                 learned = self.drafting.observe(batch, drafts, tree, accepted)
             with clock.stage("keep"):

@@ -12,15 +12,19 @@
 // The rows of one forward: AttentionBatch of eagle_server/attention/interface.py.
 struct Batch {
     int32_t rows, requests;
-    const int64_t* positions;      // [rows]
-    const int64_t* out_cache_loc;  // [rows]
-    const int32_t* qo_indptr;      // [requests + 1]
-    const int32_t* kv_indptr;      // [requests + 1]
-    const int32_t* kv_indices;
-    const uint8_t* visible;        // [requests, mask_rows, mask_columns], or null: causal
-    const int64_t* row_depths;     // [requests, mask_rows]
-    const int64_t* column_depths;  // [requests, mask_columns]
+    const int64_t* positions;          // [rows]
+    const int64_t* out_cache_loc;      // [rows]
+    const int32_t* qo_indptr;          // [requests + 1]
+    const int64_t* req_pool_indices;   // [requests], rows of the page table
+    const int64_t* kv_lens;            // [requests], slots read
+    const int32_t* req_to_token;       // the page table, [max requests, table_width]
+    const uint8_t* visible;            // [requests, mask_rows, mask_columns], or null: causal
+    const int64_t* row_depths;         // [requests, mask_rows]
+    const int64_t* column_depths;      // [requests, mask_columns]
     int32_t mask_rows, mask_columns;
+    int64_t table_width;
+
+    const int32_t* slots(int request) const { return req_to_token + req_pool_indices[request] * table_width; }
 };
 
 // One layer of a KV pool: [slots, kv_heads, head_dim] each.
@@ -67,8 +71,8 @@ static void attend(
     const Batch& batch, const Cache& cache, int request, int kv_head, int block, const float* q, float* out, float* scores) {
     const int dim = cache.head_dim, shared = cache.heads / cache.kv_heads;
     const int q0 = batch.qo_indptr[request], q_len = batch.qo_indptr[request + 1] - q0;
-    const int32_t* slots = batch.kv_indices + batch.kv_indptr[request];
-    const int kv_len = batch.kv_indptr[request + 1] - batch.kv_indptr[request];
+    const int32_t* slots = batch.slots(request);
+    const int kv_len = (int)batch.kv_lens[request];
     const int prefix = batch.visible ? kv_len - batch.mask_columns + batch.mask_rows - q_len : kv_len - q_len;
 
     Lanes lanes;
@@ -170,7 +174,7 @@ static void attend(
 
 static int longest_kv(const Batch& batch) {
     int longest = 0;
-    for (int i = 0; i < batch.requests; i++) longest = std::max(longest, batch.kv_indptr[i + 1] - batch.kv_indptr[i]);
+    for (int i = 0; i < batch.requests; i++) longest = std::max(longest, (int)batch.kv_lens[i]);
     return longest;
 }
 
@@ -179,7 +183,7 @@ static double attention_nanoseconds(const Batch& batch, const Cache& cache) {
     double blocks = 0;
     for (int i = 0; i < batch.requests; i++) {
         int lanes = (batch.qo_indptr[i + 1] - batch.qo_indptr[i]) * (cache.heads / cache.kv_heads);
-        blocks += (double)((lanes + LANES - 1) / LANES) * (batch.kv_indptr[i + 1] - batch.kv_indptr[i] + 8);
+        blocks += (double)((lanes + LANES - 1) / LANES) * (batch.kv_lens[i] + 8);
     }
     return blocks * cache.kv_heads * cache.head_dim * 0.4;
 }

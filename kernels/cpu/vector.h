@@ -30,12 +30,16 @@ static inline Vector all(float x) { return x - Vector{}; }
 
 // The first n lanes; the others are 0.
 static inline Vector load_some(const float* from, int n) {
+    if (n == LANES) return load(from);
     Vector x{};
     memcpy(&x, from, 4 * n);
     return x;
 }
 
-static inline void store_some(float* to, Vector x, int n) { memcpy(to, &x, 4 * n); }
+static inline void store_some(float* to, Vector x, int n) {
+    if (n == LANES) store(to, x);
+    else memcpy(to, &x, 4 * n);
+}
 
 // a * b + c, rounded once where the machine can. The compiler contracts nothing itself (-ffp-contract=off), so every use
 // of it in this directory rounds alike.

@@ -151,7 +151,7 @@ def random_target(
         "eos_token_id": 0,
         **config,
     }
-    return _randomized(TargetModel(read_target_config(raw), CONTEXT + MARGIN), seed, std)
+    return randomized(TargetModel(read_target_config(raw), CONTEXT + MARGIN), seed, std)
 
 
 def random_head(
@@ -162,7 +162,7 @@ def random_head(
     layers = replace(config, num_layers=1, windows=(), mla=None, moe=None)
     borrowed = TargetWeights(target.embed, target.lm_head)
     if kind == "EAGLE":
-        eagle: EagleHead = _randomized(EagleHead(EagleConfig(layers), CONTEXT + MARGIN, borrowed), seed, std)
+        eagle: EagleHead = randomized(EagleHead(EagleConfig(layers), CONTEXT + MARGIN, borrowed), seed, std)
         if draft_vocab is not None:
             eagle.restrict_vocabulary(torch.arange(draft_vocab))
         return eagle
@@ -173,13 +173,13 @@ def random_head(
         aux_boundaries=(1, 2, config.num_layers),
         vocab_map=draft_vocab is not None,
     )
-    eagle3: Eagle3Head = _randomized(Eagle3Head(eagle3_config, CONTEXT + MARGIN, borrowed), seed, std)
+    eagle3: Eagle3Head = randomized(Eagle3Head(eagle3_config, CONTEXT + MARGIN, borrowed), seed, std)
     if draft_vocab is not None:
         eagle3.set_vocabulary(torch.arange(draft_vocab))
     return eagle3
 
 
-def _randomized(model: Any, seed: int, std: float) -> Any:
+def randomized(model: Any, seed: int, std: float) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

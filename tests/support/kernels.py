@@ -5,6 +5,8 @@ Kernels run on the GPU if there is one, else in Triton's interpreter (see tests/
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +17,15 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 # Runs a test with the torch twin and with the kernel. Both are compared with the same plain reference.
 each_way = pytest.mark.parametrize("way", ["twin", pytest.param("kernel", marks=needs_triton)])
+every_way = pytest.mark.parametrize("way", ["twin", "native", pytest.param("kernel", marks=needs_triton)])
+
+
+def take(way: str, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+    """Let these modules of `eagle_server.ops` compute with torch, the CPU's native kernels or Triton's."""
+    for module in modules:
+        monkeypatch.setattr(module, "on_gpu", lambda _: way == "kernel")
+        if hasattr(module, "available"):
+            monkeypatch.setattr(module, "available", lambda *_: way == "native")
 
 
 def generator(*seed: int) -> torch.Generator:

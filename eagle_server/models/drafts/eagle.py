@@ -25,6 +25,7 @@ from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.llama import llama_layer
 from eagle_server.ops.fused import Rotation
 from eagle_server.ops.native_decoder import NativeDecoder
+from eagle_server.ops.native_drafting import HeadWeights
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,10 @@ class EagleHead(PostNormHead):
     def fuse(self) -> None:
         """See `Fusable`."""
         self._native = native_decoder(self.layers, None, self.rope)
+
+    def native_weights(self) -> HeadWeights | None:
+        """See `NativeDraftHead`."""
+        return self.joined_weights(self._native, self.fc)
 
     def weight_views(self) -> Views:
         """Every published name with its view of a parameter."""

@@ -30,6 +30,7 @@ from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.llama import llama_layer
 from eagle_server.ops.fused import Rotation
 from eagle_server.ops.native_decoder import NativeDecoder
+from eagle_server.ops.native_drafting import HeadWeights, Residual
 
 FeatureNorm = Literal["none", "each", "concat"]
 
@@ -126,6 +127,27 @@ class Eagle3Head(nn.Module):
     def fuse(self) -> None:
         """See `Fusable`."""
         self._native = native_decoder(self.layers, self.norm, self.rope)
+
+    def native_weights(self) -> HeadWeights | None:
+        """See `NativeDraftHead`."""
+        first, embed = self.layers[0], self._target.embed if self.embed is None else self.embed
+        assert isinstance(first, Eagle3Layer)
+        lm_head = (self._target.lm_head if self.lm_head is None else self.lm_head).native
+        combine = None if self.fc is None else self.fc.native
+        unknown = self._native is None or lm_head is None or (self.fc is not None and combine is None)
+        if unknown or self.feature_norms or embed.shape[1] != self.config.hidden_size:
+            return None
+        assert self._native is not None and lm_head is not None
+        return HeadWeights(
+            self._native,
+            lm_head,
+            embed,
+            residual=Residual.NORMED_HIDDEN if self.eagle.norm_before_residual else Residual.HIDDEN,
+            feeds_normed=self.eagle.norm_output,
+            combine=combine,
+            embed_norm=first.input_norm.weight,
+            hidden_norm=first.hidden_norm.weight,
+        )
 
     @property
     def draft_vocab_size(self) -> int:

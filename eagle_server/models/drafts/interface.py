@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.layers import Linear
+from eagle_server.ops.native_drafting import HeadWeights
 
 
 @dataclass(frozen=True)
@@ -61,4 +62,13 @@ class DraftHead(Protocol):
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Ids of the draft vocabulary, any shape -> ids of the target's vocabulary, int64."""
+        ...
+
+
+@runtime_checkable
+class NativeDraftHead(DraftHead, Protocol):
+    """A `DraftHead` that the native kernels may draft with."""
+
+    def native_weights(self) -> HeadWeights | None:
+        """Its weights, after they are packed; None: the kernels do not compute this head."""
         ...

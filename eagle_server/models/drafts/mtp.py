@@ -23,6 +23,7 @@ from eagle_server.models.layers import Linear, RMSNorm, Views, native_decoder
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.registry import decoder_layer
 from eagle_server.ops.native_decoder import NativeDecoder
+from eagle_server.ops.native_drafting import HeadWeights
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ class MtpHead(PostNormHead):
             return DraftOutput(normed.to(x.dtype), normed)
         normed, _ = self.norm.after_add(*self.layer(x, None, self.rope(positions, x.dtype), attention))
         return DraftOutput(normed, normed)
+
+    def native_weights(self) -> HeadWeights | None:
+        """See `NativeDraftHead`."""
+        return self.joined_weights(self._native, self.eh_proj, self.embed_norm, self.hidden_norm)
 
     def weight_views(self) -> Views:
         """Every published name with its view of a parameter."""

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.interface import TargetWeights
-from eagle_server.models.layers import Linear
+from eagle_server.models.layers import Linear, RMSNorm
+from eagle_server.ops.native_decoder import NativeDecoder
+from eagle_server.ops.native_drafting import HeadWeights, Residual
 
 
 class PostNormHead(nn.Module):
@@ -51,13 +53,37 @@ class PostNormHead(nn.Module):
 
     def logits(self, normed: Tensor) -> Tensor:
         """[rows, H] -> [rows, V], or [rows, Vd] with a token map, in float32."""
-        head = self._full_head() if self.mapped_head is None else self.mapped_head
-        return head(normed).float()  # type: ignore[no-any-return]
+        return self._draft_head()(normed).float()  # type: ignore[no-any-return]
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft ids, any shape -> target ids, int64."""
         ids = draft_ids.long()
         return ids if self.token_map is None else self.token_map[ids]
+
+    def joined_weights(
+        self,
+        decoder: NativeDecoder | None,
+        joined: Linear,
+        embed_norm: RMSNorm | None = None,
+        hidden_norm: RMSNorm | None = None,
+    ) -> HeadWeights | None:
+        """The head for the native kernels, if `joined` maps embedding and hidden state to the decoder's input."""
+        lm_head, native = self._draft_head().native, joined.native
+        if decoder is None or lm_head is None or native is None:
+            return None
+        return HeadWeights(
+            decoder,
+            lm_head,
+            self._target.embed if self.embed is None else self.embed,
+            residual=Residual.JOINED,
+            feeds_normed=True,
+            joined=native,
+            embed_norm=None if embed_norm is None else embed_norm.weight,
+            hidden_norm=None if hidden_norm is None else hidden_norm.weight,
+        )
+
+    def _draft_head(self) -> Linear:
+        return self._full_head() if self.mapped_head is None else self.mapped_head
 
     def _full_head(self) -> Linear:
         return self._target.lm_head if self.lm_head is None else self.lm_head

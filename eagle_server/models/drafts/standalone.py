@@ -6,7 +6,9 @@ from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.drafts.interface import DraftOutput
+from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.interface import Target
+from eagle_server.ops.native_drafting import HeadWeights
 
 
 class DraftLM(nn.Module):
@@ -29,6 +31,10 @@ class DraftLM(nn.Module):
         """tokens, positions [rows] -> hidden states [rows, H], for both fields of the output. Ignores `hidden`."""
         out = self.model(tokens, positions, attention)
         return DraftOutput(out.hidden, out.hidden)
+
+    def native_weights(self) -> HeadWeights | None:
+        """See `NativeDraftHead`."""
+        return self.model.native_weights() if isinstance(self.model, TargetModel) else None
 
     def logits(self, normed: Tensor) -> Tensor:
         return self.model.logits(normed)

@@ -16,6 +16,7 @@ from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.interface import TargetOutput
 from eagle_server.models.targets.registry import decoder_layer
 from eagle_server.ops.native_decoder import NativeDecoder
+from eagle_server.ops.native_drafting import HeadWeights, Residual
 
 
 class TargetModel(nn.Module):
@@ -61,6 +62,15 @@ class TargetModel(nn.Module):
     def fuse(self) -> None:
         """Compute all layers by one native call, if they are of that kind. `pack_linears` calls it."""
         self._native = native_decoder(self.layers, self.norm, self.rope)
+
+    def native_weights(self) -> HeadWeights | None:
+        """The model as a draft, see `NativeDraftHead`."""
+        lm_head = self.lm_head.native
+        if self._native is None or lm_head is None:
+            return None
+        return HeadWeights(
+            self._native, lm_head, self.embed, residual=Residual.JOINED, feeds_normed=True, uses_hidden=False
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab] in float32."""

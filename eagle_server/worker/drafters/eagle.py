@@ -18,7 +18,9 @@ from eagle_server.attention.batches import (
     extend_layout,
 )
 from eagle_server.attention.interface import AttentionBackend, AttentionPlan, Layout
-from eagle_server.models.drafts.interface import DraftHead
+from eagle_server.attention.torch_native import TorchNativeAttention
+from eagle_server.models.drafts.interface import DraftHead, NativeDraftHead
+from eagle_server.ops.native_drafting import DraftRequests, NativeHead
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.candidates import CandidatePool
 from eagle_server.speculation.draft_input import EagleDraftInput, Frontier
@@ -55,6 +57,7 @@ class EagleDrafter:
         own = torch.arange(head.draft_vocab_size, device=attention.pool.keys[0].device)
         ids = head.target_ids(own)
         self.vocabulary = None if ids.equal(own) else ids  # int64 [draft vocabulary], target ids
+        self._native = self._native_head()
 
     def forget(self, req_pool_index: int) -> None:
         """The only state is KV, which the next request overwrites."""
@@ -73,6 +76,10 @@ class EagleDrafter:
         Every request has `extend_width` rows. Rows past its accepted tokens come last, so no row that counts reads
         them, and the next cycle overwrites their KV.
         """
+        if self._native is not None and batch.ranking.is_plain:
+            feedback, logp, tokens = self._native.extend(_requests(batch), *batch.accepted_tokens.storage)
+            hidden = feedback.repeat_interleave(self.topk, dim=0)
+            return EagleDraftInput(batch.verified_id, batch.extend_lens, frontier=self._first(logp, tokens, hidden))
         layout = extend_layout(batch.seq_lens_host, batch.extend_lens_host, batch.extend_width)
         plan = self.attention.plan(layout)
         ranking = batch.ranking.without_grammars()
@@ -90,6 +97,8 @@ class EagleDrafter:
         """num_steps - 1 forwards over the frontier. Draft-extend has already found the first level."""
         frontier, lens, steps = draft.frontier, batch.seq_lens_host, range(batch.num_steps - 1)
         assert frontier is not None
+        if self._native is not None and batch.ranking.is_plain:
+            return self._propose_native(self._native, frontier, batch)
         if self.per_node:
             layouts = [draft_decode_layout(lens, step, self.topk) for step in steps]
         else:
@@ -110,6 +119,24 @@ class EagleDrafter:
 
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
         """Heads do not learn while serving."""
+
+    def _native_head(self) -> NativeHead | None:
+        """Native kernels draft with this head over this pool; None: they do not."""
+        attention, head = self.attention, self.head
+        caches = attention.caches if isinstance(attention, TorchNativeAttention) else None
+        weights = head.native_weights() if isinstance(head, NativeDraftHead) else None
+        return None if caches is None or weights is None else NativeHead(weights, caches, self.topk, self.vocabulary)
+
+    def _propose_native(self, native: NativeHead, frontier: Frontier, batch: DecodeBatch) -> Candidates:
+        """`_propose` in one call."""
+        ranking, steps = batch.ranking, max(0, batch.num_steps - 1)
+        correction = None
+        if ranking.estimates is not None and ranking.sampled is not None:
+            correction = ranking.estimates.correction(ranking.sampled)
+        level = (frontier.topk_logp, frontier.topk_index, frontier.hidden_states)
+        found = native.steps(_requests(batch), correction, steps, batch.num_draft_tokens - 1, *level)
+        tokens, selected, parents, scores, guesses = found
+        return Candidates(tokens, selected, parents, self.topk, steps + 1, scores, guesses)
 
     def _extend(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
         self,
@@ -189,3 +216,11 @@ class EagleDrafter:
     def _best(self, normed: Tensor, ranking: DraftRanking) -> tuple[Tensor, Tensor]:
         """Scores and target ids of the topk children, [rows, topk]."""
         return ranking.best(self.head.logits(normed), self.topk, self.vocabulary)
+
+
+def _requests(batch: DecodeBatch) -> DraftRequests:
+    own = (batch.seq_lens, batch.extend_lens, batch.req_pool_indices, batch.req_to_token)
+    noise = batch.ranking.noise
+    if noise is None:
+        return DraftRequests(*own)
+    return DraftRequests(*own, noise.keys, batch.ranking.positions, noise.temperature)

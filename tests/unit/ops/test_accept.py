@@ -11,7 +11,7 @@ from eagle_server.ops.accept import walk_tree
 from eagle_server.ops.tree import ancestors
 from eagle_server.speculation.reference import retrive_links, verify_tree_greedy
 from tests.support.covering import covering
-from tests.support.kernels import climb, each_way, generator, on_device, random_parents
+from tests.support.kernels import climb, every_way, generator, on_device, random_parents, take
 
 SIZES = [(1, 1, 0), (3, 1, 2), (3, 2, 1), (5, 6, 5), (5, 13, 4), (3, 64, 7), (2, 256, 10)]
 
@@ -52,10 +52,10 @@ class Case:
 
 @pytest.fixture(autouse=True)
 def chosen(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accept, "on_gpu", lambda _: way == "kernel")
+    take(way, monkeypatch, accept)
 
 
-@each_way
+@every_way
 @pytest.mark.parametrize(("bs", "size", "deepest"), SIZES)
 def test_the_walk_takes_the_longest_path_of_agreeing_nodes(way: str, bs: int, size: int, deepest: int) -> None:
     case = Case(bs, size, deepest, distinct=False, seed=0)
@@ -71,7 +71,7 @@ def test_the_walk_takes_the_longest_path_of_agreeing_nodes(way: str, bs: int, si
         assert bool(finite[request]) == bool(case.finite[request, expected].all())
 
 
-@each_way
+@every_way
 @pytest.mark.parametrize(("bs", "size", "deepest"), SIZES)
 def test_the_links_lead_to_the_first_child_that_equals_the_draw(way: str, bs: int, size: int, deepest: int) -> None:
     case = Case(bs, size, deepest, distinct=False, seed=1)
@@ -86,7 +86,7 @@ def test_the_links_lead_to_the_first_child_that_equals_the_draw(way: str, bs: in
         assert int(accept_length[request]) == len(expected) - 1
 
 
-@each_way
+@every_way
 @pytest.mark.parametrize(("bs", "size", "deepest", "seed"), covering(SIZES[3:6], range(5), together=1))
 def test_both_walks_are_equal_where_siblings_differ(way: str, bs: int, size: int, deepest: int, seed: int) -> None:
     """With equal siblings the links may follow the one with the shorter continuation, but never a longer path."""

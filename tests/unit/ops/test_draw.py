@@ -13,7 +13,7 @@ from eagle_server.speculation import sampling
 from eagle_server.speculation.bad_words import ANY, PATH_START
 from eagle_server.speculation.random import request_key
 from eagle_server.speculation.transforms import Paths, PenalizerState
-from tests.support.kernels import DEVICE, each_way, generator, needs_triton, on_device
+from tests.support.kernels import DEVICE, every_way, generator, on_device, take
 from tests.support.sampling import request_sampling
 from tests.support.trees import tree_input
 
@@ -34,25 +34,26 @@ def best_by_hand(logits: Tensor, keys: Tensor, positions: Tensor, temperature: T
     return torch.stack(rows)
 
 
-@needs_triton
+@every_way
 @pytest.mark.parametrize("vocab", [1, 7, 1000, 4099])
-def test_the_kernels_noise_is_the_twins(vocab: int) -> None:
+def test_the_kernels_noise_is_the_twins(way: str, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    take(way, monkeypatch, gumbel)
     keys = torch.cat([keys_of(20), torch.tensor([0, -1, 2**63 - 1, -(2**63)])])
     positions = torch.arange(len(keys)) * 12345
     positions[:2] = torch.tensor([0, 2**40])
-    noise = gumbel._launch_gumbel(*on_device(keys, positions), vocab).cpu()
+    noise = gumbel.gumbel(*on_device(keys, positions), vocab).cpu()
     torch.testing.assert_close(noise, gumbel._gumbel_torch(keys, positions, vocab), rtol=1e-6, atol=1e-6)
     ids = torch.randperm(vocab, generator=generator(vocab))[: vocab // 2 + 1]
-    picked = gumbel._launch_gumbel(*on_device(keys, positions), len(ids), *on_device(ids)).cpu()
+    picked = gumbel.gumbel(*on_device(keys, positions), len(ids), *on_device(ids)).cpu()
     assert torch.equal(picked, noise[:, ids])
 
 
-@each_way
+@every_way
 @pytest.mark.parametrize(("n", "vocab"), [(1, 7), (3, 1000), (5, 4099), (70, 33)])
 def test_the_draw_is_the_argmax_of_logits_and_noise(
     way: str, n: int, vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draw, "on_gpu", lambda _: way == "kernel")
+    take(way, monkeypatch, draw)
     source = generator(n, vocab)
     logits = 3 * torch.randn(n, vocab, generator=source)
     logits[:, vocab // 2 :: 3] = -INF
@@ -70,12 +71,12 @@ def test_the_draw_is_the_argmax_of_logits_and_noise(
     assert int(clear.sum()) > 0.9 * n
 
 
-@each_way
+@every_way
 def test_ties_go_to_the_lower_id_and_views_of_wider_rows_are_accepted(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal maxima in one block of the kernel, and in two."""
-    monkeypatch.setattr(draw, "on_gpu", lambda _: way == "kernel")
+    take(way, monkeypatch, draw)
     logits = torch.zeros(3, 5000)
     logits[0, [17, 40]] = 2.0
     logits[1, [2500, 4990]] = 2.0
@@ -87,10 +88,10 @@ def test_ties_go_to_the_lower_id_and_views_of_wider_rows_are_accepted(
     assert scores.tolist() == [2.0, 2.0, 0.0]
 
 
-@each_way
+@every_way
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_rows_that_are_not_finite_are_reported(way: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw, "on_gpu", lambda _: way == "kernel")
+    take(way, monkeypatch, draw)
     logits = torch.zeros(6, 4099)
     logits[1, 3000] = float("nan")
     logits[2, [5, 3000]] = torch.tensor([INF, float("nan")])
@@ -104,21 +105,11 @@ def test_rows_that_are_not_finite_are_reported(way: str, temperature: float, mon
     assert int(tokens[5]) == 0
 
 
-def test_a_batch_of_requests_is_drawn_as_it_is_without_the_kernel() -> None:
-    """Greedy and stochastic requests in one batch: the GPU path of `sampling.draw` against its CPU path."""
-    settings = [request_sampling(key=9 * i, temperature=t) for i, t in enumerate([0.0, 1.0, 0.5, 0.0])]
-    batch = sampling.SamplingBatch.of(settings, torch.device("cpu"))
-    logits = torch.randn(4, 5, 50, generator=generator(3))
-    positions = torch.arange(10, 14)[:, None] + torch.tensor([0, 1, 1, 2, 2])
-    tokens, scores = sampling.draw(logits, positions, batch, span=3)
-    fused_tokens, fused_scores = sampling._draw_fused(logits, positions, batch)
-    assert torch.equal(tokens, fused_tokens)
-    torch.testing.assert_close(scores, fused_scores)
-
-
-@each_way
-def test_transformed_and_truncated_logits_are_drawn_alike_on_a_gpu(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests with all sampling parameters in one batch, over trees: GPU path against CPU path."""
+@every_way
+def test_transformed_and_truncated_logits_are_drawn_alike_by_every_kernel(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests with all sampling parameters in one batch, over trees."""
     common = {"key": 4, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.5, "frequency_penalty": 0.4}
     settings = [
         request_sampling(
@@ -136,11 +127,10 @@ def test_transformed_and_truncated_logits_are_drawn_alike_on_a_gpu(way: str, mon
     begun = torch.tensor([[0, 2, PATH_START, ANY, ANY, ANY]]).T  # the first request's text ends with the token 1
     batch = sampling.SamplingBatch.of(settings, torch.device("cpu"), spec_steps=3)
     batch = replace(batch, penalizer_state=PenalizerState(counts, prompts, begun))
-    rows = (logits, tree.positions.view(4, 6) + 1, batch, 4, paths)
+    rows = (logits, tree.positions.view(4, 6) + 1, batch, paths)
+    take("twin", monkeypatch, draw)
     expected_tokens, expected_scores = sampling.draw(*rows)
-    if way == "kernel":
-        monkeypatch.setattr(draw, "on_gpu", lambda _: True)
-    monkeypatch.setattr(sampling, "on_gpu", lambda _: True)
+    take(way, monkeypatch, draw)
     if DEVICE.type == "cuda" and way == "kernel":
         pytest.skip("the kernel would be given the CPU's tensors")
     tokens, scores = sampling.draw(*rows)

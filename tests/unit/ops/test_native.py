@@ -20,9 +20,10 @@ from eagle_server.cache.pool import KVPool
 from eagle_server.models.config import ModelConfig, RopeConfig
 from eagle_server.models.layers import pack_linears
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_server.ops import build, native
+from eagle_server.ops import build, gumbel, native
 from eagle_server.ops.build import BuildError, compile_kernels, library
 from eagle_server.ops.native_linear import NativeWeight, native_linear
+from eagle_server.ops.native_sampling import NativeScoring
 from eagle_server.ops.quantize import Quantization, quantize
 
 SLOTS = 400
@@ -266,6 +267,23 @@ def test_a_row_has_the_same_result_bit_for_bit_alone_in_a_batch_and_in_a_tree(dt
         assert torch.equal(tree[node], one_by_one[place][0])
 
 
+@pytest.mark.parametrize("vocab", [7, 64, 1003])
+@pytest.mark.usefixtures("kernels", "threads")
+def test_noise_draws_and_rankings_are_torchs(vocab: int) -> None:
+    logits, keys, ids = 3 * random(9, vocab), torch.arange(9) // 3, torch.randperm(vocab)
+    positions, temperature = torch.arange(9) // 2, torch.tensor([0.7, 0.7, 0.0] * 3)
+    scoring = NativeScoring(logits, vocab, keys, positions, temperature, ids)
+    noise = NativeScoring(None, vocab, keys, positions, ids=ids).noise()
+    torch.testing.assert_close(noise, gumbel._gumbel_torch(keys, positions, vocab, ids), atol=2e-6, rtol=2e-6)
+    expected = torch.where(temperature[:, None] > 0, logits / temperature[:, None] + noise, logits)
+    tokens, scores = scoring.draw()
+    assert torch.equal(tokens, expected.argmax(1)) and torch.equal(scores, expected.amax(1))
+    logp, best = scoring.topk(5)
+    exact = expected.double().log_softmax(1).topk(5)
+    assert torch.equal(best, exact.indices)
+    torch.testing.assert_close(logp.double(), exact.values, atol=1e-5, rtol=1e-5)
+
+
 def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     monkeypatch.setattr(native, "library", library)
@@ -352,7 +370,7 @@ def test_what_is_no_number_stays_none(quantization: Quantization) -> None:
 
 
 def test_a_failing_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "decoder.cpp").write_text("#error not today\n")
+    (tmp_path / "kernels.cpp").write_text("#error not today\n")
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     with pytest.raises(BuildError, match="not today"):
         compile_kernels(tmp_path / "out.so")

@@ -11,7 +11,7 @@ from eagle_server.ops.draw import draw_tokens
 from eagle_server.ops.topk import MAX_TOPK, coupled_topk_logprobs, topk_logprobs
 from eagle_server.speculation.random import request_key
 from tests.support.covering import covering
-from tests.support.kernels import DEVICE, each_way, generator, needs_triton, on_device
+from tests.support.kernels import DEVICE, every_way, generator, needs_triton, on_device, take
 
 INF = float("inf")
 
@@ -19,8 +19,7 @@ INF = float("inf")
 @pytest.fixture(autouse=True)
 def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     way = request.node.callspec.params.get("way", "kernel")
-    for module in (topk, draw, gumbel):
-        monkeypatch.setattr(module, "on_gpu", lambda _: way == "kernel")
+    take(way, monkeypatch, topk, draw, gumbel)
 
 
 def noise_of(n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,7 +36,7 @@ def scores_by_hand(logits: Tensor, noise: tuple[Tensor, Tensor, Tensor], ids: Te
     return torch.where(t > 0, logits.double() / torch.where(t > 0, t, 1.0) + added, logits.double())
 
 
-@each_way
+@every_way
 @pytest.mark.parametrize(
     ("n", "vocab", "k", "dtype"),
     covering(
@@ -71,7 +70,7 @@ def test_ties_go_to_the_lower_id(vocab: int) -> None:
     assert torch.equal(ids.cpu(), logits.sort(dim=1, descending=True, stable=True).indices[:, :12])
 
 
-@each_way
+@every_way
 def test_forbidden_tokens_and_far_values_keep_the_sum_exact(way: str) -> None:
     """One block holds only -inf, another only very negative logits. The sum must count both correctly."""
     logits = torch.full((2, 4099), -INF)
@@ -86,7 +85,7 @@ def test_forbidden_tokens_and_far_values_keep_the_sum_exact(way: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's numpy
-@each_way
+@every_way
 @pytest.mark.parametrize("vocab", [9, 4099])
 def test_no_logits_produce_an_id_out_of_range(way: str, vocab: int) -> None:
     logits = torch.zeros(5, vocab)
@@ -98,18 +97,18 @@ def test_no_logits_produce_an_id_out_of_range(way: str, vocab: int) -> None:
     logp, ids = topk_logprobs(logits.to(DEVICE), 8)
     assert bool(((ids >= 0) & (ids < vocab)).all())
     assert not logp[:, 0].isfinite().any()
-    if way == "kernel":
+    if way != "twin":
         assert vocab - 1 not in ids[1].tolist(), "NaN ranks last"
     keys, positions, _ = noise_of(5)
     noise = on_device(keys, positions, torch.full((5,), 0.8))
     noisy_logp, noisy_ids = (part.cpu() for part in coupled_topk_logprobs(logits.to(DEVICE), 8, *noise))
     assert bool(((noisy_ids >= 0) & (noisy_ids < vocab)).all())
     torch.testing.assert_close(noisy_logp.isfinite(), logp.isfinite())
-    if way == "kernel":
+    if way != "twin":
         assert vocab - 1 not in noisy_ids[1].tolist(), "NaN ranks last"
 
 
-@each_way
+@every_way
 @pytest.mark.parametrize(
     ("n", "vocab", "k", "mapped", "dtype"),
     covering(
@@ -142,7 +141,7 @@ def test_coupled_children_are_the_best_by_logits_and_noise(
         assert torch.equal(tokens[1::3], plain_tokens[1::3])
 
 
-@each_way
+@every_way
 def test_with_equal_logits_the_first_child_is_the_draw(way: str) -> None:
     """Drafted in any order of the vocabulary: the map to target ids finds each token's own noise."""
     n, vocab = 24, 4099
@@ -169,7 +168,7 @@ def test_the_score_of_a_child_is_bit_for_bit_the_score_of_the_draw(dtype: torch.
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's numpy
-@each_way
+@every_way
 @pytest.mark.parametrize("vocab", [9, 4099])
 def test_children_that_are_not_allowed_have_no_probability(way: str, vocab: int) -> None:
     """Noise does not raise a logit of -inf: allowed tokens come first, and the sum counts them alone."""

@@ -9,7 +9,7 @@ from eagle_server.ops import tree
 from eagle_server.ops.tree import link_tree
 from eagle_server.speculation.reference import retrive_links
 from tests.support.drafts import example_pool
-from tests.support.kernels import DEVICE, climb, each_way, generator, on_device, random_parents
+from tests.support.kernels import DEVICE, climb, every_way, generator, on_device, random_parents, take
 
 
 def selection(bs: int, drafted: int, topk: int, steps: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +37,7 @@ def selection(bs: int, drafted: int, topk: int, steps: int, seed: int) -> tuple[
     return torch.tensor(selected).view(bs, drafted), torch.tensor(parent_lists)
 
 
-@each_way
+@every_way
 @pytest.mark.parametrize(
     ("bs", "drafted", "topk", "steps"),
     [
@@ -53,7 +53,7 @@ def selection(bs: int, drafted: int, topk: int, steps: int, seed: int) -> tuple[
 def test_every_node_is_linked_to_its_pool_parent(
     way: str, bs: int, drafted: int, topk: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tree, "on_gpu", lambda _: way == "kernel")
+    take(way, monkeypatch, tree)
     selected, parent_list = selection(bs, drafted, topk, steps, seed=0)
     parents, depths, mask = link_tree(*on_device(selected, parent_list), topk, steps)
     for request in range(bs):
@@ -66,9 +66,9 @@ def test_every_node_is_linked_to_its_pool_parent(
             assert [column for column, seen in enumerate(row) if seen] == sorted(climb(links, node))
 
 
-@each_way
+@every_way
 def test_the_worked_example_and_a_root_alone(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "on_gpu", lambda _: way == "kernel")
+    take(way, monkeypatch, tree)
     one = example_pool()[0].best(5)
     parents, depths, _ = link_tree(*on_device(one.selected_index, one.parent_list), one.topk, one.spec_steps)
     assert parents.tolist() == [[-1, 0, 0, 1, 1, 4]]
@@ -82,12 +82,12 @@ def test_the_worked_example_and_a_root_alone(way: str, monkeypatch: pytest.Monke
     assert [links.tolist() for links in retrive_links(parents)] == [[[-1]] * 2] * 2
 
 
-@each_way
+@every_way
 @pytest.mark.parametrize(("bs", "size"), [(1, 1), (3, 2), (5, 13), (3, 64), (1, 256)])
 def test_the_links_name_first_children_and_next_siblings(
     way: str, bs: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tree, "on_gpu", lambda _: way == "kernel")
+    take(way, monkeypatch, tree)
     parents = random_parents(bs, size, 5, generator(bs, size))
     next_token, next_sibling = retrive_links(parents.to(DEVICE))
     for request, links in enumerate(parents.tolist()):

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from eagle_server.ops import draw as draw_module
 from eagle_server.ops.gumbel import gumbel
 from eagle_server.plan import RequestSampling
-from eagle_server.speculation import sampling as sampling_module
 from eagle_server.speculation.random import request_key
 from eagle_server.speculation.sampling import SamplingBatch, draw, draw_rows, truncate
 from tests.support.sampling import changed, request_sampling
@@ -85,7 +85,7 @@ def test_a_draw_is_the_best_of_truncated_logits_and_noise() -> None:
         changed(GREEDY, key=4),
         changed(SAMPLED, key=-5, temperature=1.4, top_k=20, top_p=0.8),
     ]
-    tokens, scores = draw(logits.clone(), positions, SamplingBatch.of(settings, CPU), span=4)
+    tokens, scores = draw(logits.clone(), positions, SamplingBatch.of(settings, CPU))
     for request, setting in enumerate(settings):
         for row in range(4):
             expected = logits[request, row].double()
@@ -110,17 +110,17 @@ def test_a_draw_does_not_depend_on_the_rest_of_the_batch() -> None:
         changed(SAMPLED, key=key, temperature=0.5 + key / 4, top_k=key % 3 * 4, top_p=(1.0, 0.7)[key % 2])
         for key in range(5)
     ] + [GREEDY]
-    together, _ = draw(logits.clone(), positions, SamplingBatch.of(settings, CPU), span=3)
+    together, _ = draw(logits.clone(), positions, SamplingBatch.of(settings, CPU))
     for request, setting in enumerate(settings):
         own = slice(request, request + 1)
-        alone, _ = draw(logits[own].clone(), positions[own], SamplingBatch.of([setting], CPU), span=3)
+        alone, _ = draw(logits[own].clone(), positions[own], SamplingBatch.of([setting], CPU))
         assert alone.tolist() == together[own].tolist()
         for row in range(3):
             assert one_draw(logits[request, row], setting, int(positions[request, row])) == int(together[request, row])
 
 
 def test_rows_that_fill_one_position_see_the_same_noise() -> None:
-    tokens, _ = draw(torch.zeros(1, 6, 50), torch.tensor([[5, 6, 6, 7, 7, 6]]), SamplingBatch.of([SAMPLED], CPU), 3)
+    tokens, _ = draw(torch.zeros(1, 6, 50), torch.tensor([[5, 6, 6, 7, 7, 6]]), SamplingBatch.of([SAMPLED], CPU))
     root, first, second, deep, deeper, third = tokens[0].tolist()
     assert first == second == third
     assert deep == deeper
@@ -135,10 +135,10 @@ def test_draws_of_some_rows_are_bit_identical_to_those_of_all(temperatures: tupl
     settings = [changed(SAMPLED, key=n, temperature=t) for n, t in enumerate(temperatures)]
     sampling = SamplingBatch.of(settings, CPU)
     assert not sampling.edits_logits
-    tokens, scores = draw(logits, positions, sampling, span=4)
+    tokens, scores = draw(logits, positions, sampling)
     for _ in range(20):
         rows = (torch.rand(15, generator=generator) < 0.6).nonzero()[:, 0]
-        some, own = draw_rows(logits.view(15, -1)[rows], positions, rows, sampling, span=4)
+        some, own = draw_rows(logits.view(15, -1)[rows], positions, rows, sampling)
         assert torch.equal(some, tokens.view(-1)[rows])
         assert torch.equal(own, scores.view(-1)[rows])
 
@@ -152,7 +152,7 @@ def test_forbidden_tokens_are_never_drawn_before_they_are_allowed(temperature: f
     settings = [changed(base, stop_ids=(1, 4, 6), allowed_from=22), base]
     positions = torch.tensor([[20, 21, 22, 23], [20, 21, 22, 23]])
     given_logits = logits.clone()
-    tokens, _ = draw(given_logits, positions, SamplingBatch.of(settings, CPU), span=4)
+    tokens, _ = draw(given_logits, positions, SamplingBatch.of(settings, CPU))
     assert not {1, 4, 6} & set(tokens[0, :2].tolist())
     assert set(tokens[0, 2:].tolist()) | set(tokens[1].tolist()) <= {1, 4, 6}
     assert torch.equal(given_logits, logits), "log-probabilities are read from these"
@@ -189,7 +189,7 @@ def p_value_of_pairs(setting: RequestSampling) -> float:
     for start in range(0, DRAWS, 13_000):
         settings = [RequestSampling(setting.params, request_key(seed, 0)) for seed in range(start, start + 13_000)]
         logits, positions = LOGITS.expand(13_000, 2, -1).clone(), torch.tensor([[50, 51]]).expand(13_000, -1)
-        pieces.append(draw(logits, positions, SamplingBatch.of(settings, CPU), span=2)[0])
+        pieces.append(draw(logits, positions, SamplingBatch.of(settings, CPU))[0])
     counts = Counter(map(tuple, torch.cat(pieces).tolist()))
     p = token_probs(
         LOGITS, temperature=setting.params.temperature, top_k=setting.params.top_k, top_p=setting.params.top_p
@@ -212,13 +212,13 @@ def test_draws_follow_the_distribution_and_are_independent_between_positions(nam
 
 @pytest.mark.slow
 def test_noise_that_is_a_tenth_too_small_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_module, "gumbel", lambda *args: gumbel(*args) * 0.9)
+    monkeypatch.setattr(draw_module, "available", lambda *_: False)  # torch's twin
+    monkeypatch.setattr(draw_module, "gumbel", lambda *args: gumbel(*args) * 0.9)
     assert p_value_of_pairs(SAMPLED) < ALPHA
 
 
 @pytest.mark.slow
 def test_noise_shared_by_neighbouring_positions_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        sampling_module, "gumbel", lambda keys, positions, vocab: gumbel(keys, positions // 2 * 2, vocab)
-    )
+    monkeypatch.setattr(draw_module, "available", lambda *_: False)  # torch's twin
+    monkeypatch.setattr(draw_module, "gumbel", lambda keys, where, *args: gumbel(keys, where // 2 * 2, *args))
     assert p_value_of_pairs(SAMPLED) < ALPHA

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -14,19 +13,17 @@ from eagle_server.cache.page_table import PageTable
 from eagle_server.ops.gumbel import gumbel
 from eagle_server.ops.topk import topk_logprobs
 from eagle_server.plan import MASK_WORD, CyclePlan, Decode
-from eagle_server.speculation import sampling as sampling_module
 from eagle_server.speculation.random import request_key
 from eagle_server.speculation.sampling import draw
 from eagle_server.worker.batch import Batches, DecodeBatch
 from eagle_server.worker.budget import CycleBudget
-from eagle_server.worker.draft_ranking import DraftRanking, KeyedNoise, TableNoise
+from eagle_server.worker.draft_ranking import DraftRanking
 from tests.support.sampling import request_sampling
 
 VOCAB, STEPS, NODES = 90, 3, 2
 CPU = torch.device("cpu")
 VOCABULARY = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:40]  # target ids of 40 draft tokens
 OTHERS = torch.ones(VOCAB, dtype=torch.bool).index_fill(0, VOCABULARY, value=False)
-NOISES = {"table": (), "keyed": (1, 2, 4, 8)}  # captured batch sizes: with graphs the noise is made from keys
 
 
 def batch_of(*settings: dict[str, Any], sizes: tuple[int, ...] = (), coupling: bool = True, **own: Any) -> DecodeBatch:
@@ -57,27 +54,25 @@ def at_level(ranking: DraftRanking, level: int) -> DraftRanking:
 MIXED = ({"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 1.3}, {"temperature": 0.0})
 
 
-@pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("level", range(STEPS))
 @pytest.mark.parametrize("settings", [MIXED, MIXED[1:3]], ids=["mixed", "all sampled"])
 def test_the_first_child_is_the_targets_draw_where_draft_and_target_agree(
-    noise: str, level: int, settings: tuple[dict[str, Any], ...]
+    level: int, settings: tuple[dict[str, Any], ...]
 ) -> None:
-    batch = batch_of(*settings, sizes=NOISES[noise])
-    assert isinstance(batch.ranking.noise, {"table": TableNoise, "keyed": KeyedNoise}[noise])
+    batch = batch_of(*settings)
+    assert batch.ranking.noise is not None
     logits = logits_of(len(settings))
     _, tokens = at_level(batch.ranking, level).best(logits, 4)
     positions = (batch.seq_lens + 1 + level)[:, None].expand(-1, NODES)
     rows = logits.unflatten(0, (-1, NODES))
-    drawn, _ = draw(rows, positions, replace(batch.sampling, noise=None))
+    drawn, _ = draw(rows, positions, batch.sampling)
     assert tokens[:, 0].tolist() == drawn.flatten().tolist()
     _, elsewhere = at_level(batch.ranking, level + 1 if level == 0 else 0).best(logits, 4)
     assert not torch.equal(tokens, elsewhere), "every level has noise of its own"
 
 
-@pytest.mark.parametrize("noise", NOISES)
-def test_scores_are_the_softmax_of_the_perturbed_logits_and_greedy_rows_stay(noise: str) -> None:
-    batch, logits = batch_of(*MIXED, sizes=NOISES[noise]), logits_of(len(MIXED))
+def test_scores_are_the_softmax_of_the_perturbed_logits_and_greedy_rows_stay() -> None:
+    batch, logits = batch_of(*MIXED), logits_of(len(MIXED))
     scores, tokens = batch.ranking.best(logits, VOCAB)
     for row, (values, found) in enumerate(zip(scores, tokens, strict=True)):
         request = row // NODES
@@ -94,14 +89,13 @@ def test_scores_are_the_softmax_of_the_perturbed_logits_and_greedy_rows_stay(noi
     assert all(torch.equal(mine[greedy], theirs) for mine, theirs in zip((scores, tokens), as_before, strict=True))
 
 
-@pytest.mark.parametrize("noise", NOISES)
-def test_a_reduced_vocabulary_takes_the_noise_of_its_target_ids(noise: str) -> None:
+def test_a_reduced_vocabulary_takes_the_noise_of_its_target_ids() -> None:
     """The draft's first child is the draw of a target that allows only the draft's tokens."""
-    batch = batch_of(*MIXED, sizes=NOISES[noise])
+    batch = batch_of(*MIXED)
     logits = logits_of(len(MIXED))
     _, tokens = batch.ranking.best(logits[:, VOCABULARY], 4, VOCABULARY)
     rows = logits.masked_fill(OTHERS, -torch.inf).unflatten(0, (-1, NODES))
-    drawn, _ = draw(rows, (batch.seq_lens + 1)[:, None].expand(-1, NODES), replace(batch.sampling, noise=None))
+    drawn, _ = draw(rows, (batch.seq_lens + 1)[:, None].expand(-1, NODES), batch.sampling)
     assert tokens[:, 0].tolist() == drawn.flatten().tolist()
 
 
@@ -125,7 +119,7 @@ def test_parameters_apply_to_the_draft_as_to_the_draw(name: str, temperature: fl
         rows = logits if vocabulary is None else logits.masked_fill(OTHERS, -torch.inf)
         scores, tokens = batch.ranking.best(own, 4, vocabulary)
         positions = (batch.seq_lens + 1)[:, None].expand(-1, NODES)
-        drawn, _ = draw(rows.unflatten(0, (-1, NODES)), positions, replace(batch.sampling, noise=None))
+        drawn, _ = draw(rows.unflatten(0, (-1, NODES)), positions, batch.sampling)
         assert tokens[:, 0].tolist() == drawn.flatten().tolist()
         without = batch_of(*MIXED[:2], {"temperature": temperature}).ranking.best(own, 4, vocabulary)
         assert torch.equal(scores[: 2 * NODES], without[0][: 2 * NODES]), "other requests stay as they are"
@@ -150,9 +144,8 @@ class OnlyEven:
         return None if any(token % 2 for token in path) else np.full(self.words, 0x55555555, dtype=np.int32)
 
 
-@pytest.mark.parametrize("noise", NOISES)
-def test_the_grammar_masks_before_the_noise(noise: str) -> None:
-    batch, logits = batch_of(*MIXED, sizes=NOISES[noise], grammar_matcher=cast(Any, OnlyEven())), logits_of(len(MIXED))
+def test_the_grammar_masks_before_the_noise() -> None:
+    batch, logits = batch_of(*MIXED, grammar_matcher=cast(Any, OnlyEven())), logits_of(len(MIXED))
     ranking = batch.ranking.advance(torch.tensor([[2, 3]] * len(MIXED)))
     root, _ = batch.ranking.best(logits[::NODES], 5)
     assert root.isfinite().all()
@@ -160,52 +153,24 @@ def test_the_grammar_masks_before_the_noise(noise: str) -> None:
     assert scores[::NODES].isfinite().all()
     assert scores[1::NODES].isneginf().all(), "below a refused node"
     even = logits.masked_fill(torch.arange(VOCAB) % 2 == 1, -torch.inf).unflatten(0, (-1, NODES))
-    drawn, _ = draw(even, (batch.seq_lens + 2)[:, None].expand(-1, NODES), replace(batch.sampling, noise=None))
+    drawn, _ = draw(even, (batch.seq_lens + 2)[:, None].expand(-1, NODES), batch.sampling)
     assert tokens[::NODES, 0].tolist() == drawn[:, 0].tolist()
 
 
-@pytest.mark.parametrize("noise", NOISES)
-def test_rankings_of_further_cycles_come_in_as_tensors(noise: str) -> None:
+def test_rankings_of_further_cycles_come_in_as_tensors() -> None:
     """What a graph captured must work for other requests, with other keys, temperatures and positions."""
-    sizes = NOISES[noise]
-    first, second = batch_of(*MIXED, sizes=sizes).ranking, batch_of(*MIXED[::-1], sizes=sizes).ranking
+    first, second = batch_of(*MIXED).ranking, batch_of(*MIXED[::-1]).ranking
     logits = logits_of(len(MIXED))
-    if noise == "table":
-        assert len(first.tensors) == 1, "only positions change"
-        return
     renewed = at_level(first.with_tensors(*second.tensors), 2)
     for mine, theirs in zip(renewed.best(logits, 4), at_level(second, 2).best(logits, 4), strict=True):
         assert torch.equal(mine, theirs)
 
 
-def test_greedy_batches_on_a_cpu_make_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
-        raise AssertionError("noise for greedy requests")
-
-    monkeypatch.setattr(sampling_module, "gumbel", refuse)
+def test_greedy_batches_on_a_cpu_make_no_noise() -> None:
     batch = batch_of({"temperature": 0.0}, {"temperature": 0.0})
-    assert batch.ranking.noise is None and batch.sampling.noise is None
+    assert batch.ranking.noise is None
     logits = logits_of(2)
     assert all(map(torch.equal, batch.ranking.best(logits, 4), topk_logprobs(logits, 4)))
-
-
-def test_drafting_and_drawing_share_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[int, ...]] = []
-
-    def counted(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-        made.append((len(keys), vocab_size))
-        return gumbel(keys, positions, vocab_size)
-
-    monkeypatch.setattr(sampling_module, "gumbel", counted)
-    batch = batch_of(*MIXED)
-    at_level(batch.ranking, STEPS - 1).best(logits_of(len(MIXED)), 4)
-    depths = torch.tensor([0, 1, 1, 2, 3])
-    rows = torch.randn(len(MIXED), len(depths), VOCAB, generator=torch.Generator().manual_seed(1))
-    positions = batch.seq_lens[:, None] + 1 + depths
-    shared = draw(rows, positions, batch.sampling, STEPS + 1)
-    assert made == [(2 * (STEPS + 1), VOCAB)]
-    alone = draw(rows, positions, replace(batch.sampling, noise=None), STEPS + 1)
-    assert all(map(torch.equal, shared, alone))
 
 
 def test_without_coupling_children_rank_by_probability() -> None:

@@ -1,9 +1,7 @@
-// Forwards of Llama-like decoders on a CPU, one call each. The reference is eagle_server/models/layers.py. Python calls the
-// plain C interface in eagle_server/ops/native_linear.py and native_decoder.py.
-#include <mutex>
+// Forwards of Llama-like decoders. The reference is eagle_server/models/layers.py.
+#pragma once
 
-#include "attention.h"
-#include "linear.h"
+#include "session.h"
 
 namespace {
 
@@ -24,27 +22,6 @@ struct Decoder {
     const int32_t* aux_boundaries;
     int32_t count, hidden, boundaries, context;
     float eps;
-};
-
-// Threads, and memory that grows with the forwards and is kept.
-struct Session {
-    explicit Session(int threads) : team(threads), scores(threads) {}
-
-    template <class T> static T* room(std::vector<T>& buffer, int64_t size) {
-        if ((int64_t)buffer.size() < size) buffer.resize(size);
-        return buffer.data();
-    }
-
-    void attend(const Batch& batch, const Cache& cache, const float* query, float* out) {
-        int64_t size = (int64_t)longest_kv(batch) * LANES;
-        attend_all(team, batch, cache, query, out, [&](int thread) { return room(scores[thread], size); });
-    }
-
-    std::mutex mutex;
-    Team team;
-    std::vector<float> qkv, q, mixed, normed;
-    std::vector<uint32_t> input;
-    std::vector<std::vector<float>> scores;
 };
 
 void rms_norm(const float* x, const float* weight, float eps, int size, float* to) {
@@ -149,66 +126,29 @@ bool is_inside(const Decoder& d, const Batch& batch) {
     return true;
 }
 
-}  // namespace
-
-extern "C" {
-
-Session* eagle_session_new(int threads) { return new Session(threads); }
-
-int64_t eagle_packed_bytes(const Packed* w) { return packed_bytes(*w); }
-
-void eagle_pack(Session* s, const Packed* w, const void* weight, void* to) {
-    std::lock_guard lock(s->mutex);
-    pack(s->team, *w, weight, to);
-}
-
-void eagle_unpack(Session* s, const Packed* w, void* weight) {
-    std::lock_guard lock(s->mutex);
-    unpack(s->team, *w, weight);
-}
-
-// y [rows, out] = x [rows, in] W^T + bias.
-void eagle_linear(Session* s, const Packed* w, const float* x, int rows, float* y) {
-    std::lock_guard lock(s->mutex);
-    s->team.expect(nanoseconds(*w, rows));
-    product(*s, *w, x, rows, y);
-}
-
-// q [rows, heads, head_dim] over the cache, after k and v [rows, kv_heads, head_dim] are written to it.
-void eagle_attention(
-    Session* s, const Batch* batch, const Cache* cache, const float* q, const float* k, const float* v, float* out) {
-    std::lock_guard lock(s->mutex);
-    int size = cache->kv_heads * cache->head_dim;
-    s->team.expect(attention_nanoseconds(*batch, *cache));
-    for_rows(s->team, batch->rows, size, [&](int r) {
-        write_row(*batch, *cache, r, k + (int64_t)r * size, v + (int64_t)r * size);
-    });
-    s->attend(*batch, *cache, q, out);
+// About how long one thread takes.
+double decode_nanoseconds(const Decoder& d, const Batch& batch) {
+    double expected = 0;
+    for (const Layer* l = d.layers; l < d.layers + d.count; l++) {
+        for (const Packed* w : {&l->qkv, &l->o, &l->gate_up, &l->down}) expected += nanoseconds(*w, batch.rows);
+        expected += attention_nanoseconds(batch, l->cache);
+    }
+    return expected;
 }
 
 // x: [rows, hidden], or the normed input of the first layer if it has no input norm. stream [rows, hidden]: the residual
-// stream before the first layer, then after the last. hidden: its norm. aux [rows, boundaries * hidden]. Returns 1, and
-// computes nothing, if a position or slot does not exist.
-int eagle_decode(
-    Session* s, const Decoder* d, const Batch* batch, const float* x, float* stream, float* hidden, float* aux) {
-    if (!is_inside(*d, *batch)) return 1;
-    std::lock_guard lock(s->mutex);
-    const int64_t size = d->hidden, rows = batch->rows;
-    double expected = 0;
-    for (const Layer* l = d->layers; l < d->layers + d->count; l++) {
-        for (const Packed* w : {&l->qkv, &l->o, &l->gate_up, &l->down}) expected += nanoseconds(*w, rows);
-        expected += attention_nanoseconds(*batch, l->cache);
-    }
-    s->team.expect(expected);
-    for (int i = 0; i <= d->count; i++) {
-        for (int b = 0; b < d->boundaries; b++)
-            if (d->aux_boundaries[b] == i)
+// stream before the first layer, then after the last. hidden: its norm. aux [rows, boundaries * hidden].
+void decode(Session& s, const Decoder& d, const Batch& batch, const float* x, float* stream, float* hidden, float* aux) {
+    const int64_t size = d.hidden, rows = batch.rows;
+    for (int i = 0; i <= d.count; i++) {
+        for (int b = 0; b < d.boundaries; b++)
+            if (d.aux_boundaries[b] == i)
                 for (int64_t r = 0; r < rows; r++)
-                    memcpy(aux + (r * d->boundaries + b) * size, stream + r * size, 4 * size);
-        if (i < d->count) layer_forward(*s, *d, d->layers[i], *batch, x, stream);
+                    memcpy(aux + (r * d.boundaries + b) * size, stream + r * size, 4 * size);
+        if (i < d.count) layer_forward(s, d, d.layers[i], batch, x, stream);
     }
-    if (!d->norm) return 0;
-    for_rows(s->team, rows, size, [&](int r) { rms_norm(stream + r * size, d->norm, d->eps, size, hidden + r * size); });
-    return 0;
+    if (!d.norm) return;
+    for_rows(s.team, rows, size, [&](int r) { rms_norm(stream + r * size, d.norm, d.eps, size, hidden + r * size); });
 }
-}
+
+}  // namespace

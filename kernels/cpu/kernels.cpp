@@ -1,0 +1,103 @@
+// The plain C interface. Python calls it in eagle_server/ops/native_linear.py, native_decoder.py, native_drafting.py and in
+// the twins of gumbel.py, draw.py, topk.py, tree.py and accept.py.
+#include "drafting.h"
+#include "tree.h"
+
+extern "C" {
+
+Session* eagle_session_new(int threads) { return new Session(threads); }
+
+int64_t eagle_packed_bytes(const Packed* w) { return packed_bytes(*w); }
+
+void eagle_pack(Session* s, const Packed* w, const void* weight, void* to) {
+    std::lock_guard lock(s->mutex);
+    pack(s->team, *w, weight, to);
+}
+
+void eagle_unpack(Session* s, const Packed* w, void* weight) {
+    std::lock_guard lock(s->mutex);
+    unpack(s->team, *w, weight);
+}
+
+// y [rows, out] = x [rows, in] W^T + bias.
+void eagle_linear(Session* s, const Packed* w, const float* x, int rows, float* y) {
+    std::lock_guard lock(s->mutex);
+    s->team.expect(nanoseconds(*w, rows));
+    product(*s, *w, x, rows, y);
+}
+
+// q [rows, heads, head_dim] over the cache, after k and v [rows, kv_heads, head_dim] are written to it.
+void eagle_attention(
+    Session* s, const Batch* batch, const Cache* cache, const float* q, const float* k, const float* v, float* out) {
+    std::lock_guard lock(s->mutex);
+    int size = cache->kv_heads * cache->head_dim;
+    s->team.expect(attention_nanoseconds(*batch, *cache));
+    for_rows(s->team, batch->rows, size, [&](int r) {
+        write_row(*batch, *cache, r, k + (int64_t)r * size, v + (int64_t)r * size);
+    });
+    s->attend(*batch, *cache, q, out);
+}
+
+// See `decode`. Returns 1, and computes nothing, if a position or slot does not exist.
+int eagle_decode(
+    Session* s, const Decoder* d, const Batch* batch, const float* x, float* stream, float* hidden, float* aux) {
+    if (!is_inside(*d, *batch)) return 1;
+    std::lock_guard lock(s->mutex);
+    s->team.expect(decode_nanoseconds(*d, *batch));
+    decode(*s, *d, *batch, x, stream, hidden, aux);
+    return 0;
+}
+
+// noise [rows, vocab]
+void eagle_gumbel(Session* s, const Scoring* scoring, float* noise) {
+    std::lock_guard lock(s->mutex);
+    s->team.expect(scoring->nanoseconds());
+    s->team.run(scoring->rows, scoring->nanoseconds(), [&](int row, int) { fill_noise(*scoring, row, noise + (int64_t)row * scoring->vocab); });
+}
+
+// tokens, scores [rows]
+void eagle_draw(Session* s, const Scoring* scoring, int64_t* tokens, float* scores) {
+    std::lock_guard lock(s->mutex);
+    s->team.expect(scoring->nanoseconds());
+    draw(*s, *scoring, tokens, scores);
+}
+
+// logp, tokens [rows, k]
+void eagle_best_tokens(Session* s, const Scoring* scoring, int k, float* logp, int64_t* tokens) {
+    std::lock_guard lock(s->mutex);
+    s->team.expect(scoring->nanoseconds());
+    best_tokens(*s, *scoring, k, logp, tokens);
+}
+
+// selected [bs, drafted], above [bs, groups]; parents, depths [bs, nodes], mask [bs, nodes, nodes]
+void eagle_link_trees(
+    const int64_t* selected, const int64_t* above, int bs, int drafted, int groups, int topk, int64_t* parents, int64_t* depths,
+    uint8_t* mask) {
+    int64_t nodes = drafted + 1;
+    for (int64_t i = 0; i < bs; i++)
+        link_tree(selected + i * drafted, above + i * groups, drafted, topk, parents + i * nodes, depths + i * nodes, mask + i * nodes * nodes);
+}
+
+// `trees`: the first of `bs`. path, tokens [bs, steps + 1], accept_length, finite [bs]
+void eagle_walk_trees(const Tree* trees, int bs, int64_t* path, int64_t* accept_length, int64_t* tokens, uint8_t* finite) {
+    int64_t nodes = trees->nodes, width = trees->steps + 1;
+    for (int64_t i = 0; i < bs; i++) {
+        Tree tree{trees->tokens + i * nodes, trees->parents + i * nodes, trees->depths + i * nodes, trees->mask + i * nodes * nodes,
+                  trees->drawn + i * nodes, trees->finite + i * nodes, trees->nodes, trees->steps};
+        finite[i] = walk_tree(tree, path + i * width, accept_length + i, tokens + i * width);
+    }
+}
+
+int eagle_draft_extend(
+    Session* s, const Head* head, const Requests* requests, const Accepted* accepted, float* feedback, float* logp, int64_t* tokens) {
+    std::lock_guard lock(s->mutex);
+    return draft_extend(*s, *head, *requests, *accepted, feedback, logp, tokens);
+}
+
+int eagle_draft_steps(
+    Session* s, const Head* head, const Requests* requests, const Estimates* estimates, int steps, const float* logp,
+    const int64_t* tokens, const float* hidden, const Candidates* out) {
+    std::lock_guard lock(s->mutex);
+    return draft_steps(*s, *head, *requests, *estimates, steps, logp, tokens, hidden, *out);
+}
+}

@@ -1,0 +1,60 @@
+// Trees: their links, and the walk along what the target drew. The references are eagle_server/ops/tree.py and accept.py.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+// One tree of `drafted` + 1 nodes. selected [drafted]: ascending pool indices, closed under ancestors. above: the pool index of
+// the parent of each group of `topk` siblings, -1 for the root. mask [nodes, nodes]: ancestor or self.
+void link_tree(
+    const int64_t* selected, const int64_t* above, int drafted, int topk, int64_t* parents, int64_t* depths, uint8_t* mask) {
+    int nodes = drafted + 1;
+    memset(mask, 0, (int64_t)nodes * nodes);
+    parents[0] = -1, depths[0] = 0, mask[0] = 1;
+    for (int node = 1; node < nodes; node++) {
+        int64_t pool = above[selected[node - 1] / topk];
+        int64_t parent = pool < 0 ? 0 : std::lower_bound(selected, selected + node - 1, pool) - selected + 1;
+        parents[node] = parent, depths[node] = depths[parent] + 1;
+        memcpy(mask + (int64_t)node * nodes, mask + parent * nodes, nodes);
+        mask[(int64_t)node * nodes + node] = 1;
+    }
+}
+
+struct Tree {
+    const int64_t* tokens;   // [nodes], as all
+    const int64_t* parents;
+    const int64_t* depths;
+    const uint8_t* mask;     // [nodes, nodes]
+    const int64_t* drawn;    // the target's token after each node
+    const uint8_t* finite;   // whether its score is
+    int nodes, steps;
+};
+
+// The deepest node below which all nodes to the root have the token drawn at their parent, the first of several. path, tokens
+// [steps + 1]: -1 after its end. Returns whether all scores on the path are finite.
+bool walk_tree(const Tree& t, int64_t* path, int64_t* accept_length, int64_t* tokens) {
+    int64_t last = 0;
+    for (int node = 1; node < t.nodes; node++) {
+        if (t.depths[node] <= t.depths[last]) continue;
+        const uint8_t* row = t.mask + (int64_t)node * t.nodes;
+        bool reached = true;
+        for (int i = 1; i < t.nodes && reached; i++) reached = !row[i] || t.tokens[i] == t.drawn[t.parents[i]];
+        if (reached) last = node;
+    }
+    bool finite = true;
+    std::fill(path, path + t.steps + 1, -1);
+    std::fill(tokens, tokens + t.steps + 1, -1);
+    *accept_length = t.depths[last];
+    for (int node = 0; node < t.nodes; node++) {
+        if (!t.mask[last * t.nodes + node]) continue;
+        path[t.depths[node]] = node;
+        tokens[t.depths[node]] = t.drawn[node];
+        finite = finite && t.finite[node];
+    }
+    return finite;
+}
+
+}  // namespace

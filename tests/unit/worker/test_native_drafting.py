@@ -1,0 +1,98 @@
+"""Draft-extend and all draft steps in one native call each, against the loop that runs the head level by level."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle_server.engine.engine import Engine
+from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
+from eagle_server.models.drafts.interface import DraftHead, TargetWeights
+from eagle_server.models.drafts.mtp import MtpConfig, MtpHead
+from eagle_server.models.drafts.standalone import DraftLM
+from eagle_server.models.layers import pack_linears
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.ops.native import available
+from eagle_server.speculation.accept import Accepted
+from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.worker.drafters.eagle import EagleDrafter
+from tests.support.engines import CONTEXT, MARGIN, random_head, random_target, randomized, request, run, speculative
+
+pytestmark = pytest.mark.skipif(
+    not available(torch.device("cpu"), torch.float32), reason="needs the native kernels, and so a C++ compiler"
+)
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "normed residual": {"norm_before_residual": True},
+    "normed feedback": {"norm_output": True, "draft_vocab_size": 30, "vocab_map": True},
+    "no fc": {"aux_boundaries": ()},
+    "own embedding": {"own_embed": True, "fc_bias": True},
+}
+
+
+def head_of(name: str, target: TargetModel) -> DraftHead:
+    config = target.config
+    one, borrowed = replace(config, num_layers=1), TargetWeights(target.embed, target.lm_head)
+    if name in FLAGS:
+        common = {"target_hidden_size": config.hidden_size, "draft_vocab_size": config.vocab_size}
+        flags = {"aux_boundaries": (1, 2, 3), **common, **FLAGS[name]}
+        head = randomized(Eagle3Head(Eagle3Config(layers=one, **flags), CONTEXT + MARGIN, borrowed), 1, 0.25)
+        if head.d2t is not None:
+            head.set_vocabulary(torch.arange(4, 34))
+    elif name == "MTP":
+        head = randomized(MtpHead(MtpConfig(one, config.num_layers), CONTEXT + MARGIN, borrowed), 1, 0.25)
+    elif name == "STANDALONE":
+        head = DraftLM(random_target(hidden=64, layers=2, seed=7))
+    else:
+        head = random_head(target, name, draft_vocab=30 if name == "EAGLE" else None)
+    pack_linears(head)
+    return head
+
+
+HEADS = [*FLAGS, "EAGLE", "EAGLE3", "MTP", "STANDALONE"]
+
+
+def trees_of(engine: Engine, temperature: float) -> list[tuple[Tensor, ...]]:
+    """Every tree that the engine verifies, without its text."""
+    found: list[tuple[Tensor, ...]] = []
+
+    def observe(tree: EagleVerifyInput, accepted: Accepted, count: int) -> None:
+        assert tree.scores is not None and count
+        found.append((tree.draft_token, tree.parents, tree.scores))
+
+    engine.worker.drafting.observers.append(observe)
+    prompts = torch.randint(1, 48, (3, 30), generator=torch.Generator().manual_seed(2)).tolist()
+    kinds = (temperature, 0.0, 1.3 * temperature)
+    run(
+        engine,
+        [
+            request(i, prompts[i][: 8 + 9 * i], max_tokens=14, seed=i, temperature=t, ignore_eos=True)
+            for i, t in enumerate(kinds)
+        ],
+    )
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("steps", "topk"), [(1, 3), (2, 1), (4, 3)])
+@pytest.mark.parametrize("name", HEADS)
+def test_the_native_calls_draft_the_trees_of_the_loop(name: str, steps: int, topk: int, temperature: float) -> None:
+    target = random_target(hidden=64)  # heads of 16
+    pack_linears(target)
+    trees = []
+    for native in (True, False):
+        kind = {"algorithm": "STANDALONE"} if name == "STANDALONE" else {}
+        engine = speculative(target, head_of(name, target), steps, topk, page_size=4, **kind)
+        drafter = engine.worker.drafter
+        assert isinstance(drafter, EagleDrafter) and drafter._native is not None
+        if not native:
+            drafter._native = None
+        trees.append(trees_of(engine, temperature))
+    assert len(trees[0]) == len(trees[1]) > 5
+    for mine, theirs in zip(*trees, strict=True):
+        assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
+        torch.testing.assert_close(mine[2], theirs[2], atol=2e-3, rtol=1e-3)
