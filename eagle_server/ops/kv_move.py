@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from ctypes import c_int64
+
 import torch
 from torch import Tensor
 
+from eagle_server.ops.native import available, functions, pointer
 from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
 
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -23,12 +26,22 @@ def move_kv(data: Tensor, slot_dim: int, source: Tensor, target: Tensor) -> None
     per_request = source.dim() > 1
     if per_request and on_gpu(data):
         _launch_move(data, slot_dim, source, target)
+    elif per_request and available(data.device, torch.float32):
+        _move_native(data, slot_dim, source, target)
     else:
         _move_torch(data, slot_dim, source, target)
 
 
 def _move_torch(data: Tensor, slot_dim: int, source: Tensor, target: Tensor) -> None:
     data.index_copy_(slot_dim, target.flatten(), data.index_select(slot_dim, source.flatten()))
+
+
+def _move_native(data: Tensor, slot_dim: int, source: Tensor, target: Tensor) -> None:
+    planes = data.flatten(0, slot_dim - 1).flatten(2)  # [planes, slots, row]
+    row_bytes = planes.shape[2] * data.element_size()
+    source, target = source.contiguous(), target.contiguous()
+    sizes = (source.numel(), planes.shape[0], c_int64(planes.shape[1]), c_int64(row_bytes))
+    functions().eagle_move(pointer(data), pointer(source), pointer(target), *sizes)
 
 
 def _launch_move(data: Tensor, slot_dim: int, source: Tensor, target: Tensor) -> None:

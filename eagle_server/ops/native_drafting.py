@@ -123,11 +123,11 @@ class NativeHead:
         found = torch.empty(bs, self.topk, dtype=torch.int64)
         is_bf16 = int(features.dtype == torch.bfloat16)
         accepted = AcceptedStruct(pointer(tokens), pointer(features), is_bf16, width, features.shape[2])
-        outside = functions().eagle_draft_extend(
+        outside: int = functions().eagle_draft_extend(
             *(session(), byref(self._over_caches()), byref(self._requests(requests)), byref(accepted)),
             *map(pointer, (feedback, logp, found)),
         )
-        _check(outside)
+        _check(outside != 0)
         return feedback, logp, found
 
     def steps(  # noqa: PLR0913, PLR0917
@@ -136,13 +136,15 @@ class NativeHead:
         correction: Correction | None,
         steps: int,
         count: int,
+        least: float,
         logp: Tensor,
         tokens: Tensor,
         hidden: Tensor,
     ) -> tuple[Tensor, ...]:
-        """All draft steps after draft-extend, and the best `count` candidates.
+        """All draft steps after draft-extend, and at most `count` candidates, the best.
 
         Args:
+            least: candidates with a lower score are left out, or padding if others have more.
             logp, tokens: [bs, topk], the first level. hidden: float32 [bs * topk, H], the feedback at its parents.
 
         Returns:
@@ -158,13 +160,15 @@ class NativeHead:
             sizes = (correction.depths, len(correction.edges))
             estimates = EstimatesStruct(*map(pointer, tensors), *sizes, correction.most)
         given = [logp.contiguous(), tokens.contiguous(), floats(hidden)]
-        candidates = CandidatesStruct(*map(pointer, out), count)
-        outside = functions().eagle_draft_steps(
+        candidates = CandidatesStruct(*map(pointer, out), count, least)
+        size: int = functions().eagle_draft_steps(
             *(session(), byref(self._over_caches()), byref(self._requests(requests)), byref(estimates), steps),
             *(*map(pointer, given), byref(candidates)),
         )
-        _check(outside)
-        return out
+        _check(size < 0)
+        *nodes, parents = (out[0], out[1], out[3], out[4], out[2])
+        tokens, selected, scores, guesses = (each.view(-1)[: bs * size].view(bs, size) for each in nodes)
+        return tokens, selected, parents, scores, guesses
 
     def _over_caches(self) -> HeadStruct:
         self._struct.decoder = self.weights.decoder.struct(self.caches)  # a forward may have bound other caches
@@ -178,6 +182,6 @@ class NativeHead:
         return RequestsStruct(len(requests.seq_lens), self.topk, *map(pointer, own), table.shape[1], *pointers)
 
 
-def _check(outside: int) -> None:
+def _check(outside: bool) -> None:  # noqa: FBT001
     if outside:
         raise IndexError("a position is beyond the RoPE table, or a slot beyond the pool")

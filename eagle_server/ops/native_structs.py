@@ -168,4 +168,5 @@ class CandidatesStruct(Structure):
         ("scores", c_void_p),
         ("guesses", c_void_p),
         ("count", c_int32),
+        ("least", c_float),
     )

@@ -31,6 +31,7 @@ class Candidates:
     scores: Tensor | None = None  # float32 [bs, n], log of the estimated chance that the path is accepted
     # float32 [bs, n], the drafter's own log chances of the paths' last steps, if the scores are corrected ones
     guesses: Tensor | None = None
+    is_cut: bool = False  # nodes below the batch's least_logp are left out, or padding (token -1)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class AcceptedTokens:
         """`width`: the most tokens that one cycle accepts, the bonus included."""
         self.width = width
         self.backlog_bytes = 0
+        self._newest: tuple[Tensor, Tensor, Tensor] | None = None  # what is not stored yet: nobody may need it
         self._tokens = torch.zeros(requests, width, dtype=torch.int64, device=device)
         self._features: Tensor | None = None
         self._segments: dict[int, list[_Segment]] = {}
@@ -58,9 +59,11 @@ class AcceptedTokens:
         if self._features is None:
             shape = (*self._tokens.shape, features.shape[2])
             self._features = torch.zeros(shape, dtype=features.dtype, device=features.device)
-        width = tokens.shape[1]
-        self._tokens[:, :width].index_copy_(0, req_pool_indices, tokens)
-        self._features[:, :width].index_copy_(0, req_pool_indices, features)
+        if self._newest is not None and not torch.equal(self._newest[0], req_pool_indices):
+            self._store()
+        self._newest = (req_pool_indices, tokens, features)
+        if self._tokens.device.type != "cpu":
+            self._store()  # a replayed graph will overwrite the features
         for row, (index, start) in enumerate(starts):
             if index in self._lost:
                 continue
@@ -115,14 +118,14 @@ class AcceptedTokens:
     @property
     def storage(self) -> tuple[Tensor, Tensor]:
         """Tokens [rows of req_to_token, width] and features [.., width, F] of all requests."""
+        self._store()
         assert self._features is not None, "nothing was recorded yet"
         return self._tokens, self._features
 
     def take(self, req_pool_indices: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The first `width` entries of requests: tokens [n * width], features [n * width, F]."""
-        assert self._features is not None, "nothing was recorded yet"
-        tokens = self._tokens.index_select(0, req_pool_indices)[:, :width]
-        return tokens.reshape(-1), self._features.index_select(0, req_pool_indices)[:, :width].flatten(0, 1)
+        tokens, features = (each.index_select(0, req_pool_indices)[:, :width] for each in self.storage)
+        return tokens.reshape(-1), features.flatten(0, 1)
 
     def taken(self, req_pool_index: int) -> None:
         """The drafter has computed all entries of the request."""
@@ -134,6 +137,14 @@ class AcceptedTokens:
         """The request has ended, or was preempted."""
         self.taken(req_pool_index)
         self._lost.pop(req_pool_index, None)
+
+    def _store(self) -> None:
+        if self._newest is not None:
+            assert self._features is not None
+            req_pool_indices, tokens, features = self._newest
+            width, self._newest = tokens.shape[1], None
+            self._tokens[:, :width].index_copy_(0, req_pool_indices, tokens)
+            self._features[:, :width].index_copy_(0, req_pool_indices, features)
 
     def _grow_backlog(self, index: int, segments: list[_Segment]) -> None:
         """The newest segment but one has become backlog."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -70,6 +71,7 @@ class DecodeBatch:
     ranking: DraftRanking = BY_PROBABILITY  # of the children of the roots
     num_steps: int = 0  # levels that a draft model drafts in this cycle
     num_draft_tokens: int = 1  # the most nodes of a tree, root included
+    least_logp: float = -math.inf  # a drafter may leave out nodes whose score is lower
 
     def past_verified(self) -> DecodeBatch:
         """The same requests as if verified_id were computed: every length is one more."""
@@ -143,14 +145,15 @@ class Batches:
         """Which requests may draft: they do not forbid it, and their accepted tokens are known."""
         return [each.speculative and not self.accepted_tokens.is_lost(each.req_pool_index) for each in decodes]
 
-    def drafting(self, batch: DecodeBatch, budget: CycleBudget) -> DecodeBatch | None:
-        """The requests of the batch that draft in this cycle; None: there are none."""
+    def drafting(self, batch: DecodeBatch, budget: CycleBudget, *, cut: bool = False) -> DecodeBatch | None:
+        """The requests of the batch that draft in this cycle; None: there are none. `cut`: see `least_logp`."""
         if not budget.drafting or budget.num_draft_tokens == 1:
             return None
         if len(budget.drafting) < len(batch.decodes):
             batch = self.decode([batch.decodes[i] for i in budget.drafting], drafting=True)
         steps, size = budget.num_steps, budget.num_draft_tokens
-        return replace(batch, ranking=self._ranking(batch), num_steps=steps, num_draft_tokens=size)
+        least = budget.least_logp if cut else -math.inf
+        return replace(batch, ranking=self._ranking(batch), num_steps=steps, num_draft_tokens=size, least_logp=least)
 
     def backlog(self, decodes: Sequence[Decode]) -> Prompts | None:
         """What the requests accepted while they did not draft, for the drafter's prefill; None: there is nothing."""

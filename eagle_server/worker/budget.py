@@ -23,13 +23,14 @@ from eagle_server.request import SpeculationState
 from eagle_server.worker.cost_model import CostModel, draft_steps
 from eagle_server.worker.recent_trees import TREES, Floats, Ints, RecentTrees
 
-_EVERY = 4  # cycles that a choice holds, and two more for each of as many requests
+_EVERY = 8  # cycles that a choice holds, and two more for each of as many requests
 _GAIN = 1.03  # drafting must promise this many times the speed of plain decoding
 _CLOSE, _COMPARE = 1.5, 32  # with less gain than this, one cycle in so many is plain, so that both speeds are measured
-_ENOUGH = 4  # plain cycles that are compared
-_EARLY, _SETTLED = 8, 30  # cycles with drafts that are compared: at least, and until estimates have learned
-_DOUBT = 0.25  # how much slower drafting may be at first: the first drafts are not the best
-_VALID = 1000  # cycles after which a comparison starts anew
+_ENOUGH = 4  # plain cycles that are compared, and a quarter of the cycles with drafts
+_LEARNING = 30  # first cycles with drafts, which are not compared: estimates and costs are not known yet
+_VALID = 500  # cycles after which a comparison starts anew
+_OUTLIER = 3.0  # a cycle counts as this many times the mean at most: another process had the core
+_MEMORY = 30  # cycles that a measured speed is the mean of
 _PROBE_SHARE = 0.004  # part of the time that requests may draft although nothing is expected of it
 _PROBED = math.log(0.5)  # what a request must expect of a node to verify it, while drafting does not pay
 
@@ -130,10 +131,9 @@ class _Speeds:
     @property
     def loses(self) -> bool:
         """Whether drafting was slower, beyond doubt."""
-        if self.plain[2] < _ENOUGH or self.drafted[2] < _EARLY:
+        if self.plain[2] < _ENOUGH or self.drafted[2] < 4 * _ENOUGH:
             return False
-        gain = self.drafted[0] / self.drafted[1] / (self.plain[0] / self.plain[1])
-        return gain < 1 - _DOUBT * max(0.0, 1 - self.drafted[2] / _SETTLED)
+        return self.drafted[0] * self.plain[1] < self.plain[0] * self.drafted[1]
 
 
 class AdaptiveBudget:
@@ -158,18 +158,19 @@ class AdaptiveBudget:
         self._choice = _Choice(0, 0)
         self._speeds: dict[tuple[int, int], _Speeds] = {}  # by the number of requests, and the share that is sampled
         self._sampled = 0  # of the newest cycle, in halves
+        self._learned = [0, 0, 0]  # cycles with drafts, by that share
         self._refuted = False  # whether the choice was measured to be slower than plain decoding
 
     def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
         self._cycle += 1
-        candidates = np.flatnonzero(able)
-        if not len(candidates):
+        if not any(able):
             return NOTHING
         requests = len(decodes)
         self._sampled = round(2 * sum(each.sampling.params.temperature > 0 for each in decodes) / requests)
         self._refuted = self._speeds_for(requests).loses
         if self._refuted:
             return NOTHING
+        candidates = np.flatnonzero(able)
         kv = float(sum(decode.seq_len for decode in decodes))
         rows = self.trees.rows([each for each, may in zip(decodes, able, strict=True) if may])
         choice = self._choice
@@ -190,9 +191,14 @@ class AdaptiveBudget:
         return choice.rate > _CLOSE * choice.plain or self._cycle % every > 0
 
     def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
+        if drafted and self._learned[self._sampled] < _LEARNING:
+            self._learned[self._sampled] += 1
+            return
         speeds = self._speeds_for(requests)
         sums = speeds.drafted if drafted else speeds.plain
-        kept = 0.95  # of older cycles
+        if sums[2]:
+            seconds = min(seconds, _OUTLIER * sums[1] / min(sums[2], _MEMORY))
+        kept = 1 - 1 / _MEMORY
         sums[0], sums[1], sums[2] = kept * sums[0] + tokens, kept * sums[1] + seconds, sums[2] + 1
 
     def _speeds_for(self, requests: int) -> _Speeds:

@@ -23,7 +23,8 @@ from eagle_server.worker.cost_model import LONGEST_WAIT, CostModel, StageTimes, 
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.estimates import Estimates
 
-_LESSONS = 3  # every third cycle teaches, because learning takes time too
+_LESSONS, _LATER_LESSONS = 3, 8  # every so many cycles teach, at first and later, because learning takes time too
+_FIRST = 300  # cycles
 _LEARNING_RATE = 0.05
 _BACKLOG_ROWS = 512  # of backlogs that one cycle computes, about
 
@@ -87,9 +88,10 @@ class TreeDrafting:
         """Trees for all requests of the batch. Those that do not draft have the root alone."""
         with clock.stage("budget"):
             budget = self._choose(batch)
-        with clock.stage("extend"):
-            drafting = self.batches.drafting(batch, budget)
         self._cycles += 1
+        lesson = self._is_lesson
+        with clock.stage("extend"):
+            drafting = self.batches.drafting(batch, budget, cut=not lesson)  # a lesson is about all nodes
         if drafting is None:
             return Drafts(root_alone(batch.verified_id, batch.seq_lens), budget)
         with clock.stage("extend"):
@@ -105,21 +107,27 @@ class TreeDrafting:
             proposal = self.drafter.propose(state, drafting)
         with clock.stage("build_tree"):
             tree = build_tree(proposal, drafting.verified_id, drafting.seq_lens)
-            estimates = None
+            estimates, is_cut = None, False
             if self.estimates is not None and tree.scores is not None:
-                guesses = proposal.guesses if isinstance(proposal, Candidates) else None
+                guesses = None
+                if isinstance(proposal, Candidates):
+                    guesses, is_cut = proposal.guesses, proposal.is_cut and not lesson
                 assert drafting.ranking.sampled is not None
                 estimates = self.estimates.of(tree, guesses, drafting.ranking.sampled)
                 tree = replace(tree, scores=estimates.path_logp)
-                if budget.least_logp > -math.inf:
+                if budget.least_logp > -math.inf and not is_cut:
                     tree = without(tree, estimates.path_logp < budget.least_logp)
             requests = None
             if len(budget.drafting) < len(batch.decodes):
                 requests = upload(budget.drafting, batch.seq_lens.device)
                 tree = spread(tree, requests, batch.verified_id, batch.seq_lens)
         served = all(decode.text for decode in drafting.decodes)  # warm-up has no text
-        teaches = served and self._cycles % _LESSONS == 0
-        return Drafts(tree, budget, drafting, requests, estimates, extended, teaches)
+        return Drafts(tree, budget, drafting, requests, estimates, extended, served and lesson)
+
+    @property
+    def _is_lesson(self) -> bool:
+        """Whether this cycle teaches, if it drafts."""
+        return self._cycles % (_LESSONS if self._cycles <= _FIRST else _LATER_LESSONS) == 0
 
     def _choose(self, batch: DecodeBatch) -> CycleBudget:
         for decode in batch.decodes:
@@ -205,7 +213,7 @@ class TreeDrafting:
         if not plan.chunks and waited < LONGEST_WAIT:
             drafted = drafts.batch is not None
             self.budget.took(len(plan.decodes), drafted=drafted, tokens=tokens, seconds=now - ended)
-        learns = drafts.teaches or (drafts.batch is None and self._cycles % _LESSONS == 0)
+        learns = drafts.teaches or (drafts.batch is None and self._is_lesson)
         if costs is None or not learns:
             return 0.0
         if drafts.batch is None:  # the others wait while estimates learn

@@ -69,8 +69,11 @@ class Worker:
         """Record the accepted tokens for the next draft-extend, each with its parent node's feature."""
         if not self.drafter.uses_features:
             return
-        rows = tree.retrive_index.gather(1, accepted.path.clamp(min=0))
-        features = verified.features.index_select(0, rows.view(-1)).unflatten(0, rows.shape)
+        if tree.draft_token_num == 1:
+            features = verified.features[:, None]
+        else:
+            rows = tree.retrive_index.gather(1, accepted.path.clamp(min=0))
+            features = verified.features.index_select(0, rows.view(-1)).unflatten(0, rows.shape)
         starts = ((decode.req_pool_index, decode.seq_len) for decode in batch.decodes)
         batch.accepted_tokens.record(starts, batch.req_pool_indices, accepted.tokens.clamp(min=0), features)
 

@@ -199,16 +199,18 @@ std::vector<int64_t> best_of(const float* scores, int64_t size, int64_t count) {
 }
 
 struct Candidates {
-    int64_t* tokens;          // [requests, count], as selected, scores and guesses
+    int64_t* tokens;          // [requests, nodes], as selected, scores and guesses; room for `count` nodes
     int64_t* selected_index;
     int64_t* parent_list;     // [requests, topk * steps + 1]
     float* scores;
     float* guesses;
     int32_t count;
+    float least;  // nodes with a lower score are padding, token -1
 };
 
 // `steps` forwards over the topk best nodes of each level, then the best of all. logp, tokens [requests, topk] are the first
-// level, hidden [requests * topk, hidden] the feedback at its nodes' parents. Returns 1 if a position or slot does not exist.
+// level, hidden [requests * topk, hidden] the feedback at its nodes' parents. Returns how many nodes the largest tree has without
+// padding, or -1 if a position or slot does not exist.
 int draft_steps(
     Session& s, const Head& h, const Requests& q, const Estimates& estimates, int steps, const float* logp, const int64_t* tokens,
     const float* hidden, const Candidates& out) {
@@ -239,7 +241,7 @@ int draft_steps(
             for (int c = 0; c < width; c++) level.column_depths.push_back(c / k);
         }
         Batch batch = level.batch(q, k, width);
-        if (!is_inside(h.decoder, batch)) return 1;
+        if (!is_inside(h.decoder, batch)) return -1;
         s.team.expect(head_nanoseconds(h, batch));
         const float* normed;
         const float* feedback = head_forward(s, h, batch, frontier.data(), fed, normed);
@@ -265,18 +267,25 @@ int draft_steps(
         reached.swap(seen);
     }
     const int64_t groups = (int64_t)k * steps + 1;
+    std::vector<std::vector<int64_t>> best;
+    int nodes = 0;
+    for (const Pool& pool : pools) {
+        best.push_back(best_of(pool.scores.data(), pool.scores.size(), out.count));
+        while (nodes < out.count && finite(pool.scores[best.back()[nodes]]) >= out.least) nodes++;
+    }
     for (int64_t i = 0; i < q.count; i++) {
         const Pool& pool = pools[i];
-        std::vector<int64_t> best = best_of(pool.scores.data(), pool.scores.size(), out.count);
-        std::sort(best.begin(), best.end());
+        best[i].resize(nodes);
+        std::sort(best[i].begin(), best[i].end());
         std::copy_n(pool.parents.begin(), groups, out.parent_list + i * groups);
-        for (int64_t n = 0; n < out.count; n++) {
-            int64_t place = i * out.count + n;
-            out.selected_index[place] = best[n], out.tokens[place] = pool.tokens[best[n]];
-            out.scores[place] = finite(pool.scores[best[n]]), out.guesses[place] = pool.guesses[best[n]];
+        for (int64_t n = 0; n < nodes; n++) {
+            int64_t place = i * nodes + n, own = best[i][n];
+            out.selected_index[place] = own, out.guesses[place] = pool.guesses[own];
+            out.scores[place] = finite(pool.scores[own]);
+            out.tokens[place] = out.scores[place] >= out.least ? pool.tokens[own] : -1;
         }
     }
-    return 0;
+    return nodes;
 }
 
 }  // namespace

@@ -100,4 +100,11 @@ int eagle_draft_steps(
     std::lock_guard lock(s->mutex);
     return draft_steps(*s, *head, *requests, *estimates, steps, logp, tokens, hidden, *out);
 }
+
+// Moves rows of `size` bytes in every plane of data [planes, slots, size], one after the other.
+void eagle_move(char* data, const int64_t* source, const int64_t* target, int moves, int planes, int64_t slots, int64_t size) {
+    for (char* plane = data; plane < data + planes * slots * size; plane += slots * size)
+        for (int i = 0; i < moves; i++)
+            if (source[i] != target[i]) memcpy(plane + target[i] * size, plane + source[i] * size, size);
+}
 }

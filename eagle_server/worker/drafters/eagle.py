@@ -134,9 +134,10 @@ class EagleDrafter:
         if ranking.estimates is not None and ranking.sampled is not None:
             correction = ranking.estimates.correction(ranking.sampled)
         level = (frontier.topk_logp, frontier.topk_index, frontier.hidden_states)
-        found = native.steps(_requests(batch), correction, steps, batch.num_draft_tokens - 1, *level)
+        found = native.steps(_requests(batch), correction, steps, batch.num_draft_tokens - 1, batch.least_logp, *level)
         tokens, selected, parents, scores, guesses = found
-        return Candidates(tokens, selected, parents, self.topk, steps + 1, scores, guesses)
+        topk, depth = (self.topk, steps + 1) if tokens.shape[1] else (1, 0)
+        return Candidates(tokens, selected, parents, topk, depth, scores, guesses, is_cut=True)
 
     def _extend(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -66,7 +67,8 @@ class MixtureDrafter(Generic[State]):
             self._proposed = None
             return trie_nodes(numbers, self.depth)
         levels = min(batch.num_steps, self.model.num_steps)
-        found = self.model.propose(draft, replace(batch, num_steps=levels))
+        # What is worth its time follows from both sources, so nothing is cut before they are joined.
+        found = self.model.propose(draft, replace(batch, num_steps=levels, least_logp=-math.inf))
         key, tensors = ("join", size) if size in self.graph_sizes else None, _tensors(found)
         function = partial(self._join, found, tuple(tensors))
         nodes, bins, priors = self.graphs.run(key, function, *tensors.values(), numbers)

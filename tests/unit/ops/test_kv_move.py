@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eagle_server.cache.pool import KVPool, LatentPool
 from eagle_server.ops import kv_move
-from tests.support.kernels import DEVICE, each_way, generator
+from tests.support.kernels import DEVICE, every_way, generator, take
 
 SLOTS = 97
 
@@ -26,7 +26,7 @@ def paths(bs: int, steps: int) -> tuple[Tensor, Tensor]:
     return windows.gather(1, nodes), windows[:, 1 : steps + 1]
 
 
-@each_way
+@every_way
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(("bs", "steps"), [(1, 1), (3, 5), (5, 6)])
 @pytest.mark.parametrize(("heads", "size"), [(None, 37), (2, 8), (3, 700)])
@@ -41,7 +41,7 @@ def test_accepted_nodes_move_to_the_front(
     words = before.view(torch.uint8)
     expected = words.clone().index_copy_(slot_dim, target.flatten(), words.index_select(slot_dim, source.flatten()))
     data = before.to(DEVICE)
-    monkeypatch.setattr(kv_move, "on_gpu", lambda _: way == "kernel")
+    take(way, monkeypatch, kv_move)
     kv_move.move_kv(data, slot_dim, source.to(DEVICE), target.to(DEVICE))
     assert torch.equal(data.view(torch.uint8).cpu(), expected)
 
