@@ -6,7 +6,7 @@ parameter. Loading, the check for missing tensors and export all use this list.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -21,7 +21,7 @@ from eagle_server.ops.fused import Rotation, add_rms_norm, apply_rope, rms_norm,
 from eagle_server.ops.linear import PackedWeight, pack_weight, packed_linear, unpack_weight
 from eagle_server.ops.native_decoder import AttentionShape, LayerWeights, NativeDecoder
 from eagle_server.ops.native_linear import NativeWeight
-from eagle_server.ops.quantize import Quantization
+from eagle_server.ops.quantize import Quantization, QuantizedWeight
 
 Views = Iterator[tuple[str, Tensor]]
 
@@ -42,12 +42,14 @@ class Linear(nn.Module):
             return packed_linear(x, self._packed, self.bias)
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)  # native kernels may give float32
 
-    def pack(self, quantization: Quantization | None = None) -> None:
+    def pack(self, quantization: Quantization | None = None, codes: QuantizedWeight | None = None) -> None:
         """Repack the weight for the fastest kernel of this machine, rounded if asked. Call it once, after loading.
+
+        `codes`: the weight, already rounded; `self.weight` is not read then.
 
         The plain layout of a large weight is dropped; `dense_weight` restores it.
         """
-        self._packed = pack_weight(self.weight.detach(), quantization)
+        self._packed = pack_weight(self.weight.detach() if codes is None else codes, quantization)
         if self._packed.plain is None:
             self.weight = nn.Parameter(self.weight.new_empty(0, self.weight.shape[1]), requires_grad=False)
 
@@ -169,10 +171,17 @@ class DecoderLayer(nn.Module):
         yield from self.mlp.weight_views(f"{prefix}mlp.")  # type: ignore[operator]
 
 
-def pack_linears(model: nn.Module, quantization: Quantization | None = None, *, progress: bool = False) -> None:
+def pack_linears(
+    model: nn.Module,
+    quantization: Quantization | None = None,
+    rounded: Mapping[Linear, Callable[[], QuantizedWeight | None]] | None = None,
+    *,
+    progress: bool = False,
+) -> None:
     """Pack every Linear in `model`. Call it once, after the weights are loaded and cast.
 
-    With "int4" the target's lm_head is rounded to 8 bits, because texts depend on it most.
+    `rounded` gives the weights that the checkpoint holds in integers; None: the layer holds floats. With "int4" the
+    target's lm_head is rounded to 8 bits, because texts depend on it most.
 
     Raises:
         ValueError: `quantization` is asked for where there are no native kernels.
@@ -180,8 +189,9 @@ def pack_linears(model: nn.Module, quantization: Quantization | None = None, *, 
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     description = "pack" if quantization is None else f"round to {quantization}"
     for linear in tqdm(linears, desc=description, unit="layer", disable=not progress):
+        codes = rounded[linear]() if rounded is not None and linear in rounded else None
         is_head = linear.parts[0][0] == "lm_head"
-        linear.pack("int8" if quantization is not None and is_head else quantization)
+        linear.pack("int8" if quantization is not None and is_head else quantization, codes)
     for module in model.modules():
         if isinstance(module, Fusable):
             module.fuse()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle_server.ops.native import available
 from eagle_server.ops.native_linear import NativeWeight, native_linear
-from eagle_server.ops.quantize import Quantization, quantize
+from eagle_server.ops.quantize import Quantization, QuantizedWeight, quantize
 
 _ROWS_HINT = 16  # oneDNN chooses its blocking for this row count, that of a verify window
 _SMALL = 1 << 19  # elements; for smaller weights F.linear is faster on one float32 row (256x512: 7 us against 13 us)
@@ -36,12 +36,16 @@ class PackedWeight:
         return sum(each.nbytes for each in (self.plain, self.blocked, self.native) if each is not None)
 
 
-def pack_weight(weight: Tensor, quantization: Quantization | None = None) -> PackedWeight:
+def pack_weight(weight: Tensor | QuantizedWeight, quantization: Quantization | None = None) -> PackedWeight:
     """Pack a weight [out, in]. Devices and dtypes without a faster layout keep the plain one.
+
+    A `QuantizedWeight` is for native kernels only.
 
     Raises:
         ValueError: `quantization` is asked for where there are no native kernels.
     """
+    if isinstance(weight, QuantizedWeight):
+        return PackedWeight(None, None, NativeWeight(weight))
     if quantization is not None:
         if not available(weight.device, weight.dtype):
             raise ValueError(f"--quantization {quantization} needs the native kernels of a CPU (--cpu-kernels native)")

@@ -6,6 +6,7 @@ group is cut where that lowers its squared error.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,6 +33,14 @@ class QuantizedWeight:
     scales: Tensor
     zeros: Tensor
     group: int
+
+    @classmethod
+    def stacked(cls, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        """Weights of one kind and group, one after the other along the outputs."""
+        first = weights[0]
+        codes = torch.cat([each.codes for each in weights])
+        scales, zeros = (torch.cat([getattr(each, name) for each in weights], dim=1) for name in ("scales", "zeros"))
+        return cls(first.quantization, codes, scales, zeros, first.group)
 
     def dense(self) -> Tensor:
         """The weight that is computed with, float32 [out, in]."""

@@ -14,9 +14,17 @@ import torch
 from safetensors.torch import save_file
 
 from eagle_server.models.checkpoints.draft_format import MEDUSA_2
+from eagle_server.models.checkpoints.quantized import (
+    Rounded,
+    read_quantization,
+    rounded_linears,
+    with_dequantized,
+    without_added_biases,
+)
 from eagle_server.models.checkpoints.transformers_config import transformers_config
 from eagle_server.models.checkpoints.weights import (
     Weights,
+    check_names,
     copy_weights,
     open_weights,
     refuse_quantized,
@@ -25,7 +33,7 @@ from eagle_server.models.checkpoints.weights import (
 )
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import read_config, token_ids
-from eagle_server.models.layers import Views, pack_linears
+from eagle_server.models.layers import Linear, Views, pack_linears
 from eagle_server.models.rope import at_context
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.interface import Target
@@ -76,7 +84,8 @@ def load_target(
     config = read_model_config(directory)
     stored: Weights = {}
     if config.native:
-        config, stored = _as_stored(config, _without_inert(open_weights(directory), config), directory)
+        found = with_dequantized(open_weights(directory), read_config(directory), str(directory / "config.json"))
+        config, stored = _as_stored(config, _without_inert(found, config), directory)
     context = context or config.max_position
     if config.native and config.rope.kind == "dynamic" and context > config.max_position:
         log.warning(
@@ -97,10 +106,18 @@ def load_target(
         return load_transformers(directory, config, context=context, device=device)
     with created_as(config.dtype, device):
         model = TargetModel(config, context + lookahead)
-    copy_weights(dict(model.weight_views()), stored, source=directory, progress=progress)
+    views, rounded = dict(model.weight_views()), dict[Linear, Rounded]()
+    stored = without_added_biases(stored, views)
+    check_names(views, stored, directory)
+    if pack and available(torch.device(device), config.dtype):
+        rounded = rounded_linears(model, views, stored)
+        kept = {name for each in rounded.values() for name in each.tensors}
+        views = {name: view for name, view in views.items() if name not in kept}
+        stored = {name: tensor for name, tensor in stored.items() if name not in kept}
+    copy_weights(views, stored, source=directory, progress=progress)
     model.requires_grad_(requires_grad=False).eval()
     if pack:
-        pack_linears(model, quantization, progress=progress)
+        pack_linears(model, quantization, rounded, progress=progress)
     return model
 
 
@@ -141,8 +158,11 @@ def read_model_config(directory: Path) -> ModelConfig:
         CheckpointError: the architecture is not supported, or the weights are quantized.
     """
     raw, source = read_config(directory), str(directory / "config.json")
-    refuse_quantized(raw, source)
-    return transformers_config(directory) if find_family(raw) is None else read_target_config(raw, source)
+    if find_family(raw) is None:
+        refuse_quantized(raw, source)
+        return transformers_config(directory)
+    read_quantization(raw, source)
+    return read_target_config(raw, source)
 
 
 def serving_dtype(name: DtypeName, checkpoint: torch.dtype) -> torch.dtype:

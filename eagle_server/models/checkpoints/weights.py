@@ -155,7 +155,7 @@ def _projections(attention: str) -> tuple[str, str]:
 
 
 def refuse_quantized(raw: Mapping[str, Any], source: str) -> None:
-    """Raise CheckpointError for quantized weights, which are not supported yet."""
+    """Raise CheckpointError for quantized weights, which are not supported for this kind of model yet."""
     quantization = raw.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization

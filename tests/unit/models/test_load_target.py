@@ -97,7 +97,7 @@ def test_inexact_checkpoint_is_refused(directory: Path, name: str) -> None:
     ("settings", "message"),
     [
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "'MambaForCausalLM' cannot be served"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantized weights \(awq\)"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq with None bits in groups of 128 is not supported"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, found None"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"type": "longrope", "factor": 2}}, "rope type 'longrope'"),

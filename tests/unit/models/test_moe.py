@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "groups": ({"n_group": 3}, "n_routed_experts 8, n_group 3, .* do not fit"),
     "experts": ({"topk_group": 1, "num_experts_per_tok": 3}, "num_experts_per_tok 3 do not fit"),
     "rank": ({"kv_lora_rank": None}, "kv_lora_rank must be a positive integer, found None"),
-    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, r"quantized weights \(fp8\) are not supported yet"),
+    "quantized": ({"quantization_config": {"quant_method": "hqq"}}, "hqq is not supported; known are gptq, awq"),
     "v3.2": ({"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}, "'DeepseekV32ForCausalLM'"),
 }
 

@@ -1,0 +1,307 @@
+"""Checkpoints with quantized linear layers: GPTQ, AWQ, compressed-tensors (int4, int8, fp8) and FP8 in blocks.
+
+A layer is stored as several tensors, which are listed here as one weight. Native kernels take its integers as they are.
+All others, and the kinds that no kernel computes, get (codes - zeros) * scales in floating point.
+
+    GPTQ                   qweight int32 [in / 8, out], qzeros [groups, out / 8] (less 1), scales [groups, out], g_idx
+    AWQ                    qweight int32 [in, out / 8], qzeros [groups, out / 8], in an order of their own, scales
+    pack-quantized         weight_packed int32 [out, in / 8], weight_scale [out, groups], weight_zero_point
+    int-, float-quantized  weight int8 or float8 [out, in], weight_scale [out, 1], [1] or [out / b, in / b]
+    FP8                    weight float8 [out, in], weight_scale_inv [out / b, in / b]
+
+Sources: the packing code of AutoGPTQ 0.7, AutoAWQ 0.2 and compressed-tensors 0.20, and DeepSeek-V3's checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eagle_server.models.checkpoints.weights import StoredTensor, Weights
+from eagle_server.models.config import CheckpointError
+from eagle_server.models.layers import Linear
+from eagle_server.ops.quantize import Quantization, QuantizedWeight
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the outputs of a word stand in it
+_UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".input_zero_point")  # of activations and KV
+_BITS = (4, 8)
+_INT8_ZERO = 128
+
+
+@dataclass(frozen=True)
+class QuantizedTensor(StoredTensor):
+    """A quantized weight [out, in]. `read` dequantizes it. `codes`: as it is stored; None: no kernel computes it so."""
+
+    codes: Callable[[], QuantizedWeight | None]
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """How a checkpoint is quantized. group: inputs of a scale, 0: all. offset: what is added to stored zeros."""
+
+    method: str
+    bits: int
+    group: int
+    offset: int = 0
+    block: tuple[int, int] | None = None
+
+
+Parts = dict[str, StoredTensor]  # of one layer, by the last part of their names
+
+
+def with_dequantized(stored: Weights, raw: Mapping[str, Any], source: str) -> Weights:
+    """The tensors of a checkpoint, with one `QuantizedTensor` for all parts of a quantized weight.
+
+    Args:
+        raw: config.json. Without a quantization_config the result is `stored`.
+
+    Raises:
+        CheckpointError: a method, number of bits or strategy that is not supported, or a part is missing.
+    """
+    found = read_quantization(raw, source)
+    if found is None:
+        return stored
+    layers: dict[str, Parts] = {}
+    for name, tensor in stored.items():
+        base, _, part = name.rpartition(".")
+        layers.setdefault(base, {})[part] = tensor
+    weights: Weights = {}
+    for base, parts in layers.items():
+        parts = {part: tensor for part, tensor in parts.items() if f".{part}" not in _UNUSED}
+        if (own := _weight_of(parts, found)) is not None:
+            weights[f"{base}.weight"] = own
+        weights |= {f"{base}.{part}" if base else part: tensor for part, tensor in parts.items()}
+    return weights
+
+
+def read_quantization(raw: Mapping[str, Any], source: str) -> Quantized | None:
+    """How the checkpoint is quantized; None: it is not.
+
+    Raises:
+        CheckpointError: in a way that is not supported.
+    """
+    config = raw.get("quantization_config")
+    if not config:
+        return None
+    method = config.get("quant_method") if isinstance(config, Mapping) else config
+    where = f"{source}: quantization_config"
+    if method == "compressed-tensors":
+        return _compressed_tensors(config, where)
+    if method == "fp8":
+        return Quantized("fp8", 8, 0, block=_block(config.get("weight_block_size"), f"{where}.weight_block_size"))
+    if method not in ("gptq", "awq"):
+        known = "gptq, awq, compressed-tensors and fp8"
+        raise CheckpointError(f"{where}: {method} is not supported; known are {known}")
+    bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size", 128))
+    if bits not in (_BITS if method == "gptq" else (4,)) or not isinstance(group, int):
+        raise CheckpointError(f"{where}: {method} with {bits} bits in groups of {group} is not supported")
+    if method == "awq" and str(config.get("version", "gemm")).lower() != "gemm":
+        raise CheckpointError(f"{where}: AWQ's layout {config['version']} is not supported, gemm is")
+    older = method == "gptq" and config.get("checkpoint_format", "gptq") == "gptq"
+    return Quantized(method, bits, max(group, 0), offset=int(older))
+
+
+def _compressed_tensors(config: Mapping[str, Any], where: str) -> Quantized:
+    groups = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
+    kinds = {(w.get("num_bits"), w.get("type"), w.get("strategy"), w.get("group_size")) for w in groups}
+    if len(kinds) != 1:
+        raise CheckpointError(f"{where}: one group of weights is supported, found {len(kinds)}")
+    bits, kind, strategy, group = next(iter(kinds))
+    if bits not in _BITS or kind not in ("int", "float") or (kind == "float" and bits != 8):  # noqa: PLR2004
+        raise CheckpointError(f"{where}: {kind} weights of {bits} bits are not supported; int4, int8 and fp8 are")
+    if strategy not in ("tensor", "channel", "group", "block"):
+        raise CheckpointError(f"{where}: the strategy {strategy} is not supported")
+    block = _block(groups[0].get("block_structure"), f"{where}.block_structure")
+    return Quantized("compressed-tensors", bits, int(group) if group and strategy == "group" else 0, block=block)
+
+
+def _block(sizes: Any, where: str) -> tuple[int, int] | None:
+    """Rows and columns that share a scale."""
+    if sizes is None:
+        return None
+    if not isinstance(sizes, list) or [type(size) for size in sizes] != [int, int] or min(sizes) < 1:
+        raise CheckpointError(f"{where}: two positive integers are expected, found {sizes}")
+    return sizes[0], sizes[1]
+
+
+def _weight_of(parts: Parts, found: Quantized) -> QuantizedTensor | None:
+    """The weight whose parts these are. They are removed from `parts`. None: it is not quantized."""
+    if found.method in ("gptq", "awq") and "qweight" in parts:
+        rows, columns = parts["qweight"].shape
+        per_word = 32 // found.bits
+        shape = (columns, rows * per_word) if found.method == "gptq" else (columns * per_word, rows)
+        return _taken(parts, _gptq if found.method == "gptq" else _awq, shape, found, "qweight qzeros scales", "g_idx")
+    if "weight_packed" in parts:
+        sizes = parts["weight_packed"].shape[0], parts["weight_packed"].shape[1] * 32 // found.bits
+        optional = "weight_zero_point weight_g_idx"
+        if "weight_shape" in parts:
+            sizes = tuple(parts["weight_shape"].read().tolist())
+        return _taken(parts, _packed, sizes, found, "weight_packed weight_scale weight_shape", optional)
+    scale = next((part for part in ("weight_scale", "weight_scale_inv") if part in parts), None)
+    if scale is None or "weight" not in parts:
+        return None
+    return _taken(parts, _scaled, parts["weight"].shape, found, f"weight {scale}", "weight_zero_point")
+
+
+Reader = Callable[[Mapping[str, Tensor], tuple[int, ...], Quantized], tuple[QuantizedWeight | None, Tensor | None]]
+
+
+def _taken(
+    parts: Parts, reader: Reader, shape: tuple[int, ...], found: Quantized, needed: str, optional: str
+) -> QuantizedTensor:
+    missing = [part for part in needed.split() if part not in parts]
+    first = parts[needed.split()[0]]
+    if missing:
+        raise CheckpointError(f"{first.file}: {first.key}: its {' and '.join(missing)} is missing")
+    own = {part: parts.pop(part) for part in (*needed.split(), *optional.split()) if part in parts}
+    if len(shape) != 2:  # noqa: PLR2004  [out, in]
+        raise CheckpointError(f"{first.file}: {first.key}: a weight has two dimensions, found {list(shape)}")
+
+    def load() -> tuple[QuantizedWeight | None, Tensor | None]:
+        tensors = {part: tensor.read() for part, tensor in own.items()}
+        try:
+            return reader(tensors, shape, found)
+        except (RuntimeError, IndexError) as error:  # shapes that do not fit each other
+            sizes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in tensors.items())
+            raise CheckpointError(f"{first.file}: {first.key}: the parts do not fit: {sizes} ({error})") from None
+
+    return QuantizedTensor(first.file, first.key, shape, partial(_dense, load), lambda: load()[0])
+
+
+def _dense(load: Callable[[], tuple[QuantizedWeight | None, Tensor | None]]) -> Tensor:
+    codes, dense = load()
+    if dense is not None:
+        return dense
+    assert codes is not None
+    return codes.dense()
+
+
+def _grouped(
+    codes: Tensor, scales: Tensor, zeros: Tensor, g_idx: Tensor | None, found: Quantized
+) -> tuple[QuantizedWeight | None, Tensor | None]:
+    """codes [out, in], scales and zeros [groups, out]. Groups of inputs that are not neighbours become floats."""
+    inputs = codes.shape[1]
+    group = found.group or inputs
+    in_order = torch.arange(inputs) // group
+    own = in_order if g_idx is None else g_idx.long()
+    scales = scales.float().contiguous()
+    if zeros.shape != scales.shape or scales.shape[1] != len(codes):
+        raise RuntimeError("scales and zeros have one row for each group")
+    whole = found.bits == 4 or (len(scales) == 1 and bool((zeros == _INT8_ZERO).all()))  # noqa: PLR2004
+    if own.equal(in_order) and group % 8 == 0 and whole and len(scales) == -(-inputs // group):
+        kind: Quantization = "int4" if found.bits == 4 else "int8"  # noqa: PLR2004
+        return QuantizedWeight(kind, codes.contiguous(), scales, zeros.to(torch.uint8).contiguous(), group), None
+    return None, ((codes - zeros.float()[own].t()) * scales[own].t())
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """int32 [rows, n] -> uint8 [rows, n * 32 / bits], the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((words[:, :, None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
+
+
+def _gptq(
+    parts: Mapping[str, Tensor], shape: tuple[int, ...], found: Quantized
+) -> tuple[QuantizedWeight | None, Tensor | None]:
+    codes = _unpacked(parts["qweight"].t().contiguous(), found.bits)
+    zeros = _unpacked(parts["qzeros"], found.bits)[:, : shape[0]].short() + found.offset
+    return _grouped(codes, parts["scales"], zeros, parts.get("g_idx"), found)
+
+
+def _awq(
+    parts: Mapping[str, Tensor], shape: tuple[int, ...], found: Quantized
+) -> tuple[QuantizedWeight | None, Tensor | None]:
+    order = torch.arange(shape[0]).view(-1, len(_AWQ_ORDER))[:, _AWQ_ORDER].flatten()
+    codes, zeros = (_unpacked(parts[part], found.bits)[:, order] for part in ("qweight", "qzeros"))
+    return _grouped(codes.t(), parts["scales"], zeros, None, found)
+
+
+def _packed(
+    parts: Mapping[str, Tensor], shape: tuple[int, ...], found: Quantized
+) -> tuple[QuantizedWeight | None, Tensor | None]:
+    codes, scales = _unpacked(parts["weight_packed"], found.bits)[:, : shape[1]], parts["weight_scale"]
+    scales = scales.expand(1, shape[0]) if scales.numel() == 1 else scales.t()
+    if (packed := parts.get("weight_zero_point")) is not None:
+        zeros = _unpacked(packed.t().contiguous(), found.bits)[:, : shape[0]]
+    else:
+        zeros = torch.full(scales.shape, 1 << (found.bits - 1), dtype=torch.uint8)
+    return _grouped(codes, scales, zeros, parts.get("weight_g_idx"), found)
+
+
+def _scaled(
+    parts: Mapping[str, Tensor], shape: tuple[int, ...], found: Quantized
+) -> tuple[QuantizedWeight | None, Tensor | None]:
+    weight = parts["weight"]
+    scale = (parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"]).float()
+    if weight.dtype == torch.int8 and "weight_zero_point" not in parts and scale.numel() in (1, shape[0]):
+        codes, scales = (weight.short() + _INT8_ZERO).to(torch.uint8), scale.reshape(1, -1).expand(1, shape[0])
+        zeros = torch.full(scales.shape, _INT8_ZERO, dtype=torch.uint8)
+        return QuantizedWeight("int8", codes, scales.contiguous(), zeros, shape[1]), None
+    rows, columns = shape
+    if scale.numel() in (1, rows):
+        spread = scale.reshape(-1, 1).expand(rows, 1)
+    elif (block := (1, found.group) if found.group else found.block) is not None:
+        spread = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    else:
+        raise RuntimeError("the config has no block size")
+    zero = parts.get("weight_zero_point")
+    shifted = weight.float() if zero is None else weight.float() - zero.float().reshape(-1, 1)
+    return None, shifted * spread
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A linear layer whose tensors are all quantized: `tensors` by name, and the layer's views of them, in order."""
+
+    tensors: dict[str, QuantizedTensor]
+    views: tuple[Tensor, ...]
+
+    def __call__(self) -> QuantizedWeight | None:
+        """The integers, for native kernels; None: they do not compute these, and the layer holds floats now."""
+        parts = [tensor.codes() for tensor in self.tensors.values()]
+        known = [each for each in parts if each is not None]
+        if len(known) == len(parts) and len({(each.quantization, each.group) for each in known}) == 1:
+            return QuantizedWeight.stacked(known)
+        with torch.no_grad():
+            for tensor, view in zip(self.tensors.values(), self.views, strict=True):
+                view.copy_(tensor.read())
+        return None
+
+
+def without_added_biases(stored: Weights, expected: Iterable[str]) -> Weights:
+    """The tensors without biases of zeros that the model does not have: some packers give one to every layer."""
+    names = set(expected)
+    added = {
+        name
+        for name, tensor in stored.items()
+        if name.endswith(".bias")
+        and name not in names
+        and isinstance(stored.get(f"{name.removesuffix('.bias')}.weight"), QuantizedTensor)
+        and not tensor.read().any()
+    }
+    return {name: tensor for name, tensor in stored.items() if name not in added}
+
+
+def rounded_linears(model: nn.Module, views: Mapping[str, Tensor], stored: Weights) -> dict[Linear, Rounded]:
+    """The linear layers whose tensors are all quantized. Their parameters need not be filled.
+
+    Raises:
+        CheckpointError: a tensor has another shape than its view.
+    """
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    owners = {linear.weight.untyped_storage().data_ptr(): linear for linear in linears}
+    found: dict[Linear, Rounded] = {}
+    for name, view in views.items():
+        linear, tensor = owners.get(view.untyped_storage().data_ptr()), stored[name]
+        if linear is not None and isinstance(tensor, QuantizedTensor):
+            if tensor.shape != view.shape:
+                shapes = f"expected shape {list(view.shape)}, found {list(tensor.shape)}"
+                raise CheckpointError(f"{tensor.file}: {tensor.key}: {shapes}")
+            before = found.get(linear, Rounded({}, ()))
+            found[linear] = Rounded({**before.tensors, name: tensor}, (*before.views, view))
+    return {linear: each for linear, each in found.items() if len(each.views) == len(linear.parts)}

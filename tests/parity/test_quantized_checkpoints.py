@@ -1,0 +1,266 @@
+"""Quantized checkpoints: the numbers of the formats' own libraries, whole models, and clear errors.
+
+`quantized.safetensors` holds small random weights as AutoGPTQ 0.7.1, AutoAWQ 0.2.9 and compressed-tensors 0.20.0 have
+packed them, and as `expected` what the same library dequantizes them to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eagle_server.attention.dense import DenseCausal
+from eagle_server.models.checkpoints.load_target import load_target, save_checkpoint
+from eagle_server.models.checkpoints.quantized import QuantizedTensor, with_dequantized
+from eagle_server.models.checkpoints.weights import StoredTensor
+from eagle_server.models.config import CheckpointError
+from eagle_server.models.layers import Linear
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.models.targets.registry import read_target_config
+from eagle_server.ops.native import available
+
+GOLDEN = Path(__file__).with_name("quantized.safetensors")
+Tensors = dict[str, Tensor]
+
+
+def compressed(bits: int, kind: str, strategy: str, **settings: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": kind, "strategy": strategy, **settings}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+
+
+def gptq(bits: int, group: int) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "checkpoint_format": "gptq"}
+
+
+# The config, and the format that native kernels take as it is.
+LAYERS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "pack_symmetric": (compressed(4, "int", "group", group_size=32), "int4"),
+    "pack_asymmetric": (compressed(4, "int", "group", group_size=32), "int4"),
+    "pack_channel": (compressed(4, "int", "channel"), "int4"),
+    "pack_8": (compressed(8, "int", "channel"), "int8"),
+    "int_channel": (compressed(8, "int", "channel"), "int8"),
+    "int_asymmetric": (compressed(8, "int", "channel"), None),
+    "int_group": (compressed(8, "int", "group", group_size=32), None),
+    "float_channel": (compressed(8, "float", "channel"), None),
+    "float_tensor": (compressed(8, "float", "tensor"), None),
+    "float_block": (compressed(8, "float", "block", block_structure=[16, 32]), None),
+    "gptq": (gptq(4, 32), "int4"),
+    "gptq_act_order": (gptq(4, 16), None),
+    "gptq_one_group": (gptq(4, -1), "int4"),
+    "gptq_8": (gptq(8, 32), None),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, "int4"),
+}
+
+
+def stored(tensors: Tensors) -> dict[str, StoredTensor]:
+    return {
+        name: StoredTensor(Path("memory"), name, tuple(tensor.shape), partial(lambda own: own, tensor))
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_weights_are_those_of_the_formats_own_library(name: str) -> None:
+    config, native = LAYERS[name]
+    parts = {key.removeprefix(f"{name}."): value for key, value in load_file(GOLDEN).items()}
+    parts = {key: value for key, value in parts.items() if "." not in key}
+    expected = parts.pop("expected")
+    weights = with_dequantized(
+        stored({f"layer.{part}": tensor for part, tensor in parts.items()}), {"quantization_config": config}, "here"
+    )
+    weight = weights.pop("layer.weight")
+    assert isinstance(weight, QuantizedTensor) and not weights
+    assert weight.shape == tuple(expected.shape)
+    near = {"atol": 5e-4, "rtol": 1e-3} if name == "awq" else {"atol": 1e-7, "rtol": 1e-6}  # AutoAWQ rounds to float16
+    torch.testing.assert_close(weight.read().float(), expected, **near)
+    codes = weight.codes()
+    assert (None if codes is None else codes.quantization) == native
+    if codes is not None:
+        torch.testing.assert_close(codes.dense(), expected, **near)
+
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 40,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "dtype": "float32",
+}
+
+
+def words(codes: Tensor) -> Tensor:
+    """4-bit codes [rows, n] -> int32 [rows, n / 8]."""
+    shifts = torch.arange(0, 32, 4)
+    packed = (codes.long().unflatten(1, (-1, 8)) << shifts).sum(2)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+
+
+def int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [out, in] with the zero 8, scales [out, groups of 32], and the weight that they are."""
+    scales = weight.unflatten(1, (-1, 32)).abs().amax(2) / 7
+    spread = scales.repeat_interleave(32, 1)
+    codes = (weight / spread).round().clamp(-8, 7) + 8
+    return codes, scales, (codes - 8) * spread
+
+
+def as_gptq(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+    codes, scales, dense = int4(weight)
+    zeros = words(torch.full((scales.shape[1], weight.shape[0]), 7.0))
+    parts = {
+        "qweight": words(codes).t(),
+        "qzeros": zeros,
+        "scales": scales.t(),
+        "g_idx": torch.arange(len(weight.t())) // 32,
+    }
+    return {f"{name}.{part}": tensor.contiguous() for part, tensor in parts.items()}, dense
+
+
+def as_packed(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+    codes, scales, dense = int4(weight)
+    shape = torch.tensor(weight.shape)
+    return {f"{name}.weight_packed": words(codes), f"{name}.weight_scale": scales, f"{name}.weight_shape": shape}, dense
+
+
+def as_int8(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    codes = (weight / scales).round()
+    return {f"{name}.weight": codes.to(torch.int8), f"{name}.weight_scale": scales}, codes * scales
+
+
+def as_fp8(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+    rows, columns = (-(-size // 32) for size in weight.shape)
+    scales = 0.01 * (1 + torch.rand(rows, columns, generator=torch.Generator().manual_seed(1)))
+    spread = scales.repeat_interleave(32, 0)[: len(weight)].repeat_interleave(32, 1)[:, : weight.shape[1]]
+    codes = (weight / spread).to(torch.float8_e4m3fn)
+    return {f"{name}.weight": codes, f"{name}.weight_scale_inv": scales}, codes.float() * spread
+
+
+FORMATS: dict[str, tuple[dict[str, Any], Callable[[str, Tensor], tuple[Tensors, Tensor]], str | None]] = {
+    "GPTQ": (gptq(4, 32), as_gptq, "int4"),
+    "compressed-tensors int4": (compressed(4, "int", "group", group_size=32), as_packed, "int4"),
+    "compressed-tensors int8": (compressed(8, "int", "channel"), as_int8, "int8"),
+    "FP8": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, as_fp8, None),
+}
+
+
+def written(directory: Path, config: dict[str, Any], store: Callable[[str, Tensor], tuple[Tensors, Tensor]]) -> Tensors:
+    """Write a random checkpoint with its layers quantized. Returns the dequantized tensors."""
+    torch.manual_seed(0)
+    model = TargetModel(read_target_config(CONFIG), 64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2)
+    save_checkpoint(model, directory, CONFIG, torch.float32)
+    dense, tensors = load_file(directory / "model.safetensors"), Tensors()
+    for name, tensor in list(dense.items()):
+        if name.endswith("_proj.weight"):
+            parts, dense[name] = store(name.removesuffix(".weight"), tensor)
+            tensors |= parts
+        else:
+            tensors[name] = tensor
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": config}))
+    return dense
+
+
+def logits(model: Any) -> Tensor:
+    return model.logits(model(torch.arange(9), torch.arange(9), DenseCausal(1)).hidden)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_model_computes_with_its_dequantized_weights(name: str, tmp_path: Path) -> None:
+    config, store, native = FORMATS[name]
+    dense = written(tmp_path / "quantized", config, store)
+    (tmp_path / "dense").mkdir()
+    save_file(dense, tmp_path / "dense" / "model.safetensors")
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(CONFIG))
+    expected = logits(load_target(tmp_path / "dense", progress=False, pack=False))
+    found = load_target(tmp_path / "quantized", progress=False, pack=False)
+    torch.testing.assert_close(logits(found), expected, atol=1e-5, rtol=1e-5)
+    if not available(torch.device("cpu"), torch.float32):
+        return
+    served = load_target(tmp_path / "quantized", progress=False)
+    linears = [each for each in served.modules() if isinstance(each, Linear) and each.parts[0][0] != "lm_head"]
+    kinds = {each.native[0]._kind for each in linears if each.native is not None}
+    assert kinds == {{"int8": 3, "int4": 4, None: 0}[native]}
+    torch.testing.assert_close(
+        dict(served.weight_views())["model.layers.1.self_attn.k_proj.weight"],
+        dense["model.layers.1.self_attn.k_proj.weight"],
+    )
+    error = (logits(served) - expected).norm() / expected.norm()
+    assert error < (1e-5 if native is None else 0.03)  # inputs are rounded to 8 bits
+
+
+def test_zero_biases_that_a_packer_has_added_are_ignored_and_others_are_not(tmp_path: Path) -> None:
+    written(tmp_path, *FORMATS["GPTQ"][:2])
+    tensors = load_file(tmp_path / "model.safetensors")
+    expected = logits(load_target(tmp_path, progress=False))
+    tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(96)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(logits(load_target(tmp_path, progress=False)), expected)
+    tensors["model.layers.0.mlp.up_proj.bias"][3] = 0.1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="unexpected tensors: model.layers.0.mlp.up_proj.bias"):
+        load_target(tmp_path, progress=False)
+
+
+def drop(tensors: Tensors) -> None:
+    del tensors["model.layers.0.mlp.up_proj.scales"]
+
+
+def truncate(tensors: Tensors) -> None:
+    name = "model.layers.0.mlp.up_proj.qzeros"
+    tensors[name] = tensors[name][:1].clone()
+
+
+def narrow(tensors: Tensors) -> None:
+    name = "model.layers.0.mlp.up_proj.qweight"
+    tensors[name] = tensors[name][:4].clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop, "layers.0.mlp.up_proj.qweight: its scales is missing"),
+        (truncate, "up_proj.qweight: the parts do not fit: qweight .8, 96., qzeros .1, 12."),
+        (narrow, r"up_proj.qweight: expected shape \[96, 64\], found \[96, 32\]"),
+    ],
+)
+def test_a_damaged_layer_is_named(change: Callable[[Tensors], None], message: str, tmp_path: Path) -> None:
+    written(tmp_path, *FORMATS["GPTQ"][:2])
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        load_target(tmp_path, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"quant_method": "bitsandbytes"},
+            "bitsandbytes is not supported; known are gptq, awq, compressed-tensors and fp8",
+        ),
+        ({**gptq(4, 32), "bits": 3}, "gptq with 3 bits in groups of 32 is not supported"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ's layout gemv is not supported, gemm is"),
+        (compressed(4, "float", "group", group_size=16), "float weights of 4 bits are not supported"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "two positive integers are expected"),
+    ],
+)
+def test_other_formats_are_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    written(tmp_path, config, as_int8)
+    with pytest.raises(CheckpointError, match=message):
+        load_target(tmp_path, progress=False)
