@@ -39,7 +39,17 @@ def _one_thread_for_small_models() -> Iterator[None]:
         yield
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kernel-flags", default="", help="more flags for the compiler of kernels/cpu, such as sanitizers"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if flags := config.getoption("--kernel-flags").split():
+        from eagle_server.ops import build
+
+        build._FLAGS = (*build._FLAGS, *flags)
     # The same examples in every run: a failure of CI is one that everybody can see.
     hypothesis.settings.register_profile("eagle_server", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("eagle_server")

@@ -92,6 +92,7 @@ class NativeHead:
         self, weights: HeadWeights, caches: Sequence[tuple[Tensor, Tensor]], topk: int, ids: Tensor | None
     ) -> None:
         """ids: int64 [draft vocabulary], the target ids of the draft's tokens; None: they are the same."""
+        assert topk <= weights.lm_head[0].outputs
         self.weights, self.caches, self.topk = weights, caches, topk
         biased = (weights.combine, weights.joined, weights.lm_head)
         biases = [None if each is None or each[1] is None else floats(each[1].detach()) for each in biased]

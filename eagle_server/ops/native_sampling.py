@@ -51,6 +51,7 @@ class NativeScoring:
 
     def topk(self, k: int) -> tuple[Tensor, Tensor]:
         """See `topk_logprobs`."""
+        assert k <= self.vocab_size
         logp, tokens = empty(self.rows, k), torch.empty(self.rows, k, dtype=torch.int64)
         functions().eagle_best_tokens(session(), byref(self.struct), k, pointer(logp), pointer(tokens))
         return logp, tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,6 +38,11 @@ class SamplingBatch:
     min_p: Tensor  # float32 [m]
     transforms: tuple[Transform, ...]
     penalizer_state: PenalizerState = field(default_factory=PenalizerState)  # at the start of the cycle
+
+    @cached_property
+    def sampled(self) -> Tensor:
+        """int64 [bs], 1 for requests with temperature > 0."""
+        return (self.all_temperature > 0).long()
 
     @property
     def edits_logits(self) -> bool:

@@ -222,19 +222,19 @@ class Batches:
 
         A captured function reads keys and temperatures only. An all-greedy batch on a CPU needs neither.
         """
-        positions, sampling = batch.seq_lens + 1, batch.sampling
-        ranking = DraftRanking(positions, GrammarPaths.of(batch.decodes))
-        if self.estimates is not None:
-            ranking = replace(ranking, estimates=self.estimates, sampled=(sampling.all_temperature > 0).long())
-        if not self.coupling:
-            return ranking
-        if self.sizes:
-            return replace(ranking, noise=KeyedNoise(sampling.all_keys, sampling.all_temperature))
-        if sampling.transforms or sampling.floored is not None:
-            ranking = replace(ranking, parameters=SamplingParameters(sampling, self.vocab_size))
-        if self.device.type == "cpu" and sampling.stochastic is None:
-            return ranking
-        return replace(ranking, noise=KeyedNoise(sampling.all_keys, sampling.all_temperature))
+        sampling, noise, parameters = batch.sampling, None, None
+        if self.coupling and (self.sizes or self.device.type != "cpu" or sampling.stochastic is not None):
+            noise = KeyedNoise(sampling.all_keys, sampling.all_temperature)
+        if self.coupling and not self.sizes and (sampling.transforms or sampling.floored is not None):
+            parameters = SamplingParameters(sampling, self.vocab_size)
+        return DraftRanking(
+            batch.seq_lens + 1,
+            GrammarPaths.of(batch.decodes),
+            parameters,
+            noise,
+            self.estimates,
+            None if self.estimates is None else sampling.sampled,
+        )
 
     def _padded_size(self, size: int) -> int:
         return next((bucket for bucket in self.sizes if bucket >= size), size)

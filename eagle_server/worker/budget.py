@@ -122,16 +122,19 @@ class _Choice:
 
 @dataclass
 class _Speeds:
-    """Measured speeds of plain cycles and cycles with drafts, for about as many requests; [tokens, seconds, cycles]."""
+    """Measured speeds of plain cycles and cycles with drafts, for about as many requests.
+
+    [tokens, seconds, weight, cycles]: older cycles weigh less in the first three.
+    """
 
     until: int
-    plain: list[float] = field(default_factory=lambda: [0.0, 0.0, 0])
-    drafted: list[float] = field(default_factory=lambda: [0.0, 0.0, 0])
+    plain: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0])
+    drafted: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0])
 
     @property
     def loses(self) -> bool:
         """Whether drafting was slower, beyond doubt."""
-        if self.plain[2] < _ENOUGH or self.drafted[2] < 4 * _ENOUGH:
+        if self.plain[3] < _ENOUGH or self.drafted[3] < 4 * _ENOUGH:
             return False
         return self.drafted[0] * self.plain[1] < self.plain[0] * self.drafted[1]
 
@@ -187,7 +190,7 @@ class AdaptiveBudget:
 
     def _holds(self, choice: _Choice, requests: int) -> bool:
         """Whether this cycle shall draft as was chosen: the model may be wrong, so what is close is measured too."""
-        every = _COMPARE if self._speeds_for(requests).plain[2] >= _ENOUGH else _ENOUGH
+        every = _COMPARE if self._speeds_for(requests).plain[3] >= _ENOUGH else _ENOUGH
         return choice.rate > _CLOSE * choice.plain or self._cycle % every > 0
 
     def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
@@ -197,9 +200,9 @@ class AdaptiveBudget:
         speeds = self._speeds_for(requests)
         sums = speeds.drafted if drafted else speeds.plain
         if sums[2]:
-            seconds = min(seconds, _OUTLIER * sums[1] / min(sums[2], _MEMORY))
+            seconds = min(seconds, _OUTLIER * sums[1] / sums[2])
         kept = 1 - 1 / _MEMORY
-        sums[0], sums[1], sums[2] = kept * sums[0] + tokens, kept * sums[1] + seconds, sums[2] + 1
+        sums[:] = kept * sums[0] + tokens, kept * sums[1] + seconds, kept * sums[2] + 1, sums[3] + 1
 
     def _speeds_for(self, requests: int) -> _Speeds:
         bucket = (round(2 * math.log2(requests)), self._sampled)

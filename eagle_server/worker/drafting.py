@@ -134,7 +134,8 @@ class TreeDrafting:
             if not decode.speculative:
                 self.batches.accepted_tokens.give_up(decode)
         budget = self.budget.choose(batch.decodes, self.batches.can_draft(batch.decodes))
-        return replace(budget, drafting=self._with_room(batch, budget.drafting))
+        kept = self._with_room(batch, budget.drafting)
+        return budget if len(kept) == len(budget.drafting) else replace(budget, drafting=kept)
 
     def _with_room(self, batch: DecodeBatch, drafting: Sequence[int]) -> tuple[int, ...]:
         """Those of the requests whose backlogs are computed in this cycle; the others draft in later ones."""

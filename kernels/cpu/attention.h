@@ -66,7 +66,7 @@ static bool sees(const Batch& batch, const Cache& cache, const Lanes& lanes, int
     return !cache.window || prefix + depth > lanes.position[lane] - cache.window;
 }
 
-// One block of 16 lanes of one request and KV head. q, out: [rows, heads, head_dim]; `scores` holds [columns][16] floats.
+// One block of lanes of one request and KV head. q, out: [rows, heads, head_dim]; `scores` holds [columns][LANES] floats.
 static void attend(
     const Batch& batch, const Cache& cache, int request, int kv_head, int block, const float* q, float* out, float* scores) {
     const int dim = cache.head_dim, shared = cache.heads / cache.kv_heads;
@@ -165,9 +165,9 @@ static void attend(
         return lane + AT_ONCE;
     };
     for (int d = 0; d < dim;) {
-        int wide = dim - d >= 4 * LANES ? 4 : 1;
+        int wide = dim - d >= WIDE * LANES ? WIDE : 1;
         for (int lane = 0; lane < lanes.count;)
-            lane = wide == 4 ? mix.template operator()<4>(lane, d) : mix.template operator()<1>(lane, d);
+            lane = wide == WIDE ? mix.template operator()<WIDE>(lane, d) : mix.template operator()<1>(lane, d);
         d += wide * LANES;
     }
 }
@@ -188,7 +188,7 @@ static double attention_nanoseconds(const Batch& batch, const Cache& cache) {
     return blocks * cache.kv_heads * cache.head_dim * 0.4;
 }
 
-// Every request, KV head and block of lanes. `scores(thread)` gives room for [longest_kv][16] floats.
+// Every request, KV head and block of lanes. `scores(thread)` gives room for [longest_kv][LANES] floats.
 template <class Scores>
 static void attend_all(Team& team, const Batch& batch, const Cache& cache, const float* q, float* out, const Scores& scores) {
     const int shared = cache.heads / cache.kv_heads;

@@ -63,7 +63,10 @@ struct Estimates {
 
 const float* widened(const void* from, bool is_bf16, int64_t place, int size, float* room) {
     if (!is_bf16) return (const float*)from + place;
-    for (int i = 0; i < size; i += LANES) store_some(room + i, load_bf16((const uint16_t*)from + place + i), std::min(LANES, size - i));
+    for (int i = 0; i < size; i += LANES) {
+        int n = std::min(LANES, size - i);
+        store_some(room + i, load_some_bf16((const uint16_t*)from + place + i, n), n);
+    }
     return room;
 }
 
@@ -122,9 +125,11 @@ struct Rows {
     std::vector<int32_t> qo_indptr{0};
     std::vector<uint8_t> visible;
 
+    // A place outside the table has slot -1, which `is_inside` refuses.
     void add(const Requests& q, int request, int64_t position, int64_t place) {
+        bool inside = place >= 0 && place < q.table_width;
         positions.push_back(position);
-        slots.push_back(q.req_to_token[q.req_pool_indices[request] * q.table_width + place]);
+        slots.push_back(inside ? q.req_to_token[q.req_pool_indices[request] * q.table_width + place] : -1);
     }
 
     void close(int64_t kv_len) {
@@ -146,6 +151,7 @@ int draft_extend(Session& s, const Head& h, const Requests& q, const Accepted& a
     std::vector<int64_t> own, from;
     for (int i = 0; i < q.count; i++) {
         int64_t first = q.seq_lens[i] - q.extend_lens[i];
+        if (q.extend_lens[i] < 1 || q.extend_lens[i] > accepted.width) return 1;
         for (int64_t j = 0; j < q.extend_lens[i]; j++) {
             rows.add(q, i, first + j, first + j);
             from.push_back(q.req_pool_indices[i] * accepted.width + j);

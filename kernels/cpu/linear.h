@@ -12,8 +12,9 @@
 #include "vector.h"
 
 constexpr int GROUP = 64;      // outputs of a group
-constexpr int BLOCKS = 4;      // vectors of a group
-constexpr int ROWS = 6;        // of a register block: ROWS * BLOCKS sums, BLOCKS weights and an input in 32 registers
+constexpr int BLOCKS = GROUP / LANES;  // vectors of a group
+constexpr int ROWS = 6;        // of a register block
+constexpr int MOST = LANES == 16 ? 24 : 12;  // sums of a register block, of 32 or 16 registers
 constexpr int AHEAD = 16;      // steps that weights are fetched ahead
 constexpr int ROW_CHUNK = 96;  // rows of a tile
 
@@ -39,7 +40,7 @@ static inline int padded_out(const Packed& w) { return (w.out + GROUP - 1) / GRO
 static inline int64_t packed_bytes(const Packed& w) { return (int64_t)padded_out(w) * steps_of(w) * 4; }
 static inline int quant_groups(const Packed& w) { return (w.in + w.quant_group - 1) / w.quant_group; }
 
-// One step of each kind: a 4-byte input times 16 weights of 4 bytes, added to 16 sums.
+// One step of each kind: a 4-byte input times a vector of 4-byte weights, added to as many sums.
 template <int kind> static inline Vector step(Vector sums, uint32_t input, const uint32_t* weights);
 
 template <> inline Vector step<FLOAT32>(Vector sums, uint32_t input, const uint32_t* weights) {
@@ -70,6 +71,14 @@ template <> inline Vector step<BFLOAT16>(Vector sums, uint32_t input, const uint
 static inline Ints dot_bytes(Ints sums, uint32_t input, Words weights) {
 #if defined(__AVX512VNNI__)
     return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(input));
+#elif defined(__AVX2__) && defined(__AVXVNNI__)
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, _mm256_set1_epi32(input));
+#elif defined(__AVX2__)
+    // Even and odd bytes, widened to 16 bits: a product of pairs with their sum is exact there.
+    uint32_t even = (uint16_t)(int8_t)input | (uint32_t)(int8_t)(input >> 16) << 16;
+    uint32_t odd = (uint16_t)(int8_t)(input >> 8) | (uint32_t)(int8_t)(input >> 24) << 16;
+    Ints low = (Ints)_mm256_madd_epi16((__m256i)(weights & 0x00ff00ff), _mm256_set1_epi32(even));
+    return sums + low + (Ints)_mm256_madd_epi16((__m256i)(weights >> 8 & 0x00ff00ff), _mm256_set1_epi32(odd));
 #else
     for (int i = 0; i < 4; i++) sums += (Ints)((weights >> (8 * i)) & 255) * (int32_t)(int8_t)(input >> (8 * i));
     return sums;
@@ -168,16 +177,13 @@ static void multiply(const Packed& w, const uint32_t* x, int64_t stride, const u
     }
 }
 
-template <int blocks>
+// The same, for at most ROWS rows; more sums than MOST do not fit the registers.
+template <int blocks, int most = ROWS>
 static void multiply_rows(int rows, const Packed& w, const uint32_t* x, int64_t stride, const uint32_t* data, int first, Vector (*sums)[blocks]) {
-    switch (rows) {
-        case 1: return multiply<1, blocks>(w, x, stride, data, first, sums);
-        case 2: return multiply<2, blocks>(w, x, stride, data, first, sums);
-        case 3: return multiply<3, blocks>(w, x, stride, data, first, sums);
-        case 4: return multiply<4, blocks>(w, x, stride, data, first, sums);
-        case 5: return multiply<5, blocks>(w, x, stride, data, first, sums);
-        default: return multiply<6, blocks>(w, x, stride, data, first, sums);
+    if constexpr (most > 1) {
+        if (rows < most || most * blocks > MOST) return multiply_rows<blocks, most - 1>(rows, w, x, stride, data, first, sums);
     }
+    if constexpr (most == 1 || most * blocks <= MOST) multiply<most, blocks>(w, x, stride, data, first, sums);
 }
 
 // About how long one thread takes: as long as the weights from memory, or as the sums.
@@ -232,30 +238,36 @@ static void prepare_row(const Packed& w, const float* x, uint32_t* to) {
     memcpy(to + stride - 1, &scale, 4);
 }
 
-// Sums of a column block of `blocks` vectors from vector `first` on, for rows [m0, m1): `use(row, sums)` gets each row's.
-template <int blocks, class Use>
-static void linear_columns(const Packed& w, const uint32_t* x, int m0, int m1, int first, const Use& use) {
+// Vectors whose sums for so many rows fit the registers. Unpacked int4 weights take registers, too.
+static inline int fitting(const Packed& w, int rows, int blocks) {
+    int most = w.kind == INT4 && rows > 3 ? MOST / 2 : MOST;
+    while (blocks > 1 && rows * blocks > most) blocks /= 2;
+    return blocks;
+}
+
+// Sums of `blocks` vectors from vector `first` on, for rows [m0, m1): `use(row, vector, sum)` gets each.
+template <class Use>
+static void linear_columns(const Packed& w, const uint32_t* x, int m0, int m1, int first, int blocks, const Use& use) {
     const uint32_t* data = (const uint32_t*)w.data + (int64_t)(first / BLOCKS) * steps_of(w) * GROUP + first % BLOCKS * LANES;
     int64_t stride = input_stride(w);
-    Vector sums[ROWS][blocks];
     int count = (m1 - m0 + ROWS - 1) / ROWS;
     for (int i = 0, m = m0; i < count; i++) {  // register blocks of nearly equal height
         int rows = (m1 - m + count - i - 1) / (count - i);
-        const uint32_t* from = x + m * stride;
-        if constexpr (blocks == BLOCKS) {
-            if (w.kind == INT4 && rows > 3) {  // twice as many sums, which do not fit the registers
-                Vector half[ROWS][2];
-                for (int b = 0; b < blocks; b += 2) {
-                    multiply_rows<2>(rows, w, from, stride, data + b * LANES, first + b, half);
-                    for (int r = 0; r < rows; r++) sums[r][b] = half[r][0], sums[r][b + 1] = half[r][1];
-                }
-            } else {
-                multiply_rows<blocks>(rows, w, from, stride, data, first, sums);
-            }
-        } else {
-            multiply_rows<blocks>(rows, w, from, stride, data, first, sums);
+        for (int b = 0; b < blocks;) {
+            auto part = [&]<int wide>() {
+                Vector sums[ROWS][wide];
+                multiply_rows<wide>(rows, w, x + m * stride, stride, data + b * LANES, first + b, sums);
+                for (int r = 0; r < rows; r++)
+                    for (int v = 0; v < wide; v++) use(m + r, first + b + v, sums[r][v]);
+                b += wide;
+            };
+            int wide = fitting(w, rows, BLOCKS);
+            while (wide > blocks - b) wide /= 2;
+            if (wide >= 8) part.template operator()<8>();
+            else if (wide >= 4) part.template operator()<4>();
+            else if (wide >= 2) part.template operator()<2>();
+            else part.template operator()<1>();
         }
-        for (int r = 0; r < rows; r++) use(m + r, sums[r]);
         m += rows;
     }
 }
@@ -295,15 +307,7 @@ static void linear(Team& team, const Packed& w, const uint32_t* x, int rows, flo
             if (left >= LANES) store(to, add ? load(to) + value : value);
             else store_some(to, add ? load_some(to, left) + value : value, left);
         };
-        auto columns = [&]<int blocks>(int from) {
-            linear_columns<blocks>(w, x, m0, m1, from, [&](int row, Vector* sums) {
-                for (int b = 0; b < blocks; b++) put(row, from + b, sums[b]);
-            });
-        };
-        int count = std::min(tiling.width, vectors - first);
-        if (count == 4) return columns.template operator()<4>(first);
-        if (count >= 2) columns.template operator()<2>(first);
-        if (count & 1) columns.template operator()<1>(first + count - 1);
+        linear_columns(w, x, m0, m1, first, std::min(tiling.width, vectors - first), put);
     });
 }
 
@@ -316,21 +320,13 @@ static void gated(Team& team, const Packed& w, const uint32_t* x, int rows, floa
     tiling.columns = vectors / width;
     team.run(tiling.tiles(), nanoseconds(w, rows), [&](int tile, int) {
         int first = tile / tiling.chunks * width, m0 = tiling.first_row(tile, rows), m1 = tiling.last_row(tile, rows);
-        auto columns = [&]<int blocks>() {
-            linear_columns<blocks>(w, x, m0, m1, first, [&](int row, Vector* sums) {
-                for (int b = 0; b < blocks; b++)
-                    store(y + (int64_t)row * half + (first + b) * LANES, with_bias(w, sums[b], (first + b) * LANES));
-            });
-            linear_columns<blocks>(w, x, m0, m1, vectors + first, [&](int row, Vector* sums) {
-                for (int b = 0; b < blocks; b++) {
-                    float* to = y + (int64_t)row * half + (first + b) * LANES;
-                    store(to, silu(load(to)) * with_bias(w, sums[b], half + (first + b) * LANES));
-                }
-            });
-        };
-        if (width == 4) columns.template operator()<4>();
-        else if (width == 2) columns.template operator()<2>();
-        else columns.template operator()<1>();
+        linear_columns(w, x, m0, m1, first, width, [&](int row, int vector, Vector sum) {
+            store(y + (int64_t)row * half + vector * LANES, with_bias(w, sum, vector * LANES));
+        });
+        linear_columns(w, x, m0, m1, vectors + first, width, [&](int row, int vector, Vector sum) {
+            float* to = y + (int64_t)row * half + (vector - vectors) * LANES;
+            store(to, silu(load(to)) * with_bias(w, sum, vector * LANES));
+        });
     });
 }
 

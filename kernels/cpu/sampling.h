@@ -33,18 +33,27 @@ inline Vector logarithm(Vector x) {
     return fma(e, all(0.693359375f), m + y);
 }
 
-// 53 random bits of 8 tokens, of which `ids` gives the first `n`; null: they follow `first`.
+// 53 random bits of half a vector of tokens, of which `ids` gives the first `n`; null: they follow `first`.
 inline HalfVector random_bits(uint64_t state, const int64_t* ids, int first, int n) {
-    Longs counters = first + 1 + Longs{0, 1, 2, 3, 4, 5, 6, 7};
-    if (ids)
-        for (int i = 0; i < HALF; i++) counters[i] = i < n ? ids[first + i] + 1 : 0;
+    Longs counters;
+    for (int i = 0; i < HALF; i++) counters[i] = ids ? (i < n ? ids[first + i] + 1 : 0) : (uint64_t)first + i + 1;
     return __builtin_convertvector((SignedLongs)(mix(state + counters * GAMMA) >> 11), HalfVector);
 }
 
-// The noise of 16 tokens, of which `ids` gives the first `n`; null: they follow `first`.
+inline Vector joined(HalfVector low, HalfVector high) {
+#if defined(__AVX512F__)
+    return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+    Vector x;
+    for (int i = 0; i < HALF; i++) x[i] = low[i], x[HALF + i] = high[i];
+    return x;
+#endif
+}
+
+// The noise of a vector of tokens, of which `ids` gives the first `n`; null: they follow `first`.
 inline Vector gumbel(uint64_t state, const int64_t* ids, int first, int n) {
     HalfVector low = random_bits(state, ids, first, n), high = random_bits(state, ids, first + HALF, n - HALF);
-    Vector uniform = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    Vector uniform = joined(low, high);
     const Vector least = all(0x1p-60f), most = all(1 - 0x1p-24f);
     uniform = uniform * all(0x1p-53f);
     uniform = uniform < least ? least : (uniform > most ? most : uniform);
@@ -107,6 +116,8 @@ template <class Work> void for_scored_rows(Session& session, const Scoring& s, c
 inline bool any(Ints mask) {
 #if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps((__m256)mask);
 #else
     int32_t found = 0;
     for (int i = 0; i < LANES; i++) found |= mask[i];

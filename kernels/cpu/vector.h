@@ -1,4 +1,4 @@
-// Vectors of 16 floats, in GCC's vector extensions: one source for AVX-512, AVX2 and any other machine.
+// Vectors as wide as the machine's registers, in GCC's vector extensions: one source for AVX-512, AVX2 and any other machine.
 // Every function computes its lanes independently, so results do not depend on how lanes are used.
 #pragma once
 
@@ -9,7 +9,13 @@
 #include <immintrin.h>
 #endif
 
-constexpr int LANES = 16;
+#if defined(__AVX512F__)
+constexpr int LANES = 16, WIDE = 4;  // WIDE: vectors of a register block's row
+#elif defined(__AVX2__)
+constexpr int LANES = 8, WIDE = 2;
+#else
+constexpr int LANES = 4, WIDE = 2;
+#endif
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -46,12 +52,8 @@ static inline void store_some(float* to, Vector x, int n) {
 static inline Vector fma(Vector a, Vector b, Vector c) {
 #if defined(__AVX512F__)
     return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    float x[LANES], y[LANES], z[LANES];
-    store(x, a), store(y, b), store(z, c);
-    for (int i = 0; i < LANES; i += 8)
-        _mm256_storeu_ps(z + i, _mm256_fmadd_ps(_mm256_loadu_ps(x + i), _mm256_loadu_ps(y + i), _mm256_loadu_ps(z + i)));
-    return load(z);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     return a * b + c;
 #endif
@@ -62,6 +64,14 @@ static inline Vector load_bf16(const uint16_t* from) {
     Halves x;
     memcpy(&x, from, sizeof x);
     return (Vector)(__builtin_convertvector(x, Words) << 16);
+}
+
+// The first n lanes; the others are 0.
+static inline Vector load_some_bf16(const uint16_t* from, int n) {
+    if (n == LANES) return load_bf16(from);
+    uint16_t padded[LANES] = {};
+    memcpy(padded, from, 2 * n);
+    return load_bf16(padded);
 }
 
 // To the nearest, ties to even. NaN stays NaN.

@@ -203,6 +203,53 @@ def test_a_model_computes_with_its_dequantized_weights(name: str, tmp_path: Path
     assert error < (1e-5 if native is None else 0.03)  # inputs are rounded to 8 bits
 
 
+def weight_of(parts: Tensors, config: dict[str, Any]) -> QuantizedTensor:
+    weights = with_dequantized(
+        stored({f"layer.{part}": tensor for part, tensor in parts.items()}), {"quantization_config": config}, "here"
+    )
+    weight = weights["layer.weight"]
+    assert isinstance(weight, QuantizedTensor)
+    return weight
+
+
+def test_scales_of_blocks_are_told_from_scales_of_rows_by_their_shape() -> None:
+    """[256, 1024] in blocks of [2, 512] has 256 scales, as many as rows."""
+    codes = torch.randn(256, 1024).to(torch.float8_e4m3fn)
+    scales = 0.5 + torch.rand(128, 2)
+    found = weight_of(
+        {"weight": codes, "weight_scale_inv": scales}, {"quant_method": "fp8", "weight_block_size": [2, 512]}
+    )
+    assert torch.equal(found.read(), codes.float() * scales.repeat_interleave(2, 0).repeat_interleave(512, 1))
+
+
+def test_weights_beside_scales_must_be_compressed() -> None:
+    parts = {"weight": torch.randn(8, 64).bfloat16(), "weight_scale": torch.ones(8, 1)}
+    with pytest.raises(CheckpointError, match="the weight is not compressed"):
+        weight_of(parts, compressed(8, "int", "channel")).read()
+
+
+def test_an_order_of_inputs_that_is_not_set_is_the_plain_one() -> None:
+    codes, scales, dense = int4(torch.randn(16, 64))
+    parts = {"weight_packed": words(codes), "weight_scale": scales, "weight_shape": torch.tensor([16, 64])}
+    found = weight_of({**parts, "weight_g_idx": torch.full((64,), -1)}, compressed(4, "int", "group", group_size=32))
+    torch.testing.assert_close(found.read(), dense)
+
+
+def test_a_tied_embedding_is_filled_though_the_head_over_it_is_packed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    raw = {**CONFIG, "tie_word_embeddings": True}
+    save_checkpoint(TargetModel(read_target_config(raw), 64), tmp_path, raw, torch.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embed = torch.randn(40, 64)
+    parts, dense = as_int8("model.embed_tokens", embed)
+    del tensors["model.embed_tokens.weight"]
+    save_file({**tensors, **parts}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": compressed(8, "int", "channel")}))
+    model = load_target(tmp_path, progress=False)
+    torch.testing.assert_close(model.embed.detach(), dense)
+    torch.testing.assert_close(model.lm_head.dense_weight().detach(), dense)
+
+
 def test_zero_biases_that_a_packer_has_added_are_ignored_and_others_are_not(tmp_path: Path) -> None:
     written(tmp_path, *FORMATS["GPTQ"][:2])
     tensors = load_file(tmp_path / "model.safetensors")

@@ -29,8 +29,9 @@ from eagle_server.models.checkpoints.load_standalone import load_standalone
 from eagle_server.models.checkpoints.load_target import created_as
 from eagle_server.models.checkpoints.medusa_files import medusa_files
 from eagle_server.models.checkpoints.mtp_files import mtp_config, mtp_layer, mtp_name
+from eagle_server.models.checkpoints.quantized import with_dequantized
 from eagle_server.models.checkpoints.redrafter_files import redrafter_config
-from eagle_server.models.checkpoints.weights import copy_weights, open_weights, refuse_quantized, resolve_checkpoint
+from eagle_server.models.checkpoints.weights import copy_weights, open_weights, resolve_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.config_json import read_config
 from eagle_server.models.drafts.eagle import EagleConfig, EagleHead
@@ -104,9 +105,9 @@ def load_draft(  # noqa: PLR0913
     """
     directory = resolve_checkpoint(path)
     raw = read_config(directory) if (directory / _CONFIG).is_file() else {}
-    refuse_quantized(raw, str(directory / _CONFIG))
     is_target = target_path is not None and directory.resolve() == resolve_checkpoint(target_path).resolve()
-    tensors = clean_names(open_weights(directory), directory)
+    stored = with_dequantized(open_weights(directory), raw, str(directory / _CONFIG))
+    tensors = clean_names(stored, directory)
     files = DraftFiles(directory, raw, tensors, overrides or {}, is_target)
     if algorithm == "STANDALONE":
         _refuse_head(files)

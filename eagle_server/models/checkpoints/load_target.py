@@ -111,6 +111,8 @@ def load_target(
     check_names(views, stored, directory)
     if pack and available(torch.device(device), config.dtype):
         rounded = rounded_linears(model, views, stored)
+        if rounded and quantization is not None:
+            log.warning("%s is quantized: --quantization %s rounds its other layers only", directory, quantization)
         kept = {name for each in rounded.values() for name in each.tensors}
         views = {name: view for name, view in views.items() if name not in kept}
         stored = {name: tensor for name, tensor in stored.items() if name not in kept}

@@ -137,11 +137,9 @@ def _weight_of(parts: Parts, found: Quantized) -> QuantizedTensor | None:
         shape = (columns, rows * per_word) if found.method == "gptq" else (columns * per_word, rows)
         return _taken(parts, _gptq if found.method == "gptq" else _awq, shape, found, "qweight qzeros scales", "g_idx")
     if "weight_packed" in parts:
-        sizes = parts["weight_packed"].shape[0], parts["weight_packed"].shape[1] * 32 // found.bits
+        shape = tuple(parts["weight_shape"].read().tolist()) if "weight_shape" in parts else ()
         optional = "weight_zero_point weight_g_idx"
-        if "weight_shape" in parts:
-            sizes = tuple(parts["weight_shape"].read().tolist())
-        return _taken(parts, _packed, sizes, found, "weight_packed weight_scale weight_shape", optional)
+        return _taken(parts, _packed, shape, found, "weight_packed weight_scale weight_shape", optional)
     scale = next((part for part in ("weight_scale", "weight_scale_inv") if part in parts), None)
     if scale is None or "weight" not in parts:
         return None
@@ -188,7 +186,7 @@ def _grouped(
     inputs = codes.shape[1]
     group = found.group or inputs
     in_order = torch.arange(inputs) // group
-    own = in_order if g_idx is None else g_idx.long()
+    own = in_order if g_idx is None or int(g_idx.min()) < 0 else g_idx.long()  # -1: not set
     scales = scales.float().contiguous()
     if zeros.shape != scales.shape or scales.shape[1] != len(codes):
         raise RuntimeError("scales and zeros have one row for each group")
@@ -209,7 +207,7 @@ def _gptq(
     parts: Mapping[str, Tensor], shape: tuple[int, ...], found: Quantized
 ) -> tuple[QuantizedWeight | None, Tensor | None]:
     codes = _unpacked(parts["qweight"].t().contiguous(), found.bits)
-    zeros = _unpacked(parts["qzeros"], found.bits)[:, : shape[0]].short() + found.offset
+    zeros = _unpacked(parts["qzeros"], found.bits)[:, : shape[0]].short() + found.offset  # 15 stands for 16
     return _grouped(codes, parts["scales"], zeros, parts.get("g_idx"), found)
 
 
@@ -238,17 +236,18 @@ def _scaled(
 ) -> tuple[QuantizedWeight | None, Tensor | None]:
     weight = parts["weight"]
     scale = (parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"]).float()
-    if weight.dtype == torch.int8 and "weight_zero_point" not in parts and scale.numel() in (1, shape[0]):
-        codes, scales = (weight.short() + _INT8_ZERO).to(torch.uint8), scale.reshape(1, -1).expand(1, shape[0])
-        zeros = torch.full(scales.shape, _INT8_ZERO, dtype=torch.uint8)
-        return QuantizedWeight("int8", codes, scales.contiguous(), zeros, shape[1]), None
-    rows, columns = shape
-    if scale.numel() in (1, rows):
+    if weight.is_floating_point() and weight.element_size() > 1:
+        raise RuntimeError("the weight is not compressed; save the checkpoint compressed, or without scales")
+    (rows, columns), block = shape, (1, found.group) if found.group else found.block
+    if scale.numel() == 1 or scale.shape in ((rows,), (rows, 1)):
         spread = scale.reshape(-1, 1).expand(rows, 1)
-    elif (block := (1, found.group) if found.group else found.block) is not None:
+    elif block is not None and scale.shape == (-(-rows // block[0]), -(-columns // block[1])):
         spread = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
     else:
-        raise RuntimeError("the config has no block size")
+        raise RuntimeError(f"blocks of {block} need other scales")
+    if weight.dtype == torch.int8 and spread.shape[1] == 1 and "weight_zero_point" not in parts:
+        codes, zeros = (weight.short() + _INT8_ZERO).to(torch.uint8), torch.full((1, rows), _INT8_ZERO)
+        return QuantizedWeight("int8", codes, spread.t().contiguous(), zeros.to(torch.uint8), columns), None
     zero = parts.get("weight_zero_point")
     shifted = weight.float() if zero is None else weight.float() - zero.float().reshape(-1, 1)
     return None, shifted * spread
@@ -298,7 +297,8 @@ def rounded_linears(model: nn.Module, views: Mapping[str, Tensor], stored: Weigh
     found: dict[Linear, Rounded] = {}
     for name, view in views.items():
         linear, tensor = owners.get(view.untyped_storage().data_ptr()), stored[name]
-        if linear is not None and isinstance(tensor, QuantizedTensor):
+        part = name.removesuffix(".weight").rpartition(".")[2]  # not the embedding, which may share its memory
+        if linear is not None and isinstance(tensor, QuantizedTensor) and part in dict(linear.parts):
             if tensor.shape != view.shape:
                 shapes = f"expected shape {list(view.shape)}, found {list(tensor.shape)}"
                 raise CheckpointError(f"{tensor.file}: {tensor.key}: {shapes}")

@@ -88,7 +88,10 @@ EAGLE3_ERRORS: dict[str, tuple[Edit, str]] = {
     "flag of another type": (lambda t, c: c.update(norm_before_residual="yes"), "true or false is expected"),
     "eagle_config of another type": (lambda t, c: c.update(eagle_config="x"), "eagle_config: an object is expected"),
     "foreign flag": (lambda t, c: c.update(eagle_config={"use_mtp_layernorm": True}), "use_mtp_layernorm"),
-    "quantized": (lambda t, c: c.update(quantization_config={"quant_method": "fp8"}), r"\(fp8\) are not supported yet"),
+    "quantized": (
+        lambda t, c: c.update(quantization_config={"quant_method": "hqq"}),
+        "hqq is not supported; known are",
+    ),
     "training checkpoint": (lambda t, c: t.update({"draft_model.fc.weight": torch.ones(1)}), "export it"),
     "two names": (lambda t, c: t.update({"layers.0.mlp.up_proj.weight": torch.ones(1)}), "two names of one tensor"),
     "rope type": (lambda t, c: c.update(rope_scaling={"type": "ntk", "factor": 2.0}), "rope type 'ntk'"),

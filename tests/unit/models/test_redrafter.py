@@ -156,7 +156,7 @@ ERRORS: dict[str, tuple[Edit, str]] = {
     "layers": (lambda t, c: c.update(num_draft_layers=3), "num_draft_layers: config.json says 3, .* 2"),
     "rnn": (lambda t, c: c.update(rnn=False), "rnn: config.json says False, but the tensors say True"),
     "kind of number": (lambda t, c: c.update(rnn=1), "rnn: config.json says 1, but the tensors say True"),
-    "quantized": (lambda t, c: c.update(quantization_config={"quant_method": "fp8"}), "not supported yet"),
+    "quantized": (lambda t, c: c.update(quantization_config={"quant_method": "hqq"}), "hqq is not supported"),
 }
 
 
