@@ -153,23 +153,24 @@ class NativeHead:
         """
         bs = len(tokens)
         count = min(count, self.topk + steps * self.topk**2)
-        ints = [torch.empty(bs, n, dtype=torch.int64) for n in (count, count, self.topk * steps + 1)]
-        out = (*ints, empty(bs, count), empty(bs, count))
+        found, selected = (torch.empty(bs, count, dtype=torch.int64) for _ in range(2))
+        parents = torch.empty(bs, self.topk * steps + 1, dtype=torch.int64)
+        scores, guesses = empty(bs, count), empty(bs, count)
         estimates = EstimatesStruct()
         if correction is not None:
             tensors = (correction.ratios, correction.edges, correction.sampled)
             sizes = (correction.depths, len(correction.edges))
             estimates = EstimatesStruct(*map(pointer, tensors), *sizes, correction.most)
         given = [logp.contiguous(), tokens.contiguous(), floats(hidden)]
-        candidates = CandidatesStruct(*map(pointer, out), count, least)
+        candidates = CandidatesStruct(*map(pointer, (found, selected, parents, scores, guesses)), count, least)
         size: int = functions().eagle_draft_steps(
             *(session(), byref(self._over_caches()), byref(self._requests(requests)), byref(estimates), steps),
             *(*map(pointer, given), byref(candidates)),
         )
         _check(size < 0)
-        *nodes, parents = (out[0], out[1], out[3], out[4], out[2])
-        tokens, selected, scores, guesses = (each.view(-1)[: bs * size].view(bs, size) for each in nodes)
-        return tokens, selected, parents, scores, guesses
+        nodes = (each.view(-1)[: bs * size].view(bs, size) for each in (found, selected, scores, guesses))
+        found, selected, scores, guesses = nodes
+        return found, selected, parents, scores, guesses
 
     def _over_caches(self) -> HeadStruct:
         self._struct.decoder = self.weights.decoder.struct(self.caches)  # a forward may have bound other caches

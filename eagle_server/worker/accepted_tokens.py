@@ -39,11 +39,16 @@ class AcceptedTokens:
     more.
     """
 
-    def __init__(self, requests: int, width: int, device: torch.device) -> None:
-        """`width`: the most tokens that one cycle accepts, the bonus included."""
+    def __init__(self, requests: int, width: int, device: torch.device, *, lazy: bool = False) -> None:
+        """`width`: the most tokens that one cycle accepts, the bonus included. `lazy`: store when somebody reads.
+
+        A captured graph reads the storage without asking, so it needs everything stored.
+        """
+        self._lazy = lazy
         self.width = width
         self.backlog_bytes = 0
         self._newest: tuple[Tensor, Tensor, Tensor] | None = None  # what is not stored yet: nobody may need it
+        self._newest_rows: tuple[int, ...] = ()
         self._tokens = torch.zeros(requests, width, dtype=torch.int64, device=device)
         self._features: Tensor | None = None
         self._segments: dict[int, list[_Segment]] = {}
@@ -59,11 +64,13 @@ class AcceptedTokens:
         if self._features is None:
             shape = (*self._tokens.shape, features.shape[2])
             self._features = torch.zeros(shape, dtype=features.dtype, device=features.device)
-        if self._newest is not None and not torch.equal(self._newest[0], req_pool_indices):
+        starts = tuple(starts)
+        rows = tuple(index for index, _ in starts)
+        if rows != self._newest_rows:
             self._store()
-        self._newest = (req_pool_indices, tokens, features)
-        if self._tokens.device.type != "cpu":
-            self._store()  # a replayed graph will overwrite the features
+        self._newest, self._newest_rows = (req_pool_indices, tokens, features), rows
+        if not self._lazy:
+            self._store()
         for row, (index, start) in enumerate(starts):
             if index in self._lost:
                 continue

@@ -127,7 +127,9 @@ class Batches:
         self.device, self.sizes, self.coupling, self.vocab_size = device, tuple(sizes), coupling, vocab_size
         self.estimates = estimates
         self.req_to_token = ReqToToken(table, device)
-        self.accepted_tokens = AcceptedTokens(table.pad_row + 1, spec_steps + 1, device)
+        self.accepted_tokens = AcceptedTokens(
+            table.pad_row + 1, spec_steps + 1, device, lazy=device.type == "cpu" and not sizes
+        )
         self.spec_steps = spec_steps
         self.penalizers = PenalizerStates(table.pad_row + 1, vocab_size, device, spec_steps)
         self.pad_row = table.pad_row

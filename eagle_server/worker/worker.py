@@ -70,7 +70,7 @@ class Worker:
         if not self.drafter.uses_features:
             return
         if tree.draft_token_num == 1:
-            features = verified.features[:, None]
+            features = verified.features[:, None].clone()  # a replayed graph overwrites its outputs
         else:
             rows = tree.retrive_index.gather(1, accepted.path.clamp(min=0))
             features = verified.features.index_select(0, rows.view(-1)).unflatten(0, rows.shape)

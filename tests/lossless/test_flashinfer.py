@@ -17,7 +17,6 @@ from eagle_server.attention import workspace
 from eagle_server.ops import accept, draw, indices, kv_move, mask, topk, tree, tree_attention
 from eagle_server.ops.triton_support import HAS_TRITON
 from eagle_server.request import Request
-from eagle_server.speculation import sampling
 from tests.lossless.conftest import eagle_is_slow
 from tests.lossless.pairs import Pair
 from tests.lossless.scenes import REQUESTS, SIZES, as_on_a_gpu, check, play
@@ -33,7 +32,6 @@ KERNELS = (
     indices,
     kv_move,
     mask,
-    sampling,
     topk,
     tree,
     tree_attention,

@@ -44,7 +44,7 @@ class StaticEagleDrafter(EagleDrafter):
         key = None if None in keys or not keys or batch.ranking.has_grammars else ("propose", keys)
         plans = [distinct[layout] for layout in layouts]
         function = partial(self._grow, plans, layouts, batch.req_to_token, batch.ranking)
-        hidden = frontier.hidden_states[:: self.topk]  # [bs, H], the root's
+        hidden = frontier.hidden_states[:: self.topk].to(self.head.config.dtype)  # [bs, H], the root's
         inputs = (batch.req_pool_indices, batch.seq_lens, frontier.topk_logp, frontier.topk_index, hidden)
         return self.graphs.run(key, function, *inputs, *batch.ranking.tensors)
 

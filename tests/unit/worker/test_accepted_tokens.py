@@ -37,6 +37,15 @@ def test_requests_that_draft_in_every_cycle_have_no_backlog() -> None:
     assert it.backlog(0) is None
 
 
+def test_what_is_stored_later_is_what_is_stored_at_once() -> None:
+    eager, lazy = (AcceptedTokens(4, WIDTH, torch.device("cpu"), lazy=lazy) for lazy in (False, True))
+    for cycle, rows in enumerate([(0, 1), (0, 1), (1, 2), (1, 2), (0,), (3, 0), (0, 3)]):
+        for each in (eager, lazy):
+            record(each, {row: 10 * cycle + row for row in rows})
+        if cycle in (1, 3, 6):
+            assert all(map(torch.equal, eager.take(torch.arange(4), WIDTH), lazy.take(torch.arange(4), WIDTH)))
+
+
 @pytest.mark.parametrize("cycles", [1, 3, 70])
 def test_a_backlog_has_every_feature_since_the_request_drafted_last(cycles: int) -> None:
     it = AcceptedTokens(3, WIDTH, torch.device("cpu"))
