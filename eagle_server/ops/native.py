@@ -96,6 +96,12 @@ def floats(x: Tensor) -> Tensor:
     return x.float().contiguous()
 
 
+def check_inside(*, outside: bool) -> None:
+    """Raise IndexError if a kernel was given a position or slot `outside` of its tables."""
+    if outside:
+        raise IndexError("a position is beyond the RoPE table, or a slot beyond the pool")
+
+
 def pointer(tensor: Tensor) -> c_void_p:
     """Its first element. The tensor must outlive its uses."""
     return c_void_p(tensor.data_ptr())

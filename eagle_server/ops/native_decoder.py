@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle_server.ops.native import available, empty, floats, functions, pointer, session
+from eagle_server.ops.native import available, check_inside, empty, floats, functions, pointer, session
 from eagle_server.ops.native_linear import NativeWeight
 from eagle_server.ops.native_structs import BatchStruct, CacheStruct, DecoderStruct, LayerStruct
 
@@ -148,8 +148,7 @@ class NativeDecoder:
             *(session(), byref(decoder), byref(rows.struct)),
             *(pointer(full), pointer(stream), pointer(hidden), None if aux is None else pointer(aux)),
         )
-        if outside:
-            raise IndexError("a position is beyond the RoPE table, or a slot beyond the pool")
+        check_inside(outside=bool(outside))
         return hidden, stream, aux
 
     def struct(self, caches: Sequence[tuple[Tensor, Tensor]], aux_boundaries: Sequence[int] = ()) -> DecoderStruct:

@@ -13,7 +13,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from eagle_server.ops.native import empty, floats, functions, pointer, session
+from eagle_server.ops.native import check_inside, empty, floats, functions, pointer, session
 from eagle_server.ops.native_decoder import NativeDecoder
 from eagle_server.ops.native_linear import NativeWeight
 from eagle_server.ops.native_structs import (
@@ -128,7 +128,7 @@ class NativeHead:
             *(session(), byref(self._over_caches()), byref(self._requests(requests)), byref(accepted)),
             *map(pointer, (feedback, logp, found)),
         )
-        _check(outside != 0)
+        check_inside(outside=bool(outside))
         return feedback, logp, found
 
     def steps(  # noqa: PLR0913, PLR0917
@@ -167,7 +167,7 @@ class NativeHead:
             *(session(), byref(self._over_caches()), byref(self._requests(requests)), byref(estimates), steps),
             *(*map(pointer, given), byref(candidates)),
         )
-        _check(size < 0)
+        check_inside(outside=size < 0)
         nodes = (each.view(-1)[: bs * size].view(bs, size) for each in (found, selected, scores, guesses))
         found, selected, scores, guesses = nodes
         return found, selected, parents, scores, guesses
@@ -182,8 +182,3 @@ class NativeHead:
         noise = (requests.keys, requests.positions, requests.temperature)
         pointers = (None if each is None else pointer(each) for each in noise)
         return RequestsStruct(len(requests.seq_lens), self.topk, *map(pointer, own), table.shape[1], *pointers)
-
-
-def _check(outside: bool) -> None:  # noqa: FBT001
-    if outside:
-        raise IndexError("a position is beyond the RoPE table, or a slot beyond the pool")

@@ -29,7 +29,6 @@ class SamplingBatch:
     all_keys: Tensor  # int64 [bs]
     all_temperature: Tensor  # float32 [bs], 0: greedy
     stochastic: Tensor | None  # int64 [s], requests with temperature > 0
-    keys: Tensor  # int64 [s]
     temperature: Tensor  # float32 [s]
     truncated: Tensor | None  # int64 [t], indices into `stochastic` of requests with top-k or top-p
     top_k: Tensor  # int64 [t], larger than any vocabulary if top-k is off
@@ -61,7 +60,6 @@ class SamplingBatch:
             all_keys=upload([s.key for s in settings], device),
             all_temperature=upload([p.temperature for p in params], device, torch.float32),
             stochastic=_indices(stochastic, device),
-            keys=upload([settings[i].key for i in stochastic], device),
             temperature=upload([params[i].temperature for i in stochastic], device, torch.float32),
             truncated=_indices(truncated, device),
             top_k=upload([p.top_k or 1 << 40 for p in limits], device),

@@ -106,10 +106,27 @@ def load_target(
         return load_transformers(directory, config, context=context, device=device)
     with created_as(config.dtype, device):
         model = TargetModel(config, context + lookahead)
+    rounded = _fill(model, stored, directory, quantization, pack=pack, progress=progress)
+    model.requires_grad_(requires_grad=False).eval()
+    if pack:
+        pack_linears(model, quantization, rounded, progress=progress)
+    return model
+
+
+def _fill(  # noqa: PLR0913
+    model: TargetModel,
+    stored: Weights,
+    directory: Path,
+    quantization: Quantization | None,
+    *,
+    pack: bool,
+    progress: bool,
+) -> dict[Linear, Rounded]:
+    """Fill the parameters, except those of layers that will be packed from the checkpoint's integers, the result."""
     views, rounded = dict(model.weight_views()), dict[Linear, Rounded]()
     stored = without_added_biases(stored, views)
     check_names(views, stored, directory)
-    if pack and available(torch.device(device), config.dtype):
+    if pack and available(model.embed.device, model.config.dtype):
         rounded = rounded_linears(model, views, stored)
         if rounded and quantization is not None:
             log.warning("%s is quantized: --quantization %s rounds its other layers only", directory, quantization)
@@ -117,10 +134,7 @@ def load_target(
         views = {name: view for name, view in views.items() if name not in kept}
         stored = {name: tensor for name, tensor in stored.items() if name not in kept}
     copy_weights(views, stored, source=directory, progress=progress)
-    model.requires_grad_(requires_grad=False).eval()
-    if pack:
-        pack_linears(model, quantization, rounded, progress=progress)
-    return model
+    return rounded
 
 
 def _check_quantizable(directory: Path, config: ModelConfig, quantization: Quantization, device: torch.device) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,16 +27,16 @@ from eagle_server.models.layers import Linear
 from eagle_server.ops.quantize import Quantization, QuantizedWeight
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the outputs of a word stand in it
-_UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".input_zero_point")  # of activations and KV
+_UNUSED = ("input_scale", "output_scale", "k_scale", "v_scale", "input_zero_point")  # of activations and KV
 _BITS = (4, 8)
 _INT8_ZERO = 128
 
 
 @dataclass(frozen=True)
 class QuantizedTensor(StoredTensor):
-    """A quantized weight [out, in]. `read` dequantizes it. `codes`: as it is stored; None: no kernel computes it so."""
+    """A quantized weight [out, in]. `read` dequantizes it, `load` does so only if no kernel takes it as it is."""
 
-    codes: Callable[[], QuantizedWeight | None]
+    load: Callable[[], QuantizedWeight | Tensor]
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def with_dequantized(stored: Weights, raw: Mapping[str, Any], source: str) -> We
         layers.setdefault(base, {})[part] = tensor
     weights: Weights = {}
     for base, parts in layers.items():
-        parts = {part: tensor for part, tensor in parts.items() if f".{part}" not in _UNUSED}
+        parts = {part: tensor for part, tensor in parts.items() if part not in _UNUSED}
         if (own := _weight_of(parts, found)) is not None:
             weights[f"{base}.weight"] = own
         weights |= {f"{base}.{part}" if base else part: tensor for part, tensor in parts.items()}
@@ -146,7 +145,7 @@ def _weight_of(parts: Parts, found: Quantized) -> QuantizedTensor | None:
     return _taken(parts, _scaled, parts["weight"].shape, found, f"weight {scale}", "weight_zero_point")
 
 
-Reader = Callable[[Mapping[str, Tensor], tuple[int, ...], Quantized], tuple[QuantizedWeight | None, Tensor | None]]
+Reader = Callable[[Mapping[str, Tensor], tuple[int, ...], Quantized], QuantizedWeight | Tensor]
 
 
 def _taken(
@@ -160,7 +159,7 @@ def _taken(
     if len(shape) != 2:  # noqa: PLR2004  [out, in]
         raise CheckpointError(f"{first.file}: {first.key}: a weight has two dimensions, found {list(shape)}")
 
-    def load() -> tuple[QuantizedWeight | None, Tensor | None]:
+    def load() -> QuantizedWeight | Tensor:
         tensors = {part: tensor.read() for part, tensor in own.items()}
         try:
             return reader(tensors, shape, found)
@@ -168,20 +167,16 @@ def _taken(
             sizes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in tensors.items())
             raise CheckpointError(f"{first.file}: {first.key}: the parts do not fit: {sizes} ({error})") from None
 
-    return QuantizedTensor(first.file, first.key, shape, partial(_dense, load), lambda: load()[0])
+    return QuantizedTensor(first.file, first.key, shape, lambda: _dense(load()), load)
 
 
-def _dense(load: Callable[[], tuple[QuantizedWeight | None, Tensor | None]]) -> Tensor:
-    codes, dense = load()
-    if dense is not None:
-        return dense
-    assert codes is not None
-    return codes.dense()
+def _dense(weight: QuantizedWeight | Tensor) -> Tensor:
+    return weight.dense() if isinstance(weight, QuantizedWeight) else weight
 
 
 def _grouped(
     codes: Tensor, scales: Tensor, zeros: Tensor, g_idx: Tensor | None, found: Quantized
-) -> tuple[QuantizedWeight | None, Tensor | None]:
+) -> QuantizedWeight | Tensor:
     """codes [out, in], scales and zeros [groups, out]. Groups of inputs that are not neighbours become floats."""
     inputs = codes.shape[1]
     group = found.group or inputs
@@ -193,8 +188,8 @@ def _grouped(
     whole = found.bits == 4 or (len(scales) == 1 and bool((zeros == _INT8_ZERO).all()))  # noqa: PLR2004
     if own.equal(in_order) and group % 8 == 0 and whole and len(scales) == -(-inputs // group):
         kind: Quantization = "int4" if found.bits == 4 else "int8"  # noqa: PLR2004
-        return QuantizedWeight(kind, codes.contiguous(), scales, zeros.to(torch.uint8).contiguous(), group), None
-    return None, ((codes - zeros.float()[own].t()) * scales[own].t())
+        return QuantizedWeight(kind, codes.contiguous(), scales, zeros.to(torch.uint8).contiguous(), group)
+    return (codes - zeros.float()[own].t()) * scales[own].t()
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
@@ -203,25 +198,19 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
     return ((words[:, :, None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
 
 
-def _gptq(
-    parts: Mapping[str, Tensor], shape: tuple[int, ...], found: Quantized
-) -> tuple[QuantizedWeight | None, Tensor | None]:
+def _gptq(parts: Mapping[str, Tensor], shape: tuple[int, ...], found: Quantized) -> QuantizedWeight | Tensor:
     codes = _unpacked(parts["qweight"].t().contiguous(), found.bits)
     zeros = _unpacked(parts["qzeros"], found.bits)[:, : shape[0]].short() + found.offset  # 15 stands for 16
     return _grouped(codes, parts["scales"], zeros, parts.get("g_idx"), found)
 
 
-def _awq(
-    parts: Mapping[str, Tensor], shape: tuple[int, ...], found: Quantized
-) -> tuple[QuantizedWeight | None, Tensor | None]:
+def _awq(parts: Mapping[str, Tensor], shape: tuple[int, ...], found: Quantized) -> QuantizedWeight | Tensor:
     order = torch.arange(shape[0]).view(-1, len(_AWQ_ORDER))[:, _AWQ_ORDER].flatten()
     codes, zeros = (_unpacked(parts[part], found.bits)[:, order] for part in ("qweight", "qzeros"))
     return _grouped(codes.t(), parts["scales"], zeros, None, found)
 
 
-def _packed(
-    parts: Mapping[str, Tensor], shape: tuple[int, ...], found: Quantized
-) -> tuple[QuantizedWeight | None, Tensor | None]:
+def _packed(parts: Mapping[str, Tensor], shape: tuple[int, ...], found: Quantized) -> QuantizedWeight | Tensor:
     codes, scales = _unpacked(parts["weight_packed"], found.bits)[:, : shape[1]], parts["weight_scale"]
     scales = scales.expand(1, shape[0]) if scales.numel() == 1 else scales.t()
     if (packed := parts.get("weight_zero_point")) is not None:
@@ -231,9 +220,7 @@ def _packed(
     return _grouped(codes, scales, zeros, parts.get("weight_g_idx"), found)
 
 
-def _scaled(
-    parts: Mapping[str, Tensor], shape: tuple[int, ...], found: Quantized
-) -> tuple[QuantizedWeight | None, Tensor | None]:
+def _scaled(parts: Mapping[str, Tensor], shape: tuple[int, ...], found: Quantized) -> QuantizedWeight | Tensor:
     weight = parts["weight"]
     scale = (parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"]).float()
     if weight.is_floating_point() and weight.element_size() > 1:
@@ -247,10 +234,10 @@ def _scaled(
         raise RuntimeError(f"blocks of {block} need other scales")
     if weight.dtype == torch.int8 and spread.shape[1] == 1 and "weight_zero_point" not in parts:
         codes, zeros = (weight.short() + _INT8_ZERO).to(torch.uint8), torch.full((1, rows), _INT8_ZERO)
-        return QuantizedWeight("int8", codes, spread.t().contiguous(), zeros.to(torch.uint8), columns), None
+        return QuantizedWeight("int8", codes, spread.t().contiguous(), zeros.to(torch.uint8), columns)
     zero = parts.get("weight_zero_point")
     shifted = weight.float() if zero is None else weight.float() - zero.float().reshape(-1, 1)
-    return None, shifted * spread
+    return shifted * spread
 
 
 @dataclass(frozen=True)
@@ -262,13 +249,13 @@ class Rounded:
 
     def __call__(self) -> QuantizedWeight | None:
         """The integers, for native kernels; None: they do not compute these, and the layer holds floats now."""
-        parts = [tensor.codes() for tensor in self.tensors.values()]
-        known = [each for each in parts if each is not None]
+        parts = [tensor.load() for tensor in self.tensors.values()]
+        known = [each for each in parts if isinstance(each, QuantizedWeight)]
         if len(known) == len(parts) and len({(each.quantization, each.group) for each in known}) == 1:
             return QuantizedWeight.stacked(known)
         with torch.no_grad():
-            for tensor, view in zip(self.tensors.values(), self.views, strict=True):
-                view.copy_(tensor.read())
+            for part, view in zip(parts, self.views, strict=True):
+                view.copy_(_dense(part))
         return None
 
 
