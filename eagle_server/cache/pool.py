@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eagle_server.ops.kv_move import move_kv
+from eagle_server.ops.kv_move import keep_accepted
 
 
 class Pool(Protocol):
@@ -20,11 +20,8 @@ class Pool(Protocol):
         """Store k, v [rows, kv_heads, *] in `slots` int64 [rows]."""
         ...
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots `source` to `target`, int64 [n] or [bs, m], in every layer. All reads come before all writes.
-
-        The moves of a [bs, m] must be in the order that `ops.kv_move.move_kv` requires.
-        """
+    def keep(self, path: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
+        """Move accepted nodes to the front of their windows in every layer, see `ops.kv_move.keep_accepted`."""
         ...
 
     def clear(self, slots: Tensor) -> None:
@@ -52,8 +49,8 @@ class KVPool:
         self.keys[layer].index_copy_(0, slots, k)
         self.values[layer].index_copy_(0, slots, v)
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        move_kv(self.data, 2, source, target)
+    def keep(self, path: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
+        keep_accepted(self.data, 2, path, seq_lens, req_pool_indices, req_to_token)
 
     def clear(self, slots: Tensor) -> None:
         self.data.index_fill_(2, slots, 0)
@@ -84,8 +81,8 @@ class LatentPool:
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:  # noqa: ARG002  v is part of k
         self.keys[layer].index_copy_(0, slots, k)
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        move_kv(self.data, 1, source, target)
+    def keep(self, path: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
+        keep_accepted(self.data, 1, path, seq_lens, req_pool_indices, req_to_token)
 
     def clear(self, slots: Tensor) -> None:
         self.data.index_fill_(1, slots, 0)

@@ -98,8 +98,8 @@ def _adapt(worker: Worker, largest: FixedBudget, config: EngineConfig) -> None:
     logger.info(
         "costs measured in %.1f s: %.1f ms for one row, %.1f ms for %d",
         time.perf_counter() - began,
-        1e3 * float(costs.verify.predict(1.0)),
-        1e3 * float(costs.verify.predict(float(largest.num_draft_tokens))),
+        1e3 * costs.verify.at(1.0),
+        1e3 * costs.verify.at(float(largest.num_draft_tokens)),
         largest.num_draft_tokens,
     )
     shapes = () if worker.verifier.attention.ragged_trees else tree.shapes

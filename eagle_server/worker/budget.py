@@ -23,14 +23,18 @@ from eagle_server.request import SpeculationState
 from eagle_server.worker.cost_model import CostModel, draft_steps
 from eagle_server.worker.recent_trees import TREES, Floats, Ints, RecentTrees
 
-_EVERY = 8  # cycles that a choice holds, and two more for each of as many requests
-_GAIN = 1.03  # drafting must promise this many times the speed of plain decoding
-_CLOSE, _COMPARE = 1.5, 32  # with less gain than this, one cycle in so many is plain, so that both speeds are measured
+_EVERY, _LATER = 8, 32  # cycles that a choice holds while learning and later, and two more for each 8 requests
+_TRY = 0.8  # drafting must promise this part of the speed of plain decoding; then measurements decide
+_LOSS = 0.98  # drafting with less than this part of it has lost
+_CLOSE = 1.5  # with less gain than this, some cycles are plain, so that both speeds are measured:
+_BURST, _COMPARE = 6, 200  # so many at once, out of so many
+_WARM = 2  # cycles of one kind after which the next is counted, because the first are slow
 _ENOUGH = 4  # plain cycles that are compared, and a quarter of the cycles with drafts
-_LEARNING = 30  # first cycles with drafts, which are not compared: estimates and costs are not known yet
+_LEARNING = 30  # first cycles with drafts, which are as large as can be and not compared: nothing is known yet
+_LEARNERS = 8  # requests that draft in these
 _VALID = 500  # cycles after which a comparison starts anew
 _OUTLIER = 3.0  # a cycle counts as this many times the mean at most: another process had the core
-_MEMORY = 30  # cycles that a measured speed is the mean of
+_MEMORY = 100  # cycles that a measured speed is the mean of
 _PROBE_SHARE = 0.004  # part of the time that requests may draft although nothing is expected of it
 _PROBED = math.log(0.5)  # what a request must expect of a node to verify it, while drafting does not pay
 
@@ -136,7 +140,7 @@ class _Speeds:
         """Whether drafting was slower, beyond doubt."""
         if self.plain[3] < _ENOUGH or self.drafted[3] < 4 * _ENOUGH:
             return False
-        return self.drafted[0] * self.plain[1] < self.plain[0] * self.drafted[1]
+        return self.drafted[0] * self.plain[1] < _LOSS * self.plain[0] * self.drafted[1]
 
 
 class AdaptiveBudget:
@@ -161,6 +165,7 @@ class AdaptiveBudget:
         self._choice = _Choice(0, 0)
         self._speeds: dict[tuple[int, int], _Speeds] = {}  # by the number of requests, and the share that is sampled
         self._sampled = 0  # of the newest cycle, in halves
+        self._drafted, self._alike = False, 0  # the newest cycle, and how many before it were alike
         self._learned = [0, 0, 0]  # cycles with drafts, by that share
         self._refuted = False  # whether the choice was measured to be slower than plain decoding
 
@@ -177,8 +182,12 @@ class AdaptiveBudget:
         kv = float(sum(decode.seq_len for decode in decodes))
         rows = self.trees.rows([each for each, may in zip(decodes, able, strict=True) if may])
         choice = self._choice
-        if self._cycle >= choice.until or abs(requests - choice.requests) > requests // _EVERY:
+        if self._cycle >= choice.until or abs(requests - choice.requests) > requests // 8:
             choice = self._choice = (self._best_shape if self.shapes else self._best)(rows, requests, kv)
+        if self._learned[self._sampled] < _LEARNING:
+            self._learned[self._sampled] += 1
+            learners = candidates if self.shapes else candidates[:_LEARNERS]
+            return CycleBudget(tuple(map(int, learners)), self.num_steps, self.num_draft_tokens)
         if choice.num_steps and not self._holds(choice, requests):
             return NOTHING
         wanted = (self.trees.best[rows] >= math.exp(choice.least_logp)) & bool(choice.num_steps)
@@ -190,12 +199,13 @@ class AdaptiveBudget:
 
     def _holds(self, choice: _Choice, requests: int) -> bool:
         """Whether this cycle shall draft as was chosen: the model may be wrong, so what is close is measured too."""
-        every = _COMPARE if self._speeds_for(requests).plain[3] >= _ENOUGH else _ENOUGH
-        return choice.rate > _CLOSE * choice.plain or self._cycle % every > 0
+        every = _COMPARE if self._speeds_for(requests).plain[3] >= _ENOUGH else 2 * _BURST
+        return choice.rate > _CLOSE * choice.plain or self._cycle % every >= _BURST
 
     def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
-        if drafted and self._learned[self._sampled] < _LEARNING:
-            self._learned[self._sampled] += 1
+        self._alike = self._alike + 1 if drafted == self._drafted else 0
+        self._drafted = drafted
+        if self._alike < _WARM or (drafted and self._learned[self._sampled] < _LEARNING):
             return
         speeds = self._speeds_for(requests)
         sums = speeds.drafted if drafted else speeds.plain
@@ -240,7 +250,7 @@ class AdaptiveBudget:
         )
 
     def _best(self, rows: Ints, requests: int, kv: float) -> _Choice:
-        """The best number of steps and nodes, if the next trees are like the last ones."""
+        """The best number of steps and nodes if the next trees are like the last ones."""
         logp = self.trees.logp[rows]  # [requests, TREES, n]
         first = np.zeros_like(logp)
         first[:, :, 0] = 1 / TREES
@@ -273,18 +283,18 @@ class AdaptiveBudget:
         return self._if_it_pays(found)
 
     def _no_choice(self, requests: int, kv: float) -> _Choice:
-        until = self._cycle + _EVERY + 2 * requests // _EVERY
-        return _Choice(requests, until, requests / self._plain(requests, kv))
+        until = self._cycle + (_EVERY if self._cycle < _VALID else _LATER) + requests // 4
+        return _Choice(requests, until, plain=requests / self._plain(requests, kv))
 
     @staticmethod
     def _if_it_pays(choice: _Choice) -> _Choice:
-        pays = choice.rate >= _GAIN * choice.plain
+        pays = choice.rate >= _TRY * choice.plain
         return choice if pays else replace(choice, num_steps=0, num_draft_tokens=1, least_logp=_PROBED)
 
     def _plain(self, requests: int, kv: float) -> float:
         """Seconds of a cycle in which nothing is drafted."""
         costs = self.costs
-        return costs.speed * float(costs.verify.predict(requests, kv)) + costs.between
+        return costs.speed * costs.verify.at(requests, kv) + costs.between
 
     def _seconds(self, requests: int, nodes: Floats, drafting: Floats, steps: int, kv: float) -> Floats:
         """Seconds of a cycle in which `drafting` requests draft `steps` levels, and `nodes` of theirs are verified."""

@@ -7,6 +7,7 @@ processes slow down everything at once. It returns to 1 while the curves take ov
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +17,14 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-_KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096], float)
+_SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096]
+_KNOTS = np.array(_SIZES, float)
+_NEAR = 0.5 ** np.abs(np.log2(_KNOTS[:, None] / _KNOTS))  # half as much at twice or half the size
 _KV = 1024.0  # attention's cost is counted per this many KV tokens
 _SHAPE_RATE, _SPEED_RATE = 0.05, 0.1  # how far one observation moves a curve, and the speed
 _LEAK = 0.98  # of the speed's distance to 1 that one observation leaves
 _PROPOSING = 0.3  # what proposing takes beside its draft steps, in draft steps
+_OF_DRAFTING = ("extend", "build_tree", "keep")  # stages that take time in cycles with drafts only
 LONGEST_WAIT = 0.01  # seconds between cycles of a loaded engine
 _OUTLIER = 2.0  # an observation counts as at most this many times the prediction, or that fraction of it
 _FARTHEST = 5.0  # factor that a curve may move away from its fit, and the speed from 1
@@ -43,8 +47,9 @@ class StageTimes:
     @classmethod
     def of(cls, stages: Mapping[str, float], forwards: int) -> StageTimes:
         """From the seconds of a cycle's stages, without its prompts. `forwards`: of the drafter's propose."""
-        verify = sum(seconds for stage, seconds in stages.items() if stage not in ("extend", "propose", "prefill"))
-        extend, propose = stages.get("extend", 0.0), stages.get("propose", 0.0)
+        extend = sum(stages.get(stage, 0.0) for stage in _OF_DRAFTING) if "propose" in stages else 0.0
+        propose = stages.get("propose", 0.0)
+        verify = sum(stages.values()) - extend - propose - stages.get("prefill", 0.0)
         if steps := draft_steps(forwards):
             return cls(verify, extend, propose / steps)
         return cls(verify, extend + propose)
@@ -82,20 +87,27 @@ class CostCurve:
         more = slope * np.maximum(np.asarray(rows) - _KNOTS[-1], 0.0)
         return np.asarray(np.interp(rows, _KNOTS, self.seconds) + more + self.per_kv * kv / _KV)
 
+    def at(self, rows: float, kv: float = 0.0) -> float:
+        """`predict` for one number of rows, at least 1; much faster."""
+        right = min(max(bisect_left(_SIZES, rows), 1), len(_SIZES) - 1)
+        low, high = float(self.seconds[right - 1]), float(self.seconds[right])
+        share = (rows - _SIZES[right - 1]) / (_SIZES[right] - _SIZES[right - 1])
+        return low + share * (high - low) + self.per_kv * kv / _KV
+
     def move(self, rows: float, kv: float, error: float) -> None:
         """Correct the curve by a part of the relative error of its prediction: observed / predicted - 1."""
-        right = min(max(int(np.searchsorted(_KNOTS, rows)), 1), len(_KNOTS) - 1)
-        share = min(max((rows - _KNOTS[right - 1]) / (_KNOTS[right] - _KNOTS[right - 1]), 0.0), 1.0)
-        of_rows = (1 - share) * self.seconds[right - 1] + share * self.seconds[right]
-        of_kv = self.per_kv * kv / _KV
+        right = min(max(bisect_left(_SIZES, rows), 1), len(_SIZES) - 1)
+        nearest = right if rows > (_SIZES[right - 1] + _SIZES[right]) / 2 else right - 1
+        of_rows, of_kv = self.at(rows), self.per_kv * kv / _KV
         step = _SHAPE_RATE * error / (of_rows + of_kv)
-        near = 0.5 ** np.abs(np.log2(_KNOTS / max(rows, 1.0)))  # half as much at twice or half the size
         first, per_kv = self._fit
-        self.seconds = np.clip(self.seconds * (1 + step * of_rows * near), first / _FARTHEST, first * _FARTHEST)
+        moved = self.seconds * (1 + step * of_rows * _NEAR[nearest])
+        moved = np.minimum(np.maximum(moved, first / _FARTHEST), first * _FARTHEST)
         self.per_kv = min(max(self.per_kv * (1 + step * of_kv), per_kv / _FARTHEST), per_kv * _FARTHEST)
         # more rows never take less time
-        self.seconds[right:] = np.maximum.accumulate(self.seconds[right:])
-        self.seconds[: right + 1] = np.minimum.accumulate(self.seconds[right::-1])[::-1]
+        moved[right:] = np.maximum.accumulate(moved[right:])
+        moved[: right + 1] = np.minimum.accumulate(moved[right::-1])[::-1]
+        self.seconds = moved
 
     def describe(self, largest: float) -> dict[str, Any]:
         """Rows and milliseconds up to `largest` rows, for people."""
@@ -111,8 +123,8 @@ class CostCurve:
 class CostModel:
     """The stages of a cycle.
 
-    verify: all but drafting, by rows verified. extend: by rows of draft-extend. step: one more draft step, by the
-    requests that draft.
+    verify: all but drafting, by rows verified. extend: all that a cycle with drafts does once more, by rows of
+    draft-extend. step: one more draft step, by the requests that draft.
     """
 
     verify: CostCurve = field(default_factory=CostCurve)
@@ -127,12 +139,12 @@ class CostModel:
         if not curve.is_known:
             curve.fit({int(max(rows, 1)): seconds / self.speed})
             return seconds
-        predicted = self.speed * float(curve.predict(rows, kv))
+        predicted = self.speed * curve.at(max(rows, 1.0), kv)
         error = min(max(seconds / predicted, 1 / _OUTLIER), _OUTLIER) - 1
         if curve is self.verify:  # the longest stage, and in every cycle
             speed = 1 + (self.speed * (1 + _SPEED_RATE * error) - 1) * _LEAK
             self.speed = min(max(speed, 1 / _FARTHEST), _FARTHEST)
-        curve.move(rows, kv, error)
+        curve.move(max(rows, 1.0), kv, error)
         return predicted
 
     def compare(self, predicted: float, seconds: float) -> None:

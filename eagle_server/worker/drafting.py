@@ -23,9 +23,8 @@ from eagle_server.worker.cost_model import LONGEST_WAIT, CostModel, StageTimes, 
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.estimates import Estimates
 
-_LESSONS, _LATER_LESSONS = 3, 8  # every so many cycles teach, at first and later, because learning takes time too
-_FIRST = 300  # cycles
-_LEARNING_RATE = 0.05
+_LESSONS = ((30, 1), (300, 3))  # so many cycles with drafts teach, then every third, because learning takes time too
+_LATER_LESSONS = 16  # then every so many cycles
 _BACKLOG_ROWS = 512  # of backlogs that one cycle computes, about
 
 
@@ -70,8 +69,8 @@ class TreeDrafting:
         self.drafter, self.batches, self.budget = drafter, batches, budget
         self.estimates = batches.estimates
         self.costs: CostModel | None = None
-        self._learning = 0.0  # mean seconds that `finish` takes after a cycle with drafts
-        self._cycles, self._ended = 0, 0.0  # how many there were, and when the last one ended
+        self._cycles = self._drafted = 0  # how many there were, and those with drafts
+        self._ended = 0.0  # when the last one ended
         self.observers: list[Callable[[EagleVerifyInput, Accepted, int], None]] = []  # get trees, paths, requests
 
     def adapt(self, budget: Budget, costs: CostModel) -> None:
@@ -89,11 +88,13 @@ class TreeDrafting:
         with clock.stage("budget"):
             budget = self._choose(batch)
         self._cycles += 1
-        lesson = self._is_lesson
+        served = all(decode.text for decode in batch.decodes)  # warm-up has no text
+        lesson = served and self._cycles % self._lessons == 0
         with clock.stage("extend"):
             drafting = self.batches.drafting(batch, budget, cut=not lesson)  # a lesson is about all nodes
         if drafting is None:
             return Drafts(root_alone(batch.verified_id, batch.seq_lens), budget)
+        self._drafted += served
         with clock.stage("extend"):
             extended = len(drafting.seq_lens_host) * drafting.extend_width
             backlog = self.batches.backlog(drafting.decodes)
@@ -121,13 +122,12 @@ class TreeDrafting:
             if len(budget.drafting) < len(batch.decodes):
                 requests = upload(budget.drafting, batch.seq_lens.device)
                 tree = spread(tree, requests, batch.verified_id, batch.seq_lens)
-        served = all(decode.text for decode in drafting.decodes)  # warm-up has no text
-        return Drafts(tree, budget, drafting, requests, estimates, extended, served and lesson)
+        return Drafts(tree, budget, drafting, requests, estimates, extended, lesson)
 
     @property
-    def _is_lesson(self) -> bool:
-        """Whether this cycle teaches, if it drafts."""
-        return self._cycles % (_LESSONS if self._cycles <= _FIRST else _LATER_LESSONS) == 0
+    def _lessons(self) -> int:
+        """Every so many cycles teach."""
+        return next((every for until, every in _LESSONS if self._drafted < until), _LATER_LESSONS)
 
     def _choose(self, batch: DecodeBatch) -> CycleBudget:
         for decode in batch.decodes:
@@ -172,14 +172,12 @@ class TreeDrafting:
         """
         if drafts is None:
             return result
-        began, expected = time.perf_counter(), 0.0
+        expected = 0.0
         if estimates:
             logp = estimates[0][: len(drafts.budget.drafting)]
             expected = float(np.exp(logp[logp >= drafts.budget.least_logp]).sum())
         if drafts.teaches and estimates:
             self._learn(drafts, estimates)
-        if drafts.batch is not None:
-            self._learning += _LEARNING_RATE * (time.perf_counter() - began - self._learning)
         drafting = CycleDrafting(
             steps=drafts.budget.num_steps if drafts.batch else 0,
             requests=len(drafts.budget.drafting),
@@ -211,13 +209,14 @@ class TreeDrafting:
         tokens = sum(len(output.tokens) for output in result.decodes)
         ended, self._ended = self._ended, now
         waited = now - ended - sum(stages.values())
-        if not plan.chunks and waited < LONGEST_WAIT:
+        loaded = not plan.chunks and waited < LONGEST_WAIT
+        if loaded:
             drafted = drafts.batch is not None
             self.budget.took(len(plan.decodes), drafted=drafted, tokens=tokens, seconds=now - ended)
-        learns = drafts.teaches or (drafts.batch is None and self._is_lesson)
-        if costs is None or not learns:
+        # In between lessons, because these take time too.
+        if costs is None or self._cycles % self._lessons != self._lessons // 2:
             return 0.0
-        if drafts.batch is None:  # the others wait while estimates learn
+        if drafts.batch is None:
             costs.wait(waited)
         kv = float(sum(decode.seq_len for decode in plan.decodes))
         forwards = self.drafter.forwards(drafts.budget.num_steps) if drafts.batch is not None else 0
@@ -227,6 +226,7 @@ class TreeDrafting:
             if times.step is not None:
                 requests = len(drafts.batch.seq_lens_host)
                 predicted += draft_steps(forwards) * costs.observe(costs.step, requests, 0.0, times.step)
-            predicted += costs.observe(costs.extend, drafts.extended, 0.0, times.extend + self._learning)
+            later = max(0.0, waited - costs.between) if loaded and not drafts.teaches else 0.0  # more tokens, to commit
+            predicted += costs.observe(costs.extend, drafts.extended, 0.0, times.extend + later)
         costs.compare(predicted, sum(seconds for stage, seconds in stages.items() if stage != "prefill"))
         return predicted

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from eagle_server.attention.batches import verify_batch, verify_layout
@@ -100,11 +99,7 @@ class Verifier:
         """
         if tree.topk == 1:
             return  # a chain's path is already in place
-        places = batch.seq_lens[:, None] + torch.arange(1, accepted.path.shape[1], device=batch.seq_lens.device)
-        nodes = accepted.path[:, 1:]
-        sources = torch.where(nodes < 0, places, batch.seq_lens[:, None] + nodes)
-        table, requests = batch.req_to_token, batch.req_pool_indices[:, None]
-        self.pool.move(table[requests, sources].long(), table[requests, places].long())
+        self.pool.keep(accepted.path, batch.seq_lens, batch.req_pool_indices, batch.req_to_token)
 
     def _features(self, out: TargetOutput) -> Tensor:
         """What the drafter reads, in the model's dtype. Logits are made of what may be more exact."""

@@ -101,10 +101,18 @@ int eagle_draft_steps(
     return draft_steps(*s, *head, *requests, *estimates, steps, logp, tokens, hidden, *out);
 }
 
-// Moves rows of `size` bytes in every plane of data [planes, slots, size], one after the other.
-void eagle_move(char* data, const int64_t* source, const int64_t* target, int moves, int planes, int64_t slots, int64_t size) {
-    for (char* plane = data; plane < data + planes * slots * size; plane += slots * size)
-        for (int i = 0; i < moves; i++)
-            if (source[i] != target[i]) memcpy(plane + target[i] * size, plane + source[i] * size, size);
+// Moves the rows of `size` bytes of the nodes path [bs, width] to the front of their windows, in every plane of data
+// [planes, slots, size]. Windows begin at positions seq_lens of the rows req_pool_indices of the page table.
+void eagle_keep(
+    char* data, const int64_t* path, const int64_t* seq_lens, const int64_t* req_pool_indices, const int32_t* req_to_token,
+    int bs, int width, int planes, int64_t slots, int64_t size, int64_t table_width) {
+    for (int i = 0; i < bs; i++) {
+        const int32_t* window = req_to_token + req_pool_indices[i] * table_width + seq_lens[i];
+        for (int j = 1; j < width && path[i * width + j] >= 0; j++) {
+            const int64_t source = window[path[i * width + j]], target = window[j];
+            if (source == target) continue;
+            for (int64_t p = 0; p < planes; p++) memcpy(data + (p * slots + target) * size, data + (p * slots + source) * size, size);
+        }
+    }
 }
 }

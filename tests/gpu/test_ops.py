@@ -16,7 +16,7 @@ from eagle_server.ops.accept import walk_tree
 from eagle_server.ops.draw import draw_tokens
 from eagle_server.ops.gumbel import gumbel
 from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices
-from eagle_server.ops.kv_move import move_kv
+from eagle_server.ops.kv_move import keep_accepted
 from eagle_server.ops.mask import pack_tree_mask
 from eagle_server.ops.topk import coupled_topk_logprobs, topk_logprobs
 from eagle_server.ops.tree import ancestors, link_tree
@@ -249,12 +249,13 @@ def test_kept_nodes_move_alike(
     bs, window, moves = 3, 16, 5
     data = torch.randn(*planes, 1 + bs * window, *row, generator=generator(1)).to(dtype)
     slots = (torch.randperm(bs * window, generator=generator(2)) + 1).view(bs, window)
-    paths = torch.tensor([[0, 1, 2, 3, 4], [0, 2, 3, 7, 15], [4, 6, 9, 10, 11]])
-    source, target = slots.gather(1, paths), slots[:, :moves].contiguous()
+    path = torch.tensor([[0, 1, 2, 3, 4], [0, 2, 3, 7, 15], [0, 6, 9, -1, -1]])
+    lens, rows = torch.tensor([4, 0, 2]), torch.tensor([1, 2, 0])
+    table = torch.zeros(bs, 4 + window, dtype=torch.int32)
+    for request, first, own in zip(rows.tolist(), lens.tolist(), slots, strict=True):
+        table[request, first : first + window] = own
+    source = slots.gather(1, torch.where(path < 0, torch.arange(moves), path))
     expected, found = data.clone(), moved(data, device)
-    expected.index_copy_(len(planes), target.view(-1), data.index_select(len(planes), source.view(-1)))
-    move_kv(found, len(planes), *moved((source, target), device))
+    expected.index_copy_(len(planes), slots[:, :moves].reshape(-1), data.index_select(len(planes), source.view(-1)))
+    keep_accepted(found, len(planes), *moved((path, lens, rows, table), device))
     assert_same(found, expected)
-    flat = moved(data, device)
-    move_kv(flat, len(planes), *moved((source.view(-1), target.view(-1)), device))
-    assert_same(flat, expected)

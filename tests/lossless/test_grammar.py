@@ -94,7 +94,7 @@ def test_plain_texts_match_their_grammars(texts: dict[str, Finished]) -> None:
 def test_texts_with_speculation_equal_texts_without(
     target: TargetModel, texts: dict[str, Finished], build: Any, scene: str
 ) -> None:
-    settings = {"batch": {}, "preempted": {"max_total_tokens": 132, "page_size": 4}}[scene]
+    settings = {"batch": {}, "preempted": {"max_total_tokens": 112, "page_size": 4}}[scene]
     engine = build(target, **settings)
     admit_without_reserve(engine.scheduler)
     outcome = run(engine, requests())

@@ -52,7 +52,7 @@ KERNELS = [
         "i32* i64* i64* u8* i32* i32* i32 i32 i32",
         {"WINDOW_BLOCK": 32, "SPLITS": 8, "BLOCK": 512},
     ),
-    Kernel("kv_move", "_move_kernel", "i64* i64* i64* i32 i32 i32", {"BLOCK": 256}),
+    Kernel("kv_move", "_move_kernel", "i64* i64* i64* i64* i32* i32 i32 i32 i32", {"BLOCK": 256}),
     Kernel(
         "mask",
         "_pack_kernel",

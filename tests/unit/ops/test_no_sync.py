@@ -12,7 +12,7 @@ from eagle_server.ops.accept import walk_tree
 from eagle_server.ops.draw import draw_tokens
 from eagle_server.ops.gumbel import gumbel
 from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices
-from eagle_server.ops.kv_move import move_kv
+from eagle_server.ops.kv_move import keep_accepted
 from eagle_server.ops.mask import pack_tree_mask
 from eagle_server.ops.topk import coupled_topk_logprobs, topk_logprobs
 from eagle_server.ops.tree import link_tree
@@ -31,7 +31,7 @@ def test_no_twin_reads_a_value() -> None:
     build_kv_indices(table, lens, lens, indptr, indices)
     ancestor_mask = valueless(bs, topk, 4, dtype=torch.bool)
     assert build_draft_decode_kv_indices(table, lens, lens, ancestor_mask, 2, indices).shape == (bs * topk + 1,)
-    move_kv(valueless(2, 2, 40, 1, 8), 2, valueless(bs, steps), valueless(bs, steps))
+    keep_accepted(valueless(2, 2, 40, 1, 8), 2, valueless(bs, steps), lens, lens, table)
     out = valueless(100, dtype=torch.uint8)
     pack_tree_mask(mask, lens, out, indptr, sliding=4, row_depths=nodes, column_depths=nodes)
     parents, depths, ancestors = link_tree(nodes[:, 1:], valueless(bs, topk * (steps - 1) + 1), topk, steps)

@@ -70,7 +70,7 @@ def test_cheap_rows_and_good_drafts_get_the_whole_depth() -> None:
 
 
 def test_dear_rows_get_none_of_bad_drafts() -> None:
-    chosen = settled(adaptive(costs(2e-3)), [decode(i) for i in range(8)], 0.1)
+    chosen = settled(adaptive(costs(2e-3)), [decode(i) for i in range(8)], 0.1, cycles=100)
     assert chosen[-1].drafting == ()
     assert sum(len(each.drafting) for each in chosen[-20:]) <= 2, "probes are rare"
 
