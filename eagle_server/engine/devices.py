@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 
 import torch
 
 from eagle_server.config import Config, ConfigError
 from eagle_server.engine.engine_config import Backend
+from eagle_server.engine.limits import usable_cores, usable_memory
 from eagle_server.models.config import ModelConfig
 from eagle_server.worker.graphs import bucket_sizes
 
@@ -98,7 +98,7 @@ def graph_memory(sizes: tuple[int, ...], nodes: int, model: ModelConfig) -> int:
 def memory_for_kv(config: Config, device: torch.device, reserved: int = 0) -> int:
     """Bytes that the KV pools may take. Call it after the weights are loaded; `reserved` bytes stay free."""
     if device.type == "cpu":
-        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_MEMORY_FOR_KV)
+        return int(usable_memory() * CPU_MEMORY_FOR_KV)
     free, total = torch.cuda.mem_get_info(device)
     share = config.device.mem_fraction_static or GPU_MEMORY
     left = int(total * share) - (total - free) - reserved
@@ -116,5 +116,5 @@ def threads_for(config: ModelConfig) -> int:
     attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
     weights = config.num_layers * layer + config.vocab_size * config.hidden_size
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     return min(SMALL_MODEL_THREADS, cores) if weights < SMALL_MODEL else cores
