@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 
 from eagle_server.request import DraftTree, FinishReason, SamplingParams, TokenLogprob
 
+TEMPERATURE_EDGES = (1e-9, 0.85)
+TEMPERATURE_BINS = len(TEMPERATURE_EDGES) + 1
+
 
 @dataclass(frozen=True)
 class RequestSampling:
@@ -38,6 +41,11 @@ class RequestSampling:
         """Whether a draw depends on how often tokens occurred."""
         params = self.params
         return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+
+    @cached_property
+    def temperature_bin(self) -> int:
+        """Drafts are accepted alike in requests of one bin: 0 for greedy ones, then by temperature."""
+        return sum(self.params.temperature >= edge for edge in TEMPERATURE_EDGES)
 
     # The lists of `params` as arrays. They are built once, because batches change often and lists may be long.
 

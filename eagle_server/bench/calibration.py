@@ -42,6 +42,13 @@ class Reliability:
         gaps = (abs(a - b) for a, b in zip(self.estimated, self.accepted, strict=True))
         return sum(gaps) / sum(self.counts)
 
+    @property
+    def noise(self) -> float:
+        """The error that perfect estimates would have on average, because so few nodes are counted."""
+        rows = zip(self.counts, self.estimated, strict=True)
+        deviations = (math.sqrt(estimated * (1 - estimated / count)) for count, estimated in rows if count)
+        return math.sqrt(2 / math.pi) * sum(deviations) / sum(self.counts)
+
     def points(self) -> list[tuple[float, float]]:
         """(mean estimate, share accepted) of each bin with enough nodes."""
         rows = zip(self.counts, self.estimated, self.accepted, strict=True)
@@ -69,7 +76,10 @@ def estimates(tree: DraftTree) -> Iterator[tuple[int, float, bool]]:
 
 
 def observe(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float) -> list[Reliability]:
-    """Answer the prompts, as many at a time as the engine runs; the reliability of each depth, from 1."""
+    """Answer the prompts, as many at a time as the engine runs; the reliability of each depth, from 1.
+
+    A prompt that occurs several times has other answers each time.
+    """
     for seed, prompt in enumerate(prompts):
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
         name = f"{temperature}-{seed}"
@@ -90,12 +100,12 @@ def mean_error(depths: Sequence[Reliability]) -> float:
 
 
 def print_errors(found: Mapping[float, Sequence[Reliability]], console: Console) -> None:
-    table = Table(title="mean |estimated - observed acceptance| by depth (nodes)")
+    table = Table(title="mean |estimated - observed acceptance| by depth (of perfect estimates; nodes)")
     deepest = max(map(len, found.values()))
     for column in ("temperature", "all", *map(str, range(1, deepest + 1))):
         table.add_column(column, justify="right")
     for temperature, depths in found.items():
-        cells = [f"{each.error:.3f} ({sum(each.counts)})" for each in depths]
+        cells = [f"{each.error:.3f} ({each.noise:.3f}; {sum(each.counts)})" for each in depths]
         table.add_row(f"{temperature:g}", f"{mean_error(depths):.3f}", *cells, *[""] * (deepest - len(cells)))
     console.print(table)
 
@@ -135,6 +145,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m eagle_server.bench.calibration", description=__doc__)
     parser.add_argument("--prompts", type=int, default=32, help="how many of the demo's 32 held-out prompts (32)")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens per answer (96)")
+    parser.add_argument("--answers", type=int, default=4, help="per prompt, above temperature 0 (4)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="(0 0.7 1)")
     parser.add_argument("--running", type=int, default=1, help="requests at a time (1)")
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for JSON and PNG")
@@ -144,7 +155,9 @@ def main(argv: Sequence[str]) -> int:
     console, prompts = Console(width=110), held_out(arguments.prompts)
     try:
         found = {
-            temperature: observe(engine, prompts, arguments.max_tokens, temperature)
+            temperature: observe(
+                engine, prompts * (arguments.answers if temperature else 1), arguments.max_tokens, temperature
+            )
             for temperature in track(arguments.temperatures, "answering", console=console)
         }
     except ValueError as error:
@@ -152,7 +165,10 @@ def main(argv: Sequence[str]) -> int:
         return 2
     print_errors(found, console)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    results = {f"temperature {t:g}": [vars(depth) | {"error": depth.error} for depth in d] for t, d in found.items()}
+    results = {
+        f"temperature {t:g}": [vars(depth) | {"error": depth.error, "noise": depth.noise} for depth in d]
+        for t, d in found.items()
+    }
     write_json(arguments.out / "calibration.json", vars(arguments), results)
     plot(arguments.out / "calibration.png", found)
     console.print(f"written: {arguments.out / 'calibration.json'}, {arguments.out / 'calibration.png'}")

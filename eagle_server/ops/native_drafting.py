@@ -76,11 +76,12 @@ class DraftRequests:
 
 @dataclass(frozen=True)
 class Correction:
-    """What corrects guesses, see `AcceptanceEstimates`: ratios float32 [2, depths, bins], edges, sampled int64 [bs]."""
+    """What corrects guesses, see `AcceptanceEstimates`: ratios float32 [temperatures, depths, bins], edges of the
+    bins, and the requests' temperature bins int64 [bs]."""
 
     ratios: Tensor
     edges: Tensor
-    sampled: Tensor
+    temperature_bin: Tensor
     depths: int
     most: float
 
@@ -158,7 +159,7 @@ class NativeHead:
         scores, guesses = empty(bs, count), empty(bs, count)
         estimates = EstimatesStruct()
         if correction is not None:
-            tensors = (correction.ratios, correction.edges, correction.sampled)
+            tensors = (correction.ratios, correction.edges, correction.temperature_bin)
             sizes = (correction.depths, len(correction.edges))
             estimates = EstimatesStruct(*map(pointer, tensors), *sizes, correction.most)
         given = [logp.contiguous(), tokens.contiguous(), floats(hidden)]

@@ -153,7 +153,7 @@ class EstimatesStruct(Structure):
     _fields_ = (
         ("ratios", c_void_p),
         ("edges", c_void_p),
-        ("sampled", c_void_p),
+        ("temperature_bin", c_void_p),
         ("depths", c_int32),
         ("edge_count", c_int32),
         ("most", c_float),

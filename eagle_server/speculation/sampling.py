@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagle_server.ops.draw import draw_tokens
 from eagle_server.ops.upload import upload
-from eagle_server.plan import RequestSampling
+from eagle_server.plan import TEMPERATURE_EDGES, RequestSampling
 from eagle_server.speculation.transforms import Paths, PenalizerState, Rows, Transform, transforms_of
 
 _SORTED_ROWS = 64  # rows of logits sorted at a time on a GPU; sorting takes about 56 bytes per row and vocabulary entry
@@ -39,9 +39,9 @@ class SamplingBatch:
     penalizer_state: PenalizerState = field(default_factory=PenalizerState)  # at the start of the cycle
 
     @cached_property
-    def sampled(self) -> Tensor:
-        """int64 [bs], 1 for requests with temperature > 0."""
-        return (self.all_temperature > 0).long()
+    def temperature_bin(self) -> Tensor:
+        """int64 [bs], see `RequestSampling.temperature_bin`."""
+        return sum((self.all_temperature >= edge).long() for edge in TEMPERATURE_EDGES)  # type: ignore[return-value]
 
     @property
     def edits_logits(self) -> bool:

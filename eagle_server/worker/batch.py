@@ -235,7 +235,7 @@ class Batches:
             parameters,
             noise,
             self.estimates,
-            None if self.estimates is None else sampling.sampled,
+            None if self.estimates is None else sampling.temperature_bin,
         )
 
     def _padded_size(self, size: int) -> int:

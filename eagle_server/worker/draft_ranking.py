@@ -42,7 +42,7 @@ class DraftRanking:
     parameters: SamplingParameters | None = None
     noise: KeyedNoise | None = None
     estimates: AcceptanceEstimates | None = None
-    sampled: Tensor | None = None  # int64 [bs], 1 for requests with temperature > 0, for the estimates
+    temperature_bin: Tensor | None = None  # int64 [bs], see `RequestSampling.temperature_bin`, for the estimates
     level: int = 0
 
     @property
@@ -59,16 +59,18 @@ class DraftRanking:
     def tensors(self) -> tuple[Tensor, ...]:
         """What a captured function must take as inputs; see `with_tensors`."""
         keyed = (self.noise.keys, self.noise.temperature) if self.noise is not None else ()
-        return tuple(each for each in (self.positions, self.sampled, *keyed) if each is not None)
+        return tuple(each for each in (self.positions, self.temperature_bin, *keyed) if each is not None)
 
     def with_tensors(self, *tensors: Tensor) -> DraftRanking:
         """The same ranking with other `tensors`."""
         if not tensors:
             return self
         given = iter(tensors)
-        positions, sampled = (None if each is None else next(given) for each in (self.positions, self.sampled))
+        positions, temperature_bin = (
+            None if each is None else next(given) for each in (self.positions, self.temperature_bin)
+        )
         noise = None if self.noise is None else KeyedNoise(*given)
-        return replace(self, positions=positions, sampled=sampled, noise=noise)
+        return replace(self, positions=positions, temperature_bin=temperature_bin, noise=noise)
 
     def without_grammars(self) -> DraftRanking:
         return replace(self, grammars=None)
@@ -99,8 +101,8 @@ class DraftRanking:
         """The scores of `best`, corrected by what was accepted before; -inf stays."""
         if self.estimates is None:
             return scores
-        assert self.sampled is not None
-        return self.estimates.corrected(scores, self.sampled, self.level)
+        assert self.temperature_bin is not None
+        return self.estimates.corrected(scores, self.temperature_bin, self.level)
 
     def advance(self, tokens: Tensor, chosen: Tensor | None = None, fan_out: int = 1) -> DraftRanking:
         """The ranking below the next level, whose tokens are int64 [bs, nodes].

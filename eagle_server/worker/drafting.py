@@ -113,8 +113,8 @@ class TreeDrafting:
                 guesses = None
                 if isinstance(proposal, Candidates):
                     guesses, is_cut = proposal.guesses, proposal.is_cut and not lesson
-                assert drafting.ranking.sampled is not None
-                estimates = self.estimates.of(tree, guesses, drafting.ranking.sampled)
+                assert drafting.ranking.temperature_bin is not None
+                estimates = self.estimates.of(tree, guesses, drafting.ranking.temperature_bin)
                 tree = replace(tree, scores=estimates.path_logp)
                 if budget.least_logp > -math.inf and not is_cut:
                     tree = without(tree, estimates.path_logp < budget.least_logp)
@@ -199,9 +199,9 @@ class TreeDrafting:
         reached = np.zeros((len(tokens), tokens.shape[1] + 1), dtype=np.bool_)
         np.put_along_axis(reached, path, values=True, axis=1)  # the padding, -1, is the spare last column
         tried = np.take_along_axis(reached, parents[:, 1:], axis=1) & verified
-        sampled = np.array([[decode.sampling.params.temperature > 0] for decode in decodes]).astype(int)
-        kinds = np.broadcast_to(sampled, tried.shape)[tried]
-        self.estimates.observe(guesses[tried], depths[tried], kinds, reached[:, 1:-1][tried])
+        temperature_bin = np.array([[decode.sampling.temperature_bin] for decode in decodes])
+        temperature_bins = np.broadcast_to(temperature_bin, tried.shape)[tried]
+        self.estimates.observe(guesses[tried], depths[tried], temperature_bins, reached[:, 1:-1][tried])
 
     def _time(self, plan: CyclePlan, result: CycleResult, drafts: Drafts, rows: int) -> float:
         """Update the cost model by the stages' seconds. Returns what it had predicted for decoding, in seconds."""

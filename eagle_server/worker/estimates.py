@@ -1,7 +1,7 @@
 """Estimated acceptance: the chance of each drafted node, calibrated by what was accepted before.
 
-A drafter's score is its own guess of the chance. How good the guess is depends on the depth and on whether the request
-is sampled, and it changes with the text. So guesses are corrected by counts of what was accepted. The counts are the
+A drafter's score is its own guess of the chance. How good the guess is depends on the depth and on the request's
+temperature, and it changes with the text. So guesses are corrected by counts of what was accepted. The counts are the
 server's: which nodes are verified depends on earlier requests, but no text does, because no draw depends on a tree.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from eagle_server.ops.native_drafting import Correction
 from eagle_server.ops.upload import upload
+from eagle_server.plan import TEMPERATURE_BINS
 from eagle_server.speculation.tree import EagleVerifyInput
 
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96)
@@ -43,50 +44,50 @@ class Estimates:
 class AcceptanceEstimates:
     """Corrected chance = guess * (accepted nodes / expected nodes) of the guess's bin.
 
-    A bin is (greedy or sampled, depth, guess). Bins with few counts take the ratio of all depths together.
+    A bin is (temperature, depth, guess). Bins with few counts take the ratio of all depths together.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._edges = torch.tensor(_EDGES, device=device).log()
-        self._accepted = np.zeros((2, _DEPTHS, _BINS))
-        self._expected = np.zeros((2, _DEPTHS, _BINS))
+        self._accepted = np.zeros((TEMPERATURE_BINS, _DEPTHS, _BINS))
+        self._expected = np.zeros((TEMPERATURE_BINS, _DEPTHS, _BINS))
         # Logarithms. Captured graphs read them, so they stay in place.
-        self._ratios = torch.zeros(2 * _DEPTHS * _BINS, device=device)
+        self._ratios = torch.zeros(TEMPERATURE_BINS * _DEPTHS * _BINS, device=device)
 
-    def corrected(self, logp: Tensor, sampled: Tensor, level: int) -> Tensor:
+    def corrected(self, logp: Tensor, temperature_bin: Tensor, level: int) -> Tensor:
         """Corrected log chances of the children of a level's nodes, given that these are accepted.
 
         Args:
             logp: float32 [bs * nodes, k], the drafter's guesses. -inf stays.
-            sampled: int64 [bs], 1 for requests with temperature > 0.
+            temperature_bin: int64 [bs], see `RequestSampling.temperature_bin`.
             level: 0 for the children of the root.
         """
-        first = (sampled * _DEPTHS + min(level, _DEPTHS - 1))[:, None]  # [bs, 1]
-        return self._corrected(logp.view(len(sampled), -1), first).view_as(logp)
+        first = (temperature_bin * _DEPTHS + min(level, _DEPTHS - 1))[:, None]  # [bs, 1]
+        return self._corrected(logp.view(len(temperature_bin), -1), first).view_as(logp)
 
-    def correction(self, sampled: Tensor) -> Correction:
+    def correction(self, temperature_bin: Tensor) -> Correction:
         """`corrected` for the native kernels."""
-        return Correction(self._ratios, self._edges, sampled, _DEPTHS, _MOST)
+        return Correction(self._ratios, self._edges, temperature_bin, _DEPTHS, _MOST)
 
-    def of(self, tree: EagleVerifyInput, guesses: Tensor | None, sampled: Tensor) -> Estimates:
+    def of(self, tree: EagleVerifyInput, guesses: Tensor | None, temperature_bin: Tensor) -> Estimates:
         """The estimates of trees with scores.
 
         Args:
             guesses: float32 [bs, n], logarithms, if the scores are corrected already; None: as the scores say.
-            sampled: int64 [bs], 1 for requests with temperature > 0.
+            temperature_bin: int64 [bs], see `RequestSampling.temperature_bin`.
         """
         assert tree.scores is not None, "a budget needs the drafter's scores"
         depths, path_logp = tree.depths[:, 1:], tree.scores
         if guesses is None:
             above = torch.cat([torch.zeros_like(path_logp[:, :1]), path_logp], dim=1).gather(1, tree.parents[:, 1:])
             guesses = (path_logp - above).nan_to_num_(nan=_LEAST).clamp_(_LEAST, 0.0)
-            chances = self._corrected(guesses, depths.clamp(max=_DEPTHS) - 1 + _DEPTHS * sampled[:, None])
+            chances = self._corrected(guesses, depths.clamp(max=_DEPTHS) - 1 + _DEPTHS * temperature_bin[:, None])
             path_logp = (tree.custom_mask[:, 1:, 1:] * chances[:, None]).sum(-1)
         padding = tree.draft_token.view_as(tree.parents)[:, 1:] < 0
         return Estimates(guesses, path_logp.masked_fill(padding, float("-inf")), depths)
 
     def _corrected(self, guesses: Tensor, groups: Tensor) -> Tensor:
-        """Log chances [bs, n]. groups int64 [bs, 1 or n] are depths, and those of sampled requests after all others."""
+        """Log chances [bs, n]. groups int64 [bs, 1 or n]: depth, and temperature bin times _DEPTHS."""
         bins = torch.bucketize(guesses, self._edges) + groups * _BINS
         return (self._ratios[bins] + guesses).clamp_(max=_MOST)
 
@@ -94,13 +95,18 @@ class AcceptanceEstimates:
         self,
         guesses: NDArray[np.float32],
         depths: NDArray[np.int64],
-        sampled: NDArray[np.int64],
+        temperature_bin: NDArray[np.int64],
         accepted: NDArray[np.bool_],
     ) -> None:
-        """Nodes whose parents were accepted, [nodes] each: log guesses, depths from 1 on, kind of request, outcome."""
+        """Nodes whose parents were accepted, [nodes] each: log guesses, depths from 1 on, temperature_bin, outcome."""
         finite = np.isfinite(guesses)
-        guesses, depths, sampled, accepted = guesses[finite], depths[finite], sampled[finite], accepted[finite]
-        places = sampled, np.minimum(depths, _DEPTHS) - 1, np.digitize(np.exp(guesses), _EDGES)
+        guesses, depths, temperature_bin, accepted = (
+            guesses[finite],
+            depths[finite],
+            temperature_bin[finite],
+            accepted[finite],
+        )
+        places = temperature_bin, np.minimum(depths, _DEPTHS) - 1, np.digitize(np.exp(guesses), _EDGES)
         np.add.at(self._accepted, places, accepted)
         np.add.at(self._expected, places, np.exp(guesses))
         full = self._expected > _MEMORY

@@ -47,16 +47,16 @@ struct Accepted {
 
 // What corrects a drafter's guesses: AcceptanceEstimates of eagle_server/worker/estimates.py. ratios null: nothing does.
 struct Estimates {
-    const float* ratios;     // [2, depths, edges + 1]
-    const float* edges;      // ascending
-    const int64_t* sampled;  // [requests]
+    const float* ratios;             // [temperatures, depths, edges + 1]
+    const float* edges;              // ascending
+    const int64_t* temperature_bin;  // [requests]
     int32_t depths, edge_count;
     float most;
 
     float corrected(float guess, int request, int level) const {
         if (!ratios) return guess;
         int64_t bin = std::lower_bound(edges, edges + edge_count, guess) - edges;
-        int64_t group = sampled[request] * depths + std::min(level, depths - 1);
+        int64_t group = temperature_bin[request] * depths + std::min(level, depths - 1);
         return std::min(ratios[group * (edge_count + 1) + bin] + guess, most);
     }
 };

@@ -131,8 +131,8 @@ class EagleDrafter:
         """`_propose` in one call."""
         ranking, steps = batch.ranking, max(0, batch.num_steps - 1)
         correction = None
-        if ranking.estimates is not None and ranking.sampled is not None:
-            correction = ranking.estimates.correction(ranking.sampled)
+        if ranking.estimates is not None and ranking.temperature_bin is not None:
+            correction = ranking.estimates.correction(ranking.temperature_bin)
         level = (frontier.topk_logp, frontier.topk_index, frontier.hidden_states)
         found = native.steps(_requests(batch), correction, steps, batch.num_draft_tokens - 1, batch.least_logp, *level)
         tokens, selected, parents, scores, guesses = found

@@ -28,16 +28,25 @@ def test_before_any_count_an_estimate_is_the_guess() -> None:
 
 def test_estimates_become_what_is_observed_in_each_bin() -> None:
     estimates, random = AcceptanceEstimates(CPU), np.random.default_rng(0)
-    chances = {(0, 1): 0.95, (0, 2): 0.6, (1, 1): 0.3, (1, 2): 0.1}  # by temperature and depth, all guessed as 0.55
+    chances = {
+        (0, 1): 0.95,
+        (0, 2): 0.6,
+        (1, 1): 0.3,
+        (1, 2): 0.1,
+        (2, 1): 0.5,
+        (2, 2): 0.9,
+    }  # by temperature and depth, all guessed as 0.55
     for _ in range(400):
-        for sampled in (0, 1):
-            found = estimates.of(chain([0.55, 0.55]), None, torch.tensor([sampled]))
-            accepted = random.random(2) < [chances[sampled, 1], chances[sampled, 2]]
-            estimates.observe(found.guesses[0].numpy(), np.array([1, 2]), np.full(2, sampled), accepted)
-    for sampled in (0, 1):
-        first, second = estimates.of(chain([0.55, 0.55]), None, torch.tensor([sampled])).path_logp[0].exp().tolist()
-        assert abs(first - chances[sampled, 1]) < 0.06
-        assert abs(second / first - chances[sampled, 2]) < 0.1
+        for temperature_bin in (0, 1, 2):
+            found = estimates.of(chain([0.55, 0.55]), None, torch.tensor([temperature_bin]))
+            accepted = random.random(2) < [chances[temperature_bin, 1], chances[temperature_bin, 2]]
+            estimates.observe(found.guesses[0].numpy(), np.array([1, 2]), np.full(2, temperature_bin), accepted)
+    for temperature_bin in (0, 1, 2):
+        first, second = (
+            estimates.of(chain([0.55, 0.55]), None, torch.tensor([temperature_bin])).path_logp[0].exp().tolist()
+        )
+        assert abs(first - chances[temperature_bin, 1]) < 0.06
+        assert abs(second / first - chances[temperature_bin, 2]) < 0.1
 
 
 def test_a_child_never_outranks_its_parent() -> None:
