@@ -26,13 +26,13 @@ from eagle_server.worker.recent_trees import TREES, Floats, Ints, RecentTrees
 _EVERY, _LATER = 8, 32  # cycles that a choice holds while learning and later, and two more for each 8 requests
 _TRY = 0.8  # drafting must promise this part of the speed of plain decoding; then measurements decide
 _LOSS = 0.98  # drafting with less than this part of it has lost
-_CLOSE = 1.5  # with less gain than this, some cycles are plain, so that both speeds are measured:
-_BURST, _COMPARE = 6, 200  # so many at once, out of so many
-_WARM = 2  # cycles of one kind after which the next is counted, because the first are slow
+_CLOSE = 1.3  # with less gain than this, some cycles are plain, so that both speeds are measured:
+_BURST, _COMPARE = 8, 300  # so many at once, out of so many
+_WARM = 3  # cycles of one kind after which the next is counted, because the first are slow
 _ENOUGH = 4  # plain cycles that are compared, and a quarter of the cycles with drafts
 _LEARNING = 30  # first cycles with drafts, which are as large as can be and not compared: nothing is known yet
 _LEARNERS = 8  # requests that draft in these
-_VALID = 500  # cycles after which a comparison starts anew
+_VALID = 500  # cycles after which drafting may try again
 _OUTLIER = 3.0  # a cycle counts as this many times the mean at most: another process had the core
 _MEMORY = 100  # cycles that a measured speed is the mean of
 _PROBE_SHARE = 0.004  # part of the time that requests may draft although nothing is expected of it
@@ -166,6 +166,7 @@ class AdaptiveBudget:
         self._speeds: dict[tuple[int, int], _Speeds] = {}  # by the number of requests, and the share that is sampled
         self._sampled = 0  # of the newest cycle, in halves
         self._drafted, self._alike = False, 0  # the newest cycle, and how many before it were alike
+        self._is_probe = False  # whether the newest cycle drafts only to see whether drafts pay
         self._learned = [0, 0, 0]  # cycles with drafts, by that share
         self._refuted = False  # whether the choice was measured to be slower than plain decoding
 
@@ -193,6 +194,7 @@ class AdaptiveBudget:
         wanted = (self.trees.best[rows] >= math.exp(choice.least_logp)) & bool(choice.num_steps)
         if self.shapes:
             wanted[:] = wanted.any()
+        self._is_probe = not wanted.any()
         self._credit += _PROBE_SHARE * self._plain(requests, kv)
         budget = CycleBudget(tuple(map(int, candidates[wanted])), *choice.shape, choice.least_logp)
         return self._probed(budget, candidates[~wanted], rows[~wanted], requests, kv)
@@ -205,7 +207,8 @@ class AdaptiveBudget:
     def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
         self._alike = self._alike + 1 if drafted == self._drafted else 0
         self._drafted = drafted
-        if self._alike < _WARM or (drafted and self._learned[self._sampled] < _LEARNING):
+        learns = drafted and (self._is_probe or self._learned[self._sampled] < _LEARNING)
+        if self._alike < _WARM or learns:
             return
         speeds = self._speeds_for(requests)
         sums = speeds.drafted if drafted else speeds.plain
@@ -215,10 +218,10 @@ class AdaptiveBudget:
         sums[:] = kept * sums[0] + tokens, kept * sums[1] + seconds, kept * sums[2] + 1, sums[3] + 1
 
     def _speeds_for(self, requests: int) -> _Speeds:
-        bucket = (round(2 * math.log2(requests)), self._sampled)
-        speeds = self._speeds.get(bucket)
-        if speeds is None or self._cycle >= speeds.until:
-            speeds = self._speeds[bucket] = _Speeds(self._cycle + _VALID)
+        load = (round(math.log2(requests)), self._sampled)
+        speeds = self._speeds.setdefault(load, _Speeds(self._cycle + _VALID))
+        if self._cycle >= speeds.until:
+            speeds.until, speeds.drafted = self._cycle + _VALID, [0.0, 0.0, 0.0, 0]
         return speeds
 
     def drafted(self, decodes: Sequence[Decode], logp: Floats, depths: Floats) -> None:

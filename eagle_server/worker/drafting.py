@@ -213,8 +213,7 @@ class TreeDrafting:
         if loaded:
             drafted = drafts.batch is not None
             self.budget.took(len(plan.decodes), drafted=drafted, tokens=tokens, seconds=now - ended)
-        # In between lessons, because these take time too.
-        if costs is None or self._cycles % self._lessons != self._lessons // 2:
+        if costs is None or self._cycles % self._lessons not in (0, self._lessons // 2):
             return 0.0
         if drafts.batch is None:
             costs.wait(waited)
@@ -226,7 +225,8 @@ class TreeDrafting:
             if times.step is not None:
                 requests = len(drafts.batch.seq_lens_host)
                 predicted += draft_steps(forwards) * costs.observe(costs.step, requests, 0.0, times.step)
-            later = max(0.0, waited - costs.between) if loaded and not drafts.teaches else 0.0  # more tokens, to commit
-            predicted += costs.observe(costs.extend, drafts.extended, 0.0, times.extend + later)
+            # In between lessons, because these take time themselves: the rest is to commit more tokens.
+            later = waited - costs.between if loaded and not drafts.teaches else 0.0
+            predicted += costs.observe(costs.extend, drafts.extended, 0.0, times.extend + max(0.0, later))
         costs.compare(predicted, sum(seconds for stage, seconds in stages.items() if stage != "prefill"))
         return predicted

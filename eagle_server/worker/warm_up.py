@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -56,12 +57,34 @@ def measure_costs(worker: Worker, costs: CostModel, largest: FixedBudget, most: 
         if time.perf_counter() - began > _MEASURING:
             break
     several, length = min(8, most), min(longest, _LONG)
-    more = measured.plain(several, length) - measured.plain(several)
+    with _own_slots(worker, several, length) as rows:
+        more = measured.plain(several, length, rows) - measured.plain(several)
     slope = max(more / (several * length), _LEAST_PER_KV * measured.verify[1])
     worker.run(CyclePlan(released=(worker.batches.pad_row,)))
     costs.verify.fit(measured.verify, slope)
     costs.extend.fit(measured.extend)
     costs.step.fit(measured.step)
+
+
+@contextmanager
+def _own_slots(worker: Worker, requests: int, length: int) -> Iterator[Sequence[int]]:
+    """Rows of the page table whose slots differ, as those of real requests do: reading one slot again costs nothing.
+
+    Before the first request all slots are free. Only on a CPU is the page table the host's own.
+    """
+    batches = worker.batches
+    if batches.device.type != "cpu":
+        yield (batches.pad_row,) * requests
+        return
+    table, pool = batches.req_to_token.tensor, worker.verifier.pool
+    rows = range(min(requests, batches.pad_row))
+    places = torch.arange(len(rows) * (length + 1)) % (len(pool.keys[0]) - 1) + 1
+    pool.poison(places.unique())  # unlike memory that nobody wrote, it is really read
+    table[: len(rows), : length + 1] = places.view(len(rows), -1)
+    try:
+        yield tuple(rows)
+    finally:
+        table[: len(rows)] = 0
 
 
 class _Measured:
@@ -74,9 +97,9 @@ class _Measured:
         self.extend: dict[int, float] = {}
         self.step: dict[int, float] = {}
 
-    def plain(self, size: int, length: int = 2) -> float:
-        """Cycles in which nothing is drafted."""
-        seconds = sum(self._run(size, length, _NOTHING).values())
+    def plain(self, size: int, length: int = 2, rows: Sequence[int] = ()) -> float:
+        """Cycles in which nothing is drafted. `rows`: of the page table, for the requests; (): the padding row."""
+        seconds = sum(self._run(size, length, _NOTHING, rows).values())
         if length == 2:  # noqa: PLR2004  the shortest text
             self.verify[size] = seconds
         return seconds
@@ -91,10 +114,11 @@ class _Measured:
         if times.step is not None:
             self.step[size] = times.step
 
-    def _run(self, size: int, length: int, budget: FixedBudget) -> dict[str, float]:
+    def _run(self, size: int, length: int, budget: FixedBudget, rows: Sequence[int] = ()) -> dict[str, float]:
         self._worker.drafting.budget = budget
-        decodes = (Decode(self._row, length, verified_id=0, sampling=_GREEDY),) * size
-        plan = CyclePlan(decodes=decodes, released=(self._row,))
+        rows = rows or (self._row,) * size
+        decodes = tuple(Decode(row, length, verified_id=0, sampling=_GREEDY) for row in rows)
+        plan = CyclePlan(decodes=decodes, released=tuple(dict.fromkeys(rows)))
         self._rows = self._worker.run(plan).drafting.rows  # compiles
         runs = [self._worker.run(plan).stage_seconds for _ in range(_REPEATS)]
         # the fastest, because other processes may disturb some
