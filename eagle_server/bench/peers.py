@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -69,7 +68,7 @@ class Loaded(Protocol):
 
 
 @dataclass
-class Timing:
+class PeerSpeeds:
     """tokens/s of every round, and the answers."""
 
     speeds: list[float] = field(default_factory=list)
@@ -145,17 +144,20 @@ def loaded(spec: Spec, arguments: argparse.Namespace) -> Iterator[Loaded]:
     command += ["--threads", str(arguments.threads)]
     command += ["--draft", str(draft), "--steps", str(spec.steps)] if spec.steps else []
     log = arguments.out / f"{spec.engine}-{spec.format}-{spec.steps}.log"
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(arguments.threads)}
-    if spec.engine == VLLM and arguments.vllm_preload:
-        environment["LD_PRELOAD"] = ":".join(arguments.vllm_preload)
-    with log.open("w") as errors:
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-        process = subprocess.Popen(command, env=environment, text=True, **pipes)
+    variables = ["HF_HUB_OFFLINE=1", f"OMP_NUM_THREADS={arguments.threads}"]
+    if spec.engine == VLLM:
+        variables += [f"VLLM_CPU_OMP_THREADS_BIND=0-{arguments.threads - 1}", "VLLM_CPU_KVCACHE_SPACE=1"]
+        variables += ["VLLM_ENABLE_V1_MULTIPROCESSING=0", "VLLM_USE_AOT_COMPILE=0"]
+        variables += [f"LD_PRELOAD={':'.join(arguments.vllm_preload)}"] if arguments.vllm_preload else []
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(["env", *variables, *command], stderr=errors, text=True, **pipes) as process,
+    ):
         try:
             yield Peer(process, str(spec), log)
         finally:
             process.kill()
-            process.wait()
 
 
 def specs(arguments: argparse.Namespace) -> list[Spec]:
@@ -174,12 +176,12 @@ def specs(arguments: argparse.Namespace) -> list[Spec]:
 
 def measure(
     engines: Mapping[Spec, Loaded], prompts: Prompts, clients: int, arguments: argparse.Namespace, progress: Progress
-) -> dict[Spec, Timing]:
+) -> dict[Spec, PeerSpeeds]:
     """Every engine in turn, every second round in reversed order.
 
     One client: the time of all tokens but the first, so the prompt does not count. Several clients at once: all of it.
     """
-    timings = {spec: Timing() for spec in engines}
+    timings = {spec: PeerSpeeds() for spec in engines}
     task = progress.add_task(f"{clients} together", total=(arguments.rounds + 1) * len(engines))
     for number in range(arguments.rounds + 1):  # the first one warms up
         chosen = [prompts[(number * clients + i) % len(prompts)] for i in range(clients)]
@@ -199,13 +201,13 @@ def measure(
     return timings
 
 
-def best(timings: Mapping[Spec, Timing], specs: Iterable[Spec], *, ours: bool) -> Spec | None:
+def best(timings: Mapping[Spec, PeerSpeeds], specs: Iterable[Spec], *, ours: bool) -> Spec | None:
     """The fastest of ours, or of the others."""
     fit = [spec for spec in specs if (spec.engine == OURS) == ours]
     return max(fit, key=lambda spec: timings[spec].speed, default=None)
 
 
-def print_table(timings: Mapping[Spec, Timing], title: str, console: Console) -> None:
+def print_table(timings: Mapping[Spec, PeerSpeeds], title: str, console: Console) -> None:
     """Speeds, their ratios to the fastest other engine of the same format, and best against best."""
     table = Table(title=f"{title}: tokens/s (x the best other engine in the same format)")
     lengths = list(dict.fromkeys(spec.steps for spec in timings))
@@ -237,7 +239,7 @@ def print_table(timings: Mapping[Spec, Timing], title: str, console: Console) ->
         console.print(f"best against best: {ours}, {ours.steps} steps, over {peer}, {peer.steps} steps: {times:.2f} x")
 
 
-def plot(path: Path, panels: Mapping[str, Mapping[Spec, Timing]]) -> None:
+def plot(path: Path, panels: Mapping[str, Mapping[Spec, PeerSpeeds]]) -> None:
     """A panel per number of clients: the best speed of each engine and format, plain in front of it."""
     import matplotlib as mpl
 
@@ -314,7 +316,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--openvino and --openvino-models go together")
     arguments.out.mkdir(parents=True, exist_ok=True)
     console = Console(width=110)
-    panels: dict[str, dict[Spec, Timing]] = {
+    panels: dict[str, dict[Spec, PeerSpeeds]] = {
         f"{clients} request{'s at once' * (clients > 1)}": {} for clients in arguments.clients
     }
     try:

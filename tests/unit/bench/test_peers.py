@@ -11,7 +11,7 @@ from rich.console import Console
 
 from eagle_server.bench import peers
 from eagle_server.bench.demo import DIRECTORY
-from eagle_server.bench.peers import OPENVINO, OURS, VLLM, Spec, Timing
+from eagle_server.bench.peers import OPENVINO, OURS, VLLM, PeerSpeeds, Spec
 
 ENGINE = f"""#!{sys.executable}
 import json, sys
@@ -79,7 +79,7 @@ def test_ratios_are_to_the_best_of_the_same_format(capsys: pytest.CaptureFixture
     speeds = {(VLLM, "bf16", 3): 50.0, (OPENVINO, "bf16", 3): 80.0, (OPENVINO, "int4", 3): 100.0}
     speeds |= {(OURS, "bf16", 3): 100.0, (OURS, "int4", 3): 150.0, (OURS, "int4", 0): 70.0}
     texts = {3: [["a", "b"]], 0: [["a", "c"]]}
-    timings = {Spec(*key): Timing([speed], texts[key[2]]) for key, speed in speeds.items()}
+    timings = {Spec(*key): PeerSpeeds([speed], texts[key[2]]) for key, speed in speeds.items()}
     peers.print_table(timings, "8 requests at once", Console(width=110))
     printed = capsys.readouterr().out
     assert "100.0 (1.25 x)" in printed
