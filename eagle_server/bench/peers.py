@@ -1,8 +1,9 @@
 """python -m eagle_server.bench.peers: this server beside OpenVINO GenAI and vLLM, on one target and one EAGLE-3 head.
 
 Nothing is installed: `--vllm` and `--openvino` name the Pythons of environments that have them. The other engines are
-called as libraries, this one over HTTP. All engines of one chain length are loaded at once and take turns. Answers are
-greedy; each engine's answers with speculation are compared with its own plain ones.
+called as libraries, this one over HTTP with its own settings: it cuts a chain where drafts do not pay. All engines of
+one chain length are loaded at once and take turns. Answers are greedy; each engine's answers with speculation are
+compared with its own plain ones.
 """
 
 from __future__ import annotations
@@ -10,30 +11,25 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from eagle_server.bench.demo import DIRECTORY
+from eagle_server.bench.peer_engines import OURS, Loaded, Prompts, Spec, Texts, loaded, specs
 from eagle_server.bench.report import write_json
-from eagle_server.bench.servers import BenchError, Server, running
+from eagle_server.bench.servers import BenchError
 from eagle_server.engine.limits import usable_cores
 from eagle_server.text.tokenizer import load_tokenizer
 
-OURS, VLLM, OPENVINO = "eagle_server", "vLLM", "OpenVINO"
-PROMPTS = Path(__file__).parent.parent / "assets" / "demo" / "prompts.json"
 LENGTH = 64  # tokens of a prompt
-FORMATS = ("bf16", "int8", "int4")
 _EXPORTS = """\
 --openvino-models DIR has what optimum-cli (optimum-intel[openvino], with einops and diffusers) makes:
   optimum-cli export openvino --task text-generation-with-past -m TARGET --weight-format fp16 DIR/bf16
@@ -44,27 +40,6 @@ A format that is not there is left out; without DIR/draft OpenVINO decodes plain
 
 example: python -m eagle_server.bench.peers --target MODEL --draft HEAD --vllm ~/vllm/bin/python
 """
-
-Prompts = list[list[int]]
-Texts = list[Any]  # comparable within one engine
-
-
-@dataclass(frozen=True)
-class Spec:
-    """An engine, the format of its weights, and the length of the drafted chain; 0: plain decoding."""
-
-    engine: str
-    format: str
-    steps: int
-
-    def __str__(self) -> str:
-        return f"{self.engine} {self.format}"
-
-
-class Loaded(Protocol):
-    """An engine that answers."""
-
-    def generate(self, prompts: Prompts, tokens: int) -> Texts: ...
 
 
 @dataclass
@@ -77,101 +52,6 @@ class PeerSpeeds:
     @property
     def speed(self) -> float:
         return statistics.median(self.speeds)
-
-
-class Peer:
-    """Another engine in a child process."""
-
-    def __init__(self, process: subprocess.Popen[str], name: str, log: Path) -> None:
-        self._process, self._name, self._log = process, name, log
-        self._answer()
-
-    def generate(self, prompts: Prompts, tokens: int) -> Texts:
-        assert self._process.stdin is not None
-        print(json.dumps({"prompts": prompts, "tokens": tokens}), file=self._process.stdin, flush=True)
-        texts: Texts = self._answer()["tokens"]
-        return texts
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {"error": "it ended"}
-        if "error" in answer:
-            raise BenchError(f"{self._name}: {answer['error']}; its log: {self._log}")
-        return answer
-
-
-@dataclass(frozen=True)
-class Ours:
-    """This server, over HTTP."""
-
-    server: Server
-
-    def generate(self, prompts: Prompts, tokens: int) -> Texts:
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(lambda prompt: self._complete(prompt, tokens), prompts))
-
-    def _complete(self, prompt: list[int], tokens: int) -> str:
-        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        url, headers = f"http://127.0.0.1:{self.server.port}/v1/completions", {"content-type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as response:
-            text: str = json.load(response)["choices"][0]["text"]
-        return text
-
-
-@contextmanager
-def loaded(spec: Spec, arguments: argparse.Namespace) -> Iterator[Loaded]:
-    """Start an engine, stop it at the end."""
-    if spec.engine == OURS:
-        flags = ["--model-path", arguments.target, "--dtype", "bfloat16", "--disable-radix-cache"]
-        flags += ["--cpu-threads", str(arguments.threads)]
-        flags += [] if spec.format == "bf16" else ["--quantization", spec.format]
-        drafting = ["--speculative-draft-model-path", arguments.draft, "--topk", "1"]
-        drafting += ["--speculative-num-steps", str(spec.steps)]
-        flags += drafting if spec.steps else ["--speculative-algorithm", "NONE"]
-        with running(str(spec), [*flags, *arguments.server_flags]) as server:
-            yield Ours(server)
-        return
-    python, target, draft = arguments.vllm, arguments.target, arguments.draft
-    if spec.engine == OPENVINO:
-        python, exported = arguments.openvino, arguments.openvino_models
-        small = exported / "draft-int8"
-        target, draft = (
-            exported / spec.format,
-            small if spec.format != "bf16" and small.is_dir() else exported / "draft",
-        )
-    command = [python, str(Path(__file__).with_name("peer_worker.py")), spec.engine.lower(), str(target)]
-    command += ["--threads", str(arguments.threads)]
-    command += ["--draft", str(draft), "--steps", str(spec.steps)] if spec.steps else []
-    log = arguments.out / f"{spec.engine}-{spec.format}-{spec.steps}.log"
-    variables = ["HF_HUB_OFFLINE=1", f"OMP_NUM_THREADS={arguments.threads}"]
-    if spec.engine == VLLM:
-        variables += [f"VLLM_CPU_OMP_THREADS_BIND=0-{arguments.threads - 1}", "VLLM_CPU_KVCACHE_SPACE=1"]
-        variables += ["VLLM_ENABLE_V1_MULTIPROCESSING=0", "VLLM_USE_AOT_COMPILE=0"]
-        variables += [f"LD_PRELOAD={':'.join(arguments.vllm_preload)}"] if arguments.vllm_preload else []
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(["env", *variables, *command], stderr=errors, text=True, **pipes) as process,
-    ):
-        try:
-            yield Peer(process, str(spec), log)
-        finally:
-            process.kill()
-
-
-def specs(arguments: argparse.Namespace) -> list[Spec]:
-    """What runs, by chain length."""
-    found = []
-    for steps in arguments.steps:
-        if arguments.openvino:
-            exported: Path = arguments.openvino_models
-            drafts = steps == 0 or (exported / "draft").is_dir()
-            found += [Spec(OPENVINO, each, steps) for each in FORMATS if drafts and (exported / each).is_dir()]
-        if arguments.vllm:
-            found.append(Spec(VLLM, "bf16", steps))
-        found += [Spec(OURS, each, steps) for each in FORMATS]
-    return found
 
 
 def measure(
@@ -301,7 +181,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens per answer (64)")
     parser.add_argument("--threads", type=int, default=usable_cores(), help="compute threads (all cores)")
     parser.add_argument(
-        "--prompts", type=Path, default=PROMPTS, help="JSON list of strings or of token ids (the demo's)"
+        "--prompts",
+        type=Path,
+        default=DIRECTORY / "prompts.json",
+        help="JSON list of strings or of token ids (the demo's)",
     )
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for JSON, PNG and logs")
     parser.add_argument("server_flags", nargs="*", help="after --: more flags for this server")

@@ -23,7 +23,8 @@ from eagle_server.request import SpeculationState
 from eagle_server.worker.cost_model import CostModel, draft_steps
 from eagle_server.worker.recent_trees import TREES, Floats, Ints, RecentTrees
 
-_EVERY, _LATER = 8, 32  # cycles that a choice holds while learning and later, and two more for each 8 requests
+_EVERY, _LATER = 8, 32  # cycles that a choice holds at first and later, and two more for each 8 requests
+_FIRST = 500  # cycles in which estimates and costs still move much
 _TRY = 0.8  # drafting must promise this part of the speed of plain decoding; then measurements decide
 _LOSS = 0.98  # drafting with less than this part of it has lost
 _CLOSE = 1.3  # with less gain than this, some cycles are plain, so that both speeds are measured:
@@ -166,12 +167,13 @@ class AdaptiveBudget:
         self._speeds: dict[tuple[int, int], _Speeds] = {}  # by the number of requests, and the share that is sampled
         self._sampled = 0  # of the newest cycle, in halves
         self._drafted, self._alike = False, 0  # the newest cycle, and how many before it were alike
-        self._is_probe = False  # whether the newest cycle drafts only to see whether drafts pay
+        self._follows = True  # whether the newest cycle does what was chosen: it neither learns nor probes
         self._learned = [0, 0, 0]  # cycles with drafts, by that share
         self._refuted = False  # whether the choice was measured to be slower than plain decoding
 
     def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
         self._cycle += 1
+        self._follows = True
         if not any(able):
             return NOTHING
         requests = len(decodes)
@@ -187,6 +189,7 @@ class AdaptiveBudget:
             choice = self._choice = (self._best_shape if self.shapes else self._best)(rows, requests, kv)
         if self._learned[self._sampled] < _LEARNING:
             self._learned[self._sampled] += 1
+            self._follows = False
             learners = candidates if self.shapes else candidates[:_LEARNERS]
             return CycleBudget(tuple(map(int, learners)), self.num_steps, self.num_draft_tokens)
         if choice.num_steps and not self._holds(choice, requests):
@@ -194,7 +197,7 @@ class AdaptiveBudget:
         wanted = (self.trees.best[rows] >= math.exp(choice.least_logp)) & bool(choice.num_steps)
         if self.shapes:
             wanted[:] = wanted.any()
-        self._is_probe = not wanted.any()
+        self._follows = bool(wanted.any())
         self._credit += _PROBE_SHARE * self._plain(requests, kv)
         budget = CycleBudget(tuple(map(int, candidates[wanted])), *choice.shape, choice.least_logp)
         return self._probed(budget, candidates[~wanted], rows[~wanted], requests, kv)
@@ -207,8 +210,7 @@ class AdaptiveBudget:
     def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
         self._alike = self._alike + 1 if drafted == self._drafted else 0
         self._drafted = drafted
-        learns = drafted and (self._is_probe or self._learned[self._sampled] < _LEARNING)
-        if self._alike < _WARM or learns:
+        if self._alike < _WARM or (drafted and not self._follows):
             return
         speeds = self._speeds_for(requests)
         sums = speeds.drafted if drafted else speeds.plain
@@ -253,7 +255,7 @@ class AdaptiveBudget:
         )
 
     def _best(self, rows: Ints, requests: int, kv: float) -> _Choice:
-        """The best number of steps and nodes if the next trees are like the last ones."""
+        """The best number of steps and nodes, if the next trees are like the last ones."""
         logp = self.trees.logp[rows]  # [requests, TREES, n]
         first = np.zeros_like(logp)
         first[:, :, 0] = 1 / TREES
@@ -286,7 +288,7 @@ class AdaptiveBudget:
         return self._if_it_pays(found)
 
     def _no_choice(self, requests: int, kv: float) -> _Choice:
-        until = self._cycle + (_EVERY if self._cycle < _VALID else _LATER) + requests // 4
+        until = self._cycle + (_EVERY if self._cycle < _FIRST else _LATER) + requests // 4
         return _Choice(requests, until, plain=requests / self._plain(requests, kv))
 
     @staticmethod

@@ -55,6 +55,11 @@ class StageTimes:
         return cls(verify, extend + propose)
 
 
+def _above(rows: float) -> int:
+    """The knot at the right end of the segment that `rows` is in; beyond the last knot the last one."""
+    return min(max(bisect_left(_SIZES, rows), 1), len(_SIZES) - 1)
+
+
 class CostCurve:
     """Seconds of a stage against its number of rows and the KV tokens that it reads."""
 
@@ -89,14 +94,14 @@ class CostCurve:
 
     def at(self, rows: float, kv: float = 0.0) -> float:
         """`predict` for one number of rows, at least 1; much faster."""
-        right = min(max(bisect_left(_SIZES, rows), 1), len(_SIZES) - 1)
+        right = _above(rows)
         low, high = float(self.seconds[right - 1]), float(self.seconds[right])
         share = (rows - _SIZES[right - 1]) / (_SIZES[right] - _SIZES[right - 1])
         return low + share * (high - low) + self.per_kv * kv / _KV
 
     def move(self, rows: float, kv: float, error: float) -> None:
         """Correct the curve by a part of the relative error of its prediction: observed / predicted - 1."""
-        right = min(max(bisect_left(_SIZES, rows), 1), len(_SIZES) - 1)
+        right = _above(rows)
         nearest = right if rows > (_SIZES[right - 1] + _SIZES[right]) / 2 else right - 1
         of_rows, of_kv = self.at(rows), self.per_kv * kv / _KV
         step = _SHAPE_RATE * error / (of_rows + of_kv)

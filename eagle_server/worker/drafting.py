@@ -213,7 +213,8 @@ class TreeDrafting:
         if loaded:
             drafted = drafts.batch is not None
             self.budget.took(len(plan.decodes), drafted=drafted, tokens=tokens, seconds=now - ended)
-        if costs is None or self._cycles % self._lessons not in (0, self._lessons // 2):
+        every = self._lessons
+        if costs is None or self._cycles % every not in (0, every // 2):
             return 0.0
         if drafts.batch is None:
             costs.wait(waited)

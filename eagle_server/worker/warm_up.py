@@ -79,7 +79,8 @@ def _own_slots(worker: Worker, requests: int, length: int) -> Iterator[Sequence[
     table, pool = batches.req_to_token.tensor, worker.verifier.pool
     rows = range(min(requests, batches.pad_row))
     places = torch.arange(len(rows) * (length + 1)) % (len(pool.keys[0]) - 1) + 1
-    pool.poison(places.unique())  # unlike memory that nobody wrote, it is really read
+    # Written as it is, zeros or poison, because memory that nobody wrote is not really read.
+    (pool.poison if pool.keys[0][1:2].isnan().any() else pool.clear)(places.unique())
     table[: len(rows), : length + 1] = places.view(len(rows), -1)
     try:
         yield tuple(rows)

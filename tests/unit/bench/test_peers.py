@@ -11,7 +11,8 @@ from rich.console import Console
 
 from eagle_server.bench import peers
 from eagle_server.bench.demo import DIRECTORY
-from eagle_server.bench.peers import OPENVINO, OURS, VLLM, PeerSpeeds, Spec
+from eagle_server.bench.peer_engines import OPENVINO, OURS, VLLM, Spec
+from eagle_server.bench.peers import PeerSpeeds
 
 ENGINE = f"""#!{sys.executable}
 import json, sys
