@@ -40,11 +40,15 @@ class Variant:
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
+_VNNI, _BF16 = _AVX512 | {"avx512_vnni"}, _AVX512 | {"avx512_vnni", "avx512_bf16"}
+_VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni")
+_BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
 VARIANTS = {  # best first
-    "avx512_bf16": Variant(
-        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _AVX512 | {"avx512_vnni", "avx512_bf16"}
+    "amx": Variant(
+        (*_BF16_FLAGS, "-mamx-tile", "-mamx-int8", "-mamx-bf16"), _BF16 | {"amx_tile", "amx_int8", "amx_bf16"}
     ),
-    "avx512_vnni": Variant(("-march=x86-64-v4", "-mavx512vnni"), _AVX512 | {"avx512_vnni"}),
+    "avx512_bf16": Variant(_BF16_FLAGS, _BF16),
+    "avx512_vnni": Variant(_VNNI_FLAGS, _VNNI),
     "avx2": Variant(("-march=x86-64-v3",), _AVX2),
     "x86_64": Variant((), frozenset()),
 }

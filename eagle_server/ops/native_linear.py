@@ -13,7 +13,7 @@ from eagle_server.ops.native_structs import PackedStruct
 from eagle_server.ops.quantize import QuantizedWeight
 
 _FLOAT32, _HALVED, _BFLOAT16, _INT8, _INT4 = range(5)  # Kind in linear.h
-_GROUP = 64  # outputs that are packed together
+_GROUP = 16  # outputs that are packed together
 
 
 class NativeWeight:

@@ -1,44 +1,13 @@
 // y = x W^T + b for packed weights. Every element is summed over the columns of W in one order, whatever the number of
 // rows, the thread or the place of a row: a row has the same result, bit for bit, in every batch.
-//
-// A weight [out, in] is packed in groups of 64 outputs: [out / 64][steps][64] words of 4 bytes, padded. A word holds 1, 2, 4
-// or 8 inputs of an output. Inputs of integer weights are rounded to 8 bits, with a scale for each row; integer sums are
-// exact.
 #pragma once
 
-#include <algorithm>
+#include "linear_tiles.h"
 
-#include "team.h"
-#include "vector.h"
-
-constexpr int GROUP = 64;      // outputs of a group
-constexpr int BLOCKS = GROUP / LANES;  // vectors of a group
 constexpr int ROWS = 6;        // of a register block
+constexpr int WIDEST = 64 / LANES;  // vectors of a register block
 constexpr int MOST = LANES == 16 ? 24 : 12;  // sums of a register block, of 32 or 16 registers
-constexpr int AHEAD = 16;      // steps that weights are fetched ahead
-constexpr int ROW_CHUNK = 96;  // rows of a tile
-
-enum Kind : int32_t {
-    FLOAT32 = 0,
-    HALVED = 1,    // float32 arithmetic on weights that bfloat16 holds exactly
-    BFLOAT16 = 2,  // inputs are rounded to bfloat16 too; sums are float32
-    INT8 = 3,      // a scale for each output; bytes hold the code + 128
-    INT4 = 4,      // a scale and a zero for each output and `quant_group` inputs; nibbles hold the code
-};
-
-struct Packed {
-    const void* data;
-    const float* bias;     // [out], or null
-    const float* scales;   // INT8: [padded out]; INT4: [in / quant_group][padded out]
-    const uint8_t* zeros;  // INT4: as the scales
-    int32_t kind, in, out, quant_group;
-};
-
-static inline int inputs_of_word(int kind) { return kind == FLOAT32 ? 1 : kind <= BFLOAT16 ? 2 : kind == INT8 ? 4 : 8; }
-static inline int steps_of(const Packed& w) { return (w.in + inputs_of_word(w.kind) - 1) / inputs_of_word(w.kind); }
-static inline int padded_out(const Packed& w) { return (w.out + GROUP - 1) / GROUP * GROUP; }
-static inline int64_t packed_bytes(const Packed& w) { return (int64_t)padded_out(w) * steps_of(w) * 4; }
-static inline int quant_groups(const Packed& w) { return (w.in + w.quant_group - 1) / w.quant_group; }
+constexpr int ROW_CHUNK = 128; // rows of a tile
 
 // One step of each kind: a 4-byte input times a vector of 4-byte weights, added to as many sums.
 template <int kind> static inline Vector step(Vector sums, uint32_t input, const uint32_t* weights);
@@ -47,15 +16,6 @@ template <> inline Vector step<FLOAT32>(Vector sums, uint32_t input, const uint3
     float x;
     memcpy(&x, &input, 4);
     return fma(all(x), load((const float*)weights), sums);
-}
-
-static inline Vector low_half(Words pairs) { return (Vector)(pairs << 16); }
-static inline Vector high_half(Words pairs) { return (Vector)(pairs & 0xffff0000u); }
-
-static inline Words load_words(const uint32_t* from) {
-    Words x;
-    memcpy(&x, from, sizeof x);
-    return x;
 }
 
 template <> inline Vector step<BFLOAT16>(Vector sums, uint32_t input, const uint32_t* weights) {
@@ -85,71 +45,75 @@ static inline Ints dot_bytes(Ints sums, uint32_t input, Words weights) {
 #endif
 }
 
-// The integer sums of a row's inputs are words after its data: for INT8 of all, for INT4 of each group. The scale is last.
+// The words of a register block's vectors. Each vector is a stream of its own, which memory answers at once.
+template <int blocks> struct Columns {
+    const uint32_t* begin[blocks];
+
+    Columns(const Packed& w, int first) {
+        for (int b = 0; b < blocks; b++) begin[b] = column_of(w, first + b);
+    }
+    const uint32_t* at(int b, int step) const { return begin[b] + (int64_t)step * GROUP; }
+    void fetch(int b, int step) const { __builtin_prefetch(begin[b] + (int64_t)(step + AHEAD) * GROUP); }
+};
+
 template <int rows, int blocks>
-static inline void multiply_int8(const uint32_t* x, int64_t stride, const Packed& w, const uint32_t* weights, int first, Vector (*sums)[blocks]) {
+static inline void multiply_int8(const uint32_t* x, int64_t stride, const Packed& w, int first, Vector (*sums)[blocks]) {
+    const Columns<blocks> columns(w, first);
     int steps = steps_of(w);
     Ints acc[rows][blocks] = {};
     for (int k = 0; k < steps; k++) {
         for (int b = 0; b < blocks; b++) {
-            Words four = load_words(weights + (int64_t)k * GROUP + b * LANES);
-            __builtin_prefetch(weights + (int64_t)(k + AHEAD) * GROUP + b * LANES);
+            Words four = load_words(columns.at(b, k));
+            columns.fetch(b, k);
             for (int m = 0; m < rows; m++) acc[m][b] = dot_bytes(acc[m][b], x[m * stride + k], four);
         }
     }
-    for (int m = 0; m < rows; m++) {
-        int32_t sum = (int32_t)x[m * stride + steps];
-        float scale;
-        memcpy(&scale, x + m * stride + stride - 1, 4);
-        for (int b = 0; b < blocks; b++)
-            sums[m][b] = __builtin_convertvector(acc[m][b] - 128 * sum, Vector) * (scale * load(w.scales + first * LANES + b * LANES));
-    }
+    for (int m = 0; m < rows; m++)
+        for (int b = 0; b < blocks; b++) sums[m][b] = scaled_int8(w, x + m * stride, acc[m][b], first + b);
 }
 
 template <int rows, int blocks>
-static inline void multiply_int4(const uint32_t* x, int64_t stride, const Packed& w, const uint32_t* weights, int first, Vector (*sums)[blocks]) {
+static inline void multiply_int4(const uint32_t* x, int64_t stride, const Packed& w, int first, Vector (*sums)[blocks]) {
+    const Columns<blocks> columns(w, first);
     int steps = steps_of(w), per_group = w.quant_group / 8, groups = quant_groups(w);
-    const uint32_t* totals = x + (stride - 1 - groups);
+    const int32_t* totals = group_totals(w, x);
     Vector out[rows][blocks] = {};
     for (int g = 0; g < groups; g++) {
         Ints acc[rows][blocks] = {};
         for (int k = g * per_group; k < std::min(steps, (g + 1) * per_group); k++) {
             for (int b = 0; b < blocks; b++) {
-                Words eight = load_words(weights + (int64_t)k * GROUP + b * LANES);
-                __builtin_prefetch(weights + (int64_t)(k + AHEAD) * GROUP + b * LANES);
+                Words eight = load_words(columns.at(b, k));
+                columns.fetch(b, k);
                 Words low = eight & 0x0f0f0f0f, high = (eight >> 4) & 0x0f0f0f0f;
                 for (int m = 0; m < rows; m++)
                     acc[m][b] = dot_bytes(dot_bytes(acc[m][b], x[m * stride + 2 * k], low), x[m * stride + 2 * k + 1], high);
             }
         }
-        int64_t place = (int64_t)g * padded_out(w) + first * LANES;
         for (int b = 0; b < blocks; b++) {
-            Vector scale = load(w.scales + place + b * LANES);
-            Bytes bytes;
-            memcpy(&bytes, w.zeros + place + b * LANES, sizeof bytes);
-            Ints zero = __builtin_convertvector(bytes, Ints);
+            int64_t place = (int64_t)g * padded_out(w) + (first + b) * LANES;
+            Vector scale = load(w.scales + place);
+            Ints zeros = widened(w.zeros + place);
             for (int m = 0; m < rows; m++) {
-                Ints sum = acc[m][b] - zero * (int32_t)totals[m * stride + g];
-                out[m][b] = fma(__builtin_convertvector(sum, Vector), scale, out[m][b]);
+                Ints products = acc[m][b] - zeros * totals[m * stride + g];
+                out[m][b] = fma(__builtin_convertvector(products, Vector), scale, out[m][b]);
             }
         }
     }
-    for (int m = 0; m < rows; m++) {
-        float scale;
-        memcpy(&scale, x + m * stride + stride - 1, 4);
-        for (int b = 0; b < blocks; b++) sums[m][b] = out[m][b] * scale;
-    }
+    for (int m = 0; m < rows; m++)
+        for (int b = 0; b < blocks; b++) sums[m][b] = out[m][b] * scale_of(w, x + m * stride);
 }
 
 // The sums of `rows` rows and `blocks` vectors of a group. `x` has `stride` words between rows.
 template <int kind, int rows, int blocks>
-static inline void multiply_floats(const uint32_t* x, int64_t stride, const uint32_t* weights, int steps, Vector (*sums)[blocks]) {
+static inline void multiply_floats(const uint32_t* x, int64_t stride, const Packed& w, int first, Vector (*sums)[blocks]) {
+    const Columns<blocks> columns(w, first);
+    const int steps = steps_of(w);
     Vector acc[rows][blocks] = {};
     for (int k = 0; k < steps; k++) {
-        for (int b = 0; b < blocks; b++) __builtin_prefetch(weights + (int64_t)(k + AHEAD) * GROUP + b * LANES);
+        for (int b = 0; b < blocks; b++) columns.fetch(b, k);
         if constexpr (kind == HALVED) {
             for (int b = 0; b < blocks; b++) {
-                Words pairs = load_words(weights + (int64_t)k * GROUP + b * LANES);
+                Words pairs = load_words(columns.at(b, k));
                 Vector low = low_half(pairs), high = high_half(pairs);
                 for (int m = 0; m < rows; m++) {
                     const float* input = (const float*)x + m * stride + 2 * k;
@@ -159,7 +123,7 @@ static inline void multiply_floats(const uint32_t* x, int64_t stride, const uint
         } else {
             for (int m = 0; m < rows; m++)
                 for (int b = 0; b < blocks; b++)
-                    acc[m][b] = step<kind>(acc[m][b], x[m * stride + k], weights + (int64_t)k * GROUP + b * LANES);
+                    acc[m][b] = step<kind>(acc[m][b], x[m * stride + k], columns.at(b, k));
         }
     }
     for (int m = 0; m < rows; m++)
@@ -167,75 +131,23 @@ static inline void multiply_floats(const uint32_t* x, int64_t stride, const uint
 }
 
 template <int rows, int blocks>
-static void multiply(const Packed& w, const uint32_t* x, int64_t stride, const uint32_t* data, int first, Vector (*sums)[blocks]) {
+static void multiply(const Packed& w, const uint32_t* x, int64_t stride, int first, Vector (*sums)[blocks]) {
     switch (w.kind) {
-        case FLOAT32: return multiply_floats<FLOAT32, rows, blocks>(x, stride, data, steps_of(w), sums);
-        case HALVED: return multiply_floats<HALVED, rows, blocks>(x, stride, data, steps_of(w), sums);
-        case BFLOAT16: return multiply_floats<BFLOAT16, rows, blocks>(x, stride, data, steps_of(w), sums);
-        case INT8: return multiply_int8<rows, blocks>(x, stride, w, data, first, sums);
-        default: return multiply_int4<rows, blocks>(x, stride, w, data, first, sums);
+        case FLOAT32: return multiply_floats<FLOAT32, rows, blocks>(x, stride, w, first, sums);
+        case HALVED: return multiply_floats<HALVED, rows, blocks>(x, stride, w, first, sums);
+        case BFLOAT16: return multiply_floats<BFLOAT16, rows, blocks>(x, stride, w, first, sums);
+        case INT8: return multiply_int8<rows, blocks>(x, stride, w, first, sums);
+        default: return multiply_int4<rows, blocks>(x, stride, w, first, sums);
     }
 }
 
 // The same, for at most ROWS rows; more sums than MOST do not fit the registers.
 template <int blocks, int most = ROWS>
-static void multiply_rows(int rows, const Packed& w, const uint32_t* x, int64_t stride, const uint32_t* data, int first, Vector (*sums)[blocks]) {
+static void multiply_rows(int rows, const Packed& w, const uint32_t* x, int64_t stride, int first, Vector (*sums)[blocks]) {
     if constexpr (most > 1) {
-        if (rows < most || most * blocks > MOST) return multiply_rows<blocks, most - 1>(rows, w, x, stride, data, first, sums);
+        if (rows < most || most * blocks > MOST) return multiply_rows<blocks, most - 1>(rows, w, x, stride, first, sums);
     }
-    if constexpr (most == 1 || most * blocks <= MOST) multiply<most, blocks>(w, x, stride, data, first, sums);
-}
-
-// About how long one thread takes: as long as the weights from memory, or as the sums.
-static inline double nanoseconds(const Packed& w, int rows) {
-    return std::max(packed_bytes(w) / 30.0, (double)rows * w.in * w.out / (w.kind <= HALVED ? 100.0 : 200.0));
-}
-
-// Words of a row as `multiply` reads it. Rows of float32 weights are used where they are.
-static inline int64_t input_stride(const Packed& w) {
-    switch (w.kind) {
-        case FLOAT32: return w.in;
-        case HALVED: return w.in + w.in % 2;
-        case BFLOAT16: return steps_of(w);
-        case INT8: return steps_of(w) + 2;
-        default: return 2 * steps_of(w) + quant_groups(w) + 1;
-    }
-}
-
-static inline bool is_prepared(const Packed& w) { return w.kind <= HALVED && input_stride(w) == w.in; }
-
-static void prepare_row(const Packed& w, const float* x, uint32_t* to) {
-    int64_t stride = input_stride(w);
-    if (w.kind <= BFLOAT16) {
-        to[stride - 1] = 0;
-        if (w.kind == BFLOAT16) store_bf16((uint16_t*)to, x, w.in);
-        else memcpy(to, x, 4 * (size_t)w.in);
-        return;
-    }
-    auto part = [&](int k) { return k + LANES <= w.in ? load(x + k) : load_some(x + k, w.in - k); };
-    Vector most{}, wrong{};  // what is no number, or infinite, makes the whole row so
-    for (int k = 0; k < w.in; k += LANES) most = max(most, max(part(k), -part(k))), wrong = wrong + part(k) * 0.0f;
-    float lanes[LANES], largest = 0;
-    store(lanes, most);
-    for (float lane : lanes) largest = std::max(largest, lane);
-    float scale = largest / 127 + sum(wrong), inverse = largest > 0 ? 127 / largest : 0;
-    int groups = w.kind == INT8 ? 1 : quant_groups(w), group = w.kind == INT8 ? w.in : w.quant_group;
-    int64_t words = w.kind == INT8 ? steps_of(w) : 2 * steps_of(w);
-    int8_t* bytes = (int8_t*)to;
-    memset(bytes + w.in, 0, 4 * words - w.in);
-    const Vector magic = all(ROUNDING);
-    for (int k = 0; k < w.in; k += LANES) {
-        Ints codes = (Ints)(part(k) * inverse + magic) - (Ints)magic;
-        SignedBytes narrow = __builtin_convertvector(codes, SignedBytes);
-        if (k + LANES <= w.in) memcpy(bytes + k, &narrow, LANES);
-        else memcpy(bytes + k, &narrow, w.in - k);
-    }
-    for (int g = 0; g < groups; g++) {
-        int32_t total = 0;
-        for (int k = g * group; k < std::min(w.in, (g + 1) * group); k++) total += bytes[k];
-        memcpy(to + words + g, &total, 4);
-    }
-    memcpy(to + stride - 1, &scale, 4);
+    if constexpr (most == 1 || most * blocks <= MOST) multiply<most, blocks>(w, x, stride, first, sums);
 }
 
 // Vectors whose sums for so many rows fit the registers. Unpacked int4 weights take registers, too.
@@ -248,7 +160,8 @@ static inline int fitting(const Packed& w, int rows, int blocks) {
 // Sums of `blocks` vectors from vector `first` on, for rows [m0, m1): `use(row, vector, sum)` gets each.
 template <class Use>
 static void linear_columns(const Packed& w, const uint32_t* x, int m0, int m1, int first, int blocks, const Use& use) {
-    const uint32_t* data = (const uint32_t*)w.data + (int64_t)(first / BLOCKS) * steps_of(w) * GROUP + first % BLOCKS * LANES;
+    const bool exact = w.kind > BFLOAT16;  // sums of integers, by tiles or not
+    if (uses_tiles(w) && !(exact && m1 - m0 <= ROWS)) return tile_columns(w, x, m0, m1, first, blocks, use);
     int64_t stride = input_stride(w);
     int count = (m1 - m0 + ROWS - 1) / ROWS;
     for (int i = 0, m = m0; i < count; i++) {  // register blocks of nearly equal height
@@ -256,12 +169,12 @@ static void linear_columns(const Packed& w, const uint32_t* x, int m0, int m1, i
         for (int b = 0; b < blocks;) {
             auto part = [&]<int wide>() {
                 Vector sums[ROWS][wide];
-                multiply_rows<wide>(rows, w, x + m * stride, stride, data + b * LANES, first + b, sums);
+                multiply_rows<wide>(rows, w, x + m * stride, stride, first + b, sums);
                 for (int r = 0; r < rows; r++)
                     for (int v = 0; v < wide; v++) use(m + r, first + b + v, sums[r][v]);
                 b += wide;
             };
-            int wide = fitting(w, rows, BLOCKS);
+            int wide = fitting(w, rows, WIDEST);
             while (wide > blocks - b) wide /= 2;
             if (wide >= 8) part.template operator()<8>();
             else if (wide >= 4) part.template operator()<4>();
@@ -284,7 +197,7 @@ struct Tiling {
 
     Tiling(int vectors, int rows, int threads) {
         chunks = (rows + ROW_CHUNK - 1) / ROW_CHUNK;
-        width = BLOCKS;
+        width = WIDEST;
         while (width > 1 && (vectors + width - 1) / width * chunks < 3 * threads) width /= 2;
         columns = (vectors + width - 1) / width;
     }
@@ -315,7 +228,7 @@ static void linear(Team& team, const Packed& w, const uint32_t* x, int rows, flo
 static void gated(Team& team, const Packed& w, const uint32_t* x, int rows, float* y) {
     int half = w.out / 2, vectors = half / LANES;
     Tiling tiling(vectors, rows, team.size());
-    int width = vectors % BLOCKS == 0 ? tiling.width : 1;  // a tile of `up` must start where one of `gate` does
+    int width = vectors % WIDEST == 0 ? tiling.width : 1;  // a tile of `up` must start where one of `gate` does
     tiling.width = width;
     tiling.columns = vectors / width;
     team.run(tiling.tiles(), nanoseconds(w, rows), [&](int tile, int) {
@@ -330,41 +243,3 @@ static void gated(Team& team, const Packed& w, const uint32_t* x, int rows, floa
     });
 }
 
-// Calls `visit(place, index)` for every element: its place in the packed form, counted in elements, and in the plain one.
-template <class Visit> static void each_element(Team& team, const Packed& w, const Visit& visit) {
-    int many = inputs_of_word(w.kind), steps = steps_of(w);
-    team.expect(1e9);
-    team.run((w.out + GROUP - 1) / GROUP, 1e9, [&](int group, int) {
-        for (int k = 0; k < w.in; k++)
-            for (int n = group * GROUP; n < std::min(w.out, (group + 1) * GROUP); n++) {
-                int64_t step = (int64_t)group * steps + k / many;
-                visit((step * GROUP + n % GROUP) * many + k % many, (int64_t)n * w.in + k);
-            }
-    });
-}
-
-// Where the nibble of element `place` is: input k of 8 shares a byte with input k + 4 or k - 4.
-static inline int64_t nibble_byte(int64_t place) { return place / 8 * 4 + place % 4; }
-static inline int nibble_shift(int64_t place) { return place % 8 < 4 ? 0 : 4; }
-
-// `weight` [out, in] to the packed form: floats, halves of bfloat16, or codes in bytes.
-static void pack(Team& team, const Packed& w, const void* weight, void* to) {
-    memset(to, 0, packed_bytes(w));
-    each_element(team, w, [&](int64_t place, int64_t index) {
-        if (w.kind == FLOAT32) ((float*)to)[place] = ((const float*)weight)[index];
-        else if (w.kind <= BFLOAT16) ((uint16_t*)to)[place] = ((const uint16_t*)weight)[index];
-        else if (w.kind == INT8) ((uint8_t*)to)[place] = ((const uint8_t*)weight)[index];
-        else ((uint8_t*)to)[nibble_byte(place)] |= ((const uint8_t*)weight)[index] << nibble_shift(place);
-    });
-}
-
-// The inverse of `pack`.
-static void unpack(Team& team, const Packed& w, void* weight) {
-    const uint8_t* bytes = (const uint8_t*)w.data;
-    each_element(team, w, [&](int64_t place, int64_t index) {
-        if (w.kind == FLOAT32) ((float*)weight)[index] = ((const float*)w.data)[place];
-        else if (w.kind <= BFLOAT16) ((uint16_t*)weight)[index] = ((const uint16_t*)w.data)[place];
-        else if (w.kind == INT8) ((uint8_t*)weight)[index] = bytes[place];
-        else ((uint8_t*)weight)[index] = bytes[nibble_byte(place)] >> nibble_shift(place) & 15;
-    });
-}

@@ -10,9 +10,11 @@
 struct Session {
     explicit Session(int threads) : team(threads), scores(threads), noise(threads) {}
 
+    // It begins at a cache line.
     template <class T> static T* room(std::vector<T>& buffer, int64_t size) {
-        if ((int64_t)buffer.size() < size) buffer.resize(size);
-        return buffer.data();
+        const int64_t line = 64 / sizeof(T);
+        if ((int64_t)buffer.size() < size + line) buffer.resize(size + line);
+        return (T*)(((uintptr_t)buffer.data() + 63) & ~(uintptr_t)63);
     }
 
     void attend(const Batch& batch, const Cache& cache, const float* query, float* out) {

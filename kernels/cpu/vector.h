@@ -59,6 +59,19 @@ static inline Vector fma(Vector a, Vector b, Vector c) {
 #endif
 }
 
+// GCC 12 would take the bytes apart one by one.
+static inline Ints widened(const uint8_t* from) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_maskz_cvtepu8_epi32((__mmask16)-1, _mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+    Bytes bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(bytes, Ints);
+#endif
+}
+
 // bfloat16 is the upper half of a float.
 static inline Vector load_bf16(const uint16_t* from) {
     Halves x;

@@ -27,7 +27,12 @@ from eagle_server.ops.native_sampling import NativeScoring
 from eagle_server.ops.quantize import Quantization, quantize
 
 SLOTS = 400
-MACHINES = {"this machine": ("-march=native",), "AVX2": ("-march=x86-64-v3",), "SSE2": ("-march=x86-64",)}
+MACHINES = {
+    "this machine": ("-march=native",),
+    "without tiles": ("-march=native", "-mno-amx-tile"),
+    "AVX2": ("-march=x86-64-v3",),
+    "SSE2": ("-march=x86-64",),
+}
 
 
 @pytest.fixture(scope="module", params=MACHINES)
@@ -71,7 +76,7 @@ def test_a_linear_layer_is_torchs_and_its_rows_do_not_depend_on_each_other(
     weight = weight if kind == "float32" else weight.bfloat16()
     packed = NativeWeight(weight.float() if kind == "halved" else weight)
     assert torch.equal(packed.dense(), weight.float() if kind == "halved" else weight)
-    for rows in (1, 2, 5, 6, 7, 13, 97, 200):
+    for rows in (1, 2, 5, 6, 7, 13, 31, 50, 97, 200):
         x = random(rows, inputs, seed=rows)
         y = native_linear(x, packed, bias)
         exact = F.linear((x.bfloat16() if kind == "bfloat16" else x).double(), weight.double(), bias.double())
@@ -79,7 +84,7 @@ def test_a_linear_layer_is_torchs_and_its_rows_do_not_depend_on_each_other(
         assert torch.equal(y, torch.cat([native_linear(row[None], packed, bias) for row in x[:20]] + [y[20:]]))
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (8, 16), (100, 33), (256, 640), (320, 65)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (8, 16), (96, 50), (100, 33), (256, 640), (320, 65)])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.usefixtures("kernels", "threads")
 def test_integer_weights_give_the_sums_of_rounded_inputs_and_no_row_changes_another(
@@ -88,7 +93,7 @@ def test_integer_weights_give_the_sums_of_rounded_inputs_and_no_row_changes_anot
     bias, weight = random(outputs, seed=2), quantize(random(outputs, inputs, seed=1) / inputs**0.5, quantization)
     packed = NativeWeight(weight)
     torch.testing.assert_close(packed.dense(), weight.dense(), atol=0, rtol=0)
-    for rows in (1, 2, 5, 6, 7, 13, 97):
+    for rows in (1, 2, 5, 6, 7, 13, 31, 50, 97):
         x = random(rows, inputs, seed=rows)
         scale = x.abs().amax(dim=1, keepdim=True) / 127
         exact = F.linear(((x / scale).round() * scale).double(), weight.dense().double(), bias.double())

@@ -1,0 +1,163 @@
+// Products with packed weights by tiles. As in linear.h, sums are in one order for every number of rows, but in another one.
+#pragma once
+
+#include "packed.h"
+
+#if defined(HAS_TILES)
+
+// A pass over `wide` vectors of weights, from vector `first` on, for `rows` rows from row `m` on: `high` blocks of them.
+template <int high, int wide> struct TilePass {
+    static_assert(high * wide <= 4);
+    static constexpr int TILES = high * wide;
+    typedef uint32_t Tile[TILE][TILE];
+
+    const Packed& w;
+    const uint32_t* x;
+    const int m, rows, first;
+    const int parts = tile_rows_of_row(w), block = TILE / parts, last = rows - (high - 1) * block;  // rows of blocks
+    const int64_t stride = input_stride(w) / parts;                                                // of tile rows
+    const uint32_t* columns[wide];
+
+    TilePass(const Packed& w, const uint32_t* x, int m, int rows, int first)
+        : w(w), x(x + m * input_stride(w)), m(m), rows(rows), first(first) {
+        for (int v = 0; v < wide; v++) columns[v] = column_of(w, first + v);
+    }
+
+    // Shapes all registers. `depth`: words of a row of inputs.
+    void shape(Tiles& shapes, int depth) const {
+        for (int c = 0; c < TILES; c++) shapes.set(c, c / wide == high - 1 ? parts * last : parts * block, TILE);
+        shapes.set(4, depth, TILE);
+        shapes.set(5, depth, TILE);
+        shapes.set(6, parts * block, depth);
+        shapes.set(7, parts * last, depth);
+        shapes.begin();
+    }
+
+    template <int h> void load_inputs(int k) const { tile_load<h == high - 1 ? 7 : 6>(x + (int64_t)h * parts * block * stride + k, stride); }
+
+    // Adds the products of inputs from word `k` on: `load_weights.operator()<v>()` loads those of vector v to register 4 + v % 2.
+    template <TileDot dot, class Load> void add_products(int k, const Load& load_weights) const {
+        if constexpr (high <= 2) each<high>([&]<int h>() { load_inputs<h>(k); });
+        each<wide>([&]<int v>() {
+            load_weights.template operator()<v>();
+            each<high>([&]<int h>() {
+                if constexpr (high > 2) load_inputs<h>(k);
+                tile_dot<dot, h * wide + v, h == high - 1 ? 7 : 6, 4 + v % 2>();
+            });
+        });
+    }
+
+    template <TileDot dot> void multiply(Tile* sums) const {
+        Tiles tiles;
+        shape(tiles, TILE);
+        each<TILES>([]<int c>() { tile_zero<c>(); });
+        for (int k = 0; k < steps_of(w); k += TILE) {
+            add_products<dot>(k, [&]<int v>() {
+                const uint32_t* from = columns[v] + (int64_t)k * GROUP;
+                for (int i = 0; i < TILE; i++) __builtin_prefetch(from + (i + 4 * TILE) * GROUP, 0, 2);
+                tile_load<4 + v % 2>(from, GROUP);
+            });
+        }
+        each<TILES>([&]<int c>() { tile_store<c>(sums[c][0], TILE); });
+    }
+
+    template <class Use> void floats_or_int8(const Use& use) const {
+        alignas(64) Tile sums[TILES];
+        if (w.kind == INT8) multiply<UNSIGNED>(sums);
+        else multiply<PAIRS>(sums);
+        for (int r = 0; r < rows; r++) {
+            for (int v = 0; v < wide; v++) {
+                auto sum = [&](int part) { return (Vector)load_words(sums[r / block * wide + v][r % block * parts + part]); };
+                if (w.kind == INT8) use(m + r, first + v, scaled_int8(w, x + r * stride, (Ints)sum(0), first + v));
+                else use(m + r, first + v, parts == 1 ? sum(0) : (sum(2) + sum(1)) + sum(0));
+            }
+        }
+    }
+
+    // The bytes of one tile of int4 weights, without their zeros.
+    static void unpack(const uint32_t* from, Words zeros, int depth, Tile to) {
+        auto put = [&](Words codes, uint32_t* row) {
+            auto bytes = _mm512_sub_epi8((__m512i)codes, (__m512i)zeros);
+            memcpy(row, &bytes, sizeof bytes);
+        };
+        for (int i = 0; i < depth / 2; i++) {
+            __builtin_prefetch(from + (i + AHEAD) * GROUP);
+            Words eight = load_words(from + i * GROUP);
+            put(eight & 0x0f0f0f0f, to[2 * i]);
+            put((eight >> 4) & 0x0f0f0f0f, to[2 * i + 1]);
+        }
+    }
+
+    // While one tile is multiplied the next one is unpacked, because a tile cannot be loaded from where numbers were just stored
+    // without a wait. The same holds for the sums of a group of inputs.
+    template <class Use> void int4(const Use& use) const {
+        const int depth = std::min(TILE, w.quant_group / 4), tiles_of_group = w.quant_group / (4 * depth);
+        const int count = std::min(2 * steps_of(w) / depth, quant_groups(w) * tiles_of_group);
+        alignas(64) Tile unpacked[2][wide], products[2][TILES];
+        Vector sums[TILES * TILE] = {};
+        Tiles tiles;
+        shape(tiles, depth);
+        auto unpack_all = [&](int tile) {
+            for (int v = 0; v < wide && tile < count; v++) {
+                Words zeros = (Words)widened(w.zeros + (int64_t)(tile / tiles_of_group) * padded_out(w) + (first + v) * TILE) * 0x01010101u;
+                unpack(columns[v] + (int64_t)tile * (depth / 2) * GROUP, zeros, depth, unpacked[tile % 2][v]);
+            }
+        };
+        auto add_group = [&](int group) {
+            for (int v = 0; v < wide; v++) {
+                const Vector scale = load(w.scales + (int64_t)group * padded_out(w) + (first + v) * TILE);
+                for (int r = 0; r < rows; r++) {
+                    const int c = r / TILE * wide + v;
+                    const Ints found = (Ints)load_words(products[group % 2][c][r % TILE]);
+                    sums[c * TILE + r % TILE] = fma(__builtin_convertvector(found, Vector), scale, sums[c * TILE + r % TILE]);
+                }
+            }
+        };
+        unpack_all(0);
+        for (int tile = 0; tile < count; tile++) {
+            unpack_all(tile + 1);
+            if (tile % tiles_of_group == 0) each<TILES>([]<int c>() { tile_zero<c>(); });
+            add_products<SIGNED>(tile * depth, [&]<int v>() { tile_load<4 + v % 2>(unpacked[tile % 2][v][0], TILE); });
+            if ((tile + 1) % tiles_of_group && tile + 1 < count) continue;
+            const int group = tile / tiles_of_group;
+            each<TILES>([&]<int c>() { tile_store<c>(products[group % 2][c][0], TILE); });
+            if (group > 0) add_group(group - 1);
+        }
+        add_group((count - 1) / tiles_of_group);
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < wide; v++)
+                use(m + r, first + v, sums[(r / TILE * wide + v) * TILE + r % TILE] * scale_of(w, x + r * stride));
+    }
+};
+
+// See linear_columns. Weights are read once for four blocks of rows.
+template <class Use>
+static void tile_columns(const Packed& w, const uint32_t* x, int m0, int m1, int first, int blocks, const Use& use) {
+    const int block = TILE / tile_rows_of_row(w);
+    for (int m = m0; m < m1; m += 4 * block) {
+        const int rows = std::min(4 * block, m1 - m), high = (rows + block - 1) / block;
+        for (int b = 0; b < blocks;) {
+            auto pass = [&]<int high, int wide>() {
+                TilePass<high, wide> pass(w, x, m, rows, first + b);
+                if (w.kind == INT4) pass.int4(use);
+                else pass.floats_or_int8(use);
+                b += wide;
+            };
+            const int left = blocks - b;
+            if (high == 4) pass.template operator()<4, 1>();
+            else if (high == 3) pass.template operator()<3, 1>();
+            else if (high == 2 && left >= 2) pass.template operator()<2, 2>();
+            else if (high == 2) pass.template operator()<2, 1>();
+            else if (left >= 4) pass.template operator()<1, 4>();
+            else if (left >= 2) pass.template operator()<1, 2>();
+            else pass.template operator()<1, 1>();
+        }
+    }
+}
+
+#else
+
+template <class Use>
+static void tile_columns(const Packed&, const uint32_t*, int, int, int, int, const Use&) {}
+
+#endif

@@ -1,0 +1,191 @@
+// Packed weights, and rows prepared for products with them.
+//
+// A weight [out, in] is packed in groups of 16 outputs: [out / 16][steps][16] words of 4 bytes, padded. A word holds 1, 2, 4
+// or 8 inputs of an output. Inputs of integer weights are rounded to 8 bits, with a scale for each row; integer sums are
+// exact. With tiles, a row of floats for HALVED weights becomes three of bfloat16, whose sum it is.
+#pragma once
+
+#include <algorithm>
+
+#include "team.h"
+#include "tiles.h"
+#include "vector.h"
+
+constexpr int GROUP = 16;  // outputs of a group: a cache line
+constexpr int BLOCKS = GROUP / LANES;  // vectors of a group
+constexpr int AHEAD = 16;  // steps that weights are fetched ahead
+
+enum Kind : int32_t {
+    FLOAT32 = 0,
+    HALVED = 1,    // float32 arithmetic on weights that bfloat16 holds exactly
+    BFLOAT16 = 2,  // inputs are rounded to bfloat16 too; sums are float32
+    INT8 = 3,      // a scale for each output; bytes hold the code + 128
+    INT4 = 4,      // a scale and a zero for each output and `quant_group` inputs; nibbles hold the code
+};
+
+struct Packed {
+    const void* data;
+    const float* bias;     // [out], or null
+    const float* scales;   // INT8: [padded out]; INT4: [in / quant_group][padded out]
+    const uint8_t* zeros;  // INT4: as the scales
+    int32_t kind, in, out, quant_group;
+};
+
+static inline int inputs_of_word(int kind) { return kind == FLOAT32 ? 1 : kind <= BFLOAT16 ? 2 : kind == INT8 ? 4 : 8; }
+static inline int rounded_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+
+// Whole tiles of inputs, but for FLOAT32.
+static inline int steps_of(const Packed& w) {
+    int many = inputs_of_word(w.kind), steps = (w.in + many - 1) / many;
+    return w.kind == FLOAT32 ? steps : rounded_up(steps, w.kind == INT4 ? TILE / 2 : TILE);
+}
+static inline int padded_out(const Packed& w) { return rounded_up(w.out, GROUP); }
+// Where the words of a vector of outputs begin. Those of the next step are GROUP words further.
+static inline const uint32_t* column_of(const Packed& w, int vector) {
+    return (const uint32_t*)w.data + (int64_t)(vector / BLOCKS) * steps_of(w) * GROUP + vector % BLOCKS * LANES;
+}
+
+static inline int64_t packed_bytes(const Packed& w) { return (int64_t)padded_out(w) * steps_of(w) * 4; }
+static inline int quant_groups(const Packed& w) { return (w.in + w.quant_group - 1) / w.quant_group; }
+
+static inline Vector low_half(Words pairs) { return (Vector)(pairs << 16); }
+static inline Vector high_half(Words pairs) { return (Vector)(pairs & 0xffff0000u); }
+
+static inline Words load_words(const uint32_t* from) {
+    Words x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+// Whether products with it are made of tiles.
+static inline bool uses_tiles(const Packed& w) {
+    return has_tiles() && w.kind != FLOAT32 && (w.kind != INT4 || w.quant_group == 2 * TILE || w.quant_group % (4 * TILE) == 0);
+}
+
+static inline int tile_rows_of_row(const Packed& w) { return w.kind == HALVED && has_tiles() ? 3 : 1; }
+
+// About how long one thread takes: as long as the weights from memory, or as the sums.
+static inline double nanoseconds(const Packed& w, int rows) {
+    double products = uses_tiles(w) ? 1000.0 / tile_rows_of_row(w) : w.kind <= HALVED ? 100.0 : 200.0;  // in a nanosecond
+    return std::max(packed_bytes(w) / 30.0, (double)rows * w.in * w.out / products);
+}
+
+// Words of a row as products read it. Rows for FLOAT32 are used where they are. The others begin at cache lines.
+static inline int64_t input_stride(const Packed& w) {
+    switch (w.kind) {
+        case FLOAT32: return w.in;
+        case HALVED: return has_tiles() ? 3 * steps_of(w) : 2 * steps_of(w);
+        case BFLOAT16: return steps_of(w);
+        case INT8: return rounded_up(steps_of(w) + 2, TILE);
+        default: return rounded_up(2 * steps_of(w) + quant_groups(w) + 1, TILE);
+    }
+}
+
+static inline bool is_prepared(const Packed& w) {
+    return w.kind == FLOAT32 || (w.kind == HALVED && !has_tiles() && input_stride(w) == w.in);
+}
+
+// x as the sum of three rows of bfloat16, exactly: 8 bits of its 24 each.
+static void split_row(const Packed& w, const float* x, uint16_t* to) {
+    const int padded = 2 * steps_of(w);
+    for (int k = 0; k < padded; k += LANES) {
+        int left = std::min(LANES, w.in - k);
+        Vector rest = left <= 0 ? Vector{} : load_some(x + k, left);
+        for (int part = 0; part < 3; part++) {
+            Words bits = (Words)rest;
+            Halves high = __builtin_convertvector(bits >> 16, Halves);
+            memcpy(to + part * padded + k, &high, sizeof high);
+            rest = rest - (Vector)(bits & 0xffff0000u);
+        }
+    }
+}
+
+static void prepare_row(const Packed& w, const float* x, uint32_t* to) {
+    int64_t stride = input_stride(w);
+    if (w.kind == HALVED && has_tiles()) return split_row(w, x, (uint16_t*)to);
+    if (w.kind <= BFLOAT16) {
+        int size = w.kind == BFLOAT16 ? 2 : 4;
+        memset((char*)to + (size_t)size * w.in, 0, 4 * stride - (size_t)size * w.in);
+        if (w.kind == BFLOAT16) store_bf16((uint16_t*)to, x, w.in);
+        else memcpy(to, x, 4 * (size_t)w.in);
+        return;
+    }
+    auto part = [&](int k) { return k + LANES <= w.in ? load(x + k) : load_some(x + k, w.in - k); };
+    Vector most{}, wrong{};  // what is no number, or infinite, makes the whole row so
+    for (int k = 0; k < w.in; k += LANES) most = max(most, max(part(k), -part(k))), wrong = wrong + part(k) * 0.0f;
+    float lanes[LANES], largest = 0;
+    store(lanes, most);
+    for (float lane : lanes) largest = std::max(largest, lane);
+    float scale = largest / 127 + sum(wrong), inverse = largest > 0 ? 127 / largest : 0;
+    int groups = w.kind == INT8 ? 1 : quant_groups(w), group = w.kind == INT8 ? w.in : w.quant_group;
+    int64_t words = w.kind == INT8 ? steps_of(w) : 2 * steps_of(w);
+    int8_t* bytes = (int8_t*)to;
+    memset(bytes + w.in, 0, 4 * words - w.in);
+    const Vector magic = all(ROUNDING);
+    for (int k = 0; k < w.in; k += LANES) {
+        Ints codes = (Ints)(part(k) * inverse + magic) - (Ints)magic;
+        SignedBytes narrow = __builtin_convertvector(codes, SignedBytes);
+        if (k + LANES <= w.in) memcpy(bytes + k, &narrow, LANES);
+        else memcpy(bytes + k, &narrow, w.in - k);
+    }
+    for (int g = 0; g < groups; g++) {
+        int32_t total = 0;
+        for (int k = g * group; k < std::min(w.in, (g + 1) * group); k++) total += bytes[k];
+        memcpy(to + words + g, &total, 4);
+    }
+    memcpy(to + stride - 1, &scale, 4);
+}
+
+// The integer sums of a row's inputs are words after its data: for INT8 of all, for INT4 of each group. The scale is last.
+static inline float scale_of(const Packed& w, const uint32_t* row) {
+    float scale;
+    memcpy(&scale, row + input_stride(w) - 1, 4);
+    return scale;
+}
+
+// From sums of products of codes to sums of products.
+static inline Vector scaled_int8(const Packed& w, const uint32_t* row, Ints sums, int vector) {
+    int32_t total = (int32_t)row[steps_of(w)];
+    return __builtin_convertvector(sums - 128 * total, Vector) * (scale_of(w, row) * load(w.scales + vector * LANES));
+}
+
+static inline const int32_t* group_totals(const Packed& w, const uint32_t* row) { return (const int32_t*)row + 2 * steps_of(w); }
+
+// Calls `visit(place, index)` for every element: its place in the packed form, counted in elements, and in the plain one.
+template <class Visit> static void each_element(Team& team, const Packed& w, const Visit& visit) {
+    int many = inputs_of_word(w.kind), steps = steps_of(w);
+    team.expect(1e9);
+    team.run((w.out + GROUP - 1) / GROUP, 1e9, [&](int group, int) {
+        for (int k = 0; k < w.in; k++)
+            for (int n = group * GROUP; n < std::min(w.out, (group + 1) * GROUP); n++) {
+                int64_t step = (int64_t)group * steps + k / many;
+                visit((step * GROUP + n % GROUP) * many + k % many, (int64_t)n * w.in + k);
+            }
+    });
+}
+
+// Where the nibble of element `place` is: input k of 8 shares a byte with input k + 4 or k - 4.
+static inline int64_t nibble_byte(int64_t place) { return place / 8 * 4 + place % 4; }
+static inline int nibble_shift(int64_t place) { return place % 8 < 4 ? 0 : 4; }
+
+// `weight` [out, in] to the packed form: floats, halves of bfloat16, or codes in bytes.
+static void pack(Team& team, const Packed& w, const void* weight, void* to) {
+    memset(to, 0, packed_bytes(w));
+    each_element(team, w, [&](int64_t place, int64_t index) {
+        if (w.kind == FLOAT32) ((float*)to)[place] = ((const float*)weight)[index];
+        else if (w.kind <= BFLOAT16) ((uint16_t*)to)[place] = ((const uint16_t*)weight)[index];
+        else if (w.kind == INT8) ((uint8_t*)to)[place] = ((const uint8_t*)weight)[index];
+        else ((uint8_t*)to)[nibble_byte(place)] |= ((const uint8_t*)weight)[index] << nibble_shift(place);
+    });
+}
+
+// The inverse of `pack`.
+static void unpack(Team& team, const Packed& w, void* weight) {
+    const uint8_t* bytes = (const uint8_t*)w.data;
+    each_element(team, w, [&](int64_t place, int64_t index) {
+        if (w.kind == FLOAT32) ((float*)weight)[index] = ((const float*)w.data)[place];
+        else if (w.kind <= BFLOAT16) ((uint16_t*)weight)[index] = ((const uint16_t*)w.data)[place];
+        else if (w.kind == INT8) ((uint8_t*)weight)[index] = bytes[place];
+        else ((uint8_t*)weight)[index] = bytes[nibble_byte(place)] >> nibble_shift(place) & 15;
+    });
+}
