@@ -157,11 +157,12 @@ static inline int fitting(const Packed& w, int rows, int blocks) {
     return blocks;
 }
 
-// Sums of `blocks` vectors from vector `first` on, for rows [m0, m1): `use(row, vector, sum)` gets each.
-template <class Use>
-static void linear_columns(const Packed& w, const uint32_t* x, int m0, int m1, int first, int blocks, const Use& use) {
+// Sums of `blocks` vectors from vector `first` on, for rows [m0, m1): put(to, vector, sum) gets each, and where(row, vector).
+template <class Where, class Put>
+static void linear_columns(
+    const Packed& w, const uint32_t* x, int m0, int m1, int first, int blocks, const Where& where, const Put& put) {
     const bool exact = w.kind > BFLOAT16;  // sums of integers, by tiles or not
-    if (uses_tiles(w) && !(exact && m1 - m0 <= ROWS)) return tile_columns(w, x, m0, m1, first, blocks, use);
+    if (uses_tiles(w) && !(exact && m1 - m0 <= ROWS)) return tile_columns(w, x, m0, m1, first, blocks, where, put);
     int64_t stride = input_stride(w);
     int count = (m1 - m0 + ROWS - 1) / ROWS;
     for (int i = 0, m = m0; i < count; i++) {  // register blocks of nearly equal height
@@ -171,7 +172,7 @@ static void linear_columns(const Packed& w, const uint32_t* x, int m0, int m1, i
                 Vector sums[ROWS][wide];
                 multiply_rows<wide>(rows, w, x + m * stride, stride, first + b, sums);
                 for (int r = 0; r < rows; r++)
-                    for (int v = 0; v < wide; v++) use(m + r, first + b + v, sums[r][v]);
+                    for (int v = 0; v < wide; v++) put(where(m + r, first + b + v), first + b + v, sums[r][v]);
                 b += wide;
             };
             int wide = fitting(w, rows, WIDEST);
@@ -213,14 +214,14 @@ static void linear(Team& team, const Packed& w, const uint32_t* x, int rows, flo
     Tiling tiling(vectors, rows, team.size());
     team.run(tiling.tiles(), nanoseconds(w, rows), [&](int tile, int) {
         int first = tile / tiling.chunks * tiling.width, m0 = tiling.first_row(tile, rows), m1 = tiling.last_row(tile, rows);
-        auto put = [&](int row, int vector, Vector sum) {
+        auto where = [&](int row, int vector) { return y + (int64_t)row * w.out + vector * LANES; };
+        auto put = [&](float* to, int vector, Vector sum) {
             int column = vector * LANES, left = w.out - column;
-            float* to = y + (int64_t)row * w.out + column;
             Vector value = with_bias(w, sum, column);
             if (left >= LANES) store(to, add ? load(to) + value : value);
             else store_some(to, add ? load_some(to, left) + value : value, left);
         };
-        linear_columns(w, x, m0, m1, first, std::min(tiling.width, vectors - first), put);
+        linear_columns(w, x, m0, m1, first, std::min(tiling.width, vectors - first), where, put);
     });
 }
 
@@ -233,13 +234,11 @@ static void gated(Team& team, const Packed& w, const uint32_t* x, int rows, floa
     tiling.columns = vectors / width;
     team.run(tiling.tiles(), nanoseconds(w, rows), [&](int tile, int) {
         int first = tile / tiling.chunks * width, m0 = tiling.first_row(tile, rows), m1 = tiling.last_row(tile, rows);
-        linear_columns(w, x, m0, m1, first, width, [&](int row, int vector, Vector sum) {
-            store(y + (int64_t)row * half + vector * LANES, with_bias(w, sum, vector * LANES));
-        });
-        linear_columns(w, x, m0, m1, vectors + first, width, [&](int row, int vector, Vector sum) {
-            float* to = y + (int64_t)row * half + (vector - vectors) * LANES;
-            store(to, silu(load(to)) * with_bias(w, sum, vector * LANES));
-        });
+        auto where = [&](int row, int vector) { return y + (int64_t)row * half + vector % vectors * LANES; };
+        auto put_gate = [&](float* to, int vector, Vector sum) { store(to, with_bias(w, sum, vector * LANES)); };
+        auto put_both = [&](float* to, int vector, Vector sum) { store(to, silu(load(to)) * with_bias(w, sum, vector * LANES)); };
+        linear_columns(w, x, m0, m1, first, width, where, put_gate);
+        linear_columns(w, x, m0, m1, vectors + first, width, where, put_both);
     });
 }
 

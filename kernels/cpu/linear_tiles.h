@@ -23,6 +23,12 @@ template <int high, int wide> struct TilePass {
         for (int v = 0; v < wide; v++) columns[v] = column_of(w, first + v);
     }
 
+    // The lines that the sums will be put into may be in another core's cache.
+    template <class Where> void fetch(const Where& where) const {
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < wide; v++) __builtin_prefetch(where(m + r, first + v), 1);
+    }
+
     // Shapes all registers. `depth`: words of a row of inputs.
     void shape(Tiles& shapes, int depth) const {
         for (int c = 0; c < TILES; c++) shapes.set(c, c / wide == high - 1 ? parts * last : parts * block, TILE);
@@ -51,7 +57,8 @@ template <int high, int wide> struct TilePass {
         Tiles tiles;
         shape(tiles, TILE);
         each<TILES>([]<int c>() { tile_zero<c>(); });
-        for (int k = 0; k < steps_of(w); k += TILE) {
+        const int steps = steps_of(w);
+        for (int k = 0; k < steps; k += TILE) {
             add_products<dot>(k, [&]<int v>() {
                 const uint32_t* from = columns[v] + (int64_t)k * GROUP;
                 for (int i = 0; i < TILE; i++) __builtin_prefetch(from + (i + 4 * TILE) * GROUP, 0, 2);
@@ -61,15 +68,16 @@ template <int high, int wide> struct TilePass {
         each<TILES>([&]<int c>() { tile_store<c>(sums[c][0], TILE); });
     }
 
-    template <class Use> void floats_or_int8(const Use& use) const {
+    template <class Where, class Put> void floats_or_int8(const Where& where, const Put& put) const {
         alignas(64) Tile sums[TILES];
         if (w.kind == INT8) multiply<UNSIGNED>(sums);
         else multiply<PAIRS>(sums);
         for (int r = 0; r < rows; r++) {
             for (int v = 0; v < wide; v++) {
                 auto sum = [&](int part) { return (Vector)load_words(sums[r / block * wide + v][r % block * parts + part]); };
-                if (w.kind == INT8) use(m + r, first + v, scaled_int8(w, x + r * stride, (Ints)sum(0), first + v));
-                else use(m + r, first + v, parts == 1 ? sum(0) : (sum(2) + sum(1)) + sum(0));
+                float* to = where(m + r, first + v);
+                if (w.kind == INT8) put(to, first + v, scaled_int8(w, x + r * stride, (Ints)sum(0), first + v));
+                else put(to, first + v, parts == 1 ? sum(0) : (sum(2) + sum(1)) + sum(0));
             }
         }
     }
@@ -90,7 +98,7 @@ template <int high, int wide> struct TilePass {
 
     // While one tile is multiplied the next one is unpacked, because a tile cannot be loaded from where numbers were just stored
     // without a wait. The same holds for the sums of a group of inputs.
-    template <class Use> void int4(const Use& use) const {
+    template <class Where, class Put> void int4(const Where& where, const Put& put) const {
         const int depth = std::min(TILE, w.quant_group / 4), tiles_of_group = w.quant_group / (4 * depth);
         const int count = std::min(2 * steps_of(w) / depth, quant_groups(w) * tiles_of_group);
         alignas(64) Tile unpacked[2][wide], products[2][TILES];
@@ -126,21 +134,22 @@ template <int high, int wide> struct TilePass {
         add_group((count - 1) / tiles_of_group);
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < wide; v++)
-                use(m + r, first + v, sums[(r / TILE * wide + v) * TILE + r % TILE] * scale_of(w, x + r * stride));
+                put(where(m + r, first + v), first + v, sums[(r / TILE * wide + v) * TILE + r % TILE] * scale_of(w, x + r * stride));
     }
 };
 
 // See linear_columns. Weights are read once for four blocks of rows.
-template <class Use>
-static void tile_columns(const Packed& w, const uint32_t* x, int m0, int m1, int first, int blocks, const Use& use) {
+template <class Where, class Put>
+static void tile_columns(const Packed& w, const uint32_t* x, int m0, int m1, int first, int blocks, const Where& where, const Put& put) {
     const int block = TILE / tile_rows_of_row(w);
     for (int m = m0; m < m1; m += 4 * block) {
         const int rows = std::min(4 * block, m1 - m), high = (rows + block - 1) / block;
         for (int b = 0; b < blocks;) {
             auto pass = [&]<int high, int wide>() {
                 TilePass<high, wide> pass(w, x, m, rows, first + b);
-                if (w.kind == INT4) pass.int4(use);
-                else pass.floats_or_int8(use);
+                pass.fetch(where);
+                if (w.kind == INT4) pass.int4(where, put);
+                else pass.floats_or_int8(where, put);
                 b += wide;
             };
             const int left = blocks - b;
@@ -157,7 +166,7 @@ static void tile_columns(const Packed& w, const uint32_t* x, int m0, int m1, int
 
 #else
 
-template <class Use>
-static void tile_columns(const Packed&, const uint32_t*, int, int, int, int, const Use&) {}
+template <class Where, class Put>
+static void tile_columns(const Packed&, const uint32_t*, int, int, int, int, const Where&, const Put&) {}
 
 #endif
