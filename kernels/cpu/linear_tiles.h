@@ -61,7 +61,8 @@ template <int high, int wide> struct TilePass {
         for (int k = 0; k < steps; k += TILE) {
             add_products<dot>(k, [&]<int v>() {
                 const uint32_t* from = columns[v] + (int64_t)k * GROUP;
-                for (int i = 0; i < TILE; i++) __builtin_prefetch(from + (i + 4 * TILE) * GROUP, 0, 2);
+                if constexpr (high > 1)
+                    for (int i = 0; i < TILE; i++) __builtin_prefetch(from + (i + 4 * TILE) * GROUP, 0, 2);
                 tile_load<4 + v % 2>(from, GROUP);
             });
         }

@@ -57,12 +57,13 @@ static inline Words load_words(const uint32_t* from) {
     return x;
 }
 
-// Whether products with it are made of tiles.
+// Whether products with it are made of tiles. Setting them up costs narrow rows more than it brings.
 static inline bool uses_tiles(const Packed& w) {
-    return has_tiles() && w.kind != FLOAT32 && (w.kind != INT4 || w.quant_group == 2 * TILE || w.quant_group % (4 * TILE) == 0);
+    if (!has_tiles() || w.kind == FLOAT32 || (w.kind == HALVED && w.in < 1024)) return false;
+    return w.kind != INT4 || w.quant_group == 2 * TILE || w.quant_group % (4 * TILE) == 0;
 }
 
-static inline int tile_rows_of_row(const Packed& w) { return w.kind == HALVED && has_tiles() ? 3 : 1; }
+static inline int tile_rows_of_row(const Packed& w) { return w.kind == HALVED && uses_tiles(w) ? 3 : 1; }
 
 // About how long one thread takes: as long as the weights from memory, or as the sums.
 static inline double nanoseconds(const Packed& w, int rows) {
@@ -74,7 +75,7 @@ static inline double nanoseconds(const Packed& w, int rows) {
 static inline int64_t input_stride(const Packed& w) {
     switch (w.kind) {
         case FLOAT32: return w.in;
-        case HALVED: return has_tiles() ? 3 * steps_of(w) : 2 * steps_of(w);
+        case HALVED: return uses_tiles(w) ? 3 * steps_of(w) : 2 * steps_of(w);
         case BFLOAT16: return steps_of(w);
         case INT8: return rounded_up(steps_of(w) + 2, TILE);
         default: return rounded_up(2 * steps_of(w) + quant_groups(w) + 1, TILE);
@@ -82,7 +83,7 @@ static inline int64_t input_stride(const Packed& w) {
 }
 
 static inline bool is_prepared(const Packed& w) {
-    return w.kind == FLOAT32 || (w.kind == HALVED && !has_tiles() && input_stride(w) == w.in);
+    return w.kind == FLOAT32 || (w.kind == HALVED && input_stride(w) == w.in);
 }
 
 // x as the sum of three rows of bfloat16, exactly: 8 bits of its 24 each.
@@ -102,7 +103,7 @@ static void split_row(const Packed& w, const float* x, uint16_t* to) {
 
 static void prepare_row(const Packed& w, const float* x, uint32_t* to) {
     int64_t stride = input_stride(w);
-    if (w.kind == HALVED && has_tiles()) return split_row(w, x, (uint16_t*)to);
+    if (w.kind == HALVED && uses_tiles(w)) return split_row(w, x, (uint16_t*)to);
     if (w.kind <= BFLOAT16) {
         int size = w.kind == BFLOAT16 ? 2 : 4;
         memset((char*)to + (size_t)size * w.in, 0, 4 * stride - (size_t)size * w.in);
