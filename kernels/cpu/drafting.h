@@ -161,7 +161,7 @@ int draft_extend(Session& s, const Head& h, const Requests& q, const Accepted& a
     }
     Batch batch = rows.batch(q, 0, 0);
     if (!is_inside(h.decoder, batch)) return 1;
-    s.team.expect(head_nanoseconds(h, batch));
+    Team::Together together(s.team, head_nanoseconds(h, batch));
     const int size = h.decoder.hidden, wide = accepted.feature_size;
     float* features = Session::room(s.features, (int64_t)batch.rows * wide);
     for (int64_t r = 0; r < batch.rows && h.uses_hidden; r++) {
@@ -248,7 +248,7 @@ int draft_steps(
         }
         Batch batch = level.batch(q, k, width);
         if (!is_inside(h.decoder, batch)) return -1;
-        s.team.expect(head_nanoseconds(h, batch));
+        Team::Together together(s.team, head_nanoseconds(h, batch));
         const float* normed;
         const float* feedback = head_forward(s, h, batch, frontier.data(), fed, normed);
         children(s, h, q, normed, rows, step + 1, guesses.data(), found.data());

@@ -22,7 +22,7 @@ void eagle_unpack(Session* s, const Packed* w, void* weight) {
 // y [rows, out] = x [rows, in] W^T + bias.
 void eagle_linear(Session* s, const Packed* w, const float* x, int rows, float* y) {
     std::lock_guard lock(s->mutex);
-    s->team.expect(nanoseconds(*w, rows));
+    Team::Together together(s->team, nanoseconds(*w, rows));
     product(*s, *w, x, rows, y);
 }
 
@@ -31,7 +31,7 @@ void eagle_attention(
     Session* s, const Batch* batch, const Cache* cache, const float* q, const float* k, const float* v, float* out) {
     std::lock_guard lock(s->mutex);
     int size = cache->kv_heads * cache->head_dim;
-    s->team.expect(attention_nanoseconds(*batch, *cache));
+    Team::Together together(s->team, attention_nanoseconds(*batch, *cache));
     for_rows(s->team, batch->rows, size, [&](int r) {
         write_row(*batch, *cache, r, k + (int64_t)r * size, v + (int64_t)r * size);
     });
@@ -43,7 +43,7 @@ int eagle_decode(
     Session* s, const Decoder* d, const Batch* batch, const float* x, float* stream, float* hidden, float* aux) {
     if (!is_inside(*d, *batch)) return 1;
     std::lock_guard lock(s->mutex);
-    s->team.expect(decode_nanoseconds(*d, *batch));
+    Team::Together together(s->team, decode_nanoseconds(*d, *batch));
     decode(*s, *d, *batch, x, stream, hidden, aux);
     return 0;
 }
@@ -51,21 +51,21 @@ int eagle_decode(
 // noise [rows, vocab]
 void eagle_gumbel(Session* s, const Scoring* scoring, float* noise) {
     std::lock_guard lock(s->mutex);
-    s->team.expect(scoring->nanoseconds());
+    Team::Together together(s->team, scoring->nanoseconds());
     s->team.run(scoring->rows, scoring->nanoseconds(), [&](int row, int) { fill_noise(*scoring, row, noise + (int64_t)row * scoring->vocab); });
 }
 
 // tokens, scores [rows]
 void eagle_draw(Session* s, const Scoring* scoring, int64_t* tokens, float* scores) {
     std::lock_guard lock(s->mutex);
-    s->team.expect(scoring->nanoseconds());
+    Team::Together together(s->team, scoring->nanoseconds());
     draw(*s, *scoring, tokens, scores);
 }
 
 // logp, tokens [rows, k]
 void eagle_best_tokens(Session* s, const Scoring* scoring, int k, float* logp, int64_t* tokens) {
     std::lock_guard lock(s->mutex);
-    s->team.expect(scoring->nanoseconds());
+    Team::Together together(s->team, scoring->nanoseconds());
     best_tokens(*s, *scoring, k, logp, tokens);
 }
 

@@ -155,7 +155,7 @@ static inline const int32_t* group_totals(const Packed& w, const uint32_t* row) 
 // Calls `visit(place, index)` for every element: its place in the packed form, counted in elements, and in the plain one.
 template <class Visit> static void each_element(Team& team, const Packed& w, const Visit& visit) {
     int many = inputs_of_word(w.kind), steps = steps_of(w);
-    team.expect(1e9);
+    Team::Together together(team, 1e9);
     team.run((w.out + GROUP - 1) / GROUP, 1e9, [&](int group, int) {
         for (int k = 0; k < w.in; k++)
             for (int n = group * GROUP; n < std::min(w.out, (group + 1) * GROUP); n++) {

@@ -2,13 +2,16 @@
 // process delays a phase by one tile at most. Waiting threads spin for a short time, then sleep.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <linux/futex.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -26,11 +29,12 @@ class Team {
 
     int size() const { return (int)threads_.size() + 1; }
 
-    // Whether the other threads help in the phases that follow, which take about so long on one thread. Waking them costs
-    // tens of microseconds.
-    void expect(double nanoseconds) {
-        together_ = nanoseconds > WORTH_WAKING && !threads_.empty() && std::chrono::steady_clock::now() >= alone_until_;
-    }
+    // While this exists the other threads help, if one thread would take so many nanoseconds.
+    struct Together {
+        Together(Team& team, double nanoseconds) : team(team) { team.begin(nanoseconds); }
+        ~Together() { team.end(); }
+        Team& team;
+    };
 
     // Calls `work(tile, thread)` for every tile below `tiles`, and returns when all are done. `nanoseconds`: about how long
     // one thread takes for all.
@@ -44,11 +48,37 @@ class Team {
         take(job, phase, 0);
         for (int spins = 0; done_.load(std::memory_order_acquire) < tiles; spins++) {
             if (spins < SPINS) pause();
-            else return wait_for_late_threads(tiles, nanoseconds / tiles);
+            else std::this_thread::yield();
         }
     }
 
   private:
+    // Waking threads costs tens of microseconds.
+    void begin(double nanoseconds) {
+        began_ = Clock::now();
+        expected_ = nanoseconds;
+        together_ = nanoseconds > WORTH_WAKING && !threads_.empty() && began_ >= alone_until_;
+    }
+
+    // While other processes want the cores, threads that wait for each other may be slower than one. Where threads lost their
+    // cores, what they take together is compared with what one takes alone, which computes as long as it is faster.
+    void end() {
+        if (threads_.empty() || expected_ <= WORTH_WAKING) return;
+        auto now = Clock::now();
+        Pace& pace = together_ ? pace_together_ : pace_alone_;
+        pace.took += std::chrono::duration<double, std::nano>(now - began_).count();
+        pace.expected += expected_;
+        if (!together_ || pace.took < WINDOW) return;
+        if (lost_cores() && pace_together_.slower_than(pace_alone_)) {
+            alone_until_ = now + std::chrono::nanoseconds((int64_t)pause_);
+            pause_ = std::min(2 * pause_, LONGEST_PAUSE);
+            pace_alone_ = {};
+        } else {
+            pause_ = WINDOW;
+        }
+        pace_together_ = {};
+    }
+
     struct Job {
         void (*call)(const void*, int, int);
         const void* work;
@@ -57,17 +87,23 @@ class Team {
 
     static constexpr double WORTH_WAKING = 150e3, WORTH_SHARING = 3e3;
     static constexpr int SPINS = 4000;  // about 100 microseconds
-    static constexpr double LATE = 200e3;  // nanoseconds
-    static constexpr int ALONE = 30;    // times as long as the others were late, one thread computes
+    static constexpr double WINDOW = 30e6, LONGEST_PAUSE = 1e9;  // nanoseconds
     static constexpr int JOBS = 4;      // a late thread may still read the job of an earlier phase
 
-    // A thread that takes much longer than a tile has lost its core. While others keep the cores busy, one thread is faster.
-    void wait_for_late_threads(int tiles, double expected) {
-        auto began = std::chrono::steady_clock::now();
-        while (done_.load(std::memory_order_acquire) < tiles) std::this_thread::yield();
-        auto now = std::chrono::steady_clock::now();
-        if (std::chrono::duration<double, std::nano>(now - began).count() > 4 * expected + LATE)
-            alone_until_ = now + ALONE * (now - began);
+    typedef std::chrono::steady_clock Clock;
+
+    struct Pace {
+        double took = 0, expected = 0;  // nanoseconds
+
+        // Nothing is faster than what was not measured.
+        bool slower_than(const Pace& other) const { return other.expected == 0 || took * other.expected > other.took * expected; }
+    };
+
+    // Whether the system took threads of this process from their cores since the last call.
+    bool lost_cores() {
+        rusage found{};
+        getrusage(RUSAGE_SELF, &found);
+        return found.ru_nivcsw > std::exchange(switches_, found.ru_nivcsw);
     }
 
     static void pause() {
@@ -126,7 +162,10 @@ class Team {
     alignas(64) std::atomic<int> done_{0};
     alignas(64) std::atomic<int> asleep_{0};
     std::atomic<bool> stop_{false};
-    std::chrono::steady_clock::time_point alone_until_{};
+    Clock::time_point began_{}, alone_until_{};
+    Pace pace_alone_, pace_together_;
+    double expected_ = 0, pause_ = WINDOW;
+    long switches_ = 0;
     bool together_ = false;
     std::vector<std::thread> threads_;
 };

@@ -66,7 +66,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 17), (64, 16), (255, 100), (256, 640), (130, 65), (1025, 40)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(1, 1), (7, 17), (64, 16), (255, 100), (256, 640), (130, 65), (1025, 40)]
+)
 @pytest.mark.parametrize("kind", ["float32", "halved", "bfloat16"])
 @pytest.mark.usefixtures("kernels", "threads")
 def test_a_linear_layer_is_torchs_and_its_rows_do_not_depend_on_each_other(
