@@ -58,6 +58,11 @@ class ModelSection(Section):
         description="on a CPU, round the weights of linear layers, of target and draft, to 8 or 4 bits while loading; "
         "int4 keeps 8 bits for the target's lm_head. Inputs are rounded to 8 bits",
     )
+    quantization_cache: Path | None = Field(
+        default=None,
+        description="directory that keeps the target's rounded weights: later starts map them into memory, which takes "
+        "a second, and servers of one machine share them; files are never removed",
+    )
     context_length: Count | None = Field(
         default=None, description="maximum tokens per request, prompt and output together; default: the model's"
     )
@@ -189,6 +194,8 @@ class Config(BaseModel):
             raise ConfigError(
                 f"--speculative-draft-model-path {draft}: should differ from --model-path, which is no {algorithm} head"
             )
+        if self.model.quantization_cache is not None and self.model.quantization is None:
+            raise ConfigError("--quantization-cache needs --quantization int8 or int4: nothing else is rounded")
         if not self.speculates:
             self._refuse_speculative_options()
         return self

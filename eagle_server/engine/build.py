@@ -69,6 +69,7 @@ def load_models(config: Config, *, lookahead: int = 0, progress: bool = True) ->
         device=device,
         progress=progress,
         quantization=config.model.quantization,
+        quantization_cache=config.model.quantization_cache,
     )
     threads = config.device.cpu_threads or threads_for(facts)
     set_threads(threads, fused=False)

@@ -42,7 +42,9 @@ class Linear(nn.Module):
             return packed_linear(x, self._packed, self.bias)
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)  # native kernels may give float32
 
-    def pack(self, quantization: Quantization | None = None, codes: QuantizedWeight | None = None) -> None:
+    def pack(
+        self, quantization: Quantization | None = None, codes: QuantizedWeight | NativeWeight | None = None
+    ) -> None:
         """Repack the weight for the fastest kernel of this machine, rounded if asked. Call it once, after loading.
 
         `codes`: the weight, already rounded; `self.weight` is not read then.
@@ -174,13 +176,13 @@ class DecoderLayer(nn.Module):
 def pack_linears(
     model: nn.Module,
     quantization: Quantization | None = None,
-    rounded: Mapping[Linear, Callable[[], QuantizedWeight | None]] | None = None,
+    rounded: Mapping[Linear, Callable[[], QuantizedWeight | NativeWeight | None]] | None = None,
     *,
     progress: bool = False,
 ) -> None:
     """Pack every Linear in `model`. Call it once, after the weights are loaded and cast.
 
-    `rounded` gives the weights that the checkpoint holds in integers; None: the layer holds floats. With "int4" the
+    `rounded` gives the weights that files hold in integers; None: the layer holds floats. With "int4" the
     target's lm_head is rounded to 8 bits, because texts depend on it most.
 
     Raises:

@@ -36,14 +36,18 @@ class PackedWeight:
         return sum(each.nbytes for each in (self.plain, self.blocked, self.native) if each is not None)
 
 
-def pack_weight(weight: Tensor | QuantizedWeight, quantization: Quantization | None = None) -> PackedWeight:
+def pack_weight(
+    weight: Tensor | QuantizedWeight | NativeWeight, quantization: Quantization | None = None
+) -> PackedWeight:
     """Pack a weight [out, in]. Devices and dtypes without a faster layout keep the plain one.
 
-    A `QuantizedWeight` is for native kernels only.
+    A `QuantizedWeight` is for native kernels only. A `NativeWeight` is packed already.
 
     Raises:
         ValueError: `quantization` is asked for where there are no native kernels.
     """
+    if isinstance(weight, NativeWeight):
+        return PackedWeight(None, None, weight)
     if isinstance(weight, QuantizedWeight):
         return PackedWeight(None, None, NativeWeight(weight))
     if quantization is not None:

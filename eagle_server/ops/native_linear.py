@@ -10,10 +10,11 @@ from torch import Tensor
 
 from eagle_server.ops.native import empty, floats, functions, pointer, session
 from eagle_server.ops.native_structs import PackedStruct
-from eagle_server.ops.quantize import QuantizedWeight
+from eagle_server.ops.quantize import Quantization, QuantizedWeight
 
 _FLOAT32, _HALVED, _BFLOAT16, _INT8, _INT4 = range(5)  # Kind in linear.h
 _GROUP = 16  # outputs that are packed together
+_LINE = 64  # bytes
 
 
 class NativeWeight:
@@ -39,6 +40,46 @@ class NativeWeight:
         shape = self._struct(None, None)
         self.data = torch.empty(functions().eagle_packed_bytes(byref(shape)), dtype=torch.uint8, device="cpu")
         functions().eagle_pack(session(), byref(shape), pointer(source), pointer(self.data))
+
+    @classmethod
+    def packed(  # noqa: PLR0913
+        cls, shape: tuple[int, int], quantization: Quantization, group: int, data: Tensor, scales: Tensor, zeros: Tensor
+    ) -> NativeWeight:
+        """A weight [out, in] of `shape` from the `tensors` of another one.
+
+        Raises:
+            ValueError: the tensors are not of that shape, or no cache line begins where `data` does.
+        """
+        weight = cls.__new__(cls)
+        weight.dtype, weight.data, weight.scales, weight.zeros = torch.float32, data, scales, zeros
+        weight._kind, weight._group = (_INT8 if quantization == "int8" else _INT4), group
+        weight.outputs, weight.inputs = shape
+        padded = (-(-weight.inputs // group), -(-weight.outputs // _GROUP) * _GROUP)
+        packed = functions().eagle_packed_bytes(byref(weight._struct(None, None)))
+        if tuple(scales.shape) != padded or scales.shape != zeros.shape or data.nbytes != packed:
+            raise ValueError(f"these are no packed weights of shape {list(shape)}")
+        if data.data_ptr() % _LINE or (data.dtype, scales.dtype, zeros.dtype) != (
+            torch.uint8,
+            torch.float32,
+            torch.uint8,
+        ):
+            raise ValueError("packed weights must be bytes that begin at cache lines")
+        return weight
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What `packed` takes, of rounded weights."""
+        assert self.scales is not None
+        assert self.zeros is not None
+        return {"data": self.data, "scales": self.scales, "zeros": self.zeros}
+
+    @property
+    def quantization(self) -> Quantization | None:
+        return {_INT8: "int8", _INT4: "int4"}.get(self._kind)  # type: ignore[return-value]
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self._group
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -14,8 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 from eagle_server.models.checkpoints.draft_format import MEDUSA_2
+from eagle_server.models.checkpoints.packed_cache import PackedCache
 from eagle_server.models.checkpoints.quantized import (
     Rounded,
+    linear_views,
     read_quantization,
     rounded_linears,
     with_dequantized,
@@ -39,6 +42,7 @@ from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.interface import Target
 from eagle_server.models.targets.registry import find_family, read_target_config
 from eagle_server.ops.native import available
+from eagle_server.ops.native_linear import NativeWeight
 from eagle_server.ops.quantize import Quantization
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
@@ -53,7 +57,7 @@ class HasWeightViews(Protocol):
     def weight_views(self) -> Views: ...
 
 
-def load_target(
+def load_target(  # noqa: PLR0913
     path: str | Path,
     *,
     dtype: DtypeName = "auto",
@@ -63,6 +67,7 @@ def load_target(
     progress: bool = True,
     pack: bool = True,
     quantization: Quantization | None = None,
+    quantization_cache: Path | None = None,
 ) -> Target:
     """Load the target of a checkpoint directory or Hub id, frozen. transformers runs families that are not native.
 
@@ -75,9 +80,11 @@ def load_target(
         lookahead: the number of positions after `context` that drafting may write. The RoPE table covers both.
         pack: packs the linear layers. False keeps the plain weights, for training.
         quantization: rounds them, too.
+        quantization_cache: a directory that keeps the rounded weights for the next time.
 
     Raises:
-        CheckpointError: the checkpoint is not supported, or tensors are missing or unexpected.
+        CheckpointError: the checkpoint is not supported, tensors are missing or unexpected, or the directory cannot be
+            written.
         ValueError: `quantization` is not possible here.
     """
     directory = resolve_checkpoint(path)
@@ -106,10 +113,16 @@ def load_target(
         return load_transformers(directory, config, context=context, device=device)
     with created_as(config.dtype, device):
         model = TargetModel(config, context + lookahead)
-    rounded = _fill(model, stored, directory, quantization, pack=pack, progress=progress)
+    cache = None
+    if quantization is not None and quantization_cache is not None:
+        cache = PackedCache(quantization_cache, directory, stored, quantization, config.dtype)
+    kept = None if cache is None else cache.read(model)
+    rounded = _fill(model, stored, directory, quantization, kept, pack=pack, progress=progress)
     model.requires_grad_(requires_grad=False).eval()
     if pack:
         pack_linears(model, quantization, rounded, progress=progress)
+    if cache is not None and kept is None:
+        cache.write(model)
     return model
 
 
@@ -118,21 +131,22 @@ def _fill(  # noqa: PLR0913
     stored: Weights,
     directory: Path,
     quantization: Quantization | None,
+    kept: Mapping[Linear, partial[NativeWeight]] | None,
     *,
     pack: bool,
     progress: bool,
-) -> dict[Linear, Rounded]:
-    """Fill the parameters, except those of layers that will be packed from the checkpoint's integers, the result."""
-    views, rounded = dict(model.weight_views()), dict[Linear, Rounded]()
+) -> Mapping[Linear, Rounded | partial[NativeWeight]]:
+    """Fill the parameters, except those of layers in `kept` or in the checkpoint's integers, the result."""
+    views, rounded = dict(model.weight_views()), dict[Linear, Rounded | partial[NativeWeight]](kept or {})
     stored = without_added_biases(stored, views)
     check_names(views, stored, directory)
-    if pack and available(model.embed.device, model.config.dtype):
-        rounded = rounded_linears(model, views, stored)
+    if not rounded and pack and available(model.embed.device, model.config.dtype):
+        rounded.update(rounded_linears(model, views, stored))
         if rounded and quantization is not None:
             log.warning("%s is quantized: --quantization %s rounds its other layers only", directory, quantization)
-        kept = {name for each in rounded.values() for name in each.tensors}
-        views = {name: view for name, view in views.items() if name not in kept}
-        stored = {name: tensor for name, tensor in stored.items() if name not in kept}
+    unread = {name for linear, parts in linear_views(model, views).items() if linear in rounded for name in parts}
+    views = {name: view for name, view in views.items() if name not in unread}
+    stored = {name: tensor for name, tensor in stored.items() if name not in unread}
     copy_weights(views, stored, source=directory, progress=progress)
     return rounded
 

@@ -273,22 +273,32 @@ def without_added_biases(stored: Weights, expected: Iterable[str]) -> Weights:
     return {name: tensor for name, tensor in stored.items() if name not in added}
 
 
+def linear_views(model: nn.Module, views: Mapping[str, Tensor]) -> dict[Linear, dict[str, Tensor]]:
+    """Each linear layer's views of its weight by name, in order."""
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    owners = {linear.weight.untyped_storage().data_ptr(): linear for linear in linears}
+    found: dict[Linear, dict[str, Tensor]] = {}
+    for name, view in views.items():
+        linear = owners.get(view.untyped_storage().data_ptr())
+        part = name.removesuffix(".weight").rpartition(".")[2]  # not the embedding, which may share its memory
+        if linear is not None and part in dict(linear.parts):
+            found.setdefault(linear, {})[name] = view
+    return found
+
+
 def rounded_linears(model: nn.Module, views: Mapping[str, Tensor], stored: Weights) -> dict[Linear, Rounded]:
     """The linear layers whose tensors are all quantized. Their parameters need not be filled.
 
     Raises:
         CheckpointError: a tensor has another shape than its view.
     """
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
-    owners = {linear.weight.untyped_storage().data_ptr(): linear for linear in linears}
     found: dict[Linear, Rounded] = {}
-    for name, view in views.items():
-        linear, tensor = owners.get(view.untyped_storage().data_ptr()), stored[name]
-        part = name.removesuffix(".weight").rpartition(".")[2]  # not the embedding, which may share its memory
-        if linear is not None and isinstance(tensor, QuantizedTensor) and part in dict(linear.parts):
-            if tensor.shape != view.shape:
-                shapes = f"expected shape {list(view.shape)}, found {list(tensor.shape)}"
+    for linear, parts in linear_views(model, views).items():
+        tensors = {name: tensor for name in parts if isinstance(tensor := stored[name], QuantizedTensor)}
+        for name, tensor in tensors.items():
+            if tensor.shape != parts[name].shape:
+                shapes = f"expected shape {list(parts[name].shape)}, found {list(tensor.shape)}"
                 raise CheckpointError(f"{tensor.file}: {tensor.key}: {shapes}")
-            before = found.get(linear, Rounded({}, ()))
-            found[linear] = Rounded({**before.tensors, name: tensor}, (*before.views, view))
-    return {linear: each for linear, each in found.items() if len(each.views) == len(linear.parts)}
+        if len(tensors) == len(linear.parts):
+            found[linear] = Rounded(tensors, tuple(parts.values()))
+    return found

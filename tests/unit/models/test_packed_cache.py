@@ -1,0 +1,89 @@
+"""Rounded weights are kept and mapped: the same numbers, no second rounding, no stale or damaged file."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from eagle_server.config.sections import Config
+from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.config import CheckpointError
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.ops import linear
+from eagle_server.ops.native import available
+from eagle_server.ops.quantize import Quantization
+from tests.unit.models.test_load_target import checkpoint, logits
+
+pytestmark = pytest.mark.skipif(
+    not available(torch.device("cpu"), torch.float32), reason="needs the native kernels, and so a C++ compiler"
+)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    return tmp_path / "kept"
+
+
+def load(directory: Path, kept: Path | None, quantization: Quantization = "int4") -> TargetModel:
+    model = load_target(directory, quantization=quantization, quantization_cache=kept, progress=False)
+    assert isinstance(model, TargetModel)
+    return model
+
+
+def refuse_rounding(*_: Any) -> None:
+    raise AssertionError("weights are rounded again")
+
+
+@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}], ids=str)
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_later_loads_map_the_same_weights(
+    quantization: Quantization, settings: dict[str, Any], tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = checkpoint(tmp_path / "target", **settings)
+    expected = load(directory, None, quantization)
+    assert logits(load(directory, kept, quantization)).equal(logits(expected))
+    monkeypatch.setattr(linear, "quantize", refuse_rounding)
+    mapped = load(directory, kept, quantization)
+    assert logits(mapped).equal(logits(expected))
+    views = dict(mapped.weight_views())
+    assert all(view.equal(views[name]) for name, view in expected.weight_views())
+    assert [file.suffix for file in kept.iterdir()] == [".safetensors"]
+
+
+def test_other_weights_have_another_file(tmp_path: Path, kept: Path) -> None:
+    directory = checkpoint(tmp_path / "target")
+    load(directory, kept)
+    load(checkpoint(directory, num_hidden_layers=3), kept)
+    load(directory, kept, "int8")
+    assert len(list(kept.iterdir())) == 3
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "other content"])
+def test_a_damaged_file_is_named_and_made_again(
+    damage: str, tmp_path: Path, kept: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = checkpoint(tmp_path / "target")
+    expected = logits(load(directory, kept))
+    file = next(kept.iterdir())
+    whole = file.read_bytes()
+    file.write_bytes({"truncated": whole[:-64], "empty": b"", "other content": b"\x00" * 100}[damage])
+    with caplog.at_level(logging.WARNING):
+        assert logits(load(directory, kept)).equal(expected)
+    assert f"--quantization-cache: {file} cannot be used and is made again" in caplog.text
+    assert file.read_bytes() == whole
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"^--quantization-cache: .*file/.* cannot be written"):
+        load(checkpoint(tmp_path / "target"), tmp_path / "file")
+
+
+def test_the_option_needs_a_format(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="--quantization-cache needs --quantization int8 or int4"):
+        Config.model_validate({"model": {"quantization_cache": tmp_path}})
