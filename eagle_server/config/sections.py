@@ -55,8 +55,8 @@ class ModelSection(Section):
     )
     quantization: Literal["int8", "int4"] | None = Field(
         default=None,
-        description="on a CPU, round the weights of linear layers, of target and draft, to 8 or 4 bits while loading; "
-        "int4 keeps 8 bits for the target's lm_head. Inputs are rounded to 8 bits",
+        description="round the weights of linear layers, of target and draft, to 8 or 4 bits while loading; on a GPU "
+        "int4 only. With native kernels int4 keeps 8 bits for the target's lm_head, and inputs are rounded to 8 bits",
     )
     quantization_cache: Path | None = Field(
         default=None,

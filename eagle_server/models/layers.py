@@ -18,7 +18,7 @@ from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.ops.fused import Rotation, add_rms_norm, apply_rope, rms_norm, silu_mul
-from eagle_server.ops.linear import PackedWeight, pack_weight, packed_linear, unpack_weight
+from eagle_server.ops.linear import PackedWeight, computes, pack_weight, packed_linear, unpack_weight
 from eagle_server.ops.native_decoder import AttentionShape, LayerWeights, NativeDecoder
 from eagle_server.ops.native_linear import NativeWeight
 from eagle_server.ops.quantize import Quantization, QuantizedWeight
@@ -51,7 +51,7 @@ class Linear(nn.Module):
 
         The plain layout of a large weight is dropped; `dense_weight` restores it.
         """
-        self._packed = pack_weight(self.weight.detach() if codes is None else codes, quantization)
+        self._packed = pack_weight(self.weight.detach(), quantization, codes)
         if self._packed.plain is None:
             self.weight = nn.Parameter(self.weight.new_empty(0, self.weight.shape[1]), requires_grad=False)
 
@@ -182,18 +182,20 @@ def pack_linears(
 ) -> None:
     """Pack every Linear in `model`. Call it once, after the weights are loaded and cast.
 
-    `rounded` gives the weights that files hold in integers; None: the layer holds floats. With "int4" the
-    target's lm_head is rounded to 8 bits, because texts depend on it most.
+    `rounded` gives the weights that files hold in integers; None: the layer holds floats. The
+    target's lm_head is rounded to 8 bits at most, because texts depend on it most.
 
     Raises:
-        ValueError: `quantization` is asked for where there are no native kernels.
+        ValueError: `quantization` is asked for where no kernels compute with it.
     """
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     description = "pack" if quantization is None else f"round to {quantization}"
     for linear in tqdm(linears, desc=description, unit="layer", disable=not progress):
         codes = rounded[linear]() if rounded is not None and linear in rounded else None
-        is_head = linear.parts[0][0] == "lm_head"
-        linear.pack("int8" if quantization is not None and is_head else quantization, codes)
+        wanted = quantization
+        if quantization is not None and linear.parts[0][0] == "lm_head":
+            wanted = "int8" if computes("int8", linear.weight.device, linear.weight.dtype) else None
+        linear.pack(wanted, codes)
     for module in model.modules():
         if isinstance(module, Fusable):
             module.fuse()

@@ -13,6 +13,7 @@ from torch import Tensor
 from eagle_server.ops.native import available
 from eagle_server.ops.native_linear import NativeWeight, native_linear
 from eagle_server.ops.quantize import Quantization, QuantizedWeight, quantize
+from eagle_server.ops.torch_quantized import TorchQuantizedWeight, fits, why_not
 
 _ROWS_HINT = 16  # oneDNN chooses its blocking for this row count, that of a verify window
 _SMALL = 1 << 19  # elements; for smaller weights F.linear is faster on one float32 row (256x512: 7 us against 13 us)
@@ -25,35 +26,43 @@ _STEPS = ((32, 1), (256, 8), (512, 32), (sys.maxsize, 128))
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [out, in], for the native kernels; or in the plain layout, in oneDNN's, or in both if both are used."""
+    """A weight [out, in], packed for one kind of kernels. The plain layout and oneDNN's may both be kept."""
 
     plain: Tensor | None
     blocked: Tensor | None
     native: NativeWeight | None = None
+    rounded: TorchQuantizedWeight | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in (self.plain, self.blocked, self.native) if each is not None)
+        return sum(each.nbytes for each in (self.plain, self.blocked, self.native, self.rounded) if each is not None)
 
 
 def pack_weight(
-    weight: Tensor | QuantizedWeight | NativeWeight, quantization: Quantization | None = None
+    weight: Tensor, quantization: Quantization | None = None, codes: QuantizedWeight | NativeWeight | None = None
 ) -> PackedWeight:
     """Pack a weight [out, in]. Devices and dtypes without a faster layout keep the plain one.
 
-    A `QuantizedWeight` is for native kernels only. A `NativeWeight` is packed already.
+    `codes`: the weight, already rounded; of `weight` only shape, dtype and device are read then.
+
+    Where no kernel computes with a rounded weight, it is multiplied out again.
 
     Raises:
-        ValueError: `quantization` is asked for where there are no native kernels.
+        ValueError: `quantization` is asked for where no kernels compute with it.
     """
-    if isinstance(weight, NativeWeight):
-        return PackedWeight(None, None, weight)
-    if isinstance(weight, QuantizedWeight):
-        return PackedWeight(None, None, NativeWeight(weight))
-    if quantization is not None:
-        if not available(weight.device, weight.dtype):
-            raise ValueError(f"--quantization {quantization} needs the native kernels of a CPU (--cpu-kernels native)")
-        return PackedWeight(None, None, NativeWeight(quantize(weight, quantization)))
+    device, dtype = weight.device, weight.dtype
+    if isinstance(codes, NativeWeight):
+        return PackedWeight(None, None, codes)
+    if quantization is not None and codes is None:
+        if not available(device, dtype) and (reason := why_not(quantization, device, dtype)):
+            raise ValueError(f"--quantization {quantization}: {reason}")
+        codes = quantize(weight, quantization)
+    if codes is not None:
+        if available(device, dtype):
+            return PackedWeight(None, None, NativeWeight(codes))
+        if fits(codes, device, dtype):
+            return PackedWeight(None, None, rounded=TorchQuantizedWeight(codes, device, dtype))
+        weight = codes.dense().to(device, dtype)
     if available(weight.device, weight.dtype):
         return PackedWeight(None, None, NativeWeight(weight))
     if not _packable(weight):
@@ -63,12 +72,19 @@ def pack_weight(
     return PackedWeight(weight if keep else None, blocked)
 
 
+def computes(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are kernels for weights rounded so."""
+    return available(device, dtype) or why_not(quantization, device, dtype) is None
+
+
 def unpack_weight(weight: PackedWeight) -> Tensor:
     """The weight [out, in] in the plain layout, restored bit for bit if it was dropped."""
     if weight.plain is not None:
         return weight.plain
     if weight.native is not None:
         return weight.native.dense()
+    if weight.rounded is not None:
+        return weight.rounded.dense()
     if weight.blocked is None:
         raise ValueError("an empty PackedWeight")
     return weight.blocked.to_dense()
@@ -78,6 +94,9 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tenso
     """x [rows, in] @ weight^T + bias -> [rows, out]."""
     if weight.native is not None:
         return native_linear(x, weight.native, bias)
+    if weight.rounded is not None:
+        product = weight.rounded.linear(x)
+        return product if bias is None else product + bias
     if weight.plain is not None and (weight.blocked is None or x.shape[0] == 1):
         return F.linear(x, weight.plain, bias)
     rows = x.shape[0]

@@ -44,6 +44,7 @@ from eagle_server.models.targets.registry import find_family, read_target_config
 from eagle_server.ops.native import available
 from eagle_server.ops.native_linear import NativeWeight
 from eagle_server.ops.quantize import Quantization
+from eagle_server.ops.torch_quantized import why_not
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
 log = logging.getLogger(__name__)
@@ -106,7 +107,8 @@ def load_target(  # noqa: PLR0913
         eos_token_ids=_eos_token_ids(directory, config),
     )
     if quantization is not None:
-        _check_quantizable(directory, config, quantization, torch.device(device))
+        cached = quantization_cache is not None
+        _check_quantizable(directory, config, quantization, torch.device(device), cached=cached)
     if not config.native:
         from eagle_server.models.checkpoints.load_transformers import load_transformers  # seconds of import
 
@@ -140,7 +142,8 @@ def _fill(  # noqa: PLR0913
     views, rounded = dict(model.weight_views()), dict[Linear, Rounded | partial[NativeWeight]](kept or {})
     stored = without_added_biases(stored, views)
     check_names(views, stored, directory)
-    if not rounded and pack and available(model.embed.device, model.config.dtype):
+    device = model.embed.device
+    if not rounded and pack and (device.type == "cuda" or available(device, model.config.dtype)):
         rounded.update(rounded_linears(model, views, stored))
         if rounded and quantization is not None:
             log.warning("%s is quantized: --quantization %s rounds its other layers only", directory, quantization)
@@ -151,14 +154,19 @@ def _fill(  # noqa: PLR0913
     return rounded
 
 
-def _check_quantizable(directory: Path, config: ModelConfig, quantization: Quantization, device: torch.device) -> None:
+def _check_quantizable(
+    directory: Path, config: ModelConfig, quantization: Quantization, device: torch.device, *, cached: bool
+) -> None:
     asked = f"{directory}: --quantization {quantization}"
     if not config.native or config.moe is not None:
         reason = "has experts" if config.native else "runs by transformers' code"
         raise CheckpointError(f"{asked}: {config.architecture} {reason}; drop it")
-    if not available(device, config.dtype):
-        fix = "--cpu-kernels native says what is missing" if device.type == "cpu" else "add --device cpu, or drop it"
-        raise CheckpointError(f"{asked} is for CPUs with native kernels: {fix}")
+    if available(device, config.dtype):
+        return
+    if (unable := why_not(quantization, device, config.dtype)) is not None:
+        raise CheckpointError(f"{asked}: {unable}")
+    if cached:
+        raise CheckpointError(f"{asked}: --quantization-cache is for native kernels (--cpu-kernels native); drop it")
 
 
 def load_native_target(

@@ -1,0 +1,90 @@
+"""torch's kernels over rounded weights: their numbers on a CPU, and the shapes that they take on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.config import CheckpointError
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.ops import native
+from eagle_server.ops.linear import pack_weight, packed_linear, unpack_weight
+from eagle_server.ops.quantize import Quantization, QuantizedWeight, quantize
+from eagle_server.ops.torch_quantized import TorchQuantizedWeight, fits, why_not
+from tests.unit.models.test_load_target import checkpoint, logits
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def _without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_enabled", False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 16), (256, 48), (320, 80)])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_products_are_those_of_the_rounded_weight(
+    quantization: Quantization, inputs: int, outputs: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    rounded = quantize(torch.randn(outputs, inputs) / inputs**0.5, quantization)
+    assert fits(rounded, CPU, dtype)
+    weight = TorchQuantizedWeight(rounded, CPU, dtype)
+    most = 1e-5 if dtype == torch.float32 else 0.02
+    for rows in (1, 3, 17, 70):
+        x = torch.randn(rows, inputs, dtype=dtype)
+        torch.testing.assert_close(weight.linear(x).float(), x.float() @ rounded.dense().t(), atol=most, rtol=most)
+    torch.testing.assert_close(weight.dense().float(), rounded.dense(), atol=most, rtol=most)
+
+
+@pytest.mark.usefixtures("_without_native_kernels")
+def test_what_no_kernel_takes_is_multiplied_out() -> None:
+    rounded = quantize(torch.randn(33, 64), "int4")
+    assert not fits(rounded, CPU, torch.float32)
+    packed = pack_weight(torch.empty(33, 64), codes=rounded)
+    assert unpack_weight(packed).equal(rounded.dense())
+    assert packed_linear(torch.eye(64), packed, None).t().allclose(rounded.dense())
+
+
+@pytest.mark.parametrize("inputs", [64, 320, 4096])
+def test_the_int4_kernel_of_gpus_takes_what_it_is_given(inputs: int) -> None:
+    rounded = quantize(torch.randn(64, inputs), "int4")
+    assert fits(rounded, GPU, torch.bfloat16)
+    with FakeTensorMode():
+        given = (rounded.codes, rounded.scales, rounded.zeros)
+        codes, scales, zeros = (torch.empty(each.shape, dtype=each.dtype, device=GPU) for each in given)
+        faked = QuantizedWeight("int4", codes, scales, zeros, rounded.group)
+        weight = TorchQuantizedWeight(faked, GPU, torch.bfloat16)
+        x = torch.empty(5, inputs, dtype=torch.bfloat16, device=GPU)
+        out = weight.linear(x)
+    assert (out.shape, out.dtype, out.device.type) == ((5, 64), torch.bfloat16, "cuda")
+    tiles = 8 if inputs % 128 == 0 else 4
+    assert weight._data.shape == (8, inputs // (16 * tiles), 32, tiles // 2)
+    assert weight._scales.shape == (-(-inputs // rounded.group), 64, 2)
+
+
+def test_formats_without_a_fast_kernel_are_refused() -> None:
+    assert why_not("int4", GPU, torch.bfloat16) is None
+    assert "needs --dtype bfloat16" in str(why_not("int4", GPU, torch.float32))
+    assert "slower than bfloat16" in str(why_not("int8", GPU, torch.bfloat16))
+
+
+@pytest.mark.usefixtures("_without_native_kernels")
+@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.02), ("int4", 0.2)])
+def test_a_model_is_rounded_without_native_kernels(
+    quantization: Quantization, most: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = checkpoint(tmp_path_factory.mktemp("target"), hidden_size=64, intermediate_size=64, vocab_size=48)
+    plain, rounded = (
+        load_target(directory, progress=False),
+        load_target(directory, quantization=quantization, progress=False),
+    )
+    assert isinstance(plain, TargetModel)
+    assert isinstance(rounded, TargetModel)
+    error = (logits(rounded) - logits(plain)).norm() / logits(plain).norm()
+    assert 0 < error < most
+    with pytest.raises(CheckpointError, match="--quantization-cache is for native kernels"):
+        load_target(directory, quantization=quantization, quantization_cache=directory, progress=False)
