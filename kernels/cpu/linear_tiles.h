@@ -139,12 +139,14 @@ template <int high, int wide> struct TilePass {
     }
 };
 
-// See linear_columns. Weights are read once for four blocks of rows.
+// See linear_columns. Up to four blocks of rows read the weights once. More are bound by products, of which a block of rows with
+// four vectors makes the most.
 template <class Where, class Put>
 static void tile_columns(const Packed& w, const uint32_t* x, int m0, int m1, int first, int blocks, const Where& where, const Put& put) {
     const int block = TILE / tile_rows_of_row(w);
-    for (int m = m0; m < m1; m += 4 * block) {
-        const int rows = std::min(4 * block, m1 - m), high = (rows + block - 1) / block;
+    const int most = m1 - m0 > 4 * block ? 1 : 4;
+    for (int m = m0; m < m1; m += most * block) {
+        const int rows = std::min(most * block, m1 - m), high = (rows + block - 1) / block;
         for (int b = 0; b < blocks;) {
             auto pass = [&]<int high, int wide>() {
                 TilePass<high, wide> pass(w, x, m, rows, first + b);

@@ -39,7 +39,9 @@ static inline int steps_of(const Packed& w) {
     int many = inputs_of_word(w.kind), steps = (w.in + many - 1) / many;
     return w.kind == FLOAT32 ? steps : rounded_up(steps, w.kind == INT4 ? TILE / 2 : TILE);
 }
+
 static inline int padded_out(const Packed& w) { return rounded_up(w.out, GROUP); }
+
 // Where the words of a vector of outputs begin. Those of the next step are GROUP words further.
 static inline const uint32_t* column_of(const Packed& w, int vector) {
     return (const uint32_t*)w.data + (int64_t)(vector / BLOCKS) * steps_of(w) * GROUP + vector % BLOCKS * LANES;
