@@ -56,6 +56,10 @@ class Linear(nn.Module):
             self.weight = nn.Parameter(self.weight.new_empty(0, self.weight.shape[1]), requires_grad=False)
 
     @property
+    def is_packed(self) -> bool:
+        return self._packed is not None
+
+    @property
     def native(self) -> tuple[NativeWeight, Tensor | None] | None:
         """Weight and bias for the native kernels; None: they do not compute this layer."""
         packed = None if self._packed is None else self._packed.native
@@ -173,22 +177,35 @@ class DecoderLayer(nn.Module):
         yield from self.mlp.weight_views(f"{prefix}mlp.")  # type: ignore[operator]
 
 
+def linear_views(model: nn.Module, views: Mapping[str, Tensor]) -> dict[Linear, dict[str, Tensor]]:
+    """Each linear layer's views of its weight by name, in order."""
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    owners = {linear.weight.untyped_storage().data_ptr(): linear for linear in linears}
+    found: dict[Linear, dict[str, Tensor]] = {}
+    for name, view in views.items():
+        linear = owners.get(view.untyped_storage().data_ptr())
+        part = name.removesuffix(".weight").rpartition(".")[2]  # not the embedding, which may share its memory
+        if linear is not None and part in dict(linear.parts):
+            found.setdefault(linear, {})[name] = view
+    return found
+
+
 def pack_linears(
     model: nn.Module,
     quantization: Quantization | None = None,
-    rounded: Mapping[Linear, Callable[[], QuantizedWeight | NativeWeight | None]] | None = None,
+    rounded: Mapping[Linear, Callable[[], QuantizedWeight | None]] | None = None,
     *,
     progress: bool = False,
 ) -> None:
-    """Pack every Linear in `model`. Call it once, after the weights are loaded and cast.
+    """Pack every Linear in `model` that is not packed yet. Call it once, after the weights are loaded and cast.
 
-    `rounded` gives the weights that files hold in integers; None: the layer holds floats. The
+    `rounded` gives the weights that the checkpoint holds in integers; None: the layer holds floats. The
     target's lm_head is rounded to 8 bits at most, because texts depend on it most.
 
     Raises:
         ValueError: `quantization` is asked for where no kernels compute with it.
     """
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    linears = [module for module in model.modules() if isinstance(module, Linear) and not module.is_packed]
     description = "pack" if quantization is None else f"round to {quantization}"
     for linear in tqdm(linears, desc=description, unit="layer", disable=not progress):
         codes = rounded[linear]() if rounded is not None and linear in rounded else None

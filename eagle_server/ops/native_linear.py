@@ -12,9 +12,9 @@ from eagle_server.ops.native import empty, floats, functions, pointer, session
 from eagle_server.ops.native_structs import PackedStruct
 from eagle_server.ops.quantize import Quantization, QuantizedWeight
 
-_FLOAT32, _HALVED, _BFLOAT16, _INT8, _INT4 = range(5)  # Kind in linear.h
+_FLOAT32, _HALVED, _BFLOAT16, _INT8, _INT4 = range(5)  # Kind in packed.h
 _GROUP = 16  # outputs that are packed together
-_LINE = 64  # bytes
+CACHE_LINE = 64  # bytes
 
 
 class NativeWeight:
@@ -58,11 +58,8 @@ class NativeWeight:
         packed = functions().eagle_packed_bytes(byref(weight._struct(None, None)))
         if tuple(scales.shape) != padded or scales.shape != zeros.shape or data.nbytes != packed:
             raise ValueError(f"these are no packed weights of shape {list(shape)}")
-        if data.data_ptr() % _LINE or (data.dtype, scales.dtype, zeros.dtype) != (
-            torch.uint8,
-            torch.float32,
-            torch.uint8,
-        ):
+        types = (data.dtype, scales.dtype, zeros.dtype)
+        if data.data_ptr() % CACHE_LINE or types != (torch.uint8, torch.float32, torch.uint8):
             raise ValueError("packed weights must be bytes that begin at cache lines")
         return weight
 

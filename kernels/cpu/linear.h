@@ -69,7 +69,7 @@ static inline void multiply_int8(const uint32_t* x, int64_t stride, const Packed
         }
     }
     for (int m = 0; m < rows; m++)
-        for (int b = 0; b < blocks; b++) sums[m][b] = scaled_int8(w, x + m * stride, acc[m][b], first + b);
+        for (int b = 0; b < blocks; b++) sums[m][b] = scaled_int8(w, x + m * stride, stride, acc[m][b], first + b);
 }
 
 template <int rows, int blocks>
@@ -100,7 +100,7 @@ static inline void multiply_int4(const uint32_t* x, int64_t stride, const Packed
         }
     }
     for (int m = 0; m < rows; m++)
-        for (int b = 0; b < blocks; b++) sums[m][b] = out[m][b] * scale_of(w, x + m * stride);
+        for (int b = 0; b < blocks; b++) sums[m][b] = out[m][b] * scale_of(x + m * stride, stride);
 }
 
 // The sums of `rows` rows and `blocks` vectors of a group. `x` has `stride` words between rows.

@@ -77,7 +77,7 @@ template <int high, int wide> struct TilePass {
             for (int v = 0; v < wide; v++) {
                 auto sum = [&](int part) { return (Vector)load_words(sums[r / block * wide + v][r % block * parts + part]); };
                 float* to = where(m + r, first + v);
-                if (w.kind == INT8) put(to, first + v, scaled_int8(w, x + r * stride, (Ints)sum(0), first + v));
+                if (w.kind == INT8) put(to, first + v, scaled_int8(w, x + r * stride, stride, (Ints)sum(0), first + v));
                 else put(to, first + v, parts == 1 ? sum(0) : (sum(2) + sum(1)) + sum(0));
             }
         }
@@ -135,7 +135,7 @@ template <int high, int wide> struct TilePass {
         add_group((count - 1) / tiles_of_group);
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < wide; v++)
-                put(where(m + r, first + v), first + v, sums[(r / TILE * wide + v) * TILE + r % TILE] * scale_of(w, x + r * stride));
+                put(where(m + r, first + v), first + v, sums[(r / TILE * wide + v) * TILE + r % TILE] * scale_of(x + r * stride, stride));
     }
 };
 

@@ -32,12 +32,16 @@ struct Packed {
 };
 
 static inline int inputs_of_word(int kind) { return kind == FLOAT32 ? 1 : kind <= BFLOAT16 ? 2 : kind == INT8 ? 4 : 8; }
-static inline int rounded_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+static inline int rounded_up(int n, int power_of_two) { return (n + power_of_two - 1) & -power_of_two; }
 
 // Whole tiles of inputs, but for FLOAT32.
 static inline int steps_of(const Packed& w) {
-    int many = inputs_of_word(w.kind), steps = (w.in + many - 1) / many;
-    return w.kind == FLOAT32 ? steps : rounded_up(steps, w.kind == INT4 ? TILE / 2 : TILE);
+    switch (w.kind) {
+        case FLOAT32: return w.in;
+        case INT8: return rounded_up(w.in, 4 * TILE) / 4;
+        case INT4: return rounded_up(w.in, 4 * TILE) / 8;
+        default: return rounded_up(w.in, 2 * TILE) / 2;
+    }
 }
 
 static inline int padded_out(const Packed& w) { return rounded_up(w.out, GROUP); }
@@ -140,16 +144,16 @@ static void prepare_row(const Packed& w, const float* x, uint32_t* to) {
 }
 
 // The integer sums of a row's inputs are words after its data: for INT8 of all, for INT4 of each group. The scale is last.
-static inline float scale_of(const Packed& w, const uint32_t* row) {
+static inline float scale_of(const uint32_t* row, int64_t stride) {
     float scale;
-    memcpy(&scale, row + input_stride(w) - 1, 4);
+    memcpy(&scale, row + stride - 1, 4);
     return scale;
 }
 
 // From sums of products of codes to sums of products.
-static inline Vector scaled_int8(const Packed& w, const uint32_t* row, Ints sums, int vector) {
+static inline Vector scaled_int8(const Packed& w, const uint32_t* row, int64_t stride, Ints sums, int vector) {
     int32_t total = (int32_t)row[steps_of(w)];
-    return __builtin_convertvector(sums - 128 * total, Vector) * (scale_of(w, row) * load(w.scales + vector * LANES));
+    return __builtin_convertvector(sums - 128 * total, Vector) * (scale_of(row, stride) * load(w.scales + vector * LANES));
 }
 
 static inline const int32_t* group_totals(const Packed& w, const uint32_t* row) { return (const int32_t*)row + 2 * steps_of(w); }
@@ -157,8 +161,9 @@ static inline const int32_t* group_totals(const Packed& w, const uint32_t* row) 
 // Calls `visit(place, index)` for every element: its place in the packed form, counted in elements, and in the plain one.
 template <class Visit> static void each_element(Team& team, const Packed& w, const Visit& visit) {
     int many = inputs_of_word(w.kind), steps = steps_of(w);
-    Team::Together together(team, 1e9);
-    team.run((w.out + GROUP - 1) / GROUP, 1e9, [&](int group, int) {
+    const double nanoseconds = 4.0 * w.in * w.out;
+    Team::Together together(team, nanoseconds);
+    team.run((w.out + GROUP - 1) / GROUP, nanoseconds, [&](int group, int) {
         for (int k = 0; k < w.in; k++)
             for (int n = group * GROUP; n < std::min(w.out, (group + 1) * GROUP); n++) {
                 int64_t step = (int64_t)group * steps + k / many;

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -18,7 +17,6 @@ from eagle_server.models.checkpoints.draft_format import MEDUSA_2
 from eagle_server.models.checkpoints.packed_cache import PackedCache
 from eagle_server.models.checkpoints.quantized import (
     Rounded,
-    linear_views,
     read_quantization,
     rounded_linears,
     with_dequantized,
@@ -36,7 +34,7 @@ from eagle_server.models.checkpoints.weights import (
 )
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import read_config, token_ids
-from eagle_server.models.layers import Linear, Views, pack_linears
+from eagle_server.models.layers import Linear, Views, linear_views, pack_linears
 from eagle_server.models.rope import at_context
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.interface import Target
@@ -95,17 +93,7 @@ def load_target(  # noqa: PLR0913
         found = with_dequantized(open_weights(directory), read_config(directory), str(directory / "config.json"))
         config, stored = _as_stored(config, _without_inert(found, config), directory)
     context = context or config.max_position
-    if config.native and config.rope.kind == "dynamic" and context > config.max_position:
-        log.warning(
-            "%s: dynamic RoPE: every text has the base for %d tokens; without --context-length it is that for %d",
-            *(directory, context, config.max_position),
-        )
-    config = replace(
-        config,
-        dtype=serving_dtype(dtype, config.dtype),
-        rope=at_context(config.rope, config.head_dim, context),
-        eos_token_ids=_eos_token_ids(directory, config),
-    )
+    config = _served(config, directory, dtype, context)
     if quantization is not None:
         cached = quantization_cache is not None
         _check_quantizable(directory, config, quantization, torch.device(device), cached=cached)
@@ -116,7 +104,7 @@ def load_target(  # noqa: PLR0913
     with created_as(config.dtype, device):
         model = TargetModel(config, context + lookahead)
     cache = None
-    if quantization is not None and quantization_cache is not None:
+    if pack and quantization is not None and quantization_cache is not None:
         cache = PackedCache(quantization_cache, directory, stored, quantization, config.dtype)
     kept = None if cache is None else cache.read(model)
     rounded = _fill(model, stored, directory, quantization, kept, pack=pack, progress=progress)
@@ -128,29 +116,48 @@ def load_target(  # noqa: PLR0913
     return model
 
 
+def _served(config: ModelConfig, directory: Path, dtype: DtypeName, context: int) -> ModelConfig:
+    """`config` in the served dtype and context, with the end-of-sequence ids of both files."""
+    if config.native and config.rope.kind == "dynamic" and context > config.max_position:
+        log.warning(
+            "%s: dynamic RoPE: every text has the base for %d tokens; without --context-length it is that for %d",
+            *(directory, context, config.max_position),
+        )
+    return replace(
+        config,
+        dtype=serving_dtype(dtype, config.dtype),
+        rope=at_context(config.rope, config.head_dim, context),
+        eos_token_ids=_eos_token_ids(directory, config),
+    )
+
+
 def _fill(  # noqa: PLR0913
     model: TargetModel,
     stored: Weights,
     directory: Path,
     quantization: Quantization | None,
-    kept: Mapping[Linear, partial[NativeWeight]] | None,
+    kept: Mapping[Linear, NativeWeight] | None,
     *,
     pack: bool,
     progress: bool,
-) -> Mapping[Linear, Rounded | partial[NativeWeight]]:
-    """Fill the parameters, except those of layers in `kept` or in the checkpoint's integers, the result."""
-    views, rounded = dict(model.weight_views()), dict[Linear, Rounded | partial[NativeWeight]](kept or {})
+) -> dict[Linear, Rounded]:
+    """Fill the parameters and pack the layers in `kept`. The result: layers to pack from the checkpoint's integers."""
+    views, rounded = dict(model.weight_views()), dict[Linear, Rounded]()
     stored = without_added_biases(stored, views)
     check_names(views, stored, directory)
     device = model.embed.device
-    if not rounded and pack and (device.type == "cuda" or available(device, model.config.dtype)):
-        rounded.update(rounded_linears(model, views, stored))
+    if kept is None and pack and (device.type == "cuda" or available(device, model.config.dtype)):
+        rounded = rounded_linears(model, views, stored)
         if rounded and quantization is not None:
             log.warning("%s is quantized: --quantization %s rounds its other layers only", directory, quantization)
-    unread = {name for linear, parts in linear_views(model, views).items() if linear in rounded for name in parts}
+    unread = {
+        name for linear, parts in linear_views(model, views).items() if linear in (kept or rounded) for name in parts
+    }
     views = {name: view for name, view in views.items() if name not in unread}
     stored = {name: tensor for name, tensor in stored.items() if name not in unread}
     copy_weights(views, stored, source=directory, progress=progress)
+    for linear, weight in (kept or {}).items():
+        linear.pack(codes=weight)
     return rounded
 
 

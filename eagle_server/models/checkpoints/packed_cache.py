@@ -11,7 +11,6 @@ import json
 import logging
 import struct
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,9 @@ from eagle_server.models.config import CheckpointError
 from eagle_server.models.layers import Linear
 from eagle_server.ops import quantize
 from eagle_server.ops.build import SOURCES
-from eagle_server.ops.native_linear import NativeWeight
+from eagle_server.ops.native_linear import CACHE_LINE, NativeWeight
 from eagle_server.ops.quantize import Quantization
 
-_LINE = 64  # bytes
 _TYPES = {torch.uint8: "U8", torch.float32: "F32"}
 _DIGITS = 16  # of a file's name
 log = logging.getLogger(__name__)
@@ -48,7 +46,7 @@ class PackedCache:
             digest.update(f"{file.name} {found.st_size} {found.st_mtime_ns}".encode())
         self._path = directory / f"{checkpoint.name}-{quantization}-{digest.hexdigest()[:_DIGITS]}.safetensors"
 
-    def read(self, model: nn.Module) -> dict[Linear, partial[NativeWeight]] | None:
+    def read(self, model: nn.Module) -> dict[Linear, NativeWeight] | None:
         """The weights of all linear layers of `model`; None: they were not written yet."""
         linears = _linears(model)
         if not self._path.is_file():
@@ -95,10 +93,10 @@ def _linears(model: nn.Module) -> dict[str, Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
 
 
-def _mapped(handle: Any, name: str, linear: Linear, kind: tuple[Quantization, int]) -> partial[NativeWeight]:
+def _mapped(handle: Any, name: str, linear: Linear, kind: tuple[Quantization, int]) -> NativeWeight:
     parts = {part: handle.get_tensor(f"{name}.{part}") for part in ("data", "scales", "zeros")}
     shape = (linear.weight.shape[0], linear.weight.shape[1])
-    return partial(NativeWeight.packed, shape, *kind, **parts)
+    return NativeWeight.packed(shape, *kind, **parts)
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -110,5 +108,5 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
         entries[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         end += tensor.nbytes
     text = json.dumps(entries).encode()
-    text += b" " * (-(8 + len(text)) % _LINE)
+    text += b" " * (-(8 + len(text)) % CACHE_LINE)
     return struct.pack("<Q", len(text)) + text

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from eagle_server.models.checkpoints.weights import StoredTensor, Weights
 from eagle_server.models.config import CheckpointError
-from eagle_server.models.layers import Linear
+from eagle_server.models.layers import Linear, linear_views
 from eagle_server.ops.quantize import Quantization, QuantizedWeight
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the outputs of a word stand in it
@@ -271,19 +271,6 @@ def without_added_biases(stored: Weights, expected: Iterable[str]) -> Weights:
         and not tensor.read().any()
     }
     return {name: tensor for name, tensor in stored.items() if name not in added}
-
-
-def linear_views(model: nn.Module, views: Mapping[str, Tensor]) -> dict[Linear, dict[str, Tensor]]:
-    """Each linear layer's views of its weight by name, in order."""
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
-    owners = {linear.weight.untyped_storage().data_ptr(): linear for linear in linears}
-    found: dict[Linear, dict[str, Tensor]] = {}
-    for name, view in views.items():
-        linear = owners.get(view.untyped_storage().data_ptr())
-        part = name.removesuffix(".weight").rpartition(".")[2]  # not the embedding, which may share its memory
-        if linear is not None and part in dict(linear.parts):
-            found.setdefault(linear, {})[name] = view
-    return found
 
 
 def rounded_linears(model: nn.Module, views: Mapping[str, Tensor], stored: Weights) -> dict[Linear, Rounded]:

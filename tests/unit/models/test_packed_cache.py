@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors import safe_open
+from safetensors.torch import load_file, save
 
 from eagle_server.config.sections import Config
 from eagle_server.models.checkpoints.load_target import load_target
@@ -63,7 +65,7 @@ def test_other_weights_have_another_file(tmp_path: Path, kept: Path) -> None:
     assert len(list(kept.iterdir())) == 3
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "other content"])
+@pytest.mark.parametrize("damage", ["truncated", "empty", "other content", "other shapes"])
 def test_a_damaged_file_is_named_and_made_again(
     damage: str, tmp_path: Path, kept: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -71,7 +73,12 @@ def test_a_damaged_file_is_named_and_made_again(
     expected = logits(load(directory, kept))
     file = next(kept.iterdir())
     whole = file.read_bytes()
-    file.write_bytes({"truncated": whole[:-64], "empty": b"", "other content": b"\x00" * 100}[damage])
+    damaged = {"truncated": whole[:-64], "empty": b"", "other content": b"\x00" * 100}
+    if damage == "other shapes":
+        tensors = {name: tensor[:1].clone() for name, tensor in load_file(file).items()}
+        with safe_open(file, framework="pt") as handle:
+            damaged[damage] = save(tensors, metadata=handle.metadata())
+    file.write_bytes(damaged[damage])
     with caplog.at_level(logging.WARNING):
         assert logits(load(directory, kept)).equal(expected)
     assert f"--quantization-cache: {file} cannot be used and is made again" in caplog.text
