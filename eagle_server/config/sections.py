@@ -53,10 +53,11 @@ class ModelSection(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="data type of weights and KV; auto: the checkpoint's"
     )
-    quantization: Literal["int8", "int4"] | None = Field(
+    quantization: Literal["int8", "int4", "fp8"] | None = Field(
         default=None,
-        description="round the weights of linear layers, of target and draft, to 8 or 4 bits while loading; on a GPU "
-        "int4 only. With native kernels int4 keeps 8 bits for the target's lm_head, and inputs are rounded to 8 bits",
+        description="round the weights of linear layers, of target and draft, to 8 or 4 bits while loading: int8 or "
+        "int4 on a CPU, fp8 or int4 on a GPU. With native kernels int4 keeps 8 bits for the target's lm_head, and "
+        "inputs are rounded to 8 bits; fp8 leaves the lm_head as it is",
     )
     quantization_cache: Path | None = Field(
         default=None,
@@ -194,8 +195,8 @@ class Config(BaseModel):
             raise ConfigError(
                 f"--speculative-draft-model-path {draft}: should differ from --model-path, which is no {algorithm} head"
             )
-        if self.model.quantization_cache is not None and self.model.quantization is None:
-            raise ConfigError("--quantization-cache needs --quantization int8 or int4: nothing else is rounded")
+        if self.model.quantization_cache is not None and self.model.quantization in (None, "fp8"):
+            raise ConfigError("--quantization-cache needs --quantization int8 or int4: nothing else is kept")
         if not self.speculates:
             self._refuse_speculative_options()
         return self

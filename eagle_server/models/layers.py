@@ -18,7 +18,7 @@ from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.ops.fused import Rotation, add_rms_norm, apply_rope, rms_norm, silu_mul
-from eagle_server.ops.linear import PackedWeight, computes, pack_weight, packed_linear, unpack_weight
+from eagle_server.ops.linear import PackedWeight, pack_weight, packed_linear, unpack_weight, why_not_computed
 from eagle_server.ops.native_decoder import AttentionShape, LayerWeights, NativeDecoder
 from eagle_server.ops.native_linear import NativeWeight
 from eagle_server.ops.quantize import Quantization, QuantizedWeight
@@ -211,7 +211,7 @@ def pack_linears(
         codes = rounded[linear]() if rounded is not None and linear in rounded else None
         wanted = quantization
         if quantization is not None and linear.parts[0][0] == "lm_head":
-            wanted = "int8" if computes("int8", linear.weight.device, linear.weight.dtype) else None
+            wanted = None if why_not_computed("int8", linear.weight.device, linear.weight.dtype) else "int8"
         linear.pack(wanted, codes)
     for module in model.modules():
         if isinstance(module, Fusable):

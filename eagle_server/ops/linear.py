@@ -54,11 +54,11 @@ def pack_weight(
     if isinstance(codes, NativeWeight):
         return PackedWeight(None, None, codes)
     if quantization is not None and codes is None:
-        if not available(device, dtype) and (reason := why_not(quantization, device, dtype)):
+        if (reason := why_not_computed(quantization, device, dtype)) is not None:
             raise ValueError(f"--quantization {quantization}: {reason}")
         codes = quantize(weight, quantization)
     if codes is not None:
-        if available(device, dtype):
+        if codes.quantization != "fp8" and available(device, dtype):
             return PackedWeight(None, None, NativeWeight(codes))
         if fits(codes, device, dtype):
             return PackedWeight(None, None, rounded=TorchQuantizedWeight(codes, device, dtype))
@@ -72,9 +72,10 @@ def pack_weight(
     return PackedWeight(weight if keep else None, blocked)
 
 
-def computes(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are kernels for weights rounded so."""
-    return available(device, dtype) or why_not(quantization, device, dtype) is None
+def why_not_computed(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why no kernels compute with weights rounded so; None: some do."""
+    native = quantization != "fp8" and available(device, dtype)
+    return None if native else why_not(quantization, device, dtype)
 
 
 def unpack_weight(weight: PackedWeight) -> Tensor:

@@ -1,7 +1,7 @@
 """Rounds weights to 8 or 4 bits.
 
-int8: one scale for each output. int4: groups of inputs, each with a scale and a zero for each output. The range of a
-group is cut where that lowers its squared error.
+int8, fp8 (float8_e4m3fn): one scale for each output. int4: groups of inputs, each with a scale and a zero for each
+output. The range of a group is cut where that lowers its squared error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Quantization = Literal["int8", "int4"]
+Quantization = Literal["int8", "int4", "fp8"]
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
 
 _GROUPS = (128, 64, 32, 16, 8)  # inputs that share a scale: the first that divides their number
 _RANGES = (1.0, 0.94, 0.88, 0.82, 0.76)  # of a group's range that are tried
@@ -24,8 +27,8 @@ _ROWS = 1024  # at once
 class QuantizedWeight:
     """A weight [out, in]: (codes - zeros) * scales.
 
-    codes: uint8 [out, in], below 256 or below 16. scales: float32 [groups, out]; zeros: uint8 [groups, out]. Inputs
-    g * group to (g + 1) * group belong to group g.
+    codes: uint8 [out, in], below 256 or below 16, or float8_e4m3fn. scales: float32 [groups, out]; zeros: uint8
+    [groups, out]. Inputs g * group to (g + 1) * group belong to group g.
     """
 
     quantization: Quantization
@@ -48,7 +51,7 @@ class QuantizedWeight:
             each.t().repeat_interleave(self.group, dim=1)[:, : self.codes.shape[1]]
             for each in (self.scales, self.zeros.float())
         )
-        return (self.codes - zeros) * scales
+        return (self.codes.float() - zeros) * scales
 
 
 def quantize(weight: Tensor, quantization: Quantization) -> QuantizedWeight:
@@ -59,7 +62,7 @@ def quantize(weight: Tensor, quantization: Quantization) -> QuantizedWeight:
     """
     if not weight.isfinite().all():
         raise ValueError(f"--quantization {quantization}: a weight is infinite or no number; serve it without")
-    round_rows = _int8 if quantization == "int8" else _int4
+    round_rows = {"int8": _int8, "int4": _int4, "fp8": _fp8}[quantization]
     group = weight.shape[1]
     if quantization == "int4":
         group = next((size for size in _GROUPS if weight.shape[1] % size == 0), -(-weight.shape[1] // 8) * 8)
@@ -73,6 +76,18 @@ def _int8(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:  # noqa:
     scales = (weight.abs().amax(dim=1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
     codes = (weight / scales).round_().clamp_(-127, 127) + 128
     return codes.to(torch.uint8), scales, torch.full(scales.shape, 128, dtype=torch.uint8)
+
+
+def _fp8(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001  all inputs are one group
+    """codes [rows, in], scales and zeros [rows, 1]."""
+    codes, scales = fp8_rows(weight)
+    return codes, scales, torch.zeros(scales.shape, dtype=torch.uint8)
+
+
+def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [rows, n] -> float8_e4m3fn [rows, n] and float32 scales [rows, 1], which take each row's largest to 448."""
+    scales = (x.abs().amax(dim=1, keepdim=True).float() / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    return (x / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales
 
 
 def _int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -50,8 +50,8 @@ LAYERS: dict[str, tuple[dict[str, Any], str | None]] = {
     "int_channel": (compressed(8, "int", "channel"), "int8"),
     "int_asymmetric": (compressed(8, "int", "channel"), None),
     "int_group": (compressed(8, "int", "group", group_size=32), None),
-    "float_channel": (compressed(8, "float", "channel"), None),
-    "float_tensor": (compressed(8, "float", "tensor"), None),
+    "float_channel": (compressed(8, "float", "channel"), "fp8"),
+    "float_tensor": (compressed(8, "float", "tensor"), "fp8"),
     "float_block": (compressed(8, "float", "block", block_structure=[16, 32]), None),
     "gptq": (gptq(4, 32), "int4"),
     "gptq_act_order": (gptq(4, 16), None),
@@ -148,11 +148,18 @@ def as_fp8(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
     return {f"{name}.weight": codes, f"{name}.weight_scale_inv": scales}, codes.float() * spread
 
 
+def as_fp8_by_rows(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+    scales = weight.abs().amax(1, keepdim=True) / 448
+    codes = (weight / scales).to(torch.float8_e4m3fn)
+    return {f"{name}.weight": codes, f"{name}.weight_scale": scales}, codes.float() * scales
+
+
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[str, Tensor], tuple[Tensors, Tensor]], str | None]] = {
     "GPTQ": (gptq(4, 32), as_gptq, "int4"),
     "compressed-tensors int4": (compressed(4, "int", "group", group_size=32), as_packed, "int4"),
     "compressed-tensors int8": (compressed(8, "int", "channel"), as_int8, "int8"),
     "FP8": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, as_fp8, None),
+    "compressed-tensors fp8": (compressed(8, "float", "channel"), as_fp8_by_rows, None),
 }
 
 
@@ -221,6 +228,18 @@ def test_scales_of_blocks_are_told_from_scales_of_rows_by_their_shape() -> None:
         {"weight": codes, "weight_scale_inv": scales}, {"quant_method": "fp8", "weight_block_size": [2, 512]}
     )
     assert torch.equal(found.read(), codes.float() * scales.repeat_interleave(2, 0).repeat_interleave(512, 1))
+
+
+@pytest.mark.parametrize("scales", [(64, 1), (1,), ()], ids=["by row", "one", "scalar"])
+def test_fp8_with_a_scale_for_each_row_or_one_for_all_is_kept_as_it_is(scales: tuple[int, ...]) -> None:
+    codes, scale = torch.randn(64, 128).to(torch.float8_e4m3fn), 0.5 + torch.rand(scales)
+    kind = "channel" if scales == (64, 1) else "tensor"
+    weight = weight_of({"weight": codes, "weight_scale": scale}, compressed(8, "float", kind)).load()
+    assert isinstance(weight, QuantizedWeight)
+    assert (weight.quantization, weight.codes.dtype) == ("fp8", torch.float8_e4m3fn)
+    assert weight.dense().equal(codes.float() * scale)
+    stacked = QuantizedWeight.stacked([weight, weight])
+    assert stacked.dense().equal(weight.dense().repeat(2, 1))
 
 
 def test_weights_beside_scales_must_be_compressed() -> None:

@@ -39,10 +39,10 @@ from eagle_server.models.rope import at_context
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.interface import Target
 from eagle_server.models.targets.registry import find_family, read_target_config
+from eagle_server.ops.linear import why_not_computed
 from eagle_server.ops.native import available
 from eagle_server.ops.native_linear import NativeWeight
 from eagle_server.ops.quantize import Quantization
-from eagle_server.ops.torch_quantized import why_not
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
 log = logging.getLogger(__name__)
@@ -168,11 +168,9 @@ def _check_quantizable(
     if not config.native or config.moe is not None:
         reason = "has experts" if config.native else "runs by transformers' code"
         raise CheckpointError(f"{asked}: {config.architecture} {reason}; drop it")
-    if available(device, config.dtype):
-        return
-    if (unable := why_not(quantization, device, config.dtype)) is not None:
+    if (unable := why_not_computed(quantization, device, config.dtype)) is not None:
         raise CheckpointError(f"{asked}: {unable}")
-    if cached:
+    if cached and not available(device, config.dtype):
         raise CheckpointError(f"{asked}: --quantization-cache is for native kernels (--cpu-kernels native); drop it")
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from eagle_server.models.checkpoints.weights import StoredTensor, Weights
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.layers import Linear, linear_views
-from eagle_server.ops.quantize import Quantization, QuantizedWeight
+from eagle_server.ops.quantize import FP8, Quantization, QuantizedWeight
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the outputs of a word stand in it
 _UNUSED = ("input_scale", "output_scale", "k_scale", "v_scale", "input_zero_point")  # of activations and KV
@@ -232,6 +232,9 @@ def _scaled(parts: Mapping[str, Tensor], shape: tuple[int, ...], found: Quantize
         spread = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
     else:
         raise RuntimeError(f"blocks of {block} need other scales")
+    if weight.dtype == FP8 and spread.shape[1] == 1:
+        zeros = torch.zeros((1, rows), dtype=torch.uint8)
+        return QuantizedWeight("fp8", weight, spread.t().contiguous(), zeros, columns)
     if weight.dtype == torch.int8 and spread.shape[1] == 1 and "weight_zero_point" not in parts:
         codes, zeros = (weight.short() + _INT8_ZERO).to(torch.uint8), torch.full((1, rows), _INT8_ZERO)
         return QuantizedWeight("int8", codes, spread.t().contiguous(), zeros.to(torch.uint8), columns)

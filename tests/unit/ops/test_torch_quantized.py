@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -66,10 +68,52 @@ def test_the_int4_kernel_of_gpus_takes_what_it_is_given(inputs: int) -> None:
     assert weight._scales.shape == (-(-inputs // rounded.group), 64, 2)
 
 
-def test_formats_without_a_fast_kernel_are_refused() -> None:
+def test_the_fp8_kernel_multiplies_rows_and_weights_with_their_own_scales() -> None:
+    """On a CPU, where torch has the kernel too but slowly. The error is that of three bits behind the point."""
+    torch.manual_seed(0)
+    weight = torch.randn(48, 320) * torch.rand(48, 1)
+    rounded = quantize(weight, "fp8")
+    assert rounded.codes.dtype == torch.float8_e4m3fn
+    assert (rounded.dense() - weight).norm() / weight.norm() < 0.03
+    packed = TorchQuantizedWeight(rounded, CPU, torch.bfloat16)
+    assert packed.dense().equal(rounded.dense().bfloat16())
+    assert packed.nbytes == 48 * 320 + 48 * 4
+    for rows in (1, 3, 17):
+        x = (torch.randn(rows, 320) * torch.tensor([1e-3, 1.0, 1e3]).repeat(6)[:rows, None]).bfloat16()
+        error = packed.linear(x).float() - x.float() @ rounded.dense().t()
+        assert (error.norm(dim=1) / (x.float() @ weight.t()).norm(dim=1)).max() < 0.05
+    assert packed.linear(torch.zeros(2, 320, dtype=torch.bfloat16)).eq(0).all()
+
+
+@pytest.mark.parametrize("outputs", [64, 4096])
+def test_the_fp8_kernel_of_gpus_takes_what_it_is_given(outputs: int) -> None:
+    rounded = quantize(torch.randn(outputs, 128), "fp8")
+    assert fits(rounded, GPU, torch.bfloat16)
+    with FakeTensorMode():
+        given = (rounded.codes, rounded.scales, rounded.zeros)
+        codes, scales, zeros = (torch.empty(each.shape, dtype=each.dtype, device=GPU) for each in given)
+        weight = TorchQuantizedWeight(QuantizedWeight("fp8", codes, scales, zeros, 128), GPU, torch.bfloat16)
+        out = weight.linear(torch.empty(5, 128, dtype=torch.bfloat16, device=GPU))
+    assert (out.shape, out.dtype, out.device.type) == ((5, outputs), torch.bfloat16, "cuda")
+    assert not fits(quantize(torch.randn(40, 128), "fp8"), GPU, torch.bfloat16)  # multiples of 16 only
+
+
+def test_formats_without_a_fast_kernel_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not("int4", GPU, torch.bfloat16) is None
+    assert why_not("fp8", GPU, torch.bfloat16) is None
     assert "needs --dtype bfloat16" in str(why_not("int4", GPU, torch.float32))
+    assert "needs --dtype bfloat16" in str(why_not("fp8", GPU, torch.float32))
     assert "slower than bfloat16" in str(why_not("int8", GPU, torch.bfloat16))
+    assert "only GPUs compute with fp8" in str(why_not("fp8", CPU, torch.bfloat16))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    assert "NVIDIA A100 does not multiply fp8" in str(why_not("fp8", GPU, torch.bfloat16))
+
+
+def test_fp8_is_refused_on_a_cpu_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="--quantization fp8: only GPUs compute with fp8; use int8"):
+        load_target(checkpoint(tmp_path), quantization="fp8", progress=False)
 
 
 @pytest.mark.usefixtures("_without_native_kernels")
