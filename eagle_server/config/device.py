@@ -27,9 +27,9 @@ class DeviceSection(Section):
     )
     cpu_threads: Count | None = Field(
         default=None,
-        description="compute threads; default: all cores that the process and its container may use, but 2 for a "
-        "small model, whose operations are too short to split further, and 1 of the 2 while other processes keep the "
-        "cores busy",
+        description="compute threads; default: all cores of one NUMA node that the process and its container may use, "
+        "but 2 for a small model, whose operations are too short to split further, and 1 of the 2 while other "
+        "processes keep the cores busy",
     )
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         default="auto",

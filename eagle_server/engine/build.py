@@ -14,6 +14,7 @@ from eagle_server.engine.assemble import assemble
 from eagle_server.engine.cores import SharedCores
 from eagle_server.engine.devices import SMALL_MODEL_THREADS, resolve_device, threads_for
 from eagle_server.engine.engine import Engine
+from eagle_server.engine.limits import stay_on_one_node
 from eagle_server.engine.resolve import context_length, lookahead_bound, resolve, server_info
 from eagle_server.models.checkpoints.load_draft import Algorithm, LoadedDraft, load_draft
 from eagle_server.models.checkpoints.load_target import load_target, read_model_config
@@ -59,6 +60,8 @@ def load_models(config: Config, *, lookahead: int = 0, progress: bool = True) ->
     """
     device = resolve_device(config)
     use_native(config.device.cpu_kernels)
+    if device.type == "cpu":
+        stay_on_one_node(config.device.cpu_threads)
     facts = read_model_config(resolve_checkpoint(config.target_path))
     context, lookahead = context_length(config, facts), max(lookahead_bound(config, facts), lookahead)
     target = load_target(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -25,6 +28,39 @@ def usable_memory(root: Path = Path("/")) -> int:
             if limit.isdecimal():  # not "max"
                 memory = min(memory, int(limit))
     return memory
+
+
+def stay_on_one_node(threads: int | None, root: Path = Path("/")) -> None:
+    """Run the calling thread, and those that it starts, on one NUMA node: where the weights will lie, which it reads.
+
+    The node with most of the cores that this process may use, of equal ones that with most free memory. Nothing changes
+    where they all are of one node, or where more `threads` are asked for than the node has cores.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return
+    allowed, nodes = os.sched_getaffinity(0), list((root / "sys/devices/system/node").glob("node[0-9]*"))
+    cores = {node: allowed & _core_numbers(node / "cpulist") for node in nodes}
+    usable = [node for node in nodes if cores[node]]
+    if len(usable) < 2:  # noqa: PLR2004  one node is the whole machine
+        return
+    best = max(usable, key=lambda node: (len(cores[node]), _free_memory(node)))
+    if threads is not None and threads > len(cores[best]):
+        logger.info("%d threads need more than one NUMA node: they read each other's memory, which is slow", threads)
+        return
+    logger.info("computing on NUMA node %s, with %d cores", best.name.removeprefix("node"), len(cores[best]))
+    os.sched_setaffinity(0, cores[best])
+
+
+def _core_numbers(path: Path) -> set[int]:
+    """Of a list like 0-3,8,10-11."""
+    ranges = [part.partition("-") for part in ",".join(_words(path)).split(",") if part]
+    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+
+
+def _free_memory(node: Path) -> int:
+    """KiB."""
+    words = _words(node / "meminfo")
+    return int(words[words.index("MemFree:") + 1]) if "MemFree:" in words else 0
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from eagle_server.engine.limits import usable_cores, usable_memory
+from eagle_server.engine.limits import stay_on_one_node, usable_cores, usable_memory
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +65,35 @@ def test_nothing_but_the_affinity_counts_where_there_are_no_groups(tmp_path: Pat
 )
 def test_limits_bound_the_memory(tmp_path: Path, groups: str, file: str, text: str, limited: bool) -> None:  # noqa: FBT001
     assert (usable_memory(machine(tmp_path, groups, {file: text})) == 1_000_000) is limited
+
+
+@pytest.mark.parametrize(
+    ("nodes", "threads", "taken"),
+    [
+        ({0: ("0-15", 9)}, None, None),
+        ({0: ("0-7", 9), 1: ("8-15", 10)}, None, range(8, 16)),
+        ({0: ("0-7", 10), 1: ("8-15", 9)}, None, range(8)),
+        ({0: ("0-3,8-11,12", 1), 1: ("4-7,13-15", 9)}, None, (0, 1, 2, 3, 8, 9, 10, 11, 12)),
+        ({0: ("0-7", 9), 1: ("8-15", 10)}, 8, range(8, 16)),
+        ({0: ("0-7", 9), 1: ("8-15", 10)}, 9, None),
+        ({0: ("0-15", 9), 1: ("16-31", 10)}, None, None),  # the affinity is of one node
+        ({0: ("0-15", 9), 1: ("", 10)}, None, None),  # memory without cores
+    ],
+)
+def test_an_engine_stays_on_one_node(
+    nodes: dict[int, tuple[str, int]],
+    threads: int | None,
+    taken: Iterable[int] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: chosen.append(cores), raising=False)
+    files = {}
+    for node, (cores, free) in nodes.items():
+        files[f"sys/devices/system/node/node{node}/cpulist"] = cores
+        files[f"sys/devices/system/node/node{node}/meminfo"] = (
+            f"Node {node} MemTotal: 99 kB\nNode {node} MemFree: {free} kB"
+        )
+    stay_on_one_node(threads, machine(tmp_path, "0::/", files))
+    assert chosen == ([] if taken is None else [set(taken)])
