@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from eagle_server.api.app import create_app
 from eagle_server.api.server import INTERRUPTED_STATUS, HttpServer, Lifecycle, listen
@@ -32,8 +33,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         from eagle_server.view.command import main as show_trees  # imports torch, which the API process does not need
 
         return show_trees(arguments[1:])
-    config = parse_args(arguments)
+    config = parse_args(arguments, more=_memory)
     return run(config, EngineFactory("eagle_server.engine.build", "build_engine", (config,)))
+
+
+def _memory(config: Config) -> dict[str, Any]:
+    """What --dry-run prints about memory. A configuration that cannot fit is a user's mistake."""
+    from eagle_server.engine.memory_estimate import memory_estimate, refusal  # imports torch
+
+    estimate = memory_estimate(config)
+    if (reason := refusal(config, estimate)) is not None:
+        raise ValueError(reason)
+    return {"memory": estimate}
 
 
 def run(config: Config, build: Callable[[], EngineProtocol]) -> int:

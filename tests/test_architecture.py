@@ -43,6 +43,7 @@ SEE_CONFIG = {
     "bench.demo",
     "engine.build",
     "engine.devices",
+    "engine.memory_estimate",
     "engine.resolve",
     "training",
     "view.command",

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -96,8 +96,10 @@ ALIASES = {
 }
 
 
-def parse_args(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Config:
-    """The configuration from all sources.
+def parse_args(
+    argv: Sequence[str], environ: Mapping[str, str] = os.environ, more: Callable[[Config], dict[str, Any]] | None = None
+) -> Config:
+    """The configuration from all sources. `more`: what --dry-run prints besides, unless it raises a ValueError.
 
     Raises:
         SystemExit: status 0 after --help or --dry-run; status 2 after one line on stderr if anything is wrong.
@@ -119,7 +121,11 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
     except ConfigError as error:
         parser.error(str(error))
     if dry_run:
-        sys.stdout.write(json.dumps(config.public_dict(), indent=2) + "\n")
+        try:
+            printed = config.public_dict() | ({} if more is None else more(config))
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+        sys.stdout.write(json.dumps(printed, indent=2) + "\n")
         parser.exit()
     return config
 
@@ -140,7 +146,11 @@ def _parser() -> OneLineParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="a YAML file of options; configs/ has presets")
-    parser.add_argument("--dry-run", action="store_true", help="print the configuration as JSON and exit")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print as JSON the configuration and, for local checkpoints, the memory it needs, and exit",
+    )
     groups = {
         section: parser.add_argument_group(f"{section} options", info.annotation.__doc__ if info.annotation else None)
         for section, info in Config.model_fields.items()

@@ -1,0 +1,132 @@
+"""`--dry-run`: the memory that a configuration needs, by config.json and the headers of the weight files."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle_server.config import Config
+from eagle_server.engine.devices import (
+    CPU_MEMORY_FOR_KV,
+    GPU_MEMORY,
+    graph_memory,
+    graph_sizes,
+    resolve_backend,
+    resolve_device,
+)
+from eagle_server.engine.limits import usable_memory
+from eagle_server.engine.pools import bytes_per_slot
+from eagle_server.engine.resolve import context_length, lookahead_bound
+from eagle_server.models.checkpoints.load_target import read_model_config, serving_dtype
+from eagle_server.models.checkpoints.quantized import QuantizedTensor, read_quantization, with_dequantized
+from eagle_server.models.checkpoints.weights import open_weights
+from eagle_server.models.config import ModelConfig
+from eagle_server.models.config_json import read_config
+from eagle_server.ops.quantize import Quantization
+
+_BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.4}  # with the scales and zeros of groups of 128
+_SYSTEM = 2 << 30  # bytes of a CPU machine's memory that weights and KV should leave free
+
+
+def memory_estimate(config: Config) -> dict[str, Any]:
+    """Bytes by part, how many tokens of KV fit, and whether a request of the full context does.
+
+    Nothing is downloaded: checkpoints that are not here have `unknown` instead, with the reason.
+
+    Raises:
+        ValueError: the checkpoint or the device is not supported.
+    """
+    missing = [path for path in (config.target_path, config.draft_path) if path is not None and not _is_here(path)]
+    if missing:
+        return {"unknown": f"{' and '.join(missing)} must be on this machine; a start downloads what is on the Hub"}
+    device, target = resolve_device(config), read_model_config(Path(config.target_path).expanduser())
+    dtype = serving_dtype(config.model.dtype, target.dtype)
+    graphs = 0
+    if device.type == "cuda":
+        sizes = graph_sizes(config, resolve_backend(config, device, dtype), native=target.native)
+        graphs = graph_memory(sizes, config.speculative.tree_options(target.architecture).num_draft_tokens + 1, target)
+    parts = {
+        "target_weights": weight_bytes(config.target_path, dtype, config.model.quantization),
+        "draft_weights": 0
+        if config.draft_path is None
+        else weight_bytes(config.draft_path, dtype, config.model.quantization),
+        "graphs": graphs,
+    }
+    slot = bytes_per_slot(replace(target, dtype=dtype)) + _draft_bytes_per_slot(config, target, dtype)
+    memory = _memory(config, device)
+    left = memory - sum(parts.values())
+    if device.type == "cpu":
+        left = min(left, int(usable_memory() * CPU_MEMORY_FOR_KV))
+    tokens = max(0, left // slot)
+    needed = context_length(config, target) + lookahead_bound(config, target)
+    return {
+        "device": str(device),
+        "memory": memory,
+        **parts,
+        "kv_per_token": slot,
+        "kv_tokens_that_fit": tokens,
+        "kv_tokens_of_a_full_context": needed,
+        "fits": tokens >= needed,
+    }
+
+
+def weight_bytes(path: str, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
+    """Bytes that the weights of a checkpoint take when they are served, about."""
+    directory = Path(path).expanduser()
+    raw, source = read_config(directory), str(directory / "config.json")
+    stored, found = with_dequantized(open_weights(directory), raw, source), read_quantization(raw, source)
+    plain, bits = 8.0 * dtype.itemsize, 0.0
+    for name, tensor in stored.items():
+        own = plain
+        if isinstance(tensor, QuantizedTensor) and found is not None:
+            own = _BITS["int4"] if found.bits == 4 else 8.0  # noqa: PLR2004
+        elif quantization is not None and len(tensor.shape) == 2 and "embed" not in name:  # noqa: PLR2004
+            own = plain if name.startswith("lm_head") and quantization == "fp8" else _BITS[quantization]
+            own = max(own, 8.0) if name.startswith("lm_head") else own
+        bits += own * math.prod(tensor.shape)
+    return int(bits / 8)
+
+
+def refusal(config: Config, estimate: dict[str, Any]) -> str | None:
+    """Why the device cannot serve this, and what would help; None: it can, or nobody knows."""
+    if estimate.get("fits", True):
+        return None
+    weights = sum(estimate[part] for part in ("target_weights", "draft_weights", "graphs"))
+    gib = {name: f"{size / 2**30:.1f} GiB" for name, size in (("weights", weights), ("memory", estimate["memory"]))}
+    if weights > estimate["memory"]:
+        smaller = "a smaller model" if config.model.quantization else "--quantization, or a smaller model"
+        return f"the weights take {gib['weights']}, and there are {gib['memory']}: {smaller}"
+    return (
+        f"beside the weights ({gib['weights']} of {gib['memory']}) there is room for {estimate['kv_tokens_that_fit']} "
+        f"tokens of KV, and a request of the full context needs {estimate['kv_tokens_of_a_full_context']}: "
+        "a smaller --context-length, or --quantization"
+    )
+
+
+def _memory(config: Config, device: torch.device) -> int:
+    if device.type == "cpu":
+        return max(0, usable_memory() - _SYSTEM)
+    share = config.device.mem_fraction_static or GPU_MEMORY
+    return int(torch.cuda.get_device_properties(device).total_memory * share)
+
+
+def _draft_bytes_per_slot(config: Config, target: ModelConfig, dtype: torch.dtype) -> int:
+    """A draft's KV: as many layers as its config.json says, with the target's heads where it says nothing else."""
+    if config.draft_path is None:
+        return 0
+    raw = read_config(Path(config.draft_path).expanduser())
+    kind = config.speculative.algorithm
+    if "medusa_num_heads" in raw or kind in ("MEDUSA", "REDRAFTER") or "exit_dim" in raw:
+        return 0
+    layers, heads = raw.get("num_hidden_layers", 1), raw.get("num_key_value_heads", target.num_kv_heads)
+    if kind == "NEXTN" or config.draft_path == config.target_path:
+        layers = 1
+    return int(2 * layers * heads * target.head_dim * dtype.itemsize)
+
+
+def _is_here(path: str) -> bool:
+    return Path(path).expanduser().is_dir()

@@ -1,0 +1,88 @@
+"""What `--dry-run` says about memory, beside what loading really takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_server.__main__ import main
+from eagle_server.config import DEMO_DRAFT, DEMO_TARGET, parse_args
+from eagle_server.engine import memory_estimate as module
+from eagle_server.engine.build import load_models
+from eagle_server.engine.memory_estimate import memory_estimate, refusal, weight_bytes
+from eagle_server.engine.pools import bytes_per_slot
+from eagle_server.models.checkpoints.load_target import DtypeName, load_target
+from eagle_server.models.targets.decoder import TargetModel
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_take_what_the_estimate_says(dtype: DtypeName) -> None:
+    estimate = memory_estimate(parse_args(["--dtype", dtype], environ={}))
+    target = load_target(str(DEMO_TARGET), dtype=dtype, pack=False, progress=False)
+    assert isinstance(target, TargetModel)
+    assert estimate["target_weights"] == sum(view.nbytes for _, view in target.weight_views())
+    assert estimate["draft_weights"] > 0
+    assert estimate["fits"] is True
+
+
+def test_rounded_weights_take_less() -> None:
+    whole, eight, four = (weight_bytes(str(DEMO_TARGET), torch.bfloat16, each) for each in (None, "int8", "int4"))
+    assert 0.5 * whole < eight < 0.75 * whole
+    assert 0.25 * whole < four < eight
+
+
+def test_kv_is_that_of_target_and_draft() -> None:
+    config = parse_args([], environ={})
+    models = load_models(config, progress=False)
+    assert models.draft is not None
+    both = bytes_per_slot(models.target.config) + bytes_per_slot(models.draft.head.config)  # type: ignore[union-attr]
+    assert memory_estimate(config)["kv_per_token"] == both
+
+
+@pytest.mark.parametrize(
+    ("memory", "reason"),
+    [
+        (2**31 + 2**20, "the weights take .* GiB, and there are .* GiB: --quantization, or a smaller model"),
+        (2**31 + 50 * 2**20, "there is room for .* tokens of KV, and a request of the full context needs"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    memory: int, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "usable_memory", lambda: memory)
+    monkeypatch.setattr(module, "CPU_MEMORY_FOR_KV", 0.001)
+    config = parse_args([], environ={})
+    found = refusal(config, memory_estimate(config))
+    assert found is not None and re.search(reason, found)
+    pytest.raises(SystemExit, main, ["--dry-run"])
+    assert capsys.readouterr().err.startswith("eagle_server: error: ")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    with pytest.raises(SystemExit) as status:
+        main([*flags, "--dry-run"])
+    assert status.value.code == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_a_dry_run_downloads_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "--model-path", "nobody/nothing", "--speculative-draft-model-path", str(DEMO_DRAFT))
+    assert found["memory"] == {
+        "unknown": "nobody/nothing must be on this machine; a start downloads what is on the Hub"
+    }
+
+
+def test_a_dry_run_of_a_damaged_checkpoint_says_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit) as status:
+        main(["--model-path", str(tmp_path), "--speculative-algorithm", "NONE", "--dry-run"])
+    assert status.value.code == 2
+    assert str(tmp_path) in capsys.readouterr().err
