@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 
@@ -23,7 +24,7 @@ from eagle_server.request import (
 )
 from eagle_server.scheduling.scheduler import Scheduler
 from eagle_server.speculation.random import request_key
-from eagle_server.worker.worker import Worker
+from eagle_server.worker.worker import Worker, do_nothing
 
 NO_END_OF_SEQUENCE = "grammar: this engine cannot follow one: the model names no end of sequence"
 _COMPILE_WAIT = 0.01  # seconds to wait for a grammar before the engine reads its messages again
@@ -121,21 +122,32 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._outbox or self._compiling) or self.scheduler.has_work()
 
-    def step(self) -> list[TokenDelta]:
-        """Run one cycle. If there is nothing to run, wait a short time for a grammar to be compiled."""
+    @property
+    def overlaps(self) -> bool:
+        """Whether the device computes while the host works, so that `step` has time for other things."""
+        return self.worker.drafting.ahead
+
+    def step(self, meanwhile: Callable[[], None] = do_nothing) -> list[TokenDelta]:
+        """Run one cycle. If there is nothing to run, wait a short time for a grammar to be compiled.
+
+        `meanwhile` is called once: while the device computes, or before.
+        """
         if self._compiling:
             self._queue_compiled(0.0 if self._outbox or self.scheduler.has_work() else _COMPILE_WAIT)
         deltas, self._outbox = self._outbox, []
-        if self.scheduler.has_work():
+        if not self.scheduler.has_work():
+            meanwhile()
+        else:
             began = time.perf_counter()
             plan = self.scheduler.schedule()
             if plan == CyclePlan():  # every running request waits for its grammar's mask
+                meanwhile()
                 time.sleep(_MASK_WAIT)
                 return deltas
             if self._grammars is not None:
                 self._grammars.share_budget(sum(decode.grammar_matcher is not None for decode in plan.decodes))
             with self.cores:
-                result = self.worker.run(plan)
+                result = self.worker.run(plan, meanwhile)
             deltas.extend(self.scheduler.commit(result))
             for stage, seconds in result.stage_seconds.items():
                 self._stages[stage] += seconds

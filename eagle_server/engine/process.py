@@ -65,8 +65,13 @@ class EngineProtocol(Protocol):
         """Whether `step` has a cycle to run or deltas to return."""
         ...
 
-    def step(self) -> list[TokenDelta]:
-        """Run one cycle and return its deltas."""
+    @property
+    def overlaps(self) -> bool:
+        """Whether the device computes while the host works: `step` then sends the deltas of the cycle before."""
+        ...
+
+    def step(self, meanwhile: Callable[[], None]) -> list[TokenDelta]:
+        """Run one cycle and return its deltas. Calls `meanwhile` once, at a time when it delays the cycle least."""
         ...
 
     def stats(self) -> EngineStats: ...
@@ -110,7 +115,7 @@ def run_engine(build: Callable[[], EngineProtocol], inbound_address: str, outbou
         encode = msgspec.msgpack.Encoder().encode
         outbound.send(encode(engine.ready()))
         outbound.send(encode(Deltas([], engine.stats())))
-        inbox, quiet = _Inbox(inbound), False
+        inbox, outbox, quiet = _Inbox(inbound), _Outbox(outbound), False
         while True:
             if not quiet and not engine.has_work() and inbox.stays_empty(_QUIET):
                 quiet = True
@@ -123,8 +128,10 @@ def run_engine(build: Callable[[], EngineProtocol], inbound_address: str, outbou
                         engine.abort(message.request_id)
                     case FlushCache():
                         outbound.send(encode(engine.flush_cache()))
-            deltas = engine.step() if engine.has_work() else []
-            outbound.send(encode(Deltas(deltas, engine.stats(), engine.take_cycle())))
+            deltas = engine.step(outbox.send) if engine.has_work() else []
+            outbox.unsent = Deltas(deltas, engine.stats(), engine.take_cycle())
+            if not (engine.overlaps and engine.has_work()):
+                outbox.send()
             if deltas and not engine.has_work():
                 engine.check()
 
@@ -157,6 +164,20 @@ class _Inbox:
         while self._socket.poll(0):
             messages.append(self._decode(self._socket.recv()))
         return messages
+
+
+class _Outbox:
+    """Encodes and sends the message of a cycle, perhaps while the next one runs."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._encode = msgspec.msgpack.Encoder().encode
+        self.unsent: Deltas | None = None
+
+    def send(self) -> None:
+        if self.unsent is not None:
+            self._socket.send(self._encode(self.unsent))
+            self.unsent = None
 
 
 def child_main(

@@ -16,6 +16,7 @@ from eagle_server.cache.page_table import PageTable
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling
 from eagle_server.request import SamplingParams
+from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.sampling import SamplingBatch
 from eagle_server.worker.accepted_tokens import AcceptedTokens
 from eagle_server.worker.budget import CycleBudget
@@ -76,6 +77,25 @@ class DecodeBatch:
     def past_verified(self) -> DecodeBatch:
         """The same requests as if verified_id were computed: every length is one more."""
         return replace(self, seq_lens=self.seq_lens + 1, seq_lens_host=tuple(n + 1 for n in self.seq_lens_host))
+
+    def after(self, accepted: Accepted) -> DecodeBatch:
+        """The same requests with what they have accepted, for draft-extend.
+
+        Only the device knows the lengths. The host's are one token longer, which gives draft-extend the right layout:
+        its rows begin where the last cycle began, and there are as many in every request.
+        """
+        count = accepted.accept_length + 1
+        seq_lens, bonus = self.seq_lens + count, accepted.tokens.gather(1, accepted.accept_length[:, None])
+        return replace(
+            self,
+            seq_lens=seq_lens,
+            verified_id=bonus[:, 0].clamp(min=0),
+            extend_lens=count,
+            seq_lens_host=tuple(n + 1 for n in self.seq_lens_host),
+            extend_lens_host=(1,) * len(self.seq_lens_host),
+            extend_width=self.accepted_tokens.width,
+            ranking=replace(self.ranking, positions=seq_lens + 1),
+        )
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,12 @@ class StageClock:
         yield
         self._add(name, time.perf_counter() - began)
 
+    def take(self, other: StageClock) -> None:
+        """Add the times of another clock."""
+        self._events += other._events
+        for name, seconds in other._seconds.items():
+            self._add(name, seconds)
+
     def seconds(self) -> dict[str, float]:
         """Seconds by stage; on a GPU only after the cycle's results have been copied to the host."""
         for name, start, end in self._events:

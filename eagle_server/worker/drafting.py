@@ -58,6 +58,15 @@ class Drafts:
         return (estimates.path_logp, estimates.depths, guesses, *verified)
 
 
+@dataclass(frozen=True)
+class _Extended:
+    """A draft-extend that has run before the host knew what was accepted, of (req_pool_index, first row's position)."""
+
+    requests: tuple[tuple[int, int], ...]
+    state: Any
+    clock: StageClock
+
+
 class TreeDrafting:
     """A drafter under a budget.
 
@@ -69,6 +78,8 @@ class TreeDrafting:
         self.drafter, self.batches, self.budget = drafter, batches, budget
         self.estimates = batches.estimates
         self.costs: CostModel | None = None
+        self.ahead = False  # the device runs the next draft-extend while the host reads the results, see `extend_ahead`
+        self._extended: _Extended | None = None
         self._cycles = self._drafted = 0  # how many there were, and those with drafts
         self._ended = 0.0  # when the last one ended
         self.observers: list[Callable[[EagleVerifyInput, Accepted, int], None]] = []  # get trees, paths, requests
@@ -79,6 +90,8 @@ class TreeDrafting:
 
     def forget(self, released: Sequence[int]) -> None:
         """These requests have ended, or were preempted."""
+        if released:
+            self._extended = None
         for req_pool_index in released:
             self.drafter.forget(req_pool_index)
             self.budget.forget(req_pool_index)
@@ -101,7 +114,9 @@ class TreeDrafting:
             if backlog is not None:
                 extended += sum(backlog.rows.counts)
                 self.drafter.prefill(backlog)
-            state = self.drafter.extend(drafting)
+            state = self._take_extended(drafting, clock)
+            if state is None:
+                state = self.drafter.extend(drafting)
             for decode in drafting.decodes:
                 self.batches.accepted_tokens.taken(decode.req_pool_index)
         with clock.stage("propose"):
@@ -123,6 +138,32 @@ class TreeDrafting:
                 requests = upload(budget.drafting, batch.seq_lens.device)
                 tree = spread(tree, requests, batch.verified_id, batch.seq_lens)
         return Drafts(tree, budget, drafting, requests, estimates, extended, lesson)
+
+    def extend_ahead(self, drafts: Drafts, accepted: Accepted) -> None:
+        """Draft-extend for the next cycle. It needs nothing from the host if all requests go on drafting.
+
+        The device runs it while the host reads this cycle's results and plans the next. If the next cycle has other
+        requests, its own draft-extend writes the same KV again.
+        """
+        self._extended = None
+        batch = drafts.batch
+        if batch is None or drafts.requests is not None or not batch.ranking.is_plain:
+            return
+        clock = StageClock(self.batches.device)
+        with clock.stage("extend"):
+            state = self.drafter.extend(batch.after(accepted))
+        self._extended = _Extended(tuple((each.req_pool_index, each.seq_len) for each in batch.decodes), state, clock)
+
+    def _take_extended(self, batch: DecodeBatch, clock: StageClock) -> Any:
+        """The state of the draft-extend that has run for this batch; None: there is none."""
+        extended, self._extended = self._extended, None
+        if extended is None or not batch.ranking.is_plain:
+            return None
+        lens = zip(batch.decodes, batch.extend_lens_host, strict=False)  # without padding
+        if extended.requests != tuple((each.req_pool_index, each.seq_len - count) for each, count in lens):
+            return None
+        clock.take(extended.clock)
+        return extended.state
 
     @property
     def _lessons(self) -> int:

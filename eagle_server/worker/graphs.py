@@ -44,6 +44,11 @@ class Graphs:
         self.paused = False
         self._captured: dict[Hashable, _Captured] = {}
 
+    @property
+    def captures(self) -> bool:
+        """Whether there is a recorder: the device runs what the host has only launched."""
+        return self._recorder is not None
+
     def run(self, key: Hashable | None, function: Callable[..., Output], *inputs: Tensor) -> Output:
         """function(*inputs). A key of None is never captured."""
         if self._recorder is None or key is None or self.paused:

@@ -15,20 +15,7 @@ from eagle_server.request import TokenLogprob
 
 def to_host(*tensors: Tensor) -> tuple[Any, ...]:
     """Tensors as nested lists. From a GPU they come in one copy."""
-    return tuple(t.tolist() for t in _on_host(tensors))
-
-
-def to_arrays(*tensors: Tensor) -> tuple[NDArray[Any], ...]:
-    """Tensors as arrays, on a CPU of the same memory. From a GPU they come in one copy."""
-    return tuple(t.numpy() for t in _on_host(tensors))
-
-
-def _on_host(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    if not tensors or tensors[0].device.type == "cpu":
-        return tensors
-    flat = torch.cat([_as_words(t) for t in tensors]).cpu()
-    pieces = flat.split([t.numel() for t in tensors])
-    return [_from_words(piece, t) for piece, t in zip(pieces, tensors, strict=True)]
+    return HostCopy(*tensors).lists()
 
 
 def _as_words(values: Tensor) -> Tensor:
@@ -43,23 +30,32 @@ def _from_words(words: Tensor, like: Tensor) -> Tensor:
 
 
 class HostCopy:
-    """A copy of integer tensors to the host that runs beside the device's later work."""
+    """One copy of tensors to the host that runs beside the device's later work. On a CPU they are the tensors."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._tensors = tensors
-        self._arrived: torch.cuda.Event | None = None
-        if tensors[0].device.type == "cuda":
-            flats = [t.reshape(-1) for t in tensors]
-            pinned = [torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in flats]
-            self._tensors = tuple(p.view(t.shape) for p, t in zip(pinned, tensors, strict=True))
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+        self._copied: tuple[Tensor, torch.cuda.Event] | None = None
+        if tensors and tensors[0].device.type == "cuda":
+            flat = torch.cat([_as_words(t) for t in tensors])
+            pinned = torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat, non_blocking=True)
+            self._copied = (pinned, torch.cuda.Event())
+            self._copied[1].record()
 
     def lists(self) -> tuple[Any, ...]:
         """As nested lists. Waits for the copy, not for later work."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return tuple(t.tolist() for t in self._tensors)
+        return tuple(t.tolist() for t in self._arrived())
+
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """As arrays, on a CPU of the same memory. Waits as `lists`."""
+        return tuple(t.numpy() for t in self._arrived())
+
+    def _arrived(self) -> Sequence[Tensor]:
+        if self._copied is None:
+            return self._tensors
+        words, event = self._copied
+        event.synchronize()
+        pieces = words.split([t.numel() for t in self._tensors])
+        return [_from_words(piece, t) for piece, t in zip(pieces, self._tensors, strict=True)]
 
 
 def is_finite(value: Tensor) -> bool:

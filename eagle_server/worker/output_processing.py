@@ -18,7 +18,7 @@ from eagle_server.request import FinishReason, TokenLogprob
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import EagleVerifyInput
 from eagle_server.worker.draft_tree import draft_tree, drafted_nodes
-from eagle_server.worker.host import is_finite, leading_finite, logprobs_to_host, to_arrays, to_host
+from eagle_server.worker.host import HostCopy, is_finite, leading_finite, logprobs_to_host, to_host
 
 NOT_FINITE = Failure(
     FinishReason.ERROR,
@@ -38,7 +38,7 @@ class Decoded:
     logits: Tensor
     accepted: Accepted
     tree: EagleVerifyInput
-    estimates: tuple[Tensor, ...] = ()  # more to copy, which `process_outputs` returns
+    estimates: tuple[Tensor, ...] = ()  # more to copy, which `outputs` returns
 
 
 @dataclass(frozen=True)
@@ -51,26 +51,35 @@ class Drawn:
     finite: Tensor  # bool [last chunks, 1]
 
 
-def process_outputs(
-    plan: CyclePlan, decoded: Decoded | None, drawn: Drawn | None
-) -> tuple[tuple[SequenceOutput, ...], tuple[SequenceOutput, ...], Sequence[NDArray[Any]]]:
-    """The outputs of the plan's chunks and decodes, in its order, and `Decoded.estimates` on the host.
+Outputs = tuple[tuple[SequenceOutput, ...], tuple[SequenceOutput, ...], Sequence[NDArray[Any]]]
 
-    Waits for the device.
-    """
-    accepted = drafts = estimates = tuple[Tensor, ...]()
-    if decoded is not None:
-        a = decoded.accepted
-        accepted = (a.path, a.tokens, a.drafted, a.finite)
-        if any(decode.trees for decode in plan.decodes):
-            drafts = drafted_nodes(decoded.tree)
-        estimates = decoded.estimates
-    first = () if drawn is None else (drawn.tokens, drawn.finite)
-    values = to_host(*accepted, *drafts, *first)
-    trees = values[len(accepted) : len(accepted) + len(drafts)]
-    decodes = () if decoded is None else _decodes(plan.decodes, decoded, trees, *values[:4])
-    chunks = () if drawn is None else _chunks(plan.chunks, drawn, *values[-2:])
-    return chunks, decodes, to_arrays(*estimates)
+
+class OutputCopy:
+    """The results of a cycle on their way to the host. The copy starts at once."""
+
+    def __init__(self, plan: CyclePlan, decoded: Decoded | None, drawn: Drawn | None) -> None:
+        self._plan, self._decoded, self._drawn = plan, decoded, drawn
+        accepted = drafts = estimates = tuple[Tensor, ...]()
+        if decoded is not None:
+            a = decoded.accepted
+            accepted = (a.path, a.tokens, a.drafted, a.finite)
+            if any(decode.trees for decode in plan.decodes):
+                drafts = drafted_nodes(decoded.tree)
+            estimates = decoded.estimates
+        first = () if drawn is None else (drawn.tokens, drawn.finite)
+        self._drafts = len(drafts)
+        self._values, self._estimates = HostCopy(*accepted, *drafts, *first), HostCopy(*estimates)
+
+    def outputs(self) -> Outputs:
+        """The outputs of the plan's chunks and decodes, in its order, and `Decoded.estimates`.
+
+        Waits for the copy; log-probabilities, and what came of a failure, for all of the device's work.
+        """
+        values, decoded, drawn = self._values.lists(), self._decoded, self._drawn
+        trees = values[4 : 4 + self._drafts]
+        decodes = () if decoded is None else _decodes(self._plan.decodes, decoded, trees, *values[:4])
+        chunks = () if drawn is None else _chunks(self._plan.chunks, drawn, *values[-2:])
+        return chunks, decodes, self._estimates.arrays()
 
 
 def _decodes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -16,9 +17,13 @@ from eagle_server.worker.batch import Batches, DecodeBatch, Prompts
 from eagle_server.worker.clock import StageClock
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.drafting import TreeDrafting
-from eagle_server.worker.output_processing import Decoded, Drawn, process_outputs
+from eagle_server.worker.output_processing import Decoded, Drawn, OutputCopy
 from eagle_server.worker.verifier import Verified, Verifier
 from eagle_server.worker.verify_token_mask import VerifyTokenMask
+
+
+def do_nothing() -> None:
+    """The host has nothing else to do."""
 
 
 class Worker:
@@ -32,12 +37,17 @@ class Worker:
         return self.drafting.drafter
 
     @torch.inference_mode()
-    def run(self, plan: CyclePlan) -> CycleResult:
+    def run(self, plan: CyclePlan, meanwhile: Callable[[], None] = do_nothing) -> CycleResult:
         """One cycle: every decoding request gets at least one token, and every chunk advances its prompt.
 
-        The device runs ahead of the host until `process_outputs` copies the results. With grammars the host also reads
-        the trees in between: as they grow (`batch.ranking`) and while they are verified.
+        The device runs ahead of the host until the host reads `OutputCopy`. With grammars the host also reads the trees
+        in between: as they grow (`batch.ranking`) and while they are verified.
+
+        Args:
+            meanwhile: the host's other work. With `drafting.ahead` it is done while the device computes.
         """
+        if not self.drafting.ahead:
+            meanwhile()
         clock = StageClock(self.batches.device)
         self.batches.begin(plan)
         self.drafting.forget(plan.released)
@@ -61,7 +71,15 @@ class Worker:
             with clock.stage("prefill"):
                 drawn = self._prefill(plan.chunks)
         with clock.stage("emit"):
-            chunks, decodes, estimates = process_outputs(plan, decoded, drawn)
+            copy = OutputCopy(plan, decoded, drawn)
+            outputs = None if self.drafting.ahead else copy.outputs()
+        if outputs is None:
+            same = all(chunk.next_token is not None for chunk in plan.chunks)  # else others join the next cycle
+            if drafts is not None and decoded is not None and same:
+                self.drafting.extend_ahead(drafts, decoded.accepted)
+            meanwhile()
+            outputs = copy.outputs()
+        chunks, decodes, estimates = outputs
         result = CycleResult(chunks, decodes, clock.seconds())
         return self.drafting.finish(plan, result, drafts, estimates, 0 if decoded is None else len(decoded.logits))
 

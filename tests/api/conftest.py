@@ -23,6 +23,7 @@ from eagle_server.config import Config, parse_args
 from eagle_server.request import Abort, Deltas, FlushCache, Inbound, Request
 from eagle_server.text.chat_template_files import load_chat_template
 from eagle_server.text.tokenizer import load_tokenizer
+from eagle_server.worker.worker import do_nothing
 from tests.api.fake_engine import FakeEngine, byte_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -63,7 +64,7 @@ class LocalEngine:
                     case FlushCache():
                         self.client.flushed(self.engine.flush_cache())
             self.inbox.clear()
-            deltas = self.engine.step() if self.engine.has_work() else []
+            deltas = self.engine.step(do_nothing) if self.engine.has_work() else []
             self.client.dispatch(Deltas(deltas, self.engine.stats(), self.engine.take_cycle()))
 
 

@@ -9,6 +9,7 @@ import hashlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -126,7 +127,10 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._said or self.sequences)
 
-    def step(self) -> list[TokenDelta]:
+    overlaps = False
+
+    def step(self, meanwhile: Callable[[], None]) -> list[TokenDelta]:
+        meanwhile()
         said, self._said = self._said, []
         time.sleep(self.step_seconds)
         self._cycles += 1

@@ -82,7 +82,7 @@ async def test_health_generate_asks_the_engine_for_a_token(
     assert engine.requests[-1].sampling.max_tokens == 1
     monkeypatch.setattr(inspection, "PROBE_SECONDS", 0.05)
     monkeypatch.setattr(engine, "_advance", lambda sequence: 1 / 0)
-    monkeypatch.setattr(engine, "step", list)
+    monkeypatch.setattr(engine, "step", lambda _: [])
     response = await http.get("/health_generate")
     assert response.status_code == 503
     assert "no token" in response.json()["error"]["message"]

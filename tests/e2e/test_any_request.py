@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,8 +39,8 @@ class CheckedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def step(self) -> Any:
-        deltas = self._engine.step()
+    def step(self, meanwhile: Callable[[], None]) -> Any:
+        deltas = self._engine.step(meanwhile)
         self._engine.check()
         return deltas
 

@@ -11,7 +11,7 @@ import torch
 
 from eagle_server.engine.engine import Engine
 from eagle_server.request import Request
-from eagle_server.worker import output_processing
+from eagle_server.worker.output_processing import OutputCopy
 from tests.gpu.conftest import flashinfer_on
 from tests.gpu.pairs import Pair, random_pair
 from tests.gpu.ties import MARGIN, judge
@@ -103,7 +103,7 @@ def refusing_to_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterato
     """From the start of each cycle until its results are copied, every synchronization with the device raises."""
     gpu = engine.worker.batches.device.type == "cuda"
     modes: list[str] = []
-    original, copy = engine.worker.run, output_processing.to_host
+    original, outputs = engine.worker.run, OutputCopy.outputs
 
     def mode(name: str) -> None:
         modes.append(name)
@@ -120,13 +120,13 @@ def refusing_to_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
         return call
 
-    def to_host(*tensors: torch.Tensor) -> Any:
+    def read(copy: OutputCopy) -> Any:
         mode("default")
-        return copy(*tensors)
+        return outputs(copy)
 
     with monkeypatch.context() as patched:
         patched.setattr(engine.worker, "run", refusing(original))
-        patched.setattr(output_processing, "to_host", to_host)
+        patched.setattr(OutputCopy, "outputs", read)
         yield modes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -62,10 +63,10 @@ def drafted_trees(engine: Engine, spy: SpyHead) -> list[Drafted]:
     trees: list[Drafted] = []
     worker, original = engine.worker, engine.worker.run
 
-    def watched(plan: CyclePlan) -> CycleResult:
+    def watched(plan: CyclePlan, *args: Any) -> CycleResult:
         texts = {each.req_pool_index: list(each.tokens) for each in engine.scheduler.running}
         spy.runs.clear()
-        result = original(plan)
+        result = original(plan, *args)
         steps = spy.runs[0][1:] if plan.decodes else []
         assert len(steps) == (STEPS - 1 if plan.decodes else 0)
         trees.extend(tree_of(texts[d.req_pool_index], r, steps) for r, d in enumerate(plan.decodes))

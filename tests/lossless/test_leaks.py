@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -103,9 +104,9 @@ def texts_seen(engine: Engine) -> dict[int, list[int]]:
     """A dict that receives the token list of every request that runs from now on, by id()."""
     worker, original, seen = engine.worker, engine.worker.run, dict[int, list[int]]()
 
-    def watched(plan: CyclePlan) -> CycleResult:
+    def watched(plan: CyclePlan, *args: Any) -> CycleResult:
         seen.update((id(each.tokens), each.tokens) for each in engine.scheduler.running)
-        return original(plan)
+        return original(plan, *args)
 
     worker.run = watched  # type: ignore[method-assign]
     return seen

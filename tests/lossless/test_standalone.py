@@ -96,8 +96,8 @@ def test_a_draft_that_is_the_target_is_accepted_whole_in_every_cycle(
     lengths: list[int] = []
     cycle = Worker.run
 
-    def recorded(self: Worker, plan: CyclePlan) -> CycleResult:
-        result = cycle(self, plan)
+    def recorded(self: Worker, plan: CyclePlan, *args: Any) -> CycleResult:
+        result = cycle(self, plan, *args)
         lengths.extend(
             len(each.tokens) for each, decode in zip(result.decodes, plan.decodes, strict=True) if decode.text
         )

@@ -37,7 +37,7 @@ class EagleDrafter:
     `per_node`: attention computes each node of a step as a decode query of its own, and every step is planned.
     """
 
-    uses_features = True
+    uses_features = extends_ahead = True
 
     def __init__(  # noqa: PLR0913  the shape of its trees, and what it runs on
         self,

@@ -16,7 +16,7 @@ from eagle_server.worker.graphs import Graphs
 class FeatureDrafter:
     """All of a `Drafter` but `propose`. `graph_sizes`: batch sizes that graphs are captured for."""
 
-    uses_features = True
+    uses_features, extends_ahead = True, False
 
     def __init__(self, graphs: Graphs | None, graph_sizes: Collection[int]) -> None:
         self.graphs, self.graph_sizes = graphs or Graphs(), frozenset(graph_sizes)

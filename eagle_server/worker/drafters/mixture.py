@@ -29,7 +29,7 @@ class MixtureDrafter(Generic[State]):
     the larger of the two depths. Joining uses tensors only, and is captured for the batch sizes in `graph_sizes`.
     """
 
-    uses_features = True
+    uses_features, extends_ahead = True, False
 
     def __init__(  # noqa: PLR0913
         self,

@@ -10,7 +10,7 @@ from eagle_server.worker.batch import DecodeBatch, Prompts
 class NoDrafter:
     """Proposes no nodes: verify has one row per request, and accept samples the next token."""
 
-    uses_features = False
+    uses_features = extends_ahead = False
 
     def forget(self, req_pool_index: int) -> None:
         return None

@@ -17,6 +17,7 @@ class StandaloneDrafter(EagleDrafter):
     ends one slot earlier. After that it drafts as a head does, one position later.
     """
 
+    extends_ahead = False  # its last row is one slot later, which may not be allocated yet
     head: DraftLM
 
     def prefill(self, prompts: Prompts) -> None:

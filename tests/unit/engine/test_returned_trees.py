@@ -13,7 +13,7 @@ from eagle_server.engine.engine import Engine
 from eagle_server.request import Request, TokenDelta
 from eagle_server.speculation.static_tree import depth_of, parse_choices, ranks_of
 from eagle_server.worker import output_processing
-from eagle_server.worker.host import _as_words, _from_words, to_host
+from eagle_server.worker.host import HostCopy, _as_words, _from_words
 from tests.lossless.drafters import UNEQUAL
 from tests.support.engines import random_head, random_target, request, speculative
 from tests.support.thinning import thinned
@@ -86,11 +86,11 @@ def test_without_speculation_a_tree_is_its_root() -> None:
 def test_nothing_is_copied_to_the_host_unless_a_request_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
 
-    def counted(*tensors: torch.Tensor) -> tuple[Any, ...]:
+    def counted(*tensors: torch.Tensor) -> HostCopy:
         counts.append(len(tensors))
-        return to_host(*tensors)
+        return HostCopy(*tensors)
 
-    monkeypatch.setattr(output_processing, "to_host", counted)
+    monkeypatch.setattr(output_processing, "HostCopy", counted)
     deltas(engine("EAGLE3"), [request("0", REPEATING)])
     assert max(counts) == 4
 

@@ -21,7 +21,7 @@ from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.speculation.static_tree import PRESETS, truncated
 from eagle_server.speculation.typical import Typical
 from eagle_server.training.medusa import new_heads
-from eagle_server.worker import output_processing
+from eagle_server.worker.output_processing import OutputCopy
 from tests.support.engines import random_head, random_target, request, run, speculative
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.redrafter import random_redrafter
@@ -96,13 +96,13 @@ def watched(monkeypatch: pytest.MonkeyPatch, device: Device, module: Emulation) 
     for wrapper in (module.BatchPrefillWithPagedKVCacheWrapper, module.BatchDecodeWithPagedKVCacheWrapper):
         for name in ("__init__", "plan", "run", "workspace_size"):
             aside(wrapper, name)
-    copy = output_processing.to_host
+    outputs = OutputCopy.outputs
 
-    def to_host(*tensors: Tensor) -> tuple[Any, ...]:
+    def read(copy: OutputCopy) -> Any:
         device.inside = False
-        return copy(*tensors)
+        return outputs(copy)
 
-    monkeypatch.setattr(output_processing, "to_host", to_host)
+    monkeypatch.setattr(OutputCopy, "outputs", read)
 
 
 def random_medusa(target: TargetModel) -> MedusaHeads:
@@ -140,10 +140,10 @@ def cycles(
     watched(monkeypatch, device, module)
     original = engine.worker.run
 
-    def worker_run(plan: Any) -> Any:
+    def worker_run(plan: Any, *args: Any) -> Any:
         device.inside = True
         try:
-            return original(plan)
+            return original(plan, *args)
         finally:
             device.inside = False
 

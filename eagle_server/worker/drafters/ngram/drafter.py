@@ -135,7 +135,7 @@ class NgramTries:
 class NgramDrafter:
     """A trie per request, padded to `max_nodes`. A request without a match drafts nothing."""
 
-    uses_features = False
+    uses_features = extends_ahead = False
 
     def __init__(self, tries: NgramTries) -> None:
         self.tries = tries
