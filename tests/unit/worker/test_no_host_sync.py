@@ -1,4 +1,4 @@
-"""From the start of a cycle to the copy of its results nothing waits for the device.
+"""Nothing in the engine's loop waits for the device, except for the copy of a cycle's results.
 
 On a GPU `torch.cuda.set_sync_debug_mode` says so (tests/gpu). Here every operation that would have to read a device
 value, or to find out a size, is refused while the cycle runs as it does on a GPU.
@@ -82,7 +82,7 @@ class Device(TorchDispatchMode):
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, device: Device, module: Emulation) -> None:
-    """Pause for the emulated kernels and plans, and from the copy to the host on."""
+    """Pause for the emulated kernels and plans, and where the results are read."""
 
     def aside(owner: Any, name: str) -> None:
         original: Callable[..., Any] = getattr(owner, name)
@@ -96,13 +96,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, device: Device, module: Emulation) 
     for wrapper in (module.BatchPrefillWithPagedKVCacheWrapper, module.BatchDecodeWithPagedKVCacheWrapper):
         for name in ("__init__", "plan", "run", "workspace_size"):
             aside(wrapper, name)
-    outputs = OutputCopy.outputs
-
-    def read(copy: OutputCopy) -> Any:
-        device.inside = False
-        return outputs(copy)
-
-    monkeypatch.setattr(OutputCopy, "outputs", read)
+    aside(OutputCopy, "outputs")
 
 
 def random_medusa(target: TargetModel) -> MedusaHeads:
@@ -138,16 +132,16 @@ def cycles(
         **modes,
     )
     watched(monkeypatch, device, module)
-    original = engine.worker.run
+    original = engine.step
 
-    def worker_run(plan: Any, *args: Any) -> Any:
+    def step() -> Any:
         device.inside = True
         try:
-            return original(plan, *args)
+            return original()
         finally:
             device.inside = False
 
-    monkeypatch.setattr(engine.worker, "run", worker_run)
+    monkeypatch.setattr(engine, "step", step)
     requests = [
         request(0, range(1, 30)),
         request(1, range(1, 9), seed=1, temperature=0.8, ignore_eos=True),
