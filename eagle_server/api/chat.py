@@ -14,7 +14,7 @@ from starlette.routing import Route
 from eagle_server.api.body import process, read_body
 from eagle_server.api.errors import ApiError, bad_request
 from eagle_server.api.generate import GenerationHandler, prepare
-from eagle_server.api.prompts import encode, render
+from eagle_server.api.prompts import encode, render, token_limit
 from eagle_server.api.request_id import request_id_of
 from eagle_server.api.request_state import OutputDelta, Prompt, ScoredToken
 from eagle_server.api.responses import Metrics, PromptLogprobs, Tree, Usage, encoded, finite
@@ -89,6 +89,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     trees: list[Tree] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatBody(msgspec.Struct, kw_only=True):
@@ -102,6 +103,7 @@ class ChatBody(msgspec.Struct, kw_only=True):
     usage: Usage
     metrics: Metrics | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct):
@@ -118,6 +120,7 @@ class ChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     trees: list[Tree] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChunkBody(msgspec.Struct, kw_only=True):
@@ -130,6 +133,7 @@ class ChunkBody(msgspec.Struct, kw_only=True):
     choices: list[ChunkChoice]
     usage: Usage | None | UnsetType = UNSET
     metrics: Metrics | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -165,8 +169,8 @@ def _prompts(body: ChatRequest, service: Service, ready: Ready) -> list[Prompt]:
     """
     template = service.chat_template
     text = render(body.messages, body, template)
-    limit = ready.max_request_tokens
-    token_ids = encode(text, service.spelling.tokenizer, limit, "messages", special=template.adds_special)
+    limit, tokenizer = token_limit(body, ready), service.spelling.tokenizer
+    token_ids = encode(text, tokenizer, limit, "messages", special=template.adds_special)
     if not token_ids:
         raise bad_request("the prompt is empty: it has no tokens", "messages", "invalid_value")
     return [Prompt(token_ids)]
@@ -184,12 +188,14 @@ def build_response(handler: GenerationHandler, outputs: Sequence[OutputDelta]) -
                 cast(ChatLogprobs | None, output.logprobs),
                 output.finish_reason,
                 handler.trees(output),
+                handler.token_ids(output),
             )
             for output in outputs
         ],
         usage=handler.usage,
         metrics=handler.metrics,
         prompt_logprobs=handler.prompt_logprobs(handler.states[0]),  # all choices share the one prompt
+        prompt_token_ids=handler.prompt_token_ids(0),
     )
 
 
@@ -199,14 +205,17 @@ def build_events(handler: GenerationHandler, output: OutputDelta) -> bytes:
     if output.is_first:
         choices.append(ChunkChoice(output.index, Delta(role=ROLE, content="")))
     delta = _delta(output)
-    if delta is not None or output.tokens or output.trees:
+    token_ids = handler.token_ids(output)
+    if delta is not None or output.tokens or output.trees or token_ids:
         logprobs = _logprobs(handler, output.tokens)
         delta = delta or Delta(content="")
-        choices.append(ChunkChoice(output.index, delta, logprobs, trees=handler.trees(output)))
+        choices.append(ChunkChoice(output.index, delta, logprobs, trees=handler.trees(output), token_ids=token_ids))
     if output.finish_reason is not None:
         choices.append(ChunkChoice(output.index, Delta(), finish_reason=output.finish_reason))
-    usage = handler.chunk_usage
-    return b"".join(event(_chunk(handler, [choice], usage)) for choice in choices)
+    chunks = [_chunk(handler, [choice], handler.chunk_usage) for choice in choices]
+    if output.is_first:
+        chunks[0].prompt_token_ids = handler.prompt_token_ids(output.index)
+    return b"".join(map(event, chunks))
 
 
 def build_end(handler: GenerationHandler, error: ApiError | None) -> bytes:
@@ -261,7 +270,7 @@ def _logprobs(handler: GenerationHandler, tokens: Sequence[ScoredToken]) -> Chat
         return None
 
     def spelled(token_id: int, logprob: float) -> ChatToken:
-        return ChatToken(handler.spelling(token_id), finite(logprob), list(handler.spelling.raw(token_id)))
+        return ChatToken(handler.spell(token_id), finite(logprob), list(handler.spelling.raw(token_id)))
 
     content = []
     for token in tokens:

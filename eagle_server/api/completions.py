@@ -14,7 +14,7 @@ from starlette.routing import Route
 from eagle_server.api.body import process, read_body
 from eagle_server.api.errors import ApiError, bad_request
 from eagle_server.api.generate import GenerationHandler, prepare
-from eagle_server.api.prompts import check_token_ids, encode
+from eagle_server.api.prompts import check_token_ids, encode, token_limit
 from eagle_server.api.request_id import request_id_of
 from eagle_server.api.request_state import OutputDelta, Prompt, ScoredToken
 from eagle_server.api.responses import Metrics, PromptLogprobs, Tree, Usage, encoded, finite
@@ -44,6 +44,8 @@ class ChoiceBody(msgspec.Struct):
     text: str
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     trees: list[Tree] | UnsetType = UNSET
 
@@ -87,10 +89,10 @@ def _prompts(body: CompletionRequest, service: Service, ready: Ready) -> list[Pr
         ApiError: a prompt is empty or too long, or has a token outside the vocabulary.
     """
     tokenizer = service.spelling.tokenizer
-    prompts = []
+    prompts, limit = [], token_limit(body, ready)
     for source in body.prompts:
         if isinstance(source, str):
-            token_ids, text = encode(source, tokenizer, ready.max_request_tokens, "prompt", special=True), source
+            token_ids, text = encode(source, tokenizer, limit, "prompt", special=True), source
         else:
             check_token_ids("prompt", source, ready.vocab_size)
             token_ids, text = source, tokenizer.decode(source) if body.echo else ""
@@ -104,11 +106,14 @@ def build_response(handler: GenerationHandler, outputs: Sequence[OutputDelta]) -
     choices = [_choice(handler, output, cast(Logprobs | None, output.logprobs)) for output in outputs]
     for choice, state in zip(choices, handler.states, strict=True):
         choice.prompt_logprobs = handler.prompt_logprobs(state)
+        choice.prompt_token_ids = handler.prompt_token_ids(state.index)
     return _body(handler, choices, handler.usage, handler.metrics)
 
 
 def build_events(handler: GenerationHandler, output: OutputDelta) -> bytes:
     choice = _choice(handler, output, _logprobs(handler, output.tokens))
+    if output.is_first:
+        choice.prompt_token_ids = handler.prompt_token_ids(output.index)
     return event(_body(handler, [choice], handler.chunk_usage))
 
 
@@ -132,14 +137,16 @@ def _body(
 
 
 def _choice(handler: GenerationHandler, output: OutputDelta, logprobs: Logprobs | None) -> ChoiceBody:
-    return ChoiceBody(output.index, output.text, logprobs, output.finish_reason, trees=handler.trees(output))
+    choice = ChoiceBody(output.index, output.text, logprobs, output.finish_reason, trees=handler.trees(output))
+    choice.token_ids = handler.token_ids(output)
+    return choice
 
 
 def _logprobs(handler: GenerationHandler, tokens: Iterable[ScoredToken]) -> Logprobs | None:
     """None unless the request asks for them.
 
     `top_logprobs` holds the alternatives and the token itself, so it may have one entry more than was asked for."""
-    spell, count = handler.spelling, handler.body.num_logprobs
+    spell, count = handler.spell, handler.body.num_logprobs
     if count is None:
         return None
     logprobs = Logprobs()

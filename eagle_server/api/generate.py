@@ -24,7 +24,7 @@ from msgspec import UNSET, UnsetType
 from eagle_server.api.errors import ApiError, as_api_error, bad_request, is_expected
 from eagle_server.api.pacing import paced
 from eagle_server.api.prompts import check_token_ids, too_long
-from eagle_server.api.request_state import LogprobParts, OutputDelta, Prompt, RequestState, ScoredToken
+from eagle_server.api.request_state import LogprobParts, OutputDelta, Prompt, RequestState, ScoredToken, TextOptions
 from eagle_server.api.responses import (
     Metrics,
     PromptLogprobs,
@@ -75,7 +75,7 @@ def prepare(
     _check_count(body, service)
     for field in ("stop_token_ids", "allowed_token_ids"):
         check_token_ids(field, getattr(body, field) or [], ready.vocab_size)
-    prompts = tokenize()
+    prompts = [prompt.truncated(body.truncate_prompt_tokens) for prompt in tokenize()]
     tokenizer = service.spelling.tokenizer
     sampling = sampling_params(
         body,
@@ -87,6 +87,10 @@ def prepare(
     )
     check_scores(body, possible_scores(body, sum(len(prompt.token_ids) for prompt in prompts)))
     end_token_ids = frozenset((*sampling.stop_token_ids, *(() if body.ignore_eos else ready.eos_token_ids)))
+    special = {} if body.skip_special_tokens else service.spelling.special
+    options = TextOptions(
+        [*body.stops, *stops.strings], body.include_stop_str_in_output, special, body.return_token_ids
+    )
     serial = next(_serial)
     states = []
     for index in range(body.sequences):  # n choices of the first prompt, then n of the second, ...
@@ -101,9 +105,7 @@ def prepare(
             speculative=body.speculative,
             trees=body.return_trees,
         )
-        states.append(
-            RequestState(index, request, prompt, tokenizer, [*body.stops, *stops.strings], end_token_ids, tools)
-        )
+        states.append(RequestState(index, request, prompt, tokenizer, options, end_token_ids, tools))
     return GenerationHandler(service, body, response_id, states)
 
 
@@ -211,6 +213,18 @@ class GenerationHandler:
     def trees(self, output: OutputDelta) -> list[Tree] | UnsetType:
         """The draft trees of an output, if the request asks for trees."""
         return output.encoded_trees + trees_of(output.trees, self.spelling) if self.body.return_trees else UNSET
+
+    def token_ids(self, output: OutputDelta) -> list[int] | UnsetType:
+        """The tokens of an output, if the request asks for them."""
+        return output.token_ids if self.body.return_token_ids else UNSET
+
+    def prompt_token_ids(self, index: int) -> list[int] | UnsetType:
+        """The tokens of a choice's prompt, if the request asks for them."""
+        return self.states[index].prompt.token_ids if self.body.return_token_ids else UNSET
+
+    def spell(self, token_id: int) -> str:
+        """How log-probabilities name a token."""
+        return f"token_id:{token_id}" if self.body.return_tokens_as_token_ids else self.spelling(token_id)
 
     def prompt_logprobs(self, state: RequestState) -> PromptLogprobs | UnsetType:
         """The scores of a choice's prompt, if the request asks for them."""

@@ -67,6 +67,15 @@ class CacheFlushed(msgspec.Struct):
     freed_tokens: int
 
 
+class ModelInfo(msgspec.Struct):
+    """The names are SGLang's. Every model here generates text."""
+
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    is_generation: bool = True
+
+
 class ServerInfo(msgspec.Struct):
     """`config` is the given configuration, `resolved` the effective one. `engine` has load, KV use and totals."""
 
@@ -126,6 +135,16 @@ async def get_version() -> Response:
     return json_response(Version(version()))
 
 
+@router.get("/model_info")
+async def model_info(request: Request) -> Response:
+    """What routers ask a worker about its model, as SGLang names it."""
+    service = service_of(request)
+    model = service.configuration["model"]
+    path = model["model_path"]
+    return json_response(ModelInfo(path, model["tokenizer_path"] or path, service.model_name))
+
+
+@router.get("/server_info")
 @router.get("/v1/server_info")
 async def server_info(request: Request) -> Response:
     """The model, the configuration and the engine's state."""

@@ -71,6 +71,8 @@ ENDPOINTS = (
     Endpoint("get", "/v1/models", "What is served", inspection.Models, ("401",)),
     Endpoint("get", "/v1/models/{name}", "One model", inspection.Model, ("401", "404"), parameters=(MODEL_NAME,)),
     Endpoint("get", "/v1/server_info", "Configuration and load", inspection.ServerInfo, ("401",)),
+    Endpoint("get", "/server_info", "The same", inspection.ServerInfo, ("401",)),
+    Endpoint("get", "/model_info", "What routers ask about the model", inspection.ModelInfo, ("401",)),
     Endpoint("post", "/flush_cache", "Drop the prefix cache", inspection.CacheFlushed, ("400", "401", "503")),
     Endpoint("get", "/health", "Whether completions are served", inspection.Health, ("503",)),
     Endpoint("get", "/health_generate", "Whether a token can be generated", inspection.Health, ("429", "503")),

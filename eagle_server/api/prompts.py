@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from eagle_server.api.errors import ApiError, bad_request
 from eagle_server.api.schemas.chat import Message, Rendering
+from eagle_server.api.schemas.generation import GenerationBody
+from eagle_server.request import Ready
 from eagle_server.text.chat_template import ChatTemplate, Conversation, TemplateError
 from eagle_server.text.tokenizer import Tokenizer, TooManyTokens
 
@@ -23,6 +25,7 @@ def render(messages: Sequence[Message], rendering: Rendering, template: ChatTemp
         [message.values for message in messages],
         rendering.offered_tools,
         rendering.chat_template_kwargs,
+        rendering.hints,
         add_generation_prompt=rendering.generation_prompt,
         continue_final_message=rendering.continue_final_message,
     )
@@ -30,6 +33,11 @@ def render(messages: Sequence[Message], rendering: Rendering, template: ChatTemp
         return template.render(conversation)
     except TemplateError as error:
         raise bad_request(str(error), error.param, "invalid_value") from None
+
+
+def token_limit(body: GenerationBody, ready: Ready) -> int:
+    """Most tokens of a prompt, before it is truncated to what the body says."""
+    return ready.max_request_tokens if body.truncate_prompt_tokens is None else MAX_CHARACTERS
 
 
 def encode(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, Protocol
 
@@ -23,6 +23,10 @@ class Prompt:
 
     token_ids: list[int]
     echo: str | None = None
+
+    def truncated(self, most: int | None) -> Prompt:
+        """The last `most` tokens; None: all. The echo is still the whole text."""
+        return self if most is None else replace(self, token_ids=self.token_ids[-most:])
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,19 @@ class LogprobParts(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class TextOptions:
+    """What ends an output, and what it shows: the stop itself, special tokens by their spelling, token ids."""
+
+    stops: Sequence[str] = ()
+    keep_stop: bool = False
+    special: Mapping[int, str] = field(default_factory=dict)
+    token_ids: bool = False
+
+
 @dataclass
 class OutputDelta:
-    """What one token delta added to a choice. `text` does not include the tool calls.
+    """What one token delta added to a choice. `text` does not include the tool calls. `token_ids` are those asked for.
 
     `is_first` marks the choice's first delta that is not empty. `trees` is empty unless the request asked for trees.
     `logprobs` and `encoded_trees` are what the response shows of earlier `tokens` and `trees`, which are dropped: they
@@ -59,6 +73,7 @@ class OutputDelta:
     text: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
     tokens: list[ScoredToken] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     trees: list[DraftTree] = field(default_factory=list)
     logprobs: LogprobParts | None = None
     encoded_trees: list[Tree] = field(default_factory=list)
@@ -67,13 +82,15 @@ class OutputDelta:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.text or self.tool_calls or self.tokens or self.trees or self.finish_reason)
+        parts = (self.text, self.tool_calls, self.tokens, self.token_ids, self.trees, self.finish_reason)
+        return not any(parts)
 
     def extend(self, other: OutputDelta) -> None:
         """Append the next delta of the same choice."""
         self.text += other.text
         join(self.tool_calls, other.tool_calls)
         self.tokens += other.tokens
+        self.token_ids += other.token_ids
         self.trees += other.trees
         self.encoded_trees += other.encoded_trees
         if self.logprobs is None:
@@ -101,11 +118,11 @@ class RequestState:
         request: Request,
         prompt: Prompt,
         tokenizer: Tokenizer,
-        stops: Sequence[str],
+        options: TextOptions,
         end_token_ids: frozenset[int],
         tools: ToolUse | None = None,
     ) -> None:
-        """`end_token_ids` are the tokens that end generation. They have no text. `tools`: look for tool calls."""
+        """`end_token_ids`: the tokens that end generation, which have no text by default. `tools`: look for calls."""
         self.index = index
         self.request = request
         self.prompt = prompt
@@ -116,9 +133,10 @@ class RequestState:
         self.prompt_scores: PromptLogprobs | None = None  # as the response shows them
         self._tokenizer = tokenizer
         self._tool_parser = None if tools is None else tools.parser()
-        markers = None if tools is None else tools.syntax.markers
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt.token_ids, markers)
-        self._stops = StopStrings(stops)
+        visible = {**options.special, **({} if tools is None else tools.syntax.markers)}
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt.token_ids, visible)
+        self._stops = StopStrings(options.stops, keep=options.keep_stop)
+        self._options = options
         self._end_token_ids = end_token_ids
         self._must_echo = prompt.echo is not None
         self._text_offset = 0
@@ -179,7 +197,9 @@ class RequestState:
         last = len(delta.token_ids) - 1
         for position, token_id in enumerate(delta.token_ids):
             ends = position == last and delta.finish_reason is FinishReason.STOP and token_id in self._end_token_ids
-            text = "" if ends else self._detokenizer.push(token_id)
+            text = "" if ends and not self._options.keep_stop else self._detokenizer.push(token_id)
+            if self._options.token_ids:
+                output.token_ids.append(token_id)
             if delta.logprobs is not None:
                 entry = delta.logprobs[position]
                 output.tokens.append(ScoredToken(token_id, entry.logprob, entry.top, self._text_offset))

@@ -98,11 +98,15 @@ NO_STOPS = TemplateStops()
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a template renders. `continue_final_message`: the reply continues the last message."""
+    """What a template renders. `continue_final_message`: the reply continues the last message.
+
+    `hints` are variables that a template may ignore.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
+    hints: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -153,7 +157,7 @@ class ChatTemplate:
         messages = self._messages(template, conversation)
         try:
             text = template.render(
-                **{**self.special_tokens, **conversation.variables},
+                **{**self.special_tokens, **conversation.hints, **conversation.variables},
                 messages=messages,
                 tools=list(conversation.tools) or None,
                 documents=None,

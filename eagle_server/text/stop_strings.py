@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Cuts text at the first stop string. Holds back text that may be the beginning of one."""
+    """Cuts text at the first stop string, or after it. Holds back text that may be the beginning of one."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+        """`keep`: the stop string itself is part of the text."""
+        self._stops, self._keep = tuple(stops), keep
         self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.found = False
@@ -19,11 +20,11 @@ class StopStrings:
         if self.found:
             return ""
         text = self._held + text
-        cuts = [cut for stop in self._stops if (cut := text.find(stop)) >= 0]
+        cuts = [(cut, cut + len(stop) * self._keep) for stop in self._stops if (cut := text.find(stop)) >= 0]
         if cuts:
             self.found = True
             self._held = ""
-            return text[: min(cuts)]
+            return text[: min(cuts)[1]]
         kept = self._prefix_length(text)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,6 +54,11 @@ class Tokenizer(Protocol):
         """The id of the vocabulary entry `piece`, None if there is none."""
         ...
 
+    @property
+    def special(self) -> Mapping[int, str]:
+        """The special tokens' spellings by id."""
+        ...
+
 
 class FastTokenizer:
     """A tokenizer.json."""
@@ -87,6 +92,11 @@ class FastTokenizer:
         token_id: int | None = self._tokenizer.token_to_id(piece)
         return token_id
 
+    @property
+    def special(self) -> Mapping[int, str]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in added.items() if token.special}
+
 
 class TransformersTokenizer:
     """transformers.AutoTokenizer, for a directory without tokenizer.json. Code from the checkpoint is never run."""
@@ -116,6 +126,10 @@ class TransformersTokenizer:
     def token_id(self, piece: str) -> int | None:
         token_id = self._tokenizer.get_vocab().get(piece)
         return token_id if isinstance(token_id, int) else None
+
+    @property
+    def special(self) -> Mapping[int, str]:
+        return {int(token_id): self.piece(token_id) or "" for token_id in self._tokenizer.all_special_ids}
 
 
 def load_tokenizer(location: str) -> Tokenizer:

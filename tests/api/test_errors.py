@@ -131,7 +131,9 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"use_beam_search": True}, "use_beam_search", "not supported"),
         ({"add_special_tokens": False}, "add_special_tokens", "not supported"),
         ({"max_token": 3}, "max_token", "unknown parameter"),
-        ({"guided_json": {}}, "guided_json", "unknown parameter"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex", "two things"),
+        ({"echo": True, "truncate_prompt_tokens": 1}, "truncate_prompt_tokens", "exclude each other"),
+        ({"no_stop_trim": True}, "no_stop_trim", "not supported"),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )

@@ -37,10 +37,12 @@ class Body(Part):
     """A whole body.
 
     `neutral` maps parameters of other servers that are not supported to the values that have no effect. These values
-    are accepted. `expected` has the error message of parameters with several types, in place of one message per type.
+    are accepted. `aliases` maps older names of parameters to a parameter and its field. `expected` has the error
+    message of parameters with several types, in place of one message per type.
     """
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    aliases: ClassVar[dict[str, tuple[str, str]]] = {}
     expected: ClassVar[dict[str, str]] = {}
 
     _size: int = PrivateAttr(0)
@@ -71,6 +73,12 @@ def parse(model: type[B], body: bytes) -> B:
         value = values.pop(name)
         if value is not None and not _is_one_of(value, model.neutral[name]):
             raise bad_request(f"{name} is not supported", name, "unsupported_parameter")
+    for name in model.aliases.keys() & values.keys():
+        if (value := values.pop(name)) is not None:
+            parameter, field = model.aliases[name]
+            if values.get(parameter) is not None:
+                raise bad_request(f"{name} and {parameter} ask for two things; drop one of them", name, "invalid_value")
+            values[parameter] = {field: value}
     try:
         request = model.model_validate(values)
     except ValidationError as error:

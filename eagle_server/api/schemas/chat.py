@@ -163,6 +163,11 @@ class Rendering(Body):
     def offered_tools(self) -> list[Values]:
         return self.tools
 
+    @property
+    def hints(self) -> Values:
+        """Variables for templates that read them."""
+        return {}
+
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
         if self.continue_final_message and self.add_generation_prompt:
@@ -196,6 +201,13 @@ class ChatRequest(GenerationBody, Rendering):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+    @property
+    def hints(self) -> Values:
+        if self.reasoning_effort is None:
+            return {}
+        return {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.reasoning_effort != "none"}
 
     @property
     def num_logprobs(self) -> int | None:

@@ -64,6 +64,8 @@ class CompletionRequest(GenerationBody):
         yield from super().problems()
         if self.best_of not in (None, self.n):
             yield "best_of", f"is not supported unless it equals n, {self.n}"
+        if self.echo and self.truncate_prompt_tokens is not None:
+            yield "truncate_prompt_tokens", "and echo exclude each other"
         if self.min_tokens > self.max_tokens:
             yield "min_tokens", f"exceeds max_tokens, {self.max_tokens}"
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:

@@ -59,11 +59,17 @@ class GenerationBody(Body):
         "length_penalty": (1,),
         "use_beam_search": (False,),
         "early_stopping": (False,),
-        "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
-        "include_stop_str_in_output": (False,),
         "store": (False,),
         "service_tier": ("auto", "default"),
+        "verbosity": ("medium",),
+        "no_stop_trim": (False,),
+        "return_hidden_states": (False,),
+        "separate_reasoning": (True, False),
+        "stream_reasoning": (True, False),
+    }
+    aliases: ClassVar[dict[str, tuple[str, str]]] = {
+        f"guided_{field}": ("structured_outputs", field) for field in ("json", "regex", "choice", "grammar")
     }
     expected: ClassVar[dict[str, str]] = {
         "stop": f"should be a string or a list of at most {MAX_STOPS} strings, each of 1 to {MAX_TEXT} characters",
@@ -100,7 +106,16 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     stream_pacing: bool = False
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    truncate_prompt_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    # What clients say about a request for their provider's bookkeeping: without effect here.
     user: str | None = None
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
 
     @property
     def stops(self) -> list[str]:

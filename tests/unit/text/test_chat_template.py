@@ -138,3 +138,13 @@ def test_developers_are_the_system_unless_the_template_knows_them() -> None:
     conversation = Conversation([{"role": "developer", "content": ""}])
     assert ChatTemplate("{{ messages[0].role }}").render(conversation) == "system"
     assert ChatTemplate("{# developer #}{{ messages[0].role }}").render(conversation) == "developer"
+
+
+def test_hints_reach_templates_that_read_them_and_no_others() -> None:
+    source = "{{ messages[0].content }}{% if enable_thinking is defined %} thinks: {{ enable_thinking }}{% endif %}"
+    messages = [{"role": "user", "content": "hi"}]
+    hints = {"reasoning_effort": "none", "enable_thinking": False}
+    assert ChatTemplate(source).render(Conversation(messages, hints=hints)) == "hi thinks: False"
+    assert ChatTemplate("{{ messages[0].content }}").render(Conversation(messages, hints=hints)) == "hi"
+    wins = Conversation(messages, variables={"enable_thinking": True}, hints=hints)
+    assert ChatTemplate(source).render(wins) == "hi thinks: True"
