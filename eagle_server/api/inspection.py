@@ -77,10 +77,16 @@ class ModelInfo(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """`config` is the given configuration, `resolved` the effective one. `engine` has load, KV use and totals."""
+    """`config` is the given configuration, `resolved` the effective one. `engine` has load, KV use and totals.
+
+    Routers for SGLang's workers read the names from `served_model_name` to `tp_size`.
+    """
 
     version: str
     model: str
+    served_model_name: str
+    model_path: str
+    tp_size: int
     config: dict[str, Any]
     resolved: dict[str, Any] | None
     serving: dict[str, Any] | None
@@ -154,6 +160,9 @@ async def server_info(request: Request) -> Response:
     info = ServerInfo(
         version=version(),
         model=service.model_name,
+        served_model_name=service.model_name,
+        model_path=service.configuration["model"]["model_path"],
+        tp_size=service.configuration["device"]["tp_size"],
         config=dict(service.configuration),
         resolved=ready.resolved if ready else None,
         serving={name: getattr(ready, name) for name in SERVING} if ready else None,

@@ -131,4 +131,4 @@ async def test_routers_find_the_model(http: httpx.AsyncClient) -> None:
     info = (await http.get("/model_info")).json()
     assert info["served_model_name"] == "fake" and info["is_generation"] is True
     assert info["tokenizer_path"] == info["model_path"]
-    assert (await http.get("/server_info")).json()["model"] == "fake"
+    assert (await http.get("/server_info")).json()["served_model_name"] == "fake"
