@@ -1,20 +1,28 @@
-"""`python -m eagle_server`: read the configuration, start the engine process, serve HTTP. `tree` shows draft trees."""
+"""`python -m eagle_server`, `eagle-server`: read the configuration, start the engine process, serve HTTP.
+
+eagle-server [flags]               serve
+eagle-server serve [MODEL] [flags] the same; MODEL is short for --model-path
+eagle-server tree | bench | train  draft trees in the terminal; a benchmark; training of targets and heads
+"""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from eagle_server import version
 from eagle_server.api.app import create_app
+from eagle_server.api.banner import described
 from eagle_server.api.server import INTERRUPTED_STATUS, HttpServer, Lifecycle, listen
 from eagle_server.api.telemetry.request_record import log_context
 from eagle_server.client.client import EngineClient
 from eagle_server.client.supervisor import EngineFailed, Supervisor
-from eagle_server.config import Config, parse_args
+from eagle_server.config import Config, changed_options, parse_args
 from eagle_server.engine.logs import LogStyle, configure_logging
 from eagle_server.engine.process import CONFIGURATION_STATUS, FAILURE_STATUS, EngineFactory, EngineProtocol, freeze
 from eagle_server.text.chat_template_files import load_chat_template
@@ -22,18 +30,27 @@ from eagle_server.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger("eagle_server")
 
-TREE = "tree"  # the only command besides serving
+# The modules of the other commands import torch, which the API process does not need.
+COMMANDS = {
+    "tree": "eagle_server.view.command",
+    "bench": "eagle_server.bench.__main__",
+    "train": "eagle_server.training.__main__",
+}
+SERVE = "serve"
 EXAMPLE_BODY = r'{"prompt": "def fibonacci(n):\n", "max_tokens": 64, "temperature": 0}'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal arrives; return the exit status. A user's mistake is one line on stderr and status 2."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if list(arguments[:1]) == [TREE]:
-        from eagle_server.view.command import main as show_trees  # imports torch, which the API process does not need
-
-        return show_trees(arguments[1:])
-    config = parse_args(arguments, more=_memory)
+    first, *rest = list(sys.argv[1:] if argv is None else argv) or [SERVE]
+    if first in COMMANDS:
+        status: int = importlib.import_module(COMMANDS[first]).main(rest)
+        return status
+    if first == SERVE:
+        flags = ["--model-path", *rest] if rest and not rest[0].startswith("-") else rest
+    else:
+        flags = [first, *rest]
+    config = parse_args(flags, more=_memory)
     return run(config, EngineFactory("eagle_server.engine.build", "build_engine", (config,)))
 
 
@@ -51,7 +68,8 @@ def run(config: Config, build: Callable[[], EngineProtocol]) -> int:
     """Serve the engine that `build` makes in a separate process."""
     logs = LogStyle(config.server.log_level, config.observability.log_format)
     configure_logging(logs, log_context)
-    logger.info("configuration: %s", json.dumps(config.public_dict()))
+    logger.debug("configuration: %s", json.dumps(config.public_dict()))
+    logger.info("eagle_server %s %s", version(), " ".join(changed_options(config)))
     try:
         listener = listen(config.server.host, config.server.port)
         tokenizer_path = config.model.tokenizer_path or config.target_path
@@ -67,7 +85,7 @@ def run(config: Config, build: Callable[[], EngineProtocol]) -> int:
     freeze()
     try:
         with listener, asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-            return runner.run(lifecycle.run(server, listener, lambda: _announce(config)))
+            return runner.run(lifecycle.run(server, listener, lambda: _announce(config, client)))
     except EngineFailed as error:
         return _fail(str(error), CONFIGURATION_STATUS if error.is_configuration else FAILURE_STATUS)
     except KeyboardInterrupt:
@@ -77,19 +95,16 @@ def run(config: Config, build: Callable[[], EngineProtocol]) -> int:
             app.state.tracing.close()
 
 
-def _announce(config: Config) -> None:
+def _announce(config: Config, client: EngineClient) -> None:
     host = config.server.host
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{config.server.port}"
     key = " -H 'authorization: Bearer '$EAGLE_SERVER_API_KEY" if config.server.api_key else ""
-    logger.info(
-        "serving %s on %s; try:\n  curl -s %s/v1/completions -H 'content-type: application/json'%s -d '%s'",
-        config.served_model_name,
-        url,
-        url,
-        key,
-        EXAMPLE_BODY,
-    )
+    resolved = (client.ready.resolved if client.ready is not None else None) or {}
+    lines = [f"serving {config.served_model_name} on {url}", *described(resolved)]
+    lines += [f"API         {url}/v1", f"playground  {url}/", f"parameters  {url}/openapi.json"]
+    lines += [f"try         curl -s {url}/v1/completions -H 'content-type: application/json'{key} -d '{EXAMPLE_BODY}'"]
+    logger.info("\n  ".join(lines))
 
 
 def _fail(message: str, status: int) -> int:

@@ -51,7 +51,7 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
     format = find_format(config.model.tool_call_parser, chat_template)
     configuration = config.public_dict()
     configuration["model"]["tool_call_parser"] = "none" if format is None else format.name
-    logger.info("tool-call parser: %s", configuration["model"]["tool_call_parser"])
+    logger.debug("tool-call parser: %s", configuration["model"]["tool_call_parser"])
     service = Service(
         client=client,
         spelling=TokenSpelling(tokenizer),

@@ -11,6 +11,7 @@ import msgspec
 from fastapi import Request, Response
 from pydantic.json_schema import models_json_schema
 
+from eagle_server import version
 from eagle_server.api import inspection, tokens
 from eagle_server.api.chat import ChatBody, ChunkBody
 from eagle_server.api.completions import CompletionBody
@@ -20,7 +21,6 @@ from eagle_server.api.schemas.base import Body
 from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.api.schemas.completion import CompletionRequest
 from eagle_server.api.schemas.tokens import DetokenizeRequest, TokenizeRequest
-from eagle_server.api.service import version
 
 Schema = dict[str, Any]
 

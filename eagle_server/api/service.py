@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from http import HTTPStatus
-from importlib import metadata
 from typing import Any
 
 from fastapi import Request
@@ -68,12 +66,3 @@ class Service:
 def service_of(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
-
-
-@cache
-def version() -> str:
-    """Version of the installed package. Cached, because the look-up reads files."""
-    try:
-        return metadata.version("eagle-server")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return "0+unknown"

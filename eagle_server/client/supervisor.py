@@ -142,7 +142,7 @@ class Supervisor:
                     process.connect()
                     self._client.attach(process.send, ready)
                     self._attached_at = asyncio.get_running_loop().time()
-                    logger.info("the engine is ready (process %d)", process.pid)
+                    logger.debug("the engine is ready (process %d)", process.pid)
                 case Deltas() as deltas:
                     self._client.dispatch(deltas)
                 case Flushed() as flushed:

@@ -17,7 +17,7 @@ from eagle_server.config.sections import (
     SchedulerSection,
     ServerSection,
 )
-from eagle_server.config.sources import parse_args
+from eagle_server.config.sources import changed_options, parse_args
 from eagle_server.config.speculative import SpeculativeSection
 from eagle_server.config.trees import TreeOptions
 
@@ -34,5 +34,6 @@ __all__ = [
     "ServerSection",
     "SpeculativeSection",
     "TreeOptions",
+    "changed_options",
     "parse_args",
 ]

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
+from eagle_server import version
 from eagle_server.config.base import ConfigError, Section
 from eagle_server.config.sections import Config
 
@@ -41,8 +42,12 @@ examples:
       the demo without speculation
   python -m eagle_server --config configs/llama-3.1-8b-eagle3.yaml --port 8000 --dry-run
       print the configuration of a preset and a flag
-  python -m eagle_server tree --prompt "def fibonacci(n):"
-      generate a text without a server and show the tree of each cycle, see python -m eagle_server tree --help"""
+
+other commands, each with its own --help:
+  eagle-server serve [MODEL] [options]   the same as python -m eagle_server; MODEL is short for --model-path
+  eagle-server tree --prompt "def f(n):" generate a text without a server and show the tree of each cycle
+  eagle-server bench                     speculative and plain serving, side by side
+  eagle-server train                     train a target, or a draft head for one"""
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,12 @@ def _options() -> dict[str, Option]:
 
 
 OPTIONS = _options()
+COMMON = (  # those that the short help shows
+    *("model-path", "served-model-name", "dtype", "quantization", "context-length", "device", "cpu-threads"),
+    *("speculative-algorithm", "speculative-draft-model-path", "speculative-num-steps", "speculative-eagle-topk"),
+    *("speculative-num-draft-tokens", "speculative-adaptive", "max-total-tokens", "max-running-requests"),
+    *("host", "port", "api-key", "log-level", "log-format"),
+)
 _ALGORITHM = "speculative-algorithm"
 ALIASES = {
     "speculative-eagle-topk": ["--topk"],
@@ -104,10 +115,14 @@ def parse_args(
     Raises:
         SystemExit: status 0 after --help or --dry-run; status 2 after one line on stderr if anything is wrong.
     """
-    parser = _parser()
+    if "--help-all" in argv:
+        _parser().print_help()
+        sys.exit(0)
+    parser = _parser(everything=False)
     parsed, unknown = parser.parse_known_args(argv)
     flags = {key.replace("_", "-"): value for key, value in vars(parsed).items() if value is not None}
     dry_run = flags.pop("dry-run")
+    del flags["help-all"]
     file = flags.pop("config", environ.get(f"{ENV_PREFIX}CONFIG"))
     try:
         if unknown:
@@ -130,13 +145,25 @@ def parse_args(
     return config
 
 
+def changed_options(config: Config) -> list[str]:
+    """The options that differ from their defaults, as flags. Secrets are not shown."""
+    found = []
+    for option in OPTIONS.values():
+        value = getattr(getattr(config, option.section), option.field)
+        if value not in (option.declaration.get_default(call_default_factory=True), None):
+            shown = "(set)" if isinstance(value, SecretStr) else str(value)
+            found.append(f"--{option.name} {shown}")
+    return found
+
+
 class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with status 2, without argparse's usage text."""
         self.exit(2, f"eagle_server: error: {' '.join(message.splitlines())}\n")
 
 
-def _parser() -> OneLineParser:
+def _parser(*, everything: bool = True) -> OneLineParser:
+    """`everything`: the help shows all options, not only COMMON ones."""
     parser = OneLineParser(
         prog="python -m eagle_server",
         usage="%(prog)s [options]",
@@ -146,6 +173,8 @@ def _parser() -> OneLineParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="a YAML file of options; configs/ has presets")
+    parser.add_argument("--version", action="version", version=version())
+    parser.add_argument("--help-all", action="store_true", help=f"show all {len(OPTIONS)} options and exit")
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -158,7 +187,8 @@ def _parser() -> OneLineParser:
     for option in OPTIONS.values():
         default = option.declaration.default
         shown = f" [default: {default}]" if default else ""
-        keywords: dict[str, Any] = {"help": f"{option.declaration.description}{shown}".replace("%", "%%")}
+        text = f"{option.declaration.description}{shown}".replace("%", "%%")
+        keywords: dict[str, Any] = {"help": text if everything or option.name in COMMON else argparse.SUPPRESS}
         if option.declaration.annotation is bool:
             keywords |= {"action": "store_const", "const": "true"}
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -64,6 +65,7 @@ def load_models(config: Config, *, lookahead: int = 0, progress: bool = True) ->
         stay_on_one_node(config.device.cpu_threads)
     facts = read_model_config(resolve_checkpoint(config.target_path))
     context, lookahead = context_length(config, facts), max(lookahead_bound(config, facts), lookahead)
+    began = time.perf_counter()
     target = load_target(
         config.target_path,
         dtype=config.model.dtype,
@@ -74,6 +76,7 @@ def load_models(config: Config, *, lookahead: int = 0, progress: bool = True) ->
         quantization=config.model.quantization,
         quantization_cache=config.model.quantization_cache,
     )
+    logger.info("target %s: %.1f s", config.target_path, time.perf_counter() - began)
     threads = config.device.cpu_threads or threads_for(facts)
     set_threads(threads, fused=False)
     draft = None if config.draft_path is None else _load_draft(config, target, context, lookahead, progress=progress)
@@ -84,8 +87,8 @@ def load_models(config: Config, *, lookahead: int = 0, progress: bool = True) ->
 
 def _load_draft(config: Config, target: Target, context: int, lookahead: int, *, progress: bool) -> LoadedDraft:
     assert config.draft_path is not None
-    token_map = config.speculative.token_map
-    return load_draft(
+    token_map, began = config.speculative.token_map, time.perf_counter()
+    draft = load_draft(
         config.draft_path,
         target,
         algorithm=cast("Algorithm | None", config.speculative.head_algorithm),
@@ -97,6 +100,8 @@ def _load_draft(config: Config, target: Target, context: int, lookahead: int, *,
         progress=progress,
         quantization=config.model.quantization,
     )
+    logger.info("draft %s: %.1f s", config.draft_path, time.perf_counter() - began)
+    return draft
 
 
 def engine_over(models: LoadedModels, config: Config) -> Engine:
@@ -108,7 +113,7 @@ def engine_over(models: LoadedModels, config: Config) -> Engine:
     target, draft = models.target, None if config.draft_path is None else models.draft
     resolved = resolve(config, target, draft)
     document = server_info(config, resolved, target)
-    logger.info("resolved configuration: %s", document)
+    logger.debug("resolved configuration: %s", document)
     return assemble(
         target,
         None if draft is None else draft.head,

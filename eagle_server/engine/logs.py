@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-HUMAN = "%(asctime)s %(levelname)s %(processName)s %(name)s: %(message)s"
+HUMAN = "%(asctime)s %(message)s"
+WARNING = "%(asctime)s %(levelname)s: %(message)s"
+DEBUG = "%(asctime)s.%(msecs)03d %(levelname)s %(processName)s %(name)s: %(message)s"
 
 Context = Callable[[], Mapping[str, Any]]
 
@@ -25,20 +27,24 @@ class LogStyle:
 def configure_logging(style: LogStyle, context: Context = dict) -> None:
     """Log to stderr. `context` gives fields to add to each line, such as the current request's id."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines(context) if style.format == "json" else HumanLines(context))
+    whole = style.level.upper() == "DEBUG"
+    handler.setFormatter(JsonLines(context) if style.format == "json" else HumanLines(context, whole=whole))
     logging.basicConfig(level=style.level.upper(), handlers=[handler], force=True)
 
 
 class HumanLines(logging.Formatter):
-    """Text lines. The context follows the message in brackets."""
+    """Text lines. The context follows the message in brackets. `whole`: with milliseconds, process and module."""
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(HUMAN)
-        self._context = context
+    def __init__(self, context: Context, *, whole: bool = False) -> None:
+        super().__init__(DEBUG if whole else HUMAN, datefmt="%H:%M:%S")
+        self._context, self._whole = context, whole
+        self._warning = logging.PercentStyle(WARNING)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's own name
+        plain = self._whole or record.levelno == logging.INFO
+        text = super().formatMessage(record) if plain else self._warning.format(record)
         shown = " ".join(f"{name}={value}" for name, value in self._context().items())
-        return super().formatMessage(record) + (f" [{shown}]" if shown else "")
+        return text + (f" [{shown}]" if shown else "")
 
 
 class JsonLines(logging.Formatter):

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import parent_process
@@ -98,7 +99,10 @@ class EngineFactory:
     arguments: tuple[Any, ...] = ()
 
     def __call__(self) -> EngineProtocol:
-        engine: EngineProtocol = getattr(importlib.import_module(self.module), self.function)(*self.arguments)
+        began = time.perf_counter()
+        module = importlib.import_module(self.module)
+        logger.info("torch and the engine's code: %.1f s", time.perf_counter() - began)
+        engine: EngineProtocol = getattr(module, self.function)(*self.arguments)
         return engine
 
 

@@ -207,7 +207,7 @@ def pack_linears(
     """
     linears = [module for module in model.modules() if isinstance(module, Linear) and not module.is_packed]
     description = "pack" if quantization is None else f"round to {quantization}"
-    for linear in tqdm(linears, desc=description, unit="layer", disable=not progress):
+    for linear in tqdm(linears, desc=description, unit="layer", disable=None if progress else True):
         codes = rounded[linear]() if rounded is not None and linear in rounded else None
         wanted = quantization
         if quantization is not None and linear.parts[0][0] == "lm_head":

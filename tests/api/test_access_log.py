@@ -115,8 +115,10 @@ def test_a_json_line_holds_a_traceback() -> None:
 
 
 def test_a_human_line_ends_with_the_id() -> None:
-    assert HumanLines(lambda: {"request_id": "r"}).format(record()).endswith(" a.b: x 1 [request_id=r]")
-    assert HumanLines(dict).format(record()).endswith(" a.b: x 1")
+    context = {"request_id": "r"}
+    assert HumanLines(lambda: context).format(record()).endswith(" WARNING: x 1 [request_id=r]")
+    assert HumanLines(lambda: context, whole=True).format(record()).endswith(" a.b: x 1 [request_id=r]")
+    assert HumanLines(dict).format(record()).endswith(" WARNING: x 1")
 
 
 def stats(running: int) -> EngineStats:

@@ -18,6 +18,7 @@ from eagle_server.api.telemetry.request_record import RequestRecord, current_req
 logger = logging.getLogger(__name__)
 
 POLLED = frozenset({"/health", "/health_generate", "/metrics"})  # polled every few seconds by monitoring
+PAGE_FILES = "/playground/"
 
 OnGenerated = Callable[[RequestRecord], None]
 
@@ -73,5 +74,5 @@ def _log(record: RequestRecord) -> None:
         fields["accept_length"] = round(spec.mean_acceptance_length, 3)
         line += ", accept length %.2f"
         values.append(spec.mean_acceptance_length)
-    level = logging.DEBUG if record.path in POLLED else logging.INFO
+    level = logging.DEBUG if record.path in POLLED or record.path.startswith(PAGE_FILES) else logging.INFO
     logger.log(level, line, *values, extra={"fields": fields})

@@ -104,7 +104,9 @@ def copy_weights(views: Mapping[str, Tensor], stored: Weights, *, source: Path, 
         CheckpointError: a missing or unexpected tensor, a wrong shape, or a wrong kind of number.
     """
     check_names(views, stored, source)
-    for name, view in tqdm(views.items(), desc=f"load {source.name}", unit="tensor", disable=not progress):
+    for name, view in tqdm(
+        views.items(), desc=f"load {source.name}", unit="tensor", disable=None if progress else True
+    ):
         with torch.no_grad():
             view.copy_(read_as(stored[name], tuple(view.shape), floating=view.is_floating_point()))
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from eagle_server import version
 from eagle_server.config import (
     DEMO_DRAFT,
     DEMO_TARGET,
@@ -23,6 +24,7 @@ from eagle_server.config import (
     TreeOptions,
     parse_args,
 )
+from eagle_server.config.sources import COMMON, OPTIONS, changed_options
 
 ROOT = Path(__file__).parents[3]
 SECRET = "sesame-open"
@@ -393,3 +395,31 @@ def test_algorithm_none_switches_a_presets_drafting_off(tmp_path):
     config = parse("--config", str(preset), "--speculative-algorithm", "NONE")
     assert not config.speculates
     assert config.cache.page_size == 16
+
+
+def test_the_short_help_shows_the_common_options_and_the_long_one_all(capsys):
+    texts = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as exit_info:
+            parse(flag)
+        assert exit_info.value.code == 0
+        texts.append(capsys.readouterr().out)
+    short, long = texts
+    assert set(COMMON) <= OPTIONS.keys()
+    assert {name for name in OPTIONS if f"--{name} " in short} <= set(COMMON)
+    assert all(f"--{name}" in long for name in OPTIONS)
+    assert len(short.splitlines()) < len(long.splitlines()) / 1.7
+
+
+def test_changed_options_are_those_that_were_given(capsys):
+    config = parse("--port", "8123", "--topk", "4", "--speculative-num-steps", "3", EAGLE_SERVER_API_KEY=SECRET)
+    assert changed_options(config) == [
+        "--speculative-num-steps 3",
+        "--speculative-eagle-topk 4",
+        "--port 8123",
+        "--api-key (set)",
+    ]
+    assert changed_options(parse()) == []
+    with pytest.raises(SystemExit):
+        parse("--version")
+    assert capsys.readouterr().out.strip() == version()
