@@ -18,7 +18,7 @@ VOCABULARY = {"request", "plan", "version"}  # version: a function of the packag
 LOWEST = {"ops"}
 PEERS = {"models", "attention", "speculation", "cache"}
 ARROWS: dict[str, set[str]] = {
-    "": set(),  # eagle_server/__init__.py
+    "": {"llm"},  # eagle_server/__init__.py
     "config": set(),
     "request": set(),
     "plan": set(),
@@ -34,6 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "training": LOWEST | PEERS,
     "training.tree_search": LOWEST | PEERS | {"text", "engine", "view"},  # it measures engines; the others do not
     "bench": LOWEST | PEERS | {"text", "engine"},
+    "llm": LOWEST | PEERS | {"text", "scheduling", "worker", "engine", "client", "api"},
     "__main__": LOWEST | PEERS | {"text", "scheduling", "worker", "engine", "client", "api", "view"},
 }
 SEE_CONFIG = {
@@ -45,6 +46,7 @@ SEE_CONFIG = {
     "engine.devices",
     "engine.memory_estimate",
     "engine.resolve",
+    "llm",
     "training",
     "view.command",
 }  # the composition roots

@@ -141,7 +141,7 @@ async def create_chat_completion(request: Request) -> Response:
     service = service_of(request)
     ready = service.ready_for(body.model)
     response_id = f"chatcmpl-{request_id_of(request)}"
-    handler = await process(body, lambda: _handler(body, service, ready, response_id))
+    handler = await process(body, lambda: chat_handler(body, service, ready, response_id))
     return await handler.respond(
         request,
         build_logprobs=_logprobs,
@@ -155,7 +155,8 @@ async def create_chat_completion(request: Request) -> Response:
 router = APIRouter(routes=[Route("/v1/chat/completions", create_chat_completion, methods=["POST"])])
 
 
-def _handler(body: ChatRequest, service: Service, ready: Ready, response_id: str) -> GenerationHandler:
+def chat_handler(body: ChatRequest, service: Service, ready: Ready, response_id: str) -> GenerationHandler:
+    """The generation of a conversation's answer; see `prepare`."""
     tools = tool_use(body, service.call_syntax)
     prompts = partial(_prompts, body, service, ready)
     return prepare(body, service, ready, response_id, prompts, service.chat_template.stops, tools)

@@ -67,8 +67,7 @@ async def create_completion(request: Request) -> Response:
     service = service_of(request)
     ready = service.ready_for(body.model)
     response_id = f"cmpl-{request_id_of(request)}"
-    prompts = partial(_prompts, body, service, ready)
-    handler = await process(body, lambda: prepare(body, service, ready, response_id, prompts))
+    handler = await process(body, lambda: completion_handler(body, service, ready, response_id))
     return await handler.respond(
         request,
         build_logprobs=_logprobs,
@@ -80,6 +79,11 @@ async def create_completion(request: Request) -> Response:
 
 # A Starlette route: the handler reads the body itself, and FastAPI's parsing would only add latency.
 router = APIRouter(routes=[Route("/v1/completions", create_completion, methods=["POST"])])
+
+
+def completion_handler(body: CompletionRequest, service: Service, ready: Ready, response_id: str) -> GenerationHandler:
+    """The generation of prompts' continuations; see `prepare`."""
+    return prepare(body, service, ready, response_id, partial(_prompts, body, service, ready))
 
 
 def _prompts(body: CompletionRequest, service: Service, ready: Ready) -> list[Prompt]:

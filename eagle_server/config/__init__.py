@@ -17,7 +17,7 @@ from eagle_server.config.sections import (
     SchedulerSection,
     ServerSection,
 )
-from eagle_server.config.sources import changed_options, parse_args
+from eagle_server.config.sources import changed_options, from_options, parse_args
 from eagle_server.config.speculative import SpeculativeSection
 from eagle_server.config.trees import TreeOptions
 
@@ -35,5 +35,6 @@ __all__ = [
     "SpeculativeSection",
     "TreeOptions",
     "changed_options",
+    "from_options",
     "parse_args",
 ]

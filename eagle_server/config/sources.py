@@ -145,6 +145,24 @@ def parse_args(
     return config
 
 
+def from_options(options: Mapping[str, Any]) -> Config:
+    """The configuration of options by name, with underscores or dashes. Environment and files are not read.
+
+    Raises:
+        ConfigError: an unknown option or a value that is not allowed.
+    """
+    short = {alias.removeprefix("--"): name for name, aliases in ALIASES.items() for alias in aliases}
+    given: dict[str, Given] = {}
+    for key, value in options.items():
+        name = key.replace("_", "-")
+        name = short.get(name, name)
+        if name not in OPTIONS:
+            raise _unknown("option", key, [known.replace("-", "_") for known in (*OPTIONS, *short)])
+        if value is not None:
+            given[name] = Given(key, str(value).lower() if isinstance(value, bool) else value)
+    return _validate(given)
+
+
 def changed_options(config: Config) -> list[str]:
     """The options that differ from their defaults, as flags. Secrets are not shown."""
     found = []

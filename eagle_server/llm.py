@@ -1,0 +1,236 @@
+"""Generation without a server: the engine runs in this process. The shape is vLLM's.
+
+    from eagle_server import LLM, SamplingParams
+    for output in LLM("demo").generate(["def f(x):"], SamplingParams(max_tokens=64, temperature=0)):
+        print(output.outputs[0].text)
+
+Prompts, parameters and answers go through the code of the HTTP endpoints, so equal seeds give the server's texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from eagle_server.api.app import create_app
+from eagle_server.api.chat import chat_handler
+from eagle_server.api.completions import completion_handler
+from eagle_server.api.errors import ApiError
+from eagle_server.api.generate import GenerationHandler
+from eagle_server.api.request_state import RequestState, ScoredToken
+from eagle_server.api.responses import SpeculativeMetrics
+from eagle_server.api.schemas.base import parse
+from eagle_server.api.schemas.chat import ChatRequest
+from eagle_server.api.schemas.completion import CompletionRequest
+from eagle_server.api.service import Service
+from eagle_server.client.client import EngineClient
+from eagle_server.config import from_options
+from eagle_server.engine.build import build_engine
+from eagle_server.text.chat_template_files import load_chat_template
+from eagle_server.text.tokenizer import load_tokenizer
+
+DEMO = "demo"
+Prompt = str | Sequence[int]
+
+
+class GenerationParams:
+    """How to sample: the parameters of /v1/completions by name, see docs/api.md. max_tokens is 16 unless given.
+
+    Raises:
+        ValueError: an unknown parameter or a value that is not allowed; the message names it.
+    """
+
+    def __init__(self, **parameters: Any) -> None:
+        self.parameters = parameters
+        _parsed(CompletionRequest, {"prompt": "", **parameters})
+
+    def __repr__(self) -> str:
+        return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in self.parameters.items())})"
+
+
+SamplingParams = GenerationParams  # vLLM's name, which the engine's own struct has here
+
+
+@dataclass
+class CompletionOutput:
+    """One choice. logprobs: for each token its alternatives by id, and itself; None unless they were asked for."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] | None = None
+    finish_reason: str | None = None
+
+
+@dataclass
+class RequestOutput:
+    """The choices of one prompt. metrics: of speculation, None for several choices or where nothing was drafted."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: SpeculativeMetrics | None = None
+
+
+class LLM:
+    """A model and its engine.
+
+    Args:
+        model: a directory or Hugging Face id; "demo" is the embedded pair.
+        options: the server's options, as in a YAML file of --config: `LLM(m, speculative_draft_model_path=d)`.
+
+    Raises:
+        ValueError: an option, or a checkpoint that cannot be served; the message says what to change.
+        OSError: a file that cannot be read.
+    """
+
+    def __init__(self, model: str = DEMO, *, progress: bool = True, **options: Any) -> None:
+        config = from_options({**({} if model == DEMO else {"model_path": model}), **options})
+        location = config.model.tokenizer_path or config.target_path
+        tokenizer = load_tokenizer(location)
+        template = load_chat_template(location, tokenizer, config.model.chat_template)
+        self._service: Service = create_app(config, EngineClient(), tokenizer, template).state.service
+        self._engine = build_engine(config, progress=progress)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue prompts, texts or token ids, all together; the outputs are in the order of the prompts.
+
+        Raises:
+            ValueError: a prompt or its parameters cannot be served; nothing is generated then.
+        """
+        several = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
+        given = _for_each(several, sampling_params)
+        bodies = [
+            {"prompt": prompt if isinstance(prompt, str) else list(prompt), **params.parameters}  # type: ignore[arg-type]
+            for prompt, params in zip(several, given, strict=True)
+        ]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in several]
+        handler = partial(self._handler, CompletionRequest, completion_handler)
+        return self._run(handler, bodies, texts, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, in the shape of /v1/chat/completions.
+
+        Raises:
+            ValueError: as `generate`.
+        """
+        several: Any = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        given = _for_each(several, sampling_params)
+        bodies = [
+            {"messages": list(each), "max_tokens": 16, **params.parameters}
+            for each, params in zip(several, given, strict=True)
+        ]
+        handler = partial(self._handler, ChatRequest, chat_handler)
+        return self._run(handler, bodies, [None] * len(bodies), use_tqdm=use_tqdm)
+
+    def _handler(self, schema: Any, prepare: Any, body: dict[str, Any], name: str) -> GenerationHandler:
+        try:
+            parsed = _parsed(schema, {**body, "return_token_ids": True})
+            handler: GenerationHandler = prepare(parsed, self._service, self._engine.ready(), name)
+        except ApiError as error:
+            raise ValueError(str(error)) from None
+        return handler
+
+    def _run(
+        self,
+        handler_of: Callable[[dict[str, Any], str], GenerationHandler],
+        bodies: Sequence[dict[str, Any]],
+        texts: Sequence[str | None],
+        *,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        handlers = [handler_of(body, f"llm-{number}") for number, body in enumerate(bodies)]
+        outputs = [
+            RequestOutput(handler.id, text, handler.states[0].prompt.token_ids, _choices(handler))
+            for handler, text in zip(handlers, texts, strict=True)
+        ]
+        running: dict[str, tuple[RequestState, CompletionOutput]] = {}
+        for handler, output in zip(handlers, outputs, strict=True):
+            for state, choice in zip(handler.states, output.outputs, strict=True):
+                running[state.request.request_id] = (state, choice)
+                self._engine.add(state.request)
+        try:
+            self._finish(running, len(running), use_tqdm=use_tqdm)
+        finally:
+            for name in running:  # after an error
+                self._engine.abort(name)
+        for handler, output in zip(handlers, outputs, strict=True):
+            if len(handler.states) == 1:
+                output.metrics = SpeculativeMetrics.of(handler.states[0].spec)
+        return outputs
+
+    def _finish(self, running: dict[str, tuple[RequestState, CompletionOutput]], total: int, *, use_tqdm: bool) -> None:
+        """Run the engine until all requests have ended, which are removed."""
+        with tqdm(total=total, desc="generate", unit="choice", disable=None if use_tqdm else True) as bar:
+            tokens = 0
+            while running:
+                for delta in self._engine.step():
+                    if delta.request_id not in running:
+                        continue  # of an earlier call that failed
+                    state, choice = running[delta.request_id]
+                    was_stopped = state.is_stopped
+                    part = state.process(delta)
+                    choice.text += part.text
+                    choice.token_ids += part.token_ids
+                    choice.finish_reason = part.finish_reason or choice.finish_reason
+                    if choice.logprobs is not None:
+                        choice.logprobs += map(_scores, part.tokens)
+                    try:
+                        state.raise_if_failed(delta)
+                    except ApiError as error:
+                        raise ValueError(str(error)) from None
+                    tokens += len(delta.token_ids)
+                    if delta.finish_reason is not None:
+                        del running[delta.request_id]
+                        bar.update()
+                        bar.set_postfix_str(f"{tokens} tokens")
+                    elif state.is_stopped and not was_stopped:
+                        self._engine.abort(delta.request_id)
+
+
+def _choices(handler: GenerationHandler) -> list[CompletionOutput]:
+    scored = handler.body.num_logprobs is not None
+    return [CompletionOutput(index, logprobs=[] if scored else None) for index in range(len(handler.states))]
+
+
+def _scores(token: ScoredToken) -> dict[int, float]:
+    own = {} if token.logprob is None else {token.token_id: token.logprob}
+    return {**dict(token.top), **own}
+
+
+def _parsed(schema: Any, values: dict[str, Any]) -> Any:
+    try:
+        return parse(schema, msgspec.json.encode(values))
+    except ApiError as error:
+        raise ValueError(str(error)) from None
+
+
+def _is_ids(prompts: Any) -> bool:
+    return len(prompts) > 0 and isinstance(prompts[0], int)
+
+
+def _for_each(prompts: Sequence[Any], given: SamplingParams | Iterable[SamplingParams] | None) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * len(prompts)
+    found = list(given)
+    if len(found) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts and {len(found)} sampling_params; give one for all, or one for each")
+    return found

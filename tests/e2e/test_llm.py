@@ -1,0 +1,96 @@
+"""The Python API: the server's texts, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from eagle_server import LLM, SamplingParams
+from tests.e2e.conftest import PROMPTS, Served
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    yield LLM("demo", speculative_num_steps=3, topk=4, cpu_threads=1, progress=False)
+
+
+def served_choice(served: Served, path: str, **body: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{served.url}{path}", json=body, timeout=60).json()
+    choice: dict[str, Any] = answer["choices"][0]
+    return choice
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"temperature": 0, "max_tokens": 40},
+        {"temperature": 0.9, "seed": 7, "max_tokens": 40},
+        {
+            "temperature": 0.7,
+            "seed": 3,
+            "top_p": 0.9,
+            "max_tokens": 60,
+            "stop": ["\n\n"],
+            "include_stop_str_in_output": True,
+        },
+        {"temperature": 0, "max_tokens": 12, "structured_outputs": {"regex": "[0-9]{4}"}},
+    ],
+    ids=str,
+)
+def test_equal_seeds_give_the_servers_texts(llm: LLM, served: Served, parameters: dict[str, Any]) -> None:
+    outputs = llm.generate(PROMPTS[:4], SamplingParams(**parameters), use_tqdm=False)
+    for prompt, output in zip(PROMPTS[:4], outputs, strict=True):
+        expected = served_choice(served, "/v1/completions", prompt=prompt, return_token_ids=True, **parameters)
+        [choice] = output.outputs
+        assert (choice.text, choice.finish_reason) == (expected["text"], expected["finish_reason"])
+        assert choice.token_ids == expected["token_ids"]
+        assert (output.prompt, output.prompt_token_ids) == (prompt, expected["prompt_token_ids"])
+
+
+def test_chats_are_those_of_the_server(llm: LLM, served: Served) -> None:
+    messages = [{"role": "user", "content": "def f(x):"}]
+    [output] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    expected = served_choice(served, "/v1/chat/completions", messages=messages, temperature=0, max_tokens=20)
+    assert output.outputs[0].text == expected["message"]["content"]
+    both = llm.chat([messages, messages], SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    assert [each.outputs[0].text for each in both] == [output.outputs[0].text] * 2
+
+
+def test_choices_logprobs_and_metrics(llm: LLM) -> None:
+    params = SamplingParams(n=2, seed=1, max_tokens=8, logprobs=2)
+    first, second = llm.generate([[*range(20, 30)], PROMPTS[0]], params, use_tqdm=False)
+    assert (first.prompt, first.prompt_token_ids) == (None, [*range(20, 30)])
+    assert [choice.index for choice in second.outputs] == [0, 1]
+    for choice in second.outputs:
+        assert choice.logprobs is not None and len(choice.logprobs) == len(choice.token_ids) == 8
+        assert all(token in scores for token, scores in zip(choice.token_ids, choice.logprobs, strict=True))
+    assert second.metrics is None
+    [alone] = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)
+    assert alone.metrics is not None and alone.metrics.num_accepted_draft_tokens > 0
+    assert alone.outputs[0].logprobs is None
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    lengths = [3, 9]
+    outputs = llm.generate(
+        PROMPTS[:2], [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths], use_tqdm=False
+    )
+    assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
+    with pytest.raises(ValueError, match="2 prompts and 1 sampling_params"):
+        llm.generate(PROMPTS[:2], [SamplingParams()])
+
+
+def test_mistakes_are_named_and_the_engine_goes_on(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="unknown parameter max_token"):
+        SamplingParams(max_token=3)
+    with pytest.raises(ValueError, match="unknown option speculative_num_stepz; did you mean speculative_num_steps"):
+        LLM("demo", speculative_num_stepz=3)
+    with pytest.raises(ValueError, match="maximum context length"):
+        llm.generate(["fine", "x" * 100_000])
+    with pytest.raises(ValueError, match="structured_outputs|grammar"):
+        llm.generate(["a"], SamplingParams(structured_outputs={"regex": "("}))
+    [output] = llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 2
