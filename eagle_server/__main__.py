@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eagle_server import version
-from eagle_server.api.app import create_app
+from eagle_server.api.app import api_keys, create_app
 from eagle_server.api.banner import described
 from eagle_server.api.server import INTERRUPTED_STATUS, HttpServer, Lifecycle, listen
 from eagle_server.api.telemetry.request_record import log_context
@@ -77,9 +77,15 @@ def run(config: Config, build: Callable[[], EngineProtocol]) -> int:
         chat_template = load_chat_template(tokenizer_path, tokenizer, config.model.chat_template)
         client = EngineClient(max_waiting=config.server.max_queue_size)
         app = create_app(config, client, tokenizer, chat_template)
+        password = config.server.ssl_keyfile_password
+        server = HttpServer(
+            app,
+            ssl_certfile=config.server.ssl_certfile,
+            ssl_keyfile=config.server.ssl_keyfile,
+            ssl_keyfile_password=None if password is None else password.get_secret_value(),
+        )
     except (OSError, ValueError) as error:
         return _fail(str(error), CONFIGURATION_STATUS)
-    server = HttpServer(app)
     supervisor = Supervisor(build, client, logs=logs, watchdog=config.server.watchdog_timeout)
     lifecycle = Lifecycle(supervisor, client, app.state.service.admission)
     freeze()
@@ -98,8 +104,9 @@ def run(config: Config, build: Callable[[], EngineProtocol]) -> int:
 def _announce(config: Config, client: EngineClient) -> None:
     host = config.server.host
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{config.server.port}"
-    key = " -H 'authorization: Bearer '$EAGLE_SERVER_API_KEY" if config.server.api_key else ""
+    scheme = "http" if config.server.ssl_certfile is None else "https"
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.server.port}"
+    key = " -H 'authorization: Bearer '$EAGLE_SERVER_API_KEY" if api_keys(config) else ""
     resolved = (client.ready.resolved if client.ready is not None else None) or {}
     lines = [f"serving {config.served_model_name} on {url}", *described(resolved)]
     lines += [f"API         {url}/v1", f"playground  {url}/", f"parameters  {url}/openapi.json"]

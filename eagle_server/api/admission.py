@@ -77,7 +77,7 @@ class Admission:
 
 
 class AdmissionMiddleware:
-    """ASGI middleware. `generating_paths` are the paths that submit requests to the engine."""
+    """ASGI middleware. `generating_paths` submit requests to the engine. No `api_keys`: none is needed."""
 
     def __init__(
         self,
@@ -85,13 +85,13 @@ class AdmissionMiddleware:
         admission: Admission,
         client: EngineClient,
         generating_paths: Collection[str],
-        api_key: str | None,
+        api_keys: Collection[str],
     ) -> None:
         self._app = app
         self._admission = admission
         self._client = client
         self._generating_paths = frozenset(generating_paths)
-        self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
+        self._authorizations = [f"Bearer {key}".encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -108,10 +108,10 @@ class AdmissionMiddleware:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         path: str = scope["path"]
-        if self._authorization is not None and path not in OPEN_PATHS:
-            given = Headers(scope=scope).get("authorization", "")
-            # A comparison in constant time: the response time reveals nothing about the key. Headers are Latin-1.
-            if not hmac.compare_digest(given.encode("latin-1"), self._authorization):
+        if self._authorizations and path not in OPEN_PATHS:
+            given = Headers(scope=scope).get("authorization", "").encode("latin-1")  # as headers are
+            # With all keys, each in constant time: the response time reveals nothing about them.
+            if not any([hmac.compare_digest(given, key) for key in self._authorizations]):
                 return ApiError(
                     HTTPStatus.UNAUTHORIZED,
                     "this server needs an API key: send the header 'Authorization: Bearer <key>'",

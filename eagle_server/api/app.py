@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -47,7 +48,6 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
     metrics = ServerMetrics(config.served_model_name, lambda: client.stats)
     client.observe(Telemetry(metrics, Summary(config.observability.log_stats_interval)))
     tracing = _tracing(config)
-    key = config.server.api_key
     format = find_format(config.model.tool_call_parser, chat_template)
     configuration = config.public_dict()
     configuration["model"]["tool_call_parser"] = "none" if format is None else format.name
@@ -60,6 +60,7 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
         model_name=config.served_model_name,
         metrics=metrics,
         timeout=config.server.request_timeout,
+        keep_alive=config.server.sse_keep_alive or None,
         configuration=configuration,
     )
     # FastAPI's documentation pages load scripts from other servers, so they are disabled.
@@ -75,7 +76,7 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
         admission=service.admission,
         client=client,
         generating_paths=[route.path for module in GENERATING for route in module.router.routes],
-        api_key=key.get_secret_value() if key else None,
+        api_keys=api_keys(config),
     )
     app.add_middleware(AccessLog, on_generated=[metrics.answered, *([tracing.record] if tracing else [])])
     if config.server.cors_allow_origins:
@@ -89,6 +90,24 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
     app.add_middleware(RequestId)
     install_handlers(app)
     return app
+
+
+def api_keys(config: Config) -> list[str]:
+    """--api-key and the lines of --api-key-file. Empty lines and those that begin with # are skipped.
+
+    Raises:
+        ValueError: the file has no key.
+        OSError: it cannot be read.
+    """
+    given, file = config.server.api_key, config.server.api_key_file
+    keys = [] if given is None else [given.get_secret_value()]
+    if file is not None:
+        lines = [line.strip() for line in Path(file).expanduser().read_text(encoding="utf-8").splitlines()]
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:
+            raise ValueError(f"--api-key-file {file}: there is no key in it, one a line")
+        keys += found
+    return keys
 
 
 def _tracing(config: Config) -> Tracing | None:

@@ -41,7 +41,7 @@ from eagle_server.api.responses import (
 from eagle_server.api.sampling_params import sampling_params
 from eagle_server.api.schemas.generation import GenerationBody, StreamOptions
 from eagle_server.api.service import Service
-from eagle_server.api.sse import EventStream, while_connected
+from eagle_server.api.sse import EventStream, cancelled, while_connected
 from eagle_server.api.tools import ToolUse
 from eagle_server.request import Ready, Request, TokenDelta
 from eagle_server.text.chat_template import NO_STOPS, TemplateStops
@@ -129,6 +129,13 @@ def _max_tokens(body: GenerationBody, prompts: Sequence[Prompt], ready: Ready) -
     return max_tokens
 
 
+def _expected(error: Exception) -> ApiError:
+    """The error that ends a stream. A bug is logged."""
+    if not is_expected(error):
+        logger.error("a stream failed", exc_info=error)
+    return as_api_error(error)
+
+
 BuildLogprobs = Callable[["GenerationHandler", Sequence[ScoredToken]], LogprobParts | None]
 BuildResponse = Callable[["GenerationHandler", Sequence[OutputDelta]], msgspec.Struct]
 BuildEvents = Callable[["GenerationHandler", OutputDelta], bytes]
@@ -154,6 +161,7 @@ class GenerationHandler:
         self._first_states = states[:: body.n]  # one per prompt
         self._client = service.client
         self._timeout = service.timeout_of(body.timeout)
+        self._keep_alive = service.keep_alive
         self._stream_options = body.stream_options or StreamOptions()
 
     async def respond(
@@ -179,8 +187,16 @@ class GenerationHandler:
             content = await while_connected(http_request.receive, self._response(build_logprobs, build_response))
             return Response(content, media_type="application/json")
         events = self._stream(build_events, build_end)
-        first = await while_connected(http_request.receive, anext(events))  # an error here still sets the HTTP status
-        return EventStream(first, events)
+        first = asyncio.ensure_future(anext(events))
+        try:
+            await while_connected(http_request.receive, asyncio.wait({first}, timeout=self._keep_alive))
+            if first.done():
+                first.result()  # an error here still sets the HTTP status
+        except BaseException:
+            await cancelled(first)
+            await events.aclose()
+            raise
+        return EventStream(first, events, lambda error: build_end(self, _expected(error)), self._keep_alive)
 
     # --- What the builder functions read. ---
 
@@ -277,9 +293,7 @@ class GenerationHandler:
         except Exception as error:
             if not started:
                 raise
-            if not is_expected(error):
-                logger.exception("a stream failed")
-            last = build_end(self, as_api_error(error))
+            last = build_end(self, _expected(error))
         yield last, False
 
     async def _outputs(self) -> AsyncGenerator[OutputDelta, None]:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -49,7 +50,12 @@ def listen(host: str, port: int) -> socket.socket:
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: `Lifecycle` handles signals, and drains before it stops."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, **tls: str | None) -> None:
+        """`tls`: uvicorn's ssl_certfile, ssl_keyfile and ssl_keyfile_password.
+
+        Raises:
+            ValueError: they do not fit each other.
+        """
         super().__init__(
             uvicorn.Config(
                 CloseUnlessContinued(app),
@@ -64,8 +70,13 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=GRACE_SECONDS + ABORT_SECONDS,
+                **tls,  # type: ignore[arg-type]
             )
         )
+        try:
+            self.config.load()  # reads the certificate
+        except (OSError, ssl.SSLError) as error:
+            raise ValueError(f"--ssl-certfile, --ssl-keyfile: {error}") from None
 
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS_PER_SECOND == 0:

@@ -24,7 +24,8 @@ class Service:
     """State that the routes share. `spelling` holds the tokenizer.
 
     `call_syntax` is the format of the model's tool calls, None if tool calls are not recognized. `configuration` has no
-    secrets. `timeout` is the server's limit for any request in seconds, None for no limit.
+    secrets. `timeout` is the server's limit for any request in seconds, None for no limit. `keep_alive` is for
+    `EventStream`.
     """
 
     client: EngineClient
@@ -34,6 +35,7 @@ class Service:
     model_name: str
     metrics: ServerMetrics
     timeout: float | None = None
+    keep_alive: float | None = None
     configuration: Mapping[str, Any] = field(default_factory=dict)
     admission: Admission = field(default_factory=Admission)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing, suppress
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Response
@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": still here\n\n"  # clients ignore it; proxies see that the connection lives
 
 # The connection is closed if the client reads nothing for this long.
 SEND_SECONDS = 60.0
@@ -49,6 +50,13 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
         raise
 
 
+async def cancelled(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks that still run, and wait for their ends."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def _disconnection(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -57,31 +65,57 @@ async def _disconnection(receive: Receive) -> None:
 class EventStream(Response):
     """Sends `first`, then what `events` yields: encoded events, and whether more will follow.
 
-    `events` is closed as soon as the client disconnects.
+    `events` is closed as soon as the client disconnects. `first` may still be awaited: its error becomes an event by
+    `failed`. Where nothing was sent for `keep_alive` seconds, at most for twice as long, a comment is; None: none is.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: tuple[bytes, bool], events: AsyncGenerator[tuple[bytes, bool], None]) -> None:
+    def __init__(
+        self,
+        first: asyncio.Future[tuple[bytes, bool]],
+        events: AsyncGenerator[tuple[bytes, bool], None],
+        failed: Callable[[Exception], bytes],
+        keep_alive: float | None = None,
+    ) -> None:
         self.status_code = 200
         self.background = None
-        self._first = first
-        self._events = events
+        self._first, self._events, self._failed = first, events, failed
+        self._keep_alive, self._is_idle = keep_alive, True
         self.init_headers(HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
+        comments = None if self._keep_alive is None else asyncio.ensure_future(self._comment(send, self._keep_alive))
+        try:
             with suppress(ClientDisconnect):
-                await while_connected(receive, self._send_all(send))
+                await while_connected(receive, self._send_all(send, comments))
+        finally:
+            await cancelled(self._first, *([comments] if comments else []))
+            await self._events.aclose()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, comments: asyncio.Future[None] | None) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        data, more = self._first
+        if not self._first.done():
+            await self._send(send, COMMENT)  # the response begins with it
+        try:
+            data, more = await self._first
+        except Exception as error:
+            data, more = self._failed(error), False
         while more:
+            self._is_idle = False
             await self._send(send, data)
             await asyncio.sleep(0)  # with a backlog no other call waits; this lets `_disconnection` run
             data, more = await anext(self._events)
+        if comments is not None:
+            await cancelled(comments)
         await self._send(send, data, more=False)
+
+    async def _comment(self, send: Send, seconds: float) -> None:
+        while True:
+            self._is_idle = True
+            await asyncio.sleep(seconds)
+            if self._is_idle:
+                await self._send(send, COMMENT)
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         """Wait until the connection accepts the data, so that unread data does not pile up in memory."""

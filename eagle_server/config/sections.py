@@ -99,6 +99,23 @@ class ServerSection(Section):
         default=None,
         description="bearer token that clients must send; better set in the environment, because ps shows flags",
     )
+    api_key_file: Annotated[str, AfterValidator(local_file)] | None = Field(
+        default=None, description="file with more such keys, one a line; lines that begin with # are skipped"
+    )
+    ssl_certfile: Annotated[str, AfterValidator(local_file)] | None = Field(
+        default=None, description="certificate (PEM, with its chain): the server speaks HTTPS"
+    )
+    ssl_keyfile: Annotated[str, AfterValidator(local_file)] | None = Field(
+        default=None, description="its private key; default: in the certificate's file"
+    )
+    ssl_keyfile_password: Annotated[SecretStr, Field(min_length=1)] | None = Field(
+        default=None, description="password of the private key; better set in the environment"
+    )
+    sse_keep_alive: Annotated[float, Field(ge=0)] = Field(
+        default=15.0,
+        description="seconds without an event after which a stream sends a comment, so that proxies keep it; it also "
+        "begins the response, so that later errors come as events; 0: never",
+    )
     max_queue_size: Count = Field(
         default=1024, description="maximum requests that wait for their first token; further ones get status 429"
     )
@@ -172,7 +189,8 @@ class Config(BaseModel):
         if self.speculative.posterior is not None:
             threshold, alpha = self.speculative.posterior
             values["speculative"].update(typical_posterior_threshold=threshold, typical_posterior_alpha=alpha)
-        values["server"]["api_key"] = None if self.server.api_key is None else "(set)"
+        for name in ("api_key", "ssl_keyfile_password"):
+            values["server"][name] = None if getattr(self.server, name) is None else "(set)"
         return values
 
     @model_validator(mode="after")

@@ -97,6 +97,7 @@ COMMON = (  # those that the short help shows
     *("speculative-num-draft-tokens", "speculative-adaptive", "max-total-tokens", "max-running-requests"),
     *("host", "port", "api-key", "log-level", "log-format"),
 )
+SECRET = ("api-key", "ssl-keyfile-password")
 _ALGORITHM = "speculative-algorithm"
 ALIASES = {
     "speculative-eagle-topk": ["--topk"],
@@ -266,6 +267,6 @@ def _validate(given: Mapping[str, Given]) -> Config:
     message = re.sub(r"^(Value error, |(Input|String|Value) (?=should))", "", first["msg"])
     for name, entry in given.items():
         if first["loc"][:2] == (OPTIONS[name].section, OPTIONS[name].field):
-            shown = "" if name == "api-key" else f" {entry.value!r}"
+            shown = "" if name in SECRET else f" {entry.value!r}"
             raise ConfigError(f"{entry.place}{shown}: {message}")
     raise ConfigError(message)  # a rule between options; its message names them

@@ -1,0 +1,141 @@
+"""Several API keys, HTTPS, and comments that keep quiet streams alive."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from eagle_server.api.sse import COMMENT
+from tests.api.conftest import PATIENCE, Server, start_server
+from tests.api.fake_engine import DEAD_END, SLOW, STALL
+from tests.api.servers import wait_until_idle
+
+
+def started(tokenizer_dir: Path, log: Path, *flags: str) -> Server:
+    return start_server(log, "--model-path", str(tokenizer_dir), "--served-model-name", "fake", *flags)
+
+
+def ended(server: Server) -> None:
+    if server.process.poll() is None:
+        server.process.kill()
+    server.process.wait(timeout=PATIENCE)
+
+
+def test_every_key_of_option_and_file_opens_the_server(tokenizer_dir: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# the team\nkey-a1\n\n  key-b2  \n")
+    server = started(tokenizer_dir, tmp_path / "log", "--api-key", "key-c3", "--api-key-file", str(keys))
+    try:
+        server.wait_ready()
+        for key, status in {
+            "key-a1": 200,
+            "key-b2": 200,
+            "key-c3": 200,
+            "# the team": 401,
+            "": 401,
+            "key-a": 401,
+        }.items():
+            answer = httpx.get(f"{server.url}/v1/models", headers={"authorization": f"Bearer {key}".strip()})
+            assert answer.status_code == status, key
+        info = httpx.get(f"{server.url}/v1/server_info", headers={"authorization": "Bearer key-a1"}).text
+        assert not any(secret in info for secret in ("key-b2", "key-c3"))
+        assert "key-c3" not in server.log.read_text()
+    finally:
+        ended(server)
+
+
+def test_a_file_without_keys_is_refused(tokenizer_dir: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# nothing yet\n")
+    server = started(tokenizer_dir, tmp_path / "log", "--api-key-file", str(keys))
+    assert server.process.wait(timeout=PATIENCE) == 2
+    assert "there is no key in it" in server.log.read_text().splitlines()[-1]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl on the PATH")
+def test_https(tokenizer_dir: Path, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-passout", "pass:word", *subject, *files]
+    subprocess.run(command, check=True, capture_output=True)
+    flags = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
+    wrong = started(tokenizer_dir, tmp_path / "wrong", *flags, "--ssl-keyfile-password", "other")
+    assert wrong.process.wait(timeout=PATIENCE) == 2
+    assert "--ssl-certfile, --ssl-keyfile" in wrong.log.read_text().splitlines()[-1]
+    server = started(tokenizer_dir, tmp_path / "log", *flags, "--ssl-keyfile-password", "word")
+    url = server.url.replace("http://", "https://")
+    try:
+        with httpx.Client(verify=ssl.create_default_context(cafile=certificate), timeout=PATIENCE) as client:
+            while server.process.poll() is None:
+                try:
+                    if client.get(f"{url}/health").status_code == 200:
+                        break
+                except httpx.TransportError:
+                    continue
+            body = {"prompt": "abc", "max_tokens": 5, "stream": True}
+            text = client.post(f"{url}/v1/completions", json=body).text
+            assert text.endswith("data: [DONE]\n\n")
+        assert f"serving fake on {url}" in server.log.read_text()
+        assert '"word"' not in server.log.read_text()
+        assert server.stop() == 0
+    finally:
+        ended(server)
+
+
+@pytest.fixture(scope="module")
+def impatient(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    """A server whose streams send a comment after 20 ms."""
+    server = started(tokenizer_dir, tmp_path_factory.mktemp("impatient") / "log", "--sse-keep-alive", "0.02")
+    server.wait_ready()
+    return server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _stop_it(impatient: Server) -> object:
+    yield
+    ended(impatient)
+
+
+def test_a_quiet_stream_has_comments_between_its_events(impatient: Server) -> None:
+    body = {"prompt": f"ab{SLOW}", "max_tokens": 6, "stream": True}
+    text = httpx.post(f"{impatient.url}/v1/completions", json=body, timeout=PATIENCE).content
+    parts = text.split(b"\n\n")
+    assert parts[-2:] == [b"data: [DONE]", b""]
+    assert parts.count(COMMENT.strip()) >= 3
+    events = [json.loads(part[6:]) for part in parts if part.startswith(b"data: {")]
+    assert len("".join(event["choices"][0]["text"] for event in events)) == 6
+
+
+def test_a_response_begins_before_its_first_token(impatient: Server) -> None:
+    body = {"prompt": f"ab{STALL}", "max_tokens": 6, "stream": True}
+    with httpx.stream("POST", f"{impatient.url}/v1/completions", json=body, timeout=PATIENCE) as response:
+        assert response.status_code == 200
+        received = b""
+        for chunk in response.iter_raw():
+            received += chunk
+            if received.count(COMMENT) >= 3:
+                break
+        assert received == COMMENT * received.count(COMMENT)
+    wait_until_idle(impatient)  # the client's leaving ends the request
+
+
+def test_an_error_after_the_beginning_is_an_event(impatient: Server) -> None:
+    body = {"prompt": f"ab{STALL}", "max_tokens": 6, "stream": True, "timeout": 0.2}
+    text = httpx.post(f"{impatient.url}/v1/completions", json=body, timeout=PATIENCE).text
+    last = [part for part in text.split("\n\n") if part.startswith("data: ")]
+    assert last[-1] == "data: [DONE]"
+    assert json.loads(last[0][6:])["error"]["code"] == "timeout" or "error" in json.loads(last[0][6:])
+
+
+def test_an_error_at_once_still_is_a_status(impatient: Server) -> None:
+    refused = {"prompt": "", "stream": True}
+    assert httpx.post(f"{impatient.url}/v1/completions", json=refused).status_code == 400
+    dead = {"prompt": f"ab{DEAD_END}", "max_tokens": 6, "stream": True}
+    assert httpx.post(f"{impatient.url}/v1/completions", json=dead, timeout=PATIENCE).status_code in (200, 400)
