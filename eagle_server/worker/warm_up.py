@@ -26,12 +26,13 @@ _TRUNCATED = RequestSampling(SamplingParams(max_tokens=1, seed=0, top_k=50, top_
 
 
 def warm_up(worker: Worker, sizes: Iterable[int], lengths: Sequence[int] = (2,)) -> None:
-    """Run a long prompt, a prompt of one token, both at once, and decode batches of these sizes and sequence
-    lengths."""
+    """Run a long prompt, a prompt of one token, both at once where two requests may run, and decode batches of these
+    sizes and sequence lengths."""
     row = worker.batches.pad_row
     width = worker.batches.req_to_token.tensor.shape[1]
     long, short = (Chunk(row, 0, (0,) * n, next_token=None, sampling=_GREEDY) for n in (min(_PROMPT, width), 1))
-    for chunks in ((long,), (short,), (short, long)):
+    prompts = ((long,), (short,), (short, long))
+    for chunks in prompts[:-1] if row < 2 else prompts:  # noqa: PLR2004  rows below the padding row are requests
         worker.run(CyclePlan(chunks=chunks))
     shortest, *longer = [(length, _GREEDY) for length in lengths]
     for size in sizes:

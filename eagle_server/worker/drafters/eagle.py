@@ -103,7 +103,7 @@ class EagleDrafter:
             layouts = [draft_decode_layout(lens, step, self.topk) for step in steps]
         else:
             layouts = [draft_layout(lens, self.num_steps - 1, self.topk)] * len(steps)
-        distinct = {layout: self.attention.plan(layout) for layout in layouts}
+        distinct = {layout: self.attention.plan(layout) for layout in dict.fromkeys(layouts)}
         plans = [distinct[layout] for layout in layouts]
         keys = tuple(each.graph_key for each in distinct.values())
         shape = (batch.num_steps, batch.num_draft_tokens)

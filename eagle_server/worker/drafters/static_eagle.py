@@ -39,7 +39,7 @@ class StaticEagleDrafter(EagleDrafter):
             static_level_layout(batch.seq_lens_host, rows, self.tree.window)
             for rows in self.tree.rows[: batch.num_steps - 1]
         ]
-        distinct = {layout: self.attention.plan(layout) for layout in layouts}
+        distinct = {layout: self.attention.plan(layout) for layout in dict.fromkeys(layouts)}
         keys = tuple(each.graph_key for each in distinct.values())
         key = None if None in keys or not keys or batch.ranking.has_grammars else ("propose", keys)
         plans = [distinct[layout] for layout in layouts]
