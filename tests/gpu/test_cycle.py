@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -98,6 +99,28 @@ def test_a_captured_cycle_draws_what_the_same_cycle_draws_uncaptured(
     assert equal >= len(everything) - 2, str(verdict)
 
 
+def set_sync_mode(name: str) -> None:
+    """Torch warns once that this is a prototype, and pytest makes an error of that."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode(name)
+
+
+def test_the_synchronization_mode_is_set_although_torch_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = ["default"]
+
+    def as_torch_does(name: str) -> None:
+        warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=2)
+        modes.append(name)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", as_torch_does)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("error", "default"):
+            set_sync_mode(name)
+    assert modes == ["default", "error", "default"]
+
+
 @contextmanager
 def refusing_to_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """From the start of each cycle until its results are copied, every synchronization with the device raises."""
@@ -108,7 +131,7 @@ def refusing_to_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterato
     def mode(name: str) -> None:
         modes.append(name)
         if gpu:
-            torch.cuda.set_sync_debug_mode(name)
+            set_sync_mode(name)
 
     def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
