@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 # Before torch, triton and huggingface_hub are imported, here, in the conftests below and in servers that tests start.
@@ -50,6 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from eagle_server.ops import build
 
         build._FLAGS = (*build._FLAGS, *flags)
+    if importlib.util.find_spec("hypothesis") is None:  # python -m eagle_server.bench.gpu does not need it
+        return
+    import hypothesis
+
     # The same examples in every run: a failure of CI is one that everybody can see.
     hypothesis.settings.register_profile("eagle_server", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("eagle_server")

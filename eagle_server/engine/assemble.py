@@ -6,10 +6,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from eagle_server.cache.allocator import PageAllocator
@@ -21,7 +20,6 @@ from eagle_server.engine.backends import Backends
 from eagle_server.engine.drafters import make_drafter
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.engine_config import EngineConfig
-from eagle_server.engine.grammars import Grammars
 from eagle_server.engine.pools import DraftModel, make_pool
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.targets.interface import Target
@@ -38,6 +36,11 @@ from eagle_server.worker.recent_trees import RecentTrees
 from eagle_server.worker.verifier import Verifier
 from eagle_server.worker.warm_up import measure_costs, warm_up
 from eagle_server.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from eagle_server.engine.grammars import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -195,4 +198,9 @@ def _ready(config: EngineConfig, target: Target, kv: KVCacheManager, document: M
 def _grammars(tokenizer: Callable[[], Tokenizer] | None, config: ModelConfig) -> Grammars | None:
     """None for a model without an end-of-sequence token: a grammar could not end its text."""
     ends = [token for token in config.eos_token_ids if 0 <= token < config.vocab_size]
-    return Grammars(tokenizer, config.vocab_size, ends) if tokenizer is not None and ends else None
+    if tokenizer is None or not ends:
+        return None
+    # Imported here because only engines with a tokenizer need llguidance and tokenizers.
+    from eagle_server.engine.grammars import Grammars
+
+    return Grammars(tokenizer, config.vocab_size, ends)

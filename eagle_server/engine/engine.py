@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
-from eagle_server.engine.grammars import CompiledGrammar, Grammars
 from eagle_server.engine.refusals import refusal
 from eagle_server.plan import CyclePlan, RequestSampling
 from eagle_server.request import (
@@ -25,6 +25,9 @@ from eagle_server.request import (
 from eagle_server.scheduling.scheduler import Scheduler
 from eagle_server.speculation.random import request_key
 from eagle_server.worker.worker import Worker, do_nothing
+
+if TYPE_CHECKING:
+    from eagle_server.engine.grammars import CompiledGrammar, Grammars
 
 NO_END_OF_SEQUENCE = "grammar: this engine cannot follow one: the model names no end of sequence"
 _COMPILE_WAIT = 0.01  # seconds to wait for a grammar before the engine reads its messages again

@@ -82,9 +82,25 @@ class Machine:
         return facts
 
 
+# After these errors every later call of the process fails too. They are in CUDA's words (cudaGetErrorString), which
+# torch, Triton and FlashInfer all append to their own.
+_FATAL_REASONS = (
+    "an illegal memory access was encountered",
+    "an illegal instruction was encountered",
+    "misaligned address",
+    "unspecified launch failure",
+    "device-side assert triggered",
+    "hardware stack error",
+    "invalid program counter",
+    "operation not supported on global/shared address space",
+    "uncorrectable ECC error encountered",
+    "the launch timed out and was terminated",
+)
+
+
 def is_fatal(error: BaseException) -> bool:
-    """Whether the process cannot use its GPU any more. After an illegal access, for example, every call fails."""
-    return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
+    """Whether the process cannot use its GPU any more."""
+    return type(error).__name__ == "AcceleratorError" or any(reason in str(error) for reason in _FATAL_REASONS)
 
 
 def is_missing_module(error: BaseException) -> bool:

@@ -22,7 +22,7 @@ _SKIP = re.compile(r"^SKIPPED \[(\d+)\] \S+: (.*)$", re.MULTILINE)
 _INI = "[pytest]\nmarkers =\n    gpu: needs an NVIDIA GPU\n    slow: takes long\n"
 SHOWN = 12  # failures
 LAST_WORDS = 4.0  # seconds
-_ORDINARY = (0, 1, 5)  # exit statuses of pytest: passed, failed, nothing to run
+_ORDINARY, NOTHING_TO_RUN = (0, 1), 5  # exit statuses of pytest: all passed, some failed; no test was selected
 
 
 def run_suite(out: Path, limit: float, suite: Path = SUITE) -> dict[str, Any]:
@@ -44,12 +44,21 @@ def run_suite(out: Path, limit: float, suite: Path = SUITE) -> dict[str, Any]:
             sink = sinks.enter_context(log.open("w"))
             process = subprocess.Popen(_command(settings, file), stdout=sink, stderr=subprocess.STDOUT, cwd=ROOT)
             running.append((file.name, log, process))
-        notes = [note for name, _, process in running if (note := _wait(name, process, deadline, limit))]
-    text = "\n".join(log.read_text(errors="replace") for _, log, _ in running)
+        codes = [_wait(process, deadline) for _, _, process in running]
+    texts = [log.read_text(errors="replace") for _, log, _ in running]
+    text = "\n".join(texts)
     (out / "tests.txt").write_text(text)
     for _, log, _ in running:
         log.unlink()
-    return {"status": "; ".join(notes) or "ok", **counts(text)}
+    names = [name for name, _, _ in running]
+    stopped = [f"{name} stopped after {limit:.0f} s" for name, code in zip(names, codes, strict=True) if code is None]
+    broken = [reason for ended in zip(names, codes, texts, strict=True) if (reason := _broken(*ended))]
+    found = counts(text)
+    if not broken and not stopped and not found["passed"] + found["failed"] + found["skipped"]:
+        broken = ["no test ran"]
+    found["failed"] += len(broken)
+    found["failures"] = [*broken, *found["failures"]][:SHOWN]
+    return {"status": "; ".join([*stopped, *broken]) or "ok", **found}
 
 
 def _command(settings: Path, file: Path) -> list[str]:
@@ -58,10 +67,10 @@ def _command(settings: Path, file: Path) -> list[str]:
     return [sys.executable, "-u", "-m", "pytest", *places, *options, str(file)]
 
 
-def _wait(name: str, process: subprocess.Popen[bytes], deadline: float, limit: float) -> str:
-    """Wait for the process; a note if it did not end normally."""
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+    """The exit status; None: it was stopped at the deadline."""
     try:
-        code = process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        return process.wait(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)  # so that pytest prints its summary, unless a kernel hangs
         try:
@@ -69,8 +78,17 @@ def _wait(name: str, process: subprocess.Popen[bytes], deadline: float, limit: f
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        return f"{name} stopped after {limit:.0f} s"
-    return "" if code in _ORDINARY else f"{name} ended with status {code}"
+        return None
+
+
+def _broken(name: str, code: int | None, text: str) -> str:
+    """Why a file's tests did not run; "" if they did. pytest ends with status 1 also if it cannot start."""
+    if code is None or code == NOTHING_TO_RUN:
+        return ""
+    if code in _ORDINARY and _OUTCOME.search(text):
+        return ""
+    last = text.strip().rpartition("\n")[2].strip()
+    return f"{name} ended with status {code}: {last}"[:240]
 
 
 def counts(text: str) -> dict[str, Any]:

@@ -6,8 +6,6 @@ import logging
 from pathlib import Path
 from typing import cast
 
-import tokenizers
-
 from eagle_server.models.checkpoints.load_target import DtypeName, load_target, read_model_config
 from eagle_server.models.checkpoints.weights import resolve_checkpoint
 from eagle_server.models.config import CheckpointError
@@ -69,6 +67,8 @@ def _check_tokenizers(draft: Path, target: Path) -> None:
     files = [directory / _TOKENIZER for directory in (draft, target)]
     if draft == target or not all(file.is_file() for file in files):
         return
+    import tokenizers  # only here, because a GPU benchmark loads other heads without this package
+
     mine, theirs = (tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True) for file in files)
     if mine != theirs:
         token = min(t for t in mine | theirs if mine.get(t) != theirs.get(t))
