@@ -23,7 +23,7 @@ from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool, LatentPool
 from tests.gpu.conftest import moved
-from tests.support.paged import Case, World, causal, draft_step, verify
+from tests.support.paged import Case, World, as_projected, causal, draft_step, verify
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 WIDTH, ROWS = 320, 6
@@ -93,7 +93,7 @@ class Cast:
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
         q, k, v = (x.to(self.device, self.dtype) for x in (q, k, v))
-        return self.bound.run(q, k, v, layer).float().cpu()
+        return self.bound.run(*as_projected(q, k, v), layer).float().cpu()
 
 
 def batch_on(batch: AttentionBatch, device: torch.device) -> AttentionBatch:

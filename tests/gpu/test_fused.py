@@ -42,6 +42,31 @@ def test_norms(device: torch.device, dtype: torch.dtype, size: tuple[int, ...]) 
 
 
 @dtypes
+@pytest.mark.parametrize("heads", [(8, 2), (1, 1)], ids=str)
+def test_norms_of_queries_and_keys_within_one_projection(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int]
+) -> None:
+    """As in Qwen3: views of three dimensions, with gaps between rows."""
+    count, kv_heads = heads
+    projected, weight = normal(9, count + 2 * kv_heads, 128, dtype=dtype), normal(128, dtype=dtype, seed=1)
+    found, weight_ = moved((projected, weight), device)
+    parts = [count, kv_heads, kv_heads]
+    with torch.inference_mode():
+        for view, expected in zip(found.split(parts, dim=1)[:2], projected.split(parts, dim=1)[:2], strict=True):
+            assert not view.is_contiguous()
+            close(fused.rms_norm(view, weight_, 1e-5), norm(expected, weight))
+
+
+@dtypes
+def test_norms_of_a_latent_within_one_projection(device: torch.device, dtype: torch.dtype) -> None:
+    """As in DeepSeek: the first columns of wider rows."""
+    projected, weight = normal(9, 576, dtype=dtype), normal(512, dtype=dtype, seed=1)
+    with torch.inference_mode():
+        found = fused.rms_norm(moved(projected, device)[:, :512], moved(weight, device), 1e-5)
+    close(found, norm(projected[:, :512], weight))
+
+
+@dtypes
 @pytest.mark.parametrize("size", [(1, 64), (7, 384), (64, 4096)])
 def test_norms_after_an_addition(device: torch.device, dtype: torch.dtype, size: tuple[int, int]) -> None:
     x, residual = normal(*size, dtype=dtype), normal(*size, dtype=dtype, seed=1)
@@ -68,12 +93,31 @@ def test_gates(device: torch.device, dtype: torch.dtype, size: tuple[int, int]) 
 def test_rotations(device: torch.device, dtype: torch.dtype, heads: int, dim: int, interleaved: bool) -> None:
     rope = RotaryEmbedding(RopeConfig(), dim, 600)
     positions = torch.tensor([0, 1, 5, 599, 17, 300])
-    x = normal(len(positions), heads, dim, dtype=dtype)
+    projected = normal(len(positions), heads + 2, dim, dtype=dtype)
+    x = projected[:, :heads]
     turn = fused.rotate_interleaved if interleaved else fused.rotate
     expected = turn(x.double(), *(table[positions].unsqueeze(1).double() for table in (rope.cos, rope.sin)))
     with torch.inference_mode():
         on_device = rope.to(device)
         rotation = on_device(positions.to(device), dtype)
-        found = fused.apply_rope(moved(x, device), rotation, interleaved=interleaved)
+        whole = moved(projected, device)
+        found = fused.apply_rope(whole[:, :heads], rotation, interleaved=interleaved)
+    assert torch.equal(whole[:, heads:].cpu(), projected[:, heads:]), "the values beside them are overwritten"
     # On the CPU angles are rounded to the dtype of the activations, which adds an error.
     torch.testing.assert_close(found.cpu().double(), expected, rtol=2 * TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
+
+
+@dtypes
+def test_rotations_of_the_last_numbers_of_each_head(device: torch.device, dtype: torch.dtype) -> None:
+    """As in DeepSeek: queries with a part that does not rotate, and one key within the projection of the latent."""
+    rope = RotaryEmbedding(RopeConfig(), 64, 600)
+    positions = torch.tensor([0, 1, 5, 599, 17, 300])
+    queries, latents = normal(6, 4, 192, dtype=dtype), normal(6, 576, dtype=dtype, seed=1)
+    tables = [table[positions].unsqueeze(1).double() for table in (rope.cos, rope.sin)]
+    expected = [fused.rotate_interleaved(x.double(), *tables) for x in (queries[..., 128:], latents[:, None, 512:])]
+    queries, latents = moved((queries, latents), device)
+    with torch.inference_mode():
+        rotation = rope.to(device)(positions.to(device), dtype)
+        found = fused.apply_rope_pair(queries[..., 128:], latents[:, None, 512:], rotation, interleaved=True)
+    for each, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(each.cpu().double(), exact, rtol=2 * TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])

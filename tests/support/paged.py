@@ -97,7 +97,7 @@ class Case:
                 torch.cat([x[layer.index, row, p.start : p.stop] for row, p in self.new])
                 for x in (world.keys, world.values)
             )
-            out.append(planned.run(queries[layer.index], k, v, layer))
+            out.append(planned.run(*as_projected(queries[layer.index], k, v), layer))
         return torch.stack(out)
 
     def expected(self, queries: Tensor) -> Tensor:
@@ -118,6 +118,14 @@ class Case:
                 parts.append(out[0].transpose(0, 1))
             layers.append(torch.cat(parts))
         return torch.stack(layers)
+
+
+def as_projected(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same values in views of one projection, as models pass them; with a latent, v is the first part of k."""
+    if k.shape != v.shape:
+        return q.contiguous(), k.contiguous(), k.contiguous()[..., : v.shape[2]]
+    q, k, v = torch.cat([q, k, v], dim=1).split_with_sizes([q.shape[1], k.shape[1], v.shape[1]], dim=1)
+    return q, k, v
 
 
 def causal(
