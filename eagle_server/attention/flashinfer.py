@@ -11,20 +11,23 @@ consecutive, so sliding windows work there unchanged.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Collection
 from typing import Any, Literal
 
 import torch
 
 from eagle_server.attention.flashinfer_forward import FlashInferBackend, Wrapper, WrapperKind
+from eagle_server.attention.flashinfer_modules import FA3_HEAD_DIMS, HEAD_DIMS, why_not_loaded
 from eagle_server.attention.flashinfer_scratch import AttentionLimits, Mode, int_buffer
-from eagle_server.attention.flashinfer_wrappers import DecodeWrapper, Heads, PagedWrapper, plan_arguments
+from eagle_server.attention.flashinfer_wrappers import DecodeWrapper, Heads, Lengths, PagedWrapper, plan_arguments
 from eagle_server.attention.interface import Layout
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool
 
 __all__ = ["FlashInferAttention", "AttentionLimits", "Workspace", "flashinfer_module"]
 
+PromptKernel = Literal["fa2", "fa3"]
 TreeMode = Literal["mask", "cascade", "per_node", "auto"]
 
 # "auto" means a cascade if a request has at least this many KV slots, else a mask. A mask has rows * kv_len bits, which
@@ -32,8 +35,9 @@ TreeMode = Literal["mask", "cascade", "per_node", "auto"]
 CASCADE_FROM = 4096
 
 TENSOR_CORES_FROM = 2  # decode uses tensor cores from this many query heads per KV head
-HEAD_DIMS = (64, 128, 256, 512)  # the head sizes of fa2's kernels
 _DTYPES = (torch.float16, torch.bfloat16)
+
+logger = logging.getLogger(__name__)
 
 
 def flashinfer_module() -> Any:
@@ -51,6 +55,11 @@ def check_dtype(dtype: torch.dtype, module: Any) -> None:
             f"FlashInfer's kernels compute in float16 and bfloat16, not {dtype}: choose --dtype bfloat16, "
             "or --attention-backend torch_native"
         )
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether fa3's kernels, which are written for sm_90, can run on this device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9  # noqa: PLR2004
 
 
 class FlashInferAttention(FlashInferBackend):
@@ -89,10 +98,14 @@ class FlashInferAttention(FlashInferBackend):
         self._heads = Heads(heads, kv_heads, head_dim, pool.keys[0].dtype)
         check_dtype(self._heads.dtype, self._module)
         if head_dim not in HEAD_DIMS and not getattr(self._module, "any_head_dim", False):
-            raise ValueError(f"FlashInfer has kernels for head sizes {HEAD_DIMS}, not {head_dim}")
+            raise ValueError(
+                f"FlashInfer has kernels for head sizes {HEAD_DIMS}, not {head_dim}: choose --attention-backend "
+                "torch_native"
+            )
         if verify not in ("mask", "cascade", "auto") or draft not in ("mask", "cascade", "per_node", "auto"):
             raise ValueError(f"no such way to attend: verify={verify!r}, draft={draft!r}")
         self._verify, self._draft = verify, draft
+        self._prompt_kernels: dict[bool, PromptKernel] = {}  # by whether the layers have a sliding window
         workspace.require(_eager_floats(head_dim, workspace.device))
 
     def mode(self, layout: Layout, sliding: int) -> Mode:
@@ -107,11 +120,35 @@ class FlashInferAttention(FlashInferBackend):
         return self._decode(kind) if kind.mode in ("decode", "per_node") else self._prefill(kind)
 
     def _prefill(self, kind: WrapperKind) -> PagedWrapper:
+        return self._paged(kind, self._prompt_kernel(kind.spec) if kind.long else "fa2")
+
+    def _prompt_kernel(self, spec: tuple[float, int]) -> PromptKernel:
+        """fa3 if FlashInfer has it for this GPU and head size and can load it, else fa2."""
+        slides = spec[1] > 0
+        if slides not in self._prompt_kernels:
+            self._prompt_kernels[slides] = "fa3" if self._loads_fa3(spec) else "fa2"
+        return self._prompt_kernels[slides]
+
+    def _loads_fa3(self, spec: tuple[float, int]) -> bool:
+        device = self.workspace.device
+        if self._heads.head_dim not in FA3_HEAD_DIMS or not is_hopper(device):
+            return False
+        try:
+            self._paged(WrapperKind("prefill", spec), "fa3").plan(Lengths.of([1], [1]), int_buffer(1, device))
+        except (OSError, RuntimeError) as error:
+            reason = why_not_loaded(error)
+            if reason is None:
+                raise
+            logger.warning("fa2 computes prompts, which is slower than fa3: %s", reason)
+            return False
+        return True
+
+    def _paged(self, kind: WrapperKind, kernel: PromptKernel) -> PagedWrapper:
         scale, sliding = kind.spec
         masked = kind.mode == "mask"
         arguments = plan_arguments(self._heads, scale, 0 if masked else sliding)
         arguments |= {"head_dim_qk": self._heads.head_dim, "causal": kind.mode == "prefill"}
-        buffers: dict[str, Any] = {"use_cuda_graph": kind.static, "backend": "auto" if kind.long else "fa2"}
+        buffers: dict[str, Any] = {"use_cuda_graph": kind.static, "backend": kernel}
         if kind.static:
             device = self.workspace.device
             arguments["uniform_q_len"] = kind.rows

@@ -19,14 +19,13 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from eagle_server.attention.flashinfer_modules import LONG_ROWS
 from eagle_server.attention.flashinfer_scratch import AttentionLimits, Mode, Scratch, TreeBlock, tree_block
 from eagle_server.attention.flashinfer_wrappers import Fence, Lengths
 from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, Layout, TreeMask
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import Pool
 from eagle_server.ops.tree_attention import tree_block_attention
-
-LONG_ROWS = 64  # a causal forward counts as prompt chunks if a request has at least this many query rows
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class WrapperKind:
     batch: int = 0
     rows: int = 0
     static: bool = False
-    long: bool = False  # prompt chunks, for which FlashInfer may choose another kernel
+    long: bool = False  # prompt chunks, for which fa3 is taken where FlashInfer has it
 
 
 class Wrapper(Protocol):

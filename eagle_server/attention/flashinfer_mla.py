@@ -6,19 +6,25 @@ computes the tree's block. Each plan of an MLA wrapper makes a new inner object,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from eagle_server.attention.flashinfer import check_dtype, flashinfer_module
+from eagle_server.attention.flashinfer import check_dtype, flashinfer_module, is_hopper
 from eagle_server.attention.flashinfer_forward import FlashInferBackend, Wrapper, WrapperKind
+from eagle_server.attention.flashinfer_modules import why_not_loaded
 from eagle_server.attention.flashinfer_scratch import AttentionLimits, Mode, int_buffer
 from eagle_server.attention.flashinfer_wrappers import Fence, Lengths
 from eagle_server.attention.interface import Layout
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import LatentPool
+
+MLAKernel = Literal["auto", "fa2"]
+
+logger = logging.getLogger(__name__)
 
 
 class FlashInferMLAAttention(FlashInferBackend):
@@ -50,6 +56,7 @@ class FlashInferMLAAttention(FlashInferBackend):
         super().__init__(pool, workspace, specs, limits)
         self._module = flashinfer_module() if module is None else module
         self._heads, self._rank = heads, pool.rank
+        self._kernel: MLAKernel | None = None  # None: not known yet
         self._width, self._dtype = pool.keys[0].shape[2], pool.keys[0].dtype
         check_dtype(self._dtype, self._module)
         if any(sliding for _, sliding in self.specs):
@@ -86,14 +93,39 @@ class FlashInferMLAAttention(FlashInferBackend):
                 "kv_indices": self.scratch.slots(kind.mode, kind.batch, kind.rows),
                 "kv_len_arr": int_buffer(kind.batch, device),
             }
-        return MLAWrapper(self._module.mla, self.workspace, arguments, buffers)
+        if self._kernel is None:
+            self._kernel = self._loaded_kernel(arguments)
+        return MLAWrapper(self._module.mla, self.workspace, arguments, buffers, self._kernel)
+
+    def _loaded_kernel(self, arguments: dict[str, Any]) -> MLAKernel:
+        """ "auto", which takes fa3 on Hopper; fa2 if that cannot be loaded."""
+        if not is_hopper(self.workspace.device):
+            return "auto"
+        try:
+            wrapper = MLAWrapper(self._module.mla, self.workspace, arguments, {}, "auto")
+            wrapper.plan(Lengths.of([1], [1]), int_buffer(1, self.workspace.device))
+        except (OSError, RuntimeError) as error:
+            reason = why_not_loaded(error)
+            if reason is None:
+                raise
+            logger.warning("fa2 computes latent attention, which is slower than fa3: %s", reason)
+            return "fa2"
+        return "auto"
 
 
 class MLAWrapper:
     """Attention over a `LatentPool`: FlashInfer's MLA wrapper and the arguments of all its plans. See `Wrapper`."""
 
-    def __init__(self, mla: Any, workspace: Workspace, arguments: dict[str, Any], buffers: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        mla: Any,
+        workspace: Workspace,
+        arguments: dict[str, Any],
+        buffers: dict[str, Any],
+        kernel: MLAKernel,
+    ) -> None:
         self._mla, self._workspace, self._arguments, self._buffers = mla, workspace, arguments, buffers
+        self._kernel = kernel
         self._float: Tensor | None = None
         self._wrapper: Any = None
         self.fence = Fence(workspace.device)
@@ -107,7 +139,7 @@ class MLAWrapper:
         if self._float is not self._workspace.buffer:  # an MLA wrapper cannot change its buffer
             self._float = self._workspace.buffer
             self._wrapper = self._mla.BatchMLAPagedAttentionWrapper(
-                self._float, use_cuda_graph=bool(self._buffers), backend="auto", **self._buffers
+                self._float, use_cuda_graph=bool(self._buffers), backend=self._kernel, **self._buffers
             )
         metadata = self._mla.MLAPlanMetadata.csr(
             qo_indptr=lengths.qo_indptr,

@@ -11,7 +11,9 @@ Facts from the sources of 0.7.2.post1, and how this package uses them:
   wrappers.
 * With CUDA graphs all offsets into the workspaces depend on batch size and rows, not on lengths, in fa2 and in fa3. So
   fa3 would be safe in graphs. But it does not split KV and does not pack query heads, so fa2 is the better kernel for
-  the few rows of a decoding batch. For prompt chunks FlashInfer may choose fa3.
+  the few rows of a decoding batch. Prompt chunks take fa3 where it can be loaded.
+* With backend="auto", `workspace_size` chooses between fa2 and fa3 without the head size, but `plan` with it. So we
+  always name the backend.
 """
 
 from __future__ import annotations

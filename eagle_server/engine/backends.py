@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool, LatentPool
 from eagle_server.engine.engine_config import EngineConfig, TreeMode
+from eagle_server.engine.pools import make_pool
+from eagle_server.models.config import ModelConfig
+from eagle_server.ops.fused import use_flashinfer
 
 
 class Backends:
@@ -20,6 +24,7 @@ class Backends:
     def __init__(self, config: EngineConfig, device: torch.device, module: Any = None) -> None:
         self.device, self._config, self._module = device, config, module
         self._workspace = Workspace(device) if config.backend == "flashinfer" else None
+        use_flashinfer(enabled=config.backend == "flashinfer")
 
     def make(
         self, model: Any, pool: KVPool | LatentPool, graph_rows: Collection[int], trees: TreeMode
@@ -61,6 +66,33 @@ class Backends:
         """Keep the workspace where it is, because captured graphs hold its address."""
         if self._workspace is not None:
             self._workspace.freeze()
+
+
+def load_kernels(model: ModelConfig, device: torch.device, module: Any = None) -> None:
+    """Load the kernels with which FlashInfer computes this model, compiled by nvcc where they are not prebuilt.
+
+    `module`: FlashInfer, or a stand-in.
+
+    Raises:
+        MissingModuleError: they can be neither loaded nor compiled.
+        ValueError: FlashInfer has no kernels for the head size or dtype.
+    """
+    from eagle_server.attention.flashinfer import AttentionLimits, FlashInferAttention
+    from eagle_server.attention.flashinfer_mla import FlashInferMLAAttention
+    from eagle_server.attention.flashinfer_modules import LONG_ROWS, load_modules
+
+    use_flashinfer(enabled=True)
+    pool = make_pool(replace(model, num_layers=1, windows=()), LONG_ROWS + 1, device)
+    own: dict[str, Any] = {
+        "heads": model.num_heads,
+        "specs": [(1.0, window) for window in sorted(set(model.windows or (0,)))],
+        "limits": AttentionLimits(batch=1, kv_len=LONG_ROWS),
+        "module": module,
+    }
+    if isinstance(pool, LatentPool):
+        load_modules(FlashInferMLAAttention(pool, Workspace(device), **own))
+    else:
+        load_modules(FlashInferAttention(pool, Workspace(device), draft="per_node", **own))
 
 
 def layer_specs(model: Any) -> set[tuple[float, int]]:

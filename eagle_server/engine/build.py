@@ -13,7 +13,7 @@ import torch
 from eagle_server.config import Config
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.cores import SharedCores
-from eagle_server.engine.devices import SMALL_MODEL_THREADS, resolve_device, threads_for
+from eagle_server.engine.devices import SMALL_MODEL_THREADS, load_kernels_early, resolve_device, threads_for
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.limits import stay_on_one_node
 from eagle_server.engine.resolve import context_length, lookahead_bound, resolve, server_info
@@ -65,6 +65,7 @@ def load_models(config: Config, *, lookahead: int = 0, progress: bool = True) ->
         stay_on_one_node(config.device.cpu_threads)
     facts = read_model_config(resolve_checkpoint(config.target_path))
     context, lookahead = context_length(config, facts), max(lookahead_bound(config, facts), lookahead)
+    load_kernels_early(config, device, facts)
     began = time.perf_counter()
     target = load_target(
         config.target_path,

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import time
+from dataclasses import replace
 
 import torch
 
+from eagle_server.attention.flashinfer_modules import HEAD_DIMS, MissingModuleError
 from eagle_server.config import Config, ConfigError
+from eagle_server.engine import backends
 from eagle_server.engine.engine_config import Backend
 from eagle_server.engine.limits import usable_cores, usable_memory
+from eagle_server.models.checkpoints.load_target import serving_dtype
 from eagle_server.models.config import ModelConfig
 from eagle_server.worker.graphs import bucket_sizes
 
@@ -39,24 +44,54 @@ def resolve_device(config: Config) -> torch.device:
     return device
 
 
-def resolve_backend(config: Config, device: torch.device, dtype: torch.dtype, *, capped: bool = False) -> Backend:
-    """The attention backend; auto: flashinfer if it can run. `capped`: a model caps its attention scores.
+def load_kernels_early(config: Config, device: torch.device, model: ModelConfig) -> None:
+    """Before the weights are loaded, load the kernels of the target, or say what is missing to compile them.
+
+    Whether a model that transformers' code runs needs FlashInfer is known only after it is loaded.
+
+    Raises:
+        ConfigError: the backend cannot run.
+    """
+    model = replace(model, dtype=serving_dtype(config.model.dtype, model.dtype))
+    if model.native and resolve_backend(config, device, model) == "flashinfer":
+        logger.info("FlashInfer's kernels: those that are not prebuilt are compiled, once, which takes minutes")
+        began = time.perf_counter()
+        load_kernels(device, model)
+        logger.info("FlashInfer's kernels: %.1f s", time.perf_counter() - began)
+
+
+def load_kernels(device: torch.device, *models: ModelConfig) -> None:
+    """Load the kernels with which FlashInfer computes these models.
+
+    Raises:
+        ConfigError: a module can be neither loaded nor compiled; the message says what to install.
+    """
+    for model in models:
+        try:
+            backends.load_kernels(model, device)
+        except MissingModuleError as error:
+            raise ConfigError(f"{error}; or choose --attention-backend torch_native, which is slower") from error
+
+
+def resolve_backend(config: Config, device: torch.device, model: ModelConfig, *, capped: bool = False) -> Backend:
+    """The attention backend for a target; auto: flashinfer if it can run. `capped`: scores are capped.
 
     Raises:
         ConfigError: flashinfer was requested, or the GPU needs it, and it cannot run.
     """
     wanted = config.device.attention_backend
-    sixteen_bit = dtype in (torch.bfloat16, torch.float16)
+    sixteen_bit = model.dtype in (torch.bfloat16, torch.float16)
     if wanted == "torch_native" or device.type == "cpu" or (wanted == "auto" and not sixteen_bit):
         return "torch_native"
-    if capped and wanted == "auto":
-        logger.info("torch_native is used: the model caps attention scores, which the flashinfer backend does not do")
-        return "torch_native"
-    if capped:
-        raise ConfigError(
-            "--attention-backend flashinfer does not cap attention scores, which this model does: drop it, or "
-            "choose torch_native"
-        )
+    for applies, lack in (
+        (capped, "does not cap attention scores, which this model does"),
+        (model.mla is None and model.head_dim not in HEAD_DIMS, f"has no kernels for heads of {model.head_dim}"),
+    ):
+        if applies and wanted == "auto":
+            logger.info("torch_native is used: the flashinfer backend %s", lack)
+            return "torch_native"
+        if applies:
+            raise ConfigError(f"--attention-backend flashinfer {lack}: drop it, or choose torch_native")
     if not sixteen_bit:
         raise ConfigError("--attention-backend flashinfer takes no float32: add --dtype bfloat16, or drop it")
     if importlib.util.find_spec("flashinfer") is None:

@@ -47,7 +47,7 @@ def memory_estimate(config: Config) -> dict[str, Any]:
     dtype = serving_dtype(config.model.dtype, target.dtype)
     graphs = 0
     if device.type == "cuda":
-        sizes = graph_sizes(config, resolve_backend(config, device, dtype), native=target.native)
+        sizes = graph_sizes(config, resolve_backend(config, device, replace(target, dtype=dtype)), native=target.native)
         graphs = graph_memory(sizes, config.speculative.tree_options(target.architecture).num_draft_tokens + 1, target)
     parts = {
         "target_weights": weight_bytes(config.target_path, dtype, config.model.quantization),

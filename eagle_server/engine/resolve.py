@@ -8,7 +8,7 @@ from typing import Any
 
 from eagle_server.config import Config, ConfigError, SpeculativeSection
 from eagle_server.engine.backends import caps_scores
-from eagle_server.engine.devices import graph_memory, graph_sizes, memory_for_kv, resolve_backend
+from eagle_server.engine.devices import graph_memory, graph_sizes, load_kernels, memory_for_kv, resolve_backend
 from eagle_server.engine.engine_config import EngineConfig, TreeConfig
 from eagle_server.engine.pools import bytes_per_slot, kv_config
 from eagle_server.engine.static_trees import MEDUSA_CHOICES, TOKEN_TREE, read_choices
@@ -38,7 +38,9 @@ def resolve(config: Config, target: Target, draft: LoadedDraft | None) -> Engine
     context = context_length(config, target.config)
     tree = _tree(config, target.config, draft)
     capped = caps_scores(target) or (draft is not None and caps_scores(draft.head))
-    backend = resolve_backend(config, device, target.config.dtype, capped=capped)
+    backend = resolve_backend(config, device, target.config, capped=capped)
+    if backend == "flashinfer":
+        load_kernels(device, *models)
     sizes = graph_sizes(config, backend, native=all(model.native for model in models))
     adaptive = config.speculates and config.speculative.adapts
     verified = 1 + sum(size for _, size in tree.shapes) if adaptive else tree.num_draft_tokens

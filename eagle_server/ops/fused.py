@@ -1,13 +1,13 @@
 """The operations between a layer's matrix products, one kernel each: norms, SiLU gate and rotary embedding.
 
-16-bit CUDA tensors outside autograd use FlashInfer's kernels, which overwrite their arguments. Everything else uses the
-torch twins, which do not. So callers must use the results, and must not use the arguments again.
+Engines with the backend flashinfer use its kernels for 16-bit CUDA tensors outside autograd. They overwrite their
+arguments. Everything else uses the torch twins, which do not. So callers must use the results, and must not use the
+arguments again.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple
@@ -18,6 +18,15 @@ from torch import Tensor
 
 _HALF = (torch.bfloat16, torch.float16)
 _ROPE_DIMS = (64, 128, 256, 512)  # head sizes that FlashInfer's rotary kernel supports
+
+
+_uses_flashinfer = False
+
+
+def use_flashinfer(*, enabled: bool) -> None:
+    """Whether this process computes with FlashInfer's kernels: while its newest engine has the backend flashinfer."""
+    global _uses_flashinfer  # noqa: PLW0603  one process serves one model
+    _uses_flashinfer = enabled
 
 
 class AngleRows(NamedTuple):
@@ -103,12 +112,7 @@ def _is_fused(x: Tensor) -> bool:
 
 
 def _fuses(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype in _HALF and not torch.is_grad_enabled() and _has_flashinfer()
-
-
-@cache
-def _has_flashinfer() -> bool:
-    return importlib.util.find_spec("flashinfer") is not None
+    return device.type == "cuda" and dtype in _HALF and not torch.is_grad_enabled() and _uses_flashinfer
 
 
 @cache

@@ -6,6 +6,9 @@ may differ by 2^-7.
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +20,13 @@ from tests.gpu.conftest import moved
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _with_flashinfer() -> Iterator[None]:
+    fused.use_flashinfer(enabled=importlib.util.find_spec("flashinfer") is not None)
+    yield
+    fused.use_flashinfer(enabled=False)
 
 
 def normal(*size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -132,7 +132,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
         self._start(float_workspace_buffer, kv_layout, use_cuda_graph, buffers)
         # Without graph mode, plan drops the mask buffers and so the mask.
         self._mask = (custom_mask_buf, mask_indptr_buf) if use_cuda_graph and custom_mask_buf is not None else None
-        assert backend in ("auto", "fa2") and not (self._mask and backend == "auto")
+        assert backend == "fa2" or (backend == "fa3" and not self._mask)
 
     @logged
     def workspace_size(

@@ -6,29 +6,28 @@ the compiled modules and compute with the arguments that they get.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from eagle_server.attention import flashinfer
 from eagle_server.attention.flashinfer import FlashInferAttention
 from eagle_server.attention.flashinfer_forward import FlashInferBackend
 from eagle_server.attention.flashinfer_mla import FlashInferMLAAttention
+from eagle_server.attention.flashinfer_modules import FA3_HEAD_DIMS, load_modules
 from eagle_server.attention.flashinfer_scratch import AttentionLimits
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool, LatentPool
 from eagle_server.ops.mask import pack_tree_mask
 from tests.support.flashinfer_emulation import Emulation
-from tests.support.flashinfer_log import attend, everything, parameters
-from tests.support.flashinfer_log import causal as causal_mask
+from tests.support.flashinfer_log import parameters
+from tests.support.flashinfer_real import CUSTOM, Kernels, packbits, real_flashinfer, replace_kernels
 from tests.support.paged import CPU, Case, World, causal, draft_step, replay_with, verify
 
 LAYERS = ((0.37, 0), (0.37, 5))
@@ -38,7 +37,6 @@ WRAPPERS = (
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchMLAPagedAttentionWrapper",
 )
-CUSTOM = 2  # MaskMode
 
 PHASES: dict[str, Callable[[World], Case]] = {
     "prompt chunks": lambda w: causal(w, [2, 0, 5], [9, 1, 14], [9, 7, 30]),
@@ -55,11 +53,7 @@ PHASES: dict[str, Callable[[World], Case]] = {
 
 @pytest.fixture(scope="module")
 def real() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
-        __import__("flashinfer.mla")
-    return module
+    return real_flashinfer()
 
 
 def backends(world: World, module: Any, modes: str) -> FlashInferBackend:
@@ -132,148 +126,10 @@ def test_the_emulation_names_its_parameters_as_the_real_wrappers_do(real: Any, o
         assert set(parameters(getattr(emulated, method))) <= set(parameters(theirs)), f"{owner}.{method}"
 
 
-@dataclass
-class Kernels:
-    """Stand-ins for FlashInfer's compiled modules. They attend with exactly the tensors that they get."""
-
-    plans: list[tuple[Any, ...]] = field(default_factory=list)
-    mask_modes: list[int] = field(default_factory=list)
-    masks: list[tuple[Tensor | None, Tensor | None]] = field(default_factory=list)
-    backends: set[str] = field(default_factory=set)
-
-    def prefill(self, backend: str, *args: Any) -> Any:
-        self.backends.add(backend)
-        sizes = None if backend == "fa3" else self.size  # as in the real module
-        return SimpleNamespace(plan=self.plan, workspace_size=sizes, paged_run=self.paged_run)
-
-    def size(self, *args: Any) -> tuple[int, int]:
-        return 4096, 4096
-
-    def plan(self, *args: Any) -> list[int]:
-        self.plans.append(args)
-        for tensor in args[3:6]:
-            assert tensor.device.type == "cpu" and tensor.dtype == torch.int32
-        return [0]
-
-    def paged_run(
-        self,
-        float_workspace: Tensor,
-        int_workspace: Tensor,
-        plan_info: list[int],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        qo_indptr: Tensor,
-        kv_indptr: Tensor,
-        kv_indices: Tensor,
-        last_page_len: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        mask_mode: int,
-        layout: int,
-        window_left: int,
-        enable_pdl: bool,
-        custom_mask: Tensor | None,
-        mask_indptr: Tensor | None,
-        *rest: Any,
-    ) -> None:
-        assert layout == 0 and k.shape[1] == 1 and k.stride() == v.stride()
-        assert bool((last_page_len == (kv_indptr.diff() > 0).int()).all())
-        self.mask_modes.append(mask_mode)
-        self.masks.append((custom_mask, mask_indptr))
-        scale = rest[5]
-        for request in range(len(qo_indptr) - 1):
-            rows = slice(int(qo_indptr[request]), int(qo_indptr[request + 1]))
-            slots = kv_indices[int(kv_indptr[request]) : int(kv_indptr[request + 1])].long()
-            n, m = rows.stop - rows.start, len(slots)
-            visible = causal_mask(n, m) if mask_mode == 1 else everything(n, m)
-            if mask_mode == CUSTOM:
-                assert custom_mask is not None and mask_indptr is not None
-                bit = torch.arange(n * m)
-                packed = custom_mask[int(mask_indptr[request]) + bit // 8]
-                visible = (packed >> (bit % 8) & 1).bool().view(n, m)
-            if window_left >= 0:
-                visible = visible & (torch.arange(m) + n + window_left >= m + torch.arange(n)[:, None])
-            out[rows], part = attend(q[rows], k[slots, 0], v[slots, 0], visible, scale)
-            if lse is not None:
-                lse[rows] = part
-
-    def mla(self, *args: Any) -> Any:
-        self.backends.add(args[0])
-        return SimpleNamespace(plan=self.mla_plan, run=self.mla_run)
-
-    def mla_plan(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        self.plans.append(args)
-        qo_indptr, kv_indptr, kv_lens = args[3:6]
-        return qo_indptr.clone(), kv_indptr.clone(), kv_lens.clone()
-
-    def mla_run(
-        self,
-        float_workspace: Tensor,
-        int_workspace: Tensor,
-        plan_info: tuple[Tensor, Tensor, Tensor],
-        q_nope: Tensor,
-        q_pe: Tensor,
-        ckv: Tensor,
-        kpe: Tensor,
-        kv_indices: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        mask_mode: int,
-        heads: int,
-        page_size: int,
-        scale: float,
-        base_e: bool,
-        *rest: Any,
-    ) -> None:
-        assert (heads, page_size, base_e) == (q_nope.shape[1], 1, False)
-        qo_indptr, kv_indptr, kv_lens = plan_info
-        self.mask_modes.append(mask_mode)
-        for request in range(len(kv_lens)):
-            rows = slice(int(qo_indptr[request]), int(qo_indptr[request + 1]))
-            slots = kv_indices[int(kv_indptr[request]) : int(kv_indptr[request + 1])].long()
-            n, m = rows.stop - rows.start, int(kv_lens[request])
-            visible = causal_mask(n, m) if mask_mode == 1 else everything(n, m)
-            keys = torch.cat([ckv[slots], kpe[slots]], dim=-1)
-            q = torch.cat([q_nope[rows], q_pe[rows]], dim=-1)
-            out[rows], part = attend(q, keys, ckv[slots], visible, scale)
-            if lse is not None:
-                lse[rows] = part
-
-
-def packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[Tensor, Tensor]:
-    """flashinfer.segment_packbits on the CPU."""
-    bits, ends = x.numpy(), indptr.tolist()
-    parts = [np.packbits(bits[a:b], bitorder=bitorder) for a, b in zip(ends, ends[1:], strict=False)]  # type: ignore[call-overload]
-    lens = torch.tensor([0, *(len(part) for part in parts)])
-    return torch.from_numpy(np.concatenate(parts)), lens.cumsum(0).int()
-
-
 @pytest.fixture
-def kernels(real: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
-    """FlashInfer's Python code on the CPU, over stand-ins."""
-    import flashinfer.mla._batch_mla._auto_policy as policy
-    import flashinfer.mla._batch_mla._backends._fa_common as fa
-    import flashinfer.mla._batch_mla._backends.fa2_backend as fa2
-    import flashinfer.mla._batch_mla._backends.fa3_backend as fa3
-    from flashinfer import decode, prefill
-
+def kernels(real: Any, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     assert real is not None
-    found, empty = Kernels(), torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
-    for module in (prefill, decode):
-        monkeypatch.setattr(module, "get_batch_prefill_module", found.prefill)
-    monkeypatch.setattr(prefill, "determine_attention_backend", lambda *a, **k: "fa3")
-    monkeypatch.setattr(prefill, "segment_packbits", packbits)
-    for module in (fa2, fa3):
-        monkeypatch.setattr(module, "get_batch_mla_module", found.mla)
-    monkeypatch.setattr(policy, "_get_compute_capability", lambda device: (9, 0))
-    for module in (policy, fa):
-        monkeypatch.setattr(module, "is_sm90a_supported", lambda device: True)
-    monkeypatch.setattr(fa, "get_compute_capability", lambda device: (9, 0))
-    monkeypatch.setattr(fa, "get_device_sm_count", lambda device: 132)
-    monkeypatch.setattr(fa, "_get_fa_shared_memory_limits", lambda device: (233472, 232448))
-    yield found
+    return replace_kernels(monkeypatch)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -290,7 +146,10 @@ def test_the_real_plan_and_run_hand_the_kernels_what_they_need(
     assert kernels.plans
 
 
-def test_prompt_chunks_leave_the_kernel_to_flashinfer_and_all_else_is_fa2(real: Any, kernels: Kernels) -> None:
+def test_prompt_chunks_take_fa3_on_hopper_and_all_else_is_fa2(
+    real: Any, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flashinfer, "is_hopper", lambda device: True)
     world = new_world("mask", torch.bfloat16)
     backend = backends(world, real, "mask")
     run(backend, PHASES["draft-extend"](world))
@@ -311,6 +170,25 @@ def test_prompt_chunks_leave_the_kernel_to_flashinfer_and_all_else_is_fa2(real: 
         found, expected = run(backend, causal(wide, [3, 1], [70, 2], [75, 9]))
         assert float((found.double() - expected).abs().max()) < 0.03
     assert kernels.backends == {"fa2", "fa3"}
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 512])
+def test_each_head_size_asks_for_modules_that_have_its_kernels(
+    real: Any, kernels: Kernels, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer's own choice between fa2 and fa3 differs in `workspace_size` and `plan`, so it must not be asked."""
+    monkeypatch.setattr(flashinfer, "is_hopper", lambda device: True)
+    pool = KVPool(1, 65, 2, head_dim, torch.bfloat16, CPU)
+    shape: dict[str, Any] = {"heads": 4, "specs": LAYERS, "limits": AttentionLimits(1, 65), "module": real}
+    if head_dim in (80, 96):
+        with pytest.raises(ValueError, match="choose --attention-backend torch_native"):
+            FlashInferAttention(pool, Workspace(CPU), **shape)
+        return
+    load_modules(FlashInferAttention(pool, Workspace(CPU), draft="per_node", **shape))
+    assert kernels.backends == ({"fa2"} if head_dim == 512 else {"fa2", "fa3"})
+    assert kernels.head_dims == {head_dim}
+    supported = importlib.import_module("flashinfer.utils").is_fa3_prefill_head_dim_supported
+    assert supported(head_dim, head_dim) == (head_dim in FA3_HEAD_DIMS)
 
 
 @pytest.mark.parametrize("modes", ["mask", "cascade", "per_node", "mla"])

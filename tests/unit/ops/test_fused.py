@@ -243,7 +243,7 @@ def test_flashinfer_has_the_functions_that_are_called():
 
 
 def test_kernels_are_for_16_bit_cuda_tensors_outside_autograd(monkeypatch):
-    monkeypatch.setattr(fused, "_has_flashinfer", lambda: True)
+    monkeypatch.setattr(fused, "_uses_flashinfer", True)
     cuda = torch.device("cuda")
     assert not fused.can_use_table(cuda, torch.bfloat16, 64), "autograd is on"
     with torch.no_grad():
@@ -252,5 +252,5 @@ def test_kernels_are_for_16_bit_cuda_tensors_outside_autograd(monkeypatch):
         assert not fused.can_use_table(cuda, torch.bfloat16, 80), "a head size without a kernel"
         assert not fused.can_use_table(cuda, torch.float32, 64)
         assert not fused.can_use_table(CPU, torch.bfloat16, 64)
-        monkeypatch.setattr(fused, "_has_flashinfer", lambda: False)
+        monkeypatch.setattr(fused, "_uses_flashinfer", False)
         assert not fused.can_use_table(cuda, torch.bfloat16, 64)

@@ -1,0 +1,84 @@
+"""Loading FlashInfer's modules of kernels, and why one could not be loaded.
+
+FlashInfer loads a module when a plan or an operation first needs it. flashinfer-jit-cache has prebuilt ones for common
+shapes. All others are compiled by nvcc, once per machine, which takes minutes.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import torch
+
+from eagle_server.attention.interface import Layout
+from eagle_server.ops import fused
+
+if TYPE_CHECKING:
+    from eagle_server.attention.flashinfer_forward import FlashInferBackend
+
+HEAD_DIMS = (64, 128, 256, 512)  # the head sizes of fa2's kernels
+FA3_HEAD_DIMS = (64, 128, 256)  # and of fa3's
+LONG_ROWS = 64  # a causal forward counts as prompt chunks if a request has at least this many query rows
+
+# One forward of each kind that loads modules: decoding, a few rows, prompt chunks, a tree.
+_FORWARDS = (
+    Layout((1,), (1,)),
+    Layout((2,), (2,)),
+    Layout((LONG_ROWS,), (LONG_ROWS,)),
+    Layout((2,), (3,), mask_width=2, num_visible=1),
+)
+_NO_PREBUILT = "FlashInfer has no prebuilt kernels for this model"
+_INSTALL = "run `flashinfer install-jit-cache-wheel`, or install the CUDA toolkit, whose nvcc compiles them"
+
+
+class MissingModuleError(RuntimeError):
+    """FlashInfer cannot load a module. The message is one line that says what to install."""
+
+
+def load_modules(backend: FlashInferBackend) -> None:
+    """Load the modules that a model needs for its forwards over this backend. Compiles those that are not prebuilt.
+
+    Raises:
+        MissingModuleError: one can be neither loaded nor compiled.
+    """
+    try:
+        for layout in _FORWARDS:
+            backend.plan(layout)
+        _load_fused(backend.pool.keys[0].device, backend.pool.keys[0].dtype)
+    except (OSError, RuntimeError) as error:
+        reason = why_not_loaded(error)
+        if reason is None:
+            raise
+        raise MissingModuleError(reason) from error
+
+
+def why_not_loaded(error: BaseException) -> str | None:
+    """What is missing, in one line, if FlashInfer raised `error` because it could not load a module. Else None."""
+    if type(error).__name__ == "MissingJITCacheError":
+        name = getattr(getattr(error, "spec", None), "name", "")
+        return f"FLASHINFER_DISABLE_JIT is set, and no module {name} is prebuilt: unset it, or {_INSTALL}"
+    words = str(error)
+    if isinstance(error, FileNotFoundError) and error.filename == "ninja":
+        return f"{_NO_PREBUILT}, and no ninja to compile them: pip install ninja"
+    if re.search(r"Could not find nvcc|nvcc not found|nvcc: not found|nvcc: No such file", words):
+        return f"{_NO_PREBUILT}, and no nvcc to compile them: {_INSTALL}"
+    if "Ninja build failed" in words:
+        lines = words.splitlines()
+        shown = next((line for line in lines if "error" in line.lower()), lines[-1])
+        return f"nvcc cannot compile FlashInfer's kernels ({shown.strip()[:200]}); the CUDA toolkit may be too old"
+    return None
+
+
+def _load_fused(device: torch.device, dtype: torch.dtype) -> None:
+    """Run every fused operation once, on one row."""
+    with torch.inference_mode():
+        row, weight = torch.zeros(1, 128, dtype=dtype, device=device), torch.ones(128, dtype=dtype, device=device)
+        fused.rms_norm(row, weight, 1e-6)
+        fused.rms_norm(row.view(1, 2, 64), weight[:64], 1e-6)
+        fused.add_rms_norm(row, row.clone(), weight, 1e-6)
+        fused.silu_mul(row)
+        if fused.can_use_table(device, dtype, 64):
+            table = torch.zeros(1, 64, dtype=torch.float32, device=device)
+            rotation = fused.AngleTable(torch.zeros(1, dtype=torch.int64, device=device), table)
+            fused.apply_rope(row.view(1, 2, 64), rotation)

@@ -1,0 +1,176 @@
+"""What FlashInfer lacks is found before the weights are loaded, and said in one line that names the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_server.attention import flashinfer as backend_module
+from eagle_server.attention import flashinfer_mla
+from eagle_server.attention.flashinfer_modules import MissingModuleError, why_not_loaded
+from eagle_server.config import ConfigError, parse_args
+from eagle_server.engine import backends, build, devices
+from eagle_server.models.config import ModelConfig
+from eagle_server.models.targets.registry import read_target_config
+from eagle_server.ops import fused
+from tests.support.deepseek import DEEPSEEK
+from tests.support.engines import plain, random_target
+from tests.support.flashinfer_emulation import Emulation
+from tests.support.paged import CPU
+
+CUDA = torch.device("cuda")
+
+
+class MissingJITCacheError(RuntimeError):
+    """As FlashInfer's, with the module's name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("JIT compilation is disabled via FLASHINFER_DISABLE_JIT environment variable")
+        self.spec = SimpleNamespace(name=name)
+
+
+NO_NINJA = FileNotFoundError(2, "No such file or directory", "ninja")
+ERRORS: dict[str, tuple[Exception, str]] = {
+    "no toolkit": (
+        RuntimeError("Could not find nvcc and default cuda_home='/cuda' doesn't exist"),
+        "no nvcc",
+    ),
+    "no compiler in it": (
+        RuntimeError("Ninja build failed. Ninja output:\nFAILED: x.o\n/bin/sh: 1: /cuda/bin/nvcc: not found\n"),
+        "no nvcc",
+    ),
+    "no ninja": (NO_NINJA, "pip install ninja"),
+    "an old toolkit": (
+        RuntimeError("Ninja build failed. Ninja output:\nnvcc fatal error: Unsupported gpu architecture\nstopped\n"),
+        "Unsupported gpu architecture",
+    ),
+    "compiling is forbidden": (MissingJITCacheError("norm"), "no module norm is prebuilt"),
+}
+
+
+def failing(error: Exception, *kernels: str) -> Emulation:
+    """A FlashInfer that cannot load the modules of these kernels."""
+    emulation = Emulation()
+
+    def wrapper(cls: Any) -> Any:
+        def __init__(self: Any, *arguments: Any, backend: str = "auto", **named: Any) -> None:
+            cls.__init__(self, *arguments, backend=backend, **named)
+            self.kernel = backend
+
+        def plan(self: Any, *arguments: Any, **named: Any) -> None:
+            if self.kernel in kernels:
+                raise error
+            cls.plan(self, *arguments, **named)
+
+        return type(cls.__name__, (cls,), {"__init__": __init__, "plan": plan})
+
+    for name in ("BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"):
+        setattr(emulation, name, wrapper(getattr(emulation, name)))
+    mla = emulation.mla
+    mla.BatchMLAPagedAttentionWrapper = wrapper(mla.BatchMLAPagedAttentionWrapper)
+    return emulation
+
+
+def llama(head_dim: int = 64) -> ModelConfig:
+    return replace(random_target().config, head_dim=head_dim, dtype=torch.bfloat16)
+
+
+def deepseek() -> ModelConfig:
+    return read_target_config(DEEPSEEK)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (backend_module, flashinfer_mla):
+        monkeypatch.setattr(module, "is_hopper", lambda device: True)
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_a_missing_module_is_one_line_that_names_the_fix(case: str) -> None:
+    error, words = ERRORS[case]
+    for model, kernels in ((llama(), ("fa2", "fa3")), (deepseek(), ("auto", "fa2"))):
+        with pytest.raises(MissingModuleError) as found:
+            backends.load_kernels(model, CPU, failing(error, *kernels))
+        assert words in str(found.value) and "\n" not in str(found.value)
+
+
+def test_other_errors_are_not_explained_away() -> None:
+    assert why_not_loaded(RuntimeError("CUDA error: an illegal memory access was encountered")) is None
+    with pytest.raises(RuntimeError, match="head_dim"):
+        backends.load_kernels(llama(), CPU, failing(RuntimeError("Unsupported head_dim"), "fa2"))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("read", "preferred"), [(llama, "fa3"), (deepseek, "auto")], ids=["heads", "latent"])
+def test_fa2_computes_what_fa3_would_where_fa3_cannot_be_loaded(
+    read: Callable[[], ModelConfig], preferred: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = read()
+    backends.load_kernels(model, CPU, Emulation())
+    assert not caplog.messages
+    backends.load_kernels(model, CPU, failing(MissingJITCacheError("prefill_sm90"), preferred))
+    (warning,) = caplog.messages
+    assert "prefill_sm90" in warning and "fa2" in warning
+
+
+def served(flags: list[str]) -> Any:
+    return parse_args(["--speculative-algorithm", "NONE", "--dtype", "bfloat16", *flags], environ={})
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU and FlashInfer, but no nvcc."""
+
+    def load_kernels(model: ModelConfig, device: torch.device) -> None:
+        raise MissingModuleError("FlashInfer has no prebuilt kernels for this model, and no nvcc")
+
+    monkeypatch.setattr(build, "resolve_device", lambda config: CUDA)
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(backends, "load_kernels", load_kernels)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_server_that_cannot_compile_refuses_before_it_loads_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "load_target", lambda *a, **k: pytest.fail("the weights are loaded"))
+    with pytest.raises(ConfigError, match="no nvcc; or choose --attention-backend torch_native"):
+        build.load_models(served([]), progress=False)
+
+
+class LoadedError(Exception):
+    """The weights would be loaded now."""
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("flags", [["--attention-backend", "torch_native"], ["--dtype", "float32"]], ids=str)
+def test_torch_native_needs_no_module(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_target(*arguments: Any, **named: Any) -> None:
+        raise LoadedError
+
+    monkeypatch.setattr(build, "load_target", load_target)
+    with pytest.raises(LoadedError):
+        build.load_models(served(flags), progress=False)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("head_dim", [80, 96])
+def test_head_sizes_without_kernels_take_torch_native(head_dim: int, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama(head_dim=head_dim)
+    caplog.set_level("INFO")
+    assert devices.resolve_backend(served([]), CUDA, model) == "torch_native"
+    assert f"has no kernels for heads of {head_dim}" in caplog.text
+    with pytest.raises(ConfigError, match=f"no kernels for heads of {head_dim}: drop it, or choose torch_native"):
+        devices.resolve_backend(served(["--attention-backend", "flashinfer"]), CUDA, model)
+
+
+def test_an_engine_on_torch_native_uses_no_fused_operation_of_flashinfer() -> None:
+    target = random_target()
+    with torch.no_grad():
+        plain(target, backend="flashinfer", stand_ins={"flashinfer": Emulation()})
+        assert fused.can_use_table(CUDA, torch.bfloat16, 64)
+        plain(target, backend="torch_native")
+        assert not fused.can_use_table(CUDA, torch.bfloat16, 64)
