@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from eagle_server.request import DraftTree, FinishReason, SamplingParams, TokenLogprob
 
+TRACED_STAGE = "stage "  # stands before the names of `CycleResult.stage_seconds` in a profiler's trace
+
 TEMPERATURE_EDGES = (1e-9, 0.85)
 TEMPERATURE_BINS = len(TEMPERATURE_EDGES) + 1
 

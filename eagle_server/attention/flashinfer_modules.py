@@ -66,7 +66,7 @@ def why_not_loaded(error: BaseException) -> str | None:
     if "Ninja build failed" in words:
         lines = words.splitlines()
         shown = next((line for line in lines if "error" in line.lower()), lines[-1])
-        return f"nvcc cannot compile FlashInfer's kernels ({shown.strip()[:200]}); the CUDA toolkit may be too old"
+        return f"{_NO_PREBUILT}, and nvcc cannot compile them, perhaps for lack of headers: {shown.strip()[:200]}"
     return None
 
 

@@ -1,4 +1,9 @@
-"""Times of a cycle's stages: by the host's clock, or on a GPU by events, without waiting for the device."""
+"""Times of a cycle's stages: by the host's clock, or on a GPU by events, without waiting for the device.
+
+On a GPU a stage begins before the host plans its forwards. If the device is idle meanwhile, that time counts too: the
+budget wants what a stage costs. `python -m eagle_server.bench.gpu` sums the times of the stage's kernels instead. For
+that, each stage is named in a profiler's trace.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,11 @@ from contextlib import contextmanager
 
 import torch
 
+from eagle_server.plan import TRACED_STAGE
+
 
 class StageClock:
-    """Times the stages of one cycle. On a GPU a stage is the device's time between its two events."""
+    """Times the stages of one cycle. On a GPU a stage is the time between its two events on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -23,7 +30,8 @@ class StageClock:
         if self._cuda:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            yield
+            with torch.profiler.record_function(TRACED_STAGE + name):
+                yield
             end.record()
             self._events.append((name, start, end))
             return

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle_server.bench.gpu.child_command import PARTS, ChildCommand
+from tqdm import tqdm
+
+from eagle_server.bench.gpu.child_command import BUILD, PARTS, ChildCommand
 from eagle_server.bench.gpu.report import markdown, plot
 from eagle_server.bench.gpu.suite import SUITE, run_suite
 
@@ -26,18 +28,22 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Checks and measures eagle_server on a GPU: runs tests/gpu, then measures\n\n"
         "  floor     copy bandwidth, matmul rate, and the least time of a plain step\n"
-        "  decode    batch 1: plain step, verification and cycle against their goals\n"
-        "  profile   the kernels that take most of a cycle\n"
+        "  decode    batch 1: plain step and cycle against their goals\n"
+        "  stages    batch 1: the kernels of each stage, and a verification against its goal\n"
         "  batches   speculative over plain throughput at batch 1 to 64\n"
         "  peer      transformers' generate over the same weights\n"
-        "  contexts  1k to 32k: mask or cascade to verify; mask, cascade or beams to draft\n"
+        "  contexts  1k to 32k: the plain step and its floor\n"
+        "  mask      1k to 32k: verify and draft under a mask\n"
+        "  cascade   1k to 32k: verify and draft by a cascade\n"
+        "  per_node  1k to 32k: verify by a cascade, draft by a query per node\n"
         "  mla       a DeepSeek-V3-shaped attention layer\n\n"
-        "with the embedded demo pair padded to the cost of Llama-3.1-8B. Parts run in this order. If one fails or\n"
-        "has no time left, the report says so, and the others go on.",
+        "with the embedded demo pair padded to the cost of Llama-3.1-8B. Parts run in this order, each in its own\n"
+        "process. If one fails or has no time left, the report says so, and the others go on.",
         epilog="On a CPU: python -m eagle_server.bench.gpu --tiny --device cpu --out /tmp/gpu",
     )
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder for JSON, table and PNG")
-    parser.add_argument("--minutes", type=float, default=8.0, help="time budget, tests included (8)")
+    parser.add_argument("--build", action="store_true", help="first compile FlashInfer's kernels, outside the budget")
+    parser.add_argument("--minutes", type=float, default=10.0, help="time budget, tests included (10)")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="what to measure (all)")
     parser.add_argument("--no-tests", action="store_true", help="leave tests/gpu out")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only with --tiny (cuda)")
@@ -47,13 +53,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Run everything; 0, 1 if a part or test failed, 2 with one line on stderr if the arguments are wrong."""
-    began = time.time()
     arguments = _parser().parse_args(argv)
     if arguments.device == "cpu" and not arguments.tiny:
         print("bench.gpu: --device cpu needs --tiny: the full model is for a GPU", file=sys.stderr)
         return 2
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
+    parts = Parts(out / "parts.json", arguments.device, tiny=arguments.tiny)
+    if arguments.build:
+        print("compiling FlashInfer's kernels; this takes minutes if few are prebuilt", file=sys.stderr)
+        parts.measure(BUILD, None)
+    began = time.time()
     deadline = began + 60 * arguments.minutes - RESERVE
     document: dict[str, Any] = {
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()},
@@ -64,7 +74,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"running {SUITE.name} tests, at most {limit:.0f} s", file=sys.stderr)
         document["tests"] = run_suite(out, limit)
     _write(out, document)
-    measured = measure(arguments.parts, out, device=arguments.device, tiny=arguments.tiny, deadline=deadline)
+    for name in tqdm(arguments.parts, desc="measuring", unit="part", file=sys.stderr):
+        parts.measure(name, deadline)
+    measured = dict(parts.known)
     document["machine"] = measured.pop("machine", {}).get("result", {})
     document["parts"] = measured
     document["seconds"] = time.time() - began
@@ -79,28 +91,25 @@ def main(argv: Sequence[str]) -> int:
     return 1 if failed or broken else 0
 
 
-def measure(parts: Sequence[str], out: Path, *, device: str, tiny: bool, deadline: float) -> dict[str, Any]:
-    """Every part's result, from as many child processes as it takes."""
-    file = out / "parts.json"
-    file.unlink(missing_ok=True)
-    known: dict[str, Any] = {}
-    left = list(parts)
-    while left:
-        command = ChildCommand(left, str(file), device, tiny, deadline)
-        ended = _run_child(command, max(GRACE, deadline - time.time() + GRACE))
-        known = json.loads(file.read_text()) if file.exists() else {}
-        begun = [name for name in left if name in known]
-        for name in begun:
-            if known[name]["status"] == "running":
-                known[name] = {"status": "failed", "reason": ended}
-        if not begun:  # not even the first part: the next child would do no better
-            known |= {name: {"status": "failed", "reason": ended} for name in left}
-        file.write_text(json.dumps(known))
-        left = [name for name in left if name not in known]
-    return known
+class Parts:
+    """Measures parts, each in a child process. `known`: the results so far, from the file that the children write."""
+
+    def __init__(self, file: Path, device: str, *, tiny: bool) -> None:
+        self._file, self._device, self._tiny = file, device, tiny
+        self.known: dict[str, Any] = {}
+        file.unlink(missing_ok=True)
+
+    def measure(self, name: str, deadline: float | None) -> None:
+        """`deadline`: a value of time.time(); None: there is none."""
+        command = ChildCommand(name, str(self._file), self._device, self._tiny, deadline)
+        ended = _run_child(command, None if deadline is None else max(GRACE, deadline - time.time() + GRACE))
+        self.known = json.loads(self._file.read_text()) if self._file.exists() else {}
+        if self.known.get(name, {"status": "running"})["status"] == "running":
+            self.known[name] = {"status": "failed", "reason": ended}
+            self._file.write_text(json.dumps(self.known))
 
 
-def _run_child(command: ChildCommand, limit: float) -> str:
+def _run_child(command: ChildCommand, limit: float | None) -> str:
     """How the child ended, in words."""
     process = subprocess.Popen(command.argv())
     try:

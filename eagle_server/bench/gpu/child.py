@@ -1,39 +1,43 @@
-"""python -m eagle_server.bench.gpu.child: measures parts of the GPU benchmark and writes the results to a file.
+"""python -m eagle_server.bench.gpu.child: measures one part of the GPU benchmark and writes the result to a file.
 
-It is a process of its own because a failed kernel makes its process unusable. The parent then starts another child for
-the remaining parts.
+Every part has a process of its own, because a failed kernel makes its process unusable.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from eagle_server.bench.gpu import measurements
-from eagle_server.bench.gpu.child_command import PARTS, ChildCommand
+from eagle_server.bench.gpu.build import build
+from eagle_server.bench.gpu.child_command import BUILD, PARTS, ChildCommand
+from eagle_server.bench.gpu.contexts import long_plain, long_trees
 from eagle_server.bench.gpu.engines import FULL, TINY, BenchEngines
-from eagle_server.bench.gpu.machine import brief, is_fatal, is_missing_module
+from eagle_server.bench.gpu.machine import brief, is_missing_module
+from eagle_server.bench.gpu.measurements import batches, decode, floor
 from eagle_server.bench.gpu.mla import mla
+from eagle_server.bench.gpu.stages import stages
 from eagle_server.bench.gpu.transformers_peer import transformers_peer
 
-SPOILT = 3  # exit status: a part failed and left the process unusable
-
-
 MEASURES: dict[str, Callable[[BenchEngines], dict[str, Any]]] = {
-    "floor": measurements.floor,
-    "decode": measurements.decode,
-    "profile": measurements.profile,
-    "batches": measurements.batches,
+    BUILD: build,
+    "floor": floor,
+    "decode": decode,
+    "stages": stages,
+    "batches": batches,
     "peer": transformers_peer,
-    "contexts": measurements.contexts,
+    "contexts": long_plain,
+    "mask": partial(long_trees, verifying="mask", drafting="mask"),
+    "cascade": partial(long_trees, verifying="cascade", drafting="cascade"),
+    "per_node": partial(long_trees, verifying="cascade", drafting="per_node"),
     "mla": mla,
 }
 
@@ -50,32 +54,27 @@ class Results:
         self._path.write_text(json.dumps(self._known, indent=1))
 
 
-def main(command: ChildCommand) -> int:
-    """Measure the parts one after the other; returns 0 or SPOILT."""
-    results = Results(Path(command.file))
-    engines = BenchEngines(TINY if command.tiny else FULL, torch.device(command.device), command.deadline)
+def main(command: ChildCommand) -> None:
+    """Measure the part. A part that fails, or has no time left, is a result too."""
+    results, name = Results(Path(command.file)), command.part
+    deadline = math.inf if command.deadline is None else command.deadline
+    left = deadline - time.time()
+    if left < (0 if command.tiny or name == BUILD else PARTS[name]):
+        results.put(name, "skipped", reason=f"the time budget is spent: {left:.0f} s are left")
+        return
+    engines = BenchEngines(TINY if command.tiny else FULL, torch.device(command.device), deadline)
     results.put("machine", "ok", result=engines.machine.facts())
-    with tqdm(command.parts, desc="measuring", unit="part", file=sys.stderr) as bar:
-        for name in bar:
-            bar.set_description(name)
-            left = command.deadline - time.time()
-            if left < (0 if command.tiny else PARTS[name]):
-                results.put(name, "skipped", reason=f"the time budget is spent: {left:.0f} s are left")
-                continue
-            results.put(name, "running")
-            began = time.perf_counter()
-            try:
-                result = MEASURES[name](engines)
-            except Exception as error:  # a failed part is a result too
-                traceback.print_exc(file=sys.stderr)
-                status = "skipped" if is_missing_module(error) else "failed"
-                results.put(name, status, reason=brief(error), seconds=time.perf_counter() - began)
-                if is_fatal(error):
-                    return SPOILT
-            else:
-                results.put(name, "ok", result=result, seconds=time.perf_counter() - began)
-    return 0
+    results.put(name, "running")
+    began = time.perf_counter()
+    try:
+        result = MEASURES[name](engines)
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        status = "skipped" if is_missing_module(error) or isinstance(error, ModuleNotFoundError) else "failed"
+        results.put(name, status, reason=brief(error), seconds=time.perf_counter() - began)
+    else:
+        results.put(name, "ok", result=result, seconds=time.perf_counter() - began)
 
 
 if __name__ == "__main__":
-    sys.exit(main(ChildCommand(**json.loads(sys.argv[1]))))
+    main(ChildCommand(**json.loads(sys.argv[1])))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import math
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -72,19 +72,28 @@ class Pair:
 
 
 class BenchEngines:
-    """The machine, and engines over one padded pair. All are made when first used."""
+    """The machine, and engines over one padded pair, which is made when first used.
 
-    def __init__(self, scale: Scale, device: torch.device, deadline: float = math.inf) -> None:
-        self.scale, self.device = scale, device
+    Tests replace the library `flashinfer` and the `recorder` of CUDA graphs by `stand_ins`.
+    """
+
+    def __init__(
+        self,
+        scale: Scale,
+        device: torch.device,
+        deadline: float = math.inf,
+        stand_ins: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.scale, self.device, self.stand_ins = scale, device, stand_ins or {}
         self._deadline = deadline
         self.machine = Machine(device)
-        self.flashinfer = device.type == "cuda" and installed("flashinfer")
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.flashinfer = "flashinfer" in self.stand_ins or (device.type == "cuda" and installed("flashinfer"))
 
     @cached_property
     def pair(self) -> Pair:
         reach = max(CONTEXT, *self.scale.contexts) + 1024  # and the trees
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        target, head = pad_demo(self.scale.shape, device=self.device, dtype=dtype, context=reach)
+        target, head = pad_demo(self.scale.shape, device=self.device, dtype=self.dtype, context=reach)
         return Pair(target, head)
 
     @cached_property
@@ -113,20 +122,10 @@ class BenchEngines:
         tokens = [token for prompt in self.prompts for token in prompt]
         return (tokens * (length // len(tokens) + 1))[:length]
 
-    @cached_property
-    def plain(self) -> Engine:
-        """An engine without speculation, for every batch size."""
-        return self.make(speculative=False)
-
-    @cached_property
-    def speculative(self) -> Engine:
-        """An engine that drafts trees, for every batch size."""
-        return self.make(speculative=True)
-
-    def make(self, *, speculative: bool, **settings: Any) -> Engine:
-        """A new engine over the shared weights, with CUDA graphs and FlashInfer if they are available."""
+    def make(self, *, speculative: bool, batches: Sequence[int] = (1,), **settings: Any) -> Engine:
+        """A new engine over the shared weights for these batch sizes, with CUDA graphs and FlashInfer if available."""
         scale, pair = self.scale, self.pair
-        largest = max(scale.batches)
+        largest = max(batches)
         numbers: dict[str, Any] = {
             "context_length": CONTEXT,
             "max_total_tokens": CONTEXT + largest * 1024,
@@ -134,19 +133,10 @@ class BenchEngines:
             "chunked_prefill_size": CHUNK,
             "disable_radix_cache": True,
             "backend": "flashinfer" if self.flashinfer else "torch_native",
-            "graph_sizes": scale.batches if self.flashinfer else (),
+            "graph_sizes": tuple(batches) if self.flashinfer else (),
         }
         if speculative:
             numbers["tree"] = TreeConfig(scale.num_steps, scale.topk, scale.num_draft_tokens)
         target = copy.copy(pair.target)  # each engine sets which residual streams its target returns
-        return assemble(target, pair.head if speculative else None, EngineConfig(**{**numbers, **settings}))
-
-    def forget(self, name: str) -> None:
-        """Drop a cached engine and its memory."""
-        self.__dict__.pop(name, None)
-        self.collect()
-
-    def collect(self) -> None:
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        config = EngineConfig(**{**numbers, **settings})
+        return assemble(target, pair.head if speculative else None, config, **self.stand_ins)

@@ -56,7 +56,7 @@ class Layer:
     def __init__(self, engines: BenchEngines) -> None:
         scale, device = engines.scale, engines.device
         self._machine, self._heads, self._dim = engines.machine, scale.mla_heads, scale.mla_rank + scale.mla_rope
-        self._dtype = torch.bfloat16 if engines.machine.cuda else torch.float32
+        self._dtype = engines.dtype
         width = max(scale.contexts) + scale.num_draft_tokens
         self.pool = LatentPool(1, width + 1, scale.mla_rank, scale.mla_rope, self._dtype, device)
         self.pool.data.normal_()
@@ -75,6 +75,7 @@ class Layer:
             heads=self._heads,
             specs=[(SCALE, 0)],
             limits=AttentionLimits(1, width),
+            module=engines.stand_ins.get("flashinfer"),
         )
 
     def chain(self, length: int, rows: int) -> AttentionBatch:

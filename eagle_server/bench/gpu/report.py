@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 KILO = 1024  # tokens
+_SUMMARIZED = (1, 8, 64)  # batch sizes
 
 Document = dict[str, Any]
 Results = dict[str, Document]  # of the parts that were measured, by name
@@ -17,47 +18,94 @@ def results_of(document: Document) -> Results:
 
 
 def markdown(document: Document) -> str:
-    """The report: goals first, then each part in a few lines, then what was not measured."""
+    """The report: a summary, then each part in a few lines, then what was not measured."""
     machine, results = document.get("machine", {}), results_of(document)
     versions = ", ".join(f"{name} {number}" for name, number in machine.get("versions", {}).items() if number)
     lines = [f"# {machine.get('device', 'unknown device')}", "", f"{document['began']}; {versions}"]
     if document["settings"]["tiny"]:
         lines += ["", "**Tiny shapes: the times mean nothing.**"]
+    if summary := [*_summary(document, results)]:
+        lines += ["", *summary]
     for name, section in _SECTIONS.items():
         if name in results:
             lines += ["", *section(results[name])]
+    if any(name in results for name in _LONG):
+        lines += ["", *_contexts(results)]
     return "\n".join([*lines, *_suite(document.get("tests")), *_missing(document)])
 
 
+def _summary(document: Document, results: Results) -> Iterator[str]:
+    """A table short enough for a README."""
+    rows: list[tuple[str, ...]] = []
+    for row in results.get("batches", {}).get("rows", ()):
+        if row["batch"] in _SUMMARIZED:
+            rates = [f"{row[name]['tokens_per_second']:.0f}" for name in ("plain", "speculative")]
+            who = "1 request" if row["batch"] == 1 else f"{row['batch']} requests"
+            rows.append((f"{who}, tokens/s", *rates, f"{row['speedup']:.2f} x"))
+    if "decode" in results:
+        plain, fast, floor = (results["decode"][name] for name in ("plain", "speculative", "floor_ms"))
+        ratio = f"{fast['cycle_ms'] / plain['cycle_ms']:.2f} x"
+        rows.append((f"a cycle (floor {floor:.2f}), ms", f"{plain['cycle_ms']:.2f}", f"{fast['cycle_ms']:.2f}", ratio))
+        rows.append(("tokens per cycle", f"{plain['tokens_per_cycle']:.2f}", f"{fast['tokens_per_cycle']:.2f}", ""))
+    if "peer" in results:
+        rows.append(("transformers, tokens/s", f"{results['peer']['transformers_tokens_per_second']:.0f}", "", ""))
+    if rows:
+        shape = "tiny shapes" if document["settings"]["tiny"] else "Llama-3.1-8B's shape"
+        device = document.get("machine", {}).get("device", "")
+        yield from table((f"{device}, {shape}", "plain", "speculative", ""), rows)
+
+
+def _goals(result: Document) -> Iterator[str]:
+    rows = [
+        (g["name"], f"{g['measured']:.3f}", f"{g['goal']:.2f}", "" if g["met"] else "**missed**")
+        for g in result["goals"]
+    ]
+    yield from table(("goal", "measured", "at most", ""), rows)
+
+
 def _decode(result: Document) -> Iterator[str]:
-    plain, fast = result["plain"], result["speculative"]
-    yield "## Batch 1"
+    yield "## Batch 1, wall clock"
     yield ""
-    yield from table(
-        ("goal", "measured", "at most", ""),
-        [
-            (g["name"], f"{g['measured']:.3f}", f"{g['goal']:.2f}", "" if g["met"] else "**missed**")
-            for g in result["goals"]
-        ],
-    )
+    yield from _goals(result)
     yield ""
     rows = [
-        (
-            name,
-            f"{each['tokens_per_second']:.1f}",
-            f"{each['tokens_per_cycle']:.2f}",
-            f"{each['cycle_ms']:.3f}",
-            f"{each['device_ms']:.3f}",
-            ", ".join(f"{stage} {ms:.3f}" for stage, ms in each["stage_ms"].items()),
-        )
-        for name, each in (("plain", plain), ("speculative", fast))
+        (name, *(f"{result[name][key]:.3f}" for key in ("tokens_per_second", "tokens_per_cycle", "cycle_ms")))
+        for name in ("plain", "speculative")
     ]
-    yield from table(("decoding", "tokens/s", "tokens/cycle", "cycle ms", "device ms", "stages, ms"), rows)
+    yield from table(("decoding", "tokens/s", "tokens/cycle", "cycle ms"), rows)
     yield ""
     yield (
         f"Speculative / plain: **{result['speedup']:.2f} x**. Floor of a plain step: {result['floor_ms']:.3f} ms. "
         f"{result['tokens_alike']} of {result['tokens_compared']} tokens agree before each text's first difference."
     )
+
+
+def _stages(result: Document) -> Iterator[str]:
+    yield "## Batch 1, sums of kernel times"
+    yield ""
+    yield from _goals(result)
+    yield ""
+    both = [result[name] for name in ("plain", "speculative")]
+    names = dict.fromkeys(name for each in both[::-1] for name in each["ms"])  # a plain step has fewer stages
+    rows = [
+        _stage_row(name, [(each["ms"].get(name, 0.0), each["kernels"].get(name, 0)) for each in both]) for name in names
+    ]
+    rows.append(_stage_row("all", [(each["total_ms"], sum(each["kernels"].values())) for each in both]))
+    rows.append(_stage_row("cycle, wall clock", [(each["cycle_ms"], 0) for each in both]))
+    yield from table(("stage", "plain ms", "kernels", "speculative ms", "kernels"), rows)
+    for name, each in zip(("plain step", "cycle"), both, strict=True):
+        if each["top"]:
+            yield ""
+            yield from table((name, "ms", "calls", "share"), [_kernel_row(kernel) for kernel in each["top"]])
+
+
+def _stage_row(name: str, values: Sequence[tuple[float, float]]) -> tuple[str, ...]:
+    """Milliseconds and kernels, plain and speculative. A CPU has no kernels."""
+    return (name, *(text for ms, kernels in values for text in (f"{ms:.3f}", f"{kernels:.0f}" if kernels else "")))
+
+
+def _kernel_row(kernel: Document) -> tuple[str, ...]:
+    return f"`{kernel['kernel'][:70]}`", f"{kernel['ms']:.3f}", f"{kernel['calls']:.0f}", f"{kernel['share']:.0%}"
 
 
 def _floor(result: Document) -> Iterator[str]:
@@ -90,20 +138,27 @@ def _batches(result: Document) -> Iterator[str]:
         yield f"\n{result['note']}"
 
 
-def _contexts(result: Document) -> Iterator[str]:
+def _contexts(results: Results) -> Iterator[str]:
     yield "## Contexts, batch 1, ms"
     yield ""
-    series = {
-        "floor": result["floor_ms"],
-        "plain step": result["plain_step_ms"],
-        **{f"verify, {way}": values for way, values in result["verify_ms"].items()},
-        **{f"propose, {way}": values for way, values in result["propose_ms"].items()},
-    }
-    lengths = [str(length) for length in result["contexts"]]
+    yield "Verification and drafting are sums of kernel times; steps and cycles are by the wall clock."
+    yield ""
+    series = _series(results)
+    lengths = list(dict.fromkeys(n for values in series.values() for n in values))
     rows = [(name, *(f"{values[n]:.3f}" if n in values else "" for n in lengths)) for name, values in series.items()]
     yield from table(("", *lengths), rows)
-    for way, reason in result["failed"].items():
-        yield f"\n{way}: failed, {reason}"
+
+
+def _series(results: Results) -> dict[str, dict[str, float]]:
+    """Milliseconds by context length, of the plain step and of each way."""
+    series: dict[str, dict[str, float]] = {}
+    if "contexts" in results:
+        series |= {"floor": results["contexts"]["floor_ms"], "plain step": results["contexts"]["step_ms"]}
+    for each in (results[name] for name in _LONG[1:] if name in results):
+        series.setdefault(f"verify, {each['verify']}", each["verify_ms"])
+        series.setdefault(f"propose, {each['draft']}", each["propose_ms"])
+        series[f"cycle, {each['verify']} and {each['draft']}"] = each["cycle_ms"]
+    return series
 
 
 def _mla(result: Document) -> Iterator[str]:
@@ -128,26 +183,21 @@ def _peer(result: Document) -> Iterator[str]:
     )
 
 
-def _profile(result: Document) -> Iterator[str]:
-    yield "## Where the device's time goes"
-    for name, kernels in result.items():
-        yield ""
-        rows = [
-            (f"`{k['kernel'][:70]}`", f"{k['ms_per_cycle']:.3f}", f"{k['calls_per_cycle']:.0f}", f"{k['share']:.0%}")
-            for k in kernels
-        ]
-        yield from table((name, "ms", "calls", "share"), rows)
+def _build(result: Document) -> Iterator[str]:
+    each = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result["seconds"].items())
+    yield f"Before the measurement, FlashInfer's modules were loaded or compiled: {each or 'none'}."
 
 
 _SECTIONS = {
+    "build": _build,
     "floor": _floor,
     "decode": _decode,
+    "stages": _stages,
     "peer": _peer,
     "batches": _batches,
-    "contexts": _contexts,
     "mla": _mla,
-    "profile": _profile,
 }
+_LONG = ("contexts", "mask", "cascade", "per_node")  # parts that share a table
 
 
 def _suite(tests: Document | None) -> Iterator[str]:
@@ -185,12 +235,12 @@ def plot(path: Path, document: Document) -> None:
     import matplotlib.pyplot as plt
 
     results = results_of(document)
-    drawers = [(name, draw) for name, draw in _PANELS.items() if name in results]
+    drawers = [draw for names, draw in _PANELS if any(name in results for name in names)]
     if not drawers:
         return
     figure, axes = plt.subplots(1, len(drawers), figsize=(5.4 * len(drawers), 4.2), dpi=100, squeeze=False)
-    for axis, (name, draw) in zip(axes[0], drawers, strict=True):
-        draw(axis, results[name])
+    for axis, draw in zip(axes[0], drawers, strict=True):
+        draw(axis, results)
     title = document.get("machine", {}).get("device", "")
     figure.suptitle(f"{title}{' (tiny shapes)' if document['settings']['tiny'] else ''}")
     figure.tight_layout()
@@ -198,30 +248,27 @@ def plot(path: Path, document: Document) -> None:
     plt.close(figure)
 
 
-def _plot_stages(axis: Any, result: Document) -> None:
-    rows = [("plain", result["plain"]), ("speculative", result["speculative"])]
-    stages = dict.fromkeys(name for _, row in rows for name in row["stage_ms"] if name != "emit")
+def _plot_stages(axis: Any, results: Results) -> None:
+    rows = [(name, results["stages"][name]) for name in ("plain", "speculative")]
     left = [0.0, 0.0]
-    for stage in stages:
-        widths = [row["stage_ms"].get(stage, 0.0) for _, row in rows]
+    for stage in dict.fromkeys(name for _, row in rows for name in row["ms"]):
+        widths = [row["ms"].get(stage, 0.0) for _, row in rows]
         axis.barh([1, 0], widths, left=left, label=stage)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    for y, (total, (_, row)) in zip((1, 0), zip(left, rows, strict=True), strict=True):
+    for y, (_, row) in zip((1, 0), rows, strict=True):
         axis.plot(row["cycle_ms"], y, "|", color="black", markersize=28)
-        axis.annotate(f"{row['tokens_per_second']:.0f} tok/s", (total / 2, y), ha="center", va="center", color="white")
     axis.plot([], [], "|", color="black", markersize=8, label="wall time")
-    axis.axvline(result["floor_ms"], color="gray", linestyle=":", label="floor")
     axis.set_yticks([1, 0], [name for name, _ in rows])
     axis.set_xlim(left=0)
     axis.set_ylim(-0.6, 2.3)
     axis.set_xlabel("ms per cycle, batch 1")
-    axis.set_title(f"one cycle: {result['speedup']:.2f} x plain decoding")
+    axis.set_title("kernel times of one cycle")
     axis.legend(fontsize=8, ncols=4, loc="upper center")
 
 
-def _plot_batches(axis: Any, result: Document) -> None:
-    sizes = [row["batch"] for row in result["rows"]]
-    ratios = [row["speedup"] for row in result["rows"]]
+def _plot_batches(axis: Any, results: Results) -> None:
+    rows = results["batches"]["rows"]
+    sizes, ratios = [row["batch"] for row in rows], [row["speedup"] for row in rows]
     axis.plot(sizes, ratios, "o-")
     for size, ratio in zip(sizes, ratios, strict=True):
         axis.annotate(f"{ratio:.2f}", (size, ratio), textcoords="offset points", xytext=(0, 7), ha="center")
@@ -233,17 +280,12 @@ def _plot_batches(axis: Any, result: Document) -> None:
     axis.set_title("speculative / plain throughput")
 
 
-def _plot_contexts(axis: Any, result: Document) -> None:
-    lengths = result["contexts"]
-    series: list[tuple[str, dict[str, float], str | None, str]] = [
-        ("floor", result["floor_ms"], "gray", ":"),
-        ("plain step", result["plain_step_ms"], "black", "-"),
-    ]
-    series += [(f"verify, {way}", values, None, "-") for way, values in result["verify_ms"].items()]
-    series += [(f"propose, {way}", values, None, "--") for way, values in result["propose_ms"].items()]
-    for name, values, color, style in series:
-        known = [n for n in lengths if str(n) in values]
-        axis.plot(known, [values[str(n)] for n in known], style, marker="o", markersize=4, color=color, label=name)
+def _plot_contexts(axis: Any, results: Results) -> None:
+    lengths: list[int] = []
+    for name, values in _series(results).items():
+        lengths = sorted({*lengths, *map(int, values)})
+        style = ":" if name == "floor" else "--" if name.startswith("propose") else "-"
+        axis.plot([int(n) for n in values], list(values.values()), style, marker="o", markersize=4, label=name)
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [f"{n // KILO}k" if n >= KILO else str(n) for n in lengths])
     axis.set_ylim(bottom=0)
@@ -253,4 +295,4 @@ def _plot_contexts(axis: Any, result: Document) -> None:
     axis.legend(fontsize=8)
 
 
-_PANELS = {"decode": _plot_stages, "batches": _plot_batches, "contexts": _plot_contexts}
+_PANELS = ((("stages",), _plot_stages), (("batches",), _plot_batches), (_LONG, _plot_contexts))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -19,27 +18,16 @@ STAGES = ("extend", "propose", "build_tree", "verify", "accept", "keep", "emit")
 
 @dataclass
 class Pace:
-    """Cycles of one batch size. `seconds` is wall time from result to result; `stages` is device time."""
+    """Cycles of one batch size. `seconds` is wall time from result to result."""
 
     batch: int
     seconds: list[float] = field(default_factory=list)
-    stages: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     tokens: int = 0
 
     @property
     def step(self) -> float:
         """The median cycle's wall time."""
         return statistics.median(self.seconds)
-
-    @property
-    def stage_seconds(self) -> dict[str, float]:
-        """The median of each stage, in the cycle's order."""
-        return {name: statistics.median(self.stages[name]) for name in STAGES if name in self.stages}
-
-    @property
-    def device_seconds(self) -> float:
-        """The sum of the stages without `emit`, in which the host waits."""
-        return sum(value for name, value in self.stage_seconds.items() if name != "emit")
 
     @property
     def tokens_per_second(self) -> float:
@@ -54,8 +42,6 @@ class Pace:
         """Add the cycles of another run at the same batch size."""
         self.seconds += other.seconds
         self.tokens += other.tokens
-        for name, values in other.stages.items():
-            self.stages[name] += values
 
     def document(self) -> dict[str, Any]:
         """For the report, times in milliseconds."""
@@ -63,8 +49,6 @@ class Pace:
             "batch": self.batch,
             "cycles": len(self.seconds),
             "cycle_ms": 1e3 * self.step,
-            "device_ms": 1e3 * self.device_seconds,
-            "stage_ms": {name: 1e3 * value for name, value in self.stage_seconds.items()},
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_cycle": self.tokens_per_cycle,
         }
@@ -105,14 +89,9 @@ class Steady:
         """Measure `count` cycles."""
         pace = Pace(len(self._prompts))
         for _ in range(count):
-            before = self._engine.stats().stage_seconds
             began = time.perf_counter()
             pace.tokens += self._step()
             pace.seconds.append(time.perf_counter() - began)
-            for name, total in self._engine.stats().stage_seconds.items():
-                spent = total - before.get(name, 0.0)
-                if spent > 0:
-                    pace.stages[name].append(spent)
         return pace
 
     def __exit__(

@@ -30,8 +30,8 @@ def transformers_peer(engines: BenchEngines) -> dict[str, Any]:
     generate(2)
     short, long = generate(2), generate(2 + count)  # the difference excludes the prompt, which both compute
     document: dict[str, Any] = {"transformers_tokens_per_second": count / (long - short), "tokens": len(generated)}
-    for name, engine in (("plain", engines.plain), ("speculative", engines.speculative)):
-        with Steady(engine, [prompt], count) as run:
+    for name in ("plain", "speculative"):
+        with Steady(engines.make(speculative=name == "speculative"), [prompt], count) as run:
             document[f"{name}_tokens_per_second"] = run.cycles(max(2, count // 4)).tokens_per_second
             pairs = zip(generated, run.texts["0"], strict=False)
             document[f"{name}_tokens_alike"] = next((i for i, (a, b) in enumerate(pairs) if a != b), len(generated))

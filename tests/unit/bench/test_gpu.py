@@ -12,26 +12,25 @@ from typing import Any
 import pytest
 
 from eagle_server.bench.gpu import __main__ as gpu
-from eagle_server.bench.gpu.child_command import PARTS, ChildCommand
+from eagle_server.bench.gpu.child_command import ChildCommand
 from eagle_server.bench.gpu.report import markdown, plot
 from eagle_server.bench.gpu.suite import counts, run_suite
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_tiny_shapes_on_a_cpu_give_a_whole_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = ["floor", "decode", "peer", "mla"]
-    arguments = ["--tiny", "--device", "cpu", "--no-tests", "--out", str(tmp_path), "--parts", *parts]
+    parts = ["floor", "decode", "stages", "peer", "mask", "mla"]
+    arguments = ["--tiny", "--device", "cpu", "--no-tests", "--build", "--out", str(tmp_path), "--parts", *parts]
     assert gpu.main(arguments) == 0, capsys.readouterr().out
     document = json.loads((tmp_path / "gpu.json").read_text())
-    assert {name: part["status"] for name, part in document["parts"].items()} == dict.fromkeys(parts, "ok")
-    decode, peer = (document["parts"][name]["result"] for name in ("decode", "peer"))
-    assert [goal["name"] for goal in decode["goals"]] == [
-        "plain step / floor",
-        "verify / plain step",
-        "cycle / plain step",
-    ]
+    statuses = {name: part["status"] for name, part in document["parts"].items()}
+    assert statuses == dict.fromkeys(["build", *parts], "ok")
+    decode, stages, peer = (document["parts"][name]["result"] for name in ("decode", "stages", "peer"))
+    assert [goal["name"] for goal in decode["goals"]] == ["plain step / floor", "cycle / plain step"]
+    assert [goal["name"] for goal in stages["goals"]] == ["verify / plain step"]
     assert decode["speculative"]["tokens_per_cycle"] > 1 == decode["plain"]["tokens_per_cycle"]
-    assert list(decode["speculative"]["stage_ms"])[:4] == ["extend", "propose", "build_tree", "verify"]
+    assert list(stages["speculative"]["ms"])[:4] == ["extend", "propose", "build_tree", "verify"]
     assert decode["tokens_alike"] == decode["tokens_compared"] > 0
     assert peer["plain_tokens_alike"] == peer["speculative_tokens_alike"] == peer["tokens"], "transformers differs"
     assert all(row["tree of 64"]["device_ms"] > 0 for row in document["parts"]["mla"]["result"]["rows"])
@@ -44,10 +43,18 @@ def pace(ms: float, tokens: float) -> dict[str, Any]:
         "batch": 1,
         "cycles": 3,
         "cycle_ms": ms,
-        "device_ms": ms - 0.1,
-        "stage_ms": {"verify": ms - 0.2, "accept": 0.1, "emit": 0.1},
         "tokens_per_second": 1e3 * tokens / ms,
         "tokens_per_cycle": tokens,
+    }
+
+
+def kernels(verify: float, cycle: float) -> dict[str, Any]:
+    return {
+        "total_ms": verify + 0.1,
+        "ms": {"verify": verify, "accept": 0.1},
+        "kernels": {"verify": 410.0, "accept": 30.0},
+        "top": [{"kernel": "gemm", "ms": 1.0, "calls": 3.0, "share": 0.25}],
+        "cycle_ms": cycle,
     }
 
 
@@ -69,33 +76,46 @@ def test_a_report_names_missed_goals_and_what_was_not_measured(tmp_path: Path) -
         "tokens_alike": 9,
         "goals": goals,
     }
-    rows = [{"batch": n, "plain": pace(4.0, n), "speculative": pace(6.0, 4 * n), "speedup": 2.7} for n in (1, 64)]
+    missed = {"name": "verify / plain step", "measured": 1.25, "goal": 1.2, "met": False}
+    stages = {"plain": kernels(3.9, 4.0), "speculative": kernels(4.9, 5.6), "goals": [missed]}
+    rows = [{"batch": n, "plain": pace(4.0, n), "speculative": pace(6.0, 4 * n), "speedup": 2.7} for n in (1, 2, 64)]
     series = {"1024": 4.0, "32768": 5.0}
-    contexts = {
-        "contexts": [1024, 32768],
-        "verify_ms": {"mask": series, "cascade": {"1024": 4.1}},
-        "propose_ms": {"per_node": series},
-        "plain_step_ms": series,
-        "floor_ms": series,
-        "failed": {"verify mask, draft mask": "RuntimeError: no"},
+    ways = {
+        name: {"verify": verify, "draft": draft, "verify_ms": series, "propose_ms": series, "cycle_ms": series}
+        for name, verify, draft in (("mask", "mask", "mask"), ("per_node", "cascade", "per_node"))
     }
-    mla = {"heads": 128, "rank": 512, "rope": 64, "rows": [{"context": 1024, "kv_mb": 1, "decode": {"failed": "none"}}]}
+    results = {
+        "build": {"seconds": {"the padded demo": 181.0}},
+        "decode": decode,
+        "stages": stages,
+        "batches": {"rows": rows},
+        "contexts": {"contexts": [1024, 32768], "step_ms": series, "floor_ms": series},
+        **ways,
+        "mla": {
+            "heads": 128,
+            "rank": 512,
+            "rope": 64,
+            "rows": [{"context": 1, "kv_mb": 1, "decode": {"failed": "none"}}],
+        },
+    }
     whole = document(
-        decode={"status": "ok", "result": decode},
-        batches={"status": "ok", "result": {"rows": rows}},
-        contexts={"status": "ok", "result": contexts},
-        mla={"status": "ok", "result": mla},
+        **{name: {"status": "ok", "result": result} for name, result in results.items()},
         peer={"status": "failed", "reason": "ImportError: no transformers"},
-        profile={"status": "skipped", "reason": "the time budget is spent"},
+        cascade={"status": "skipped", "reason": "the time budget is spent"},
     )
     whole["tests"] = {"status": "ok", "passed": 3, "failed": 1, "skipped": 0, "failures": ["x::y - z"], "skips": []}
     text = markdown(whole)
     assert "| plain step / floor | 1.300 | 1.15 | **missed** |" in text
     assert "| cycle / plain step | 1.400 | 1.45 |  |" in text
     assert "- peer: failed, ImportError: no transformers" in text
-    assert "- profile: skipped, the time budget is spent" in text
-    assert "| verify, cascade | 4.100 |  |" in text
+    assert "- cascade: skipped, the time budget is spent" in text
+    assert "| verify | 3.900 | 410 | 4.900 | 410 |" in text
+    assert "| cycle, cascade and per_node | 4.000 | 5.000 |" in text
+    assert "the padded demo 181 s" in text
     assert "3 passed, 1 failed" in text and "x::y - z" in text
+    summary = text[text.index("| a GPU, Llama") :].partition("\n\n")[0]
+    assert "| 1 request, tokens/s | 250 | 667 | 2.70 x |" in summary and "| 64 requests, tokens/s |" in summary
+    assert len(summary.splitlines()) < 10 and max(map(len, summary.splitlines())) < 80, "it is for a README"
     plot(tmp_path / "all.png", whole)
     assert (tmp_path / "all.png").stat().st_size > 5000
 
@@ -110,15 +130,14 @@ def test_a_report_of_nothing_is_a_report(tmp_path: Path) -> None:
 CHILD = """
 import json, os, sys, time
 order = json.loads(sys.argv[1])
-path = order["file"]
+path, name = order["file"], order["part"]
 known = json.load(open(path)) if os.path.exists(path) else {}
-for name in order["parts"]:
-    known[name] = {"status": "running"}
-    json.dump(known, open(path, "w"))
-    if name == "decode": os._exit(77)
-    if name == "mla": time.sleep(60)
-    known[name] = {"status": "ok", "result": {}}
-    json.dump(known, open(path, "w"))
+known[name] = {"status": "running"}
+json.dump(known, open(path, "w"))
+if name == "decode": os._exit(77)
+if name == "mla": time.sleep(60)
+known[name] = {"status": "ok", "result": {}}
+json.dump(known, open(path, "w"))
 """
 
 
@@ -133,9 +152,16 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return runs
 
 
+def measured(folder: Path, names: list[str], seconds: float) -> dict[str, Any]:
+    parts = gpu.Parts(folder / "parts.json", "cpu", tiny=True)
+    for name in names:
+        parts.measure(name, time.time() + seconds)
+    return parts.known
+
+
 def test_a_part_that_kills_its_process_costs_only_itself(tmp_path: Path, child: Callable[[str], None]) -> None:
     child(CHILD)
-    known = gpu.measure(["floor", "decode", "peer"], tmp_path, device="cpu", tiny=True, deadline=time.time() + 30)
+    known = measured(tmp_path, ["floor", "decode", "peer"], 30)
     assert {name: part["status"] for name, part in known.items()} == {"floor": "ok", "decode": "failed", "peer": "ok"}
     assert "status 77" in known["decode"]["reason"]
 
@@ -146,15 +172,36 @@ def test_a_part_that_hangs_is_ended_with_the_budget(
 ) -> None:
     child(CHILD)
     monkeypatch.setattr(gpu, "GRACE", 1.0)
-    known = gpu.measure(["floor", "mla"], tmp_path, device="cpu", tiny=True, deadline=time.time() + 1)
+    known = measured(tmp_path, ["floor", "mla"], 1)
     assert known["floor"]["status"] == "ok"
     assert known["mla"] == {"status": "failed", "reason": "still running when the time budget was spent"}
 
 
-def test_a_process_that_cannot_start_fails_every_part_once(tmp_path: Path, child: Callable[[str], None]) -> None:
+def test_a_process_that_cannot_start_fails_its_part(tmp_path: Path, child: Callable[[str], None]) -> None:
     child("raise SystemExit(5)")
-    known = gpu.measure(list(PARTS), tmp_path, device="cpu", tiny=True, deadline=time.time() + 30)
-    assert {part["status"] for part in known.values()} == {"failed"} and len(known) == len(PARTS)
+    known = measured(tmp_path, ["floor", "mla"], 30)
+    assert {part["status"] for part in known.values()} == {"failed"} and len(known) == 2
+
+
+@pytest.mark.parametrize(("build", "order"), [(True, ["build", "tests", "floor"]), (False, ["tests", "floor"])])
+def test_modules_are_compiled_before_the_clock_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: bool, order: list[str]
+) -> None:
+    seen: list[str] = []
+
+    def measure(parts: gpu.Parts, name: str, deadline: float | None) -> None:
+        seen.append(name)
+        assert (deadline is None) == (name == "build")
+
+    def run_suite(out: Path, limit: float) -> dict[str, Any]:
+        seen.append("tests")
+        return {"status": "skipped", "reason": "not here"}
+
+    monkeypatch.setattr(gpu.Parts, "measure", measure)
+    monkeypatch.setattr(gpu, "run_suite", run_suite)
+    flags = ["--tiny", "--device", "cpu", "--out", str(tmp_path), "--parts", "floor", *(["--build"] if build else [])]
+    assert gpu.main(flags) == 0
+    assert seen == order
 
 
 def test_outcomes_of_the_suite_are_counted_with_their_reasons() -> None:
