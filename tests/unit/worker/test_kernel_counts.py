@@ -1,0 +1,111 @@
+"""How many kernels a cycle launches on a GPU, by stage. The numbers only go down.
+
+EAGLE-3 with a Llama-shaped target, one request: 6 steps, topk 8, 64 nodes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_server.engine import assemble
+from eagle_server.models.layers import DecoderLayer
+from eagle_server.ops.triton_support import HAS_TRITON
+from eagle_server.speculation.accept import Lossless
+from eagle_server.worker import drafting
+from eagle_server.worker.batch import DecodeBatch
+from eagle_server.worker.drafters.eagle import EagleDrafter
+from eagle_server.worker.estimates import AcceptanceEstimates
+from eagle_server.worker.output_processing import OutputCopy
+from eagle_server.worker.verifier import Verifier
+from eagle_server.worker.worker import Worker
+from tests.support.engines import random_head, random_target, request, speculative
+from tests.support.kernel_counts import CountedRecorder, LaunchCounter, take_gpu_branches
+
+pytestmark = pytest.mark.skipif(
+    not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter"
+)
+LAYERS = 4
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LaunchCounter:
+    """The counts of the second cycle that decodes: the first one captures the graphs."""
+    monkeypatch.setattr(assemble, "warm_up", lambda *_: None)
+    counter = LaunchCounter()
+    module = take_gpu_branches(monkeypatch, counter)
+    stages = {
+        "extend": (EagleDrafter, "extend"),
+        "after": (DecodeBatch, "after"),
+        "propose": (EagleDrafter, "propose"),
+        "build_tree": (drafting, "build_tree"),
+        "estimates": (AcceptanceEstimates, "of"),
+        "verify": (Verifier, "verify"),
+        "layer": (DecoderLayer, "forward"),
+        "accept": (Lossless, "accept"),
+        "keep": (Verifier, "keep"),
+        "record": (Worker, "_record"),
+        "emit": (OutputCopy, "__init__"),
+    }
+    for stage, place in stages.items():
+        counter.watch(monkeypatch, *place, stage)
+    target = random_target(layers=LAYERS, torch_dtype="bfloat16").to(torch.bfloat16)
+    head = random_head(target, "EAGLE3").to(torch.bfloat16)  # type: ignore[attr-defined]
+    engine = speculative(
+        target,
+        head,
+        6,
+        8,
+        num_draft_tokens=64,
+        backend="flashinfer",
+        graph_sizes=(1,),
+        max_running_requests=2,
+        stand_ins={"flashinfer": module, "recorder": CountedRecorder(counter)},
+        poison=False,
+        **settings,
+    )
+    engine.add(request(0, range(1, 9), temperature=0.7, ignore_eos=True, max_tokens=60))
+    with counter:
+        for _ in range(3):
+            counter.clear()
+            engine.step()
+    print("\n" + counter.table())
+    return counter
+
+
+MASK = {
+    "propose": (286, 20),
+    "build_tree": (3, 0),
+    "verify": (26, 4),
+    "layer": (11, 0),
+    "accept": (13, 0),
+    "keep": (1, 0),
+    "record": (7, 0),
+    "emit": (2, 0),
+    "after": (5, 0),
+    "extend": (53, 4),
+}
+CASCADE = MASK | {
+    "propose": (335, 20),
+    "estimates": (2, 0),
+    "verify": (27, 4),
+    "layer": (12, 0),
+    "emit": (5, 0),
+    "extend": (54, 4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "golden"),
+    [({}, MASK), ({"verify_attention": "cascade", "estimating": True}, CASCADE)],
+    ids=["mask", "cascade"],
+)
+def test_a_cycle_launches_as_many_kernels(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], golden: dict[str, tuple[int, int]]
+) -> None:
+    """Kernels and uploads by stage. `layer` is one layer of `verify`, which has the rest."""
+    counter = counted(monkeypatch, **settings)
+    assert counter.numbers("layer", LAYERS) == golden
