@@ -31,7 +31,7 @@ from eagle_server.attention.interface import (
     TreeMask,
     VerifyInput,
 )
-from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices
+from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices, window_slots
 from eagle_server.ops.upload import upload
 
 # Arguments of FlashInfer's plan and run, computed on the device.
@@ -78,10 +78,9 @@ def kv_arguments(
         out: int32 buffer of at least that size. The index kernel fills it from the front. The whole buffer is returned:
             its shape depends on no length, so a CUDA graph can capture the call.
     """
-    kv_indptr = indptr_of(kv_lens)
     if out is not None:
-        build_kv_indices(req_to_token, req_pool_indices, kv_lens, kv_indptr, out)
-        return kv_indptr, out
+        return build_kv_indices(req_to_token, req_pool_indices, kv_lens, out), out
+    kv_indptr = indptr_of(kv_lens)
     if len(kv_lens) == 1 and kv_lens_sum is not None:
         return kv_indptr, req_to_token[req_pool_indices, :kv_lens_sum][0]
     starts = req_pool_indices * req_to_token.shape[1] - kv_indptr[:-1]  # in the flat table, less what stands before
@@ -217,10 +216,7 @@ def verify_batch(
 
 def cache_locations(req_pool_indices: Tensor, first: Tensor, count: int, req_to_token: Tensor) -> Tensor:
     """Slots int64 [bs * count] of `count` positions per request, starting at first, int64 [bs]."""
-    places = first[:, None] + torch.arange(count, device=first.device)
-    return (
-        req_to_token[req_pool_indices[:, None], places].view(-1).long()
-    )  # only these columns: a whole row may be 0.5 MB
+    return window_slots(req_to_token, req_pool_indices, first, count).view(-1)
 
 
 def _speculative(  # noqa: PLR0913, PLR0917

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eagle_server.attention.batches import attn_args_decode, attn_args_prefill, kv_arguments
 from eagle_server.attention.interface import AttentionBatch, TreeMask
+from eagle_server.ops.indices import window_slots
 from eagle_server.ops.mask import pack_tree_mask
 
 # How a forward is computed.
@@ -104,8 +105,8 @@ class Scratch:
 
 def tree_block(batch: AttentionBatch, mask: TreeMask) -> TreeBlock:
     width = mask.visible.shape[2]
-    places = batch.kv_lens[:, None] + torch.arange(-width, 0, device=batch.kv_lens.device)
-    return TreeBlock(batch.req_to_token[batch.req_pool_indices[:, None], places], mask.visible)
+    slots = window_slots(batch.req_to_token, batch.req_pool_indices, batch.kv_lens, width, offset=-width)
+    return TreeBlock(slots, mask.visible)
 
 
 def int_buffer(size: int, device: torch.device) -> Tensor:

@@ -45,7 +45,10 @@ NOISE = "i64* i64* fp32*"  # keys, positions, temperature
 KERNELS = [
     Kernel("gumbel", "_gumbel_kernel", "i64* i64* None fp32* i32", {"BLOCK": 1024}),
     Kernel("gumbel", "_gumbel_kernel", "i64* i64* i64* fp32* i32", {"BLOCK": 1024}, "ids"),
-    Kernel("indices", "_kv_indices_kernel", "i32* i64* i64* i32* i32* i32", {"SPLITS": 8, "BLOCK": 512}),
+    Kernel(
+        "indices", "_kv_indices_kernel", "i32* i64* i64* i32* i32* i32", {"REQUESTS": 64, "SPLITS": 8, "BLOCK": 512}
+    ),
+    Kernel("indices", "_window_kernel", "i32* i64* i64* i64* i32 i32 i32", {"BLOCK": 64}),
     Kernel(
         "indices",
         "_draft_decode_kv_indices_kernel",

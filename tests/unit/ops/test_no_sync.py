@@ -11,7 +11,7 @@ from torch import Tensor
 from eagle_server.ops.accept import walk_tree
 from eagle_server.ops.draw import draw_tokens
 from eagle_server.ops.gumbel import gumbel
-from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices
+from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices, window_slots
 from eagle_server.ops.kv_move import keep_accepted
 from eagle_server.ops.mask import pack_tree_mask
 from eagle_server.ops.topk import coupled_topk_logprobs, topk_logprobs
@@ -28,7 +28,8 @@ def test_no_twin_reads_a_value() -> None:
     lens, nodes, mask = valueless(bs), valueless(bs, size), valueless(bs, size, size, dtype=torch.bool)
     table, indices = valueless(9, 40, dtype=torch.int32), valueless(400, dtype=torch.int32)
     indptr = valueless(bs + 1, dtype=torch.int32)
-    build_kv_indices(table, lens, lens, indptr, indices)
+    assert build_kv_indices(table, lens, lens, indices).shape == (bs + 1,)
+    assert window_slots(table, lens, lens, 4).shape == (bs, 4)
     ancestor_mask = valueless(bs, topk, 4, dtype=torch.bool)
     assert build_draft_decode_kv_indices(table, lens, lens, ancestor_mask, 2, indices).shape == (bs * topk + 1,)
     keep_accepted(valueless(2, 2, 40, 1, 8), 2, valueless(bs, steps), lens, lens, table)
