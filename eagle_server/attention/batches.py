@@ -173,13 +173,26 @@ def draft_decode_layout(seq_lens: Sequence[int], step: int, topk: int) -> Layout
     return Layout((topk,) * len(lens), lens, mask_width=window, num_visible=step + 1)
 
 
-def draft_step_batch(
-    draft: SpecInput, step: int, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor, layout: Layout
+def draft_step_batch(  # noqa: PLR0913, PLR0917
+    draft: SpecInput,
+    out_cache_loc: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    req_to_token: Tensor,
+    layout: Layout,
+    before: AttentionBatch | None = None,
 ) -> AttentionBatch:
-    """Draft step `step` of an EagleDraftInput: topk rows. They write the window slots from step * topk on."""
+    """A draft step of an EagleDraftInput: topk rows that write the window slots out_cache_loc int64 [bs * topk].
+
+    `before`: the previous step's batch. With the same layout it has listed the slots already.
+    """
     assert layout.mask_width is not None
-    kv_lens, first = seq_lens + layout.mask_width, seq_lens + step * layout.q_lens[0]
-    return _speculative(draft, req_pool_indices, seq_lens, kv_lens, first, req_to_token, layout)
+    mask = draft.tree_mask
+    assert mask is not None
+    if before is not None and before.layout is layout:
+        return replace(before, spec_info=draft, mask=mask, out_cache_loc=out_cache_loc, keeps_slots=True)
+    kv_lens = seq_lens + layout.mask_width
+    return AttentionBatch(req_pool_indices, kv_lens, req_to_token, out_cache_loc, mask, layout, draft, seq_lens)
 
 
 def static_level_layout(seq_lens: Sequence[int], rows: int, window: int) -> Layout:

@@ -19,7 +19,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from eagle_server.attention.flashinfer_scratch import AttentionLimits, Mode, Scratch, TreeBlock, tree_block
+from eagle_server.attention.flashinfer_scratch import AttentionLimits, Mode, Scratch, TreeBlock, window_of
 from eagle_server.attention.flashinfer_wrappers import Fence, Lengths
 from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, Layout, TreeMask
 from eagle_server.attention.workspace import Workspace
@@ -153,6 +153,7 @@ class FlashInferPlan:
         self.graph_key = graph_key
         self._static, self._plan = shared, shared.plans if shared else 0
         self._bound = False
+        self._window: Tensor | None = None  # slots of a cascade's window, int64 [bs, W]
         self.token = object()  # identifies this plan; a reference to the plan itself would keep its wrappers in use
 
     def bind(self, batch: AttentionBatch) -> BoundFlashInfer:
@@ -164,19 +165,24 @@ class FlashInferPlan:
             )
         self._bound = True
         backend = self.backend
+        if batch.keeps_slots and backend.scratch.owner is not self.token:
+            raise RuntimeError("another forward was bound meanwhile, so the slots are no longer in place")
         backend.scratch.owner = self.token
         expected = Causal if self.layout.mask_width is None else TreeMask
         if not isinstance(batch.mask, expected):
             raise TypeError(f"planned for {expected.__name__}, got {type(batch.mask).__name__}")
-        for mode in dict.fromkeys(self.modes):
-            backend.scratch.write_slots(mode, batch)
+        if not batch.keeps_slots:
+            self._window = None
+            for mode in dict.fromkeys(self.modes):
+                backend.scratch.write_slots(mode, batch)
         tree = None
         if isinstance(batch.mask, TreeMask):
             slidings = [s for (_, s), mode in zip(backend.specs, self.modes, strict=True) if mode == "mask"]
             for sliding in dict.fromkeys(slidings):
                 backend.scratch.write_mask(batch, batch.mask, sliding)
             if "cascade" in self.modes:
-                tree = tree_block(batch, batch.mask)
+                self._window = window_of(batch, batch.mask) if self._window is None else self._window
+                tree = TreeBlock(self._window, batch.mask.visible)
         return BoundFlashInfer(self, batch.out_cache_loc, tree)
 
 

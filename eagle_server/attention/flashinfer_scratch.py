@@ -103,10 +103,10 @@ class Scratch:
         pack_tree_mask(mask.visible, batch.kv_lens, out.bits, out.indptr, sliding=sliding, **depths)
 
 
-def tree_block(batch: AttentionBatch, mask: TreeMask) -> TreeBlock:
+def window_of(batch: AttentionBatch, mask: TreeMask) -> Tensor:
+    """The slots of the tree mask's columns, int64 [bs, W]."""
     width = mask.visible.shape[2]
-    slots = window_slots(batch.req_to_token, batch.req_pool_indices, batch.kv_lens, width, offset=-width)
-    return TreeBlock(slots, mask.visible)
+    return window_slots(batch.req_to_token, batch.req_pool_indices, batch.kv_lens, width, offset=-width)
 
 
 def int_buffer(size: int, device: torch.device) -> Tensor:

@@ -89,7 +89,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     token = piece * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
     value = tl.load(logits + row * stride + token, mask=inside, other=float("-inf"))
-    score, index = first_max(perturb_at(value, row, keys, positions, temperature, token), token)
+    score, index = first_max(perturb_at(value, row, row, 0, keys, positions, temperature, token), token)
     place = row * tl.num_programs(1) + piece
     tl.store(best + place, score)
     tl.store(ids + place, index)
@@ -106,11 +106,14 @@ def _merge_kernel(best, ids, tokens, scores, pieces, PIECES: tl.constexpr):  # t
 
 
 @jit
-def perturb_at(value, row, keys, positions, temperature, token):  # type: ignore[no-untyped-def]
-    """The scores of a block of one row; `value` holds its logits, `token` the tokens whose noise they get."""
-    t = tl.load(temperature + row)
+def perturb_at(value, request, row, ahead, keys, positions, temperature, token):  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+    """The scores of a block of one row; `value` holds its logits, `token` the tokens whose noise they get.
+
+    The noise is that of keys[request] at positions[row] + ahead.
+    """
+    t = tl.load(temperature + request)
     if t > 0:
-        state = row_state(tl.load(keys + row), tl.load(positions + row))
+        state = row_state(tl.load(keys + request), tl.load(positions + row) + ahead)
         value = tl.div_rn(value, t) + gumbel_at(state, token)
     return value
 

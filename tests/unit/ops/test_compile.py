@@ -43,6 +43,16 @@ BLOCK_CONSTANTS = {"MERGES": True, "VALUES_ARE_KEYS": False, "PAIRS": 32, "COLUM
 MLA = {"VALUES_ARE_KEYS": True, "FRONT": 512, "REST": 64}
 NOISE = "i64* i64* fp32*"  # keys, positions, temperature
 KERNELS = [
+    Kernel(
+        "candidates",
+        "_children_kernel",
+        "fp32* i64* u8* i32 i32 i32 fp32* i64* i64* i64* u8* i32 i32 i32",
+        {"CHILDREN": 64, "WIDTH": 64},
+    ),
+    Kernel("candidates", "_candidates_kernel", "fp32* i64* None i64* i64* fp32* None i32 i32", {"SIZE": 512}),
+    Kernel(
+        "candidates", "_candidates_kernel", "fp32* i64* fp32* i64* i64* fp32* fp32* i32 i32", {"SIZE": 2048}, "guesses"
+    ),
     Kernel("gumbel", "_gumbel_kernel", "i64* i64* None fp32* i32", {"BLOCK": 1024}),
     Kernel("gumbel", "_gumbel_kernel", "i64* i64* i64* fp32* i32", {"BLOCK": 1024}, "ids"),
     Kernel(
@@ -73,9 +83,11 @@ KERNELS = [
     ),
     Kernel("draw", "_draw_kernel", "fp32* i64* i64* fp32* fp32* i32* i32 i32", {"BLOCK": 2048}),
     Kernel("draw", "_merge_kernel", "fp32* i32* i64* fp32* i32", {"PIECES": 64}),
-    Kernel("topk", "_block_kernel", "bf16* None None None None fp32* i32* fp32* i32 i32 i32", {"BLOCK": 2048}),
-    Kernel("topk", "_block_kernel", f"bf16* {NOISE} None fp32* i32* fp32* i32 i32 i32", {"BLOCK": 2048}, "coupled"),
-    Kernel("topk", "_block_kernel", f"bf16* {NOISE} i64* fp32* i32* fp32* i32 i32 i32", {"BLOCK": 2048}, "ids"),
+    Kernel("topk", "_block_kernel", "bf16* None None None None fp32* i32* fp32* i32 i32 i32 i32 i32", {"BLOCK": 2048}),
+    Kernel(
+        "topk", "_block_kernel", f"bf16* {NOISE} None fp32* i32* fp32* i32 i32 i32 i32 i32", {"BLOCK": 2048}, "coupled"
+    ),
+    Kernel("topk", "_block_kernel", f"bf16* {NOISE} i64* fp32* i32* fp32* i32 i32 i32 i32 i32", {"BLOCK": 2048}, "ids"),
     Kernel("topk", "_merge_kernel", "fp32* i32* fp32* fp32* i64* i32 i32 i32", {"PIECES": 64, "CANDIDATES": 1024}),
     Kernel("tree_attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS, "heads"),
     Kernel("tree_attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS | MLA, "latent"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.accept import walk_tree
+from eagle_server.ops.candidates import best_candidates, best_children
 from eagle_server.ops.draw import draw_tokens
 from eagle_server.ops.gumbel import gumbel
 from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices, window_slots
@@ -40,6 +41,10 @@ def test_no_twin_reads_a_value() -> None:
     links = retrive_links(parents)
     path, *_ = walk_tree(nodes, parents, depths, ancestors, nodes, ancestors[:, 0], steps)
     assert path.shape == verify_tree_greedy(nodes, *links, nodes, steps)[0].shape == (bs, steps + 1)
+    children = valueless(bs, topk, topk, dtype=torch.float32)
+    best = best_children(children, valueless(bs, topk, topk), ancestor_mask, 1)
+    assert best.ancestor_mask.shape == ancestor_mask.shape
+    assert best_candidates(children.flatten(1), valueless(bs, topk * topk), None, 3).tokens.shape == (bs, 3)
     logits = valueless(bs, vocab, dtype=torch.float32)
     assert gumbel(lens, lens, vocab).shape == (bs, vocab)
     assert draw_tokens(logits, lens, lens, logits[:, 0])[0].shape == (bs,)
