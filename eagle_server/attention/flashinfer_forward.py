@@ -196,11 +196,18 @@ class BoundFlashInfer:
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
         """See `BoundAttention.run`."""
-        backend = self.plan.backend
+        self.pool.write(layer.index, self.out_cache_loc, k, v)
+        return self.attend(q, layer)
+
+    @property
+    def pool(self) -> Pool:
+        return self.plan.backend.pool
+
+    def attend(self, q: Tensor, layer: LayerSpec) -> Tensor:
+        """`run` for a layer that has written its keys and values to `pool` at `out_cache_loc`."""
+        backend, pool = self.plan.backend, self.pool
         if backend.scratch.owner is not self.plan.token:
             raise RuntimeError("another forward of this backend was bound meanwhile; bind it after this one has run")
-        pool = backend.pool
-        pool.write(layer.index, self.out_cache_loc, k, v)
         keys, values = pool.keys[layer.index], pool.values[layer.index]
         try:
             spec = backend.specs.index((layer.scale, layer.sliding_window))

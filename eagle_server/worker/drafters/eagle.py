@@ -191,7 +191,7 @@ class EagleDrafter:
             self._clear(slots)
         rows = slots.unflatten(1, (-1, self.topk)).transpose(0, 1).flatten(1)  # [steps, bs * topk]
         steps = torch.arange(len(plans), device=seq_lens.device)[:, None, None]
-        positions = (seq_lens[:, None] + steps).expand(-1, -1, self.topk).flatten(1)  # [steps, bs * topk]
+        positions = (seq_lens[:, None] + steps).expand(-1, -1, self.topk).flatten(1).contiguous()  # [steps, bs * topk]
         attention: AttentionBatch | None = None
         chosen: Tensor | None = None
         for step, (plan, layout) in enumerate(zip(plans, layouts, strict=True)):

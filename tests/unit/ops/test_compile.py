@@ -41,6 +41,7 @@ class Kernel:
 BLOCK_TYPES = "bf16* bf16* bf16* i64* u8* bf16* fp32* bf16*" + 17 * " i32" + " fp32"
 BLOCK_CONSTANTS = {"MERGES": True, "VALUES_ARE_KEYS": False, "PAIRS": 32, "COLUMNS": 32, "FRONT": 128, "REST": 0}
 MLA = {"VALUES_ARE_KEYS": True, "FRONT": 512, "REST": 64}
+ROTATED = "bf16* i64* fp32* bf16* bf16* i64*"  # qkv, positions, table, keys, values, slots
 NOISE = "i64* i64* fp32*"  # keys, positions, temperature
 KERNELS = [
     Kernel(
@@ -89,6 +90,8 @@ KERNELS = [
     ),
     Kernel("topk", "_block_kernel", f"bf16* {NOISE} i64* fp32* i32* fp32* i32 i32 i32 i32 i32", {"BLOCK": 2048}, "ids"),
     Kernel("topk", "_merge_kernel", "fp32* i32* fp32* fp32* i64* i32 i32 i32", {"PIECES": 64, "CANDIDATES": 1024}),
+    Kernel("rope_kv", "_rotation_kernel", f"{ROTATED} None None {10 * 'i32 '}fp32", {"HALF": 64}),
+    Kernel("rope_kv", "_rotation_kernel", f"{ROTATED} bf16* bf16* {10 * 'i32 '}fp32", {"HALF": 64}, "norms"),
     Kernel("tree_attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS, "heads"),
     Kernel("tree_attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS | MLA, "latent"),
 ]
