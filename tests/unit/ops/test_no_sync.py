@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eagle_server.ops.accept import walk_tree
 from eagle_server.ops.candidates import best_candidates, best_children
+from eagle_server.ops.correction import correct_guesses
 from eagle_server.ops.draw import draw_tokens
 from eagle_server.ops.gumbel import gumbel
 from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices, window_slots
@@ -45,6 +46,8 @@ def test_no_twin_reads_a_value() -> None:
     best = best_children(children, valueless(bs, topk, topk), ancestor_mask, 1)
     assert best.ancestor_mask.shape == ancestor_mask.shape
     assert best_candidates(children.flatten(1), valueless(bs, topk * topk), None, 3).tokens.shape == (bs, 3)
+    ratios, guesses = valueless(2, steps, 5, dtype=torch.float32), children.flatten(1)
+    assert correct_guesses(guesses, ratios, ratios[0, 0, 1:], lens, 1, 0.0).shape == guesses.shape
     logits = valueless(bs, vocab, dtype=torch.float32)
     assert gumbel(lens, lens, vocab).shape == (bs, vocab)
     assert draw_tokens(logits, lens, lens, logits[:, 0])[0].shape == (bs,)
