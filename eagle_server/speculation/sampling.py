@@ -84,9 +84,8 @@ def draw(
     Returns:
         tokens int64 [bs, rows] and scores float32 [bs, rows].
     """
-    logits, rows = _truncated(transformed(logits, positions, sampling, paths), sampling), positions.shape[1]
-    keys, temperature = (x.repeat_interleave(rows) for x in (sampling.all_keys, sampling.all_temperature))
-    tokens, scores = draw_tokens(logits.flatten(0, 1), keys, positions.flatten(), temperature)
+    logits = _truncated(transformed(logits, positions, sampling, paths), sampling).flatten(0, 1)
+    tokens, scores = draw_tokens(logits, sampling.all_keys, positions.flatten(), sampling.all_temperature)
     return tokens.view_as(positions), scores.view_as(positions)
 
 

@@ -79,11 +79,12 @@ KERNELS = [
     Kernel(
         "accept",
         "_walk_kernel",
-        "i64* i64* i64* u8* i64* u8* i64* i64* i64* u8* i32 i32",
+        "i64* i64* i64* u8* i64* fp32* i64* i64* i64* i64* u8* i32 i32",
         {"NODES": 256, "COLUMNS": 32, "WIDTH": 16},
     ),
     Kernel("correction", "_correction_kernel", f"fp32* fp32* fp32* i64* fp32* {6 * 'i32 '}fp32", {"BLOCK": 64}),
-    Kernel("draw", "_draw_kernel", "fp32* i64* i64* fp32* fp32* i32* i32 i32", {"BLOCK": 2048}),
+    Kernel("accepted", "_store_kernel", f"bf16* i64* i64* i64* bf16* i64* bf16*{7 * ' i32'}", {"BLOCK": 1024}),
+    Kernel("draw", "_draw_kernel", "fp32* i64* i64* fp32* fp32* i32* i32 i32 i32", {"BLOCK": 2048}),
     Kernel("draw", "_merge_kernel", "fp32* i32* i64* fp32* i32", {"PIECES": 64}),
     Kernel("topk", "_block_kernel", "bf16* None None None None fp32* i32* fp32* i32 i32 i32 i32 i32", {"BLOCK": 2048}),
     Kernel(
