@@ -94,6 +94,7 @@ KERNELS = [
     Kernel("topk", "_merge_kernel", "fp32* i32* fp32* fp32* i64* i32 i32 i32", {"PIECES": 64, "CANDIDATES": 1024}),
     Kernel("rope_kv", "_rotation_kernel", f"{ROTATED} None None {10 * 'i32 '}fp32", {"HALF": 64}),
     Kernel("rope_kv", "_rotation_kernel", f"{ROTATED} bf16* bf16* {10 * 'i32 '}fp32", {"HALF": 64}, "norms"),
+    Kernel("truncate", "_truncate_kernel", "fp32* fp32* fp32* fp32* i32 i32 i32", {"BLOCK": 4096}),
     Kernel("tree_attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS, "heads"),
     Kernel("tree_attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS | MLA, "latent"),
 ]

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 LAYERS = 4
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LaunchCounter:
+def counted(monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], **settings: Any) -> LaunchCounter:
     """The counts of the second cycle that decodes: the first one captures the graphs."""
     monkeypatch.setattr(assemble, "warm_up", lambda *_: None)
     counter = LaunchCounter()
@@ -66,7 +66,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LaunchCounter:
         poison=False,
         **settings,
     )
-    engine.add(request(0, range(1, 9), temperature=0.7, ignore_eos=True, max_tokens=60))
+    engine.add(request(0, range(1, 9), temperature=0.7, ignore_eos=True, max_tokens=60, **sampling))
     with counter:
         for _ in range(3):
             counter.clear()
@@ -75,6 +75,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LaunchCounter:
     return counter
 
 
+TRUNCATED = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
 MASK = {
     "propose": (136, 20),
     "build_tree": (3, 0),
@@ -92,6 +93,7 @@ CASCADE = MASK | {
     "estimates": (2, 0),
     "verify": (20, 4),
     "layer": (10, 0),
+    "accept": (5, 0),
     "emit": (5, 0),
     "extend": (42, 4),
 }
@@ -99,13 +101,16 @@ CASCADE = MASK | {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "golden"),
-    [({}, MASK), ({"verify_attention": "cascade", "estimating": True}, CASCADE)],
+    ("sampling", "settings", "golden"),
+    [({}, {}, MASK), (TRUNCATED, {"verify_attention": "cascade", "estimating": True}, CASCADE)],
     ids=["mask", "cascade"],
 )
 def test_a_cycle_launches_as_many_kernels(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], golden: dict[str, tuple[int, int]]
+    monkeypatch: pytest.MonkeyPatch,
+    sampling: dict[str, Any],
+    settings: dict[str, Any],
+    golden: dict[str, tuple[int, int]],
 ) -> None:
     """Kernels and uploads by stage. `layer` is one layer of `verify`, which has the rest."""
-    counter = counted(monkeypatch, **settings)
+    counter = counted(monkeypatch, sampling, **settings)
     assert counter.numbers("layer", LAYERS) == golden
