@@ -95,7 +95,8 @@ class LaunchCounter(TorchDispatchMode):
         if parts is not NotImplemented:
             return parts
         result = func(*args, **kwargs)
-        if func not in ALLOCATIONS_AND_VIEWS and not _is_view(func) and any(t.numel() for t in tensors_of(result)):
+        written = [args[0][0]] if result is None else tensors_of(result)  # None: of a list of tensors
+        if func not in ALLOCATIONS_AND_VIEWS and not _is_view(func) and any(t.numel() for t in written):
             self.launch(func.name().removeprefix("aten::"))
         return result
 
@@ -187,7 +188,7 @@ def _count_copies(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter) -> No
     def packed(self: host.HostCopy, *tensors: Tensor) -> None:
         begin(self, *tensors)
         if tensors:
-            torch.cat([host._as_words(tensor) for tensor in tensors])
+            host._packed(tensors)
 
     monkeypatch.setattr(upload_module, "torch", Torch("torch"))
     monkeypatch.setattr(host.HostCopy, "__init__", packed)

@@ -77,25 +77,24 @@ def counted(monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], **setting
 
 TRUNCATED = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
 MASK = {
-    "propose": (136, 20),
+    "propose": (129, 20),
     "build_tree": (3, 0),
-    "verify": (21, 4),
+    "verify": (16, 4),
     "layer": (9, 0),
     "accept": (4, 0),
     "keep": (1, 0),
     "record": (1, 0),
-    "emit": (2, 0),
+    "emit": (1, 0),
     "after": (5, 0),
-    "extend": (41, 4),
+    "extend": (36, 4),
 }
 CASCADE = MASK | {
-    "propose": (143, 20),
+    "propose": (135, 20),
     "estimates": (2, 0),
-    "verify": (20, 4),
+    "verify": (15, 4),
     "layer": (10, 0),
     "accept": (5, 0),
-    "emit": (5, 0),
-    "extend": (42, 4),
+    "emit": (2, 0),
 }
 
 
