@@ -31,7 +31,7 @@ from eagle_server.attention.interface import (
     TreeMask,
     VerifyInput,
 )
-from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices
+from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices, window_slots
 from eagle_server.ops.upload import upload
 
 # Arguments of FlashInfer's plan and run, computed on the device.
@@ -78,10 +78,9 @@ def kv_arguments(
         out: int32 buffer of at least that size. The index kernel fills it from the front. The whole buffer is returned:
             its shape depends on no length, so a CUDA graph can capture the call.
     """
-    kv_indptr = indptr_of(kv_lens)
     if out is not None:
-        build_kv_indices(req_to_token, req_pool_indices, kv_lens, kv_indptr, out)
-        return kv_indptr, out
+        return build_kv_indices(req_to_token, req_pool_indices, kv_lens, out), out
+    kv_indptr = indptr_of(kv_lens)
     if len(kv_lens) == 1 and kv_lens_sum is not None:
         return kv_indptr, req_to_token[req_pool_indices, :kv_lens_sum][0]
     starts = req_pool_indices * req_to_token.shape[1] - kv_indptr[:-1]  # in the flat table, less what stands before
@@ -174,13 +173,26 @@ def draft_decode_layout(seq_lens: Sequence[int], step: int, topk: int) -> Layout
     return Layout((topk,) * len(lens), lens, mask_width=window, num_visible=step + 1)
 
 
-def draft_step_batch(
-    draft: SpecInput, step: int, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor, layout: Layout
+def draft_step_batch(  # noqa: PLR0913, PLR0917
+    draft: SpecInput,
+    out_cache_loc: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    req_to_token: Tensor,
+    layout: Layout,
+    before: AttentionBatch | None = None,
 ) -> AttentionBatch:
-    """Draft step `step` of an EagleDraftInput: topk rows. They write the window slots from step * topk on."""
+    """A draft step of an EagleDraftInput: topk rows that write the window slots out_cache_loc int64 [bs * topk].
+
+    `before`: the previous step's batch. With the same layout it has listed the slots already.
+    """
     assert layout.mask_width is not None
-    kv_lens, first = seq_lens + layout.mask_width, seq_lens + step * layout.q_lens[0]
-    return _speculative(draft, req_pool_indices, seq_lens, kv_lens, first, req_to_token, layout)
+    mask = draft.tree_mask
+    assert mask is not None
+    if before is not None and before.layout is layout:
+        return replace(before, spec_info=draft, mask=mask, out_cache_loc=out_cache_loc, keeps_slots=True)
+    kv_lens = seq_lens + layout.mask_width
+    return AttentionBatch(req_pool_indices, kv_lens, req_to_token, out_cache_loc, mask, layout, draft, seq_lens)
 
 
 def static_level_layout(seq_lens: Sequence[int], rows: int, window: int) -> Layout:
@@ -217,10 +229,7 @@ def verify_batch(
 
 def cache_locations(req_pool_indices: Tensor, first: Tensor, count: int, req_to_token: Tensor) -> Tensor:
     """Slots int64 [bs * count] of `count` positions per request, starting at first, int64 [bs]."""
-    places = first[:, None] + torch.arange(count, device=first.device)
-    return (
-        req_to_token[req_pool_indices[:, None], places].view(-1).long()
-    )  # only these columns: a whole row may be 0.5 MB
+    return window_slots(req_to_token, req_pool_indices, first, count).view(-1)
 
 
 def _speculative(  # noqa: PLR0913, PLR0917

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.flashinfer_modules import LONG_ROWS
-from eagle_server.attention.flashinfer_scratch import AttentionLimits, Mode, Scratch, TreeBlock, tree_block
+from eagle_server.attention.flashinfer_scratch import AttentionLimits, Mode, Scratch, TreeBlock, window_of
 from eagle_server.attention.flashinfer_wrappers import Fence, Lengths
 from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, Layout, TreeMask
 from eagle_server.attention.workspace import Workspace
@@ -152,6 +152,7 @@ class FlashInferPlan:
         self.graph_key = graph_key
         self._static, self._plan = shared, shared.plans if shared else 0
         self._bound = False
+        self._window: Tensor | None = None  # slots of a cascade's window, int64 [bs, W]
         self.token = object()  # identifies this plan; a reference to the plan itself would keep its wrappers in use
 
     def bind(self, batch: AttentionBatch) -> BoundFlashInfer:
@@ -163,19 +164,24 @@ class FlashInferPlan:
             )
         self._bound = True
         backend = self.backend
+        if batch.keeps_slots and backend.scratch.owner is not self.token:
+            raise RuntimeError("another forward was bound meanwhile, so the slots are no longer in place")
         backend.scratch.owner = self.token
         expected = Causal if self.layout.mask_width is None else TreeMask
         if not isinstance(batch.mask, expected):
             raise TypeError(f"planned for {expected.__name__}, got {type(batch.mask).__name__}")
-        for mode in dict.fromkeys(self.modes):
-            backend.scratch.write_slots(mode, batch)
+        if not batch.keeps_slots:
+            self._window = None
+            for mode in dict.fromkeys(self.modes):
+                backend.scratch.write_slots(mode, batch)
         tree = None
         if isinstance(batch.mask, TreeMask):
             slidings = [s for (_, s), mode in zip(backend.specs, self.modes, strict=True) if mode == "mask"]
             for sliding in dict.fromkeys(slidings):
                 backend.scratch.write_mask(batch, batch.mask, sliding)
             if "cascade" in self.modes:
-                tree = tree_block(batch, batch.mask)
+                self._window = window_of(batch, batch.mask) if self._window is None else self._window
+                tree = TreeBlock(self._window, batch.mask.visible)
         return BoundFlashInfer(self, batch.out_cache_loc, tree)
 
 
@@ -189,11 +195,18 @@ class BoundFlashInfer:
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
         """See `BoundAttention.run`."""
-        backend = self.plan.backend
+        self.pool.write(layer.index, self.out_cache_loc, k, v)
+        return self.attend(q, layer)
+
+    @property
+    def pool(self) -> Pool:
+        return self.plan.backend.pool
+
+    def attend(self, q: Tensor, layer: LayerSpec) -> Tensor:
+        """`run` for a layer that has written its keys and values to `pool` at `out_cache_loc`."""
+        backend, pool = self.plan.backend, self.pool
         if backend.scratch.owner is not self.plan.token:
             raise RuntimeError("another forward of this backend was bound meanwhile; bind it after this one has run")
-        pool = backend.pool
-        pool.write(layer.index, self.out_cache_loc, k, v)
         keys, values = pool.keys[layer.index], pool.values[layer.index]
         try:
             spec = backend.specs.index((layer.scale, layer.sliding_window))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eagle_server.attention.batches import attn_args_decode, attn_args_prefill, kv_arguments
 from eagle_server.attention.interface import AttentionBatch, TreeMask
+from eagle_server.ops.indices import window_slots
 from eagle_server.ops.mask import pack_tree_mask
 
 # How a forward is computed.
@@ -102,10 +103,10 @@ class Scratch:
         pack_tree_mask(mask.visible, batch.kv_lens, out.bits, out.indptr, sliding=sliding, **depths)
 
 
-def tree_block(batch: AttentionBatch, mask: TreeMask) -> TreeBlock:
+def window_of(batch: AttentionBatch, mask: TreeMask) -> Tensor:
+    """The slots of the tree mask's columns, int64 [bs, W]."""
     width = mask.visible.shape[2]
-    places = batch.kv_lens[:, None] + torch.arange(-width, 0, device=batch.kv_lens.device)
-    return TreeBlock(batch.req_to_token[batch.req_pool_indices[:, None], places], mask.visible)
+    return window_slots(batch.req_to_token, batch.req_pool_indices, batch.kv_lens, width, offset=-width)
 
 
 def int_buffer(size: int, device: torch.device) -> Tensor:

@@ -135,6 +135,8 @@ class AttentionBatch:
         None  # int64 [bs], argument of spec_info's methods, which say what it counts; None: kv_lens
     )
 
+    keeps_slots: bool = False  # reads the same slots as the batch that its plan was last bound to
+
     @property
     def spec_lens(self) -> Tensor:
         """The paged_kernel_lens argument of spec_info's methods, int64 [bs]."""

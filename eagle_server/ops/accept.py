@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import byref
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,32 +15,39 @@ from eagle_server.ops.triton_support import jit, on_gpu, power_of_two, tl
 _COLUMNS = 32  # columns of the D x D mask that are read at a time
 
 
+class Walk(NamedTuple):
+    """The path that is walked in each tree."""
+
+    path: Tensor  # int64 [bs, spec_steps + 1], node numbers, -1 after the end of the path
+    accept_length: Tensor  # int64 [bs], the number of nodes on the path without the root
+    tokens: Tensor  # int64 [bs, spec_steps + 1], what was drawn at the nodes of the path, -1 after its end
+    drafted: Tensor  # int64 [bs], the number of nodes without root and padding
+    finite: Tensor  # bool [bs], whether all scores on the path are finite
+
+
 def walk_tree(
     draft_token: Tensor,
     parents: Tensor,
     depths: Tensor,
     mask: Tensor,
     drawn: Tensor,
-    finite_rows: Tensor,
+    scores: Tensor,
     spec_steps: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Walk:
     """The longest path from the root on which every node's token equals its parent's draw. Ties go to the first node.
 
     Args:
         draft_token, parents, depths: int64 [bs, D].
         mask: bool [bs, D, D], True at a node's ancestors and at the node itself.
         drawn: int64 [bs, D], the token that the target drew after each node.
-        finite_rows: bool [bs, D], whether the score of that token was finite.
+        scores: float32 [bs, D], the scores of these tokens.
 
     Returns:
-        path int64 [bs, spec_steps + 1]: node numbers, -1 after the end of the path.
-        accept_length int64 [bs]: the number of nodes on the path without the root.
-        tokens int64 [bs, spec_steps + 1]: what was drawn at the nodes of the path, -1 after its end.
-        finite bool [bs]: whether all scores on the path are finite. Rejected nodes do not count: a request must not
-        fail where plain decoding would succeed.
+        See `Walk`. Rejected nodes do not count for `finite`: a request must not fail where plain decoding would
+        succeed.
     """
     walk = _launch_walk if on_gpu(drawn) else _walk_native if available(drawn.device, torch.float32) else _walk_torch
-    return walk(draft_token, parents, depths, mask, drawn, finite_rows, spec_steps)
+    return walk(draft_token, parents, depths, mask, drawn, scores, spec_steps)
 
 
 def _walk_native(
@@ -48,16 +56,17 @@ def _walk_native(
     depths: Tensor,
     mask: Tensor,
     drawn: Tensor,
-    finite_rows: Tensor,
+    scores: Tensor,
     spec_steps: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given = [each.contiguous() for each in (draft_token, parents, depths, mask, drawn, finite_rows)]
+) -> Walk:
+    rows = (draft_token, parents, depths, mask, drawn, scores.isfinite())
+    given = [each.contiguous() for each in rows]
     bs, size = drawn.shape
     path, tokens = depths.new_empty(bs, spec_steps + 1), depths.new_empty(bs, spec_steps + 1)
-    accept_length, finite = depths.new_empty(bs), finite_rows.new_empty(bs)
+    accept_length, finite = depths.new_empty(bs), mask.new_empty(bs)
     trees = TreeStruct(*map(pointer, given), size, spec_steps)
     functions().eagle_walk_trees(byref(trees), bs, *map(pointer, (path, accept_length, tokens, finite)))
-    return path, accept_length, tokens, finite
+    return Walk(path, accept_length, tokens, _drafted(draft_token), finite)
 
 
 def _walk_torch(
@@ -66,9 +75,9 @@ def _walk_torch(
     depths: Tensor,
     mask: Tensor,
     drawn: Tensor,
-    finite_rows: Tensor,
+    scores: Tensor,
     spec_steps: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Walk:
     # A node is reached if it and all its ancestors equal their parents' draws.
     agrees = draft_token[:, 1:] == drawn.gather(1, parents[:, 1:])  # [bs, D - 1]
     broken = (mask[:, :, 1:] & ~agrees[:, None, :]).any(dim=2)  # [bs, D]
@@ -76,7 +85,12 @@ def _walk_torch(
     accept_length, last = reached_depth.max(dim=1)
     path, on_path = path_to(last, depths, mask, spec_steps)
     tokens = torch.where(path < 0, -1, drawn.gather(1, path.clamp(min=0)))
-    return path, accept_length, tokens, (finite_rows | ~on_path).all(dim=1)
+    finite = (scores.isfinite() | ~on_path).all(dim=1)
+    return Walk(path, accept_length, tokens, _drafted(draft_token), finite)
+
+
+def _drafted(draft_token: Tensor) -> Tensor:
+    return (draft_token >= 0).sum(1) - 1
 
 
 def path_to(last: Tensor, depths: Tensor, mask: Tensor, spec_steps: int) -> tuple[Tensor, Tensor]:
@@ -99,12 +113,14 @@ def _launch_walk(
     depths: Tensor,
     mask: Tensor,
     drawn: Tensor,
-    finite_rows: Tensor,
+    scores: Tensor,
     spec_steps: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Walk:
     bs, size = parents.shape
-    path, accept_length, tokens = _results(draft_token, spec_steps)
+    path = torch.empty(bs, spec_steps + 1, dtype=torch.int64, device=drawn.device)
+    lengths = torch.empty(2, bs, dtype=torch.int64, device=drawn.device)
     finite = torch.empty(bs, dtype=torch.bool, device=drawn.device)
+    found = Walk(path, lengths[0], torch.empty_like(path), lengths[1], finite)
     nodes = power_of_two(size)
     _walk_kernel[bs,](
         draft_token.contiguous(),
@@ -112,10 +128,8 @@ def _launch_walk(
         depths.contiguous(),
         mask.contiguous().view(torch.uint8),
         drawn.contiguous(),
-        finite_rows.contiguous().view(torch.uint8),
-        path,
-        accept_length,
-        tokens,
+        scores.contiguous(),
+        *found[:4],
         finite.view(torch.uint8),
         size,
         spec_steps + 1,
@@ -123,13 +137,7 @@ def _launch_walk(
         COLUMNS=min(_COLUMNS, nodes),
         WIDTH=power_of_two(spec_steps + 1),
     )
-    return path, accept_length, tokens, finite
-
-
-def _results(draft_token: Tensor, spec_steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Buffers for path, accept_length and tokens."""
-    path = torch.empty(len(draft_token), spec_steps + 1, dtype=torch.int64, device=draft_token.device)
-    return path, torch.empty_like(path[:, 0]), torch.empty_like(path)
+    return found
 
 
 @jit
@@ -139,10 +147,11 @@ def _walk_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     depths,
     mask,
     drawn,
-    finite_rows,
+    scores,
     path,
     accept_length,
     tokens,
+    drafted,
     finite,
     size,
     width,
@@ -156,14 +165,16 @@ def _walk_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     exists = node < size
     window = mask + here.to(tl.int64) * size
     broken = tl.zeros([NODES], tl.int32)
+    count = 0
     for first in range(0, size, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        drafted = (column > 0) & (column < size)
-        token = tl.load(draft_token + here + column, mask=drafted, other=0)
-        parent = tl.load(parents + here + column, mask=drafted, other=0)
-        refused = drafted & (token != tl.load(drawn + here + parent, mask=drafted, other=0))
+        below = (column > 0) & (column < size)
+        token = tl.load(draft_token + here + column, mask=below, other=-1)
+        count += tl.sum((token >= 0).to(tl.int32), 0)
+        parent = tl.load(parents + here + column, mask=below, other=0)
+        refused = below & (token != tl.load(drawn + here + parent, mask=below, other=0))
         cell = node[:, None] * size + column[None, :]
-        above = tl.load(window + cell, mask=exists[:, None] & drafted[None, :], other=0) != 0
+        above = tl.load(window + cell, mask=exists[:, None] & below[None, :], other=0) != 0
         broken = broken | tl.max((above & refused[None, :]).to(tl.int32), 1)
     depth = tl.load(depths + here + node, mask=exists, other=-1).to(tl.int32)
     reached_depth = tl.where(broken != 0, -1, depth)
@@ -177,5 +188,6 @@ def _walk_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     tl.store(path + request * width + column, walked.to(tl.int64), mask=column < width)
     tl.store(tokens + request * width + column, emitted, mask=column < width)
     tl.store(accept_length + request, deepest.to(tl.int64))
-    good = tl.load(finite_rows + here + node, mask=exists & on_path, other=1)
-    tl.store(finite + request, tl.min(good.to(tl.int32), 0).to(tl.uint8))
+    tl.store(drafted + request, tl.full([], 0, tl.int64) + count)
+    score = tl.load(scores + here + node, mask=exists & on_path, other=0.0)
+    tl.store(finite + request, tl.min((tl.abs(score) < float("inf")).to(tl.int32), 0).to(tl.uint8))

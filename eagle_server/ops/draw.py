@@ -18,8 +18,9 @@ def draw_tokens(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Te
 
     Args:
         logits: float32 [n, V].
-        keys, positions: int64 [n]; the noise depends on them (see `gumbel`). Unused at temperature 0.
-        temperature: float32 [n].
+        keys: int64 [requests]. Requests have equally many rows, which follow each other.
+        positions: int64 [n]. The noise depends on key and position (see `gumbel`). Both are unused at temperature 0.
+        temperature: float32 [requests].
 
     Returns:
         tokens int64 [n]: ties go to the lower id. scores float32 [n]: the maximum. It is not finite if the row holds
@@ -27,6 +28,9 @@ def draw_tokens(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Te
     """
     if on_gpu(logits):
         return _launch_draw(logits, keys, positions, temperature)
+    rows = len(logits) // max(1, len(keys))
+    if rows != 1:
+        keys, temperature = keys.repeat_interleave(rows), temperature.repeat_interleave(rows)
     if available(logits.device, logits.dtype):
         return NativeScoring(logits, logits.shape[1], keys, positions, temperature).draw()
     return _draw_torch(logits, keys, positions, temperature)
@@ -37,7 +41,7 @@ def perturb(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor
 
     Args:
         logits: float32 or bfloat16 [n, V].
-        keys, positions, temperature: see `draw_tokens`.
+        keys, positions, temperature: int64, int64 and float32 [n], see `draw_tokens`.
         ids: int64 [V], the tokens whose noise the columns get (None: 0, 1, ...).
     """
     drawn, logits = temperature > 0, logits.float()
@@ -73,6 +77,7 @@ def _launch_draw(logits: Tensor, keys: Tensor, positions: Tensor, temperature: T
         ids,
         vocab_size,
         logits.stride(0),
+        n // max(1, len(keys)),
         BLOCK=_BLOCK,
     )
     _merge_kernel[n,](best, ids, tokens, scores, pieces, PIECES=power_of_two(pieces))
@@ -81,7 +86,7 @@ def _launch_draw(logits: Tensor, keys: Tensor, positions: Tensor, temperature: T
 
 @jit
 def _draw_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
-    logits, keys, positions, temperature, best, ids, vocab_size, stride, BLOCK: tl.constexpr
+    logits, keys, positions, temperature, best, ids, vocab_size, stride, rows, BLOCK: tl.constexpr
 ):
     """The maximum of one block of one row and its lowest id; NaN if the block holds one."""
     row = tl.program_id(0).to(tl.int64)
@@ -89,7 +94,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     token = piece * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
     value = tl.load(logits + row * stride + token, mask=inside, other=float("-inf"))
-    score, index = first_max(perturb_at(value, row, keys, positions, temperature, token), token)
+    score, index = first_max(perturb_at(value, row // rows, row, 0, keys, positions, temperature, token), token)
     place = row * tl.num_programs(1) + piece
     tl.store(best + place, score)
     tl.store(ids + place, index)
@@ -106,11 +111,14 @@ def _merge_kernel(best, ids, tokens, scores, pieces, PIECES: tl.constexpr):  # t
 
 
 @jit
-def perturb_at(value, row, keys, positions, temperature, token):  # type: ignore[no-untyped-def]
-    """The scores of a block of one row; `value` holds its logits, `token` the tokens whose noise they get."""
-    t = tl.load(temperature + row)
+def perturb_at(value, request, row, ahead, keys, positions, temperature, token):  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+    """The scores of a block of one row; `value` holds its logits, `token` the tokens whose noise they get.
+
+    The noise is that of keys[request] at positions[row] + ahead.
+    """
+    t = tl.load(temperature + request)
     if t > 0:
-        state = row_state(tl.load(keys + row), tl.load(positions + row))
+        state = row_state(tl.load(keys + request), tl.load(positions + row) + ahead)
         value = tl.div_rn(value, t) + gumbel_at(state, token)
     return value
 

@@ -1,4 +1,4 @@
-"""kv_indices from the page table. Lengths stay on the device, so CUDA graphs can replay these operations.
+"""KV slots from the page table. Lengths stay on the device, so CUDA graphs can replay these operations.
 
 The torch twins compute the slot of each place in `out`. The kernels copy the slots of each request.
 """
@@ -14,22 +14,37 @@ _BLOCK = 512
 _SPLITS = 8  # programs per request
 
 
-def build_kv_indices(
-    req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_indptr: Tensor, out: Tensor
-) -> None:
+def build_kv_indices(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, out: Tensor) -> Tensor:
     """out[kv_indptr[b] : kv_indptr[b + 1]] = req_to_token[req_pool_indices[b], : kv_lens[b]]
 
     Args:
         req_to_token: int32 [number of rows, width], slots by position.
         req_pool_indices: int64 [bs], rows of req_to_token.
         kv_lens: int32 or int64 [bs].
-        kv_indptr: int32 [bs + 1], the prefix sums of kv_lens.
         out: int32 [capacity], capacity at least the sum of kv_lens. The rest is not written.
+
+    Returns:
+        kv_indptr int32 [bs + 1], the prefix sums of kv_lens.
     """
     if on_gpu(out):
-        _launch_kv_indices(req_to_token, req_pool_indices, kv_lens, kv_indptr, out)
-    else:
-        _kv_indices_torch(req_to_token, req_pool_indices, kv_indptr, out)
+        return _launch_kv_indices(req_to_token, req_pool_indices, kv_lens, out)
+    return _kv_indices_torch(req_to_token, req_pool_indices, kv_lens, out)
+
+
+def window_slots(
+    req_to_token: Tensor, req_pool_indices: Tensor, first: Tensor, count: int, *, offset: int = 0
+) -> Tensor:
+    """The slots of `count` positions per request from first + offset on, int64 [bs, count].
+
+    Args:
+        req_to_token: int32 [number of rows, width].
+        req_pool_indices, first: int64 [bs].
+    """
+    if on_gpu(first) and count:
+        return _launch_window_slots(req_to_token, req_pool_indices, first, count, offset)
+    places = first[:, None] + torch.arange(offset, offset + count, device=first.device)
+    # only these columns: a whole row may be 0.5 MB
+    return req_to_token[req_pool_indices[:, None], places].long()
 
 
 def build_draft_decode_kv_indices(
@@ -63,12 +78,15 @@ def build_draft_decode_kv_indices(
     return kv_indptr
 
 
-def _kv_indices_torch(req_to_token: Tensor, req_pool_indices: Tensor, kv_indptr: Tensor, out: Tensor) -> None:
+def _kv_indices_torch(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, out: Tensor) -> Tensor:
+    kv_indptr = torch.zeros(len(kv_lens) + 1, dtype=torch.int32, device=out.device)
+    torch.cumsum(kv_lens, 0, dtype=torch.int32, out=kv_indptr[1:])
     place = torch.arange(len(out), dtype=torch.int32, device=out.device)
     request, column = _owner(kv_indptr, place)
     column = column.clamp(0, req_to_token.shape[1] - 1)
     slots = req_to_token[req_pool_indices.index_select(0, request), column]
     out.copy_(torch.where(place < kv_indptr[-1], slots, out))
+    return kv_indptr
 
 
 def _draft_decode_kv_indices_torch(
@@ -98,14 +116,32 @@ def _owner(indptr: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
     return segment, place - indptr.index_select(0, segment)
 
 
-def _launch_kv_indices(
-    req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, kv_indptr: Tensor, out: Tensor
-) -> None:
-    splits = min(_SPLITS, blocks(req_to_token.shape[1], _BLOCK))
-    grid = (len(req_pool_indices), splits)
-    _kv_indices_kernel[grid](
-        req_to_token, req_pool_indices, kv_lens, kv_indptr, out, req_to_token.stride(0), SPLITS=splits, BLOCK=_BLOCK
+def _launch_kv_indices(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, out: Tensor) -> Tensor:
+    bs, splits = len(req_pool_indices), min(_SPLITS, blocks(req_to_token.shape[1], _BLOCK))
+    kv_indptr = torch.empty(bs + 1, dtype=torch.int32, device=out.device)
+    _kv_indices_kernel[bs, splits](
+        req_to_token,
+        req_pool_indices,
+        kv_lens.contiguous(),
+        kv_indptr,
+        out,
+        req_to_token.stride(0),
+        REQUESTS=power_of_two(bs),
+        SPLITS=splits,
+        BLOCK=_BLOCK,
     )
+    return kv_indptr
+
+
+def _launch_window_slots(
+    req_to_token: Tensor, req_pool_indices: Tensor, first: Tensor, count: int, offset: int
+) -> Tensor:
+    bs, block = len(first), min(_BLOCK, power_of_two(count))
+    out = torch.empty(bs, count, dtype=torch.int64, device=first.device)
+    _window_kernel[bs, blocks(count, block)](
+        req_to_token, req_pool_indices, first.contiguous(), out, req_to_token.stride(0), count, offset, BLOCK=block
+    )
+    return out
 
 
 def _launch_draft_decode_kv_indices(
@@ -135,12 +171,40 @@ def _launch_draft_decode_kv_indices(
 
 
 @jit
-def _kv_indices_kernel(  # type: ignore[no-untyped-def]
-    table, req_pool_indices, kv_lens, kv_indptr, out, table_stride, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+def _kv_indices_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+    table,
+    req_pool_indices,
+    kv_lens,
+    kv_indptr,
+    out,
+    table_stride,
+    REQUESTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
+    """Each program adds up the lengths before its request. The first one of a request writes its end to kv_indptr."""
     request = tl.program_id(0)
+    others = tl.arange(0, REQUESTS)
+    start = tl.sum(tl.load(kv_lens + others, mask=others < request, other=0).to(tl.int32), 0)
+    length = tl.load(kv_lens + request).to(tl.int32)
+    if tl.program_id(1) == 0:
+        tl.store(kv_indptr + request + 1, start + length)
+        if request == 0:
+            tl.store(kv_indptr, 0)
     row = table + tl.load(req_pool_indices + request).to(tl.int64) * table_stride
-    _copy_slots(row, out + tl.load(kv_indptr + request), tl.load(kv_lens + request), SPLITS, BLOCK)
+    _copy_slots(row, out + start, length, SPLITS, BLOCK)
+
+
+@jit
+def _window_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+    table, req_pool_indices, first, out, table_stride, count, offset, BLOCK: tl.constexpr
+):
+    request = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = table + tl.load(req_pool_indices + request).to(tl.int64) * table_stride
+    place = row + tl.load(first + request) + offset
+    slot = tl.load(place + column, mask=column < count, other=0)
+    tl.store(out + request * count + column, slot.to(tl.int64), mask=column < count)
 
 
 @jit

@@ -36,21 +36,32 @@ def topk_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def coupled_topk_logprobs(
-    logits: Tensor, k: int, keys: Tensor, positions: Tensor, temperature: Tensor, ids: Tensor | None = None
+    logits: Tensor,
+    k: int,
+    keys: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    ids: Tensor | None = None,
+    *,
+    ahead: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The k best tokens of each row by `draw_tokens`' score: logits / T + Gumbel noise, or the logits at temperature 0.
 
     Args:
         logits: float32 or bfloat16 [n, V], V >= k.
-        keys, positions: int64 [n], those of the target's draw that the row drafts. Unused at temperature 0.
-        temperature: float32 [n].
+        keys, positions: int64 [requests]. The target's draw that a row drafts has its request's key, and its position
+            + `ahead`. Unused at temperature 0. Requests have equally many rows, which follow each other.
+        temperature: float32 [requests].
         ids: int64 [V], the target ids of the draft's tokens, which index the noise (None: the vocabularies are equal).
 
     Returns:
         As `topk_logprobs`, of the scores: logp float32 [n, k], tokens int64 [n, k] of the draft's vocabulary.
     """
     if on_gpu(logits) and k <= MAX_TOPK:
-        return _launch_topk(logits, k, keys.contiguous(), positions.contiguous(), temperature.contiguous(), ids)
+        own = (keys.contiguous(), positions.contiguous(), temperature.contiguous())
+        return _launch_topk(logits, k, *own, ids, ahead=ahead)
+    nodes = len(logits) // len(keys)
+    keys, positions, temperature = (x.repeat_interleave(nodes) for x in (keys, positions + ahead, temperature))
     if available(logits.device, logits.dtype):
         return NativeScoring(logits, logits.shape[1], keys, positions, temperature, ids).topk(k)
     return _topk_torch(perturb(logits, keys, positions, temperature, ids), k)
@@ -68,6 +79,8 @@ def _launch_topk(
     positions: Tensor | None = None,
     temperature: Tensor | None = None,
     ids: Tensor | None = None,
+    *,
+    ahead: int = 0,
 ) -> tuple[Tensor, Tensor]:
     n, vocab_size = logits.shape
     if logits.stride(1) != 1:
@@ -92,6 +105,8 @@ def _launch_topk(
         vocab_size,
         logits.stride(0),
         k,
+        1 if keys is None else n // len(keys),
+        ahead,
         BLOCK=block,
     )
     _merge_kernel[n,](
@@ -111,7 +126,20 @@ def _launch_topk(
 
 @jit
 def _block_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
-    logits, keys, positions, temperature, ids, values, candidates, mass, vocab_size, stride, k, BLOCK: tl.constexpr
+    logits,
+    keys,
+    positions,
+    temperature,
+    ids,
+    values,
+    candidates,
+    mass,
+    vocab_size,
+    stride,
+    k,
+    nodes,
+    ahead,
+    BLOCK: tl.constexpr,
 ):
     """Top-k and softmax mass of one block of one row. Entries beyond the vocabulary get token `vocab_size`.
 
@@ -124,7 +152,7 @@ def _block_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     raw = tl.load(logits + row * stride + token, mask=alive, other=float("-inf")).to(tl.float32)
     if temperature is not None:
         noisy = token if ids is None else tl.load(ids + token, mask=alive, other=0)
-        raw = perturb_at(raw, row, keys, positions, temperature, noisy)
+        raw = perturb_at(raw, row // nodes, row // nodes, ahead, keys, positions, temperature, noisy)
     ranked = tl.where(raw != raw, float("-inf"), raw)  # noqa: PLR0124  a NaN
     top = tl.max(ranked, 0)
     place = row * tl.num_programs(1) + piece

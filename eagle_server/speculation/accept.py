@@ -98,7 +98,5 @@ def accept(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatc
     if size == 1:
         root = torch.zeros_like(drawn)
         return Accepted(root, root[:, 0], drawn, root[:, 0], scores.isfinite()[:, 0], scores)
-    path, accept_length, tokens, finite = walk_tree(
-        tokens_of, tree.parents, tree.depths, tree.custom_mask, drawn, scores.isfinite(), tree.spec_steps
-    )
-    return Accepted(path, accept_length, tokens, (tokens_of >= 0).sum(1) - 1, finite, scores)
+    walk = walk_tree(tokens_of, tree.parents, tree.depths, tree.custom_mask, drawn, scores, tree.spec_steps)
+    return Accepted(*walk, scores)

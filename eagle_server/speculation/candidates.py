@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eagle_server.ops.candidates import best_candidates
 from eagle_server.speculation.tree import Candidates
 
 
@@ -44,17 +45,17 @@ class CandidatePool:
         A child never scores above its parent, and ties go to the lower index. So the set is closed under ancestors, and
         parents come before children.
         """
-        scores = torch.cat(self._scores, dim=1).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
-        order = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
-        selected = order.sort(dim=1).values
+        tokens, scores = torch.cat(self._tokens, dim=1), torch.cat(self._scores, dim=1)
+        guesses = torch.cat(self._guesses, dim=1) if self._guesses else None
+        best = best_candidates(scores, tokens, guesses, count)
         # Groups: one for the root, then one per frontier column of every expanded level.
         width = self.topk * (self.levels - 1) + 1
         return Candidates(
-            tokens=torch.cat(self._tokens, dim=1).gather(1, selected),
-            selected_index=selected,
+            tokens=best.tokens,
+            selected_index=best.selected,
             parent_list=torch.cat(self._parents, dim=1)[:, :width],
             topk=self.topk,
             spec_steps=self.levels,
-            scores=scores.gather(1, selected),
-            guesses=torch.cat(self._guesses, dim=1).gather(1, selected) if self._guesses else None,
+            scores=best.scores,
+            guesses=best.guesses,
         )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_server.attention.batches import draft_decode_arguments, even_indptr, indptr_of, kv_arguments
 from eagle_server.attention.interface import AttnArgs, TreeMask
+from eagle_server.ops.candidates import best_children
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,19 @@ class EagleDraftInput:
 
 
 @dataclass(frozen=True)
+class DraftWindow:
+    """The slots after the prefix that all draft steps write: step i writes the columns from i * topk on."""
+
+    levels: Tensor  # int64 [W], the step that writes each column
+    own: Tensor  # bool [topk, W], True where a node of step 0 sees its own slot
+
+    @classmethod
+    def of(cls, topk: int, width: int, device: torch.device) -> DraftWindow:
+        levels = torch.arange(width, device=device).div(topk, rounding_mode="floor")
+        return cls(levels, torch.eye(topk, width, dtype=torch.bool, device=device))
+
+
+@dataclass(frozen=True)
 class Frontier:
     """The topk nodes per request that one draft step feeds, and the window slots that each of them sees.
 
@@ -87,14 +100,13 @@ class Frontier:
     topk_index: Tensor  # int64 [bs, topk], target vocabulary
     topk_logp: Tensor  # float32 [bs, topk], log-probabilities of the paths
     hidden_states: Tensor  # [bs * topk, H], the draft's, at the parents
-    ancestor_mask: Tensor  # bool [bs, topk, (step + 1) * topk]
-    mask_width: int | None  # slots that all draft steps write, those of later steps masked; None: those written so far
+    ancestor_mask: Tensor  # bool [bs, topk, W], columns of later steps are False
+    window: DraftWindow
 
     @classmethod
-    def first(cls, topk_logp: Tensor, topk_index: Tensor, hidden_states: Tensor, window: int | None) -> Frontier:
+    def first(cls, topk_logp: Tensor, topk_index: Tensor, hidden_states: Tensor, window: DraftWindow) -> Frontier:
         """The frontier after draft-extend. The parent of every node is the root."""
-        bs, topk = topk_index.shape
-        own = torch.eye(topk, dtype=torch.bool, device=topk_index.device).expand(bs, -1, -1)
+        own = window.own.expand(len(topk_index), -1, -1)
         return cls(0, topk_index, topk_logp, hidden_states, own, window)
 
     def advance(self, child_tokens: Tensor, child_scores: Tensor, hidden_states: Tensor) -> tuple[Frontier, Tensor]:
@@ -103,26 +115,22 @@ class Frontier:
         child_tokens and child_scores [bs, topk, topk] are by parent and rank. hidden_states [bs * topk, H] are the
         parents'.
         """
-        bs, topk, _ = child_scores.shape
-        scores, chosen = child_scores.flatten(1).topk(topk, dim=1)
-        parent = torch.div(chosen, topk, rounding_mode="floor")  # [bs, topk], columns of this frontier
-        tokens = child_tokens.flatten(1).gather(1, chosen)
-        base = torch.arange(0, bs * topk, topk, device=parent.device)[:, None]
-        hidden = hidden_states.index_select(0, (parent + base).view(-1))
-        inherited = self.ancestor_mask.gather(1, parent[:, :, None].expand(-1, -1, self.ancestor_mask.shape[2]))
-        own = torch.eye(topk, dtype=torch.bool, device=parent.device).expand(bs, -1, -1)
-        ancestor_mask = torch.cat([inherited, own], dim=2)
-        return Frontier(self.step + 1, tokens, scores, hidden, ancestor_mask, self.mask_width), chosen
+        step = self.step + 1
+        best = best_children(child_scores, child_tokens, self.ancestor_mask, step)
+        hidden = hidden_states.index_select(0, best.rows)
+        return Frontier(step, best.tokens, best.scores, hidden, best.ancestor_mask, self.window), best.chosen
+
+    def cut(self, width: int) -> Frontier:
+        """The same frontier with a window of `width` slots, which has those that it sees."""
+        window = DraftWindow(self.window.levels[:width], self.window.own[:, :width])
+        return replace(self, ancestor_mask=self.ancestor_mask[:, :, :width], window=window)
 
     @cached_property
     def tree_mask(self) -> TreeMask:
-        """The ancestor_mask as a mask over the whole window. The columns of later steps are masked."""
-        bs, topk, reached = self.ancestor_mask.shape
-        width = reached if self.mask_width is None else self.mask_width
-        later = width - reached
-        levels = torch.arange(width // topk, device=self.ancestor_mask.device).repeat_interleave(topk)
+        bs, topk, _ = self.ancestor_mask.shape
+        levels = self.window.levels
         return TreeMask(
-            F.pad(self.ancestor_mask, (0, later)) if later else self.ancestor_mask,
-            row_depths=levels.new_full((bs, topk), self.step),
+            self.ancestor_mask,
+            row_depths=levels[self.step * topk : (self.step + 1) * topk].expand(bs, -1),
             column_depths=levels.expand(bs, -1),
         )

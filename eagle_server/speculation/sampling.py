@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.draw import draw_tokens
+from eagle_server.ops.truncate import NO_TOP_K, has_truncation_kernel, truncate_rows
 from eagle_server.ops.upload import upload
 from eagle_server.plan import TEMPERATURE_EDGES, RequestSampling
+from eagle_server.request import SamplingParams
 from eagle_server.speculation.transforms import Paths, PenalizerState, Rows, Transform, transforms_of
 
 _SORTED_ROWS = 64  # rows of logits sorted at a time on a GPU; sorting takes about 56 bytes per row and vocabulary entry
@@ -36,6 +38,7 @@ class SamplingBatch:
     floored: Tensor | None  # int64 [m], indices into `stochastic` of requests with min_p
     min_p: Tensor  # float32 [m]
     transforms: tuple[Transform, ...]
+    limits: Tensor | None = None  # float32 [3, bs], see `truncate_rows`; None: no request is truncated
     penalizer_state: PenalizerState = field(default_factory=PenalizerState)  # at the start of the cycle
 
     @cached_property
@@ -67,6 +70,7 @@ class SamplingBatch:
             floored=_indices(floored, device),
             min_p=upload([params[stochastic[n]].min_p for n in floored], device, torch.float32),
             transforms=transforms_of(settings, device, spec_steps),
+            limits=_limits(params, device) if truncated or floored else None,
         )
 
 
@@ -84,9 +88,8 @@ def draw(
     Returns:
         tokens int64 [bs, rows] and scores float32 [bs, rows].
     """
-    logits, rows = _truncated(transformed(logits, positions, sampling, paths), sampling), positions.shape[1]
-    keys, temperature = (x.repeat_interleave(rows) for x in (sampling.all_keys, sampling.all_temperature))
-    tokens, scores = draw_tokens(logits.flatten(0, 1), keys, positions.flatten(), temperature)
+    logits = _truncated(transformed(logits, positions, sampling, paths), sampling).flatten(0, 1)
+    tokens, scores = draw_tokens(logits, sampling.all_keys, positions.flatten(), sampling.all_temperature)
     return tokens.view_as(positions), scores.view_as(positions)
 
 
@@ -131,6 +134,8 @@ def transformed(logits: Tensor, positions: Tensor, sampling: SamplingBatch, path
 
 def _truncated(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     """The logits with -inf for tokens that top-k, top-p or min_p remove."""
+    if sampling.limits is not None and has_truncation_kernel(logits):
+        return truncate_rows(logits, sampling.all_temperature, sampling.limits)
     if sampling.truncated is not None:
         logits = logits.clone()
         _drop(logits, sampling, sampling.truncated, truncate, sampling.top_k, sampling.top_p)
@@ -186,6 +191,14 @@ def typical_threshold(probability: Tensor, posterior_threshold: float, posterior
     """min(posterior_threshold, posterior_alpha * exp(-H(p))), [..], from probabilities [.., V]."""
     entropy = -(probability * (probability + 1e-5).log()).sum(-1)
     return (posterior_alpha * (-entropy).exp()).clamp(max=posterior_threshold)
+
+
+def _limits(params: Sequence[SamplingParams], device: torch.device) -> Tensor:
+    return upload(
+        [[p.top_k or NO_TOP_K for p in params], [p.top_p for p in params], [p.min_p for p in params]],
+        device,
+        torch.float32,
+    )
 
 
 def _indices(values: list[int], device: torch.device) -> Tensor | None:

@@ -91,12 +91,12 @@ def teach(target: TargetModel, window: Tensor, draft_ids: Tensor, temperature: f
 
 
 def rollout(head: DraftHead, lesson: Lesson, passes: int) -> Iterator[Tensor]:
-    """The draft logits [batch, length, Vd] of each pass. In pass s, ignore rows below s."""
+    """The draft logits float32 [batch, length, Vd] of each pass. In pass s, ignore rows below s."""
     attention = RolloutAttention(lesson.batch)
     hidden = head.combine(lesson.features).to(lesson.features.dtype)  # autocast returns bfloat16
     for _ in range(passes):
         output = head(lesson.tokens, hidden, lesson.positions, attention)
-        yield head.logits(output.normed).unflatten(0, (lesson.batch, -1))
+        yield head.logits(output.normed).float().unflatten(0, (lesson.batch, -1))
         hidden = _down(output.feedback.unflatten(0, (lesson.batch, -1)), 1).flatten(0, 1)
 
 

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eagle_server.ops.accepted import store_accepted
 from eagle_server.plan import Decode
+from eagle_server.speculation.accept import Accepted
+from eagle_server.speculation.tree import EagleVerifyInput
 
 _BACKLOG_BYTES = 256 << 20  # features kept for requests that do not draft
 _MERGE = 32  # segments that become one, so that a segment does not keep the rows of other requests in memory
@@ -61,9 +64,7 @@ class AcceptedTokens:
 
         `starts` has (req_pool_index, position of the first feature) of each; padding rows have none.
         """
-        if self._features is None:
-            shape = (*self._tokens.shape, features.shape[2])
-            self._features = torch.zeros(shape, dtype=features.dtype, device=features.device)
+        self._allocate(features)
         starts = tuple(starts)
         rows = tuple(index for index, _ in starts)
         if rows != self._newest_rows:
@@ -71,6 +72,38 @@ class AcceptedTokens:
         self._newest, self._newest_rows = (req_pool_indices, tokens, features), rows
         if not self._lazy:
             self._store()
+        self._remember(starts, features)
+
+    def record_paths(
+        self,
+        starts: Sequence[tuple[int, int]],
+        req_pool_indices: Tensor,
+        tree: EagleVerifyInput,
+        accepted: Accepted,
+        features: Tensor,
+    ) -> None:
+        """`record` for the accepted paths of trees. features [n, F] are those of the computed nodes."""
+        if not self._lazy and tree.counts is None:
+            stored = self._allocate(features)
+            chosen = store_accepted(features, accepted.path, accepted.tokens, req_pool_indices, self._tokens, stored)
+            self._remember(starts, chosen)
+            return
+        if tree.draft_token_num == 1:
+            features = features[:, None].clone()  # a replayed graph overwrites its outputs
+        else:
+            rows = tree.retrive_index.gather(1, accepted.path.clamp(min=0))
+            features = features.index_select(0, rows.view(-1)).unflatten(0, rows.shape)
+        self.record(starts, req_pool_indices, accepted.tokens.clamp(min=0), features)
+
+    def _allocate(self, features: Tensor) -> Tensor:
+        """The storage of features, made for the first ones [.., F]."""
+        if self._features is None:
+            shape = (*self._tokens.shape, features.shape[-1])
+            self._features = torch.zeros(shape, dtype=features.dtype, device=features.device)
+        return self._features
+
+    def _remember(self, starts: Iterable[tuple[int, int]], features: Tensor) -> None:
+        """Keep features [n, w, F] as the newest segments of the requests."""
         for row, (index, start) in enumerate(starts):
             if index in self._lost:
                 continue

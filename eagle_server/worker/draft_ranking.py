@@ -33,8 +33,8 @@ Path = tuple[int, ...]
 class DraftRanking:
     """The ranking of the children of one level's nodes, in every request's tree. The first level's parent is the root.
 
-    A child's score is its log-probability after all that applies. `positions` are those of the level's tokens. Without
-    noise, and for greedy requests, children rank by probability.
+    A child's score is its log-probability after all that applies. `positions` are those of the first level's tokens;
+    each further level adds one. Without noise, and for greedy requests, children rank by probability.
     """
 
     positions: Tensor | None = None  # int64 [bs]
@@ -88,11 +88,11 @@ class DraftRanking:
             logits = self.grammars.masked(logits, vocabulary)
         if self.parameters is not None:
             assert self.positions is not None
-            logits = self.parameters.applied(logits, self.positions, vocabulary)
+            logits = self.parameters.applied(logits, self.positions + self.level, vocabulary)
         if self.noise is None:
             logp, found = topk_logprobs(logits, k)
         else:
-            logp, found = self.noise.best(logits, k, self.positions, vocabulary)
+            logp, found = self.noise.best(logits, k, self.positions, self.level, vocabulary)
         if self._may_refuse:
             logp = finite_or_off(logp)  # NaN where no token is allowed
         return logp, found if vocabulary is None else vocabulary.index_select(0, found.view(-1)).view_as(found)
@@ -114,11 +114,7 @@ class DraftRanking:
 
     def deeper(self) -> DraftRanking:
         """The ranking one level further, for drafters without grammars that need no tokens of the level."""
-        return replace(
-            self,
-            positions=None if self.positions is None else self.positions + 1,
-            level=self.level + 1,
-        )
+        return replace(self, level=self.level + 1)
 
     def without_refused(self, tokens: Tensor, scores: Tensor) -> Tensor:
         """The drafted tokens, with padding (-1) where the score -inf says that a token is not allowed."""
@@ -207,13 +203,11 @@ class KeyedNoise:
     temperature: Tensor  # float32 [bs]
 
     def best(
-        self, logits: Tensor, k: int, positions: Tensor | None, vocabulary: Tensor | None
+        self, logits: Tensor, k: int, positions: Tensor | None, level: int, vocabulary: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Top-k of log q / T + G, and its logarithms after a softmax. The ids are the draft's."""
         assert positions is not None
-        nodes = len(logits) // len(self.keys)
-        keys, where, temperature = (x.repeat_interleave(nodes) for x in (self.keys, positions, self.temperature))
-        return coupled_topk_logprobs(logits, k, keys, where, temperature, vocabulary)
+        return coupled_topk_logprobs(logits, k, self.keys, positions, self.temperature, vocabulary, ahead=level)
 
 
 def _masks(decode: Decode, paths: Sequence[Path]) -> NDArray[np.int32]:

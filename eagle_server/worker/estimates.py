@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eagle_server.ops.correction import correct_guesses
 from eagle_server.ops.native_drafting import Correction
 from eagle_server.ops.upload import upload
 from eagle_server.plan import TEMPERATURE_BINS
@@ -62,8 +63,10 @@ class AcceptanceEstimates:
             temperature_bin: int64 [bs], see `RequestSampling.temperature_bin`.
             level: 0 for the children of the root.
         """
-        first = (temperature_bin * _DEPTHS + min(level, _DEPTHS - 1))[:, None]  # [bs, 1]
-        return self._corrected(logp.view(len(temperature_bin), -1), first).view_as(logp)
+        ratios = self._ratios.view(TEMPERATURE_BINS, _DEPTHS, _BINS)
+        guesses = logp.view(len(temperature_bin), -1)
+        found = correct_guesses(guesses, ratios, self._edges, temperature_bin, min(level, _DEPTHS - 1), _MOST)
+        return found.view_as(logp)
 
     def correction(self, temperature_bin: Tensor) -> Correction:
         """`corrected` for the native kernels."""

@@ -7,7 +7,7 @@ writes the same output tensors: read them before the next call with that key.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -59,8 +59,7 @@ class Graphs:
             call, outputs = self._recorder.record(lambda: function(*own))
             captured = self._captured[key] = _Captured(own, call, outputs)
         else:
-            for mine, given in zip(captured.inputs, inputs, strict=True):
-                mine.copy_(given)
+            _refill(captured.inputs, inputs)
         captured.call.replay()
         return captured.outputs  # type: ignore[no-any-return]
 
@@ -68,6 +67,15 @@ class Graphs:
     def keys(self) -> tuple[Hashable, ...]:
         """What was captured so far."""
         return tuple(self._captured)
+
+
+def _refill(captured: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Copy the inputs of a call into those of the captured call, one kernel for all of a dtype."""
+    if len(captured) != len(given):
+        raise ValueError(f"{len(captured)} inputs were captured, not {len(given)}")
+    for dtype in dict.fromkeys(tensor.dtype for tensor in captured):
+        chosen = [number for number, tensor in enumerate(captured) if tensor.dtype == dtype]
+        torch._foreach_copy_([captured[n] for n in chosen], [given[n] for n in chosen])
 
 
 class CudaRecorder:

@@ -18,15 +18,23 @@ def to_host(*tensors: Tensor) -> tuple[Any, ...]:
     return HostCopy(*tensors).lists()
 
 
-def _as_words(values: Tensor) -> Tensor:
-    """Flat int64. Floating point is stored as the bits of float64, which holds every narrower format exactly."""
-    flat = values.reshape(-1)
-    return flat.double().view(torch.int64) if values.is_floating_point() else flat.to(torch.int64)
+def _widest_first(tensors: Sequence[Tensor]) -> list[int]:
+    """The order in which tensors stand in one buffer, so that all are aligned."""
+    return sorted(range(len(tensors)), key=lambda number: -tensors[number].element_size())
 
 
-def _from_words(words: Tensor, like: Tensor) -> Tensor:
-    values = words.view(torch.float64) if like.is_floating_point() else words
-    return values.view(like.shape).to(like.dtype)
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of the tensors, one after the other."""
+    flats = [tensors[number].contiguous().view(-1).view(torch.uint8) for number in _widest_first(tensors)]
+    return torch.cat(flats)
+
+
+def _unpacked(packed: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors `like`, from their bytes."""
+    order = _widest_first(like)
+    pieces = packed.split([like[number].nbytes for number in order])
+    found = dict(zip(order, pieces, strict=True))
+    return [found[number].view(each.dtype).view(each.shape) for number, each in enumerate(like)]
 
 
 class HostCopy:
@@ -36,7 +44,7 @@ class HostCopy:
         self._tensors = tensors
         self._copied: tuple[Tensor, torch.cuda.Event] | None = None
         if tensors and tensors[0].device.type == "cuda":
-            flat = torch.cat([_as_words(t) for t in tensors])
+            flat = _packed(tensors)
             pinned = torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat, non_blocking=True)
             self._copied = (pinned, torch.cuda.Event())
             self._copied[1].record()
@@ -52,10 +60,9 @@ class HostCopy:
     def _arrived(self) -> Sequence[Tensor]:
         if self._copied is None:
             return self._tensors
-        words, event = self._copied
+        packed, event = self._copied
         event.synchronize()
-        pieces = words.split([t.numel() for t in self._tensors])
-        return [_from_words(piece, t) for piece, t in zip(pieces, self._tensors, strict=True)]
+        return _unpacked(packed, self._tensors)
 
 
 def is_finite(value: Tensor) -> bool:

@@ -87,13 +87,8 @@ class Worker:
         """Record the accepted tokens for the next draft-extend, each with its parent node's feature."""
         if not self.drafter.uses_features:
             return
-        if tree.draft_token_num == 1:
-            features = verified.features[:, None].clone()  # a replayed graph overwrites its outputs
-        else:
-            rows = tree.retrive_index.gather(1, accepted.path.clamp(min=0))
-            features = verified.features.index_select(0, rows.view(-1)).unflatten(0, rows.shape)
-        starts = ((decode.req_pool_index, decode.seq_len) for decode in batch.decodes)
-        batch.accepted_tokens.record(starts, batch.req_pool_indices, accepted.tokens.clamp(min=0), features)
+        starts = [(decode.req_pool_index, decode.seq_len) for decode in batch.decodes]
+        batch.accepted_tokens.record_paths(starts, batch.req_pool_indices, tree, accepted, verified.features)
 
     def _prefill(self, chunks: tuple[Chunk, ...]) -> Drawn:
         """Prompt chunks through target and drafter. The last chunk of a prompt samples the first output token."""

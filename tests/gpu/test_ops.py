@@ -79,9 +79,9 @@ def test_trees_are_walked_alike(device: torch.device, bs: int, topk: int, steps:
     parents, depths, mask = link_tree(drafted.selected_index, drafted.parent_list, topk, steps)
     tokens = torch.cat([torch.zeros(bs, 1, dtype=torch.int64), drafted.tokens], dim=1)
     drawn = torch.randint(0, max(topk, 3), (bs, nodes), generator=random_)
-    finite = torch.rand(bs, nodes, generator=random_) < 0.9
-    arguments = (tokens, parents, depths, mask, drawn, finite)
-    path, accept_length, emitted, good = expected = walk_tree(*arguments, steps)
+    scores = torch.where(torch.rand(bs, nodes, generator=random_) < 0.9, -1.0, math.nan)
+    arguments = (tokens, parents, depths, mask, drawn, scores)
+    path, accept_length, emitted, _, good = expected = walk_tree(*arguments, steps)
     assert_same(walk_tree(*moved(arguments, device), steps), expected)
     assert good.shape == (bs,)
     links = (tokens, *retrive_links(parents), drawn)
@@ -94,8 +94,8 @@ def test_two_siblings_with_one_token_are_walked_alike(device: torch.device) -> N
     parents = torch.tensor([[-1, 0, 0, 2]])
     mask, depths = ancestors(parents, 2)
     tokens, drawn = torch.tensor([[0, 5, 5, 6]]), torch.tensor([[5, 7, 6, 8]])
-    arguments = (tokens, parents, depths, mask, drawn, torch.ones(1, 4, dtype=torch.bool))
-    path, length, emitted, _ = on_cpu(walk_tree(*moved(arguments, device), 2))
+    arguments = (tokens, parents, depths, mask, drawn, torch.ones(1, 4))
+    path, length, emitted, *_ = on_cpu(walk_tree(*moved(arguments, device), 2))
     assert (path.tolist(), length.tolist(), emitted.tolist()) == ([[0, 2, 3]], [2], [[5, 6, 8]])
     path, length, _ = on_cpu(verify_tree_greedy(*moved((tokens, *retrive_links(parents), drawn), device), 2))
     assert (path.tolist(), length.tolist()) == ([[0, 1, -1]], [1])
@@ -186,15 +186,13 @@ def test_slots_are_listed_alike(device: torch.device, lens: list[int]) -> None:
     table = torch.randint(0, 10**6, (9, 1100), generator=random_).int()
     req_pool_indices = torch.randperm(9, generator=random_)[: len(lens)]
     kv_lens = torch.tensor(lens)
-    kv_indptr = torch.tensor([0, *lens]).cumsum(0).int()
     outs = []
     for where in (torch.device("cpu"), device):
         out = torch.full((sum(lens) + 37,), -7, dtype=torch.int32, device=where)
-        build_kv_indices(*moved((table, req_pool_indices, kv_lens, kv_indptr), where), out)
-        outs.append(out)
+        outs.append((build_kv_indices(*moved((table, req_pool_indices, kv_lens), where), out), out))
     assert_same(outs[1], outs[0])
     expected = torch.cat([table[row, :n] for row, n in zip(req_pool_indices, lens, strict=True)])
-    assert torch.equal(outs[0][:-37], expected) and bool((outs[0][-37:] == -7).all())
+    assert torch.equal(outs[0][1][:-37], expected) and bool((outs[0][1][-37:] == -7).all())
 
 
 @pytest.mark.parametrize(("topk", "step"), [(1, 0), (3, 0), (4, 2), (8, 5)])

@@ -129,9 +129,8 @@ def test_attending_to_columns_instead_of_ancestors_is_caught(pair: Pair, monkeyp
 
     def by_column(self: Frontier, tokens: Tensor, scores: Tensor, feedback: Tensor) -> tuple[Frontier, Tensor]:
         frontier, chosen = advance(self, tokens, scores, feedback)
-        own = frontier.ancestor_mask[:, :, self.ancestor_mask.shape[2] :]
-        ancestor_mask = torch.cat([self.ancestor_mask, own], dim=2)
-        return replace(frontier, ancestor_mask=ancestor_mask), chosen
+        own = frontier.ancestor_mask & (frontier.window.levels == frontier.step)
+        return replace(frontier, ancestor_mask=self.ancestor_mask | own), chosen
 
     monkeypatch.setattr(Frontier, "advance", by_column)
     assert largest_error(pair, 13) > 100 * TOLERANCE

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from eagle_server.speculation.candidates import CandidatePool
-from eagle_server.speculation.draft_input import Frontier
+from eagle_server.speculation.draft_input import DraftWindow, Frontier
 
 ROOT = -1
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -26,7 +27,7 @@ class PoolNode:
 def example_pool() -> tuple[CandidatePool, Frontier]:
     """The worked example of cycle.md: L = 4, K = 2, S = 3. Returns the last frontier: nodes 21 and 22."""
     pool = CandidatePool(torch.tensor([[11, 12]]), logs([[0.6, 0.3]]))
-    first = Frontier.first(logs([[0.6, 0.3]]), torch.tensor([[11, 12]]), torch.zeros(2, 1), window=4)
+    first = Frontier.first(logs([[0.6, 0.3]]), torch.tensor([[11, 12]]), torch.zeros(2, 1), DraftWindow.of(2, 4, CPU))
     children = torch.tensor([[[21, 22], [23, 24]]])
     scores = first.topk_logp[:, :, None] + logs([[[0.6, 0.35], [0.5, 0.2]]])
     pool.add(children, scores)
@@ -44,7 +45,7 @@ def draft(first: Tensor, steps: list[Tensor], tokens: list[Tensor]) -> tuple[Can
     """Draft as the worker does, from log-probabilities: [bs, K] first, then [bs, K, K] per step. Same for tokens."""
     bs, topk = first.shape
     pool = CandidatePool(tokens[0], first)
-    frontier = Frontier.first(first, tokens[0], torch.zeros(bs * topk, 1), window=len(steps) * topk)
+    frontier = Frontier.first(first, tokens[0], torch.zeros(bs * topk, 1), DraftWindow.of(topk, len(steps) * topk, CPU))
     nodes = [
         [PoolNode(t, s, ROOT) for t, s in zip(tokens[0][r].tolist(), first[r].tolist(), strict=True)] for r in range(bs)
     ]

@@ -180,9 +180,9 @@ class Eagle3Head(nn.Module):
         return DraftOutput(normed if self.eagle.norm_output else stream, normed)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """[rows, H] -> [rows, Vd] in float32."""
+        """[rows, H] -> [rows, Vd]."""
         head = self._target.lm_head if self.lm_head is None else self.lm_head
-        return head(normed).float()  # type: ignore[no-any-return]
+        return head(normed)  # type: ignore[no-any-return]
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft ids, any shape -> target ids, int64. `d2t` holds offsets."""

@@ -57,7 +57,7 @@ class DraftHead(Protocol):
         ...
 
     def logits(self, normed: Tensor) -> Tensor:
-        """[rows, H] -> [rows, draft vocabulary] in float32."""
+        """[rows, H] -> [rows, draft vocabulary], in the dtype of the lm_head's product or in float32."""
         ...
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:

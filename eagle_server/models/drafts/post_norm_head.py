@@ -52,8 +52,8 @@ class PostNormHead(nn.Module):
         return F.embedding(tokens, self._target.embed if self.embed is None else self.embed)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """[rows, H] -> [rows, V], or [rows, Vd] with a token map, in float32."""
-        return self._draft_head()(normed).float()  # type: ignore[no-any-return]
+        """[rows, H] -> [rows, V], or [rows, Vd] with a token map."""
+        return self._draft_head()(normed)  # type: ignore[no-any-return]
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft ids, any shape -> target ids, int64."""

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.batches import (
-    cache_locations,
     draft_decode_layout,
     draft_layout,
     draft_step_batch,
     extend_batch,
     extend_layout,
 )
-from eagle_server.attention.interface import AttentionBackend, AttentionPlan, Layout
+from eagle_server.attention.interface import AttentionBackend, AttentionBatch, AttentionPlan, Layout
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.models.drafts.interface import DraftHead, NativeDraftHead
+from eagle_server.ops.indices import window_slots
 from eagle_server.ops.native_drafting import DraftRequests, NativeHead
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.candidates import CandidatePool
-from eagle_server.speculation.draft_input import EagleDraftInput, Frontier
+from eagle_server.speculation.draft_input import DraftWindow, EagleDraftInput, Frontier
 from eagle_server.speculation.tree import Candidates, EagleVerifyInput
 from eagle_server.worker.accepted_tokens import AcceptedTokens
 from eagle_server.worker.batch import DecodeBatch, Prompts
@@ -54,7 +54,9 @@ class EagleDrafter:
         self.num_steps, self.topk, self.num_draft_tokens = num_steps, topk, num_draft_tokens
         self.window, self.first_rows = (num_steps - 1) * topk, topk  # slots of all draft steps, and of the first one
         self.graphs, self.per_node = graphs or Graphs(), per_node
-        own = torch.arange(head.draft_vocab_size, device=attention.pool.keys[0].device)
+        device = attention.pool.keys[0].device
+        self._draft_window = DraftWindow.of(topk, self.window, device)
+        own = torch.arange(head.draft_vocab_size, device=device)
         ids = head.target_ids(own)
         self.vocabulary = None if ids.equal(own) else ids  # int64 [draft vocabulary], target ids
         self._native = self._native_head()
@@ -184,15 +186,22 @@ class EagleDrafter:
         ranking = ranking.with_tensors(*of_ranking)
         frontier = self._first(ranking.chances(topk_logp), topk_index, hidden_states)
         pool = CandidatePool(frontier.topk_index, frontier.topk_logp, topk_logp)
+        slots = window_slots(req_to_token, req_pool_indices, seq_lens, self.window)
         if plans and not self.per_node:
-            self._clear_window(req_pool_indices, seq_lens, req_to_token)
+            self._clear(slots)
+        rows = slots.unflatten(1, (-1, self.topk)).transpose(0, 1).flatten(1)  # [steps, bs * topk]
+        steps = torch.arange(len(plans), device=seq_lens.device)[:, None, None]
+        positions = (seq_lens[:, None] + steps).expand(-1, -1, self.topk).flatten(1).contiguous()  # [steps, bs * topk]
+        attention: AttentionBatch | None = None
         chosen: Tensor | None = None
         for step, (plan, layout) in enumerate(zip(plans, layouts, strict=True)):
-            draft = EagleDraftInput(verified_id, extend_lens, frontier=frontier)
+            fed = frontier.cut((step + 1) * self.topk) if self.per_node else frontier
+            draft = EagleDraftInput(verified_id, extend_lens, frontier=fed)
             ranking = ranking.advance(frontier.topk_index, chosen, self.topk)
-            bound = plan.bind(draft_step_batch(draft, step, req_pool_indices, seq_lens, req_to_token, layout))
-            positions = (seq_lens + step).repeat_interleave(self.topk)
-            out = self.head(frontier.topk_index.view(-1), frontier.hidden_states, positions, bound)
+            own = (req_pool_indices, seq_lens, req_to_token)
+            attention = draft_step_batch(draft, rows[step], *own, layout, attention)
+            bound = plan.bind(attention)
+            out = self.head(frontier.topk_index.view(-1), frontier.hidden_states, positions[step], bound)
             logp, tokens = self._best(out.normed, ranking)
             shape = (*frontier.topk_index.shape, self.topk)
             scores = frontier.topk_logp[:, :, None] + ranking.chances(logp).view(shape)
@@ -205,14 +214,15 @@ class EagleDrafter:
         return replace(best, tokens=ranking.without_refused(best.tokens, best.scores))
 
     def _first(self, topk_logp: Tensor, topk_index: Tensor, hidden_states: Tensor) -> Frontier:
-        """The first frontier. Its masks are as wide as the layouts: the window, or with `per_node` what is written."""
-        return Frontier.first(topk_logp, topk_index, hidden_states, None if self.per_node else self.window)
+        return Frontier.first(topk_logp, topk_index, hidden_states, self._draft_window)
 
-    def _clear_window(self, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor) -> None:
-        """Each step reads the slots of later steps, masked. Freed KV that stands there must not be NaN."""
-        first, later = self.first_rows, self.window - self.first_rows
-        if later > 0:
-            self.attention.pool.clear(cache_locations(req_pool_indices, seq_lens + first, later, req_to_token))
+    def _clear(self, slots: Tensor) -> None:
+        """Each step reads the slots of later steps, masked. Freed KV that stands there must not be NaN.
+
+        slots: int64 [bs, window].
+        """
+        if self.window > self.first_rows:
+            self.attention.pool.clear(slots[:, self.first_rows :].reshape(-1))
 
     def _best(self, normed: Tensor, ranking: DraftRanking) -> tuple[Tensor, Tensor]:
         """Scores and target ids of the topk children, [rows, topk]."""

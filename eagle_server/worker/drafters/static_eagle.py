@@ -11,6 +11,7 @@ from torch import Tensor
 from eagle_server.attention.batches import static_level_batch, static_level_layout
 from eagle_server.attention.interface import AttentionBackend, AttentionPlan, Layout, TreeMask
 from eagle_server.models.drafts.interface import DraftHead
+from eagle_server.ops.indices import window_slots
 from eagle_server.speculation.draft_input import EagleDraftInput
 from eagle_server.speculation.static_tree import Level, StaticTree
 from eagle_server.speculation.tree import TreeNodes
@@ -63,7 +64,7 @@ class StaticEagleDrafter(EagleDrafter):
     ) -> TreeNodes:
         bs, ranking = len(seq_lens), ranking.with_tensors(*of_ranking)
         if len(layouts) > 1:
-            self._clear_window(req_pool_indices, seq_lens, req_to_token)
+            self._clear(window_slots(req_to_token, req_pool_indices, seq_lens, self.window))
         first, *deeper = self.tree.levels
         tokens, scores = [topk_index.index_select(1, first.picks)], [topk_logp.index_select(1, first.picks)]
         feedback = hidden[:, None]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.batches import (
+    cache_locations,
     draft_decode_layout,
     draft_layout,
     draft_step_batch,
@@ -25,10 +26,11 @@ from eagle_server.attention.torch_native import SHORT_QUERY, TorchNativeAttentio
 from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.pool import KVPool
 from eagle_server.ops.tree import ancestors
-from eagle_server.speculation.draft_input import EagleDraftInput, Frontier
+from eagle_server.speculation.draft_input import DraftWindow, EagleDraftInput, Frontier
 from eagle_server.speculation.tree import EagleVerifyInput, compacted
 
 DIM, LAYERS, WIDTH = 8, 2, 192
+CPU = torch.device("cpu")
 TOLERANCE = 1e-5
 WINDOWS = (0, 3, 11)
 
@@ -232,7 +234,7 @@ def test_a_draft_step_as_masked_pass_and_as_explicit_decodes_is_the_same(prefixe
     paged = Paged(4, 2, 4, [n + topk * steps for n in prefixes])
     lens = torch.tensor(prefixes)
     start = torch.zeros(bs, topk), torch.zeros(bs, topk, dtype=torch.int64)
-    frontier = Frontier.first(*start, torch.zeros(bs * topk, 1), window=steps * topk)
+    frontier = Frontier.first(*start, torch.zeros(bs * topk, 1), DraftWindow.of(topk, steps * topk, CPU))
     moved = 0
     for row, length in enumerate(prefixes):
         paged.store(row, range(length))
@@ -242,12 +244,13 @@ def test_a_draft_step_as_masked_pass_and_as_explicit_decodes_is_the_same(prefixe
         alone = draft_decode_layout(tuple(prefixes), step, topk)
         assert alone.num_visible == step + 1
         draft = EagleDraftInput(torch.zeros(bs).long(), torch.ones(bs).long(), frontier=frontier)
-        ends = replace(draft, frontier=replace(frontier, mask_width=(step + 1) * topk))
-        batch = draft_step_batch(ends, step, paged.req_pool_indices, lens, paged.req_to_token, alone)
+        ends = replace(draft, frontier=frontier.cut((step + 1) * topk))
+        slots = cache_locations(paged.req_pool_indices, lens + step * topk, topk, paged.req_to_token)
+        batch = draft_step_batch(ends, slots, paged.req_pool_indices, lens, paged.req_to_token, alone)
         masked = attend(paged, batch, queries, new, window)
         paged.pool.clear(torch.cat([paged.req_to_token[r, p.stop :].long() for r, p in enumerate(new)]))
         together = draft_layout(tuple(prefixes), steps, topk)
-        batch = draft_step_batch(draft, step, paged.req_pool_indices, lens, paged.req_to_token, together)
+        batch = draft_step_batch(draft, slots, paged.req_pool_indices, lens, paged.req_to_token, together)
         assert float((attend(paged, batch, queries, new, window) - masked).abs().max()) < TOLERANCE
         kv_indices, kv_indptr, qo_indptr = draft.generate_attn_arg_decode(
             paged.req_pool_indices, lens, paged.req_to_token
@@ -262,6 +265,8 @@ def test_a_draft_step_as_masked_pass_and_as_explicit_decodes_is_the_same(prefixe
         )
         decoded = attend(paged, explicit, queries, new, window)
         assert float((decoded - masked).abs().max()) < TOLERANCE
+        if step == steps - 1:
+            break
         scores = torch.randn(bs, topk, topk, generator=generator)
         frontier, chosen = frontier.advance(torch.zeros_like(scores).long(), scores, torch.zeros(bs * topk, 1))
         moved += int((chosen // topk != torch.arange(topk)).sum())
@@ -271,7 +276,9 @@ def test_a_draft_step_as_masked_pass_and_as_explicit_decodes_is_the_same(prefixe
 def test_a_draft_step_reads_the_slots_of_the_worked_example() -> None:
     """cycle.md, section 5: node 21 reads prefix, 4, 6 and node 22 reads prefix, 4, 7."""
     ancestor_mask = torch.tensor([[[True, False, True, False], [True, False, False, True]]])
-    frontier = Frontier(1, torch.tensor([[21, 22]]), torch.zeros(1, 2), torch.zeros(2, 1), ancestor_mask, mask_width=4)
+    frontier = Frontier(
+        1, torch.tensor([[21, 22]]), torch.zeros(1, 2), torch.zeros(2, 1), ancestor_mask, DraftWindow.of(2, 4, CPU)
+    )
     draft = EagleDraftInput(torch.tensor([99]), torch.tensor([1]), frontier=frontier)
     req_to_token = torch.arange(12, dtype=torch.int32)[None]
     kv_indices, kv_indptr, qo_indptr = draft.generate_attn_arg_decode(

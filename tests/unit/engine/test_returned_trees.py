@@ -13,7 +13,7 @@ from eagle_server.engine.engine import Engine
 from eagle_server.request import Request, TokenDelta
 from eagle_server.speculation.static_tree import depth_of, parse_choices, ranks_of
 from eagle_server.worker import output_processing
-from eagle_server.worker.host import HostCopy, _as_words, _from_words
+from eagle_server.worker.host import HostCopy, _packed, _unpacked
 from tests.lossless.drafters import UNEQUAL
 from tests.support.engines import random_head, random_target, request, speculative
 from tests.support.thinning import thinned
@@ -99,6 +99,6 @@ def test_nothing_is_copied_to_the_host_unless_a_request_asks_for_it(monkeypatch:
     "values", [torch.tensor([[0.1, -2.5e-30], [float("-inf"), 3.0]]), torch.arange(-2, 2), torch.tensor([True, False])]
 )
 def test_values_of_every_dtype_are_copied_unchanged(values: torch.Tensor) -> None:
-    back = _from_words(_as_words(values), values)
+    (back,) = _unpacked(_packed([values]), [values])
     assert back.dtype == values.dtype
     assert torch.equal(back, values)

@@ -277,4 +277,4 @@ def test_head_follows_the_targets_dtype(tmp_path: Path) -> None:
     tokens, features, positions, _ = inputs(head)
     out = head(tokens, head.combine(features.bfloat16()), positions, DenseCausal(1))
     assert out.feedback.dtype == torch.bfloat16
-    assert head.logits(out.normed).dtype == torch.float32
+    assert head.logits(out.normed).dtype == torch.bfloat16

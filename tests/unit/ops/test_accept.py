@@ -28,6 +28,7 @@ class Case:
         if distinct:  # a node's rank among its siblings
             earlier = (self.parents[:, :, None] == self.parents[:, None, :]).tril(-1)
             self.tokens = earlier.sum(-1)
+        self.tokens[:, 1:].masked_fill_(torch.rand(bs, size - 1, generator=source) < 0.1, -1)  # padding
         self.drawn = torch.randint(vocab, (bs, size), generator=source)
         for child in range(size - 1, 0, -1):  # at half of the inner nodes the draw equals a child
             follow = torch.rand(bs, generator=source) < 0.5
@@ -38,7 +39,9 @@ class Case:
         self.mask, self.depths = ancestors(self.parents, deepest)
 
     def walk(self) -> tuple[Tensor, ...]:
-        parts = on_device(self.tokens, self.parents, self.depths, self.mask, self.drawn, self.finite)
+        wrong = torch.tensor([float("nan"), float("inf"), -float("inf")])[torch.arange(self.finite.shape[1]) % 3]
+        scores = torch.where(self.finite, -1.5, wrong)
+        parts = on_device(self.tokens, self.parents, self.depths, self.mask, self.drawn, scores)
         return tuple(result.cpu() for result in walk_tree(*parts, self.steps))
 
     def walk_links(self) -> tuple[Tensor, ...]:
@@ -59,7 +62,7 @@ def chosen(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("bs", "size", "deepest"), SIZES)
 def test_the_walk_takes_the_longest_path_of_agreeing_nodes(way: str, bs: int, size: int, deepest: int) -> None:
     case = Case(bs, size, deepest, distinct=False, seed=0)
-    path, accept_length, tokens, finite = case.walk()
+    path, accept_length, tokens, drafted, finite = case.walk()
     for request, links in enumerate(case.parents.tolist()):
         paths = [climb(links, node)[::-1] for node in range(size)]
         reached = [each for each in paths if all(case.agrees(request, node) for node in each[1:])]
@@ -68,6 +71,7 @@ def test_the_walk_takes_the_longest_path_of_agreeing_nodes(way: str, bs: int, si
         assert path[request].tolist() == expected + padding
         assert tokens[request].tolist() == case.drawn[request, expected].tolist() + padding
         assert int(accept_length[request]) == len(expected) - 1
+        assert int(drafted[request]) == int((case.tokens[request, 1:] >= 0).sum())
         assert bool(finite[request]) == bool(case.finite[request, expected].all())
 
 

@@ -41,11 +41,25 @@ class Kernel:
 BLOCK_TYPES = "bf16* bf16* bf16* i64* u8* bf16* fp32* bf16*" + 17 * " i32" + " fp32"
 BLOCK_CONSTANTS = {"MERGES": True, "VALUES_ARE_KEYS": False, "PAIRS": 32, "COLUMNS": 32, "FRONT": 128, "REST": 0}
 MLA = {"VALUES_ARE_KEYS": True, "FRONT": 512, "REST": 64}
+ROTATED = "bf16* i64* fp32* bf16* bf16* i64*"  # qkv, positions, table, keys, values, slots
 NOISE = "i64* i64* fp32*"  # keys, positions, temperature
 KERNELS = [
+    Kernel(
+        "candidates",
+        "_children_kernel",
+        "fp32* i64* u8* i32 i32 i32 fp32* i64* i64* i64* u8* i32 i32 i32",
+        {"CHILDREN": 64, "WIDTH": 64},
+    ),
+    Kernel("candidates", "_candidates_kernel", "fp32* i64* None i64* i64* fp32* None i32 i32", {"SIZE": 512}),
+    Kernel(
+        "candidates", "_candidates_kernel", "fp32* i64* fp32* i64* i64* fp32* fp32* i32 i32", {"SIZE": 2048}, "guesses"
+    ),
     Kernel("gumbel", "_gumbel_kernel", "i64* i64* None fp32* i32", {"BLOCK": 1024}),
     Kernel("gumbel", "_gumbel_kernel", "i64* i64* i64* fp32* i32", {"BLOCK": 1024}, "ids"),
-    Kernel("indices", "_kv_indices_kernel", "i32* i64* i64* i32* i32* i32", {"SPLITS": 8, "BLOCK": 512}),
+    Kernel(
+        "indices", "_kv_indices_kernel", "i32* i64* i64* i32* i32* i32", {"REQUESTS": 64, "SPLITS": 8, "BLOCK": 512}
+    ),
+    Kernel("indices", "_window_kernel", "i32* i64* i64* i64* i32 i32 i32", {"BLOCK": 64}),
     Kernel(
         "indices",
         "_draft_decode_kv_indices_kernel",
@@ -65,15 +79,22 @@ KERNELS = [
     Kernel(
         "accept",
         "_walk_kernel",
-        "i64* i64* i64* u8* i64* u8* i64* i64* i64* u8* i32 i32",
+        "i64* i64* i64* u8* i64* fp32* i64* i64* i64* i64* u8* i32 i32",
         {"NODES": 256, "COLUMNS": 32, "WIDTH": 16},
     ),
-    Kernel("draw", "_draw_kernel", "fp32* i64* i64* fp32* fp32* i32* i32 i32", {"BLOCK": 2048}),
+    Kernel("correction", "_correction_kernel", f"fp32* fp32* fp32* i64* fp32* {6 * 'i32 '}fp32", {"BLOCK": 64}),
+    Kernel("accepted", "_store_kernel", f"bf16* i64* i64* i64* bf16* i64* bf16*{7 * ' i32'}", {"BLOCK": 1024}),
+    Kernel("draw", "_draw_kernel", "fp32* i64* i64* fp32* fp32* i32* i32 i32 i32", {"BLOCK": 2048}),
     Kernel("draw", "_merge_kernel", "fp32* i32* i64* fp32* i32", {"PIECES": 64}),
-    Kernel("topk", "_block_kernel", "bf16* None None None None fp32* i32* fp32* i32 i32 i32", {"BLOCK": 2048}),
-    Kernel("topk", "_block_kernel", f"bf16* {NOISE} None fp32* i32* fp32* i32 i32 i32", {"BLOCK": 2048}, "coupled"),
-    Kernel("topk", "_block_kernel", f"bf16* {NOISE} i64* fp32* i32* fp32* i32 i32 i32", {"BLOCK": 2048}, "ids"),
+    Kernel("topk", "_block_kernel", "bf16* None None None None fp32* i32* fp32* i32 i32 i32 i32 i32", {"BLOCK": 2048}),
+    Kernel(
+        "topk", "_block_kernel", f"bf16* {NOISE} None fp32* i32* fp32* i32 i32 i32 i32 i32", {"BLOCK": 2048}, "coupled"
+    ),
+    Kernel("topk", "_block_kernel", f"bf16* {NOISE} i64* fp32* i32* fp32* i32 i32 i32 i32 i32", {"BLOCK": 2048}, "ids"),
     Kernel("topk", "_merge_kernel", "fp32* i32* fp32* fp32* i64* i32 i32 i32", {"PIECES": 64, "CANDIDATES": 1024}),
+    Kernel("rope_kv", "_rotation_kernel", f"{ROTATED} None None {10 * 'i32 '}fp32", {"HALF": 64}),
+    Kernel("rope_kv", "_rotation_kernel", f"{ROTATED} bf16* bf16* {10 * 'i32 '}fp32", {"HALF": 64}, "norms"),
+    Kernel("truncate", "_truncate_kernel", "fp32* fp32* fp32* fp32* i32 i32 i32", {"BLOCK": 4096}),
     Kernel("tree_attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS, "heads"),
     Kernel("tree_attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS | MLA, "latent"),
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from types import ModuleType, SimpleNamespace
 from typing import TypeVar
 
 import pytest
@@ -23,6 +22,7 @@ from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops import fused
 from eagle_server.ops.fused import AngleRows, AngleTable
+from tests.support.fused_kernels import fake_flashinfer, use_kernel_branch
 
 CPU = torch.device("cpu")
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -125,40 +125,10 @@ def test_the_kernels_table_holds_a_positions_cosines_then_its_sines(monkeypatch)
     torch.testing.assert_close(fused.apply_rope(x, rows), expected)
 
 
-def fake_flashinfer() -> ModuleType:
-    """FlashInfer's four functions in torch, with the same names and the same in-place writes."""
-
-    def rmsnorm(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-        return F.rms_norm(input, weight.shape, weight, eps)
-
-    def fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
-        residual += input
-        input.copy_(rmsnorm(residual, weight, eps))
-
-    def silu_and_mul(input: Tensor) -> Tensor:
-        gate, up = input.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    def apply_rope_with_cos_sin_cache_inplace(
-        positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True
-    ) -> None:
-        cos, sin = cos_sin_cache[positions].chunk(2, dim=1)
-        rows = torch.cat([cos, cos], 1)[:, None], torch.cat([-sin, sin], 1)[:, None]
-        for x in (query.view(query.shape[0], -1, head_size), key.view(key.shape[0], -1, head_size)):
-            x.copy_((fused.rotate if is_neox else fused.rotate_interleaved)(x, *rows))
-
-    return SimpleNamespace(
-        **{f.__name__: f for f in (rmsnorm, fused_add_rmsnorm, silu_and_mul)},
-        **{"apply_rope_with_cos_sin_cache_inplace": apply_rope_with_cos_sin_cache_inplace},
-    )  # type: ignore[return-value]
-
-
 @pytest.fixture
 def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel branch of every function on a CPU, with torch in place of FlashInfer."""
-    monkeypatch.setattr(fused, "_is_fused", lambda _: not torch.is_grad_enabled())
-    monkeypatch.setattr(fused, "_flashinfer", fake_flashinfer)
-    monkeypatch.setattr("eagle_server.models.rope.can_use_table", lambda *_: not torch.is_grad_enabled())
+    use_kernel_branch(monkeypatch)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops import indices
-from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices
-from eagle_server.speculation.draft_input import EagleDraftInput, Frontier
+from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices, window_slots
+from eagle_server.speculation.draft_input import DraftWindow, EagleDraftInput, Frontier
 from tests.support.kernels import DEVICE, each_way, generator, on_device
 
 UNTOUCHED = -7
@@ -26,17 +26,17 @@ def page_table(bs: int, width: int) -> tuple[Tensor, Tensor]:
 @each_way
 @pytest.mark.parametrize("lens_type", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("bs", "width"), [(1, 5), (3, 40), (5, 1100)])
-def test_the_slots_of_each_request_are_in_token_order(way: str, bs: int, width: int, lens_type: torch.dtype) -> None:
+def test_the_slots_of_each_request_are_in_token_order(
+    way: str, bs: int, width: int, lens_type: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table, req_pool_indices = page_table(bs, width)
     kv_lens = torch.randint(0, width + 1, (bs,), generator=generator(width)).to(lens_type).to(DEVICE)
     kv_lens[0] = width
-    kv_indptr = torch.zeros(bs + 1, dtype=torch.int32, device=DEVICE)
-    kv_indptr[1:] = kv_lens.cumsum(0)
     out = torch.full((bs * width + 9,), UNTOUCHED, dtype=torch.int32, device=DEVICE)
-    if way == "kernel":
-        indices._launch_kv_indices(table, req_pool_indices, kv_lens, kv_indptr, out)
-    else:
-        indices._kv_indices_torch(table, req_pool_indices, kv_indptr, out)
+    monkeypatch.setattr(indices, "on_gpu", lambda _: way == "kernel")
+    kv_indptr = build_kv_indices(table, req_pool_indices, kv_lens, out)
+    assert kv_indptr.dtype is torch.int32
+    assert kv_indptr.tolist() == [0, *itertools.accumulate(kv_lens.tolist())]
     slots = [slot for row, n in zip(req_pool_indices, kv_lens, strict=True) for slot in table[row, :n].tolist()]
     assert out.tolist() == slots + [UNTOUCHED] * (len(out) - len(slots))
 
@@ -45,11 +45,23 @@ def test_a_view_of_a_wider_table_is_accepted() -> None:
     """A view of a wider table, as for the first slot of each page."""
     table = torch.arange(24, dtype=torch.int32, device=DEVICE).view(2, 12)[:, :6]
     out = torch.zeros(5, dtype=torch.int32, device=DEVICE)
-    req_pool_indices, lens, indptr = on_device(
-        torch.tensor([1, 0]), torch.tensor([3, 2]), torch.tensor([0, 3, 5]).int()
-    )
-    build_kv_indices(table, req_pool_indices, lens, indptr, out)
+    req_pool_indices, lens = on_device(torch.tensor([1, 0]), torch.tensor([3, 2]))
+    assert build_kv_indices(table, req_pool_indices, lens, out).tolist() == [0, 3, 5]
     assert out.tolist() == [12, 13, 14, 0, 1]
+
+
+@each_way
+@pytest.mark.parametrize(("bs", "width", "count", "offset"), [(1, 9, 1, 0), (3, 40, 7, 2), (4, 1100, 700, -3)])
+def test_a_windows_slots_are_those_of_its_positions(
+    way: str, bs: int, width: int, count: int, offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indices, "on_gpu", lambda _: way == "kernel")
+    table, req_pool_indices = page_table(bs, width)
+    starts = torch.randint(max(0, -offset), width - count - max(0, offset) + 1, (bs,), generator=generator(width))
+    found = window_slots(table, req_pool_indices, starts.to(DEVICE), count, offset=offset)
+    assert found.dtype is torch.int64
+    for row, start, slots in zip(req_pool_indices.tolist(), starts.tolist(), found, strict=True):
+        assert torch.equal(slots, table[row, start + offset : start + offset + count].long())
 
 
 def beam(bs: int, topk: int, step: int) -> Tensor:
@@ -86,7 +98,9 @@ def test_draft_step_queries_read_the_prefix_their_ancestors_and_themselves(
     assert out[: ends[-1]].tolist() == torch.cat(expected).tolist()
     assert set(out[ends[-1] :].tolist()) <= {UNTOUCHED}
 
-    draft = EagleDraftInput(lens, lens, frontier=Frontier(step, lens, lens, lens, ancestor_mask, window))
+    draft = EagleDraftInput(
+        lens, lens, frontier=Frontier(step, lens, lens, lens, ancestor_mask, DraftWindow.of(topk, window, DEVICE))
+    )
     slots, indptr, _ = draft.generate_attn_arg_decode(req_pool_indices, lens, table)
     assert torch.equal(out[: ends[-1]], slots)
     assert torch.equal(kv_indptr, indptr)

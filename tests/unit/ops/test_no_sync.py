@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.accept import walk_tree
+from eagle_server.ops.accepted import store_accepted
+from eagle_server.ops.candidates import best_candidates, best_children
+from eagle_server.ops.correction import correct_guesses
 from eagle_server.ops.draw import draw_tokens
 from eagle_server.ops.gumbel import gumbel
-from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices
+from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices, window_slots
 from eagle_server.ops.kv_move import keep_accepted
 from eagle_server.ops.mask import pack_tree_mask
 from eagle_server.ops.topk import coupled_topk_logprobs, topk_logprobs
@@ -28,7 +31,8 @@ def test_no_twin_reads_a_value() -> None:
     lens, nodes, mask = valueless(bs), valueless(bs, size), valueless(bs, size, size, dtype=torch.bool)
     table, indices = valueless(9, 40, dtype=torch.int32), valueless(400, dtype=torch.int32)
     indptr = valueless(bs + 1, dtype=torch.int32)
-    build_kv_indices(table, lens, lens, indptr, indices)
+    assert build_kv_indices(table, lens, lens, indices).shape == (bs + 1,)
+    assert window_slots(table, lens, lens, 4).shape == (bs, 4)
     ancestor_mask = valueless(bs, topk, 4, dtype=torch.bool)
     assert build_draft_decode_kv_indices(table, lens, lens, ancestor_mask, 2, indices).shape == (bs * topk + 1,)
     keep_accepted(valueless(2, 2, 40, 1, 8), 2, valueless(bs, steps), lens, lens, table)
@@ -37,8 +41,17 @@ def test_no_twin_reads_a_value() -> None:
     parents, depths, ancestors = link_tree(nodes[:, 1:], valueless(bs, topk * (steps - 1) + 1), topk, steps)
     assert (parents.shape, depths.shape, ancestors.shape) == ((bs, size), (bs, size), (bs, size, size))
     links = retrive_links(parents)
-    path, *_ = walk_tree(nodes, parents, depths, ancestors, nodes, ancestors[:, 0], steps)
+    path, *_ = walk_tree(nodes, parents, depths, ancestors, nodes, valueless(bs, size, dtype=torch.float32), steps)
     assert path.shape == verify_tree_greedy(nodes, *links, nodes, steps)[0].shape == (bs, steps + 1)
+    children = valueless(bs, topk, topk, dtype=torch.float32)
+    best = best_children(children, valueless(bs, topk, topk), ancestor_mask, 1)
+    assert best.ancestor_mask.shape == ancestor_mask.shape
+    assert best_candidates(children.flatten(1), valueless(bs, topk * topk), None, 3).tokens.shape == (bs, 3)
+    ratios, guesses = valueless(2, steps, 5, dtype=torch.float32), children.flatten(1)
+    assert correct_guesses(guesses, ratios, ratios[0, 0, 1:], lens, 1, 0.0).shape == guesses.shape
+    stored = valueless(9, steps + 2), valueless(9, steps + 2, 7, dtype=torch.float32)
+    features = valueless(bs * size, 7, dtype=torch.float32)
+    assert store_accepted(features, path, path, lens, *stored).shape == (*path.shape, 7)
     logits = valueless(bs, vocab, dtype=torch.float32)
     assert gumbel(lens, lens, vocab).shape == (bs, vocab)
     assert draw_tokens(logits, lens, lens, logits[:, 0])[0].shape == (bs,)

@@ -161,7 +161,7 @@ def test_the_score_of_a_child_is_bit_for_bit_the_score_of_the_draw(dtype: torch.
     logits, noise = torch.randn(n, vocab, generator=generator(n)).to(dtype).to(DEVICE), on_device(*noise_of(n))
     values, mass = torch.empty(n, pieces, 1, device=DEVICE), torch.empty(n, pieces, 2, device=DEVICE)
     tokens = torch.empty(n, pieces, 1, dtype=torch.int32, device=DEVICE)
-    sizes = (vocab, vocab, 1)
+    sizes = (vocab, vocab, 1, 1, 0)
     topk._block_kernel[n, pieces](logits, *noise, None, values, tokens, mass, *sizes, BLOCK=2048)
     _, scores = draw_tokens(logits.float(), *noise)
     assert torch.equal(values.amax((1, 2)), scores)

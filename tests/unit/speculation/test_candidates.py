@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from eagle_server.speculation.candidates import CandidatePool
+from eagle_server.speculation.draft_input import DraftWindow, Frontier
 from tests.support.drafts import example_pool
 
 
@@ -36,7 +37,8 @@ def test_a_node_inherits_its_parents_lineage_and_no_one_elses() -> None:
 
 
 def test_a_nodes_feedback_is_its_parents() -> None:
-    _, frontier = example_pool()
+    window = DraftWindow.of(2, 4, torch.device("cpu"))
+    frontier = Frontier.first(torch.zeros(1, 2), torch.zeros(1, 2).long(), torch.zeros(2, 1), window)
     scores = torch.tensor([[[-9.0, -8.0], [-1.0, -2.0]]])
     following, chosen = frontier.advance(torch.tensor([[[1, 2], [3, 4]]]), scores, torch.tensor([[5.0], [6.0]]))
     assert chosen.tolist() == [[2, 3]]

@@ -1,0 +1,115 @@
+"""How many kernels a cycle launches on a GPU, by stage. The numbers only go down.
+
+EAGLE-3 with a Llama-shaped target, one request: 6 steps, topk 8, 64 nodes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_server.engine import assemble
+from eagle_server.models.layers import DecoderLayer
+from eagle_server.ops.triton_support import HAS_TRITON
+from eagle_server.speculation.accept import Lossless
+from eagle_server.worker import drafting
+from eagle_server.worker.batch import DecodeBatch
+from eagle_server.worker.drafters.eagle import EagleDrafter
+from eagle_server.worker.estimates import AcceptanceEstimates
+from eagle_server.worker.output_processing import OutputCopy
+from eagle_server.worker.verifier import Verifier
+from eagle_server.worker.worker import Worker
+from tests.support.engines import random_head, random_target, request, speculative
+from tests.support.kernel_counts import CountedRecorder, LaunchCounter, take_gpu_branches
+
+pytestmark = pytest.mark.skipif(
+    not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter"
+)
+LAYERS = 4
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], **settings: Any) -> LaunchCounter:
+    """The counts of the second cycle that decodes: the first one captures the graphs."""
+    monkeypatch.setattr(assemble, "warm_up", lambda *_: None)
+    counter = LaunchCounter()
+    module = take_gpu_branches(monkeypatch, counter)
+    stages = {
+        "extend": (EagleDrafter, "extend"),
+        "after": (DecodeBatch, "after"),
+        "propose": (EagleDrafter, "propose"),
+        "build_tree": (drafting, "build_tree"),
+        "estimates": (AcceptanceEstimates, "of"),
+        "verify": (Verifier, "verify"),
+        "layer": (DecoderLayer, "forward"),
+        "accept": (Lossless, "accept"),
+        "keep": (Verifier, "keep"),
+        "record": (Worker, "_record"),
+        "emit": (OutputCopy, "__init__"),
+    }
+    for stage, place in stages.items():
+        counter.watch(monkeypatch, *place, stage)
+    target = random_target(layers=LAYERS, torch_dtype="bfloat16").to(torch.bfloat16)
+    head = random_head(target, "EAGLE3").to(torch.bfloat16)  # type: ignore[attr-defined]
+    engine = speculative(
+        target,
+        head,
+        6,
+        8,
+        num_draft_tokens=64,
+        backend="flashinfer",
+        graph_sizes=(1,),
+        max_running_requests=2,
+        stand_ins={"flashinfer": module, "recorder": CountedRecorder(counter)},
+        poison=False,
+        **settings,
+    )
+    engine.add(request(0, range(1, 9), temperature=0.7, ignore_eos=True, max_tokens=60, **sampling))
+    with counter:
+        for _ in range(3):
+            counter.clear()
+            engine.step()
+    print("\n" + counter.table())
+    return counter
+
+
+TRUNCATED = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
+MASK = {
+    "propose": (129, 20),
+    "build_tree": (3, 0),
+    "verify": (16, 4),
+    "layer": (9, 0),
+    "accept": (4, 0),
+    "keep": (1, 0),
+    "record": (1, 0),
+    "emit": (1, 0),
+    "after": (5, 0),
+    "extend": (36, 4),
+}
+CASCADE = MASK | {
+    "propose": (135, 20),
+    "estimates": (2, 0),
+    "verify": (15, 4),
+    "layer": (10, 0),
+    "accept": (5, 0),
+    "emit": (2, 0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sampling", "settings", "golden"),
+    [({}, {}, MASK), (TRUNCATED, {"verify_attention": "cascade", "estimating": True}, CASCADE)],
+    ids=["mask", "cascade"],
+)
+def test_a_cycle_launches_as_many_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+    sampling: dict[str, Any],
+    settings: dict[str, Any],
+    golden: dict[str, tuple[int, int]],
+) -> None:
+    """Kernels and uploads by stage. `layer` is one layer of `verify`, which has the rest."""
+    counter = counted(monkeypatch, sampling, **settings)
+    assert counter.numbers("layer", LAYERS) == golden
