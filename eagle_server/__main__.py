@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         flags = [first, *rest]
     config = parse_args(flags, more=_memory)
-    return run(config, EngineFactory("eagle_server.engine.build", "build_engine", (config,)))
+    function = "build_engine" if config.device.tp_size == 1 else "build_rank"
+    return run(config, EngineFactory("eagle_server.engine.build", function, (config,)))
 
 
 def _memory(config: Config) -> dict[str, Any]:
@@ -64,8 +65,8 @@ def _memory(config: Config) -> dict[str, Any]:
     return {"memory": estimate}
 
 
-def run(config: Config, build: Callable[[], EngineProtocol]) -> int:
-    """Serve the engine that `build` makes in a separate process."""
+def run(config: Config, build: Callable[..., EngineProtocol]) -> int:
+    """Serve the engine that `build` makes in a separate process, or in one for each rank."""
     logs = LogStyle(config.server.log_level, config.observability.log_format)
     configure_logging(logs, log_context)
     logger.debug("configuration: %s", json.dumps(config.public_dict()))
@@ -86,7 +87,9 @@ def run(config: Config, build: Callable[[], EngineProtocol]) -> int:
         )
     except (OSError, ValueError) as error:
         return _fail(str(error), CONFIGURATION_STATUS)
-    supervisor = Supervisor(build, client, logs=logs, watchdog=config.server.watchdog_timeout)
+    supervisor = Supervisor(
+        build, client, ranks=config.device.tp_size, logs=logs, watchdog=config.server.watchdog_timeout
+    )
     lifecycle = Lifecycle(supervisor, client, app.state.service.admission)
     freeze()
     try:

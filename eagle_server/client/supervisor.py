@@ -11,8 +11,9 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import zmq
@@ -20,7 +21,7 @@ import zmq.asyncio
 
 from eagle_server.client.client import EngineClient
 from eagle_server.engine.logs import LogStyle
-from eagle_server.engine.process import CONFIGURATION_STATUS, EngineProtocol, child_main
+from eagle_server.engine.process import CONFIGURATION_STATUS, EngineProtocol, Rank, child_main, follower_main
 from eagle_server.request import Deltas, Flushed, Inbound, Outbound, Ready
 
 logger = logging.getLogger(__name__)
@@ -53,17 +54,21 @@ class Backoff:
 class Supervisor:
     """Keeps an engine process running and the client attached to it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
-        build: Callable[[], EngineProtocol],
+        build: Callable[..., EngineProtocol],
         client: EngineClient,
         *,
+        ranks: int = 1,
         logs: LogStyle | None = None,
         backoff: Backoff | None = None,
         watchdog: float = 300.0,
     ) -> None:
-        """`watchdog`: an engine that owes a message and sends none for so many seconds hangs, and is killed."""
-        self._build = build
+        """`watchdog`: an engine that owes a message and sends none for so many seconds hangs, and is killed.
+
+        `ranks`: the processes of the engine; more than one are built by `build(rank)`. If one dies, all are killed.
+        """
+        self._build, self._ranks = build, ranks
         self._client = client
         self._logs = logs or LogStyle()
         self._backoff = backoff or Backoff()
@@ -99,7 +104,7 @@ class Supervisor:
 
     async def _live(self) -> EngineFailed:
         """Run one engine process until it ends; return why it ended."""
-        process = self._process = EngineProcess(self._build, self._logs)
+        process = self._process = EngineProcess(self._build, self._logs, self._ranks)
         pump = asyncio.create_task(self._pump(process))
         ends = [asyncio.create_task(process.death()), asyncio.create_task(self._silence())]
         reason = "the engine died"
@@ -151,9 +156,9 @@ class Supervisor:
 
 
 class EngineProcess:
-    """One engine process, and two sockets to it in a private directory."""
+    """One engine process and its other ranks, and two sockets to it in a private directory."""
 
-    def __init__(self, build: Callable[[], EngineProtocol], logs: LogStyle) -> None:
+    def __init__(self, build: Callable[..., EngineProtocol], logs: LogStyle, ranks: int = 1) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="eagle_server-"))
         inbound, outbound = (f"ipc://{self._directory / name}" for name in ("inbound", "outbound"))
         self._context = zmq.Context()
@@ -165,22 +170,20 @@ class EngineProcess:
         self._receiver.bind(outbound)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode: Callable[[bytes], Outbound] = msgspec.msgpack.Decoder(Outbound).decode
-        spawn = multiprocessing.get_context("spawn")
-        self._report, report = spawn.Pipe(duplex=False)
-        arguments = (build, inbound, outbound, report, logs)
-        self._process = spawn.Process(target=child_main, args=arguments, name="engine")
-        # The child inherits the mask. A Ctrl-C at the terminal reaches the child too, but only the parent handles it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        try:
-            self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            report.close()
+        if ranks > 1:
+            meeting = str(self._directory / "rendezvous")
+            build, *others = (partial(build, Rank(number, ranks, meeting)) for number in range(ranks))
+        else:
+            others = []
+        self._children = [_Child(0, child_main, build, inbound, outbound, logs=logs)]
+        self._children += [
+            _Child(number, follower_main, follower, self._directory, logs=logs)
+            for number, follower in enumerate(others, 1)
+        ]
 
     @property
     def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
+        return self._children[0].pid
 
     def connect(self) -> None:
         """Connect the sending socket. The engine listens once it is ready."""
@@ -193,31 +196,70 @@ class EngineProcess:
         return self._decode(await self._receiver.recv())
 
     async def death(self) -> EngineFailed:
+        """Wait until the process or another rank ends; return the reason that the first of them reported."""
+        deaths = [asyncio.create_task(child.death()) for child in self._children]
+        try:
+            await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+            return next(each.result() for each in deaths if each.done())
+        finally:
+            for each in deaths:
+                each.cancel()
+            await asyncio.gather(*deaths, return_exceptions=True)
+
+    def kill(self) -> None:
+        for child in self._children:
+            child.process.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def close(self) -> None:
+        """Release all resources after the process has ended."""
+        for child in self._children:
+            child.close()
+        self._sender.close(linger=0)
+        self._receiver.close(linger=0)
+        self._context.term()
+
+
+class _Child:
+    """A process, and the pipe on which it reports why it cannot be built. `rank`: above 0 messages name it."""
+
+    def __init__(self, rank: int, main: Callable[..., None], *arguments: Any, logs: LogStyle) -> None:
+        self._prefix = f"rank {rank}: " if rank else ""
+        spawn = multiprocessing.get_context("spawn")
+        self._report, report = spawn.Pipe(duplex=False)
+        name = f"rank {rank}" if rank else "engine"
+        self.process = spawn.Process(target=main, args=(*arguments, report, logs), name=name)
+        # The child inherits the mask. A Ctrl-C at the terminal reaches the child too, but only the parent handles it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            report.close()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    async def death(self) -> EngineFailed:
         """Wait until the process ends; return the reason that it reported."""
         loop = asyncio.get_running_loop()
         died = asyncio.Event()
-        loop.add_reader(self._process.sentinel, died.set)
+        loop.add_reader(self.process.sentinel, died.set)
         try:
             await died.wait()
         finally:
-            loop.remove_reader(self._process.sentinel)
-        while (status := self._process.exitcode) is None:  # its files are closed, and the status follows soon
+            loop.remove_reader(self.process.sentinel)
+        while (status := self.process.exitcode) is None:  # its files are closed, and the status follows soon
             await asyncio.sleep(0.001)
-        message = f"exit status {status}"
+        message = f"{self._prefix}exit status {status}"
         with suppress(EOFError):
             if self._report.poll():
                 message = self._report.recv()
         return EngineFailed(message, is_configuration=status == CONFIGURATION_STATUS)
 
-    def kill(self) -> None:
-        self._process.kill()
-        shutil.rmtree(self._directory, ignore_errors=True)
-
     def close(self) -> None:
-        """Release all resources after the process has ended."""
-        self._process.join()
-        self._process.close()
+        self.process.join()
+        self.process.close()
         self._report.close()
-        self._sender.close(linger=0)
-        self._receiver.close(linger=0)
-        self._context.term()

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from eagle_server.config.base import ConfigError, Count, Section
-
-
-def _single_device(value: int) -> int:
-    if value != 1:
-        raise ValueError("should be 1: tensor parallelism is not available yet")
-    return value
 
 
 class DeviceSection(Section):
@@ -29,15 +23,17 @@ class DeviceSection(Section):
         default=None,
         description="compute threads; default: all cores of one NUMA node that the process and its container may use, "
         "but 2 for a small model, whose operations are too short to split further, and 1 of the 2 while other "
-        "processes keep the cores busy",
+        "processes keep the cores busy; divided by --tp-size, as each of its processes has its own",
     )
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         default="auto",
         description="who computes on a CPU. native: kernels that are compiled at the first start, in seconds; torch: "
         "PyTorch; auto: native, or torch where there is no C++ compiler",
     )
-    tp_size: Annotated[int, AfterValidator(_single_device)] = Field(
-        default=1, description="devices that the target is split over; only 1 is supported"
+    tp_size: Count = Field(
+        default=1,
+        description="processes that the target is split over, each with a GPU of this machine, or all on its CPUs; "
+        "drafts run in the first; more than 1 is not tested on GPUs",
     )
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None, description="fraction of the GPU's memory for weights and KV; default: 0.85"
@@ -54,6 +50,8 @@ class DeviceSection(Section):
     def _options_agree(self) -> Self:
         if self.device == "cpu":
             self.refuse_gpu_options("--device is cpu")
+        if self.tp_size > 1 and self.cuda_graph_max_bs is not None:
+            raise ConfigError("--cuda-graph-max-bs has no effect with --tp-size above 1, which has no CUDA graphs")
         if self.disable_cuda_graph and self.cuda_graph_max_bs is not None:
             raise ConfigError("--cuda-graph-max-bs has no effect with --disable-cuda-graph: drop one of them")
         return self

@@ -20,8 +20,10 @@ from eagle_server.engine.backends import Backends
 from eagle_server.engine.drafters import make_drafter
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.engine_config import EngineConfig
+from eagle_server.engine.follow import send_setup
 from eagle_server.engine.pools import DraftModel, make_pool
 from eagle_server.models.config import ModelConfig
+from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target
 from eagle_server.request import Ready
 from eagle_server.scheduling.limits import SchedulerLimits
@@ -56,12 +58,13 @@ def assemble(  # noqa: PLR0913
     flashinfer: Any = None,
     recorder: Recorder | None = None,
     tokenizer: Callable[[], Tokenizer] | None = None,
+    ranks: RankGroup | None = None,
 ) -> Engine:
     """An engine over `target`. It drafts with `draft`, or with n-grams, or not at all, as `config.tree` says.
 
     `document` is the resolved configuration for /v1/server_info. Tests replace the library `flashinfer` and the
     `recorder` of CUDA graphs. `tokenizer` is called when the first request with a grammar arrives; without it such
-    requests are refused.
+    requests are refused. `ranks`: the target's; the others run `assemble_follower`.
     """
     device = target.embed.device
     _check(draft, config)
@@ -70,7 +73,9 @@ def assemble(  # noqa: PLR0913
     graphs = Graphs(_recorder(config, device) if recorder is None else recorder)
     drafter, draft_pools = make_drafter(draft, config, backends, graphs)
     pools = [make_pool(target.config, config.kv_slots, device), *draft_pools]
-    kv = _kv_cache(config, pools, device)
+    if ranks is not None:
+        send_setup(ranks, config)
+    kv = _kv_cache(config, pools, device, mirrored=ranks is not None)
     attention = backends.make(target, pools[0], _verified_sizes(config), config.verify_attention)
     batches = Batches(
         kv.table,
@@ -80,10 +85,11 @@ def assemble(  # noqa: PLR0913
         sizes=config.graph_sizes,
         coupling=config.coupling,
         estimates=AcceptanceEstimates(device) if config.estimating or config.adaptive else None,
+        ranks=ranks,
     )
     largest = FixedBudget(config.tree.num_steps, config.tree.num_draft_tokens)
     drafting = TreeDrafting(drafter, batches, largest)
-    worker = Worker(Verifier(target, attention, pools[0], graphs), drafting, batches, config.acceptance)
+    worker = Worker(Verifier(target, attention, pools[0], graphs, ranks), drafting, batches, config.acceptance)
     if config.graph_sizes:
         _capture(worker, graphs, backends, config)
     if config.adaptive:
@@ -128,11 +134,11 @@ def _recorder(config: EngineConfig, device: torch.device) -> Recorder | None:
     return CudaRecorder() if config.graph_sizes and device.type == "cuda" else None
 
 
-def _kv_cache(config: EngineConfig, pools: Sequence[Pool], device: torch.device) -> KVCacheManager:
+def _kv_cache(config: EngineConfig, pools: Sequence[Pool], device: torch.device, *, mirrored: bool) -> KVCacheManager:
     """The KV cache, all pages free. With `poison`, free pages hold values that no result may depend on."""
     allocator = PageAllocator(config.max_total_tokens // config.page_size, config.page_size)
     width = config.context_length + config.tree.num_lookahead_slots
-    table = PageTable(config.max_running_requests, width, config.page_size, mirrored=device.type != "cpu")
+    table = PageTable(config.max_running_requests, width, config.page_size, mirrored=mirrored or device.type != "cpu")
 
     def poison(pages: list[int]) -> None:
         first = torch.tensor(pages)[:, None] * config.page_size

@@ -9,21 +9,26 @@ from functools import partial
 from typing import cast
 
 import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from eagle_server.config import Config
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.cores import SharedCores
 from eagle_server.engine.devices import SMALL_MODEL_THREADS, load_kernels_early, resolve_device, threads_for
 from eagle_server.engine.engine import Engine
+from eagle_server.engine.follow import assemble_follower
 from eagle_server.engine.limits import stay_on_one_node
+from eagle_server.engine.process import Rank
 from eagle_server.engine.resolve import context_length, lookahead_bound, resolve, server_info
 from eagle_server.models.checkpoints.load_draft import Algorithm, LoadedDraft, load_draft
 from eagle_server.models.checkpoints.load_target import load_target, read_model_config
 from eagle_server.models.checkpoints.weights import resolve_checkpoint, resolve_file
 from eagle_server.models.drafts.standalone import DraftLM
+from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target
 from eagle_server.ops.native import set_threads, use_native
 from eagle_server.text.tokenizer import read_tokenizer_file
+from eagle_server.worker.follower import Follower
 
 logger = logging.getLogger(__name__)
 
@@ -53,15 +58,35 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
     return engine
 
 
-def load_models(config: Config, *, lookahead: int = 0, progress: bool = True) -> LoadedModels:
-    """Target and draft on their device, for the trees of `config` and all that need at most `lookahead` slots.
+def build_rank(config: Config, rank: Rank) -> Engine | Follower:
+    """Load this rank's share of the target. Rank 0 also loads the draft and gets the engine; the others follow it.
 
     Raises:
         ValueError, OSError: see `build_engine`.
     """
-    device = resolve_device(config)
+    device = resolve_device(config, rank.number)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ranks = RankGroup(rank.number, rank.size, FileStore(rank.rendezvous, rank.size), device)
+    models = load_models(config, ranks=ranks, progress=rank.number == 0)
+    return engine_over(models, config, ranks) if rank.number == 0 else assemble_follower(models.target, ranks)
+
+
+def load_models(
+    config: Config, *, lookahead: int = 0, progress: bool = True, ranks: RankGroup | None = None
+) -> LoadedModels:
+    """Target and draft on their device, for the trees of `config` and all that need at most `lookahead` slots.
+
+    `ranks`: only this rank's share of the target, and a draft on rank 0 only.
+
+    Raises:
+        ValueError, OSError: see `build_engine`.
+    """
+    if ranks is None and config.device.tp_size > 1:
+        raise ValueError(f"--tp-size {config.device.tp_size}: only the server starts the processes that this needs")
+    device = resolve_device(config) if ranks is None else ranks.device
     use_native(config.device.cpu_kernels)
-    if device.type == "cpu":
+    if device.type == "cpu" and ranks is None:
         stay_on_one_node(config.device.cpu_threads)
     facts = read_model_config(resolve_checkpoint(config.target_path))
     context, lookahead = context_length(config, facts), max(lookahead_bound(config, facts), lookahead)
@@ -76,11 +101,13 @@ def load_models(config: Config, *, lookahead: int = 0, progress: bool = True) ->
         progress=progress,
         quantization=config.model.quantization,
         quantization_cache=config.model.quantization_cache,
+        ranks=ranks,
     )
     logger.info("target %s: %.1f s", config.target_path, time.perf_counter() - began)
-    threads = config.device.cpu_threads or threads_for(facts)
+    threads = config.device.cpu_threads or max(1, threads_for(facts) // config.device.tp_size)
     set_threads(threads, fused=False)
-    draft = None if config.draft_path is None else _load_draft(config, target, context, lookahead, progress=progress)
+    drafts = config.draft_path is not None and (ranks is None or ranks.rank == 0)
+    draft = _load_draft(config, target, context, lookahead, progress=progress) if drafts else None
     model = draft.head.model if draft is not None and isinstance(draft.head, DraftLM) else target
     set_threads(threads, fused=target.is_fused and model.is_fused)
     return LoadedModels(target, draft)
@@ -105,7 +132,7 @@ def _load_draft(config: Config, target: Target, context: int, lookahead: int, *,
     return draft
 
 
-def engine_over(models: LoadedModels, config: Config) -> Engine:
+def engine_over(models: LoadedModels, config: Config, ranks: RankGroup | None = None) -> Engine:
     """An engine of `config` over models that `load_models` loaded for it.
 
     Raises:
@@ -121,4 +148,5 @@ def engine_over(models: LoadedModels, config: Config) -> Engine:
         resolved,
         document=document,
         tokenizer=partial(read_tokenizer_file, config.model.tokenizer_path or config.target_path),
+        ranks=ranks,
     )

@@ -27,16 +27,18 @@ LARGEST_GRAPH = 64
 logger = logging.getLogger(__name__)
 
 
-def resolve_device(config: Config) -> torch.device:
-    """The device of the models; auto: the first NVIDIA GPU, if there is one.
+def resolve_device(config: Config, rank: int = 0) -> torch.device:
+    """The device of the models; auto: the first NVIDIA GPU, if there is one; rank r has GPU r.
 
     Raises:
-        ConfigError: a GPU was asked for, and torch sees none.
+        ConfigError: more GPUs were asked for than torch sees.
     """
     wanted, found = config.device.device, torch.cuda.is_available()
     if wanted == "cuda" and not found:
         raise ConfigError("--device cuda: torch sees no NVIDIA GPU; check nvidia-smi, and that torch is a CUDA build")
-    device = torch.device("cuda", 0) if found and wanted != "cpu" else torch.device("cpu")
+    device = torch.device("cuda", rank) if found and wanted != "cpu" else torch.device("cpu")
+    if device.type == "cuda" and torch.cuda.device_count() < config.device.tp_size:
+        raise ConfigError(f"--tp-size {config.device.tp_size}: torch sees {torch.cuda.device_count()} GPUs")
     if device.type == "cpu":
         config.device.refuse_gpu_options("torch sees none")
     elif config.device.cpu_kernels != "auto":
@@ -105,13 +107,14 @@ def resolve_backend(config: Config, device: torch.device, model: ModelConfig, *,
 def graph_sizes(config: Config, backend: Backend, *, native: bool = True) -> tuple[int, ...]:
     """Batch sizes to capture CUDA graphs for.
 
-    There are none for torch_native, because its tensor shapes follow the lengths. There are none if a model is not
+    There are none for torch_native, because its tensor shapes follow the lengths, and none with several ranks, because
+    capturing NCCL is not tested. There are none if a model is not
     `native`: transformers' code may wait for the device, which cannot be captured.
 
     Raises:
         ConfigError: a size was given, but there are no graphs.
     """
-    if backend == "torch_native" or config.device.disable_cuda_graph:
+    if backend == "torch_native" or config.device.disable_cuda_graph or config.device.tp_size > 1:
         return ()
     if not native:
         if config.device.cuda_graph_max_bs is not None:
@@ -133,7 +136,7 @@ def graph_memory(sizes: tuple[int, ...], nodes: int, model: ModelConfig) -> int:
 def memory_for_kv(config: Config, device: torch.device, reserved: int = 0) -> int:
     """Bytes that the KV pools may take. Call it after the weights are loaded; `reserved` bytes stay free."""
     if device.type == "cpu":
-        return int(usable_memory() * CPU_MEMORY_FOR_KV)
+        return int(usable_memory() * CPU_MEMORY_FOR_KV) // config.device.tp_size
     free, total = torch.cuda.mem_get_info(device)
     share = config.device.mem_fraction_static or GPU_MEMORY
     left = int(total * share) - (total - free) - reserved

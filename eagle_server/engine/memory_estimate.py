@@ -23,6 +23,7 @@ from eagle_server.engine.pools import bytes_per_slot
 from eagle_server.engine.resolve import context_length, lookahead_bound
 from eagle_server.models.checkpoints.load_target import read_model_config, serving_dtype
 from eagle_server.models.checkpoints.quantized import QuantizedTensor, read_quantization, with_dequantized
+from eagle_server.models.checkpoints.rank_slices import share_of
 from eagle_server.models.checkpoints.weights import open_weights
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.config_json import read_config
@@ -34,6 +35,8 @@ _SYSTEM = 2 << 30  # bytes of a CPU machine's memory that weights and KV should 
 
 def memory_estimate(config: Config) -> dict[str, Any]:
     """Bytes by part, how many tokens of KV fit, and whether a request of the full context does.
+
+    With several ranks these are the numbers of rank 0, which also holds the draft and the vocabulary that it may share.
 
     Nothing is downloaded: checkpoints that are not here have `unknown` instead, with the reason.
 
@@ -49,18 +52,22 @@ def memory_estimate(config: Config) -> dict[str, Any]:
     if device.type == "cuda":
         sizes = graph_sizes(config, resolve_backend(config, device, replace(target, dtype=dtype)), native=target.native)
         graphs = graph_memory(sizes, config.speculative.tree_options(target.architecture).num_draft_tokens + 1, target)
+    ranks, draft = config.device.tp_size, 0
+    if config.draft_path not in (None, config.target_path):  # the target's files may hold its draft
+        draft = weight_bytes(config.draft_path, dtype, config.model.quantization)
+    if config.draft_path is not None and ranks > 1:
+        draft += 2 * target.vocab_size * target.hidden_size * dtype.itemsize
     parts = {
-        "target_weights": weight_bytes(config.target_path, dtype, config.model.quantization),
-        "draft_weights": 0
-        if config.draft_path is None
-        else weight_bytes(config.draft_path, dtype, config.model.quantization),
+        "target_weights": weight_bytes(config.target_path, dtype, config.model.quantization) // ranks,
+        "draft_weights": draft,
         "graphs": graphs,
     }
-    slot = bytes_per_slot(replace(target, dtype=dtype)) + _draft_bytes_per_slot(config, target, dtype)
+    share = share_of(replace(target, dtype=dtype), ranks)
+    slot = bytes_per_slot(share) + _draft_bytes_per_slot(config, target, dtype)
     memory = _memory(config, device)
     left = memory - sum(parts.values())
     if device.type == "cpu":
-        left = min(left, int(usable_memory() * CPU_MEMORY_FOR_KV))
+        left = min(left, int(usable_memory() * CPU_MEMORY_FOR_KV) // ranks)
     tokens = max(0, left // slot)
     needed = context_length(config, target) + lookahead_bound(config, target)
     return {
@@ -109,7 +116,7 @@ def refusal(config: Config, estimate: dict[str, Any]) -> str | None:
 
 def _memory(config: Config, device: torch.device) -> int:
     if device.type == "cpu":
-        return max(0, usable_memory() - _SYSTEM)
+        return max(0, usable_memory() - _SYSTEM) // config.device.tp_size
     share = config.device.mem_fraction_static or GPU_MEMORY
     return int(torch.cuda.get_device_properties(device).total_memory * share)
 

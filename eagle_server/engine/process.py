@@ -11,12 +11,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import zmq
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 CONFIGURATION_STATUS = 2
 FAILURE_STATUS = 1
+Built = TypeVar("Built")
 _QUIET = 2.0  # seconds without a message before the engine preloads, which slows it for a short time
 
 
@@ -91,19 +93,38 @@ class EngineProtocol(Protocol):
 
 
 @dataclass(frozen=True)
+class Rank:
+    """One of the processes that compute an engine's target together. They meet at the file `rendezvous`."""
+
+    number: int
+    size: int
+    rendezvous: str
+
+
+class RankProtocol(Protocol):
+    """What a rank above 0 does."""
+
+    def run(self) -> None:
+        """Follow rank 0 to its end."""
+        ...
+
+
+@dataclass(frozen=True)
 class EngineFactory:
-    """A function that builds an engine, given by name, so that only the engine process imports its module."""
+    """A function that builds an engine, given by name, so that only the engine process imports its module.
+
+    If the engine has ranks, each is built by its `Rank` as the last argument.
+    """
 
     module: str
     function: str
     arguments: tuple[Any, ...] = ()
 
-    def __call__(self) -> EngineProtocol:
+    def __call__(self, *rank: Rank) -> Any:
         began = time.perf_counter()
         module = importlib.import_module(self.module)
         logger.info("torch and the engine's code: %.1f s", time.perf_counter() - began)
-        engine: EngineProtocol = getattr(module, self.function)(*self.arguments)
-        return engine
+        return getattr(module, self.function)(*self.arguments, *rank)
 
 
 def run_engine(build: Callable[[], EngineProtocol], inbound_address: str, outbound_address: str) -> None:
@@ -191,21 +212,44 @@ def child_main(
 
     This process ignores SIGINT and SIGTERM: the parent handles them. It exits when the parent exits, for any reason.
     """
+    _set_up_child(Path(inbound_address.removeprefix("ipc://")).parent, logs)
+    with _reporting_lost_ranks(report):
+        run_engine(lambda: _build_or_report(build, report), inbound_address, outbound_address)
+
+
+def follower_main(build: Callable[[], RankProtocol], directory: Path, report: Connection, logs: LogStyle) -> None:
+    """Entry point of a rank above 0, see `child_main`. `directory` is the supervisor's, for all processes."""
+    _set_up_child(directory, logs)
+    with _reporting_lost_ranks(report):
+        _build_or_report(build, report).run()
+
+
+@contextmanager
+def _reporting_lost_ranks(report: Connection) -> Iterator[None]:
+    """If another rank has ended, end without a traceback: the supervisor names that rank, or else the reason here."""
+    try:
+        yield
+    except ConnectionError as error:
+        report.send(_one_line(str(error)))
+        sys.exit(FAILURE_STATUS)
+
+
+def _set_up_child(directory: Path, logs: LogStyle) -> None:
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.SIG_IGN)
-    sockets = Path(inbound_address.removeprefix("ipc://")).parent
-    threading.Thread(target=_exit_with_parent, args=(sockets,), name="exit-with-parent", daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(directory,), name="exit-with-parent", daemon=True).start()
     configure_logging(logs)
     from tqdm import tqdm  # imported here because the API process also imports this module and needs no tqdm
 
     # By default tqdm locks between processes, with a semaphore that stays behind when an engine is killed.
     tqdm.set_lock(threading.RLock())
-    run_engine(lambda: _build_or_report(build, report), inbound_address, outbound_address)
 
 
-def _build_or_report(build: Callable[[], EngineProtocol], report: Connection) -> EngineProtocol:
+def _build_or_report(build: Callable[[], Built], report: Connection) -> Built:
     try:
         return build()
+    except ConnectionError:
+        raise
     except (ValueError, OSError) as error:  # errors that the user can fix: a path, a checkpoint, a size
         logger.debug("the engine cannot be built", exc_info=True)
         report.send(_one_line(str(error) or type(error).__name__))
@@ -216,12 +260,12 @@ def _build_or_report(build: Callable[[], EngineProtocol], report: Connection) ->
         sys.exit(FAILURE_STATUS)
 
 
-def _exit_with_parent(sockets: Path) -> None:
-    """Exit when the parent has exited. Remove the sockets' directory, because a killed parent cannot do it."""
+def _exit_with_parent(directory: Path) -> None:
+    """Exit when the parent has exited. Remove its directory with the sockets, because a killed parent cannot do it."""
     parent = parent_process()
     if parent is not None:
         parent.join()
-        shutil.rmtree(sockets, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
         os._exit(0)
 
 

@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from eagle_server.models.ranks import RankGroup
+
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be served. The message names the file and the key, and what was expected and found."""
@@ -59,6 +61,19 @@ class MLAConfig:
     rope_interleaved: bool
 
 
+@dataclass(frozen=True)
+class Split:
+    """Which parts of a decoder are split over the ranks, each of which holds a share; every rank has the others whole.
+
+    Embedding and lm_head are always split, by the vocabulary.
+    """
+
+    ranks: RankGroup
+    attention: bool
+    mlp: bool
+    experts: bool
+
+
 Scoring = Literal["softmax", "sigmoid"]
 Routing = Literal["greedy", "group_limited_greedy", "noaux_tc"]
 
@@ -102,6 +117,7 @@ class ModelConfig:
     nextn_layers: the number of MTP layers after the decoder's own in the same files.
     native: whether the layers are in this package. Otherwise transformers' code runs the decoder, and only the fields
         that other modules read are set.
+    split: of one rank, whose heads and widths the other fields are then (see `rank_slices`). None: the whole decoder.
     """
 
     architecture: str
@@ -129,3 +145,4 @@ class ModelConfig:
     moe: MoEConfig | None = None
     nextn_layers: int = 0
     native: bool = True
+    split: Split | None = None

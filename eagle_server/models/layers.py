@@ -17,6 +17,7 @@ from tqdm import tqdm
 from eagle_server.attention.flashinfer_forward import BoundFlashInfer
 from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.config import ModelConfig
+from eagle_server.models.ranks import summed
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.ops.fused import AngleTable, Rotation, add_rms_norm, apply_rope, rms_norm, silu_mul
 from eagle_server.ops.linear import PackedWeight, pack_weight, packed_linear, unpack_weight, why_not_computed
@@ -113,6 +114,7 @@ class Attention(nn.Module):
         self.o = Linear(self.heads * self.head_dim, [("o_proj", config.hidden_size)], bias=config.o_bias)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.ranks = config.split.ranks if config.split is not None and config.split.attention else None
         window = config.windows[layer] if config.windows else 0
         self.spec = LayerSpec(layer, self.head_dim**-0.5, window)
 
@@ -126,7 +128,7 @@ class Attention(nn.Module):
             q, k = queries_keys.split_with_sizes([self.heads, self.kv_heads], dim=1)
             queries_keys = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
         q, k = apply_rope(queries_keys, rope).split_with_sizes([self.heads, self.kv_heads], dim=1)
-        return self.o(attention.run(q, k, v, self.spec).reshape(rows, -1))  # type: ignore[no-any-return]
+        return summed(self.ranks, self.o(attention.run(q, k, v, self.spec).reshape(rows, -1)))
 
     def _attend_fused(self, qkv: Tensor, rope: AngleTable, attention: BoundFlashInfer) -> Tensor:
         """One kernel for norms, rotation and the write to the KV pool, then attention."""
@@ -153,9 +155,10 @@ class GatedMLP(nn.Module):
         width = config.intermediate_size
         self.gate_up = Linear(config.hidden_size, [("gate_proj", width), ("up_proj", width)], bias=config.mlp_bias)
         self.down = Linear(width, [("down_proj", config.hidden_size)], bias=config.mlp_bias)
+        self.ranks = config.split.ranks if config.split is not None and config.split.mlp else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(silu_mul(self.gate_up(x)))  # type: ignore[no-any-return]
+        return summed(self.ranks, self.down(silu_mul(self.gate_up(x))))
 
     def weight_views(self, prefix: str) -> Views:
         yield from self.gate_up.weight_views(prefix)
@@ -255,6 +258,8 @@ def native_decoder(layers: Iterable[nn.Module], norm: RMSNorm | None, rope: Rota
 def _native_layer(layer: Any) -> LayerWeights | None:
     attention, mlp = getattr(layer, "attention", None), getattr(layer, "mlp", None)
     if type(attention) is not Attention or type(mlp) is not GatedMLP or not AttentionShape.fits(attention.head_dim):
+        return None
+    if attention.ranks is not None or mlp.ranks is not None:
         return None
     linears = [each.native for each in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
     known = [each for each in linears if each is not None]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.config import MLAConfig, ModelConfig
 from eagle_server.models.layers import Linear, RMSNorm, Views
+from eagle_server.models.ranks import summed
 from eagle_server.ops.fused import Rotation, apply_rope_pair
 
 _EPS = 1e-6  # eps of the norms in the bottlenecks; rms_norm_eps is for all other norms
@@ -43,6 +44,7 @@ class MLAAttention(nn.Module):
         # For each head W_UK, then W_UV. Not a Linear, because a Linear is packed and this weight is used in halves.
         self.kv_b = nn.Parameter(torch.empty(self.heads * (mla.qk_nope_head_dim + mla.v_head_dim), kv_rank))
         self.o = Linear(self.heads * mla.v_head_dim, [("o_proj", hidden)], bias=config.o_bias)
+        self.ranks = config.split.ranks if config.split is not None and config.split.attention else None
         self.spec = LayerSpec(layer, softmax_scale(config, mla))
 
     def forward(self, x: Tensor, rope: Rotation, attention: BoundAttention) -> Tensor:
@@ -63,7 +65,7 @@ class MLAAttention(nn.Module):
         k = torch.cat([self.kv_norm(latent).unsqueeze(1), k_pe], dim=2)
         out = attention.run(q, k, k[..., : mla.kv_lora_rank], self.spec)
         values = torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)  # [T, heads, v_head_dim]
-        return self.o(values.reshape(rows, -1))  # type: ignore[no-any-return]
+        return summed(self.ranks, self.o(values.reshape(rows, -1)))
 
     def weight_views(self, prefix: str) -> Views:
         yield from self.down.weight_views(prefix)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from eagle_server.models.config import ModelConfig, MoEConfig
 from eagle_server.models.layers import GatedMLP, Views
+from eagle_server.models.ranks import summed
 from eagle_server.ops.fused import silu_mul
 from eagle_server.ops.grouped import group_ends, grouped_linear
 
@@ -98,11 +99,12 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(moe, config.hidden_size)
         self.experts = Experts(moe, config.hidden_size)
         width = moe.shared_experts * moe.intermediate_size
-        self.shared = GatedMLP(replace(config, intermediate_size=width)) if width else None
+        self.shared = GatedMLP(replace(config, intermediate_size=width, split=None)) if width else None
+        self.ranks = config.split.ranks if config.split is not None and config.split.experts else None
 
     def forward(self, x: Tensor) -> Tensor:
         routed: Tensor = self.experts(x, *self.router(x))
-        return routed if self.shared is None else routed + self.shared(x)
+        return summed(self.ranks, routed if self.shared is None else routed + self.shared(x))
 
     def weight_views(self, prefix: str) -> Views:
         yield from self.router.weight_views(f"{prefix}gate.")

@@ -7,7 +7,7 @@ output. The range of a group is cut where that lowers its squared error.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -44,6 +44,21 @@ class QuantizedWeight:
         codes = torch.cat([each.codes for each in weights])
         scales, zeros = (torch.cat([getattr(each, name) for each in weights], dim=1) for name in ("scales", "zeros"))
         return cls(first.quantization, codes, scales, zeros, first.group)
+
+    def rows(self, first: int, last: int) -> QuantizedWeight:
+        """Only some of the outputs."""
+        scales, zeros = (each[:, first:last].contiguous() for each in (self.scales, self.zeros))
+        return replace(self, codes=self.codes[first:last].contiguous(), scales=scales, zeros=zeros)
+
+    def columns(self, first: int, last: int) -> QuantizedWeight | None:
+        """Only some of the inputs; None: they do not begin and end with a group."""
+        codes, inputs = self.codes[:, first:last].contiguous(), self.codes.shape[1]
+        if len(self.scales) == 1:  # all inputs are one group
+            return replace(self, codes=codes, group=last - first)
+        if first % self.group or (last % self.group and last < inputs):
+            return None
+        groups = slice(first // self.group, -(-last // self.group))
+        return replace(self, codes=codes, scales=self.scales[groups], zeros=self.zeros[groups])
 
     def dense(self) -> Tensor:
         """The weight that is computed with, float32 [out, in]."""

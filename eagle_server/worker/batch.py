@@ -7,12 +7,15 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle_server.attention.batches import prefill_batch
 from eagle_server.attention.interface import AttentionBatch, Causal, Layout
 from eagle_server.cache.page_table import PageTable
+from eagle_server.models.ranks import RankGroup
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling
 from eagle_server.request import SamplingParams
@@ -29,26 +32,38 @@ from eagle_server.worker.draft_ranking import (
 )
 from eagle_server.worker.estimates import AcceptanceEstimates
 from eagle_server.worker.penalizer_state import PenalizerStates
+from eagle_server.worker.rank_messages import send_changes
 
+Piece = tuple[int, int, Sequence[int]]  # of prompt: req_pool_index, first position, tokens
 _PADDING = RequestSampling(SamplingParams(max_tokens=1, seed=0, temperature=0.0), key=0)
 
 
 class ReqToToken:
-    """The page table on the device. On a CPU it is the same memory; elsewhere it is a copy that is kept up to date."""
+    """The page table on the device. On a CPU it is the same memory; elsewhere it is a copy that is kept up to date.
 
-    def __init__(self, table: PageTable, device: torch.device) -> None:
-        self._table = table
+    `ranks`: those above 0 have copies, too.
+    """
+
+    def __init__(self, table: PageTable, device: torch.device, ranks: RankGroup | None = None) -> None:
+        self._table, self._ranks = table, ranks
         host = torch.from_numpy(table.slots)
         self._mirrored = device.type != "cpu"
         self.tensor = host.to(device) if self._mirrored else host
 
     def refresh(self) -> None:
         """Copy what was assigned since the last call."""
-        if self._mirrored:
+        if self._mirrored or self._ranks is not None:
             changes = self._table.take_changes()
-            if changes.shape[1]:
-                row, position, slot = upload(changes, self.tensor.device)
-                self.tensor.index_put_((row, position), slot.to(torch.int32))
+            if self._ranks is not None and changes.shape[1]:
+                send_changes(self._ranks, changes)
+            if self._mirrored and changes.shape[1]:
+                write_changes(self.tensor, changes)
+
+
+def write_changes(req_to_token: Tensor, changes: NDArray[np.int64]) -> None:
+    """Make the assignments of `PageTable.take_changes` in a copy of the page table."""
+    row, position, slot = upload(changes, req_to_token.device)
+    req_to_token.index_put_((row, position), slot.to(torch.int32))
 
 
 @dataclass(frozen=True)
@@ -125,6 +140,18 @@ class Prompts:
     pairs: PromptFeatures | None  # None: the drafter reads no features, or the only piece is a last token: no pair yet
 
 
+def prompt_batch(pieces: Sequence[Piece], req_to_token: Tensor) -> PromptBatch:
+    """Pieces of prompt, each with the request and position that it starts at."""
+    device, counts = req_to_token.device, tuple(len(tokens) for _, _, tokens in pieces)
+    ends = tuple(start + len(tokens) for _, start, tokens in pieces)
+    flat = [token for _, _, tokens in pieces for token in tokens]
+    positions = [p for _, start, tokens in pieces for p in range(start, start + len(tokens))]
+    numbers = upload([flat, positions], device)
+    requests = upload([[index for index, _, _ in pieces], ends], device)
+    attention = prefill_batch(requests[0], requests[1], req_to_token, Causal(), Layout(counts, ends))
+    return PromptBatch(numbers[0], numbers[1], attention, counts)
+
+
 class Batches:
     """Builds a cycle's batches. Owns the accepted tokens that wait for draft-extend, and the penalizer states.
 
@@ -143,10 +170,11 @@ class Batches:
         sizes: Sequence[int] = (),
         coupling: bool = True,
         estimates: AcceptanceEstimates | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.device, self.sizes, self.coupling, self.vocab_size = device, tuple(sizes), coupling, vocab_size
         self.estimates = estimates
-        self.req_to_token = ReqToToken(table, device)
+        self.req_to_token = ReqToToken(table, device, ranks)
         self.accepted_tokens = AcceptedTokens(
             table.pad_row + 1, spec_steps + 1, device, lazy=device.type == "cpu" and not sizes
         )
@@ -261,16 +289,8 @@ class Batches:
     def _padded_size(self, size: int) -> int:
         return next((bucket for bucket in self.sizes if bucket >= size), size)
 
-    def _prompt(self, pieces: Sequence[tuple[int, int, Sequence[int]]]) -> PromptBatch:
-        """Pieces of (req_pool_index, first position, tokens)."""
-        counts = tuple(len(tokens) for _, _, tokens in pieces)
-        ends = tuple(start + len(tokens) for _, start, tokens in pieces)
-        flat = [token for _, _, tokens in pieces for token in tokens]
-        positions = [p for _, start, tokens in pieces for p in range(start, start + len(tokens))]
-        numbers = upload([flat, positions], self.device)
-        requests = upload([[index for index, _, _ in pieces], ends], self.device)
-        attention = prefill_batch(requests[0], requests[1], self.req_to_token.tensor, Causal(), Layout(counts, ends))
-        return PromptBatch(numbers[0], numbers[1], attention, counts)
+    def _prompt(self, pieces: Sequence[Piece]) -> PromptBatch:
+        return prompt_batch(pieces, self.req_to_token.tensor)
 
     def _sampling_of(self, decodes: Sequence[Decode], padding: int, *, drafting: bool) -> SamplingBatch:
         """The sampling tensors. They are reused while the same requests decode in the same order, as in most cycles."""

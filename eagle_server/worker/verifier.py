@@ -10,6 +10,7 @@ from torch import Tensor
 from eagle_server.attention.batches import verify_batch, verify_layout
 from eagle_server.attention.interface import AttentionBackend, AttentionPlan, Layout
 from eagle_server.cache.pool import Pool
+from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target, TargetOutput
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk
@@ -18,6 +19,7 @@ from eagle_server.speculation.tree import EagleVerifyInput, compacted
 from eagle_server.worker.batch import DecodeBatch, PromptBatch
 from eagle_server.worker.graphs import Graphs
 from eagle_server.worker.host import to_host
+from eagle_server.worker.rank_messages import send_keep, send_prefill, send_verify
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,18 @@ class Prefilled:
 
 
 class Verifier:
-    """Runs the target over its KV pool."""
+    """Runs the target over its KV pool. `ranks`: those above 0 are told to run theirs, see `worker.follower`."""
 
-    def __init__(self, target: Target, attention: AttentionBackend, pool: Pool, graphs: Graphs | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        attention: AttentionBackend,
+        pool: Pool,
+        graphs: Graphs | None = None,
+        ranks: RankGroup | None = None,
+    ) -> None:
         self.target, self.attention, self.pool = target, attention, pool
-        self.graphs = graphs or Graphs()
+        self.graphs, self.ranks = graphs or Graphs(), ranks
 
     def compacted(self, tree: EagleVerifyInput) -> EagleVerifyInput:
         """The trees as `verify` computes them: without the padding, if the attention backend allows that."""
@@ -51,11 +60,19 @@ class Verifier:
     def verify(self, batch: DecodeBatch, tree: EagleVerifyInput) -> Verified:
         """All nodes of all trees in one forward, under the tree mask."""
         counts = None if tree.counts is None else to_host(tree.counts)[0]
+        if self.ranks is not None:
+            send_verify(self.ranks, batch.seq_lens_host, batch.req_pool_indices, tree, counts)
         layout = verify_layout(batch.seq_lens_host, tree.draft_token_num, tree.topk, counts)
+        return self.run(layout, tree, batch.req_to_token, batch.req_pool_indices, batch.seq_lens)
+
+    def run(
+        self, layout: Layout, tree: EagleVerifyInput, req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor
+    ) -> Verified:
+        """The verify forward of this rank."""
         plan = self.attention.plan(layout)
         key = None if plan.graph_key is None else ("verify", plan.graph_key)
-        function = partial(self._verify, plan, layout, tree, batch.req_to_token)
-        return self.graphs.run(key, function, batch.req_pool_indices, batch.seq_lens, *tree.tensors)
+        function = partial(self._verify, plan, layout, tree, req_to_token)
+        return self.graphs.run(key, function, req_pool_indices, seq_lens, *tree.tensors)
 
     def _verify(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
         self,
@@ -78,8 +95,6 @@ class Verifier:
 
     def prefill(self, batch: PromptBatch, chunks: tuple[Chunk, ...]) -> Prefilled:
         """Prompt chunks, causally. Logits only for rows that sample a token or need prompt log-probabilities."""
-        bound = self.attention.plan(batch.attention.layout).bind(batch.attention)
-        out = self.target(batch.tokens, batch.positions, bound)
         rows: list[int] = []
         counts: list[int] = []
         start = 0
@@ -89,8 +104,16 @@ class Verifier:
             rows.extend(wanted)
             counts.append(len(wanted))
             start += length
+        if self.ranks is not None:
+            send_prefill(self.ranks, chunks, rows)
+        return Prefilled(*self.run_prefill(batch, rows), tuple(counts))
+
+    def run_prefill(self, batch: PromptBatch, rows: list[int]) -> tuple[Tensor, Tensor]:
+        """The prefill forward of this rank: features of all rows, and logits of `rows`."""
+        bound = self.attention.plan(batch.attention.layout).bind(batch.attention)
+        out = self.target(batch.tokens, batch.positions, bound)
         hidden = out.hidden.index_select(0, upload(rows, out.hidden.device))
-        return Prefilled(self._features(out), self.target.logits(hidden), tuple(counts))
+        return self._features(out), self.target.logits(hidden)
 
     def keep(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
         """Move the accepted nodes' KV to the front of each window. The next cycle overwrites the rest.
@@ -99,6 +122,8 @@ class Verifier:
         """
         if tree.topk == 1:
             return  # a chain's path is already in place
+        if self.ranks is not None:
+            send_keep(self.ranks, accepted.path)
         self.pool.keep(accepted.path, batch.seq_lens, batch.req_pool_indices, batch.req_to_token)
 
     def _features(self, out: TargetOutput) -> Tensor:

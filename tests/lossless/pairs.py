@@ -140,10 +140,15 @@ def _loaded(kind: str, directory: Path, draft: Path | None) -> Pair:
     target = load_target(directory, dtype="float32", progress=False)
     if draft is None:
         return Pair(kind, directory, None, target, None)
+    return Pair(kind, directory, draft, target, loaded_head(kind, directory, draft, target))
+
+
+def loaded_head(kind: str, directory: Path, draft: Path, target: TargetModel) -> Any:
+    """The draft of a pair, for the target in `directory` or a rank's share of it."""
     context = target.rope.cos.shape[0]
     algorithm = "STANDALONE" if kind == "STANDALONE" else None
     loaded = load_draft(
         draft, target, algorithm=algorithm, context=context, lookahead=MARGIN, target_path=directory, progress=False
     )
     assert loaded.kind == kind
-    return Pair(kind, directory, draft, target, loaded.head)
+    return loaded.head

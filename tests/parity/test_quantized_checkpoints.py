@@ -27,6 +27,7 @@ from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
 from eagle_server.ops.native import available
 from eagle_server.ops.quantize import QuantizedWeight
+from tests.support.ranks import rank_groups
 
 GOLDEN = Path(__file__).with_name("quantized.safetensors")
 Tensors = dict[str, Tensor]
@@ -209,6 +210,27 @@ def test_a_model_computes_with_its_dequantized_weights(name: str, tmp_path: Path
     )
     error = (logits(served) - expected).norm() / expected.norm()
     assert error < (1e-5 if native is None else 0.03)  # inputs are rounded to 8 bits
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_quantized_model_is_split_over_two_ranks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIG, "intermediate_size", 128)  # whole groups for both ranks
+    config, store, _ = FORMATS[name]
+    written(tmp_path, config, store)
+    expected = logits(load_target(tmp_path, progress=False))
+    with rank_groups(2) as (first, threads, others):
+        models = [load_target(tmp_path, progress=False, ranks=ranks) for ranks in (first, *others)]
+        found, same = threads.map(logits, models)
+    assert torch.equal(found, same)
+    assert (found - expected).norm() / expected.norm() < 0.03  # inputs are rounded to 8 bits, half by half
+
+
+def test_groups_that_do_not_divide_over_the_ranks_are_refused(tmp_path: Path) -> None:
+    config, store, _ = FORMATS["GPTQ"]
+    written(tmp_path, config, store)
+    message = "down_proj.qweight: quantized in groups of 32 of its 96 inputs, which do not divide over --tp-size 2"
+    with rank_groups(2) as (_, _, [second]), pytest.raises(CheckpointError, match=message):
+        load_target(tmp_path, progress=False, ranks=second)
 
 
 def weight_of(parts: Tensors, config: dict[str, Any]) -> QuantizedTensor:

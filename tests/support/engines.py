@@ -135,11 +135,9 @@ def pools(engine: Engine) -> tuple[KVPool, KVPool | None]:
     return engine.worker.verifier.pool, None if attention is None else attention.pool
 
 
-def random_target(
-    vocab: int = 48, hidden: int = 32, layers: int = 3, *, seed: int = 0, std: float = 0.25, **config: Any
-) -> TargetModel:
-    """A random target with several bits of entropy per next token. Token 0 ends a sequence."""
-    raw = {
+def random_config(vocab: int = 48, hidden: int = 32, layers: int = 3, **config: Any) -> dict[str, Any]:
+    """The config.json of `random_target`."""
+    return {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -151,6 +149,13 @@ def random_target(
         "eos_token_id": 0,
         **config,
     }
+
+
+def random_target(
+    vocab: int = 48, hidden: int = 32, layers: int = 3, *, seed: int = 0, std: float = 0.25, **config: Any
+) -> TargetModel:
+    """A random target with several bits of entropy per next token. Token 0 ends a sequence."""
+    raw = random_config(vocab, hidden, layers, **config)
     return randomized(TargetModel(read_target_config(raw), CONTEXT + MARGIN), seed, std)
 
 

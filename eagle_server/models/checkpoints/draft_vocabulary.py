@@ -12,7 +12,7 @@ from torch import Tensor
 from eagle_server.models.checkpoints.draft_format import DraftFiles
 from eagle_server.models.checkpoints.weights import StoredTensor, load_pickle, read_as
 from eagle_server.models.config import CheckpointError
-from eagle_server.models.targets.interface import Target
+from eagle_server.models.targets.interface import DraftedTarget
 
 _SAME = 1e-6  # a float16 copy of a bfloat16 tensor differs less: the subnormal step of float16 is 6e-8
 _ROWS = 4096
@@ -31,7 +31,7 @@ def draft_vocabulary(files: DraftFiles, declared: object, target_vocab: int) -> 
     return declared or (files.shape("d2t") or files.shape("lm_head.weight") or (target_vocab,))[0]
 
 
-def check_vocabulary(files: DraftFiles, target: Target, draft_vocab: int) -> None:
+def check_vocabulary(files: DraftFiles, target: DraftedTarget, draft_vocab: int) -> None:
     """Compare the vocabulary sizes V and Vd of the files with the target.
 
     Raises:
@@ -56,7 +56,7 @@ def check_vocabulary(files: DraftFiles, target: Target, draft_vocab: int) -> Non
         raise CheckpointError(f"{source}: lm_head.weight: missing; the target's has {vocab} rows, not {draft_vocab}")
 
 
-def without_copies(files: DraftFiles, target: Target) -> DraftFiles:
+def without_copies(files: DraftFiles, target: DraftedTarget) -> DraftFiles:
     """`files` without an embedding or lm_head equal to the target's. These are shared with the target."""
     own, shape = dict(files.tensors), (target.config.vocab_size, target.config.hidden_size)
     theirs: dict[str, Callable[[], Tensor]] = {

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
+
 from eagle_server.models.checkpoints.draft_format import (
     MEDUSA_2,
     DraftFiles,
@@ -32,6 +34,7 @@ from eagle_server.models.checkpoints.mtp_files import mtp_config, mtp_layer, mtp
 from eagle_server.models.checkpoints.quantized import with_dequantized
 from eagle_server.models.checkpoints.redrafter_files import redrafter_config
 from eagle_server.models.checkpoints.weights import copy_weights, open_weights, resolve_checkpoint
+from eagle_server.models.checkpoints.whole_vocabulary import WholeVocabulary
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.config_json import read_config
 from eagle_server.models.drafts.eagle import EagleConfig, EagleHead
@@ -42,9 +45,9 @@ from eagle_server.models.drafts.mtp import MtpConfig, MtpHead
 from eagle_server.models.drafts.post_norm_head import PostNormHead
 from eagle_server.models.drafts.redrafter import RedrafterHead
 from eagle_server.models.drafts.standalone import DraftLM
-from eagle_server.models.layers import pack_linears
+from eagle_server.models.layers import Linear, pack_linears
 from eagle_server.models.rope import at_context
-from eagle_server.models.targets.interface import Target
+from eagle_server.models.targets.interface import DraftedTarget, Target
 from eagle_server.ops.quantize import Quantization
 
 Algorithm = Literal["EAGLE", "EAGLE3", "MEDUSA", "NEXTN", "REDRAFTER", "STANDALONE"]
@@ -124,8 +127,12 @@ def load_draft(  # noqa: PLR0913
     kind = _supported(_found(files), algorithm, directory)
     if kind != "MEDUSA" and not raw:
         read_config(directory)  # raises: only Medusa heads may come without config.json
+    drafted: DraftedTarget = target
+    if target.config.split is not None:
+        assert target_path is not None, "a split target is read again, whole"
+        drafted = WholeVocabulary(target.config, resolve_checkpoint(target_path), target.embed.device, quantization)
     with created_as(target.embed.dtype, target.embed.device):
-        head = _LOADERS[kind](files, target, context, lookahead, progress=progress)
+        head = _LOADERS[kind](files, drafted, context, lookahead, progress=progress)
         if token_map is not None and isinstance(head, PostNormHead):
             head.restrict_vocabulary(load_token_map(token_map, target.config.vocab_size))
         elif token_map is not None:
@@ -167,17 +174,19 @@ def _supported(found: DraftKind, algorithm: Algorithm | None, directory: Path) -
     return kind
 
 
-def _load_eagle(files: DraftFiles, target: Target, context: int, lookahead: int, *, progress: bool) -> EagleHead:
+def _load_eagle(files: DraftFiles, target: DraftedTarget, context: int, lookahead: int, *, progress: bool) -> EagleHead:
     config = eagle_config(files, target.config)
     check_vocabulary(files, target, target.config.vocab_size)
     files = without_copies(files, target)
     config = _as_loaded(config, files, context)
-    head = EagleHead(config, context + lookahead, _shared_weights(target))
+    head = EagleHead(config, context + lookahead, _shared_weights(target, config))
     _fill(head, files, progress=progress)
     return head
 
 
-def _load_eagle3(files: DraftFiles, target: Target, context: int, lookahead: int, *, progress: bool) -> Eagle3Head:
+def _load_eagle3(
+    files: DraftFiles, target: DraftedTarget, context: int, lookahead: int, *, progress: bool
+) -> Eagle3Head:
     config = eagle3_config(files, target.config)
     check_vocabulary(files, target, config.draft_vocab_size)
     files = with_map(without_copies(files, target), config.draft_vocab_size, target.config.vocab_size)
@@ -188,30 +197,30 @@ def _load_eagle3(files: DraftFiles, target: Target, context: int, lookahead: int
                 f"{files.directory}: {name}: missing; a draft of width {config.layers.hidden_size} cannot share that "
                 f"of a target of width {target.config.hidden_size}"
             )
-    head = Eagle3Head(config, context + lookahead, _shared_weights(target))
+    head = Eagle3Head(config, context + lookahead, _shared_weights(target, config))
     _fill(head, files, progress=progress)
     return head
 
 
-def _load_mtp(files: DraftFiles, target: Target, context: int, lookahead: int, *, progress: bool) -> MtpHead:
+def _load_mtp(files: DraftFiles, target: DraftedTarget, context: int, lookahead: int, *, progress: bool) -> MtpHead:
     index, files = mtp_layer(files, target.config.num_layers)
     config = mtp_config(files, target.config, index)
     check_vocabulary(files, target, target.config.vocab_size)
     files = without_copies(files, target)
     config = _as_loaded(config, files, context)
-    head = MtpHead(config, context + lookahead, _shared_weights(target))
+    head = MtpHead(config, context + lookahead, _shared_weights(target, config))
     views = {mtp_name(canonical_name(name), index): view for name, view in head.weight_views()}
     copy_weights(views, files.tensors, source=files.directory, progress=progress)
     return head
 
 
-def _load_redrafter(files: DraftFiles, target: Target, *_: int, progress: bool) -> RedrafterHead:
+def _load_redrafter(files: DraftFiles, target: DraftedTarget, *_: int, progress: bool) -> RedrafterHead:
     head = RedrafterHead(redrafter_config(files, target.config), _shared_weights(target))
     _fill(head, files, progress=progress)
     return head
 
 
-def _load_medusa(files: DraftFiles, target: Target, *_: int, progress: bool) -> MedusaHeads:
+def _load_medusa(files: DraftFiles, target: DraftedTarget, *_: int, progress: bool) -> MedusaHeads:
     config, tensors = medusa_files(files, target.config)
     heads = MedusaHeads(config, _shared_weights(target))
     copy_weights(dict(heads.weight_views()), tensors, source=files.directory, progress=progress)
@@ -232,8 +241,13 @@ def _fill(head: EagleHead | Eagle3Head | RedrafterHead, files: DraftFiles, *, pr
     copy_weights(views, files.tensors, source=files.directory, progress=progress)
 
 
-def _shared_weights(target: Target) -> TargetWeights:
-    return TargetWeights(target.embed.detach(), target.lm_head)
+def _shared_weights(
+    target: DraftedTarget, config: EagleConfig | Eagle3Config | MtpConfig | None = None
+) -> TargetWeights:
+    """Of a split target only what the head does not have itself: the rest need not be read."""
+    own = config if target.config.split is not None else None
+    embed = torch.empty(0) if own is not None and own.own_embed else target.embed.detach()
+    return TargetWeights(embed, Linear(0, []) if own is not None and own.own_lm_head else target.lm_head)
 
 
 def _as_loaded(config: HeadConfig, files: DraftFiles, context: int) -> HeadConfig:

@@ -22,6 +22,7 @@ from eagle_server.models.checkpoints.quantized import (
     with_dequantized,
     without_added_biases,
 )
+from eagle_server.models.checkpoints.rank_slices import own_slices, replicated, split_over
 from eagle_server.models.checkpoints.transformers_config import transformers_config
 from eagle_server.models.checkpoints.weights import (
     Weights,
@@ -35,6 +36,7 @@ from eagle_server.models.checkpoints.weights import (
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import read_config, token_ids
 from eagle_server.models.layers import Linear, Views, linear_views, pack_linears
+from eagle_server.models.ranks import RankGroup
 from eagle_server.models.rope import at_context
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.interface import Target
@@ -47,7 +49,7 @@ from eagle_server.ops.quantize import Quantization
 DtypeName = Literal["auto", "float32", "bfloat16"]
 log = logging.getLogger(__name__)
 
-_EMBED, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBED, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class HasWeightViews(Protocol):
@@ -67,6 +69,7 @@ def load_target(  # noqa: PLR0913
     pack: bool = True,
     quantization: Quantization | None = None,
     quantization_cache: Path | None = None,
+    ranks: RankGroup | None = None,
 ) -> Target:
     """Load the target of a checkpoint directory or Hub id, frozen. transformers runs families that are not native.
 
@@ -80,6 +83,7 @@ def load_target(  # noqa: PLR0913
         pack: packs the linear layers. False keeps the plain weights, for training.
         quantization: rounds them, too.
         quantization_cache: a directory that keeps the rounded weights for the next time.
+        ranks: loads only the share of this rank.
 
     Raises:
         CheckpointError: the checkpoint is not supported, tensors are missing or unexpected, or the directory cannot be
@@ -94,6 +98,15 @@ def load_target(  # noqa: PLR0913
         config, stored = _as_stored(config, _without_inert(found, config), directory)
     context = context or config.max_position
     config = _served(config, directory, dtype, context)
+    if ranks is not None:
+        if not config.native or quantization_cache is not None:
+            reason = "--quantization-cache keeps whole weights" if config.native else "it runs by transformers' code"
+            raise CheckpointError(f"{directory}: --tp-size {ranks.size}: not supported, as {reason}")
+        whole, config = config, split_over(config, ranks)
+        assert config.split is not None
+        stored = own_slices(stored, whole, config.split)
+        if ranks.rank == 0 and (parts := replicated(config)):
+            log.warning("%s: does not divide over --tp-size %d: every rank has all %s", directory, ranks.size, parts)
     if quantization is not None:
         cached = quantization_cache is not None
         _check_quantizable(directory, config, quantization, torch.device(device), cached=cached)
@@ -270,12 +283,12 @@ def _as_stored(config: ModelConfig, stored: Weights, directory: Path) -> tuple[M
     raw, source = read_config(directory), str(directory / "config.json")
     sizes = stored_heads(raw, stored, "model.layers.0.self_attn.", source)
     config = read_target_config({**raw, **sizes}, source) if sizes else config
-    if not config.tie_word_embeddings or _LM_HEAD not in stored or _EMBED not in stored:
+    if not config.tie_word_embeddings or LM_HEAD not in stored or EMBED not in stored:
         return config, stored
-    head, embed = stored[_LM_HEAD], stored[_EMBED]
+    head, embed = stored[LM_HEAD], stored[EMBED]
     if head.shape == embed.shape and torch.equal(head.read(), embed.read()):
-        return config, {name: tensor for name, tensor in stored.items() if name != _LM_HEAD}
-    log.warning("%s: tie_word_embeddings is true, but %s is not %s; it is used as it is", source, _LM_HEAD, _EMBED)
+        return config, {name: tensor for name, tensor in stored.items() if name != LM_HEAD}
+    log.warning("%s: tie_word_embeddings is true, but %s is not %s; it is used as it is", source, LM_HEAD, EMBED)
     return replace(config, tie_word_embeddings=False), stored
 
 

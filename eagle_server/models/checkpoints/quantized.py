@@ -15,7 +15,7 @@ Sources: the packing code of AutoGPTQ 0.7, AutoAWQ 0.2 and compressed-tensors 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ _INT8_ZERO = 128
 class QuantizedTensor(StoredTensor):
     """A quantized weight [out, in]. `read` dequantizes it, `load` does so only if no kernel takes it as it is."""
 
-    load: Callable[[], QuantizedWeight | Tensor]
+    load: Callable[[], QuantizedWeight | Tensor] = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _taken(
             sizes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in tensors.items())
             raise CheckpointError(f"{first.file}: {first.key}: the parts do not fit: {sizes} ({error})") from None
 
-    return QuantizedTensor(first.file, first.key, shape, lambda: _dense(load()), load)
+    return QuantizedTensor(first.file, first.key, shape, lambda: _dense(load()), load=load)
 
 
 def _dense(weight: QuantizedWeight | Tensor) -> Tensor:

@@ -27,12 +27,17 @@ _HUB_SKIPPED = ["*/*", "consolidated*"]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor on disk: its key in `file` and its shape. `read` loads it."""
+    """A tensor on disk: its key in `file` and its shape. `read` loads it, `part` only the part at an index."""
 
     file: Path
     key: str
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    part: Callable[[tuple[slice, ...]], Tensor] | None = None
+
+    def read_part(self, index: tuple[slice, ...]) -> Tensor:
+        """`read()[index]`."""
+        return self.read()[index] if self.part is None else self.part(index)
 
 
 Weights = dict[str, StoredTensor]
@@ -168,12 +173,12 @@ def _safetensors(path: Path) -> Weights:
     try:
         handle: Any = safe_open(path, framework="pt")
         keys: list[str] = list(handle.keys())
-        shapes = [tuple(handle.get_slice(key).get_shape()) for key in keys]
+        slices = {key: handle.get_slice(key) for key in keys}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
     return {
-        key: StoredTensor(path, key, shape, partial(handle.get_tensor, key))
-        for key, shape in zip(keys, shapes, strict=True)
+        key: StoredTensor(path, key, tuple(each.get_shape()), partial(handle.get_tensor, key), each.__getitem__)
+        for key, each in slices.items()
     }
 
 

@@ -20,24 +20,29 @@ from eagle_server.ops.native_drafting import HeadWeights, Residual
 
 
 class TargetModel(nn.Module):
-    """A `Target` of a family in the registry. `context` is the number of positions in the RoPE table."""
+    """A `Target` of a family in the registry, or one rank's share of it.
+
+    `context` is the number of positions in the RoPE table.
+    """
 
     def __init__(self, config: ModelConfig, context: int, aux_boundaries: Sequence[int] = ()) -> None:
         super().__init__()
         self.config = config
         self.aux_boundaries = tuple(aux_boundaries)
-        self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.ranks = None if config.split is None else config.split.ranks
+        rows = config.vocab_size if self.ranks is None else -(-config.vocab_size // self.ranks.size)
+        self.embed = nn.Parameter(torch.empty(rows, config.hidden_size))
         self.rope = RotaryEmbedding(config.rope, config.head_dim, context)
         self.layers = nn.ModuleList(decoder_layer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, [("lm_head", config.vocab_size)])
+        self.lm_head = Linear(config.hidden_size, [("lm_head", rows)])
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed
         self._native: NativeDecoder | None = None
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: BoundAttention) -> TargetOutput:
         """tokens, positions [rows] -> hidden states of every row."""
-        x = F.embedding(tokens, self.embed)
+        x = self._embedded(tokens)
         if self._native is not None and isinstance(attention, BoundNative):
             hidden, _, aux = self._native(x, None, positions, attention.rows, self.aux_boundaries)
             return TargetOutput(hidden, None if aux is None else aux.to(x.dtype))
@@ -53,6 +58,14 @@ class TargetModel(nn.Module):
         if len(self.layers) in self.aux_boundaries:
             captured.append(stream)
         return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else None)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        if self.ranks is None:
+            return F.embedding(tokens, self.embed)
+        rows = tokens - self.ranks.rank * len(self.embed)
+        is_own = (rows >= 0) & (rows < len(self.embed))
+        own = F.embedding(rows.clamp(0, len(self.embed) - 1), self.embed)
+        return self.ranks.sum(own.masked_fill(~is_own[:, None], 0.0))
 
     @property
     def is_fused(self) -> bool:
@@ -74,7 +87,10 @@ class TargetModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab] in float32."""
-        return self.lm_head(hidden).float()  # type: ignore[no-any-return]
+        logits: Tensor = self.lm_head(hidden)
+        if self.ranks is not None:
+            logits = self.ranks.gather(logits)[:, : self.config.vocab_size]  # without the padding of the last ranks
+        return logits.float()
 
     def weight_views(self) -> Views:
         """Every checkpoint name with its view of a parameter."""

@@ -54,6 +54,19 @@ class Target(Protocol):
         ...
 
 
+class DraftedTarget(Protocol):
+    """What the files of a draft are compared with, and what a draft may share."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def embed(self) -> Tensor: ...
+
+    @property
+    def lm_head(self) -> Linear: ...
+
+
 @dataclass(frozen=True)
 class TargetFamily:
     """A decoder family whose layers are in this package. Each file in targets/ defines one or more.

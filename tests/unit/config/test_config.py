@@ -173,7 +173,8 @@ def test_every_preset_is_valid_and_speculates(preset):
         (["--device", "cpu", "--mem-fraction-static", "0.5"], "--mem-fraction-static has an effect on a GPU only"),
         (["--disable-cuda-graph", "--cuda-graph-max-bs", "8"], "--cuda-graph-max-bs has no effect with --disable-cuda"),
         (["--mem-fraction-static", "1.5"], "--mem-fraction-static '1.5': should be less than 1"),
-        (["--tp-size", "2"], "--tp-size '2': should be 1"),
+        (["--tp-size", "0"], "--tp-size '0': should be greater than or equal to 1"),
+        (["--tp-size", "2", "--cuda-graph-max-bs", "8"], "--cuda-graph-max-bs has no effect with --tp-size above 1"),
         (
             ["--speculative-algorithm", "eagle"],
             "--speculative-algorithm 'eagle': should be 'NONE', 'EAGLE', 'EAGLE3', ",

@@ -44,6 +44,17 @@ def test_kv_is_that_of_target_and_draft() -> None:
     assert memory_estimate(config)["kv_per_token"] == both
 
 
+def test_ranks_share_weights_and_kv() -> None:
+    flags = ["--device", "cpu", "--speculative-algorithm", "NONE", "--tp-size"]
+    one, two = (memory_estimate(parse_args([*flags, ranks], environ={})) for ranks in ("1", "2"))
+    assert two["target_weights"] == one["target_weights"] // 2
+    assert two["kv_per_token"] == one["kv_per_token"] // 2
+    assert two["memory"] == one["memory"] // 2
+    drafting = memory_estimate(parse_args(["--device", "cpu", "--tp-size", "2"], environ={}))
+    alone = memory_estimate(parse_args(["--device", "cpu"], environ={}))
+    assert drafting["draft_weights"] > alone["draft_weights"], "rank 0 has the whole vocabulary for the draft"
+
+
 @pytest.mark.parametrize(
     ("memory", "reason"),
     [

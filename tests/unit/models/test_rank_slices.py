@@ -1,0 +1,145 @@
+"""A target that is split over ranks has the logits of the whole one, and each rank reads its slices only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle_server.attention.dense import DenseCausal
+from eagle_server.models.checkpoints.load_target import load_target, save_checkpoint
+from eagle_server.models.checkpoints.rank_slices import own_slices, split_over
+from eagle_server.models.checkpoints.weights import StoredTensor
+from eagle_server.models.config import CheckpointError
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.models.targets.registry import read_target_config
+from tests.support.deepseek import DEEPSEEK
+from tests.support.ranks import rank_groups
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "dtype": "float32",
+}
+TOKENS = torch.tensor([3, 39, 0, 20, 19, 7])
+
+
+def checkpoint(directory: Path, settings: dict[str, Any]) -> Path:
+    torch.manual_seed(0)
+    raw = {**(DEEPSEEK if "DeepseekV3ForCausalLM" in settings.get("architectures", ()) else CONFIG), **settings}
+    model = TargetModel(read_target_config(raw), 64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2)
+    save_checkpoint(model, directory, raw, torch.float32)
+    return directory
+
+
+def logits(model: Any) -> Tensor:
+    with torch.inference_mode():
+        output = model(TOKENS, torch.arange(len(TOKENS)), DenseCausal(1))
+        return model.logits(output.hidden)  # type: ignore[no-any-return]
+
+
+def split_logits(directory: Path, size: int, **settings: Any) -> tuple[list[Tensor], list[Any]]:
+    """Every rank's logits, and the ranks' models."""
+    with rank_groups(size) as (first, threads, others):
+        given = {"dtype": "float32", "progress": False, **settings}
+        models = [load_target(directory, ranks=ranks, **given) for ranks in (first, *others)]
+        return list(threads.map(logits, models)), models
+
+
+DEEPSEEK_NAMES = {"architectures": ["DeepseekV3ForCausalLM"]}
+CASES: dict[str, tuple[dict[str, Any], int, Sequence[int]]] = {  # config, ranks, heads and KV heads of a rank
+    "llama": ({}, 2, (2, 1)),
+    "four ranks share two KV heads": ({}, 4, (1, 1)),
+    "heads that do not divide": ({"num_attention_heads": 3, "num_key_value_heads": 3}, 2, (3, 3)),
+    "KV heads that do not divide": ({"num_attention_heads": 6, "num_key_value_heads": 3}, 2, (6, 3)),
+    "a width that does not divide": ({"intermediate_size": 47}, 2, (2, 1)),
+    "a vocabulary that does not divide": ({"vocab_size": 41}, 2, (2, 1)),
+    "a vocabulary whose last rank is all padding": ({"vocab_size": 41}, 8, (4, 2)),
+    "tied embedding": ({"tie_word_embeddings": True}, 2, (2, 1)),
+    "biases": ({"attention_bias": True, "mlp_bias": True}, 2, (2, 1)),
+    "qwen2": ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, 2, (2, 1)),
+    "qwen3": ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, 2, (2, 1)),
+    "deepseek": (DEEPSEEK_NAMES, 2, (2, 2)),
+    "deepseek with biases": ({**DEEPSEEK_NAMES, "attention_bias": True, "q_lora_rank": None}, 4, (1, 1)),
+    "deepseek with three heads": ({**DEEPSEEK_NAMES, "num_attention_heads": 3, "num_key_value_heads": 3}, 2, (3, 3)),
+    "experts that do not divide": ({**DEEPSEEK_NAMES, "moe_intermediate_size": 31}, 2, (2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_has_the_logits_of_the_whole_target(tmp_path: Path, name: str) -> None:
+    torch.set_num_threads(1)
+    settings, size, heads = CASES[name]
+    directory = checkpoint(tmp_path / "target", settings)
+    whole = load_target(directory, dtype="float32", progress=False)
+    found, models = split_logits(directory, size)
+    assert all((model.config.num_heads, model.config.num_kv_heads) == tuple(heads) for model in models)
+    assert len(models[0].embed) == -(-whole.config.vocab_size // size)
+    for each in found:
+        torch.testing.assert_close(each, logits(whole), atol=2e-5, rtol=1e-5)
+        assert torch.equal(each, found[0]), "ranks have the same bits"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_rounded_weights_are_split(tmp_path: Path, quantization: str) -> None:
+    torch.set_num_threads(1)
+    directory = checkpoint(tmp_path / "target", {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16})
+    whole = load_target(directory, dtype="float32", progress=False, quantization=quantization)
+    found, _ = split_logits(directory, 2, quantization=quantization)
+    exact = logits(load_target(directory, dtype="float32", progress=False))
+    error = (logits(whole) - exact).std()
+    assert (found[0] - exact).std() < 1.5 * error
+
+
+def test_a_bfloat16_target_is_split(tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path / "target", {})
+    found, _ = split_logits(directory, 2, dtype="bfloat16")
+    whole = logits(load_target(directory, dtype="bfloat16", progress=False))
+    torch.testing.assert_close(found[0], whole, atol=0.05, rtol=0.05)
+    assert torch.equal(*found)
+
+
+def test_only_slices_are_read(tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path / "target", {})
+    config = read_target_config(CONFIG)
+
+    def refuse() -> Tensor:
+        raise AssertionError("the whole tensor is read")
+
+    shapes = {"model.layers.0.self_attn.o_proj.weight": (32, 32), "model.layers.1.mlp.up_proj.weight": (48, 32)}
+    read: list[tuple[slice, ...]] = []
+
+    def part(index: tuple[slice, ...]) -> Tensor:
+        read.append(index)
+        return torch.zeros(48, 32)[index]
+
+    with rank_groups(2) as (_, _, [second]):
+        split = split_over(config, second).split
+        assert split is not None
+        stored = {name: StoredTensor(directory, name, shape, refuse, part) for name, shape in shapes.items()}
+        own = own_slices(stored, config, split)
+    assert [own[name].shape for name in shapes] == [(32, 16), (24, 32)]
+    for name in shapes:
+        own[name].read()
+    assert read == [(slice(None), slice(16, 32)), (slice(24, 48),)]
+
+
+def test_what_cannot_be_split_is_refused(tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path / "target", {})
+    with pytest.raises(CheckpointError, match="--tp-size 2: not supported, as --quantization-cache keeps whole"):
+        split_logits(directory, 2, quantization="int8", quantization_cache=tmp_path)
