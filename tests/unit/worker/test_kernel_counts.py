@@ -77,7 +77,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], **setting
 
 TRUNCATED = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
 MASK = {
-    "propose": (129, 20),
+    "propose": (129, 4),
     "build_tree": (3, 0),
     "verify": (16, 4),
     "layer": (9, 0),
@@ -89,7 +89,7 @@ MASK = {
     "extend": (36, 4),
 }
 CASCADE = MASK | {
-    "propose": (135, 20),
+    "propose": (135, 4),
     "estimates": (2, 0),
     "verify": (15, 4),
     "layer": (10, 0),
