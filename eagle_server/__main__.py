@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eagle_server import version
-from eagle_server.api.app import api_keys, create_app
+from eagle_server.api.app import create_app
 from eagle_server.api.banner import described
 from eagle_server.api.server import INTERRUPTED_STATUS, HttpServer, Lifecycle, listen
 from eagle_server.api.telemetry.request_record import log_context
@@ -109,7 +109,11 @@ def _announce(config: Config, client: EngineClient) -> None:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     scheme = "http" if config.server.ssl_certfile is None else "https"
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.server.port}"
-    key = " -H 'authorization: Bearer '$EAGLE_SERVER_API_KEY" if api_keys(config) else ""
+    key = (
+        " -H 'authorization: Bearer '$EAGLE_SERVER_API_KEY"
+        if config.server.api_key or config.server.api_key_file
+        else ""
+    )
     resolved = (client.ready.resolved if client.ready is not None else None) or {}
     lines = [f"serving {config.served_model_name} on {url}", *described(resolved)]
     lines += [f"API         {url}/v1", f"playground  {url}/", f"parameters  {url}/openapi.json"]

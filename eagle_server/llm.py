@@ -35,11 +35,14 @@ from eagle_server.text.chat_template_files import load_chat_template
 from eagle_server.text.tokenizer import load_tokenizer
 
 DEMO = "demo"
+CHAT_ONLY = ChatRequest.model_fields.keys() - CompletionRequest.model_fields.keys()
 Prompt = str | Sequence[int]
 
 
 class GenerationParams:
-    """How to sample: the parameters of /v1/completions by name, see docs/api.md. max_tokens is 16 unless given.
+    """How to sample: the endpoints' parameters by name, see docs/api.md. max_tokens is 16 unless given.
+
+    Those of chats alone, like tools, are for `LLM.chat`; logprobs is the number of alternatives in both.
 
     Raises:
         ValueError: an unknown parameter or a value that is not allowed; the message names it.
@@ -47,7 +50,19 @@ class GenerationParams:
 
     def __init__(self, **parameters: Any) -> None:
         self.parameters = parameters
-        _parsed(CompletionRequest, {"prompt": "", **parameters})
+        if parameters.keys() & CHAT_ONLY:
+            _parsed(ChatRequest, self.of_chat([{"role": "user", "content": ""}]))
+        else:
+            _parsed(CompletionRequest, {"prompt": "", **parameters})
+
+    def of_chat(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The body of a chat."""
+        body = {"messages": list(messages), **self.parameters}
+        if "max_completion_tokens" not in body:
+            body.setdefault("max_tokens", 16)
+        if (count := body.pop("logprobs", None)) is not None:
+            body |= {"logprobs": True, "top_logprobs": int(count)}
+        return body
 
     def __repr__(self) -> str:
         return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in self.parameters.items())})"
@@ -134,10 +149,7 @@ class LLM:
         """
         several: Any = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         given = _for_each(several, sampling_params)
-        bodies = [
-            {"messages": list(each), "max_tokens": 16, **params.parameters}
-            for each, params in zip(several, given, strict=True)
-        ]
+        bodies = [params.of_chat(each) for each, params in zip(several, given, strict=True)]
         handler = partial(self._handler, ChatRequest, chat_handler)
         return self._run(handler, bodies, [None] * len(bodies), use_tqdm=use_tqdm)
 

@@ -102,7 +102,7 @@ def api_keys(config: Config) -> list[str]:
     given, file = config.server.api_key, config.server.api_key_file
     keys = [] if given is None else [given.get_secret_value()]
     if file is not None:
-        lines = [line.strip() for line in Path(file).expanduser().read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in Path(file).expanduser().read_text(encoding="utf-8-sig").splitlines()]
         found = [line for line in lines if line and not line.startswith("#")]
         if not found:
             raise ValueError(f"--api-key-file {file}: there is no key in it, one a line")

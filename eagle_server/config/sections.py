@@ -133,6 +133,13 @@ class ServerSection(Section):
         default="info", description="lowest severity that is logged"
     )
 
+    @model_validator(mode="after")
+    def _certificate_first(self) -> ServerSection:
+        for name in ("ssl_keyfile", "ssl_keyfile_password"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise ConfigError(f"--{name.replace('_', '-')} needs --ssl-certfile: without it nothing is encrypted")
+        return self
+
 
 class Config(BaseModel):
     """All options. None means that the value follows from the checkpoint or the machine."""

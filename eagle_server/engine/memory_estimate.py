@@ -84,7 +84,7 @@ def memory_estimate(config: Config) -> dict[str, Any]:
 def weight_bytes(path: str, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
     """Bytes that the weights of a checkpoint take when they are served, about."""
     directory = Path(path).expanduser()
-    raw, source = read_config(directory), str(directory / "config.json")
+    raw, source = _config_of(directory), str(directory / "config.json")
     stored, found = with_dequantized(open_weights(directory), raw, source), read_quantization(raw, source)
     plain, bits = 8.0 * dtype.itemsize, 0.0
     for name, tensor in stored.items():
@@ -125,7 +125,7 @@ def _draft_bytes_per_slot(config: Config, target: ModelConfig, dtype: torch.dtyp
     """A draft's KV: as many layers as its config.json says, with the target's heads where it says nothing else."""
     if config.draft_path is None:
         return 0
-    raw = read_config(Path(config.draft_path).expanduser())
+    raw = _config_of(Path(config.draft_path).expanduser())
     kind = config.speculative.algorithm
     if "medusa_num_heads" in raw or kind in ("MEDUSA", "REDRAFTER") or "exit_dim" in raw:
         return 0
@@ -133,6 +133,11 @@ def _draft_bytes_per_slot(config: Config, target: ModelConfig, dtype: torch.dtyp
     if kind == "NEXTN" or config.draft_path == config.target_path:
         layers = 1
     return int(2 * layers * heads * target.head_dim * dtype.itemsize)
+
+
+def _config_of(directory: Path) -> dict[str, Any]:
+    """config.json; {} where there is none, as beside Medusa heads."""
+    return read_config(directory) if (directory / "config.json").is_file() else {}
 
 
 def _is_here(path: str) -> bool:

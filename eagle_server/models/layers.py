@@ -122,7 +122,7 @@ class Attention(nn.Module):
         rows = x.shape[0]
         qkv = self.qkv(x).view(rows, self.heads + 2 * self.kv_heads, self.head_dim)
         if isinstance(rope, AngleTable) and isinstance(attention, BoundFlashInfer):
-            return self.o(self._attend_fused(qkv, rope, attention).reshape(rows, -1))  # type: ignore[no-any-return]
+            return summed(self.ranks, self.o(self._attend_fused(qkv, rope, attention).reshape(rows, -1)))
         queries_keys, v = qkv.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = queries_keys.split_with_sizes([self.heads, self.kv_heads], dim=1)

@@ -26,7 +26,7 @@ class Recorded(Protocol):
 class Recorder(Protocol):
     """Captures what a function does on the device: `CudaRecorder`, or a stand-in in tests."""
 
-    def record(self, function: Callable[[], Output]) -> tuple[Recorded, Output]: ...
+    def record(self, function: Callable[[], Output], *, apart: bool) -> tuple[Recorded, Output]: ...
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,19 @@ class Graphs:
         """Whether there is a recorder: the device runs what the host has only launched."""
         return self._recorder is not None
 
-    def run(self, key: Hashable | None, function: Callable[..., Output], *inputs: Tensor) -> Output:
-        """function(*inputs). A key of None is never captured."""
+    def run(
+        self, key: Hashable | None, function: Callable[..., Output], *inputs: Tensor, apart: bool = False
+    ) -> Output:
+        """function(*inputs). A key of None is never captured.
+
+        `apart`: it runs while outputs of others are still to be read, so it shares no memory with them.
+        """
         if self._recorder is None or key is None or self.paused:
             return function(*inputs)
         captured = self._captured.get(key)
         if captured is None:
             own = tuple(tensor.clone() for tensor in inputs)
-            call, outputs = self._recorder.record(lambda: function(*own))
+            call, outputs = self._recorder.record(lambda: function(*own), apart=apart)
             captured = self._captured[key] = _Captured(own, call, outputs)
         else:
             _refill(captured.inputs, inputs)
@@ -79,22 +84,22 @@ def _refill(captured: Sequence[Tensor], given: Sequence[Tensor]) -> None:
 
 
 class CudaRecorder:
-    """Captures into CUDA graphs that share one memory pool."""
+    """Captures into CUDA graphs that share one memory pool, or another one if they run `apart`."""
 
     WARM_UPS = 2  # compiles kernels and lets libraries allocate their workspaces, neither of which may be captured
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pools = {apart: torch.cuda.graph_pool_handle() for apart in (False, True)}
         self._stream = torch.cuda.Stream()
 
-    def record(self, function: Callable[[], Output]) -> tuple[Recorded, Output]:
+    def record(self, function: Callable[[], Output], *, apart: bool) -> tuple[Recorded, Output]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(self.WARM_UPS):
                 function()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        with torch.cuda.graph(graph, pool=self._pools[apart], stream=self._stream):
             outputs = function()
         return graph, outputs
 

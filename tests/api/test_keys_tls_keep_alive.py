@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from eagle_server.api.sse import COMMENT
+from eagle_server.config import parse_args
 from tests.api.conftest import PATIENCE, Server, start_server
 from tests.api.fake_engine import DEAD_END, SLOW, STALL
 from tests.api.servers import wait_until_idle
@@ -56,6 +57,14 @@ def test_a_file_without_keys_is_refused(tokenizer_dir: Path, tmp_path: Path) -> 
     server = started(tokenizer_dir, tmp_path / "log", "--api-key-file", str(keys))
     assert server.process.wait(timeout=PATIENCE) == 2
     assert "there is no key in it" in server.log.read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize("flag", ["--ssl-keyfile", "--ssl-keyfile-password"])
+def test_a_key_without_a_certificate_is_refused(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "key").write_text("x")
+    with pytest.raises(SystemExit):
+        parse_args([flag, str(tmp_path / "key")], environ={})
+    assert f"{flag} needs --ssl-certfile" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl on the PATH")

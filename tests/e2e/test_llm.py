@@ -94,3 +94,13 @@ def test_mistakes_are_named_and_the_engine_goes_on(llm: LLM) -> None:
         llm.generate(["a"], SamplingParams(structured_outputs={"regex": "("}))
     [output] = llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 2
+
+
+def test_chats_take_the_parameters_of_chats(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "def f(x):"}]
+    [output] = llm.chat(messages, SamplingParams(logprobs=2, max_completion_tokens=5, seed=1), use_tqdm=False)
+    scores = output.outputs[0].logprobs
+    assert scores is not None and len(scores) == len(output.outputs[0].token_ids) <= 5
+    assert all(2 <= len(each) <= 3 for each in scores)
+    with pytest.raises(ValueError, match="needs tools"):
+        SamplingParams(tool_choice="required")

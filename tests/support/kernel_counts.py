@@ -131,9 +131,9 @@ class CountedRecorder(FirstCallRecorder):
     def __init__(self, counter: LaunchCounter) -> None:
         self._counter = counter
 
-    def record(self, function: Callable[[], Output]) -> tuple[FirstCall, Output]:
+    def record(self, function: Callable[[], Output], *, apart: bool) -> tuple[FirstCall, Output]:
         with self._counter.paused():
-            call, outputs = super().record(function)
+            call, outputs = super().record(function, apart=apart)
         return _CountedCall(call.function, call.outputs, self._counter), outputs
 
 

@@ -31,7 +31,7 @@ class FirstCall:
 class FirstCallRecorder:
     """A `eagle_server.worker.graphs.Recorder`. Results are poisoned until the first replay."""
 
-    def record(self, function: Callable[[], Output]) -> tuple[FirstCall, Output]:
+    def record(self, function: Callable[[], Output], *, apart: bool) -> tuple[FirstCall, Output]:  # noqa: ARG002
         outputs = own(function())
         for tensor in tensors_of(outputs):
             tensor.fill_(torch.nan if tensor.is_floating_point() else 0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from eagle_server.__main__ import main
 from eagle_server.config import DEMO_DRAFT, DEMO_TARGET, parse_args
@@ -97,3 +98,11 @@ def test_a_dry_run_of_a_damaged_checkpoint_says_what_is_wrong(
         main(["--model-path", str(tmp_path), "--speculative-algorithm", "NONE", "--dry-run"])
     assert status.value.code == 2
     assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_medusa_heads_without_a_config_are_counted(tmp_path: Path) -> None:
+    save_file({"0.1.weight": torch.zeros(64, 32)}, tmp_path / "medusa_lm_head.safetensors")
+    assert weight_bytes(str(tmp_path), torch.bfloat16) == 64 * 32 * 2
+    flags = ["--model-path", str(DEMO_TARGET), "--speculative-draft-model-path", str(tmp_path)]
+    estimate = memory_estimate(parse_args([*flags, "--speculative-algorithm", "MEDUSA"], environ={}))
+    assert estimate["draft_weights"] == 64 * 32 * load_target(str(DEMO_TARGET), progress=False).config.dtype.itemsize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,15 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
+from eagle_server.models import layers
 from eagle_server.models.checkpoints.load_target import load_target, save_checkpoint
+from eagle_server.models.checkpoints.quantized import QuantizedTensor
 from eagle_server.models.checkpoints.rank_slices import own_slices, split_over
 from eagle_server.models.checkpoints.weights import StoredTensor
-from eagle_server.models.config import CheckpointError
+from eagle_server.models.config import CheckpointError, Split
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
+from eagle_server.ops.quantize import QuantizedWeight
 from tests.support.deepseek import DEEPSEEK
 from tests.support.ranks import rank_groups
 
@@ -143,3 +147,34 @@ def test_what_cannot_be_split_is_refused(tmp_path: Path) -> None:
     directory = checkpoint(tmp_path / "target", {})
     with pytest.raises(CheckpointError, match="--tp-size 2: not supported, as --quantization-cache keeps whole"):
         split_logits(directory, 2, quantization="int8", quantization_cache=tmp_path)
+
+
+def test_a_quantized_vocabulary_that_does_not_divide_ends_with_zeros() -> None:
+    ranks = SimpleNamespace(rank=1, size=2)
+    of_130, zeros = torch.full((5, 32), 130, dtype=torch.uint8), torch.full((1, 5), 128, dtype=torch.uint8)
+    codes = QuantizedWeight("int8", of_130, torch.ones(1, 5), zeros, 32)
+    stored = QuantizedTensor(Path("f"), "lm_head.weight", (5, 32), codes.dense, load=lambda: codes)
+    split = Split(ranks, attention=True, mlp=True, experts=True)  # type: ignore[arg-type]
+    [own] = own_slices({"lm_head.weight": stored}, read_target_config(CONFIG), split).values()
+    assert isinstance(own, QuantizedTensor)
+    loaded = own.load()
+    assert isinstance(loaded, Tensor)
+    assert loaded.shape == own.shape == (3, 32)
+    assert loaded.equal(torch.cat([torch.full((2, 32), 2.0), torch.zeros(1, 32)]))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_both_ways_through_attention_sum_over_the_ranks(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001
+    """Under FlashInfer norm, rotation and the write of keys and values are one kernel, stubbed here."""
+    summed = list[Tensor]()
+    ranks = SimpleNamespace(rank=0, size=2, sum=lambda x: summed.append(x) or x)
+    attention = layers.Attention(split_over(read_target_config(CONFIG), ranks), 0, 32)  # type: ignore[arg-type]
+    monkeypatch.setattr(layers, "apply_rope", lambda x, _: x)
+    monkeypatch.setattr(attention, "_attend_fused", lambda qkv, *_: qkv[:, : attention.heads])
+    bound, rope = SimpleNamespace(run=lambda q, *_: q), object()
+    if fused:
+        monkeypatch.setattr(layers, "AngleTable", object)
+        monkeypatch.setattr(layers, "BoundFlashInfer", SimpleNamespace)
+    with torch.no_grad():
+        attention(torch.randn(3, 32), rope, bound)
+    assert len(summed) == 1
