@@ -22,7 +22,7 @@ from eagle_server.api.chat import chat_handler
 from eagle_server.api.completions import completion_handler
 from eagle_server.api.errors import ApiError
 from eagle_server.api.generate import GenerationHandler
-from eagle_server.api.request_state import RequestState, ScoredToken
+from eagle_server.api.request_state import OutputDelta, RequestState, ScoredToken
 from eagle_server.api.responses import SpeculativeMetrics
 from eagle_server.api.schemas.base import parse
 from eagle_server.api.schemas.chat import ChatRequest
@@ -31,6 +31,7 @@ from eagle_server.api.service import Service
 from eagle_server.client.client import EngineClient
 from eagle_server.config import from_options
 from eagle_server.engine.build import build_engine
+from eagle_server.request import TokenDelta
 from eagle_server.text.chat_template_files import load_chat_template
 from eagle_server.text.tokenizer import load_tokenizer
 
@@ -170,57 +171,49 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         handlers = [handler_of(body, f"llm-{number}") for number, body in enumerate(bodies)]
-        outputs = [
-            RequestOutput(handler.id, text, handler.states[0].prompt.token_ids, _choices(handler))
-            for handler, text in zip(handlers, texts, strict=True)
-        ]
-        running: dict[str, tuple[RequestState, CompletionOutput]] = {}
-        for handler, output in zip(handlers, outputs, strict=True):
-            for state, choice in zip(handler.states, output.outputs, strict=True):
-                running[state.request.request_id] = (state, choice)
-                self._engine.add(state.request)
+        states = [state for handler in handlers for state in handler.states]
+        whole = {state.request.request_id: OutputDelta(state.index) for state in states}
+        self._finish({state.request.request_id: state for state in states}, whole, use_tqdm=use_tqdm)
+        return [_output(handler, text, whole) for handler, text in zip(handlers, texts, strict=True)]
+
+    def _finish(self, running: dict[str, RequestState], whole: Mapping[str, OutputDelta], *, use_tqdm: bool) -> None:
+        """Run the engine until all requests have ended, and append their output to `whole`."""
+        for state in running.values():
+            self._engine.add(state.request)
         try:
-            self._finish(running, len(running), use_tqdm=use_tqdm)
+            with tqdm(total=len(running), desc="generate", unit="choice", disable=None if use_tqdm else True) as bar:
+                while running:
+                    for delta in self._engine.step():
+                        if delta.request_id not in running:
+                            continue  # of an earlier call that failed
+                        self._process(running[delta.request_id], delta, whole[delta.request_id])
+                        if delta.finish_reason is not None:
+                            del running[delta.request_id]
+                            bar.set_postfix_str(f"{sum(len(each.token_ids) for each in whole.values())} tokens")
+                            bar.update()
         finally:
             for name in running:  # after an error
                 self._engine.abort(name)
-        for handler, output in zip(handlers, outputs, strict=True):
-            if len(handler.states) == 1:
-                output.metrics = SpeculativeMetrics.of(handler.states[0].spec)
-        return outputs
 
-    def _finish(self, running: dict[str, tuple[RequestState, CompletionOutput]], total: int, *, use_tqdm: bool) -> None:
-        """Run the engine until all requests have ended, which are removed."""
-        with tqdm(total=total, desc="generate", unit="choice", disable=None if use_tqdm else True) as bar:
-            tokens = 0
-            while running:
-                for delta in self._engine.step():
-                    if delta.request_id not in running:
-                        continue  # of an earlier call that failed
-                    state, choice = running[delta.request_id]
-                    was_stopped = state.is_stopped
-                    part = state.process(delta)
-                    choice.text += part.text
-                    choice.token_ids += part.token_ids
-                    choice.finish_reason = part.finish_reason or choice.finish_reason
-                    if choice.logprobs is not None:
-                        choice.logprobs += map(_scores, part.tokens)
-                    try:
-                        state.raise_if_failed(delta)
-                    except ApiError as error:
-                        raise ValueError(str(error)) from None
-                    tokens += len(delta.token_ids)
-                    if delta.finish_reason is not None:
-                        del running[delta.request_id]
-                        bar.update()
-                        bar.set_postfix_str(f"{tokens} tokens")
-                    elif state.is_stopped and not was_stopped:
-                        self._engine.abort(delta.request_id)
+    def _process(self, state: RequestState, delta: TokenDelta, whole: OutputDelta) -> None:
+        was_stopped = state.is_stopped
+        whole.extend(state.process(delta))
+        try:
+            state.raise_if_failed(delta)
+        except ApiError as error:
+            raise ValueError(str(error)) from None
+        if state.is_stopped and not was_stopped and delta.finish_reason is None:
+            self._engine.abort(delta.request_id)
 
 
-def _choices(handler: GenerationHandler) -> list[CompletionOutput]:
-    scored = handler.body.num_logprobs is not None
-    return [CompletionOutput(index, logprobs=[] if scored else None) for index in range(len(handler.states))]
+def _output(handler: GenerationHandler, text: str | None, whole: Mapping[str, OutputDelta]) -> RequestOutput:
+    scored, choices = handler.body.num_logprobs is not None, []
+    for state in handler.states:
+        own = whole[state.request.request_id]
+        logprobs = [_scores(token) for token in own.tokens] if scored else None
+        choices.append(CompletionOutput(own.index, own.text, own.token_ids, logprobs, own.finish_reason))
+    metrics = SpeculativeMetrics.of(handler.states[0].spec) if len(handler.states) == 1 else None
+    return RequestOutput(handler.id, text, handler.states[0].prompt.token_ids, choices, metrics)
 
 
 def _scores(token: ScoredToken) -> dict[int, float]:

@@ -13,7 +13,8 @@ from starlette.routing import Route
 
 from eagle_server.api.body import process, read_body
 from eagle_server.api.errors import ApiError, bad_request
-from eagle_server.api.generate import GenerationHandler, prepare
+from eagle_server.api.generate import GenerationHandler
+from eagle_server.api.prepare import prepare
 from eagle_server.api.prompts import encode, render, token_limit
 from eagle_server.api.request_id import request_id_of
 from eagle_server.api.request_state import OutputDelta, Prompt, ScoredToken

@@ -31,7 +31,7 @@ from eagle_server.attention.interface import (
     TreeMask,
     VerifyInput,
 )
-from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices, window_slots
+from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices, indptr_of, window_slots
 from eagle_server.ops.upload import upload
 
 # Arguments of FlashInfer's plan and run, computed on the device.
@@ -108,13 +108,6 @@ def draft_decode_arguments(
         out = req_to_token.new_empty(int((seq_lens + num_visible).sum()) * topk)
     kv_indptr = build_draft_decode_kv_indices(req_to_token, req_pool_indices, seq_lens, ancestor_mask, num_visible, out)
     return out, kv_indptr, even_indptr(bs * topk, 1, seq_lens.device)
-
-
-def indptr_of(lens: Tensor) -> Tensor:
-    """Prefix sums, int32 [n + 1]."""
-    indptr = torch.zeros(len(lens) + 1, dtype=torch.int32, device=lens.device)
-    torch.cumsum(lens, 0, dtype=torch.int32, out=indptr[1:])
-    return indptr
 
 
 def even_indptr(count: int, rows: int, device: torch.device) -> Tensor:

@@ -108,8 +108,8 @@ def graph_sizes(config: Config, backend: Backend, *, native: bool = True) -> tup
     """Batch sizes to capture CUDA graphs for.
 
     There are none for torch_native, because its tensor shapes follow the lengths, and none with several ranks, because
-    capturing NCCL is not tested. There are none if a model is not
-    `native`: transformers' code may wait for the device, which cannot be captured.
+    capturing NCCL is not tested. There are none if a model is not `native`: transformers' code may wait for the device,
+    which cannot be captured.
 
     Raises:
         ConfigError: a size was given, but there are no graphs.

@@ -11,10 +11,10 @@ import torch
 
 from eagle_server.config import Config
 from eagle_server.engine.devices import (
-    CPU_MEMORY_FOR_KV,
     GPU_MEMORY,
     graph_memory,
     graph_sizes,
+    memory_for_kv,
     resolve_backend,
     resolve_device,
 )
@@ -67,7 +67,7 @@ def memory_estimate(config: Config) -> dict[str, Any]:
     memory = _memory(config, device)
     left = memory - sum(parts.values())
     if device.type == "cpu":
-        left = min(left, int(usable_memory() * CPU_MEMORY_FOR_KV) // ranks)
+        left = min(left, memory_for_kv(config, device))
     tokens = max(0, left // slot)
     needed = context_length(config, target) + lookahead_bound(config, target)
     return {

@@ -31,6 +31,7 @@ from eagle_server.request import (
     FlushCache,
     Flushed,
     Inbound,
+    Outbound,
     Ready,
     Request,
     TokenDelta,
@@ -137,10 +138,9 @@ def run_engine(build: Callable[[], EngineProtocol], inbound_address: str, outbou
             socket.linger = 0
         inbound.bind(inbound_address)
         outbound.connect(outbound_address)
-        encode = msgspec.msgpack.Encoder().encode
-        outbound.send(encode(engine.ready()))
-        outbound.send(encode(Deltas([], engine.stats())))
         inbox, outbox, quiet = _Inbox(inbound), _Outbox(outbound), False
+        outbox.send(engine.ready())
+        outbox.send(Deltas([], engine.stats()))
         while True:
             if not quiet and not engine.has_work() and inbox.stays_empty(_QUIET):
                 quiet = True
@@ -152,11 +152,11 @@ def run_engine(build: Callable[[], EngineProtocol], inbound_address: str, outbou
                     case Abort():
                         engine.abort(message.request_id)
                     case FlushCache():
-                        outbound.send(encode(engine.flush_cache()))
-            deltas = engine.step(outbox.send) if engine.has_work() else []
-            outbox.unsent = Deltas(deltas, engine.stats(), engine.take_cycle())
+                        outbox.send(engine.flush_cache())
+            deltas = engine.step(outbox.send_kept) if engine.has_work() else []
+            outbox.keep(Deltas(deltas, engine.stats(), engine.take_cycle()))
             if not (engine.overlaps and engine.has_work()):
-                outbox.send()
+                outbox.send_kept()
             if deltas and not engine.has_work():
                 engine.check()
 
@@ -192,17 +192,24 @@ class _Inbox:
 
 
 class _Outbox:
-    """Encodes and sends the message of a cycle, perhaps while the next one runs."""
+    """Encodes and sends the messages of a socket; that of a cycle perhaps while the next cycle runs."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._encode = msgspec.msgpack.Encoder().encode
-        self.unsent: Deltas | None = None
+        self._kept: Deltas | None = None
 
-    def send(self) -> None:
-        if self.unsent is not None:
-            self._socket.send(self._encode(self.unsent))
-            self.unsent = None
+    def send(self, message: Outbound) -> None:
+        self._socket.send(self._encode(message))
+
+    def keep(self, message: Deltas) -> None:
+        """Send it later. At most one message is kept."""
+        self._kept = message
+
+    def send_kept(self) -> None:
+        message, self._kept = self._kept, None
+        if message is not None:
+            self.send(message)
 
 
 def child_main(

@@ -122,16 +122,22 @@ class Attention(nn.Module):
         rows = x.shape[0]
         qkv = self.qkv(x).view(rows, self.heads + 2 * self.kv_heads, self.head_dim)
         if isinstance(rope, AngleTable) and isinstance(attention, BoundFlashInfer):
-            return summed(self.ranks, self.o(self._attend_fused(qkv, rope, attention).reshape(rows, -1)))
+            mixed = self._attend_fused(qkv, rope, attention)
+        else:
+            mixed = self._attend(qkv, rope, attention)
+        return summed(self.ranks, self.o(mixed.reshape(rows, -1)))
+
+    def _attend(self, qkv: Tensor, rope: Rotation, attention: BoundAttention) -> Tensor:
+        """Norms, rotation and attention. qkv [rows, heads + 2 * kv_heads, dim] -> [rows, heads, dim]."""
         queries_keys, v = qkv.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = queries_keys.split_with_sizes([self.heads, self.kv_heads], dim=1)
             queries_keys = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
         q, k = apply_rope(queries_keys, rope).split_with_sizes([self.heads, self.kv_heads], dim=1)
-        return summed(self.ranks, self.o(attention.run(q, k, v, self.spec).reshape(rows, -1)))
+        return attention.run(q, k, v, self.spec)
 
     def _attend_fused(self, qkv: Tensor, rope: AngleTable, attention: BoundFlashInfer) -> Tensor:
-        """One kernel for norms, rotation and the write to the KV pool, then attention."""
+        """`_attend` with one kernel for norms, rotation and the write to the KV pool."""
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)

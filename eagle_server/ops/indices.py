@@ -14,6 +14,13 @@ _BLOCK = 512
 _SPLITS = 8  # programs per request
 
 
+def indptr_of(lens: Tensor) -> Tensor:
+    """Prefix sums, int32 [n + 1]."""
+    indptr = torch.zeros(len(lens) + 1, dtype=torch.int32, device=lens.device)
+    torch.cumsum(lens, 0, dtype=torch.int32, out=indptr[1:])
+    return indptr
+
+
 def build_kv_indices(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, out: Tensor) -> Tensor:
     """out[kv_indptr[b] : kv_indptr[b + 1]] = req_to_token[req_pool_indices[b], : kv_lens[b]]
 
@@ -71,16 +78,14 @@ def build_draft_decode_kv_indices(
         kv_indptr int32 [bs * K + 1].
     """
     topk = ancestor_mask.shape[1]
-    kv_indptr = torch.zeros(len(req_pool_indices) * topk + 1, dtype=torch.int32, device=out.device)
-    torch.cumsum((seq_lens + num_visible).repeat_interleave(topk), 0, dtype=torch.int32, out=kv_indptr[1:])
+    kv_indptr = indptr_of((seq_lens + num_visible).repeat_interleave(topk))
     launch = _launch_draft_decode_kv_indices if on_gpu(out) else _draft_decode_kv_indices_torch
     launch(req_to_token, req_pool_indices, seq_lens, ancestor_mask, kv_indptr, out)
     return kv_indptr
 
 
 def _kv_indices_torch(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, out: Tensor) -> Tensor:
-    kv_indptr = torch.zeros(len(kv_lens) + 1, dtype=torch.int32, device=out.device)
-    torch.cumsum(kv_lens, 0, dtype=torch.int32, out=kv_indptr[1:])
+    kv_indptr = indptr_of(kv_lens)
     place = torch.arange(len(out), dtype=torch.int32, device=out.device)
     request, column = _owner(kv_indptr, place)
     column = column.clamp(0, req_to_token.shape[1] - 1)

@@ -8,9 +8,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from eagle_server.attention.batches import draft_decode_arguments, even_indptr, indptr_of, kv_arguments
+from eagle_server.attention.batches import draft_decode_arguments, even_indptr, kv_arguments
 from eagle_server.attention.interface import AttnArgs, TreeMask
 from eagle_server.ops.candidates import best_children
+from eagle_server.ops.indices import indptr_of
 
 
 @dataclass(frozen=True)

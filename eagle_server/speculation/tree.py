@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_server.attention.batches import even_indptr, indptr_of, kv_arguments
+from eagle_server.attention.batches import even_indptr, kv_arguments
 from eagle_server.attention.interface import AttnArgs, TreeMask
+from eagle_server.ops.indices import indptr_of
 from eagle_server.ops.tree import ancestors, link_tree
 from eagle_server.speculation.reference import retrive_links
 

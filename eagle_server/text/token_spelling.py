@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from eagle_server.text.detokenizer import REPLACEMENT
 from eagle_server.text.tokenizer import Tokenizer
 
@@ -24,11 +22,6 @@ class TokenSpelling:
 
     def __call__(self, token_id: int) -> str:
         return self._spelled(token_id)[0]
-
-    @property
-    def special(self) -> Mapping[int, str]:
-        """The special tokens by id, with the vocabulary's spelling."""
-        return self.tokenizer.special
 
     def raw(self, token_id: int) -> bytes:
         """The token's bytes, which may be only a part of a character."""

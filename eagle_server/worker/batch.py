@@ -7,9 +7,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle_server.attention.batches import prefill_batch
@@ -32,38 +30,10 @@ from eagle_server.worker.draft_ranking import (
 )
 from eagle_server.worker.estimates import AcceptanceEstimates
 from eagle_server.worker.penalizer_state import PenalizerStates
-from eagle_server.worker.rank_messages import send_changes
+from eagle_server.worker.req_to_token import ReqToToken
 
 Piece = tuple[int, int, Sequence[int]]  # of prompt: req_pool_index, first position, tokens
 _PADDING = RequestSampling(SamplingParams(max_tokens=1, seed=0, temperature=0.0), key=0)
-
-
-class ReqToToken:
-    """The page table on the device. On a CPU it is the same memory; elsewhere it is a copy that is kept up to date.
-
-    `ranks`: those above 0 have copies, too.
-    """
-
-    def __init__(self, table: PageTable, device: torch.device, ranks: RankGroup | None = None) -> None:
-        self._table, self._ranks = table, ranks
-        host = torch.from_numpy(table.slots)
-        self._mirrored = device.type != "cpu"
-        self.tensor = host.to(device) if self._mirrored else host
-
-    def refresh(self) -> None:
-        """Copy what was assigned since the last call."""
-        if self._mirrored or self._ranks is not None:
-            changes = self._table.take_changes()
-            if self._ranks is not None and changes.shape[1]:
-                send_changes(self._ranks, changes)
-            if self._mirrored and changes.shape[1]:
-                write_changes(self.tensor, changes)
-
-
-def write_changes(req_to_token: Tensor, changes: NDArray[np.int64]) -> None:
-    """Make the assignments of `PageTable.take_changes` in a copy of the page table."""
-    row, position, slot = upload(changes, req_to_token.device)
-    req_to_token.index_put_((row, position), slot.to(torch.int32))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from eagle_server.__main__ import main
 from eagle_server.config import DEMO_DRAFT, DEMO_TARGET, parse_args
+from eagle_server.engine import devices
 from eagle_server.engine import memory_estimate as module
 from eagle_server.engine.build import load_models
 from eagle_server.engine.memory_estimate import memory_estimate, refusal, weight_bytes
@@ -66,8 +67,9 @@ def test_ranks_share_weights_and_kv() -> None:
 def test_what_does_not_fit_is_refused(
     memory: int, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "usable_memory", lambda: memory)
-    monkeypatch.setattr(module, "CPU_MEMORY_FOR_KV", 0.001)
+    for each in (module, devices):
+        monkeypatch.setattr(each, "usable_memory", lambda: memory)
+    monkeypatch.setattr(devices, "CPU_MEMORY_FOR_KV", 0.001)
     config = parse_args([], environ={})
     found = refusal(config, memory_estimate(config))
     assert found is not None and re.search(reason, found)

@@ -23,20 +23,9 @@ from eagle_server.models.targets.registry import read_target_config
 from eagle_server.ops.quantize import QuantizedWeight
 from tests.support.deepseek import DEEPSEEK
 from tests.support.ranks import rank_groups
+from tests.unit.models.test_load_target import CONFIG as LLAMA
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "dtype": "float32",
-}
+CONFIG = {**LLAMA, "head_dim": 8}
 TOKENS = torch.tensor([3, 39, 0, 20, 19, 7])
 
 

@@ -1,0 +1,97 @@
+"""From a checked body to the engine's requests, one for each choice. Nothing is submitted yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from eagle_server.api.errors import bad_request
+from eagle_server.api.generate import GenerationHandler
+from eagle_server.api.prompts import check_token_ids, too_long
+from eagle_server.api.request_state import Prompt, RequestState, TextOptions
+from eagle_server.api.responses import check_scores, possible_scores
+from eagle_server.api.sampling_params import sampling_params
+from eagle_server.api.schemas.generation import GenerationBody
+from eagle_server.api.service import Service
+from eagle_server.api.tools import ToolUse
+from eagle_server.request import Ready, Request
+from eagle_server.text.chat_template import NO_STOPS, TemplateStops
+
+MAX_SEQUENCES = 1024
+
+_serial = count()  # makes engine ids unique: a client may send the same x-request-id twice
+
+
+def prepare(
+    body: GenerationBody,
+    service: Service,
+    ready: Ready,
+    response_id: str,
+    tokenize: Callable[[], Sequence[Prompt]],
+    stops: TemplateStops = NO_STOPS,
+    tools: ToolUse | None = None,
+) -> GenerationHandler:
+    """Tokenize the prompts, check the limits and make one engine request per choice. Nothing is submitted yet.
+
+    Endpoints call it with `body.process`, because long prompts take seconds.
+
+    `stops` end the answer in addition to the body's own. `tools`: look for tool calls.
+
+    Raises:
+        ApiError: the request cannot be served.
+    """
+    _check_count(body, service)
+    for field in ("stop_token_ids", "allowed_token_ids"):
+        check_token_ids(field, getattr(body, field) or [], ready.vocab_size)
+    prompts = [prompt.truncated(body.truncate_prompt_tokens) for prompt in tokenize()]
+    tokenizer = service.spelling.tokenizer
+    sampling = sampling_params(
+        body,
+        tokenizer,
+        ready.vocab_size,
+        max_tokens=_max_tokens(body, prompts, ready),
+        stop_token_ids=stops.token_ids,
+        grammar=None if tools is None else tools.grammar,
+    )
+    check_scores(body, possible_scores(body, sum(len(prompt.token_ids) for prompt in prompts)))
+    end_token_ids = frozenset((*sampling.stop_token_ids, *(() if body.ignore_eos else ready.eos_token_ids)))
+    special = {} if body.skip_special_tokens else tokenizer.special
+    options = TextOptions(
+        [*body.stops, *stops.strings], body.include_stop_str_in_output, special, body.return_token_ids
+    )
+    serial = next(_serial)
+    states = []
+    for index in range(body.sequences):  # n choices of the first prompt, then n of the second, ...
+        prompt = prompts[index // body.n]
+        request = Request(
+            request_id=f"{response_id}-{serial}-{index}",
+            prompt_token_ids=prompt.token_ids,
+            sampling=sampling,
+            # `choice` keys the random numbers. Without a seed nothing is repeated: equal prompts get different numbers.
+            choice=index if body.seed is None else index % body.n,
+            prompt_logprobs=body.needs_prompt_logprobs,
+            speculative=body.speculative,
+            trees=body.return_trees,
+        )
+        states.append(RequestState(index, request, prompt, tokenizer, options, end_token_ids, tools))
+    return GenerationHandler(service, body, response_id, states)
+
+
+def _check_count(body: GenerationBody, service: Service) -> None:
+    most = min(MAX_SEQUENCES, service.client.max_waiting or MAX_SEQUENCES)
+    if not 1 <= body.sequences <= most:
+        param = "n" if body.n > most else "prompt"
+        raise bad_request(f"{param}: from 1 to {most} sequences in one request, prompts times n", param)
+
+
+def _max_tokens(body: GenerationBody, prompts: Sequence[Prompt], ready: Ready) -> int:
+    """Most tokens of each sequence: what the body asks for, else what fits after the longest prompt."""
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    room = ready.max_request_tokens - longest
+    wanted = body.max_output_tokens
+    max_tokens = room if wanted is None else wanted
+    if max_tokens > room or (wanted is None and room < 1):
+        raise too_long(longest, max(max_tokens, 1), ready.max_request_tokens, body.prompt_param)
+    if body.min_tokens > max_tokens:
+        raise bad_request(f"min_tokens exceeds the {max_tokens} tokens that fit", "min_tokens", "invalid_value")
+    return max_tokens
