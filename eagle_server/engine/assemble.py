@@ -94,8 +94,9 @@ def assemble(  # noqa: PLR0913
         _capture(worker, graphs, backends, config)
     if config.adaptive:
         _adapt(worker, largest, config)
+    worker.overlaps = graphs.captures
     fits = config.tree.depth < config.tree.num_lookahead_slots  # it runs before the next cycle's window is allocated
-    drafting.ahead = graphs.captures and drafter.extends_ahead and fits
+    drafting.ahead = worker.overlaps and drafter.extends_ahead and fits
     scheduler = Scheduler(_limits(config, uses_features=drafter.uses_features), kv)
     return Engine(scheduler, worker, _ready(config, target, kv, document), _grammars(tokenizer, target.config))
 

@@ -128,7 +128,7 @@ class Engine:
     @property
     def overlaps(self) -> bool:
         """Whether the device computes while the host works, so that `step` has time for other things."""
-        return self.worker.drafting.ahead
+        return self.worker.overlaps
 
     def step(self, meanwhile: Callable[[], None] = do_nothing) -> list[TokenDelta]:
         """Run one cycle. If there is nothing to run, wait a short time for a grammar to be compiled.

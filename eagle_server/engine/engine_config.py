@@ -50,10 +50,11 @@ class TreeConfig:
         """Lookahead slots per decoding request: KV slots that drafting and verifying write after its own tokens.
 
         Draft steps write one slot for verified_id, which a draft language model reads first, and one per node that
-        they feed. Verifying writes one per node. Extend writes one row per level of the tree, and one more.
+        they feed. Verifying writes one per node. Extend writes one row per level of the tree, and one more. At least
+        two: the next plain forward may run before its slot is allocated, see `Worker`.
         """
         drafting = 0 if self.choices else (self.num_steps - 1) * self.topk + 1
-        return max(drafting, self.num_draft_tokens, self.ngram_depth + 1 if self.ngram_depth else 0)
+        return max(2, drafting, self.num_draft_tokens, self.ngram_depth + 1 if self.ngram_depth else 0)
 
 
 @dataclass(frozen=True)

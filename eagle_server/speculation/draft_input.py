@@ -34,6 +34,20 @@ class EagleDraftInput:
     def tree_mask(self) -> TreeMask | None:
         return None if self.frontier is None else self.frontier.tree_mask
 
+    def of(self, requests: Tensor) -> EagleDraftInput:
+        """The state after draft-extend of some requests, int64 [n]."""
+        frontier, normed = self.frontier, self.normed
+        assert frontier is not None
+        hidden = frontier.hidden_states.unflatten(0, frontier.topk_index.shape).index_select(0, requests)
+        logp, tokens = (part.index_select(0, requests) for part in (frontier.topk_logp, frontier.topk_index))
+        return replace(
+            self,
+            verified_id=self.verified_id.index_select(0, requests),
+            extend_lens=self.extend_lens.index_select(0, requests),
+            frontier=Frontier.first(logp, tokens, hidden.flatten(0, 1), frontier.window),
+            normed=None if normed is None else normed.index_select(0, requests),
+        )
+
     def generate_attn_arg_prefill(
         self,
         req_pool_indices: Tensor,

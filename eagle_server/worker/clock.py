@@ -20,7 +20,7 @@ class StageClock:
     """Times the stages of one cycle. On a GPU a stage is the time between its two events on the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self.device, self._cuda = device, device.type == "cuda"
         self._seconds: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 

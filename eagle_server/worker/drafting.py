@@ -16,6 +16,7 @@ from eagle_server.ops.upload import upload
 from eagle_server.plan import CycleDrafting, CyclePlan, CycleResult
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Candidates, EagleVerifyInput, build_tree, root_alone, spread, without
+from eagle_server.worker.ahead import Ahead
 from eagle_server.worker.batch import Batches, DecodeBatch
 from eagle_server.worker.budget import Budget, CycleBudget
 from eagle_server.worker.clock import StageClock
@@ -58,15 +59,6 @@ class Drafts:
         return (estimates.path_logp, estimates.depths, guesses, *verified)
 
 
-@dataclass(frozen=True)
-class _Extended:
-    """A draft-extend that has run before the host knew what was accepted, of (req_pool_index, first row's position)."""
-
-    requests: tuple[tuple[int, int], ...]
-    state: Any
-    clock: StageClock
-
-
 class TreeDrafting:
     """A drafter under a budget.
 
@@ -78,8 +70,8 @@ class TreeDrafting:
         self.drafter, self.batches, self.budget = drafter, batches, budget
         self.estimates = batches.estimates
         self.costs: CostModel | None = None
-        self.ahead = False  # the device runs the next draft-extend while the host reads the results, see `extend_ahead`
-        self._extended: _Extended | None = None
+        self.ahead = False  # whether `extend_ahead` may run
+        self._extended: Ahead[Any] = Ahead()
         self._cycles = self._drafted = 0  # how many there were, and those with drafts
         self._ended = 0.0  # when the last one ended
         self.observers: list[Callable[[EagleVerifyInput, Accepted, int], None]] = []  # get trees, paths, requests
@@ -90,8 +82,7 @@ class TreeDrafting:
 
     def forget(self, released: Sequence[int]) -> None:
         """These requests have ended, or were preempted."""
-        if released:
-            self._extended = None
+        self._extended.forget(released)
         for req_pool_index in released:
             self.drafter.forget(req_pool_index)
             self.budget.forget(req_pool_index)
@@ -106,6 +97,7 @@ class TreeDrafting:
         with clock.stage("extend"):
             drafting = self.batches.drafting(batch, budget, cut=not lesson)  # a lesson is about all nodes
         if drafting is None:
+            self._extended.drop()
             return Drafts(root_alone(batch.verified_id, batch.seq_lens), budget)
         self._drafted += served
         with clock.stage("extend"):
@@ -142,28 +134,26 @@ class TreeDrafting:
     def extend_ahead(self, drafts: Drafts, accepted: Accepted) -> None:
         """Draft-extend for the next cycle. It needs nothing from the host if all requests go on drafting.
 
-        The device runs it while the host reads this cycle's results and plans the next. If the next cycle has other
-        requests, its own draft-extend writes the same KV again.
+        The device runs it while the host reads this cycle's results and plans the next. If the next cycle has requests
+        that it was not computed for, the cycle's own draft-extend writes the same KV again.
         """
-        self._extended = None
         batch = drafts.batch
-        if batch is None or drafts.requests is not None or not batch.ranking.is_plain:
+        if batch is None or not self.ahead or drafts.requests is not None or not batch.ranking.is_plain:
             return
         clock = StageClock(self.batches.device)
         with clock.stage("extend"):
             state = self.drafter.extend(batch.after(accepted))
-        self._extended = _Extended(tuple((each.req_pool_index, each.seq_len) for each in batch.decodes), state, clock)
+        requests = [(decode.req_pool_index, decode.seq_len) for decode in batch.decodes]
+        self._extended.put(state, requests, len(batch.seq_lens_host), clock)
 
     def _take_extended(self, batch: DecodeBatch, clock: StageClock) -> Any:
-        """The state of the draft-extend that has run for this batch; None: there is none."""
-        extended, self._extended = self._extended, None
-        if extended is None or not batch.ranking.is_plain:
+        """The state of the draft-extend that has run for these requests; None: there is none."""
+        if not batch.ranking.is_plain:
+            self._extended.drop()
             return None
         lens = zip(batch.decodes, batch.extend_lens_host, strict=False)  # without padding
-        if extended.requests != tuple((each.req_pool_index, each.seq_len - count) for each, count in lens):
-            return None
-        clock.take(extended.clock)
-        return extended.state
+        requests = [(decode.req_pool_index, decode.seq_len - count) for decode, count in lens]
+        return self._extended.take(requests, len(batch.seq_lens_host), clock)
 
     @property
     def _lessons(self) -> int:

@@ -33,11 +33,16 @@ NONE_ALLOWED = Failure(
 
 @dataclass(frozen=True)
 class Decoded:
-    """A verified batch: its trees, the logits of their computed nodes float32 [n, vocab], and what was accepted."""
+    """A verified batch: its trees, the logits of their computed nodes float32 [n, vocab], and what was accepted.
+
+    restricted: grammars or sampling parameters may have excluded tokens. If not, and without logprobs, `logits` are not
+    read: the next forward may overwrite them.
+    """
 
     logits: Tensor
     accepted: Accepted
     tree: EagleVerifyInput
+    restricted: bool = False
     estimates: tuple[Tensor, ...] = ()  # more to copy, which `outputs` returns
 
 
@@ -98,7 +103,8 @@ def _decodes(
         failed = None
         if not finite[number]:  # the tokens before the failure are valid
             good = leading_finite(decoded.accepted.scores[number], path)
-            failed, rows = _failure(decode, decoded.logits, rows[good]), rows[:good]
+            failed = _failure(decode, decoded.logits, rows[good]) if decoded.restricted else NOT_FINITE
+            rows = rows[:good]
         kept = tokens[number][: len(rows)]
         logprobs = _logprobs(decoded.logits, rows, kept, decode.sampling.params.logprobs)
         tree = None

@@ -12,11 +12,12 @@ from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, CyclePlan, CycleResult
 from eagle_server.speculation.accept import Acceptance, Accepted
 from eagle_server.speculation.sampling import draw
-from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.tree import EagleVerifyInput, root_alone
+from eagle_server.worker.ahead import Ahead
 from eagle_server.worker.batch import Batches, DecodeBatch, Prompts
 from eagle_server.worker.clock import StageClock
 from eagle_server.worker.drafters.interface import Drafter
-from eagle_server.worker.drafting import TreeDrafting
+from eagle_server.worker.drafting import Drafts, TreeDrafting
 from eagle_server.worker.output_processing import Decoded, Drawn, OutputCopy
 from eagle_server.worker.verifier import Verified, Verifier
 from eagle_server.worker.verify_token_mask import VerifyTokenMask
@@ -27,10 +28,12 @@ def do_nothing() -> None:
 
 
 class Worker:
-    """Runs cycles."""
+    """Runs cycles. `overlaps`: the device runs the next cycle's first forward while the host reads the results."""
 
     def __init__(self, verifier: Verifier, drafting: TreeDrafting, batches: Batches, acceptance: Acceptance) -> None:
         self.verifier, self.drafting, self.batches, self.acceptance = verifier, drafting, batches, acceptance
+        self._verified: Ahead[Verified] = Ahead()
+        self.overlaps = False
 
     @property
     def drafter(self) -> Drafter[Any]:
@@ -44,21 +47,22 @@ class Worker:
         in between: as they grow (`batch.ranking`) and while they are verified.
 
         Args:
-            meanwhile: the host's other work. With `drafting.ahead` it is done while the device computes.
+            meanwhile: the host's other work. With `overlaps` it is done while the device computes.
         """
-        if not self.drafting.ahead:
+        if not self.overlaps:
             meanwhile()
         clock = StageClock(self.batches.device)
         self.batches.begin(plan)
         self.drafting.forget(plan.released)
-        decoded = drawn = drafts = None
+        self._verified.forget(plan.released)
+        batch = decoded = drawn = drafts = None
         if plan.decodes:
             batch = self.batches.decode(plan.decodes)
             drafts = self.drafting.draft(batch, clock)
             with clock.stage("verify"):
                 tree = self.verifier.compacted(drafts.tree)
                 token_mask = VerifyTokenMask.of(batch.decodes, self.batches.device, tree)
-                verified = self.verifier.verify(batch, tree)
+                verified = self._take_verified(batch, drafts, clock) or self.verifier.verify(batch, tree)
             with clock.stage("accept"):
                 tree, sampling = token_mask.masked(tree, batch.sampling)
                 accepted = self.acceptance.accept(tree, verified.logits, sampling)
@@ -66,22 +70,47 @@ class Worker:
             with clock.stage("keep"):
                 self.verifier.keep(batch, tree, accepted)
                 self._record(batch, tree, verified, accepted)
-            decoded = Decoded(verified.logits, accepted, tree, learned)
+            decoded = Decoded(verified.logits, accepted, tree, bool(sampling.transforms), learned)
         if plan.chunks:
             with clock.stage("prefill"):
                 drawn = self._prefill(plan.chunks)
         with clock.stage("emit"):
             copy = OutputCopy(plan, decoded, drawn)
-            outputs = None if self.drafting.ahead else copy.outputs()
+            outputs = None if self.overlaps else copy.outputs()
         if outputs is None:
-            same = all(chunk.next_token is not None for chunk in plan.chunks)  # else others join the next cycle
-            if drafts is not None and decoded is not None and same:
-                self.drafting.extend_ahead(drafts, decoded.accepted)
+            joining = any(chunk.next_token is None for chunk in plan.chunks)
+            if batch is not None and drafts is not None and decoded is not None and not joining:
+                self._run_ahead(batch, drafts, decoded)
             meanwhile()
             outputs = copy.outputs()
         chunks, decodes, estimates = outputs
         result = CycleResult(chunks, decodes, clock.seconds())
         return self.drafting.finish(plan, result, drafts, estimates, 0 if decoded is None else len(decoded.logits))
+
+    def _run_ahead(self, batch: DecodeBatch, drafts: Drafts, decoded: Decoded) -> None:
+        """The next cycle's first forward: draft-extend, or, if nothing was drafted, verification of the roots.
+
+        A plain cycle gives each request exactly one token, so the host knows the next lengths, and the device the
+        tokens. A captured forward overwrites the last one's logits, so there must be nothing left to read from these.
+        """
+        if drafts.batch is not None:
+            self.drafting.extend_ahead(drafts, decoded.accepted)
+            return
+        if decoded.restricted or any(decode.sampling.params.logprobs is not None for decode in batch.decodes):
+            return
+        clock, after = StageClock(self.batches.device), batch.after(decoded.accepted)
+        with clock.stage("verify"):
+            verified = self.verifier.verify(after, root_alone(after.verified_id, after.seq_lens))
+        requests = [(decode.req_pool_index, decode.seq_len + 1) for decode in batch.decodes]
+        self._verified.put(verified, requests, len(after.seq_lens_host), clock)
+
+    def _take_verified(self, batch: DecodeBatch, drafts: Drafts, clock: StageClock) -> Verified | None:
+        """The verify forward of this cycle, if it is plain and has run for these requests."""
+        if drafts.batch is not None:
+            self._verified.drop()
+            return None
+        requests = [(decode.req_pool_index, decode.seq_len) for decode in batch.decodes]
+        return self._verified.take(requests, len(batch.seq_lens_host), clock)
 
     def _record(self, batch: DecodeBatch, tree: EagleVerifyInput, verified: Verified, accepted: Accepted) -> None:
         """Record the accepted tokens for the next draft-extend, each with its parent node's feature."""

@@ -15,7 +15,7 @@ class Drafter(Protocol[State]):
     """Proposes trees. `State` passes from `extend` to `propose`; the cycle does not look into it."""
 
     uses_features: bool  # it reads prompts and accepted tokens, each with a feature of the target
-    extends_ahead: bool  # `extend` reads device tensors, and of the host's values only the lengths
+    extends_ahead: bool  # `extend` reads device tensors and the host's lengths alone, and its State has `of(requests)`
 
     def forget(self, req_pool_index: int) -> None:
         """The request has ended, or was preempted."""

@@ -161,7 +161,7 @@ def test_a_text_may_fill_the_context_to_its_last_token(target: TargetModel, kind
     prompt = [1 + i % 20 for i in range(CONTEXT - 20)]
     each = request("a", prompt, max_tokens=20, ignore_eos=True, temperature=1.0)
     expected = run(plain(target), [each])["a"].tokens
-    window = 1 if kind == "NONE" else tree_size(3, 4)
+    window = 2 if kind == "NONE" else tree_size(3, 4)
     slots = -(-(CONTEXT + window) // page) * page
     outcome = run(build(target, kind, page_size=page, max_total_tokens=slots), [each])["a"]
     assert len(outcome.tokens) == 20

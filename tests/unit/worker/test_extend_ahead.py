@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from eagle_server.engine.engine import Engine
 from eagle_server.worker.batch import DecodeBatch
@@ -21,7 +22,7 @@ from tests.support.engines import (
     tokens_of,
 )
 from tests.support.flashinfer_emulation import Emulation
-from tests.support.replay import FirstCallRecorder
+from tests.support.replay import FirstCallRecorder, own
 
 REQUESTS = [
     request(0, range(1, 9), max_tokens=40, ignore_eos=True),
@@ -72,7 +73,7 @@ def test_no_text_changes_while_requests_come_end_and_are_preempted(topk: int, mo
     texts = []
     for overlaps in (True, False):
         each = engine(topk, max_total_tokens=110, chunked_prefill_size=16)
-        each.worker.drafting.ahead = overlaps
+        each.worker.overlaps = overlaps
         admit_without_reserve(each.scheduler)
         seen = events(each, monkeypatch)
         texts.append(tokens_of(run(each, REQUESTS, joining=LATER)))
@@ -82,13 +83,58 @@ def test_no_text_changes_while_requests_come_end_and_are_preempted(topk: int, mo
     assert texts[0] == texts[1]
 
 
+def test_who_goes_on_uses_what_was_computed_when_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    each = engine()
+    seen = events(each, monkeypatch)
+    run(each, REQUESTS)
+    assert seen.count("extend") == each.stats().cycles, "one of its own, and one ahead in each other cycle"
+
+
+def test_what_was_computed_ahead_is_what_the_cycle_would_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts cannot show this: they do not depend on drafts."""
+    each = engine(max_total_tokens=110, chunked_prefill_size=16)
+    admit_without_reserve(each.scheduler)
+    drafting, budget, cycles, found = each.worker.drafting, each.worker.drafting.budget, [0], [0]
+    take = drafting._take_extended
+
+    class Sometimes:
+        """A budget that drafts in some cycles only, and then for some requests only."""
+
+        def choose(self, decodes: Any, able: Any) -> Any:
+            cycles[0] += 1
+            return budget.choose(decodes, [may and (cycles[0] * 5 + n) % 7 > 1 for n, may in enumerate(able)])
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(budget, name)
+
+    def compared(batch: DecodeBatch, clock: StageClock) -> Any:
+        state = take(batch, clock)
+        if state is not None:
+            found[0] += 1
+            state, count = own(state), len(batch.decodes)  # a copy: captured functions write the same tensors
+            expected = drafting.drafter.extend(batch)
+            rows = count * state.frontier.topk_index.shape[1]
+            assert state.verified_id[:count].equal(expected.verified_id[:count])
+            assert state.frontier.topk_index[:count].equal(expected.frontier.topk_index[:count])
+            torch.testing.assert_close(state.frontier.topk_logp[:count], expected.frontier.topk_logp[:count])
+            hidden, others = state.frontier.hidden_states, expected.frontier.hidden_states
+            torch.testing.assert_close(hidden[:rows], others[:rows], rtol=1e-4, atol=1e-5)
+        return state
+
+    monkeypatch.setattr(drafting, "budget", Sometimes())
+    monkeypatch.setattr(drafting, "_take_extended", compared)
+    run(each, REQUESTS, joining=LATER)
+    assert each.stats().preemptions > 0
+    assert found[0] > 10
+
+
 def test_a_request_that_takes_the_row_of_another_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     each = engine()
     alone = tokens_of(run(engine(), [request("b", range(9, 17), ignore_eos=True)]))
     each.add(request("a", range(1, 9), max_tokens=200, ignore_eos=True))
     for _ in range(3):
         each.step()
-    assert each.worker.drafting._extended is not None
+    assert each.worker.drafting._extended._computed is not None
     each.abort("a")
     seen = events(each, monkeypatch)
     assert tokens_of(run(each, [request("b", range(9, 17), ignore_eos=True)]))["b"] == alone["b"]
@@ -98,13 +144,13 @@ def test_a_request_that_takes_the_row_of_another_gets_its_own(monkeypatch: pytes
 def test_the_hosts_other_work_is_done_after_the_launches_and_before_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     for overlaps, order in ((True, ["found", "extend", "sent", "read"]), (False, ["sent", "extend", "read"])):
         each = engine()
-        each.worker.drafting.ahead = overlaps
+        each.worker.overlaps = overlaps
         seen = events(each, monkeypatch)
         each.add(REQUESTS[0])
         each.step(lambda: None)
         each.step(lambda: None)
         if overlaps:
-            assert each.worker.drafting._extended is not None
+            assert each.worker.drafting._extended._computed is not None
         seen.clear()
         each.step(partial(seen.append, "sent"))
         assert seen == order
