@@ -116,7 +116,7 @@ def _announce(config: Config, client: EngineClient) -> None:
     )
     resolved = (client.ready.resolved if client.ready is not None else None) or {}
     lines = [f"serving {config.served_model_name} on {url}", *described(resolved)]
-    lines += [f"API         {url}/v1", f"playground  {url}/", f"parameters  {url}/openapi.json"]
+    lines += [f"API         {url}/v1", f"playground  {url}/", f"docs        {url}/docs"]
     lines += [f"try         curl -s {url}/v1/completions -H 'content-type: application/json'{key} -d '{EXAMPLE_BODY}'"]
     logger.info("\n  ".join(lines))
 

@@ -11,12 +11,12 @@ from http import HTTPStatus
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from eagle_server.api import playground
+from eagle_server.api import docs_page, playground
 from eagle_server.api.errors import ApiError, as_api_error, unavailable
 from eagle_server.client.client import EngineClient, QueueFull
 
 # Paths that need no key: for load balancers, probes and browsers.
-OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/health_generate", "/version", "/openapi.json", *playground.PATHS})
+OPEN_PATHS = docs_page.PATHS | playground.PATHS | {"/", "/health", "/metrics", "/health_generate", "/version"}
 
 DRAIN_SECONDS = 5.0  # for the bodies that are arriving when the server is told to stop
 

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
 
-from eagle_server.api import chat, completions, inspection, playground, tokens
+from eagle_server.api import chat, completions, docs_page, inspection, playground, tokens
 from eagle_server.api.admission import AdmissionMiddleware
 from eagle_server.api.errors import install_handlers
-from eagle_server.api.openapi import document
+from eagle_server.api.openapi import openapi
 from eagle_server.api.request_id import HEADER, RequestId
 from eagle_server.api.service import Service
 from eagle_server.api.telemetry import exposition
@@ -63,13 +64,20 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
         keep_alive=config.server.sse_keep_alive or None,
         configuration=configuration,
     )
-    # FastAPI's documentation pages load scripts from other servers, so they are disabled.
-    app = FastAPI(title="eagle_server", openapi_url=None)
+    # FastAPI's own documentation page loads scripts from other servers; this one has them with it.
+    app = FastAPIOffline(
+        docs_page.DOCS,
+        None,
+        title="eagle_server",
+        openapi_url=docs_page.DOCUMENT,
+        static_url=docs_page.FILES,
+        favicon_url="/playground/icon.svg",
+    )
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's way to replace the document
     app.state.service = service
     app.state.tracing = tracing
     for module in (*GENERATING, tokens, inspection, exposition, playground):
         app.include_router(module.router)
-    app.add_route("/openapi.json", document, methods=["GET"])
     # The middleware that is added last sees a request first.
     app.add_middleware(
         AdmissionMiddleware,

@@ -109,9 +109,10 @@ def _prompts(body: CompletionRequest, service: Service, ready: Ready) -> list[Pr
 
 def build_response(handler: GenerationHandler, outputs: Sequence[OutputDelta]) -> CompletionBody:
     choices = [_choice(handler, output, cast(Logprobs | None, output.logprobs)) for output in outputs]
-    for choice, state in zip(choices, handler.states, strict=True):
-        choice.prompt_logprobs = handler.prompt_logprobs(state)
-        choice.prompt_token_ids = handler.prompt_token_ids(state.index)
+    for number, choice in enumerate(choices):
+        choice.prompt_logprobs = handler.prompt_logprobs(handler.states[choice.index])
+        choice.prompt_token_ids = handler.prompt_token_ids(choice.index)
+        choice.index = number  # `best_of` has more sequences than choices
     return _body(handler, choices, handler.usage, handler.metrics)
 
 

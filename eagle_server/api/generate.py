@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 
 import msgspec
 from fastapi import Request as HttpRequest
@@ -61,8 +62,8 @@ BuildEnd = Callable[["GenerationHandler", ApiError | None], bytes]
 class GenerationHandler:
     """One API request: submits its engine requests and turns their deltas into a response or a stream.
 
-    `states` has one entry per choice, `body.n` for each prompt in turn. The endpoint's builder functions get the
-    handler, and read from it what every response needs: id, model, usage, metrics.
+    `states` has one entry per sequence, `body.candidates` for each prompt in turn. The endpoint's builder functions get
+    the handler, and read from it what every response needs: id, model, usage, metrics.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class GenerationHandler:
         self.model = service.model_name
         self.spelling = service.spelling
         self.states = states
-        self._first_states = states[:: body.n]  # one per prompt
+        self._first_states = states[:: body.candidates]  # one per prompt
         self._client = service.client
         self._timeout = service.timeout_of(body.timeout)
         self._keep_alive = service.keep_alive
@@ -176,7 +177,16 @@ class GenerationHandler:
                 else:
                     self._encode(delta, build_logprobs)
                 outputs[delta.index].extend(delta)
-        return msgspec.json.encode(build(self, outputs))
+        return msgspec.json.encode(build(self, self._best(outputs)))
+
+    def _best(self, outputs: list[OutputDelta]) -> list[OutputDelta]:
+        """The `body.n` most likely outputs of each prompt, by their tokens' mean log-probability, the best first."""
+        n, candidates = self.body.n, self.body.candidates
+        if candidates == n:
+            return outputs
+        groups = (outputs[first : first + candidates] for first in range(0, len(outputs), candidates))
+        rank = partial(sorted, key=lambda output: -self.states[output.index].mean_logprob)
+        return [output for group in groups for output in rank(group)[:n]]
 
     def _encode(self, delta: OutputDelta, build_logprobs: BuildLogprobs) -> None:
         """Encode the scores and trees of a delta, as objects would take several times the memory until the end."""

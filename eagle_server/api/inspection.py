@@ -31,6 +31,7 @@ PATHS = [
     "/health",
     "/metrics",
     "/openapi.json",
+    "/docs",
 ]
 PROBE_SECONDS = 20.0  # as in SGLang
 

@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import msgspec
-from fastapi import Request, Response
 from pydantic.json_schema import models_json_schema
 
 from eagle_server import version
@@ -16,7 +15,6 @@ from eagle_server.api import inspection, tokens
 from eagle_server.api.chat import ChatBody, ChunkBody
 from eagle_server.api.completions import CompletionBody
 from eagle_server.api.errors import ErrorBody
-from eagle_server.api.responses import json_response
 from eagle_server.api.schemas.base import Body
 from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.api.schemas.completion import CompletionRequest
@@ -78,10 +76,6 @@ ENDPOINTS = (
     Endpoint("get", "/health_generate", "Whether a token can be generated", inspection.Health, ("429", "503")),
     Endpoint("get", "/version", "The server's version", inspection.Version),
 )
-
-
-async def document(_: Request) -> Response:
-    return json_response(openapi())
 
 
 @cache

@@ -61,14 +61,14 @@ def prepare(
     )
     serial = next(_serial)
     states = []
-    for index in range(body.sequences):  # n choices of the first prompt, then n of the second, ...
-        prompt = prompts[index // body.n]
+    for index in range(body.sequences):  # the candidates of the first prompt, then of the second, ...
+        prompt = prompts[index // body.candidates]
         request = Request(
             request_id=f"{response_id}-{serial}-{index}",
             prompt_token_ids=prompt.token_ids,
             sampling=sampling,
             # `choice` keys the random numbers. Without a seed nothing is repeated: equal prompts get different numbers.
-            choice=index if body.seed is None else index % body.n,
+            choice=index if body.seed is None else index % body.candidates,
             prompt_logprobs=body.needs_prompt_logprobs,
             speculative=body.speculative,
             trees=body.return_trees,
@@ -80,8 +80,8 @@ def prepare(
 def _check_count(body: GenerationBody, service: Service) -> None:
     most = min(MAX_SEQUENCES, service.client.max_waiting or MAX_SEQUENCES)
     if not 1 <= body.sequences <= most:
-        param = "n" if body.n > most else "prompt"
-        raise bad_request(f"{param}: from 1 to {most} sequences in one request, prompts times n", param)
+        param = "n" if body.n > most else "best_of" if body.candidates > most else "prompt"
+        raise bad_request(f"{param}: from 1 to {most} sequences in one request, prompts times n or best_of", param)
 
 
 def _max_tokens(body: GenerationBody, prompts: Sequence[Prompt], ready: Ready) -> int:

@@ -127,6 +127,7 @@ class RequestState:
         self.request = request
         self.prompt = prompt
         self.completion_tokens = 0
+        self._logprobs = 0.0  # of these tokens together, if they have any
         self.cached_tokens = 0
         self.spec: SpecStats | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -172,6 +173,11 @@ class RequestState:
             self._has_output = output.is_first = True
         return output
 
+    @property
+    def mean_logprob(self) -> float:
+        """Of the output's tokens, the one that ended it included."""
+        return self._logprobs / max(self.completion_tokens, 1)
+
     def _finish_reason(self, reason: FinishReason) -> str:
         """OpenAI's `finish_reason`."""
         if not (self.is_stopped or reason is FinishReason.STOP):
@@ -203,6 +209,7 @@ class RequestState:
             if delta.logprobs is not None:
                 entry = delta.logprobs[position]
                 output.tokens.append(ScoredToken(token_id, entry.logprob, entry.top, self._text_offset))
+                self._logprobs += entry.logprob
             self.completion_tokens += 1
             self._text_offset += len(text)
             may_stop = self.completion_tokens >= self.request.sampling.min_tokens

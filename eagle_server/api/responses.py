@@ -111,7 +111,7 @@ def possible_scores(body: GenerationBody, prompt_tokens: int) -> Counter[str]:
     Those of the prompts, of `prompt_tokens` in all, are certain. How long an output gets whose length the body does not
     limit is known when it is generated, so it does not count.
     """
-    prompts = body.n * prompt_tokens
+    prompts = body.candidates * prompt_tokens
     output = body.sequences * (body.max_output_tokens or 0)
     return scores_of(body, output + (prompts if body.echoes else 0), prompts, output)
 

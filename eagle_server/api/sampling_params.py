@@ -47,7 +47,8 @@ def sampling_params(
     Raises:
         ApiError: a token of logit_bias is outside the vocabulary, or a bad word has no tokens or too many.
     """
-    num_logprobs = [number for number in (body.num_logprobs, body.prompt_logprobs) if number is not None]
+    ranking = 0 if body.candidates > body.n else None
+    num_logprobs = [each for each in (body.num_logprobs, body.prompt_logprobs, ranking) if each is not None]
     return SamplingParams(
         max_tokens=max_tokens,
         seed=secrets.randbits(63) if body.seed is None else body.seed,

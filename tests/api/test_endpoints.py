@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from eagle_server.api import chat, completions, inspection, playground, tokens
+from eagle_server.api import chat, completions, docs_page, inspection, playground, tokens
 from eagle_server.client.client import EngineClient
 from eagle_server.config import parse_args
 from tests.api.calls import complete
@@ -121,8 +121,18 @@ async def test_the_document_names_every_path(http: httpx.AsyncClient) -> None:
     routes = [route for module in (completions, chat, tokens, inspection) for route in module.router.routes]
     served = {getattr(route, "path", "").replace(":path}", "}") for route in routes} - {"/"}
     assert served == set(document["paths"])
-    assert set((await http.get("/")).json()["endpoints"]) < served | {"/metrics", "/openapi.json"}
-    assert (await http.get("/docs")).status_code == 404
+    assert set((await http.get("/")).json()["endpoints"]) < served | {"/metrics", "/openapi.json", "/docs"}
+
+
+async def test_the_documentation_page_loads_nothing_from_other_servers(http: httpx.AsyncClient) -> None:
+    page = await http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "/openapi.json" in page.text
+    files = re.findall(r"(?:src|href)=\"([^\"]+)\"", page.text)
+    assert {file for file in files if "swagger" in file} <= docs_page.PATHS
+    for file in files:
+        assert file.startswith("/")
+        assert (await http.get(file)).status_code == 200
 
 
 # --- What all responses have in common ---

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from statistics import mean
 
 import httpx
 import openai
@@ -49,6 +50,30 @@ def test_openai_client_streams_what_it_gets_in_one_piece(served: Served) -> None
     assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_best_of_gives_the_likeliest_of_what_n_would_give(served: Served) -> None:
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused")
+    asked = {"model": "demo", "prompt": PROMPTS[:2], "max_tokens": 12, "temperature": 1.0, "seed": 3, "echo": True}
+    every = client.completions.create(**asked, n=5, logprobs=0)
+    best = client.completions.create(**asked, n=2, best_of=5)
+    expected = []
+    for first in (0, 5):
+        ranked = sorted(every.choices[first : first + 5], key=lambda choice: -mean(served_tokens(choice)))
+        expected += [choice.text for choice in ranked[:2]]
+    assert [choice.text for choice in best.choices] == expected
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    assert all(choice.logprobs is None for choice in best.choices)
+    assert best.usage and every.usage
+    assert best.usage.completion_tokens == every.usage.completion_tokens, "all that was generated counts"
+
+
+def served_tokens(choice: openai.types.CompletionChoice) -> list[float]:
+    """The log-probabilities of the output's tokens, without the echoed prompt's."""
+    assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+    prompt = next(prompt for prompt in PROMPTS if choice.text.startswith(prompt))
+    scored = zip(choice.logprobs.text_offset or [], choice.logprobs.token_logprobs, strict=True)
+    return [value for offset, value in scored if offset >= len(prompt)]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from eagle_server.api.schemas.generation import FAIL_FAST, MAX_LOGPROBS, GenerationBody, TokenIds
+from eagle_server.api.schemas.generation import FAIL_FAST, MAX_CHOICES, MAX_LOGPROBS, GenerationBody, TokenIds
 
 Texts = Annotated[list[str], FAIL_FAST]
 TokenIdLists = Annotated[list[TokenIds], FAIL_FAST]
@@ -31,7 +31,7 @@ class CompletionRequest(GenerationBody):
 
     prompt: str | Texts | TokenIds | TokenIdLists
     max_tokens: int = Field(16, ge=0)
-    best_of: int | None = None
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
 
@@ -57,13 +57,19 @@ class CompletionRequest(GenerationBody):
         return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
 
     @property
+    def candidates(self) -> int:
+        return self.n if self.best_of is None else self.best_of
+
+    @property
     def sequences(self) -> int:
-        return len(self.prompts) * self.n
+        return len(self.prompts) * self.candidates
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
-        if self.best_of not in (None, self.n):
-            yield "best_of", f"is not supported unless it equals n, {self.n}"
+        if self.candidates < self.n:
+            yield "best_of", f"should be at least n, {self.n}"
+        if self.candidates > self.n and self.stream:
+            yield "best_of", "larger than n needs stream: false: the best are known at the end"
         if self.echo and self.truncate_prompt_tokens is not None:
             yield "truncate_prompt_tokens", "and echo exclude each other"
         if self.min_tokens > self.max_tokens:

@@ -128,9 +128,14 @@ class GenerationBody(Body):
         return None if self.response_format is None else self.response_format.grammar
 
     @property
+    def candidates(self) -> int:
+        """Number of sequences to generate for each prompt. The answer has the best `n` of them."""
+        return self.n
+
+    @property
     def sequences(self) -> int:
         """Number of sequences to generate."""
-        return self.n
+        return self.candidates
 
     @property
     def max_output_tokens(self) -> int | None:
