@@ -39,7 +39,8 @@ import torch
 from torch import Tensor
 
 from eagle_server.models.checkpoints.load_draft import load_draft
-from eagle_server.models.checkpoints.load_target import HasWeightViews, created_as, load_native_target, save_checkpoint
+from eagle_server.models.checkpoints.load_target import created_as, load_native_target
+from eagle_server.models.checkpoints.save import HasWeightViews, save_checkpoint
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.config_json import read_config
 from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from eagle_server.models.checkpoints.load_target import load_native_target, save_checkpoint
+from eagle_server.models.checkpoints.load_target import load_native_target
+from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.training.corpus import END_OF_TEXT, standard_library_files
 from eagle_server.training.fingerprint import target_fingerprint
 from eagle_server.training.heads import NewHead

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from eagle_server.models.checkpoints.load_target import HasWeightViews
+from eagle_server.models.checkpoints.save import HasWeightViews
 from eagle_server.models.targets.decoder import TargetModel
 
 _FREE = ("steps", "compiled")  # settings that may change when a training goes on

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
-from eagle_server.models.checkpoints.load_target import save_checkpoint
+from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.medusa import MedusaConfig, MedusaHeads
 from eagle_server.models.targets.decoder import TargetModel

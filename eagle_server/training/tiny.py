@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from torch import nn
 
-from eagle_server.models.checkpoints.load_target import save_checkpoint
+from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
 from eagle_server.training.generate import continue_texts

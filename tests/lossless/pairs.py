@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from eagle_server.models.checkpoints.load_draft import load_draft
-from eagle_server.models.checkpoints.load_target import load_target, save_checkpoint
+from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
 from eagle_server.training.heads import Kind

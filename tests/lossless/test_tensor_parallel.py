@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_server.models.checkpoints.load_target import save_checkpoint
+from eagle_server.models.checkpoints.save import save_checkpoint
 from tests.lossless.conftest import Drafting
 from tests.lossless.drafters import CASES
 from tests.lossless.pairs import Pair, loaded_head

@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
-from eagle_server.models.checkpoints.load_target import load_target, save_checkpoint
+from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.checkpoints.quantized import QuantizedTensor, with_dequantized
+from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.checkpoints.weights import StoredTensor
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.layers import Linear

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import torch
-from safetensors.torch import save_file
 
 from eagle_server.models.checkpoints.draft_format import MEDUSA_2
 from eagle_server.models.checkpoints.packed_cache import PackedCache
@@ -35,7 +34,7 @@ from eagle_server.models.checkpoints.weights import (
 )
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import read_config, token_ids
-from eagle_server.models.layers import Linear, Views, linear_views, pack_linears
+from eagle_server.models.layers import Linear, linear_views, pack_linears
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.rope import at_context
 from eagle_server.models.targets.decoder import TargetModel
@@ -50,12 +49,6 @@ DtypeName = Literal["auto", "float32", "bfloat16"]
 log = logging.getLogger(__name__)
 
 EMBED, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-class HasWeightViews(Protocol):
-    """A target or draft head that lists its published tensors."""
-
-    def weight_views(self) -> Views: ...
 
 
 def load_target(  # noqa: PLR0913
@@ -98,17 +91,10 @@ def load_target(  # noqa: PLR0913
         config, stored = _as_stored(config, _without_inert(found, config), directory)
     context = context or config.max_position
     config = _served(config, directory, dtype, context)
+    cached = quantization_cache is not None
     if ranks is not None:
-        if not config.native or quantization_cache is not None:
-            reason = "--quantization-cache keeps whole weights" if config.native else "it runs by transformers' code"
-            raise CheckpointError(f"{directory}: --tp-size {ranks.size}: not supported, as {reason}")
-        whole, config = config, split_over(config, ranks)
-        assert config.split is not None
-        stored = own_slices(stored, whole, config.split)
-        if ranks.rank == 0 and (parts := replicated(config)):
-            log.warning("%s: does not divide over --tp-size %d: every rank has all %s", directory, ranks.size, parts)
+        config, stored = _share(config, stored, directory, ranks, cached=cached)
     if quantization is not None:
-        cached = quantization_cache is not None
         _check_quantizable(directory, config, quantization, torch.device(device), cached=cached)
     if not config.native:
         from eagle_server.models.checkpoints.load_transformers import load_transformers  # seconds of import
@@ -127,6 +113,20 @@ def load_target(  # noqa: PLR0913
     if cache is not None and kept is None:
         cache.write(model)
     return model
+
+
+def _share(
+    config: ModelConfig, stored: Weights, directory: Path, ranks: RankGroup, *, cached: bool
+) -> tuple[ModelConfig, Weights]:
+    """What this rank has of the target."""
+    if not config.native or cached:
+        reason = "--quantization-cache keeps whole weights" if config.native else "it runs by transformers' code"
+        raise CheckpointError(f"{directory}: --tp-size {ranks.size}: not supported, as {reason}")
+    share = split_over(config, ranks)
+    assert share.split is not None
+    if ranks.rank == 0 and (parts := replicated(share)):
+        log.warning("%s: does not divide over --tp-size %d: every rank has all %s", directory, ranks.size, parts)
+    return share, own_slices(stored, config, share.split)
 
 
 def _served(config: ModelConfig, directory: Path, dtype: DtypeName, context: int) -> ModelConfig:
@@ -238,27 +238,6 @@ def created_as(dtype: torch.dtype, device: str | torch.device) -> Iterator[None]
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-def save_checkpoint(
-    model: HasWeightViews,
-    directory: Path,
-    config_json: Mapping[str, Any],
-    dtype: torch.dtype = torch.bfloat16,
-    *,
-    file: str = "model.safetensors",
-) -> None:
-    """Write config.json, and `file` with the published names and floats in `dtype`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: view.detach().to("cpu", dtype if view.is_floating_point() else view.dtype).clone().contiguous()
-        for name, view in model.weight_views()
-    }
-    weights = directory / file
-    save_file(tensors, weights, metadata={"format": "pt"})
-    weights.chmod(0o644)  # safetensors creates files that only the owner may read
-    config = {**config_json, "dtype": str(dtype).removeprefix("torch.")}
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _eos_token_ids(directory: Path, config: ModelConfig) -> tuple[int, ...]:

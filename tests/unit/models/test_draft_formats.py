@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.models.checkpoints.load_draft import LoadedDraft, load_draft
-from eagle_server.models.checkpoints.load_target import save_checkpoint
+from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.drafts.eagle3 import Eagle3Head
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.models.targets.decoder import TargetModel

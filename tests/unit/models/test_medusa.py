@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle_server.models.checkpoints.load_draft import load_draft
-from eagle_server.models.checkpoints.load_target import load_target, save_checkpoint
+from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.models.targets.decoder import TargetModel

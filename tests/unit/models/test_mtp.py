@@ -15,7 +15,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Decod
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.models.checkpoints.load_draft import LoadedDraft, load_draft
-from eagle_server.models.checkpoints.load_target import load_target, save_checkpoint
+from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.models.drafts.mtp import MtpHead

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.models import layers
-from eagle_server.models.checkpoints.load_target import load_target, save_checkpoint
+from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.checkpoints.quantized import QuantizedTensor
 from eagle_server.models.checkpoints.rank_slices import own_slices, split_over
+from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.checkpoints.weights import StoredTensor
 from eagle_server.models.config import CheckpointError, Split
 from eagle_server.models.targets.decoder import TargetModel

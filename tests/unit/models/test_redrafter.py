@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.models.checkpoints.load_draft import LoadedDraft, load_draft
-from eagle_server.models.checkpoints.load_target import save_checkpoint
+from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.redrafter import RedrafterHead
 from eagle_server.models.targets.decoder import TargetModel
