@@ -100,7 +100,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     """One sequence to generate. `choice` numbers the n choices of one API request and is a key of the random numbers.
 
     If `speculative` is False, no tokens are drafted; the text is the same either way. If `trees` is True, the deltas
-    contain the draft trees.
+    contain the draft trees. Requests with different values of `cache_salt` share no cached KV and draft from nothing
+    that the other wrote; None is a value of its own.
     """
 
     request_id: str
@@ -110,6 +111,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     prompt_logprobs: bool = False
     speculative: bool = True
     trees: bool = False
+    cache_salt: str | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -72,6 +72,7 @@ def prepare(
             prompt_logprobs=body.needs_prompt_logprobs,
             speculative=body.speculative,
             trees=body.return_trees,
+            cache_salt=body.cache_salt,
         )
         states.append(RequestState(index, request, prompt, tokenizer, options, end_token_ids, tools))
     return GenerationHandler(service, body, response_id, states)

@@ -20,12 +20,14 @@ class KVAllocation:
     req_pool_index: the request's row of req_to_token.
     shared: the number of leading pages that belong to the prefix cache.
     node: the locked end of these pages in the prefix cache; None if the request does not share.
+    salt: it shares with requests of the same salt only.
     """
 
     req_pool_index: int
     pages: list[int]
     shared: int
     node: Node | None
+    salt: str | None = None
 
 
 class KVCacheManager:
@@ -56,16 +58,16 @@ class KVCacheManager:
         """The number of pages that hold `positions` slots."""
         return -(-positions // self.page_size)
 
-    def match(self, keys: Keys) -> Match | None:
+    def match(self, keys: Keys, salt: str | None = None) -> Match | None:
         """The longest cached prefix of a request that shares; None without a prefix cache."""
-        return None if self.radix is None else self.radix.match(keys)
+        return None if self.radix is None else self.radix.match(keys, salt)
 
     def allocate(self, match: Match | None, positions: int, reserve: int = 0) -> KVAllocation | None:
         """Allocate `positions` slots for a request. With `match`, as found just now, it reads these pages.
 
         None if rows or pages are lacking now. `reserve` pages must stay available.
         """
-        node, pages = (None, list[int]()) if match is None else (match.node, match.pages)
+        node, pages, salt = (None, list[int](), None) if match is None else (match.node, match.pages, match.salt)
         missing = self.pages_for(positions) - len(pages)
         if not self.table.free_rows or missing + reserve > self.available_pages:
             return None
@@ -74,7 +76,7 @@ class KVCacheManager:
             if missing + reserve > self.available_pages:  # the matched pages cannot be evicted now
                 self.radix.unlock(node)
                 return None
-        allocation = KVAllocation(self.table.take_row(), pages + self._take(missing), len(pages), node)
+        allocation = KVAllocation(self.table.take_row(), pages + self._take(missing), len(pages), node, salt)
         self.table.assign(allocation.req_pool_index, 0, allocation.pages)
         self.allocations.add(allocation)
         return allocation
@@ -165,7 +167,7 @@ class KVCacheManager:
         first, size = allocation.shared, self.page_size
         keys = bigrams(tokens[first * size : written + 1])
         count = len(keys) // size
-        end = self.radix.insert(keys, allocation.pages[first : first + count], allocation.node)
+        end = self.radix.insert(keys, allocation.pages[first : first + count], allocation.node, allocation.salt)
         doubles = allocation.pages[first : first + len(end.pages)]
         allocation.pages[first : first + len(end.pages)] = end.pages
         allocation.node, allocation.shared = end.node, first + count

@@ -3,6 +3,8 @@
 A draft head's KV at slot p depends on token p + 1. So the key of slot p is the bigram (token p, token p + 1), and a
 match is valid for the KV of the target and of the draft. n tokens give n - 1 keys: the last token of a prompt is always
 recomputed. Its logits and features are needed anyway.
+
+Requests with different salts share nothing: the salt is part of the first page's key.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ def common_pages(left: Keys, right: Keys, page_size: int) -> int:
 class Node:
     """A node and the edge to it: `keys` of whole pages, and the ids of these `pages`. `users` counts the locks.
 
+    label: its key in `parent.children`: its first page's keys, after the salt if the parent is the root.
     proven: the target's logits over these pages were finite once.
     queued: the node stands in the heap of leaves.
     """
@@ -42,6 +45,7 @@ class Node:
     keys: Keys
     pages: list[int]
     parent: Node | None  # None: the root, or a node that was removed
+    label: bytes = b""
     children: dict[bytes, Node] = field(default_factory=dict)
     users: int = 0
     used_at: int = 0
@@ -55,6 +59,7 @@ class Match:
 
     node: Node
     pages: list[int]
+    salt: str | None = None
 
 
 class RadixCache:
@@ -72,28 +77,30 @@ class RadixCache:
         self._leaves: list[tuple[int, int, Node]] = []
         self._clock = itertools.count(1)
 
-    def match(self, keys: Keys) -> Match:
-        """The longest cached prefix of `keys`, in whole pages."""
-        return self._walk(self.root, keys)
+    def match(self, keys: Keys, salt: str | None = None) -> Match:
+        """The longest cached prefix of `keys`, in whole pages, among those that were stored with this salt."""
+        return self._walk(self.root, keys, salt)
 
-    def insert(self, keys: Keys, pages: Sequence[int], below: Node | None = None) -> Match:
+    def insert(self, keys: Keys, pages: Sequence[int], below: Node | None = None, salt: str | None = None) -> Match:
         """Store `pages` for the whole pages of `keys`, which continue the node `below`, by default the root.
 
         Returns the end of `keys` in the tree, and the pages that were cached already for their first pages. The
         caller keeps as many of its own.
         """
         count = len(keys) // self.page_size
-        present = self._walk(below or self.root, keys[: count * self.page_size])
+        present = self._walk(below or self.root, keys[: count * self.page_size], salt)
         rest = keys[len(present.pages) * self.page_size : count * self.page_size]
         if not len(rest):
             return present
         # A copy, because `keys` may be a part of a longer array, which must not stay alive.
-        child = Node(rest.copy(), list(pages[len(present.pages) : count]), present.node, used_at=next(self._clock))
-        present.node.children[self._first(rest)] = child
+        rest, parent = rest.copy(), present.node
+        child = Node(rest, list(pages[len(present.pages) : count]), parent, self._label(parent, rest, salt))
+        child.used_at = next(self._clock)
+        parent.children[child.label] = child
         self.cached_pages += len(child.pages)
         self.evictable_pages += len(child.pages)
         self._queue(child)
-        return Match(child, present.pages)
+        return Match(child, present.pages, salt)
 
     def lock(self, node: Node, above: Node | None = None) -> None:
         """Protect the pages from the root to `node` from eviction; with `above`, those after that node only."""
@@ -168,14 +175,15 @@ class RadixCache:
         for node in nodes:
             assert len(node.keys) == len(node.pages) * self.page_size
             assert node.users >= sum(child.users for child in node.children.values())
+            assert node.parent is not None and node.parent.children[node.label] is node
             assert node.queued or node.users or node.children, "a leaf that would never be evicted"
         assert sum(node.queued for node in nodes) == sum(leaf.parent is not None for *_, leaf in self._leaves)
 
-    def _walk(self, node: Node, keys: Keys) -> Match:
+    def _walk(self, node: Node, keys: Keys, salt: str | None) -> Match:
         """The longest cached prefix of `keys`, which continue `node`."""
         pages, start, now = list[int](), 0, next(self._clock)
         while start + self.page_size <= len(keys):
-            child = node.children.get(self._first(keys[start:]))
+            child = node.children.get(self._label(node, keys[start:], salt))
             if child is None:
                 break
             shared = common_pages(child.keys, keys[start:], self.page_size)
@@ -185,13 +193,13 @@ class RadixCache:
             pages.extend(child.pages)
             start += len(child.keys)
             node = child
-        return Match(node, pages)
+        return Match(node, pages, salt)
 
     def _remove(self, leaf: Node) -> Node:
         """Take a leaf out of the tree. Returns its parent."""
         parent = leaf.parent
         assert parent is not None
-        del parent.children[self._first(leaf.keys)]
+        del parent.children[leaf.label]
         leaf.parent = None
         return parent
 
@@ -205,15 +213,18 @@ class RadixCache:
         """Split a node after `pages` pages. Returns the upper half."""
         cut = pages * self.page_size
         assert node.parent is not None
-        upper = Node(node.keys[:cut], node.pages[:pages], node.parent)
+        upper = Node(node.keys[:cut], node.pages[:pages], node.parent, node.label)
         upper.users, upper.used_at, upper.proven = node.users, node.used_at, node.proven
-        node.parent.children[self._first(upper.keys)] = upper
+        node.parent.children[upper.label] = upper
         node.keys, node.pages, node.parent = node.keys[cut:], node.pages[pages:], upper
-        upper.children[self._first(node.keys)] = node
+        node.label = self._label(upper, node.keys, None)
+        upper.children[node.label] = node
         return upper
 
-    def _first(self, keys: Keys) -> bytes:
-        return keys[: self.page_size].tobytes()
+    def _label(self, parent: Node, keys: Keys, salt: str | None) -> bytes:
+        """The label of a child whose keys begin so. Pages are equally long, so two salts have no label in common."""
+        first = keys[: self.page_size].tobytes()
+        return salt.encode() + first if salt and parent is self.root else first
 
     def _path(self, node: Node) -> Iterator[Node]:
         current: Node | None = node

@@ -104,7 +104,7 @@ class SpeculativeSection(Section):
         default=False,
         description="NGRAM and X+NGRAM: also draft from other requests' prompts and outputs. It changes no text, but "
         "the speed of an answer then reveals whether other requests had similar text: leave it off if clients must not "
-        "learn that about each other",
+        "learn that about each other; requests with a cache_salt take no part",
     )
     ngram_share_tokens: Count | None = Field(
         default=None,

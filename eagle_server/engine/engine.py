@@ -69,7 +69,7 @@ class Engine:
         elif grammar is None or self._grammars is None:
             self._queue(request)
         else:
-            self._compiling[request.request_id] = (request, self._grammars.compile(grammar))
+            self._compiling[request.request_id] = (request, self._grammars.compile(grammar, request.cache_salt))
             self._queue_compiled()
 
     def _queue_compiled(self, timeout: float = 0.0) -> None:
@@ -117,7 +117,7 @@ class Engine:
             request, future = waiting
             grammar = request.sampling.grammar
             if grammar and self._grammars and not any(each is future for _, each in self._compiling.values()):
-                self._grammars.cancel(grammar)
+                self._grammars.cancel(grammar, request.cache_salt)
             delta = TokenDelta(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
         if delta is not None:
             self._outbox.append(delta)

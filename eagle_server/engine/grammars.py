@@ -117,22 +117,26 @@ class Grammars:
         self._masking = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="mask")
         self._budget = MaskBudget()
         self._tokens: Future[tuple[llguidance.LLTokenizer, Vocabulary]] | None = None
-        self._cache: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
+        self._cache: OrderedDict[tuple[Grammar, str | None], Future[CompiledGrammar]] = OrderedDict()
 
-    def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        """A future of the compiled grammar. Its exception is a ValueError in one line if the grammar is invalid."""
-        found = self._cache.get(grammar)
+    def compile(self, grammar: Grammar, salt: str | None = None) -> Future[CompiledGrammar]:
+        """A future of the compiled grammar. Its exception is a ValueError in one line if the grammar is invalid.
+
+        Requests with different salts share none: the time would tell which grammars others use.
+        """
+        key = (grammar, salt)
+        found = self._cache.get(key)
         if found is None or _may_succeed_later(found):
-            found = self._cache[grammar] = self._checking.submit(self._compile, grammar, self.preload())
+            found = self._cache[key] = self._checking.submit(self._compile, grammar, self.preload())
             if len(self._cache) > CACHED:
                 self._cache.popitem(last=False)
-        self._cache.move_to_end(grammar)
+        self._cache.move_to_end(key)
         return found
 
-    def cancel(self, grammar: Grammar) -> None:
+    def cancel(self, grammar: Grammar, salt: str | None = None) -> None:
         """Nobody waits for this grammar any more: do not compile it if that has not begun."""
-        if (found := self._cache.get(grammar)) is not None and found.cancel():
-            del self._cache[grammar]
+        if (found := self._cache.get((grammar, salt))) is not None and found.cancel():
+            del self._cache[grammar, salt]
 
     def preload(self) -> Future[tuple[llguidance.LLTokenizer, Vocabulary]]:
         """Start to read the model's tokens, once, and a process that checks grammars."""

@@ -77,7 +77,8 @@ class RequestQueue:
             if passed is not None and passed.passed_tokens + sequence.most_tokens > passed.most_tokens:
                 lacking.append(sequence)
                 continue
-            match = self.kv.match(sequence.keys) if sequence.keys is not None else None
+            salt = sequence.request.cache_salt
+            match = self.kv.match(sequence.keys, salt) if sequence.keys is not None else None
             if self._hold(sequence, match, running):
                 continue
             allocation = self._allocate(sequence, match, growth)
@@ -105,7 +106,9 @@ class RequestQueue:
         for other in running:
             if other.arrival > sequence.arrival:
                 break
-            if other.keys is None or not np.array_equal(other.keys[matched * size : (matched + 1) * size], next_page):
+            if other.keys is None or other.request.cache_salt != sequence.request.cache_salt:
+                continue
+            if not np.array_equal(other.keys[matched * size : (matched + 1) * size], next_page):
                 continue
             common = common_pages(other.keys, sequence.keys, size)
             if common > matched and (common - matched) * size >= saved:

@@ -143,6 +143,22 @@ def test_flushing_drops_cached_prompts(served: Served) -> None:
     assert httpx.get(f"{served.url}/health_generate").status_code == 200
 
 
+def test_a_salt_separates_the_cached_prompts_and_changes_no_text(served: Served) -> None:
+    asked = {"prompt": PROMPTS[0], "max_tokens": 8, "seed": 5}
+
+    def answered(salt: str | None) -> tuple[str, int]:
+        body = {**asked, "cache_salt": salt}
+        answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()
+        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    salts = [None, "a", "b", None, "a", "b"]
+    assert httpx.post(f"{served.url}/flush_cache").status_code == 200
+    texts, cached = zip(*map(answered, salts), strict=True)
+    assert len(set(texts)) == 1
+    assert cached[:3] == (0, 0, 0), "what another salt or none has cached is not found"
+    assert min(cached[3:]) > 0
+
+
 @pytest.mark.slow
 def test_a_seed_gives_the_same_text_in_any_batch(served: Served) -> None:
     asked = {"prompt": PROMPTS[1], "max_tokens": 32, "temperature": 1.0, "seed": 3}

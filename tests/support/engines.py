@@ -49,7 +49,13 @@ class Finished:
 
 
 def request(
-    name: object, prompt: Sequence[int], *, choice: int = 0, prompt_logprobs: bool = False, **sampling: Any
+    name: object,
+    prompt: Sequence[int],
+    *,
+    choice: int = 0,
+    prompt_logprobs: bool = False,
+    cache_salt: str | None = None,
+    **sampling: Any,
 ) -> Request:
     """A request. By default it is greedy and has 24 output tokens."""
     params = SamplingParams(**{"max_tokens": 24, "seed": 0, "temperature": 0.0, **sampling})
@@ -59,6 +65,7 @@ def request(
         sampling=params,
         choice=choice,
         prompt_logprobs=prompt_logprobs,
+        cache_salt=cache_salt,
     )
 
 

@@ -111,6 +111,7 @@ class GenerationBody(Body):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    cache_salt: ShortText | None = None
     # What clients say about a request for their provider's bookkeeping: without effect here.
     user: str | None = None
     metadata: dict[str, Any] | None = None

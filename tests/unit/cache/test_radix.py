@@ -13,16 +13,17 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from eagle_server.cache.radix import Match, RadixCache, bigrams
 
-Prefix = tuple[int, ...]
+Prefix = tuple[str | int | None, ...]  # the salt, then keys
 KEYS = st.lists(st.integers(0, 1), max_size=14)
+SALTS = st.sampled_from([None, "a", "b", "\0" * 8])  # the last one looks like a page
 
 
-def array(keys: list[int] | Prefix) -> np.ndarray:
+def array(keys: list[int]) -> np.ndarray:
     return np.asarray(keys, dtype=np.int64)
 
 
 class RadixAgainstModel(RuleBasedStateMachine):
-    """Only two keys, so that prefixes are shared, split and inserted again."""
+    """Only two keys, so that prefixes are shared, split and inserted again; and salts, which share nothing."""
 
     matches = Bundle("matches")
 
@@ -34,16 +35,16 @@ class RadixAgainstModel(RuleBasedStateMachine):
         self.proven: set[int] = set()  # pages
         self.fresh = itertools.count(1)
 
-    def prefixes(self, keys: list[int]) -> list[Prefix]:
+    def prefixes(self, keys: list[int], before: Prefix) -> list[Prefix]:
         size = self.cache.page_size
-        return [tuple(keys[: n * size]) for n in range(1, len(keys) // size + 1)]
+        return [(*before, *keys[: n * size]) for n in range(1, len(keys) // size + 1)]
 
-    @rule(keys=KEYS)
-    def insert(self, keys: list[int]) -> None:
+    @rule(keys=KEYS, salt=SALTS)
+    def insert(self, keys: list[int], salt: str | None) -> None:
         """A request has fresh pages for all keys. The cache refuses those whose prefix it already holds."""
-        prefixes = self.prefixes(keys)
+        prefixes = self.prefixes(keys, (salt,))
         mine = [next(self.fresh) for _ in prefixes]
-        end = self.cache.insert(array(keys), mine)
+        end = self.cache.insert(array(keys), mine, salt=salt)
         assert end.pages == [self.model[prefix] for prefix in prefixes if prefix in self.model]
         for page, prefix in zip(mine, prefixes, strict=True):
             self.model.setdefault(prefix, page)
@@ -52,9 +53,9 @@ class RadixAgainstModel(RuleBasedStateMachine):
     def continue_a_locked_prefix(self, locked: tuple[Match, Prefix], keys: list[int]) -> tuple[Match, Prefix]:
         """A running request inserts what follows its prefix, and locks it."""
         found, before = locked
-        prefixes = [before + prefix for prefix in self.prefixes(keys)]
+        prefixes = self.prefixes(keys, before)
         mine = [next(self.fresh) for _ in prefixes]
-        end = self.cache.insert(array(keys), mine, found.node)
+        end = self.cache.insert(array(keys), mine, found.node, before[0])
         assert end.pages == [self.model[prefix] for prefix in prefixes if prefix in self.model]
         self.cache.lock(end.node, above=found.node)
         for page, prefix in zip(mine, prefixes, strict=True):
@@ -85,16 +86,16 @@ class RadixAgainstModel(RuleBasedStateMachine):
         self.cache.prove(found.node)
         self.proven.update(page for p, page in self.model.items() if prefix[: len(p)] == p)
 
-    @rule(keys=KEYS)
-    def match(self, keys: list[int]) -> None:
-        found = self.cache.match(array(keys))
-        assert found.pages == [self.model[prefix] for prefix in self.prefixes(keys) if prefix in self.model]
+    @rule(keys=KEYS, salt=SALTS)
+    def match(self, keys: list[int], salt: str | None) -> None:
+        found = self.cache.match(array(keys), salt)
+        assert found.pages == [self.model[prefix] for prefix in self.prefixes(keys, (salt,)) if prefix in self.model]
 
-    @rule(target=matches, keys=KEYS)
-    def lock(self, keys: list[int]) -> tuple[Match, Prefix]:
-        found = self.cache.match(array(keys))
+    @rule(target=matches, keys=KEYS, salt=SALTS)
+    def lock(self, keys: list[int], salt: str | None) -> tuple[Match, Prefix]:
+        found = self.cache.match(array(keys), salt)
         self.cache.lock(found.node)
-        prefix = tuple(keys[: len(found.pages) * self.cache.page_size])
+        prefix = (salt, *keys[: len(found.pages) * self.cache.page_size])
         self.locks.append(prefix)
         return found, prefix
 
@@ -114,7 +115,7 @@ class RadixAgainstModel(RuleBasedStateMachine):
         assert gone <= set(free), "a locked page was evicted"
         self.model = {prefix: page for prefix, page in self.model.items() if prefix not in gone}
         size = self.cache.page_size
-        assert all(p[:-size] in self.model for p in self.model if len(p) > size), "a page without its prefix was left"
+        assert all(p[:-size] in self.model for p in self.model if len(p) > size + 1), "a page lacks its prefix"
 
     @invariant()
     def agrees(self) -> None:
@@ -125,7 +126,7 @@ class RadixAgainstModel(RuleBasedStateMachine):
         assert self.cache.evictable_pages == len(self.model) - len(locked)
         for lock in self.locks:
             users = [sum(other[: len(p)] == p for other in self.locks) for p in self.model if lock[: len(p)] == p]
-            assert self.cache.sole_pages(self.cache.match(array(lock)).node) == users.count(1)
+            assert self.cache.sole_pages(self.cache.match(array([*lock[1:]]), lock[0]).node) == users.count(1)
 
 
 TestRadixAgainstModel = RadixAgainstModel.TestCase

@@ -389,6 +389,14 @@ def test_only_what_is_wrong_with_a_grammar_is_remembered(grammars: Grammars, mon
     assert grammars.compile(wrong) is first
 
 
+def test_requests_with_different_salts_share_no_compiled_grammar(grammars: Grammars) -> None:
+    grammar = Grammar(kind="regex", source="salted")
+    futures = [grammars.compile(grammar, salt) for salt in (None, "a", "b", "a")]
+    assert futures[1] is futures[3]
+    assert len(set(map(id, futures))) == 3
+    assert len({future.result().source for future in futures}) == 1
+
+
 def test_a_grammar_that_nobody_waits_for_is_not_compiled(grammars: Grammars) -> None:
     slow = [schema({"allOf": [{"multipleOf": n} for n in (7, 11, 13, 17, 19, 23, 29, last)]}) for last in range(31, 40)]
     started = time.monotonic()

@@ -46,6 +46,16 @@ def test_equal_prompts_that_arrive_together_are_prefilled_once(page: int, uses_f
     assert all(0 < each <= page for each in computed[1:]), "each computes the last token, whose logits it needs"
 
 
+def test_equal_prompts_with_different_salts_neither_wait_for_each_other_nor_share() -> None:
+    it = long_scheduler()
+    for name, salt in {"a": "x", "b": "y", "c": None, "d": "x"}.items():
+        add(it, name, 300, max_tokens=4, cache_salt=salt)
+    cycle(it)
+    assert names(it) == (["a", "b", "c"], ["d"]), "only the request with the same salt waits for the first one's KV"
+    cached = {name: deltas[-1].cached_tokens for name, deltas in finish(it).items()}
+    assert cached == {"a": 0, "b": 0, "c": 0, "d": 299}
+
+
 def test_prompts_with_a_common_prefix_wait_for_it_and_no_longer() -> None:
     it = long_scheduler()
     add(it, "a", 500)
@@ -229,7 +239,7 @@ def test_a_waiting_prompt_is_not_looked_up_again_until_something_changed(monkeyp
     add(it, "b", range(100, 150), max_tokens=10)
     looked: list[int] = []
     match = RadixCache.match
-    monkeypatch.setattr(RadixCache, "match", lambda cache, keys: looked.append(len(keys)) or match(cache, keys))
+    monkeypatch.setattr(RadixCache, "match", lambda it, keys, salt: looked.append(len(keys)) or match(it, keys, salt))
     monkeypatch.setattr(admission, "bigrams", lambda tokens: pytest.fail("keys are computed once"))
     for _ in range(20):
         cycle(it)

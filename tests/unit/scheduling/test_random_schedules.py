@@ -132,7 +132,13 @@ def random_requests(rng: random.Random, longest: int, count: int = 30) -> list[R
         fresh = (rng.choice(beginnings)[: rng.randrange(longest)] + own)[:longest]
         prompts.append(rng.choice(prompts) if prompts and rng.random() < 0.5 else fresh)
     return [
-        request(i, prompt, max_tokens=rng.choice((0, 1, 2, 20)), prompt_logprobs=rng.random() < 0.1)
+        request(
+            i,
+            prompt,
+            max_tokens=rng.choice((0, 1, 2, 20)),
+            prompt_logprobs=rng.random() < 0.1,
+            cache_salt=rng.choice((None, None, "a", "b")),
+        )
         for i, prompt in enumerate(prompts)
     ]
 
