@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from eagle_server.cache.allocator import PageAllocator
+from eagle_server.cache.block_events import BlockEvent
+from eagle_server.cache.node import Keys, Node
 from eagle_server.cache.page_table import PageTable
-from eagle_server.cache.radix import Keys, Match, Node, RadixCache, bigrams
+from eagle_server.cache.radix import Match, RadixCache, bigrams
 
 
 @dataclass(eq=False)
@@ -62,12 +64,15 @@ class KVCacheManager:
         """The longest cached prefix of a request that shares; None without a prefix cache."""
         return None if self.radix is None else self.radix.match(keys, salt)
 
-    def allocate(self, match: Match | None, positions: int, reserve: int = 0) -> KVAllocation | None:
+    def allocate(
+        self, match: Match | None, positions: int, reserve: int = 0, salt: str | None = None
+    ) -> KVAllocation | None:
         """Allocate `positions` slots for a request. With `match`, as found just now, it reads these pages.
 
+        What it computes is cached for requests with the same `salt`, which is that of the match.
         None if rows or pages are lacking now. `reserve` pages must stay available.
         """
-        node, pages, salt = (None, list[int](), None) if match is None else (match.node, match.pages, match.salt)
+        node, pages = (None, list[int]()) if match is None else (match.node, match.pages)
         missing = self.pages_for(positions) - len(pages)
         if not self.table.free_rows or missing + reserve > self.available_pages:
             return None
@@ -137,7 +142,11 @@ class KVCacheManager:
     def clear(self) -> None:
         """Evict every cached page that no request uses."""
         if self.radix is not None:
-            self._free(self.radix.evict(self.radix.evictable_pages))
+            self._free(self.radix.clear())
+
+    def take_events(self) -> list[BlockEvent]:
+        """What entered and left the prefix cache since the last call; nothing unless it records that."""
+        return self.radix.events.take() if self.radix is not None and self.radix.events is not None else []
 
     def check_counts(self) -> None:
         """Assert by counters that no page is lost, and that no lock or row outlives its request. Constant time."""

@@ -12,12 +12,12 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Keys = NDArray[np.int64]
+from eagle_server.cache.block_events import BlockEvents
+from eagle_server.cache.node import Keys, Node
 
 
 def bigrams(tokens: Sequence[int]) -> Keys:
@@ -33,33 +33,12 @@ def common_pages(left: Keys, right: Keys, page_size: int) -> int:
     return int(differ[0] if len(differ) else n) // page_size
 
 
-@dataclass(eq=False)
-class Node:
-    """A node and the edge to it: `keys` of whole pages, and the ids of these `pages`. `users` counts the locks.
-
-    label: its key in `parent.children`: its first page's keys, after the salt if the parent is the root.
-    proven: the target's logits over these pages were finite once.
-    queued: the node stands in the heap of leaves.
-    """
-
-    keys: Keys
-    pages: list[int]
-    parent: Node | None  # None: the root, or a node that was removed
-    label: bytes = b""
-    children: dict[bytes, Node] = field(default_factory=dict)
-    users: int = 0
-    used_at: int = 0
-    proven: bool = False
-    queued: bool = False
-
-
 @dataclass(frozen=True)
 class Match:
     """The longest cached prefix: its pages in order, and its last node, the argument of `lock` and `unlock`."""
 
     node: Node
     pages: list[int]
-    salt: str | None = None
 
 
 class RadixCache:
@@ -67,10 +46,11 @@ class RadixCache:
 
     `_leaves` is a heap of (used_at, id, node). Every leaf that may be evicted stands in it once. A node that is used
     again stays where it is: `evict` skips it, or puts it back with its new time. So a lookup changes no heap.
+    `events`: record what is cached and what is not any more.
     """
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(self, page_size: int, events: BlockEvents | None = None) -> None:
+        self.page_size, self.events = page_size, events
         self.root = Node(np.empty(0, dtype=np.int64), [], None, users=1)
         self.cached_pages = 0
         self.evictable_pages = 0
@@ -97,10 +77,12 @@ class RadixCache:
         child = Node(rest, list(pages[len(present.pages) : count]), parent, self._label(parent, rest, salt))
         child.used_at = next(self._clock)
         parent.children[child.label] = child
+        if self.events is not None:
+            self.events.stored(child, salt)
         self.cached_pages += len(child.pages)
         self.evictable_pages += len(child.pages)
         self._queue(child)
-        return Match(child, present.pages, salt)
+        return Match(child, present.pages)
 
     def lock(self, node: Node, above: Node | None = None) -> None:
         """Protect the pages from the root to `node` from eviction; with `above`, those after that node only."""
@@ -138,6 +120,8 @@ class RadixCache:
         while not node.proven and not node.children and node.users == 0:
             assert node.parent is not None
             freed.extend(node.pages)
+            if self.events is not None:
+                self.events.removed(node, 0)
             node = self._remove(node)
         self._queue(node)
         self.cached_pages -= len(freed)
@@ -155,12 +139,21 @@ class RadixCache:
                 self._queue(leaf)
             elif not leaf.children and leaf.users == 0:
                 freed.extend(leaf.pages[kept:])
+                if self.events is not None:
+                    self.events.removed(leaf, kept)
                 if kept:
                     del leaf.pages[kept:]
                     leaf.keys = leaf.keys[: kept * self.page_size]
                 self._queue(leaf if kept else self._remove(leaf))
         self.cached_pages -= len(freed)
         self.evictable_pages -= len(freed)
+        return freed
+
+    def clear(self) -> list[int]:
+        """Evict all pages that are not locked."""
+        freed = self.evict(self.evictable_pages)
+        if self.events is not None and not self.cached_pages:
+            self.events.cleared()
         return freed
 
     def pages(self) -> list[int]:
@@ -193,7 +186,7 @@ class RadixCache:
             pages.extend(child.pages)
             start += len(child.keys)
             node = child
-        return Match(node, pages, salt)
+        return Match(node, pages)
 
     def _remove(self, leaf: Node) -> Node:
         """Take a leaf out of the tree. Returns its parent."""
@@ -217,6 +210,8 @@ class RadixCache:
         upper.users, upper.used_at, upper.proven = node.users, node.used_at, node.proven
         node.parent.children[upper.label] = upper
         node.keys, node.pages, node.parent = node.keys[cut:], node.pages[pages:], upper
+        if self.events is not None:
+            self.events.split(upper, node)
         node.label = self._label(upper, node.keys, None)
         upper.children[node.label] = node
         return upper

@@ -43,13 +43,13 @@ def comma_separated(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
-def json_object(value: object) -> object:
+def json_object(value: object, *, like: str = '{"rope_theta": 10000}') -> object:
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except ValueError:
         parsed = None
     if not isinstance(parsed, dict):
-        raise ValueError('should be a JSON object, like {"rope_theta": 10000}')
+        raise ValueError(f"should be a JSON object, like {like}")
     return parsed
 
 

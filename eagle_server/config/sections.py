@@ -19,6 +19,7 @@ from eagle_server.config.base import (
     local_file,
 )
 from eagle_server.config.device import DeviceSection
+from eagle_server.config.kv_events import KVEventsConfig, parsed
 from eagle_server.config.observability import ObservabilitySection
 from eagle_server.config.speculative import SpeculativeSection
 
@@ -79,6 +80,23 @@ class CacheSection(Section):
     disable_radix_cache: bool = Field(
         default=False, description="do not reuse KV between requests with the same prefix"
     )
+    kv_events_config: Annotated[KVEventsConfig, BeforeValidator(parsed)] | None = Field(
+        default=None,
+        description="a JSON object as vLLM takes it: publish over ZeroMQ which blocks of tokens are cached, for "
+        "routers that choose a server by prefix; the events contain the prompts; default: off",
+    )
+
+    @property
+    def published_events(self) -> KVEventsConfig | None:
+        """Where to publish events; None: nowhere."""
+        config = self.kv_events_config
+        return config if config is not None and config.publishes else None
+
+    @model_validator(mode="after")
+    def _events_need_a_cache(self) -> Self:
+        if self.published_events is not None and self.disable_radix_cache:
+            raise ConfigError("--kv-events-config: with --disable-radix-cache nothing is cached; drop one of them")
+        return self
 
 
 class SchedulerSection(Section):

@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 
 from eagle_server.cache.allocator import PageAllocator
+from eagle_server.cache.block_events import BlockEvents, block_size_of
 from eagle_server.cache.manager import KVCacheManager
 from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.pool import Pool
@@ -21,6 +22,7 @@ from eagle_server.engine.drafters import make_drafter
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.engine.follow import send_setup
+from eagle_server.engine.kv_events import KVEventPublisher
 from eagle_server.engine.pools import DraftModel, make_pool
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.ranks import RankGroup
@@ -59,12 +61,14 @@ def assemble(  # noqa: PLR0913
     recorder: Recorder | None = None,
     tokenizer: Callable[[], Tokenizer] | None = None,
     ranks: RankGroup | None = None,
+    publisher: KVEventPublisher | None = None,
 ) -> Engine:
     """An engine over `target`. It drafts with `draft`, or with n-grams, or not at all, as `config.tree` says.
 
     `document` is the resolved configuration for /v1/server_info. Tests replace the library `flashinfer` and the
     `recorder` of CUDA graphs. `tokenizer` is called when the first request with a grammar arrives; without it such
-    requests are refused. `ranks`: the target's; the others run `assemble_follower`.
+    requests are refused. `ranks`: the target's; the others run `assemble_follower`. `publisher` gets the events of the
+    prefix cache.
     """
     device = target.embed.device
     _check(draft, config)
@@ -75,7 +79,8 @@ def assemble(  # noqa: PLR0913
     pools = [make_pool(target.config, config.kv_slots, device), *draft_pools]
     if ranks is not None:
         send_setup(ranks, config)
-    kv = _kv_cache(config, pools, device, mirrored=ranks is not None)
+    events = None if publisher is None else BlockEvents(config.page_size, block_size_of(config.page_size))
+    kv = _kv_cache(config, pools, device, events, mirrored=ranks is not None)
     attention = backends.make(target, pools[0], _verified_sizes(config), config.verify_attention)
     batches = Batches(
         kv.table,
@@ -98,7 +103,8 @@ def assemble(  # noqa: PLR0913
     fits = config.tree.depth < config.tree.num_lookahead_slots  # it runs before the next cycle's window is allocated
     drafting.ahead = worker.overlaps and drafter.extends_ahead and fits
     scheduler = Scheduler(_limits(config, uses_features=drafter.uses_features), kv)
-    return Engine(scheduler, worker, _ready(config, target, kv, document), _grammars(tokenizer, target.config))
+    grammars = _grammars(tokenizer, target.config)
+    return Engine(scheduler, worker, _ready(config, target, kv, document), grammars, publisher)
 
 
 def _adapt(worker: Worker, largest: FixedBudget, config: EngineConfig) -> None:
@@ -135,7 +141,9 @@ def _recorder(config: EngineConfig, device: torch.device) -> Recorder | None:
     return CudaRecorder() if config.graph_sizes and device.type == "cuda" else None
 
 
-def _kv_cache(config: EngineConfig, pools: Sequence[Pool], device: torch.device, *, mirrored: bool) -> KVCacheManager:
+def _kv_cache(
+    config: EngineConfig, pools: Sequence[Pool], device: torch.device, events: BlockEvents | None, *, mirrored: bool
+) -> KVCacheManager:
     """The KV cache, all pages free. With `poison`, free pages hold values that no result may depend on."""
     allocator = PageAllocator(config.max_total_tokens // config.page_size, config.page_size)
     width = config.context_length + config.tree.num_lookahead_slots
@@ -148,7 +156,7 @@ def _kv_cache(config: EngineConfig, pools: Sequence[Pool], device: torch.device,
 
     if config.poison:
         poison(list(range(1, allocator.num_pages + 1)))
-    radix = None if config.disable_radix_cache else RadixCache(config.page_size)
+    radix = None if config.disable_radix_cache else RadixCache(config.page_size, events)
     return KVCacheManager(allocator, table, radix, poison if config.poison else None)
 
 

@@ -17,6 +17,7 @@ from eagle_server.engine.cores import SharedCores
 from eagle_server.engine.devices import SMALL_MODEL_THREADS, load_kernels_early, resolve_device, threads_for
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.follow import assemble_follower
+from eagle_server.engine.kv_events import KVEventPublisher
 from eagle_server.engine.limits import stay_on_one_node
 from eagle_server.engine.process import Rank
 from eagle_server.engine.resolve import context_length, lookahead_bound, resolve, server_info
@@ -48,8 +49,9 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
         ValueError: a value or checkpoint that cannot be served; the message says what to change.
         OSError: a file that cannot be read.
     """
+    publisher = _publisher(config)  # first: an endpoint that is taken is noticed before the models are loaded
     models = load_models(config, progress=progress)
-    engine = engine_over(models, config)
+    engine = engine_over(models, config, publisher=publisher)
     target, threads = models.target, torch.get_num_threads()
     chosen = config.device.cpu_threads is not None
     # With more threads, some of them idle does not mean that other processes want the cores.
@@ -67,9 +69,12 @@ def build_rank(config: Config, rank: Rank) -> Engine | Follower:
     device = resolve_device(config, rank.number)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    publisher = _publisher(config) if rank.number == 0 else None
     ranks = RankGroup(rank.number, rank.size, FileStore(rank.rendezvous, rank.size), device)
     models = load_models(config, ranks=ranks, progress=rank.number == 0)
-    return engine_over(models, config, ranks) if rank.number == 0 else assemble_follower(models.target, ranks)
+    return (
+        engine_over(models, config, ranks, publisher) if rank.number == 0 else assemble_follower(models.target, ranks)
+    )
 
 
 def load_models(
@@ -132,7 +137,25 @@ def _load_draft(config: Config, target: Target, context: int, lookahead: int, *,
     return draft
 
 
-def engine_over(models: LoadedModels, config: Config, ranks: RankGroup | None = None) -> Engine:
+def _publisher(config: Config) -> KVEventPublisher | None:
+    events = config.cache.published_events
+    if events is None:
+        return None
+    return KVEventPublisher(
+        events.endpoint,
+        events.replay_endpoint,
+        topic=events.topic,
+        buffer_steps=events.buffer_steps,
+        hwm=events.hwm,
+    )
+
+
+def engine_over(
+    models: LoadedModels,
+    config: Config,
+    ranks: RankGroup | None = None,
+    publisher: KVEventPublisher | None = None,
+) -> Engine:
     """An engine of `config` over models that `load_models` loaded for it.
 
     Raises:
@@ -149,4 +172,5 @@ def engine_over(models: LoadedModels, config: Config, ranks: RankGroup | None = 
         document=document,
         tokenizer=partial(read_tokenizer_file, config.model.tokenizer_path or config.target_path),
         ranks=ranks,
+        publisher=publisher,
     )

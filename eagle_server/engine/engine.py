@@ -28,6 +28,7 @@ from eagle_server.worker.worker import Worker, do_nothing
 
 if TYPE_CHECKING:
     from eagle_server.engine.grammars import CompiledGrammar, Grammars
+    from eagle_server.engine.kv_events import KVEventPublisher
 
 NO_END_OF_SEQUENCE = "grammar: this engine cannot follow one: the model names no end of sequence"
 _COMPILE_WAIT = 0.01  # seconds to wait for a grammar before the engine reads its messages again
@@ -38,15 +39,23 @@ _MASK_WAIT = 0.002  # seconds, the same for a token mask
 class Engine:
     """Takes requests and returns token deltas. Each `step` runs one cycle."""
 
-    def __init__(self, scheduler: Scheduler, worker: Worker, ready: Ready, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        worker: Worker,
+        ready: Ready,
+        grammars: Grammars | None = None,
+        publisher: KVEventPublisher | None = None,
+    ) -> None:
         self.scheduler, self.worker = scheduler, worker
         self.cores: AbstractContextManager[None] = nullcontext()  # entered for every cycle
-        self._ready, self._grammars = ready, grammars
+        self._ready, self._grammars, self._publisher = ready, grammars, publisher
         self._compiling: dict[str, tuple[Request, Future[CompiledGrammar]]] = {}
         self._outbox: list[TokenDelta] = []
         self._stages: defaultdict[str, float] = defaultdict(float)
         self._cycle: CycleStats | None = None
         self._state_due = 0.0
+        self._publish()
 
     def ready(self) -> Ready:
         """The model and limits of this engine."""
@@ -159,7 +168,13 @@ class Engine:
             self._cycle.steps, self._cycle.drafting, self._cycle.rows = drafting.steps, drafting.requests, drafting.rows
             self._cycle.expected, self._cycle.predicted_seconds = drafting.expected, drafting.predicted_seconds
             self._cycle.seconds = time.perf_counter() - began
+        self._publish()
         return deltas
+
+    def _publish(self) -> None:
+        """Publish what entered and left the prefix cache."""
+        if self._publisher is not None and (events := self.scheduler.kv.take_events()):
+            self._publisher.publish(events)
 
     def take_cycle(self) -> CycleStats | None:
         """Statistics of the newest cycle; None if no cycle ran since the last call."""
@@ -200,6 +215,7 @@ class Engine:
             return Flushed(running=len(scheduler.running), waiting=waiting)
         free = scheduler.kv.allocator.free_pages
         scheduler.kv.clear()
+        self._publish()
         return Flushed(freed_slots=(scheduler.kv.allocator.free_pages - free) * scheduler.kv.page_size)
 
     def check(self) -> None:

@@ -6,6 +6,7 @@ import logging
 import math
 from typing import Any
 
+from eagle_server.cache.block_events import block_size_of
 from eagle_server.config import Config, ConfigError, SpeculativeSection
 from eagle_server.engine.backends import caps_scores
 from eagle_server.engine.devices import graph_memory, graph_sizes, load_kernels, memory_for_kv, resolve_backend
@@ -224,5 +225,5 @@ def server_info(config: Config, resolved: EngineConfig, target: Target) -> dict[
     if tree.choices:
         name = "medusa_choices" if config.speculative.token_tree is None else "token_tree"
         speculative[name] = [list(node) for node in tree.choices]
-    values["cache"].update(max_total_tokens=resolved.max_total_tokens)
+    values["cache"].update(max_total_tokens=resolved.max_total_tokens, block_size=block_size_of(resolved.page_size))
     return values

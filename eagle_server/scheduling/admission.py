@@ -122,7 +122,7 @@ class RequestQueue:
         if growth:
             pages = self.kv.pages_for(positions) - (0 if match is None else len(match.pages))
             reserve = peak_growth([*growth, (self._reserve(sequence), pages)])
-        return self.kv.allocate(match, positions, reserve)
+        return self.kv.allocate(match, positions, reserve, sequence.request.cache_salt)
 
     def _growth(self, sequence: Sequence) -> tuple[int, int]:
         """Pages that a running request is expected to add, and pages that it frees at its end."""

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from eagle_server.cache.manager import KVAllocation
-from eagle_server.cache.radix import Keys
+from eagle_server.cache.node import Keys
 from eagle_server.plan import GrammarMatcher, RequestSampling
 from eagle_server.request import FinishReason, Request, SpecStats, Timing, TokenLogprob
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle_server.cache.node import Node
 from eagle_server.cache.pool import Pool
-from eagle_server.cache.radix import Node, RadixCache
+from eagle_server.cache.radix import RadixCache
 from eagle_server.engine.engine import Engine
 from eagle_server.worker.verifier import Verifier
 from tests.lossless.conftest import eagle_is_slow

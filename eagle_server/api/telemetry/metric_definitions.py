@@ -50,16 +50,16 @@ class MetricDefinitions:
         self.waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled.")
         self.kv_cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of the KV cache that is in use, 0 to 1.")
         cache = ready.resolved.get("cache", {})
-        page_size, slots = cache.get("page_size", 1), cache.get("max_total_tokens") or 0
+        block_size, slots = cache.get("block_size", 1), cache.get("max_total_tokens") or 0
         values = {
-            "block_size": page_size,
+            "block_size": block_size,
             "cache_dtype": ready.resolved.get("model", {}).get("dtype", "auto"),
             "enable_prefix_caching": not cache.get("disable_radix_cache", False),
-            "num_gpu_blocks": slots // page_size,
+            "num_gpu_blocks": slots // block_size,
         }
         info = Gauge(
             "vllm:cache_config_info",
-            "How the KV cache is configured; its blocks are pages. Always 1.",
+            "How the KV cache is configured; its blocks are those of KV events. Always 1.",
             (*LABELS, *values),
             registry=self._registry,
         )

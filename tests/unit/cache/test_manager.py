@@ -33,9 +33,13 @@ class AllocationsUnderRandomUse(RuleBasedStateMachine):
 
     @initialize(page_size=st.sampled_from([1, 3]), radix=st.booleans(), pages=st.integers(4, 30))
     def start(self, page_size: int, pages: int, *, radix: bool) -> None:
-        self.kv = manager(pages, page_size, radix=radix)
+        self.start_with(manager(pages, page_size, radix=radix))
+
+    def start_with(self, kv: KVCacheManager) -> None:
+        self.kv = kv
         self.kv._on_free = self.forget
-        self.content: dict[int, tuple[int, ...]] = {}  # slot -> its text, including the token it is paired with
+        # slot -> the salt and its text, including the token it is paired with
+        self.content: dict[int, tuple[str | None, tuple[int, ...]]] = {}
         self.count = 0
 
     def forget(self, pages: list[int]) -> None:
@@ -48,11 +52,12 @@ class AllocationsUnderRandomUse(RuleBasedStateMachine):
         tokens=st.lists(st.integers(1, 2), min_size=1, max_size=12),
         extra=st.integers(0, 6),
         reserve=st.sampled_from([0, 0, 0, 3]),
+        salt=st.sampled_from([None, None, "a"]),
     )
-    def allocate(self, tokens: list[int], extra: int, reserve: int) -> object:
+    def allocate(self, tokens: list[int], extra: int, reserve: int, salt: str | None) -> object:
         free, rows = self.kv.available_pages, self.kv.table.free_rows
-        match = self.kv.match(bigrams(tokens))
-        allocation = self.kv.allocate(match, len(tokens) + extra, reserve)
+        match = self.kv.match(bigrams(tokens), salt)
+        allocation = self.kv.allocate(match, len(tokens) + extra, reserve, salt)
         if allocation is None:
             assert rows == 0 or self.kv.pages_for(len(tokens) + extra) + reserve > free
             assert (free, rows) == (self.kv.available_pages, self.kv.table.free_rows)
@@ -61,9 +66,9 @@ class AllocationsUnderRandomUse(RuleBasedStateMachine):
         shared = allocation.shared * self.kv.page_size
         assert shared < len(tokens)
         slots = self.kv.table.slots[allocation.req_pool_index]
-        assert all(self.content[slots[p]] == tuple(tokens[: p + 2]) for p in range(shared)), "a hit on other content"
+        assert all(self.content[slots[p]] == (salt, tuple(tokens[: p + 2])) for p in range(shared)), "a wrong hit"
         for p in range(shared, len(tokens) - 1):
-            self.content[int(slots[p])] = tuple(tokens[: p + 2])
+            self.content[int(slots[p])] = (salt, tuple(tokens[: p + 2]))
         return allocation, list(tokens)
 
     @rule(entry=held, positions=st.integers(1, 40))
@@ -87,7 +92,7 @@ class AllocationsUnderRandomUse(RuleBasedStateMachine):
         self.kv.publish(allocation, tokens, min(written, len(tokens) - 1), proven=proven)
         assert allocation.shared == max(before, min(written, len(tokens) - 1) // self.kv.page_size)
         slots = self.kv.table.slots[allocation.req_pool_index]
-        assert all(self.content[slots[p]] == tuple(tokens[: p + 2]) for p in range(len(tokens) - 1))
+        assert all(self.content[slots[p]] == (allocation.salt, tuple(tokens[: p + 2])) for p in range(len(tokens) - 1))
 
     @rule(entry=consumes(held), written=st.integers(0, 11), suspect=st.booleans())
     def release(self, entry: tuple[KVAllocation, list[int]] | None, written: int, *, suspect: bool) -> None:
@@ -142,6 +147,15 @@ def test_a_request_that_does_not_share_still_caches_its_pages_for_others() -> No
     kv.release(alone, [1, 2, 3], written=2)
     kv.check()
     assert allocate(kv, [1, 2, 3], 3).shared == 2
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_what_a_request_with_a_salt_computes_is_cached_under_its_salt(shares: bool) -> None:
+    kv = manager(20)
+    match = kv.match(bigrams([1, 2, 3]), "a") if shares else None
+    kv.release(kv.allocate(match, 3, salt="a"), [1, 2, 3], written=2)
+    found = {salt: len(kv.match(bigrams([1, 2, 3]), salt).pages) for salt in (None, "a", "b")}
+    assert found == {None: 0, "a": 2, "b": 0}
 
 
 def test_cached_pages_in_use_are_not_evicted_for_another_request() -> None:

@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 import pytest
 
 from eagle_server.cache.allocator import PageAllocator
+from eagle_server.cache.block_events import BlockEvents
 from eagle_server.cache.manager import KVCacheManager
+from eagle_server.cache.node import Node
 from eagle_server.cache.page_table import PageTable
-from eagle_server.cache.radix import Node, RadixCache
+from eagle_server.cache.radix import RadixCache
 from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, SequenceOutput
 from eagle_server.request import FinishReason, Request
 from eagle_server.scheduling.limits import SchedulerLimits
 from eagle_server.scheduling.scheduler import Scheduler
 from tests.support.engines import admit_without_reserve, request
+from tests.support.kv_events import MirroredBlocks, cached_prefixes
 from tests.support.sampling import request_sampling
 
 GREEDY = request_sampling(temperature=0.0)
@@ -168,7 +171,8 @@ def test_random_schedules_read_the_right_kv_and_end(seed: int, drafts: bool) -> 
         uses_features=drafts,
     )
     table = PageTable(limits.max_running_requests, limits.context_length + WINDOW, page)
-    kv = KVCacheManager(PageAllocator(pages, page), table, RadixCache(page))
+    radix = RadixCache(page, BlockEvents(page, block_size := page * rng.choice((1, 2, 4))))
+    kv, mirror = KVCacheManager(PageAllocator(pages, page), table, radix), MirroredBlocks()
     it, worker = Scheduler(limits, kv), RecordingWorker(kv, drafts, rng)
     kv._on_free = worker.forget
     if rng.random() < 0.5:
@@ -193,10 +197,14 @@ def test_random_schedules_read_the_right_kv_and_end(seed: int, drafts: bool) -> 
                 assert reasons.setdefault(delta.request_id, delta.finish_reason) is delta.finish_reason
         kv.check()
         worker.check_cached()
+        mirror.apply(kv.take_events())
+        assert mirror.prefixes() == cached_prefixes(radix, block_size)
     assert reasons.keys() | aborted == requests.keys(), "a request did not end"
     for name, each in requests.items():
         whole = expected_text(each)
         assert texts[name] == (whole[: len(texts[name])] if name in aborted else whole)
     assert not kv.allocations
     kv.clear()
+    mirror.apply(kv.take_events())
+    assert not mirror.blocks
     assert kv.allocator.free_pages == kv.allocator.num_pages
