@@ -1,18 +1,19 @@
-"""Decides before the route whether a request may pass: its API key, a draining server, a full queue."""
+"""Decides before the route whether a request may pass: its API key and that key's limits, draining, a full queue."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagle_server.api import docs_page, playground
 from eagle_server.api.errors import ApiError, as_api_error, unavailable
+from eagle_server.api.rate_limits import ClientLimits
 from eagle_server.client.client import EngineClient, QueueFull
 
 # Paths that need no key: for load balancers, probes and browsers.
@@ -77,7 +78,10 @@ class Admission:
 
 
 class AdmissionMiddleware:
-    """ASGI middleware. `generating_paths` submit requests to the engine. No `api_keys`: none is needed."""
+    """ASGI middleware. `generating_paths` submit requests to the engine. No `api_keys`: none is needed.
+
+    `limits` are those of each key, or of all clients together.
+    """
 
     def __init__(
         self,
@@ -85,41 +89,67 @@ class AdmissionMiddleware:
         admission: Admission,
         client: EngineClient,
         generating_paths: Collection[str],
-        api_keys: Collection[str],
+        api_keys: Sequence[str],
+        limits: Sequence[ClientLimits],
     ) -> None:
         self._app = app
         self._admission = admission
         self._client = client
         self._generating_paths = frozenset(generating_paths)
         self._authorizations = [f"Bearer {key}".encode() for key in api_keys]
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(scope)
-        if refusal is not None:
+        try:
+            key = self._key(scope)
+        except ApiError as refusal:
             await refusal.response(scope, receive, send)
-        elif scope["path"] in self._generating_paths:
-            with self._admission.count():
-                await self._app(scope, receive, send)
+            return
+        if scope["path"] in self._generating_paths:
+            await self._generate(scope, receive, send, self._limits[key])
         else:
             await self._app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
-        path: str = scope["path"]
-        if self._authorizations and path not in OPEN_PATHS:
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")  # as headers are
-            # With all keys, each in constant time: the response time reveals nothing about them.
-            if not any([hmac.compare_digest(given, key) for key in self._authorizations]):
-                return ApiError(
-                    HTTPStatus.UNAUTHORIZED,
-                    "this server needs an API key: send the header 'Authorization: Bearer <key>'",
-                    code="invalid_api_key",
-                    headers={"www-authenticate": "Bearer"},
-                )
-        if path in self._generating_paths and self._admission.is_draining:
+    async def _generate(self, scope: Scope, receive: Receive, send: Send, limits: ClientLimits) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(limits.headers)
+            await send(message)
+
+        refusal = self._refusal() or limits.refusal()
+        if refusal is not None:
+            await refusal.response(scope, receive, send_with_headers)
+            return
+        with self._admission.count(), limits.running():
+            await self._app(scope, receive, send_with_headers)
+
+    def _refusal(self) -> ApiError | None:
+        """Why no request may generate now, before its body is read and tokenized."""
+        if self._admission.is_draining:
             return unavailable("the server is shutting down")
-        if path in self._generating_paths and not self._client.has_room():  # before the body is read and tokenized
+        if not self._client.has_room():
             return as_api_error(QueueFull(f"{self._client.max_waiting} requests are waiting already"))
         return None
+
+    def _key(self, scope: Scope) -> int:
+        """Which API key the request has; 0 if none is needed.
+
+        Raises:
+            ApiError: status 401, it has none of them.
+        """
+        if not self._authorizations or scope["path"] in OPEN_PATHS:
+            return 0
+        given = Headers(scope=scope).get("authorization", "").encode("latin-1")  # as headers are
+        # With all keys, each in constant time: the response time reveals nothing about them.
+        equal = [hmac.compare_digest(given, key) for key in self._authorizations]
+        if not any(equal):
+            raise ApiError(
+                HTTPStatus.UNAUTHORIZED,
+                "this server needs an API key: send the header 'Authorization: Bearer <key>'",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return equal.index(True)

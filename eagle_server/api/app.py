@@ -14,6 +14,7 @@ from eagle_server.api import chat, completions, docs_page, inspection, playgroun
 from eagle_server.api.admission import AdmissionMiddleware
 from eagle_server.api.errors import install_handlers
 from eagle_server.api.openapi import openapi
+from eagle_server.api.rate_limits import ClientLimits
 from eagle_server.api.request_id import HEADER, RequestId
 from eagle_server.api.service import Service
 from eagle_server.api.telemetry import exposition
@@ -78,13 +79,16 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
     app.state.tracing = tracing
     for module in (*GENERATING, tokens, inspection, exposition, playground):
         app.include_router(module.router)
+    keys = api_keys(config)
+    limits = [_limits(config) for _ in keys or ["none is needed"]]
     # The middleware that is added last sees a request first.
     app.add_middleware(
         AdmissionMiddleware,
         admission=service.admission,
         client=client,
         generating_paths=[route.path for module in GENERATING for route in module.router.routes],
-        api_keys=api_keys(config),
+        api_keys=keys,
+        limits=limits,
     )
     app.add_middleware(AccessLog, on_generated=[metrics.answered, *([tracing.record] if tracing else [])])
     if config.server.cors_allow_origins:
@@ -98,6 +102,10 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
     app.add_middleware(RequestId)
     install_handlers(app)
     return app
+
+
+def _limits(config: Config) -> ClientLimits:
+    return ClientLimits(config.server.max_concurrent_requests_per_key, config.server.tokens_per_minute_per_key)
 
 
 def api_keys(config: Config) -> list[str]:

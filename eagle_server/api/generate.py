@@ -23,6 +23,7 @@ from msgspec import UNSET, UnsetType
 
 from eagle_server.api.errors import ApiError, as_api_error, is_expected
 from eagle_server.api.pacing import paced
+from eagle_server.api.rate_limits import current_limits
 from eagle_server.api.request_state import LogprobParts, OutputDelta, RequestState, ScoredToken
 from eagle_server.api.responses import (
     Metrics,
@@ -225,8 +226,11 @@ class GenerationHandler:
     async def _outputs(self) -> AsyncGenerator[OutputDelta, None]:
         """Submit the requests and process their deltas until all have ended."""
         states = {state.request.request_id: state for state in self.states}
-        requests = [state.request for state in self.states]
-        with self._client.submit(requests, timeout=self._timeout) as generation:
+        requests, limits = [state.request for state in self.states], current_limits.get()
+        prompt_tokens = self.usage.prompt_tokens
+        limits.check_prompt(prompt_tokens, self.body.prompt_param)
+        with self._client.submit(requests, timeout=self._timeout, on_tokens=limits.use_tokens) as generation:
+            limits.use_tokens(prompt_tokens)
             deltas: AsyncIterator[TokenDelta] = paced(generation) if self.body.stream_pacing else generation
             async for delta in deltas:
                 state = states[delta.request_id]

@@ -29,7 +29,7 @@ ERRORS = {
     "404": "There is no such model.",
     "408": "The request's timeout is over, or its body came too slowly.",
     "413": "The body is too large.",
-    "429": "Too many requests are waiting; try again after `retry-after` seconds.",
+    "429": "Too many requests wait, or the API key's limit is reached; try again after `retry-after` seconds.",
     "500": "Generation failed.",
     "503": "There is no engine now: it is starting, or the server is shutting down.",
 }

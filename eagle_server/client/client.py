@@ -117,12 +117,19 @@ class EngineClient:
                     del self._running[delta.request_id]
                 generation.put(delta)
 
-    def submit(self, requests: Sequence[Request], *, timeout: float | None = None) -> Generation:
+    def submit(
+        self,
+        requests: Sequence[Request],
+        *,
+        timeout: float | None = None,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> Generation:
         """Requests to generate together. They are sent when the `with` block is entered.
 
-        After `timeout` seconds they are aborted, and iterating raises GenerationTimeout.
+        After `timeout` seconds they are aborted, and iterating raises GenerationTimeout. `on_tokens` is called with the
+        number of tokens that a cycle has added to one of them, when they arrive.
         """
-        return Generation(self, requests, timeout)
+        return Generation(self, requests, timeout, on_tokens)
 
     async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
         """The deltas of one request. Closing the iterator early aborts the request.
@@ -204,8 +211,14 @@ class Generation:
     early, after the deltas that arrived before: EngineUnavailable, GenerationTimeout or SlowReader.
     """
 
-    def __init__(self, client: EngineClient, requests: Sequence[Request], timeout: float | None) -> None:
-        self._client = client
+    def __init__(
+        self,
+        client: EngineClient,
+        requests: Sequence[Request],
+        timeout: float | None,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> None:
+        self._client, self._on_tokens = client, on_tokens
         self._requests = requests
         self._timeout = timeout
         self._running = len(requests)
@@ -237,6 +250,8 @@ class Generation:
         return item
 
     def put(self, delta: TokenDelta) -> None:
+        if self._on_tokens is not None:
+            self._on_tokens(len(delta.token_ids))
         if self._inbox.qsize() >= MAX_UNREAD_DELTAS * len(self._requests):
             self._leave()
             self.fail(SlowReader("the stream was not read as fast as it was generated"))

@@ -137,6 +137,16 @@ class ServerSection(Section):
     max_queue_size: Count = Field(
         default=1024, description="maximum requests that wait for their first token; further ones get status 429"
     )
+    max_concurrent_requests_per_key: Count | None = Field(
+        default=None,
+        description="maximum generating requests of an API key at once; further ones get status 429; without keys, of "
+        "all clients together; default: any number",
+    )
+    tokens_per_minute_per_key: Count | None = Field(
+        default=None,
+        description="tokens, of prompts and outputs, that an API key may use in a minute before its further requests "
+        "get status 429; running ones are not cut; without keys, of all clients together; default: any number",
+    )
     request_timeout: Seconds | None = Field(
         default=None, description="maximum seconds per request; a request's own timeout can only be shorter"
     )
