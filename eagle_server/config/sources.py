@@ -68,6 +68,8 @@ class Option:
         for part in (self.declaration.annotation, *get_args(self.declaration.annotation)):
             if get_origin(part) is Literal:
                 return "{" + ",".join(get_args(part)) + "}"
+        if self.name.endswith("-per-key"):
+            return "N"
         return self.name.rpartition("-")[2].upper()
 
 

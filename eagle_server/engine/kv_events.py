@@ -113,7 +113,7 @@ def _attach(socket: zmq.Socket[bytes], endpoint: str, *, connects: bool = False)
     except zmq.ZMQError as error:
         socket.close()
         verb = "connect to" if connects else "listen on"
-        raise ValueError(f"--kv-events-config: cannot {verb} {endpoint}: {error.strerror}") from None
+        raise ValueError(f"--kv-events-config: cannot {verb} {endpoint}: {zmq.strerror(error.errno or 0)}") from None
     logger.info("KV events: %s %s", "connecting to" if connects else "listening on", endpoint)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -96,6 +97,10 @@ def test_a_router_predicts_cached_tokens_also_after_the_engine_was_killed(tmp_pa
         closing(KVEventSubscriber(*endpoints)) as subscriber,
     ):
         subscriber.replay()
+        gauges = httpx.get(f"{up.url}/metrics").text
+        assert re.search(r'^vllm:cache_config_info{block_size="16",.*num_gpu_blocks="75"} 1', gauges, re.MULTILINE)
+        for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
+            assert f"vllm:{name}{{" in gauges
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda prompt: complete(up, prompt, 40), PROMPTS * 2))
         assert check_predictions(up, subscriber) > 0
