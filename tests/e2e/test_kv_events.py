@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from eagle_server.worker.worker import do_nothing
 from tests.e2e.conftest import PROMPTS, Served, demo_engine, free_port, serving
 from tests.support.engines import admit_without_reserve, request, run
 from tests.support.kv_events import KVEventSubscriber, MirroredBlocks, cached_prefixes
@@ -76,6 +78,19 @@ def complete(up: Served, prompt: str, max_tokens: int) -> dict[str, Any]:
     return dict(answer.json())
 
 
+def kill_engine(up: Served, meanwhile: Callable[[], None] = do_nothing) -> None:
+    """Kill the engine process, and wait until another one serves."""
+    children = Path(f"/proc/{up.process.pid}/task/{up.process.pid}/children").read_text().split()
+    (engine,) = [int(each) for each in children if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    os.kill(engine, signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE
+    for status in (503, 200):
+        while httpx.get(f"{up.url}/health").status_code != status:
+            assert time.monotonic() < deadline
+            meanwhile()
+            time.sleep(0.02)
+
+
 def check_predictions(up: Served, subscriber: KVEventSubscriber) -> int:
     """Every prompt finds the blocks of the view, or a page less at the end. Returns how many tokens were found."""
     found = 0
@@ -105,14 +120,7 @@ def test_a_router_predicts_cached_tokens_also_after_the_engine_was_killed(tmp_pa
             list(pool.map(lambda prompt: complete(up, prompt, 40), PROMPTS * 2))
         assert check_predictions(up, subscriber) > 0
         before = subscriber.next
-        engine = Path(f"/proc/{up.process.pid}/task/{up.process.pid}/children").read_text().split()
-        (pid,) = [int(each) for each in engine if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
-        os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + PATIENCE
-        while httpx.get(f"{up.url}/health").status_code != 503 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        while httpx.get(f"{up.url}/health").status_code != 200 and time.monotonic() < deadline:
-            subscriber.follow(0.2)  # ZeroMQ subscribes again only in a call
+        kill_engine(up, lambda: subscriber.follow(0.1))  # ZeroMQ subscribes again only in a call
         subscriber.replay()  # as a router does for a server that comes back
         assert subscriber.next is not None
         assert before is not None
