@@ -171,7 +171,8 @@ class DraftTree(msgspec.Struct, frozen=True):
 
     Node 0 is the root, the newest token before the cycle. Parents come before children. `path` lists the accepted nodes
     after the root. Their tokens, then the bonus, are the cycle's tokens. `bonus` is None if the request ended before
-    it.
+    it. `steps` counts the levels that the budget let the request draft; not all of their nodes are verified. `seconds`
+    is the time in the engine from the request's first token to the end of the cycle.
     """
 
     token_ids: list[int]
@@ -179,6 +180,8 @@ class DraftTree(msgspec.Struct, frozen=True):
     scores: list[float] | None  # logs of the estimated chances that the paths are accepted, 0 for the root
     path: list[int]
     bonus: int | None
+    steps: int = 0
+    seconds: float = 0.0
 
     def cut(self, count: int) -> DraftTree:
         """The same tree, for a request that ended after the first `count` of the cycle's tokens."""

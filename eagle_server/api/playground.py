@@ -9,14 +9,10 @@ from fastapi import APIRouter, Request, Response
 
 from eagle_server.api.responses import HeadRoute
 
+TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_ASSETS = resources.files("eagle_server").joinpath("assets", "playground")
 FILES = {
-    "style.css": "text/css",
-    "main.js": "text/javascript",
-    "answer.js": "text/javascript",
-    "readings.js": "text/javascript",
-    "server.js": "text/javascript",
-    "tree.js": "text/javascript",
-    "icon.svg": "image/svg+xml",
+    each.name: TYPES[each.name.rpartition(".")[2]] for each in _ASSETS.iterdir() if not each.name.endswith(".html")
 }
 PATHS = frozenset(f"/playground/{name}" for name in FILES)
 HEADERS = {
@@ -51,4 +47,4 @@ for path in sorted(PATHS):
 
 @cache
 def _content(name: str) -> bytes:
-    return resources.files("eagle_server").joinpath("assets", "playground", name).read_bytes()
+    return _ASSETS.joinpath(name).read_bytes()

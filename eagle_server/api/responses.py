@@ -95,6 +95,8 @@ class Tree(msgspec.Struct):
     scores: list[float] | None
     accepted: list[int]
     bonus: str | None
+    steps: int
+    seconds: float
 
 
 S = TypeVar("S")
@@ -177,6 +179,8 @@ def trees_of(trees: Sequence[DraftTree], spell: Callable[[int], str]) -> list[Tr
             scores=None if tree.scores is None else [finite(score) for score in tree.scores],
             accepted=tree.path,
             bonus=None if tree.bonus is None else spell(tree.bonus),
+            steps=tree.steps,
+            seconds=tree.seconds,
         )
         for tree in trees
     ]

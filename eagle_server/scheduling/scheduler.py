@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from eagle_server.cache.manager import KVCacheManager
 from eagle_server.plan import CyclePlan, CycleResult, Decode, GrammarMatcher, RequestSampling, SequenceOutput
 from eagle_server.request import CycleStats, FinishReason, Request, SpecStats, TokenDelta
@@ -243,13 +245,16 @@ class Scheduler:
         if sequence.request.prompt_logprobs and sequence.prompt_logprobs:
             prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
         wants_logprobs = sequence.request.sampling.logprobs is not None
+        tree = output.tree
+        if tree is not None:
+            tree = replace(tree.cut(len(tokens)), seconds=sequence.times.decode)
         return TokenDelta(
             request_id=sequence.request.request_id,
             token_ids=list(tokens),
             logprobs=list(output.logprobs[: len(tokens)]) if wants_logprobs else None,
             prompt_logprobs=prompt_logprobs,
             cached_tokens=sequence.cached_tokens,
-            tree=None if output.tree is None else output.tree.cut(len(tokens)),
+            tree=tree,
         )
 
 

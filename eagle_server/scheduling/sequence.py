@@ -19,6 +19,11 @@ class Times:
     scheduled: float | None = None
     prefilled: float | None = None
 
+    @property
+    def decode(self) -> float:
+        """Seconds since the prompt was computed, 0 before."""
+        return 0.0 if self.prefilled is None else time.monotonic() - self.prefilled
+
     def timing(self) -> Timing | None:
         """The timing of a request that ends now; None if its prompt has not been computed."""
         if self.scheduled is None or self.prefilled is None:
@@ -26,7 +31,7 @@ class Times:
         return Timing(
             queue=self.scheduled - self.queued,
             prefill=self.prefilled - self.scheduled,
-            decode=time.monotonic() - self.prefilled,
+            decode=self.decode,
         )
 
 

@@ -125,9 +125,9 @@ def _draw_edge(canvas: Canvas, start: tuple[float, float], end: tuple[float, flo
 def _legend(canvas: Canvas) -> None:
     y, left = canvas.height - 0.24, _MARGIN
     for kind, label in (
-        ("accepted", "accepted by the target"),
-        ("bonus", "bonus: the target's own next token"),
-        ("refused", "not on the path"),
+        ("accepted", "accepted"),
+        ("bonus", "bonus token"),
+        ("refused", "refused"),
     ):
         fill, edge, _ = _STYLES[kind]
         canvas.box(left, y, 0.16, 0.12, facecolor=fill, edgecolor=edge, linewidth=1.0)

@@ -19,7 +19,7 @@ ACCEPTED, BONUS, REFUSED, QUIET = "bold green", "bold yellow", "default", "dim"
 
 
 def cycle_tree(number: int, tree: DraftedTree, spelling: Spelling) -> Tree:
-    """The tree for rich. Marks repeat what the colours say: + accepted, = the bonus."""
+    """The tree for rich. Marks repeat what the colours say: + accepted, = the bonus token."""
     root = Tree(_heading(number, tree, spelling), guide_style=QUIET, highlight=False)
     top = root.add(Text(visible(spelling(tree.tokens[0])), style=ACCEPTED) + Text("  root", style=QUIET))
     branches = {0: top}
@@ -30,7 +30,7 @@ def cycle_tree(number: int, tree: DraftedTree, spelling: Spelling) -> Tree:
         for child in children[node]:
             branches[child] = branches[node].add(_label(tree, child, spelling, accepted=child in accepted))
             waiting.append(child)
-    bonus = Text.assemble(("= ", BONUS), (visible(spelling(tree.bonus)), BONUS), ("  the target's own", QUIET))
+    bonus = Text.assemble(("= ", BONUS), (visible(spelling(tree.bonus)), BONUS), ("  bonus token", QUIET))
     branches[tree.path[-1]].add(bonus)
     return root
 

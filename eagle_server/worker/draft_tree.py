@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
+from msgspec.structs import replace as replaced
 from torch import Tensor
 
+from eagle_server.plan import SequenceOutput
 from eagle_server.request import DraftTree
 from eagle_server.speculation.tree import EagleVerifyInput
 
@@ -42,3 +45,15 @@ def draft_tree(
         bonus=emitted[-1] if len(emitted) > len(walked) else None,
     )
     return full.cut(len(emitted))
+
+
+def with_steps(
+    outputs: tuple[SequenceOutput, ...], steps: int, drafting: Collection[int]
+) -> tuple[SequenceOutput, ...]:
+    """The outputs of a cycle's decodes, with the levels that were drafted in their trees: `steps` for `drafting`."""
+    if all(output.tree is None for output in outputs):
+        return outputs
+    return tuple(
+        output if output.tree is None else replace(output, tree=replaced(output.tree, steps=steps * (i in drafting)))
+        for i, output in enumerate(outputs)
+    )

@@ -21,6 +21,7 @@ from eagle_server.worker.batch import Batches, DecodeBatch
 from eagle_server.worker.budget import Budget, CycleBudget
 from eagle_server.worker.clock import StageClock
 from eagle_server.worker.cost_model import LONGEST_WAIT, CostModel, StageTimes, draft_steps
+from eagle_server.worker.draft_tree import with_steps
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.estimates import Estimates
 
@@ -209,8 +210,9 @@ class TreeDrafting:
             expected = float(np.exp(logp[logp >= drafts.budget.least_logp]).sum())
         if drafts.teaches and estimates:
             self._learn(drafts, estimates)
+        steps = drafts.budget.num_steps if drafts.batch else 0
         drafting = CycleDrafting(
-            steps=drafts.budget.num_steps if drafts.batch else 0,
+            steps=steps,
             requests=len(drafts.budget.drafting),
             rows=rows,
             expected=expected,
@@ -218,7 +220,8 @@ class TreeDrafting:
         )
         accepted = self.batches.accepted_tokens
         computed = tuple(accepted.start(decode) for decode in plan.decodes) if self.drafter.uses_features else ()
-        return replace(result, drafting=drafting, draft_computed_tokens=computed)
+        decodes = with_steps(result.decodes, steps, drafts.budget.drafting)
+        return replace(result, decodes=decodes, drafting=drafting, draft_computed_tokens=computed)
 
     def _learn(self, drafts: Drafts, values: Sequence[NDArray[Any]]) -> None:
         """Update budget and estimates."""

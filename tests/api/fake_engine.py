@@ -274,7 +274,8 @@ def tree_of(sequence: Sequence, tokens: list[int]) -> DraftTree:
         parents += [above, above]
         path.append(len(nodes) - 1)
     scores = [-0.5 * node for node in range(len(nodes))]
-    return DraftTree(nodes, parents, scores, path, tokens[-1] if tokens else None)
+    bonus = tokens[-1] if tokens else None
+    return DraftTree(nodes, parents, scores, path, bonus, steps=SPEC_STEPS, seconds=0.01 * (sequence.cycles - 1))
 
 
 def build(step_seconds: float = 0.0) -> FakeEngine:

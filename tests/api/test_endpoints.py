@@ -220,6 +220,8 @@ async def test_the_page_needs_nothing_from_elsewhere_and_has_no_inline_code(http
         assert set(re.findall(r"https?://[^\"'\s]+", text)) <= {"http://www.w3.org/2000/svg"}
         imported = set(re.findall(r'from "\./([^"]+)"', text))
         assert imported <= playground.FILES.keys()
+        elements = set(re.findall(r'\$\("([^"]+)"\)', text))
+        assert elements <= set(re.findall(r' id="([^"]+)"', page.text)), name
 
 
 async def test_the_page_is_there_without_the_key(

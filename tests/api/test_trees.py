@@ -11,7 +11,7 @@ from tests.api.calls import complete, stream, text_of
 from tests.api.fake_engine import FakeEngine
 
 BODY = {"prompt": "abcdefgh", "max_tokens": 12, "seed": 1, "return_trees": True}
-FIELDS = {"tokens", "parents", "scores", "accepted", "bonus"}
+FIELDS = {"tokens", "parents", "scores", "accepted", "bonus", "steps", "seconds"}
 
 
 def emitted(tree: dict[str, Any]) -> str:

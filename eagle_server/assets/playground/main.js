@@ -1,25 +1,28 @@
-// The playground: the form, a run, and what is shown of it.
+// The playground: a run of the form's request, its verdict, and what is shown of it.
 
 import { Answer } from "./answer.js";
-import { cycleAt, drafted, drawBudget, drawHistogram, rounded, speed } from "./readings.js";
+import { drawHistogram, duration, rounded, speed } from "./charts.js";
+import { changeMode, link, request, restore, seed, showExamples } from "./form.js";
+import { gif, png, save } from "./picture.js";
+import { Race } from "./race.js";
 import { events, get, Refusal } from "./server.js";
-import { drawTree } from "./tree.js";
+import { isOff, Stage, switchOff } from "./stage.js";
+import { TextView } from "./text.js";
 
 const $ = (id) => document.getElementById(id);
-const REPLAY_MS = 1000;
+const SHOW_MS = 120;
 
 const state = {
-  answer: new Answer(), // the speculative one that is shown
+  answer: new Answer(), // the speculative one
   plain: null,
-  frame: { width: 0, height: 0 }, // px, of the trees shown
-  shown: -1, // the cycle whose tree is shown
-  follows: true, // the newest cycle is shown as it comes
   deepest: 0,
   running: null, // the AbortController of a run
-  replay: null,
-  due: false, // a frame is requested
-  spans: 0, // pieces that have their span
+  due: false, // `show` will run
+  view: "trees",
 };
+const text = new TextView($("text"), $("reasoning-text"));
+const stage = new Stage((number) => text.mark(number));
+const race = new Race();
 
 // --- What is served ---
 
@@ -30,15 +33,22 @@ async function greet() {
     const info = await get("v1/server_info", key());
     const serving = info.serving ?? {};
     state.deepest = serving.num_steps ?? 0;
-    $("served").textContent = [info.model, serving.speculative_algorithm, state.deepest ? `${state.deepest} steps` : ""].filter(Boolean).join(" · ");
+    $("served").textContent = [info.model, serving.speculative_algorithm, state.deepest ? `up to ${state.deepest} steps` : ""].filter(Boolean).join(" · ");
     if (serving.max_request_tokens) $("max_tokens").max = serving.max_request_tokens;
     drawHistogram($("histogram"), [], state.deepest);
     const tokenizer = await get("tokenizer_info", key());
     $("mode").hidden = !tokenizer.chat_template;
+    showExamples();
     complain(null);
   } catch (error) {
     complain(error);
   }
+}
+
+/** What an adaptive budget chooses now, in the server's words. */
+async function showBudget() {
+  const { engine } = await get("v1/server_info", key());
+  $("budget-note").textContent = engine.speculation ? `Adaptive budget: ${engine.speculation.choice}` : "Fixed budget";
 }
 
 function complain(error) {
@@ -57,47 +67,36 @@ function complain(error) {
 
 // --- A run ---
 
-function request(seed) {
-  const chat = !$("mode").hidden && document.querySelector("input[name=mode]:checked").value === "chat";
-  const prompt = $("prompt").value;
-  const body = {
-    ...(chat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
-    max_tokens: $("max_tokens").valueAsNumber,
-    temperature: $("temperature").valueAsNumber,
-    top_p: $("top_p").valueAsNumber,
-    seed,
-    stream: true,
-    stream_options: { include_usage: true, continuous_usage_stats: true },
-  };
-  return [chat ? "v1/chat/completions" : "v1/completions", body];
-}
-
-const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
-
 async function run() {
   if (state.running || !$("form").reportValidity()) return;
-  const typed = $("seed").valueAsNumber;
-  const seed = Number.isNaN(typed) ? randomSeed() : typed;
-  const [path, body] = request(seed);
+  const drawn = seed();
+  const [path, body] = request(drawn);
   const [secret, compares] = [key(), $("compare").checked];
-  begin(compares);
-  const signal = state.running.signal;
-  try {
-    for await (const event of events(path, { ...body, return_trees: true }, secret, signal)) {
-      state.answer.take(event, performance.now());
+  history.replaceState(null, "", link(state.view));
+  begin();
+  const take = async (answer, extra) => {
+    for await (const event of events(path, { ...body, ...extra }, secret, state.running.signal)) {
+      answer.take(event);
       changed();
     }
+    answer.done = true;
+  };
+  try {
+    judge("Decoding …", "with speculation");
+    await take(state.answer, {});
     if (compares) {
-      say("the same request, without speculation …");
+      judge("Decoding …", "the same request without speculation");
       state.plain = new Answer();
-      for await (const event of events(path, { ...body, speculative: false }, secret, signal)) {
-        state.plain.take(event, performance.now());
-        changed();
-      }
-      judge();
+      race.begin(state.answer, state.plain);
+      if (state.view === "race") race.start();
+      await take(state.plain, { speculative: false });
     }
-    say(`done, seed ${seed}`);
+    conclude();
+    stage.settle();
+    say(`done, seed ${drawn}`);
+    await showBudget();
   } catch (error) {
+    judge(error.name === "AbortError" ? "Stopped" : "Failed", "", "");
     if (error.name === "AbortError") say("stopped");
     else {
       say("failed");
@@ -108,16 +107,13 @@ async function run() {
   }
 }
 
-function begin(compares) {
-  stopReplay();
+function begin() {
   complain(null);
-  Object.assign(state, { answer: new Answer(), plain: null, frame: { width: 0, height: 0 }, shown: -1, follows: true, running: new AbortController(), spans: 0 });
-  $("text").replaceChildren();
-  $("plain").textContent = "";
-  $("verdict").textContent = "";
-  $("verdict").className = "";
-  $("comparison").hidden = !compares;
-  $("tree").style.minHeight = "";
+  Object.assign(state, { answer: new Answer(), plain: null, running: new AbortController() });
+  text.clear();
+  stage.begin(state.answer.cycles);
+  race.clear($("compare").checked ? "The plain answer starts when the speculative one is complete." : "A race needs “Compare with plain decoding”.");
+  $("speeds").hidden = false;
   switchOff("run", true);
   switchOff("stop", false);
   document.body.classList.add("running");
@@ -127,157 +123,128 @@ function begin(compares) {
 
 function end() {
   state.running = null;
+  if (state.plain) state.plain.done = true;
+  stage.end();
   switchOff("run", false);
   switchOff("stop", true);
   document.body.classList.remove("running");
   changed();
 }
 
-function judge() {
-  const same = state.plain.text === state.answer.text;
-  const ratio = state.answer.speed && state.plain.speed ? state.answer.speed / state.plain.speed : null;
-  $("verdict").textContent = same ? `identical text${ratio ? `, ${ratio.toFixed(2)} × the speed of plain decoding` : ""}` : "the texts differ";
-  $("verdict").className = same ? "good" : "bad";
-  $("plain-answer").open = !same;
+function judge(verdict, note, className = "") {
+  $("verdict").textContent = verdict;
+  $("verdict").className = className;
+  $("verdict-note").textContent = note;
+}
+
+/** The verdict on a complete run. */
+function conclude() {
+  const { answer, plain } = state;
+  const took = `${answer.decoded} tokens in ${duration(answer.seconds)} of engine time`;
+  if (!plain) return judge(answer.speed ? `${speed(answer.speed)} tokens/s` : "Done", took);
+  const [ours, theirs] = [answer.everything, plain.everything];
+  if (ours !== theirs) {
+    const place = [...ours].findIndex((character, at) => character !== theirs[at]);
+    return judge("The texts differ", `from character ${(place < 0 ? ours.length : place) + 1} on`, "bad");
+  }
+  const ratio = answer.speed && plain.speed ? answer.speed / plain.speed : null;
+  const note = ratio === null ? "" : ratio >= 1 ? "the speed of plain decoding" : "the speed of plain decoding: drafting did not pay here";
+  judge(ratio === null ? "Identical text" : `Identical text, ${ratio.toFixed(2)} ×`, note, ratio >= 1 ? "good" : "");
 }
 
 const say = (words) => ($("status").textContent = words);
 
 // --- Showing ---
 
-/** Something is new: show it with the next frame. */
+/** Something is new: show it soon. Not at once, as drawing may take the cores that the engine decodes with. */
 function changed() {
   if (state.due) return;
   state.due = true;
-  requestAnimationFrame(() => {
+  setTimeout(() => {
     state.due = false;
     show();
-  });
+  }, SHOW_MS);
 }
 
 function show() {
   const { answer, plain } = state;
-  showText();
-  if (state.follows) select(answer.cycles.length - 1);
-  else showControls();
-  $("speed").textContent = speed(answer.speed);
+  text.update(answer.pieces);
+  stage.update();
   $("length").textContent = rounded(answer.meanLength, 2);
   $("count").textContent = answer.cycles.length || "–";
+  $("drafted").textContent = answer.cycles.length ? answer.drafted : "–";
+  $("accepted").textContent = answer.cycles.length ? answer.accepted : "–";
   drawHistogram($("histogram"), answer.histogram, state.deepest);
-  if (!plain && $("comparison").hidden) return;
   const most = Math.max(answer.speed ?? 0, plain?.speed ?? 0, 1);
   for (const [name, value] of [["speculative", answer.speed], ["plain", plain?.speed ?? null]]) {
     $(`bar-${name}`).style.width = `${(100 * (value ?? 0)) / most}%`;
-    $(`speed-${name}`).textContent = value === null ? "–" : `${speed(value)} tok/s`;
+    $(`speed-${name}`).textContent = value === null ? "–" : `${speed(value)} tokens/s`;
   }
-  if (plain) $("plain").textContent = plain.text;
 }
 
-function showText() {
-  const fresh = state.answer.pieces.slice(state.spans).map((piece) => {
-    const span = document.createElement("span");
-    span.textContent = piece.text;
-    span.className = `${piece.kind} ${piece.cycle % 2 ? "odd" : "even"}`;
-    if (piece.cycle >= 0) {
-      span.dataset.cycle = piece.cycle;
-      const words = piece.kind === "accepted" ? "drafted and accepted" : "drawn by the model itself";
-      span.title = `cycle ${piece.cycle + 1}: ${words}`;
-    } else span.title = "from the prompt's pass";
-    return span;
-  });
-  if (!fresh.length) return;
-  const text = $("text");
-  const atEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
-  text.append(...fresh);
-  if (atEnd) text.scrollTop = text.scrollHeight;
-  state.spans += fresh.length;
-}
-
-/** Show a cycle's tree, and where in the text it is. */
-function select(number) {
-  const { answer } = state;
-  if (number >= 0 && number < answer.cycles.length && number !== state.shown) {
-    const tree = answer.cycles[number];
-    const height = drawTree($("tree"), tree, `Cycle ${number + 1}`, state.frame);
-    // The panel grows to the highest tree and stays so: nothing below it jumps.
-    const least = Math.max(parseFloat($("tree").style.minHeight) || 0, height + 16);
-    $("tree").style.minHeight = `${least}px`;
-    $("score-note").hidden = !tree.scores;
-    for (const span of $("text").querySelectorAll(".now")) span.classList.remove("now");
-    for (const span of $("text").querySelectorAll(`[data-cycle="${number}"]`)) span.classList.add("now");
-    state.shown = number;
+function choose(view) {
+  state.view = view;
+  for (const name of ["trees", "race"]) {
+    const chosen = name === view;
+    $(`view-${name}`).classList.toggle("away", !chosen);
+    $(`tab-${name}`).setAttribute("aria-selected", chosen);
+    $(`tab-${name}`).tabIndex = chosen ? 0 : -1;
   }
-  showControls();
-}
-
-function showControls() {
-  const cycles = state.answer.cycles;
-  const count = cycles.length;
-  const none = count === 0;
-  drawBudget($("budget"), cycles, state.shown);
-  const tree = cycles[state.shown];
-  $("budget-now").textContent = tree ? `this one ${drafted(tree)}, accepted ${tree.accepted.length}` : "";
-  $("cycle").disabled = none;
-  switchOff("replay", none || state.running !== null);
-  switchOff("back", none || state.shown <= 0);
-  switchOff("on", none || state.shown >= count - 1);
-  $("cycle").max = Math.max(count - 1, 0);
-  $("cycle").value = Math.max(state.shown, 0);
-  $("cycle-name").textContent = none ? "" : `cycle ${state.shown + 1} of ${count}`;
-}
-
-/** Buttons that are off do nothing but keep the focus: people at a keyboard stay where they are. */
-const switchOff = (id, isOff) => $(id).setAttribute("aria-disabled", isOff);
-
-function look(number) {
-  state.follows = false;
-  select(number);
-}
-
-function stopReplay() {
-  clearInterval(state.replay);
-  state.replay = null;
-  $("replay").textContent = "Replay";
-  document.body.classList.remove("replaying");
-}
-
-function toggleReplay() {
-  if (state.replay) return stopReplay();
-  if (state.running || !state.answer.cycles.length) return;
-  document.body.classList.add("replaying");
-  look(state.shown >= state.answer.cycles.length - 1 ? 0 : state.shown + 1);
-  $("replay").textContent = "Pause";
-  state.replay = setInterval(() => {
-    if (state.shown >= state.answer.cycles.length - 1) stopReplay();
-    else look(state.shown + 1);
-  }, REPLAY_MS);
+  $("cycles").hidden = view !== "trees";
+  if (view === "race") race.start();
+  else race.stop();
 }
 
 // --- Wiring ---
 
-const stop = () => (state.running ? state.running.abort() : stopReplay());
+const stop = () => (state.running ? state.running.abort() : stage.stopReplay());
+
+async function share() {
+  history.replaceState(null, "", link(state.view));
+  const copied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
+  $("share").textContent = copied ? "Copied" : "In the address bar"; // browsers let pages copy over HTTPS and on localhost
+  setTimeout(() => ($("share").textContent = "Copy link"), 2000);
+}
+
+async function saveGif() {
+  if (isOff("save-gif")) return;
+  const { answer } = state;
+  switchOff("save-gif", true);
+  const file = await gif(answer, (number) => ($("save-gif").textContent = `GIF ${number + 1}/${answer.cycles.length}`));
+  save(file, "draft-trees.gif");
+  $("save-gif").textContent = "Save GIF";
+  switchOff("save-gif", false);
+}
 
 $("form").addEventListener("submit", (event) => {
   event.preventDefault();
   run();
 });
 $("stop").addEventListener("click", stop);
-$("replay").addEventListener("click", toggleReplay);
+$("share").addEventListener("click", share);
 $("key").addEventListener("change", greet);
-$("cycle").addEventListener("input", () => (stopReplay(), look($("cycle").valueAsNumber)));
-$("back").addEventListener("click", () => (stopReplay(), look(state.shown - 1)));
-$("on").addEventListener("click", () => (stopReplay(), look(state.shown + 1)));
-$("budget").addEventListener("click", (event) => {
-  const box = $("budget").getBoundingClientRect();
-  const cycle = cycleAt((event.clientX - box.left) / box.width, state.answer.cycles.length);
-  if (cycle >= 0) (stopReplay(), look(cycle));
+$("mode").addEventListener("change", changeMode);
+$("save-png").addEventListener("click", async () => {
+  if (!isOff("save-png")) save(await png(state.answer, stage.shown), `cycle-${stage.shown + 1}.png`);
 });
-for (const kind of ["mouseover", "click"]) {
-  $("text").addEventListener(kind, (event) => {
-    const cycle = event.target.dataset?.cycle;
-    if (cycle === undefined || state.replay || (kind === "mouseover" && state.running)) return;
-    look(Number(cycle));
+$("save-gif").addEventListener("click", saveGif);
+for (const view of ["trees", "race"]) {
+  $(`tab-${view}`).addEventListener("click", () => choose(view));
+  $(`tab-${view}`).addEventListener("keydown", (event) => {
+    if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
+    const other = view === "trees" ? "race" : "trees";
+    choose(other);
+    $(`tab-${other}`).focus();
   });
+}
+for (const box of [$("text"), $("reasoning-text")]) {
+  for (const kind of ["mouseover", "click"]) {
+    box.addEventListener(kind, (event) => {
+      const cycle = event.target.dataset?.cycle;
+      if (cycle === undefined || stage.isReplaying || (kind === "mouseover" && state.running)) return;
+      stage.look(Number(cycle));
+    });
+  }
 }
 document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
@@ -286,5 +253,7 @@ document.addEventListener("keydown", (event) => {
   }
   if (event.key === "Escape") stop();
 });
+addEventListener("hashchange", () => choose(restore()));
 
+choose(restore());
 greet();

@@ -76,6 +76,21 @@ def _check_scores(scores: list[float] | None, parents: list[int]) -> None:
     assert all(scores[node] <= scores[parent] + 1e-5 for node, parent in enumerate(parents) if node)
 
 
+def test_a_tree_has_its_drafted_levels_and_the_time_since_the_first_token() -> None:
+    plain = with_fields(asked("plain"), speculative=False)
+    found = deltas(
+        thinned(speculative(target := random_target(), random_head(target, "EAGLE3"), 3, 2)), [plain, asked("0")]
+    )
+    for name, steps in (("plain", 0), ("0", 3)):
+        trees = [delta.tree for delta in found if delta.request_id == name and delta.tree is not None]
+        assert {tree.steps for tree in trees} == {steps}
+        seconds = [tree.seconds for tree in trees]
+        assert seconds[0] > 0 and seconds == sorted(seconds)
+    timing = found[-1].timing
+    assert timing is not None
+    assert timing.decode == pytest.approx(seconds[-1], abs=0.01)
+
+
 def test_without_speculation_a_tree_is_its_root() -> None:
     plain = with_fields(asked("0"), speculative=False)
     trees = [delta.tree for delta in deltas(engine("EAGLE3"), [plain, asked("1")]) if delta.request_id == "0"]

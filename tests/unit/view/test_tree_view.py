@@ -65,7 +65,7 @@ def test_the_terminal_marks_the_path_and_the_bonus_and_pipes_have_no_colour():
     shown = out.getvalue()
     assert "+ \u2423$x$  0.61" in shown
     assert "+ \u5806\u6808  0.82" in shown
-    assert "= \\t.  the target's own" in shown
+    assert "= \\t.  bonus token" in shown
     assert "a" * 40 in shown
     assert "\x1b" not in shown
     coloured = io.StringIO()

@@ -1,0 +1,93 @@
+// The form: its values, the example prompts, and the link that restores them.
+
+const $ = (id) => document.getElementById(id);
+const FIELDS = ["max_tokens", "temperature", "top_p", "seed"];
+
+const EXAMPLES = {
+  completion: {
+    "JSON reader": "def read_json(path):\n    ",
+    Class: "class Queue:\n    def __init__(self, maxsize=0):\n",
+    "Unit test": "import unittest\n\nclass TestQueue(unittest.TestCase):\n    def test_put(self):\n",
+    Docstring: 'def fibonacci(n):\n    """',
+    Numbers: "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ",
+  },
+  chat: {
+    Explain: "Explain speculative decoding in three sentences.",
+    Code: "Write a Python function that reads a JSON file.",
+    Table: "List the planets with their diameters as a Markdown table.",
+    Repeat: "Repeat this line five times: to be or not to be",
+  },
+};
+
+export const mode = () => (!$("mode").hidden && document.querySelector("input[name=mode]:checked").value) || "completion";
+
+/** The endpoint and the body of the request that the form describes. */
+export function request(seed) {
+  const prompt = $("prompt").value;
+  const chat = mode() === "chat";
+  const body = {
+    ...(chat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
+    max_tokens: $("max_tokens").valueAsNumber,
+    temperature: $("temperature").valueAsNumber,
+    top_p: $("top_p").valueAsNumber,
+    seed,
+    stream: true,
+    return_trees: true,
+  };
+  return [chat ? "v1/chat/completions" : "v1/completions", body];
+}
+
+/** The seed of the next run. */
+export function seed() {
+  const typed = $("seed").valueAsNumber;
+  return Number.isNaN(typed) ? crypto.getRandomValues(new Uint32Array(1))[0] : typed;
+}
+
+/** A URL of this page that restores the form; never with the API key. */
+export function link(view) {
+  const values = new URLSearchParams({ prompt: $("prompt").value });
+  for (const name of FIELDS) values.set(name, $(name).value);
+  if (mode() === "chat") values.set("mode", "chat");
+  if (!$("compare").checked) values.set("compare", "0");
+  if (view !== "trees") values.set("view", view);
+  return `${location.href.split("#")[0]}#${values}`;
+}
+
+/** Fill the form with what the page's URL says. Returns the view that it names. */
+export function restore() {
+  const values = new URLSearchParams(location.hash.slice(1));
+  const old = FIELDS.map((name) => [name, $(name).value]);
+  if (values.has("prompt")) $("prompt").value = values.get("prompt");
+  for (const [name, before] of old) {
+    if (!values.has(name)) continue;
+    $(name).value = values.get(name); // the browser drops what is no number
+    if (!$(name).checkValidity()) $(name).value = before;
+  }
+  if (values.has("prompt")) $("compare").checked = values.get("compare") !== "0";
+  if (values.get("mode") === "chat") document.querySelector("input[name=mode][value=chat]").checked = true;
+  showExamples();
+  return values.get("view") === "race" ? "race" : "trees";
+}
+
+/** Show the example prompts of the chosen endpoint. */
+export function showExamples() {
+  const examples = Object.entries(EXAMPLES[mode()]);
+  $("prompt").value ||= examples[0][1];
+  const buttons = examples.map(([name, prompt]) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = name;
+    button.addEventListener("click", () => {
+      $("prompt").value = prompt;
+      $("prompt").focus();
+    });
+    return button;
+  });
+  $("examples").replaceChildren(...buttons);
+}
+
+/** Another endpoint was chosen: it has its own examples. A prompt that was typed stays. */
+export function changeMode() {
+  if (Object.values(EXAMPLES).some((each) => Object.values(each).includes($("prompt").value))) $("prompt").value = "";
+  showExamples();
+}
