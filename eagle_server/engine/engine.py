@@ -200,9 +200,9 @@ class Engine:
         )
 
     def _speculation(self) -> SpeculationState | None:
-        """The budget's state, at most once in _STATE_EVERY seconds."""
+        """The budget's state, at most once in _STATE_EVERY seconds while there is work."""
         now = time.monotonic()
-        if now < self._state_due:
+        if now < self._state_due and self.has_work():
             return None
         self._state_due = now + _STATE_EVERY
         return self.worker.drafting.budget.state()

@@ -236,7 +236,8 @@ class AdaptiveBudget:
         """The newest choice."""
         choice = self._choice
         drafting = choice.num_steps > 0 and not self._refuted
-        speeds = f"{choice.rate:.0f} tokens/s against {choice.plain:.0f} expected for {choice.requests} requests"
+        requests = f"{choice.requests} request{'' if choice.requests == 1 else 's'}"
+        speeds = f"{choice.rate:.0f} tokens/s against {choice.plain:.0f} expected for {requests}"
         if not choice.plain:
             words = "nothing was decoded yet"
         elif drafting:

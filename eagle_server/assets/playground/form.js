@@ -5,9 +5,9 @@ const FIELDS = ["max_tokens", "temperature", "top_p", "seed"];
 
 const EXAMPLES = {
   completion: {
-    "JSON reader": "def read_json(path):\n    ",
+    JSON: "def read_json(path):\n    ",
     Class: "class Queue:\n    def __init__(self, maxsize=0):\n",
-    "Unit test": "import unittest\n\nclass TestQueue(unittest.TestCase):\n    def test_put(self):\n",
+    Test: "import unittest\n\nclass TestQueue(unittest.TestCase):\n    def test_put(self):\n",
     Docstring: 'def fibonacci(n):\n    """',
     Numbers: "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ",
   },

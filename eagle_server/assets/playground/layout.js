@@ -66,17 +66,25 @@ function nodesOf(tree) {
   return nodes;
 }
 
-/** Give each leaf a row of its own. An inner node stands beside the child that was taken, else in the middle of its children. */
+/**
+ * Give each leaf a row of its own. An inner node stands beside the child that was taken, else in the middle of its
+ * children. About half of the leaves are above the accepted path, so that it is in the middle, the likeliest next to it.
+ */
 function placeRows(nodes) {
+  const leaves = (node) => (node.children.length ? node.children.reduce((sum, child) => sum + leaves(child), 0) : 1);
+  const balance = { above: 0, below: 0 };
   let rows = 0;
   const place = (node) => {
     const refused = node.children.filter((child) => child.kind === "refused");
     refused.sort((a, b) => (b.score ?? 0) - (a.score ?? 0) || a.number - b.number);
     const taken = node.children.find((child) => child.kind !== "refused");
-    // The likeliest ones next to the path, half of them above it.
-    const above = taken ? refused.filter((_, place) => place % 2).reverse() : [];
-    const below = taken ? refused.filter((_, place) => place % 2 === 0) : refused;
-    const ordered = [...above, ...(taken ? [taken] : []), ...below];
+    const sides = { above: [], below: taken ? [] : refused };
+    for (const child of taken ? refused : []) {
+      const side = balance.above < balance.below ? "above" : "below";
+      balance[side] += leaves(child);
+      sides[side].push(child);
+    }
+    const ordered = [...sides.above.reverse(), ...(taken ? [taken] : []), ...sides.below];
     ordered.forEach(place);
     if (!ordered.length) node.row = rows++;
     else node.row = taken ? taken.row : (ordered[0].row + ordered.at(-1).row) / 2;

@@ -112,7 +112,7 @@ function begin() {
   Object.assign(state, { answer: new Answer(), plain: null, running: new AbortController() });
   text.clear();
   stage.begin(state.answer.cycles);
-  race.clear($("compare").checked ? "The plain answer starts when the speculative one is complete." : "A race needs “Compare with plain decoding”.");
+  race.clear($("compare").checked ? "The race starts when the speculative answer is complete." : "A race needs “Compare with plain decoding”.");
   $("speeds").hidden = false;
   switchOff("run", true);
   switchOff("stop", false);
@@ -148,8 +148,9 @@ function conclude() {
     return judge("The texts differ", `from character ${(place < 0 ? ours.length : place) + 1} on`, "bad");
   }
   const ratio = answer.speed && plain.speed ? answer.speed / plain.speed : null;
-  const note = ratio === null ? "" : ratio >= 1 ? "the speed of plain decoding" : "the speed of plain decoding: drafting did not pay here";
-  judge(ratio === null ? "Identical text" : `Identical text, ${ratio.toFixed(2)} ×`, note, ratio >= 1 ? "good" : "");
+  const note = `the speed of plain decoding, in engine time${ratio < 1 ? ": drafting did not pay" : ""}`;
+  if (ratio === null) return judge("Identical text", "");
+  judge(`Identical text, ${ratio.toFixed(2)} ×`, note, ratio >= 1 ? "good" : "");
 }
 
 const say = (words) => ($("status").textContent = words);

@@ -110,13 +110,10 @@ function paintText(pen, answer, number, place, color, font) {
   const pieces = answer.pieces.filter((piece) => piece.cycle <= number).reverse();
   const width = pieces.reduce((sum, piece) => sum + pen.measureText(visible(piece.text)).width, 0);
   x = Math.min(x, EDGE + width);
-  pen.save();
-  pen.beginPath();
-  pen.rect(EDGE, place.y - 14, place.width - 2 * EDGE, 28);
-  pen.clip();
   for (const piece of pieces) {
     const text = visible(piece.text);
     const wide = pen.measureText(text).width;
+    if (x - wide < EDGE) break;
     x -= wide;
     const isNew = piece.cycle === number && piece.kind !== "prompt";
     if (isNew) {
@@ -125,9 +122,7 @@ function paintText(pen, answer, number, place, color, font) {
     }
     pen.fillStyle = color(isNew ? "ink" : "quiet");
     pen.fillText(text, x, place.y);
-    if (x < EDGE) break;
   }
-  pen.restore();
 }
 
 /** A PNG of one cycle. */

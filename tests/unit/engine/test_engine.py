@@ -223,3 +223,17 @@ def test_flushing_drops_the_prefix_cache_but_not_under_requests(target: TargetMo
     assert flushed.freed_slots == cached > 0
     assert engine.stats().kv_slots_cached == 0
     engine.check()
+
+
+def test_the_budgets_state_is_rare_while_there_is_work_and_new_after_it(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(target, "EAGLE3")
+    monkeypatch.setattr(type(engine.worker.drafting.budget), "state", lambda budget: "its state")
+    engine.add(request("0", [1, 2, 3], ignore_eos=True))
+    seen = []
+    while engine.has_work():
+        engine.step()
+        seen.append(engine.stats().speculation)
+    assert seen[0] == seen[-1] == "its state"
+    assert None in seen[1:-1]
