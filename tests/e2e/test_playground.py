@@ -163,7 +163,7 @@ def test_a_link_restores_prompt_parameters_and_view_and_has_no_key(page: Any, br
 def test_an_example_fills_the_prompt_and_every_endpoint_has_its_own(page: Any) -> None:
     examples = page.locator("#examples button")
     examples.nth(1).click()
-    assert page.input_value("#prompt").startswith("class Queue:")
+    assert page.input_value("#prompt").startswith("def read_json")
     completions = examples.all_inner_texts()
     page.check("input[value=chat]")
     assert page.input_value("#prompt") == "Explain speculative decoding in three sentences."

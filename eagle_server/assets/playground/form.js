@@ -5,11 +5,11 @@ const FIELDS = ["max_tokens", "temperature", "top_p", "seed"];
 
 const EXAMPLES = {
   completion: {
-    JSON: "def read_json(path):\n    ",
     Class: "class Queue:\n    def __init__(self, maxsize=0):\n",
+    JSON: "def read_json(path):\n    ",
     Test: "import unittest\n\nclass TestQueue(unittest.TestCase):\n    def test_put(self):\n",
-    Docstring: 'def fibonacci(n):\n    """',
-    Numbers: "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ",
+    Docs: 'def fibonacci(n):\n    """',
+    List: "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ",
   },
   chat: {
     Explain: "Explain speculative decoding in three sentences.",

@@ -67,30 +67,55 @@ function nodesOf(tree) {
 }
 
 /**
- * Give each leaf a row of its own. An inner node stands beside the child that was taken, else in the middle of its
- * children. About half of the leaves are above the accepted path, so that it is in the middle, the likeliest next to it.
+ * Give each node its row, and return how many there are. An inner node stands beside the child that was taken, else in
+ * the middle of its children. Subtrees are as close as the columns allow, in the same order in each column, so that no
+ * edges cross. About half of the leaves are above the accepted path, the likeliest next to it.
  */
 function placeRows(nodes) {
-  const leaves = (node) => (node.children.length ? node.children.reduce((sum, child) => sum + leaves(child), 0) : 1);
   const balance = { above: 0, below: 0 };
-  let rows = 0;
   const place = (node) => {
     const refused = node.children.filter((child) => child.kind === "refused");
     refused.sort((a, b) => (b.score ?? 0) - (a.score ?? 0) || a.number - b.number);
     const taken = node.children.find((child) => child.kind !== "refused");
-    const sides = { above: [], below: taken ? [] : refused };
-    for (const child of taken ? refused : []) {
-      const side = balance.above < balance.below ? "above" : "below";
-      balance[side] += leaves(child);
+    const sides = { above: [], below: [] };
+    for (const child of refused) {
+      const side = taken && balance.above < balance.below ? "above" : "below";
+      if (taken) balance[side] += leaves(child);
       sides[side].push(child);
     }
-    const ordered = [...sides.above.reverse(), ...(taken ? [taken] : []), ...sides.below];
-    ordered.forEach(place);
-    if (!ordered.length) node.row = rows++;
-    else node.row = taken ? taken.row : (ordered[0].row + ordered.at(-1).row) / 2;
+    const start = taken ?? sides.below.shift();
+    const extent = start ? place(start) : new Map();
+    for (const child of sides.below) attach(extent, place(child), 1);
+    for (const child of sides.above) attach(extent, place(child), -1);
+    const rows = node.children.map((child) => child.row);
+    node.row = start ? (taken ? taken.row : (Math.min(...rows) + Math.max(...rows)) / 2) : 0;
+    extent.set(node.depth, { first: node.row, last: node.row, nodes: [node] });
+    return extent;
   };
   place(nodes[0]);
-  return rows;
+  const first = Math.min(...nodes.map((node) => node.row));
+  for (const node of nodes) node.row -= first;
+  return Math.max(...nodes.map((node) => node.row)) + 1;
+}
+
+const leaves = (node) => (node.children.length ? node.children.reduce((sum, child) => sum + leaves(child), 0) : 1);
+
+/** Move a subtree below (direction 1) or above (-1) of what is in `extent`, the first and last row by depth, and add it. */
+function attach(extent, subtree, direction) {
+  const distances = [...subtree].filter(([depth]) => extent.has(depth)).map(([depth, { first, last }]) => {
+    const other = extent.get(depth);
+    return direction > 0 ? other.last - first + 1 : last - other.first + 1;
+  });
+  const shift = direction * Math.max(...distances);
+  for (const [depth, { first, last, nodes }] of subtree) {
+    for (const node of nodes) node.row += shift;
+    const other = extent.get(depth) ?? { first: Infinity, last: -Infinity, nodes: [] };
+    extent.set(depth, {
+      first: Math.min(other.first, first + shift),
+      last: Math.max(other.last, last + shift),
+      nodes: [...other.nodes, ...nodes],
+    });
+  }
 }
 
 function placeColumns(nodes, available) {

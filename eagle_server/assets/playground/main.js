@@ -96,12 +96,10 @@ async function run() {
     say(`done, seed ${drawn}`);
     await showBudget();
   } catch (error) {
-    judge(error.name === "AbortError" ? "Stopped" : "Failed", "", "");
-    if (error.name === "AbortError") say("stopped");
-    else {
-      say("failed");
-      complain(error);
-    }
+    const stopped = error.name === "AbortError";
+    say(stopped ? "stopped" : "failed");
+    if (!stopped) complain(error);
+    judge(stopped ? "Stopped" : "Failed", "");
   } finally {
     end();
   }
@@ -113,7 +111,7 @@ function begin() {
   text.clear();
   stage.begin(state.answer.cycles);
   race.clear($("compare").checked ? "The race starts when the speculative answer is complete." : "A race needs “Compare with plain decoding”.");
-  $("speeds").hidden = false;
+  $("speeds").hidden = !$("compare").checked;
   switchOff("run", true);
   switchOff("stop", false);
   document.body.classList.add("running");
