@@ -156,6 +156,11 @@ def test_a_link_restores_prompt_parameters_and_view_and_has_no_key(page: Any, br
         assert other.is_checked("input[value=chat]")
         assert not other.is_checked("#compare")
         assert other.get_attribute("#tab-race", "aria-selected") == "true"
+    address = page.url
+    page.fill("#prompt", "too long " * 5000)
+    page.click("#share")
+    page.locator("#share", has_text="Prompt too long").wait_for()
+    assert page.url == address
     with opened(browser, page.url.partition("#")[0] + "#prompt=x&top_p=7&max_tokens=many") as other:
         assert [other.input_value(f"#{name}") for name in ("prompt", "top_p", "max_tokens")] == ["x", "1", "96"]
 

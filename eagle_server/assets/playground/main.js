@@ -11,11 +11,13 @@ import { TextView } from "./text.js";
 
 const $ = (id) => document.getElementById(id);
 const SHOW_MS = 120;
+const LONGEST_LINK = 32_000; // characters
 
 const state = {
   answer: new Answer(), // the speculative one
   plain: null,
-  deepest: 0,
+  deepest: 0, // levels that the server drafts at most, 0 without a drafter
+  lossy: false, // whether the server's acceptance rule changes texts
   running: null, // the AbortController of a run
   due: false, // `show` will run
   view: "trees",
@@ -33,6 +35,7 @@ async function greet() {
     const info = await get("v1/server_info", key());
     const serving = info.serving ?? {};
     state.deepest = serving.num_steps ?? 0;
+    state.lossy = info.config.speculative.acceptance !== "lossless";
     $("served").textContent = [info.model, serving.speculative_algorithm, state.deepest ? `up to ${state.deepest} steps` : ""].filter(Boolean).join(" · ");
     if (serving.max_request_tokens) $("max_tokens").max = serving.max_request_tokens;
     drawHistogram($("histogram"), [], state.deepest);
@@ -48,7 +51,8 @@ async function greet() {
 /** What an adaptive budget chooses now, in the server's words. */
 async function showBudget() {
   const { engine } = await get("v1/server_info", key());
-  $("budget-note").textContent = engine.speculation ? `Adaptive budget: ${engine.speculation.choice}` : "Fixed budget";
+  const fixed = state.deepest ? "Fixed budget" : "This server has no drafter";
+  $("budget-note").textContent = engine.speculation ? `Adaptive budget: ${engine.speculation.choice}` : fixed;
 }
 
 function complain(error) {
@@ -72,7 +76,7 @@ async function run() {
   const drawn = seed();
   const [path, body] = request(drawn);
   const [secret, compares] = [key(), $("compare").checked];
-  history.replaceState(null, "", link(state.view));
+  showLink();
   begin();
   const take = async (answer, extra) => {
     for await (const event of events(path, { ...body, ...extra }, secret, state.running.signal)) {
@@ -143,11 +147,12 @@ function conclude() {
   const [ours, theirs] = [answer.everything, plain.everything];
   if (ours !== theirs) {
     const place = [...ours].findIndex((character, at) => character !== theirs[at]);
-    return judge("The texts differ", `from character ${(place < 0 ? ours.length : place) + 1} on`, "bad");
+    const where = `from character ${(place < 0 ? ours.length : place) + 1} on`;
+    return judge("The texts differ", state.lossy ? `${where}: this server's acceptance rule is lossy` : where, "bad");
   }
-  const ratio = answer.speed && plain.speed ? answer.speed / plain.speed : null;
+  if (!answer.drafted) return judge("Identical text", answer.speed ? `${took}; nothing was drafted` : "");
+  const ratio = answer.speed / plain.speed;
   const note = `the speed of plain decoding, in engine time${ratio < 1 ? ": drafting did not pay" : ""}`;
-  if (ratio === null) return judge("Identical text", "");
   judge(`Identical text, ${ratio.toFixed(2)} ×`, note, ratio >= 1 ? "good" : "");
 }
 
@@ -169,6 +174,7 @@ function show() {
   const { answer, plain } = state;
   text.update(answer.pieces);
   stage.update();
+  if (state.running && !plain && state.view === "race") race.preview(answer);
   $("length").textContent = rounded(answer.meanLength, 2);
   $("count").textContent = answer.cycles.length || "–";
   $("drafted").textContent = answer.cycles.length ? answer.drafted : "–";
@@ -198,10 +204,18 @@ function choose(view) {
 
 const stop = () => (state.running ? state.running.abort() : stage.stopReplay());
 
+/** Put the form's link into the address bar, unless it is too long for browsers. Returns whether it is there. */
+function showLink() {
+  const url = link(state.view);
+  if (url.length > LONGEST_LINK) return false;
+  history.replaceState(null, "", url);
+  return true;
+}
+
 async function share() {
-  history.replaceState(null, "", link(state.view));
-  const copied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
-  $("share").textContent = copied ? "Copied" : "In the address bar"; // browsers let pages copy over HTTPS and on localhost
+  const copy = () => navigator.clipboard?.writeText(location.href).then(() => true, () => false);
+  // Browsers let pages copy over HTTPS and on localhost.
+  $("share").textContent = !showLink() ? "Prompt too long" : (await copy()) ? "Copied" : "In the address bar";
   setTimeout(() => ($("share").textContent = "Copy link"), 2000);
 }
 

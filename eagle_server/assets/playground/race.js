@@ -22,10 +22,16 @@ export class Race {
 
   clear(words) {
     this.stop();
-    this.answers = null;
+    this.answers = this.ahead = null;
     for (const name of ["speculative", "plain"]) this.#reset(name);
     $("race-note").textContent = words;
     switchOff("race-again", true);
+  }
+
+  /** Show the speculative answer as it comes, before the race. */
+  preview(answer) {
+    this.ahead ??= laneOf("speculative", answer);
+    this.#advance(this.ahead, Infinity, Infinity);
   }
 
   /** Take the answers of a new race. The plain one may still be running: the clock waits for it. */
@@ -41,10 +47,7 @@ export class Race {
     if (!this.answers) return;
     this.stop();
     const { speculative, plain } = this.answers;
-    this.lanes = [
-      { name: "speculative", answer: speculative, shown: 0, tokens: 0, cycle: 0 },
-      { name: "plain", answer: plain, shown: 0, tokens: 0, cycle: 0 },
-    ];
+    this.lanes = [laneOf("speculative", speculative), laneOf("plain", plain)];
     for (const lane of this.lanes) this.#reset(lane.name);
     switchOff("race-again", false);
     const slower = niceFactor(LEAST_SECONDS / speculative.seconds);
@@ -56,7 +59,7 @@ export class Race {
       clock = calm.matches ? Infinity : clock + (now - newest) / 1000 / slower;
       if (!plain.done) clock = Math.min(clock, plain.seconds);
       newest = now;
-      for (const lane of this.lanes) this.#advance(lane, clock);
+      for (const lane of this.lanes) this.#advance(lane, clock, speculative.decoded || 1); // both get as many tokens
       if (plain.done && this.lanes.every((lane) => lane.shown === lane.answer.pieces.length)) this.stop();
     }, FRAME_MS);
   }
@@ -67,8 +70,8 @@ export class Race {
     $(`race-${name}-bar`).style.width = "0";
   }
 
-  /** Show what a lane's answer had after so many seconds. */
-  #advance(lane, clock) {
+  /** Show what a lane's answer had after so many seconds, and in its bar the share of `total` tokens. */
+  #advance(lane, clock, total) {
     const { name, answer } = lane;
     const from = lane.shown;
     while (lane.shown < answer.pieces.length && answer.pieces[lane.shown].at <= clock) lane.shown++;
@@ -81,7 +84,6 @@ export class Race {
       pre.append(...answer.pieces.slice(from, lane.shown).map(pieceSpan));
       pre.scrollTop = pre.scrollHeight;
     }
-    const total = this.answers.speculative.decoded || 1; // both have the same tokens
     $(`race-${name}-bar`).style.width = `${Math.min(100, (100 * lane.tokens) / total)}%`;
     const ended = answer.done && lane.shown === answer.pieces.length;
     const seconds = ended ? answer.seconds : Math.min(clock, answer.seconds);
@@ -90,6 +92,9 @@ export class Race {
       : `${lane.tokens + 1} tokens · ${duration(seconds)}`;
   }
 }
+
+/** How far an answer is shown: its first pieces, cycles and tokens. */
+const laneOf = (name, answer) => ({ name, answer, shown: 0, cycle: 0, tokens: 0 });
 
 /** A factor of at least 1 that reads well. */
 function niceFactor(wanted) {
