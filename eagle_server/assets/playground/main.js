@@ -95,10 +95,11 @@ async function run() {
       if (state.view === "race") race.start();
       await take(state.plain, { speculative: false });
     }
+    show();
     conclude();
     stage.settle();
     say(`done, seed ${drawn}`);
-    await showBudget();
+    await showBudget().catch(complain);
   } catch (error) {
     const stopped = error.name === "AbortError";
     say(stopped ? "stopped" : "failed");
@@ -115,7 +116,8 @@ function begin() {
   text.clear();
   stage.begin(state.answer.cycles);
   race.clear($("compare").checked ? "The race starts when the speculative answer is complete." : "A race needs “Compare with plain decoding”.");
-  $("speeds").hidden = !$("compare").checked;
+  $("speeds").hidden = false;
+  $("speeds").classList.toggle("alone", !$("compare").checked);
   switchOff("run", true);
   switchOff("stop", false);
   document.body.classList.add("running");
@@ -202,7 +204,11 @@ function choose(view) {
 
 // --- Wiring ---
 
-const stop = () => (state.running ? state.running.abort() : stage.stopReplay());
+function stop() {
+  if (state.running) return state.running.abort();
+  stage.stopReplay();
+  race.stop();
+}
 
 /** Put the form's link into the address bar, unless it is too long for browsers. Returns whether it is there. */
 function showLink() {
