@@ -23,7 +23,7 @@ from eagle_server.api.completions import completion_handler
 from eagle_server.api.errors import ApiError
 from eagle_server.api.generate import GenerationHandler
 from eagle_server.api.request_state import OutputDelta, RequestState, ScoredToken
-from eagle_server.api.responses import SpeculativeMetrics
+from eagle_server.api.response_parts import SpeculativeMetrics
 from eagle_server.api.schemas.base import parse
 from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.api.schemas.completion import CompletionRequest

@@ -18,7 +18,7 @@ from eagle_server.api.prepare import prepare
 from eagle_server.api.prompts import check_token_ids, encode, token_limit
 from eagle_server.api.request_id import request_id_of
 from eagle_server.api.request_state import OutputDelta, Prompt, ScoredToken
-from eagle_server.api.responses import Metrics, PromptLogprobs, Tree, Usage, encoded, finite
+from eagle_server.api.response_parts import Metrics, PromptLogprobs, Tree, Usage, encoded, finite
 from eagle_server.api.schemas.completion import CompletionRequest
 from eagle_server.api.service import Service, service_of
 from eagle_server.api.sse import DONE, event

@@ -25,7 +25,7 @@ from eagle_server.api.errors import ApiError, as_api_error, is_expected
 from eagle_server.api.pacing import paced
 from eagle_server.api.rate_limits import current_limits
 from eagle_server.api.request_state import LogprobParts, OutputDelta, RequestState, ScoredToken
-from eagle_server.api.responses import (
+from eagle_server.api.response_parts import (
     Metrics,
     PromptLogprobs,
     SpeculativeMetrics,

@@ -9,7 +9,7 @@ from eagle_server.api.errors import bad_request
 from eagle_server.api.generate import GenerationHandler
 from eagle_server.api.prompts import check_token_ids, too_long
 from eagle_server.api.request_state import Prompt, RequestState, TextOptions
-from eagle_server.api.responses import check_scores, possible_scores
+from eagle_server.api.response_parts import check_scores, possible_scores
 from eagle_server.api.sampling_params import sampling_params
 from eagle_server.api.schemas.generation import GenerationBody
 from eagle_server.api.service import Service

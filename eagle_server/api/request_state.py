@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 from eagle_server.api.errors import ApiError, bad_request, unavailable
-from eagle_server.api.responses import PromptLogprobs, Tree
+from eagle_server.api.response_parts import PromptLogprobs, Tree
 from eagle_server.api.tools import ToolUse
 from eagle_server.request import DraftTree, FinishReason, Request, SpecStats, TokenDelta, TokenLogprob
 from eagle_server.text.detokenizer import IncrementalDetokenizer

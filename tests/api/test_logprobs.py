@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from eagle_server.api import responses
+from eagle_server.api import response_parts
 from eagle_server.request import TokenLogprob
 from tests.api import fake_engine
 from tests.api.calls import complete, stream, text_of
@@ -103,7 +103,7 @@ async def test_without_max_tokens_only_the_scores_that_come_are_counted(
     http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any], param: str
 ) -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True, "seed": 1, **wanted}
-    monkeypatch.setattr(responses, "MAX_SCORES", 40)
+    monkeypatch.setattr(response_parts, "MAX_SCORES", 40)
     response = await http.post("/v1/chat/completions", json=body)
     assert engine.requests
     if param is None:
@@ -115,7 +115,7 @@ async def test_without_max_tokens_only_the_scores_that_come_are_counted(
     while engine.sequences:  # what nobody will read is not generated
         await asyncio.sleep(0.001)
     body |= {"stop": "a", "stream": False}
-    monkeypatch.setattr(responses, "MAX_SCORES", 10_000)
+    monkeypatch.setattr(response_parts, "MAX_SCORES", 10_000)
     assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
 
 
