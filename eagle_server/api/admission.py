@@ -106,7 +106,7 @@ class AdmissionMiddleware:
         try:
             key = self._key(scope)
         except ApiError as refusal:
-            await refusal.response(scope, receive, send)
+            await refusal.response(scope["path"])(scope, receive, send)
             return
         if scope["path"] in self._generating_paths:
             await self._generate(scope, receive, send, self._limits[key])
@@ -121,7 +121,7 @@ class AdmissionMiddleware:
 
         refusal = self._refusal() or limits.refusal()
         if refusal is not None:
-            await refusal.response(scope, receive, send_with_headers)
+            await refusal.response(scope["path"])(scope, receive, send_with_headers)
             return
         with self._admission.count(), limits.running():
             await self._app(scope, receive, send_with_headers)
@@ -142,14 +142,16 @@ class AdmissionMiddleware:
         """
         if not self._authorizations or scope["path"] in OPEN_PATHS:
             return 0
-        given = Headers(scope=scope).get("authorization", "").encode("latin-1")  # as headers are
-        # With all keys, each in constant time: the response time reveals nothing about them.
-        equal = [hmac.compare_digest(given, key) for key in self._authorizations]
+        headers = Headers(scope=scope)
+        given = headers.get("authorization", ""), f"Bearer {headers.get('x-api-key', '')}"  # Anthropic's clients
+        # Each with all keys in constant time: the response time reveals nothing about them.
+        pairs = [(each.encode("latin-1"), key) for each in given for key in self._authorizations]
+        equal = [hmac.compare_digest(*pair) for pair in pairs]
         if not any(equal):
             raise ApiError(
                 HTTPStatus.UNAUTHORIZED,
-                "this server needs an API key: send the header 'Authorization: Bearer <key>'",
+                "this server needs an API key: send the header 'Authorization: Bearer <key>' or 'x-api-key: <key>'",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        return equal.index(True)
+        return equal.index(True) % len(self._authorizations)

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
 
-from eagle_server.api import chat, completions, docs_page, inspection, playground, tokens
+from eagle_server.api import chat, completions, docs_page, inspection, messages, playground, responses, tokens
 from eagle_server.api.admission import AdmissionMiddleware
 from eagle_server.api.errors import install_handlers
 from eagle_server.api.openapi import openapi
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GENERATING = (completions, chat)  # the endpoint modules that submit requests to the engine
+GENERATING = (completions, chat, responses, messages)  # the endpoint modules that submit requests to the engine
 
 
 def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate) -> FastAPI:

@@ -20,6 +20,7 @@ from eagle_server.api.request_id import request_id_of
 from eagle_server.api.request_state import OutputDelta, Prompt, ScoredToken
 from eagle_server.api.response_parts import Metrics, PromptLogprobs, Tree, Usage, encoded, finite
 from eagle_server.api.schemas.chat import ChatRequest
+from eagle_server.api.schemas.translated import TranslatedBody
 from eagle_server.api.service import Service, service_of
 from eagle_server.api.sse import DONE, event
 from eagle_server.api.tools import tool_use
@@ -161,6 +162,14 @@ def chat_handler(body: ChatRequest, service: Service, ready: Ready, response_id:
     tools = tool_use(body, service.call_syntax)
     prompts = partial(_prompts, body, service, ready)
     return prepare(body, service, ready, response_id, prompts, service.chat_template.stops, tools)
+
+
+def translated_handler(body: TranslatedBody, service: Service, ready: Ready, response_id: str) -> GenerationHandler:
+    """The generation of the answer to another API's body."""
+    try:
+        return chat_handler(body.chat, service, ready, response_id)
+    except ApiError as error:
+        raise error.renamed(body.renamed) from None
 
 
 def _prompts(body: ChatRequest, service: Service, ready: Ready) -> list[Prompt]:

@@ -1,9 +1,9 @@
-"""Errors as OpenAI's error object."""
+"""Errors as OpenAI's error object, and on Anthropic's paths as Anthropic's."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
 import msgspec
@@ -25,6 +25,18 @@ KINDS: dict[int, str] = {
 }
 
 
+ANTHROPIC_PATHS = "/v1/messages"  # and the paths below it
+ANTHROPIC_KINDS: dict[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "api_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+}
+
+
 class ErrorObject(msgspec.Struct, frozen=True):
     """OpenAI's error object."""
 
@@ -36,6 +48,17 @@ class ErrorObject(msgspec.Struct, frozen=True):
 
 class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorObject
+
+
+class AnthropicErrorObject(msgspec.Struct, frozen=True):
+    """Anthropic's error object. The message names the wrong parameter."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    error: AnthropicErrorObject
 
 
 class ApiError(Exception):
@@ -64,13 +87,24 @@ class ApiError(Exception):
             return "server_error"
         return KINDS.get(self.status, "invalid_request_error")
 
+    def renamed(self, rename: Callable[[str], str]) -> ApiError:
+        """The same error with other names of parameters."""
+        param = None if self.param is None else rename(self.param)
+        return ApiError(self.status, rename(self.message), param=param, code=self.code, headers=self.headers)
+
     @property
     def body(self) -> bytes:
         return msgspec.json.encode(ErrorBody(ErrorObject(self.message, self.kind, self.param, self.code)))
 
     @property
-    def response(self) -> Response:
-        return Response(self.body, self.status, self.headers, media_type="application/json")
+    def anthropic_body(self) -> bytes:
+        kind = ANTHROPIC_KINDS.get(self.status, "invalid_request_error")
+        return msgspec.json.encode(AnthropicErrorBody(AnthropicErrorObject(kind, self.message)))
+
+    def response(self, path: str) -> Response:
+        """In the shape of the API that the path belongs to."""
+        body = self.anthropic_body if path.startswith(ANTHROPIC_PATHS) else self.body
+        return Response(body, self.status, self.headers, media_type="application/json")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -112,20 +146,21 @@ def as_api_error(error: Exception) -> ApiError:
 def install_handlers(app: FastAPI) -> None:
     """Make the app answer every exception with an error object."""
 
-    async def answer(_: Request, error: Exception) -> Response:
-        return as_api_error(error).response
+    async def answer(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response(request.url.path)
 
     async def answer_nobody(_: Request, __: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     async def not_found(request: Request, _: Exception) -> Response:
         message = f"there is no {request.method} {request.url.path}"
-        return ApiError(HTTPStatus.NOT_FOUND, message, code="not_found").response
+        return ApiError(HTTPStatus.NOT_FOUND, message, code="not_found").response(request.url.path)
 
-    async def not_allowed(request: Request, error: Exception) -> Response:
-        headers = error.headers if isinstance(error, HTTPException) else None
+    async def not_allowed(request: Request, cause: Exception) -> Response:
+        headers = cause.headers if isinstance(cause, HTTPException) else None
         message = f"{request.url.path} does not answer {request.method}"
-        return ApiError(HTTPStatus.METHOD_NOT_ALLOWED, message, code="method_not_allowed", headers=headers).response
+        error = ApiError(HTTPStatus.METHOD_NOT_ALLOWED, message, code="method_not_allowed", headers=headers)
+        return error.response(request.url.path)
 
     for kind in EXPECTED:
         app.add_exception_handler(kind, answer)

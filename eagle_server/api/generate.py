@@ -60,6 +60,10 @@ BuildEvents = Callable[["GenerationHandler", OutputDelta], bytes]
 BuildEnd = Callable[["GenerationHandler", ApiError | None], bytes]
 
 
+def no_logprobs(_: GenerationHandler, __: Sequence[ScoredToken]) -> None:
+    """For an endpoint that shows no log-probabilities."""
+
+
 class GenerationHandler:
     """One API request: submits its engine requests and turns their deltas into a response or a stream.
 

@@ -26,6 +26,8 @@ SERVING = ("context_length", "max_request_tokens", "vocab_size", "speculative_al
 PATHS = [
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
     "/v1/models",
     "/v1/server_info",
     "/health",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from pydantic.json_schema import models_json_schema
@@ -14,10 +14,14 @@ from eagle_server import version
 from eagle_server.api import inspection, tokens
 from eagle_server.api.chat import ChatBody, ChunkBody
 from eagle_server.api.completions import CompletionBody
-from eagle_server.api.errors import ErrorBody
+from eagle_server.api.errors import AnthropicErrorBody, ErrorBody
+from eagle_server.api.messages import MessageBody, MessageEvent
+from eagle_server.api.responses import ResponseBody, ResponseEvent
 from eagle_server.api.schemas.base import Body
 from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.api.schemas.completion import CompletionRequest
+from eagle_server.api.schemas.messages import CountTokensRequest, MessagesRequest
+from eagle_server.api.schemas.responses import ResponsesRequest
 from eagle_server.api.schemas.tokens import DetokenizeRequest, TokenizeRequest
 
 Schema = dict[str, Any]
@@ -39,7 +43,7 @@ GENERATING = tuple(ERRORS)
 
 @dataclass(frozen=True)
 class Endpoint:
-    """`answer` is the response's type, `events` the type of a stream's events. None: the endpoint has no streams."""
+    """`answer` is the response's type. `events` has the types of a stream's events; none: it has no streams."""
 
     method: str
     path: str
@@ -47,8 +51,9 @@ class Endpoint:
     answer: type[msgspec.Struct]
     errors: tuple[str, ...] = ()
     body: type[Body] | None = None
-    events: type[msgspec.Struct] | None = None
+    events: tuple[type[msgspec.Struct], ...] = ()
     parameters: tuple[Schema, ...] = ()
+    error: type[msgspec.Struct] = ErrorBody
 
 
 MODEL_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
@@ -60,9 +65,37 @@ ENDPOINTS = (
         CompletionBody,
         GENERATING,
         CompletionRequest,
-        CompletionBody,
+        (CompletionBody,),
     ),
-    Endpoint("post", "/v1/chat/completions", "Answer a conversation", ChatBody, GENERATING, ChatRequest, ChunkBody),
+    Endpoint("post", "/v1/chat/completions", "Answer a conversation", ChatBody, GENERATING, ChatRequest, (ChunkBody,)),
+    Endpoint(
+        "post",
+        "/v1/responses",
+        "Answer a conversation, in the shape of OpenAI's Responses API",
+        ResponseBody,
+        GENERATING,
+        ResponsesRequest,
+        get_args(ResponseEvent),
+    ),
+    Endpoint(
+        "post",
+        "/v1/messages",
+        "Answer a conversation, in the shape of Anthropic's Messages API",
+        MessageBody,
+        GENERATING,
+        MessagesRequest,
+        get_args(MessageEvent),
+        error=AnthropicErrorBody,
+    ),
+    Endpoint(
+        "post",
+        "/v1/messages/count_tokens",
+        "Count the tokens of a conversation",
+        tokens.CountedTokens,
+        (*WITH_BODY, "429"),
+        CountTokensRequest,
+        error=AnthropicErrorBody,
+    ),
     Endpoint("post", "/tokenize", "Tokens of a text or of messages", tokens.Tokenized, WITH_BODY, TokenizeRequest),
     Endpoint("post", "/detokenize", "Text of tokens", tokens.Detokenized, WITH_BODY, DetokenizeRequest),
     Endpoint("get", "/tokenizer_info", "Vocabulary and chat template", tokens.TokenizerInfo, ("401", "503")),
@@ -90,20 +123,24 @@ def openapi() -> Schema:
         "paths": paths,
         "components": {
             "schemas": _schemas(),
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"x-api-key": []}],
     }
 
 
 def _operation(endpoint: Endpoint) -> Schema:
     content: Schema = {"application/json": {"schema": _reference(endpoint.answer)}}
-    if endpoint.events is not None:
-        words = f"Events `data: ` with a {endpoint.events.__name__} or an ErrorBody each, the last one `[DONE]`."
+    if endpoint.events:
+        names = ", ".join(each.__name__ for each in (*endpoint.events, endpoint.error))
+        words = f"Events whose `data: ` is one of {names}; docs/api.md says in which order."
         content["text/event-stream"] = {"schema": {"type": "string", "description": words}}
     responses: Schema = {"200": {"description": endpoint.summary, "content": content}}
     for status in endpoint.errors:
-        error = {"application/json": {"schema": _reference(ErrorBody)}}
+        error = {"application/json": {"schema": _reference(endpoint.error)}}
         responses[status] = {"description": ERRORS[status], "content": error}
     operation: Schema = {"summary": endpoint.summary, "responses": responses}
     if endpoint.parameters:
@@ -121,8 +158,7 @@ def _reference(model: type[Any]) -> Schema:
 def _schemas() -> dict[str, Schema]:
     bodies = [(endpoint.body, "validation") for endpoint in ENDPOINTS if endpoint.body is not None]
     _, definitions = models_json_schema(bodies, ref_template=f"{REFERENCE}{{model}}")  # type: ignore[arg-type]
-    events = [endpoint.events for endpoint in ENDPOINTS if endpoint.events is not None]
-    structs: Sequence[type] = [ErrorBody, *events, *(endpoint.answer for endpoint in ENDPOINTS)]
+    structs = [each for endpoint in ENDPOINTS for each in (endpoint.answer, endpoint.error, *endpoint.events)]
     _, answers = msgspec.json.schema_components(structs, ref_template=f"{REFERENCE}{{name}}")
     taken: Mapping[str, Schema] = definitions["$defs"]
     return {name: _with_nulls(schema) for name, schema in taken.items()} | answers

@@ -47,7 +47,7 @@ class RequestId:
             logger.exception("request %s failed: %s %s", request_id, scope["method"], quote(scope["path"]))
             if status:
                 raise  # closes the connection, so that the client sees the response as incomplete
-            await as_api_error(error).response(scope, receive, send_named)
+            await as_api_error(error).response(scope["path"])(scope, receive, send_named)
 
 
 def request_id_of(request: Request) -> str:

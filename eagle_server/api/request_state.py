@@ -151,6 +151,11 @@ class RequestState:
         """
         return self._stops.found or (self._tool_parser is not None and self._tool_parser.is_done)
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._stops.match
+
     def process(self, delta: TokenDelta) -> OutputDelta:
         """Detokenize a delta, cut it at a stop string and parse its tool calls. Then ask `raise_if_failed`."""
         self.cached_tokens = delta.cached_tokens or self.cached_tokens

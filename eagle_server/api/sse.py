@@ -23,10 +23,10 @@ SEND_SECONDS = 60.0
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-def event(data: msgspec.Struct | bytes) -> bytes:
+def event(data: msgspec.Struct | bytes, name: str | None = None) -> bytes:
     """`data` as one event. It fits on one line, because JSON escapes line breaks."""
     body = data if isinstance(data, bytes) else msgspec.json.encode(data)
-    return b"data: " + body + b"\n\n"
+    return (b"" if name is None else b"event: " + name.encode() + b"\n") + b"data: " + body + b"\n\n"
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

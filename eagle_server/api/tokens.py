@@ -6,8 +6,10 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from eagle_server.api.body import process_text, read_body
+from eagle_server.api.errors import ApiError
 from eagle_server.api.prompts import check_token_ids, encode, render
 from eagle_server.api.response_parts import HeadRoute, json_response
+from eagle_server.api.schemas.messages import CountTokensRequest
 from eagle_server.api.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from eagle_server.api.service import Service, service_of
 from eagle_server.api.sse import while_connected
@@ -15,7 +17,8 @@ from eagle_server.text.token_spelling import TokenSpelling
 
 router = APIRouter(route_class=HeadRoute)
 
-MAX_TEXT_TOKENS = 2**19  # of a text for /tokenize, which may be longer than the model's context
+MAX_TEXT_TOKENS = 2**19  # of a text whose tokens are asked for, which may be longer than the model's context
+LIMITED = "the maximum length of a text that is only tokenized"
 
 
 class Tokenized(msgspec.Struct):
@@ -31,6 +34,12 @@ class Detokenized(msgspec.Struct):
     """Text of token ids, special tokens included."""
 
     prompt: str
+
+
+class CountedTokens(msgspec.Struct):
+    """Anthropic's answer to a conversation whose tokens are counted."""
+
+    input_tokens: int
 
 
 class TokenizerInfo(msgspec.Struct):
@@ -53,6 +62,14 @@ async def tokenize(request: Request) -> Response:
     body, service = await read_body(TokenizeRequest, request), service_of(request)
     limit = service.ready_for(body.model).max_request_tokens
     work = process_text(body, lambda: json_response(_tokenized(body, service, limit)))
+    return await while_connected(request.receive, work)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(request: Request) -> Response:
+    body, service = await read_body(CountTokensRequest, request), service_of(request)
+    service.check_model(body.model)
+    work = process_text(body, lambda: json_response(_counted(body, service)))
     return await while_connected(request.receive, work)
 
 
@@ -95,10 +112,20 @@ def _tokenized(body: TokenizeRequest, service: Service, limit: int) -> Tokenized
     else:
         text, special, param = body.prompt or "", True, "prompt"
     special = special if body.add_special_tokens is None else body.add_special_tokens
-    limited = "the maximum length of a text for /tokenize"
-    tokens = encode(text, tokenizer, MAX_TEXT_TOKENS, param, special=special, limited=limited)
+    tokens = encode(text, tokenizer, MAX_TEXT_TOKENS, param, special=special, limited=LIMITED)
     pieces = [_piece(token_id, service.spelling) for token_id in tokens] if body.return_token_strs else None
     return Tokenized(len(tokens), limit, tokens, pieces)
+
+
+def _counted(body: CountTokensRequest, service: Service) -> CountedTokens:
+    template, tokenizer = service.chat_template, service.spelling.tokenizer
+    try:
+        text = render(body.chat.messages, body.chat, template)
+    except ApiError as error:
+        raise error.renamed(body.renamed) from None
+    special = template.adds_special
+    tokens = encode(text, tokenizer, MAX_TEXT_TOKENS, "messages", special=special, limited=LIMITED)
+    return CountedTokens(len(tokens))
 
 
 def _piece(token_id: int, spelling: TokenSpelling) -> str:

@@ -13,18 +13,22 @@ class StopStrings:
         self._stops, self._keep = tuple(stops), keep
         self._longest = max(map(len, stops), default=0)
         self._held = ""
-        self.found = False
+        self.match: str | None = None  # the stop string that was found
+
+    @property
+    def found(self) -> bool:
+        return self.match is not None
 
     def push(self, text: str) -> str:
         """The text that cannot belong to a stop string. Empty after a stop string was found."""
         if self.found:
             return ""
         text = self._held + text
-        cuts = [(cut, cut + len(stop) * self._keep) for stop in self._stops if (cut := text.find(stop)) >= 0]
+        cuts = [(cut, cut + len(stop) * self._keep, stop) for stop in self._stops if (cut := text.find(stop)) >= 0]
         if cuts:
-            self.found = True
+            _, end, self.match = min(cuts)
             self._held = ""
-            return text[: min(cuts)[1]]
+            return text[:end]
         kept = self._prefix_length(text)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]

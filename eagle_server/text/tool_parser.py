@@ -15,7 +15,8 @@ WHITESPACE = 64  # most characters before and within a call; without a limit eac
 class ToolCallDelta:
     """The new part of a tool call. The first delta has `id` and `name`, the last one has `is_complete`.
 
-    A call that never gets `is_complete` was invalid or cut off. Its text is content.
+    A call that never gets `is_complete` was invalid or cut off. Its text is content. `content_before` of the first
+    delta counts the characters of content before the call.
     """
 
     index: int
@@ -23,6 +24,7 @@ class ToolCallDelta:
     name: str | None = None
     arguments: str = ""
     is_complete: bool = False
+    content_before: int = 0
 
     def extend(self, other: ToolCallDelta) -> None:
         """Append the next delta of the same call."""
@@ -69,6 +71,7 @@ class ToolCallParser:
         self._name: str | None = None
         self._index = 0
         self._after_call = False
+        self._content_length = 0  # of what earlier pieces returned
         self.complete = 0  # calls
 
     @property
@@ -92,6 +95,7 @@ class ToolCallParser:
             pass
         if self.is_done:
             self._held = ""
+        self._content_length += len(parsed.content)
         return parsed
 
     # The parser's states. Each consumes held text, and returns whether the next state should run.
@@ -181,8 +185,12 @@ class ToolCallParser:
             if name is None or not self._accepts_name(name):
                 return
             self._name = name
-            join(parsed.tool_calls, [ToolCallDelta(self._index, self._format.new_id(), self._name)])
+            join(parsed.tool_calls, [self._new_call(parsed, name)])
         join(parsed.tool_calls, [ToolCallDelta(self._index, arguments=found.take_arguments(self._held))])
+
+    def _new_call(self, parsed: ParsedText, name: str, arguments: str = "") -> ToolCallDelta:
+        before = self._content_length + len(parsed.content)
+        return ToolCallDelta(self._index, self._format.new_id(), name, arguments, content_before=before)
 
     def _complete_call(self, parsed: ParsedText, end: int) -> bool:
         """
@@ -193,7 +201,7 @@ class ToolCallParser:
         if self._name is None:
             if not self._accepts_name(name):
                 raise NotAToolCall("another function")
-            join(parsed.tool_calls, [ToolCallDelta(self._index, self._format.new_id(), name, arguments)])
+            join(parsed.tool_calls, [self._new_call(parsed, name, arguments)])
         join(parsed.tool_calls, [ToolCallDelta(self._index, is_complete=True)])
         self.complete += 1
         self._index += 1

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from eagle_server.api import chat, completions, docs_page, inspection, playground, tokens
+from eagle_server.api import docs_page, inspection, playground, tokens
+from eagle_server.api.app import GENERATING
 from eagle_server.client.client import EngineClient
 from eagle_server.config import parse_args
 from tests.api.calls import complete
@@ -118,7 +119,7 @@ async def test_without_an_engine_there_is_nothing_to_flush_or_probe(config: Any,
 
 async def test_the_document_names_every_path(http: httpx.AsyncClient) -> None:
     document = (await http.get("/openapi.json")).json()
-    routes = [route for module in (completions, chat, tokens, inspection) for route in module.router.routes]
+    routes = [route for module in (*GENERATING, tokens, inspection) for route in module.router.routes]
     served = {getattr(route, "path", "").replace(":path}", "}") for route in routes} - {"/"}
     assert served == set(document["paths"])
     assert set((await http.get("/")).json()["endpoints"]) < served | {"/metrics", "/openapi.json", "/docs"}

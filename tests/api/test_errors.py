@@ -354,7 +354,7 @@ async def test_token_ids_of_special_tokens_are_allowed(http: httpx.AsyncClient) 
         (
             "/tokenize",
             json.dumps({"prompt": "a" * (2**19 + 1)}),
-            "the maximum length of a text for /tokenize is 524288 tokens, however the text has 524289",
+            "the maximum length of a text that is only tokenized is 524288 tokens, however the text has 524289",
         ),
     ],
 )

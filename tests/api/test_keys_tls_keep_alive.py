@@ -44,6 +44,10 @@ def test_every_key_of_option_and_file_opens_the_server(tokenizer_dir: Path, tmp_
         }.items():
             answer = httpx.get(f"{server.url}/v1/models", headers={"authorization": f"Bearer {key}".strip()})
             assert answer.status_code == status, key
+            answer = httpx.get(f"{server.url}/v1/models", headers={"x-api-key": key})
+            assert answer.status_code == status, key
+        refused = httpx.post(f"{server.url}/v1/messages", headers={"x-api-key": "key-a"}).json()
+        assert (refused["type"], refused["error"]["type"]) == ("error", "authentication_error")
         info = httpx.get(f"{server.url}/v1/server_info", headers={"authorization": "Bearer key-a1"}).text
         assert not any(secret in info for secret in ("key-b2", "key-c3"))
         assert "key-c3" not in server.log.read_text()

@@ -37,11 +37,13 @@ class Body(Part):
     """A whole body.
 
     `neutral` maps parameters of other servers that are not supported to the values that have no effect. These values
-    are accepted. `aliases` maps older names of parameters to a parameter and its field. `expected` has the error
-    message of parameters with several types, in place of one message per type.
+    are accepted. `advice` says for some of these parameters what to do instead. `aliases` maps older names of
+    parameters to a parameter and its field. `expected` has the error message of parameters with several types, in place
+    of one message per type.
     """
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    advice: ClassVar[dict[str, str]] = {}
     aliases: ClassVar[dict[str, tuple[str, str]]] = {}
     expected: ClassVar[dict[str, str]] = {}
 
@@ -72,7 +74,8 @@ def parse(model: type[B], body: bytes) -> B:
     for name in model.neutral.keys() & values.keys():
         value = values.pop(name)
         if value is not None and not _is_one_of(value, model.neutral[name]):
-            raise bad_request(f"{name} is not supported", name, "unsupported_parameter")
+            advice = f": {model.advice[name]}" if name in model.advice else ""
+            raise bad_request(f"{name} is not supported{advice}", name, "unsupported_parameter")
     for name in model.aliases.keys() & values.keys():
         if (value := values.pop(name)) is not None:
             parameter, field = model.aliases[name]

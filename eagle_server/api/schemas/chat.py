@@ -14,6 +14,7 @@ from eagle_server.api.schemas.generation import FAIL_FAST, MAX_LOGPROBS, Generat
 from eagle_server.api.schemas.grammar import finite
 
 Values = dict[str, Any]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class TextPart(Part):
@@ -201,7 +202,7 @@ class ChatRequest(GenerationBody, Rendering):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
     @property
     def hints(self) -> Values:

@@ -35,6 +35,9 @@ FAIL_FAST = Field(fail_fast=True)
 TokenIds = Annotated[list[int], FAIL_FAST]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+StopTexts = Annotated[list[ShortText], Field(max_length=MAX_STOPS)]
+Stops = ShortText | StopTexts
+EXPECTED_STOPS = f"should be a string or a list of at most {MAX_STOPS} strings, each of 1 to {MAX_TEXT} characters"
 
 
 class StreamOptions(Part):
@@ -44,25 +47,19 @@ class StreamOptions(Part):
     continuous_usage_stats: bool = False
 
 
-class GenerationBody(Body):
-    """Parameters of all generating endpoints; docs/api.md explains each.
+class SamplingBody(Body):
+    """Parameters of all generating endpoints, those of other APIs included; docs/api.md explains each.
 
     Texts and lists are bounded, because each is processed for every request or in every cycle.
 
     A parameter with the name of a field of `request.SamplingParams` is copied into it, see `api/sampling_params.py`.
     """
 
-    prompt_param: ClassVar[str]  # the parameter that errors about the prompt name
-    logprobs_param: ClassVar[str]  # the parameter with the number of alternatives per output token
-
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "length_penalty": (1,),
         "use_beam_search": (False,),
         "early_stopping": (False,),
         "spaces_between_special_tokens": (True,),
-        "store": (False,),
-        "service_tier": ("auto", "default"),
-        "verbosity": ("medium",),
         "no_stop_trim": (False,),
         "return_hidden_states": (False,),
         "separate_reasoning": (True, False),
@@ -72,7 +69,6 @@ class GenerationBody(Body):
         f"guided_{field}": ("structured_outputs", field) for field in ("json", "regex", "choice", "grammar")
     }
     expected: ClassVar[dict[str, str]] = {
-        "stop": f"should be a string or a list of at most {MAX_STOPS} strings, each of 1 to {MAX_TEXT} characters",
         "logit_bias": f"should map at most {MAX_BIASES} token ids, as strings, to numbers from -100 to 100",
     }
 
@@ -93,25 +89,41 @@ class GenerationBody(Body):
         description=f"At most {MAX_BAD_WORD_TOKENS} tokens of a word, and {MAX_BAD_WORDS_TOKENS} of all words.",
     )
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
-    stop: ShortText | Annotated[list[ShortText], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
     stop_token_ids: TokenIds = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
     ignore_eos: bool = False
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     speculative: bool = True
-    return_trees: bool = False
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
     stream_pacing: bool = False
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     cache_salt: ShortText | None = None
+
+
+class GenerationBody(SamplingBody):
+    """Parameters of completions and chats."""
+
+    prompt_param: ClassVar[str]  # the parameter that errors about the prompt name
+    logprobs_param: ClassVar[str]  # the parameter with the number of alternatives per output token
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **SamplingBody.neutral,
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "verbosity": ("medium",),
+    }
+    expected: ClassVar[dict[str, str]] = {**SamplingBody.expected, "stop": EXPECTED_STOPS}
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stop: Stops = Field(default_factory=list)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_trees: bool = False
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     # What clients say about a request for their provider's bookkeeping: without effect here.
     user: str | None = None
     metadata: dict[str, Any] | None = None

@@ -64,7 +64,7 @@ def attributes(request: RequestRecord, model_name: str) -> dict[str, AttributeVa
         "http.request.method": request.method,
         "url.path": request.path,
         "http.response.status_code": int(request.status),
-        "gen_ai.operation.name": "chat" if request.path.endswith("/chat/completions") else "text_completion",
+        "gen_ai.operation.name": "text_completion" if request.path == "/v1/completions" else "chat",
         "gen_ai.response.model": model_name,
         "gen_ai.request.id": request.request_id,
         "gen_ai.request.n": next(each.n for each in request.engine_requests if each.n is not None),

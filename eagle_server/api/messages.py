@@ -1,0 +1,207 @@
+"""POST /v1/messages: Anthropic's Messages API over the generation of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, UnsetType
+from starlette.routing import Route
+
+from eagle_server.api.body import process, read_body
+from eagle_server.api.chat import translated_handler
+from eagle_server.api.errors import ApiError
+from eagle_server.api.generate import GenerationHandler, no_logprobs
+from eagle_server.api.output_items import ItemBegins, ItemChange, ItemEnds, ItemGrows, OutputItem, OutputItems
+from eagle_server.api.request_id import request_id_of
+from eagle_server.api.request_state import OutputDelta
+from eagle_server.api.response_parts import Metrics, Usage
+from eagle_server.api.schemas.messages import MessagesRequest
+from eagle_server.api.service import service_of
+from eagle_server.api.sse import event
+
+
+class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+    """`input` is a JSON object."""
+
+    id: str
+    name: str
+    input: msgspec.Raw
+
+
+ContentBlock = TextBlock | ToolUseBlock
+
+
+class MessageUsage(msgspec.Struct):
+    """`input_tokens` does not include the tokens from the prefix cache, `cache_read_input_tokens`."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0  # counts marks of the request, which have no effect here
+
+    @classmethod
+    def of(cls, usage: Usage) -> MessageUsage:
+        cached = usage.prompt_tokens_details.cached_tokens
+        return cls(usage.prompt_tokens - cached, cached, usage.completion_tokens)
+
+
+class MessageBody(msgspec.Struct, kw_only=True):
+    """An answer, or in message_start its beginning."""
+
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    model: str
+    content: list[ContentBlock]
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage
+    metrics: Metrics | UnsetType = UNSET
+
+
+class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
+    message: MessageBody
+
+
+class BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
+    index: int
+    content_block: ContentBlock
+
+
+class AddedText(msgspec.Struct, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class AddedInput(msgspec.Struct, tag_field="type", tag="input_json_delta"):
+    partial_json: str
+
+
+class BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
+    index: int
+    delta: AddedText | AddedInput
+
+
+class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
+    index: int
+
+
+class StopReason(msgspec.Struct):
+    stop_reason: str | None
+    stop_sequence: str | None
+
+
+class MessageEnd(msgspec.Struct, tag_field="type", tag="message_delta"):
+    """How the message ended. The usage is of the whole message."""
+
+    delta: StopReason
+    usage: MessageUsage
+    metrics: Metrics | UnsetType
+
+
+class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
+    pass
+
+
+MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageEnd | MessageStop
+
+
+async def create_message(request: Request) -> Response:
+    body = await read_body(MessagesRequest, request)
+    service = service_of(request)
+    ready = service.ready_for(body.model)
+    message_id = f"msg_{request_id_of(request)}"
+    handler = await process(body, lambda: translated_handler(body, service, ready, message_id))
+    builder = MessageBuilder(body)
+    return await handler.respond(
+        request,
+        build_logprobs=no_logprobs,
+        build_response=builder.response,
+        build_events=builder.events,
+        build_end=builder.end,
+    )
+
+
+# A Starlette route, as in `chat.py`.
+router = APIRouter(routes=[Route("/v1/messages", create_message, methods=["POST"])])
+
+
+class MessageBuilder:
+    """Builds the answer to one request, or the events of its stream."""
+
+    def __init__(self, body: MessagesRequest) -> None:
+        self._body = body
+        self._items = OutputItems()
+        self._has_begun = False
+
+    def response(self, handler: GenerationHandler, outputs: Sequence[OutputDelta]) -> MessageBody:
+        [output] = outputs
+        for _ in self._items.add(output):
+            pass
+        content = [_block(item, item.content) for item in self._items.valid]
+        stop = self._stop(handler)
+        return MessageBody(
+            id=handler.id,
+            model=handler.model,
+            content=content,
+            stop_reason=stop.stop_reason,
+            stop_sequence=stop.stop_sequence,
+            usage=MessageUsage.of(handler.usage),
+            metrics=handler.metrics,
+        )
+
+    def events(self, handler: GenerationHandler, output: OutputDelta) -> bytes:
+        begin = self._begin(handler)
+        return begin + b"".join(_encoded(_event_of(change)) for change in self._items.add(output))
+
+    def end(self, handler: GenerationHandler, error: ApiError | None) -> bytes:
+        if error is not None:
+            return event(error.anthropic_body, "error")
+        end = MessageEnd(self._stop(handler), MessageUsage.of(handler.usage), handler.metrics)
+        return self._begin(handler) + _encoded(end) + _encoded(MessageStop())
+
+    def _begin(self, handler: GenerationHandler) -> bytes:
+        """The first event, unless it was sent."""
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        message = MessageBody(id=handler.id, model=handler.model, content=[], usage=MessageUsage.of(handler.usage))
+        return _encoded(MessageStart(message))
+
+    def _stop(self, handler: GenerationHandler) -> StopReason:
+        match self._items.finish_reason:
+            case "length":
+                return StopReason("max_tokens", None)
+            case "tool_calls":
+                return StopReason("tool_use", None)
+        found = handler.states[0].stop_string
+        if found in self._body.stop_sequences:
+            return StopReason("stop_sequence", found)
+        return StopReason("end_turn", None)  # the model ended it, or a stop string of the chat template
+
+
+def _event_of(change: ItemChange) -> MessageEvent:
+    item = change.item
+    match change:
+        case ItemBegins():
+            return BlockStart(item.index, _block(item, ""))
+        case ItemGrows(addition=addition):
+            return BlockDelta(item.index, AddedText(addition) if item.call is None else AddedInput(addition))
+        case ItemEnds():
+            return BlockStop(item.index)
+
+
+def _block(item: OutputItem, content: str) -> ContentBlock:
+    """An item by its kind; a new kind, such as thinking, gets its block here and its delta in `_event_of`."""
+    if item.call is None:
+        return TextBlock(content)
+    return ToolUseBlock(item.call.id or "", item.call.name or "", msgspec.Raw(content.encode() or b"{}"))
+
+
+def _encoded(data: MessageEvent) -> bytes:
+    return event(data, str(type(data).__struct_config__.tag))

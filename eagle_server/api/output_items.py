@@ -1,0 +1,111 @@
+"""An answer as a sequence of items, in the order in which the model wrote them: texts and tool calls.
+
+/v1/responses calls them output items, /v1/messages content blocks. An answer in one piece and the deltas of its stream
+make the same items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from eagle_server.api.request_state import OutputDelta
+from eagle_server.text.tool_parser import ToolCallDelta
+
+
+@dataclass
+class OutputItem:
+    """A text, or a tool call if `call` is not None. `content` is the text, or the call's arguments as JSON text.
+
+    `is_complete` is false while the item grows, and afterwards if it was cut off.
+    """
+
+    index: int
+    call: ToolCallDelta | None = None
+    content: str = ""
+    is_complete: bool = False
+
+
+@dataclass(frozen=True)
+class ItemBegins:
+    item: OutputItem
+
+
+@dataclass(frozen=True)
+class ItemGrows:
+    """`addition` is the new end of the item's content."""
+
+    item: OutputItem
+    addition: str
+
+
+@dataclass(frozen=True)
+class ItemEnds:
+    item: OutputItem
+
+
+ItemChange = ItemBegins | ItemGrows | ItemEnds
+
+
+class OutputItems:
+    """Separates the output of one choice into items. One item grows at a time."""
+
+    def __init__(self) -> None:
+        self._items: list[OutputItem] = []
+        self._open: OutputItem | None = None
+        self._text_length = 0  # of earlier outputs
+        self.finish_reason: str | None = None
+
+    @property
+    def valid(self) -> list[OutputItem]:
+        """All items without the calls that turned out to be none: their text is a text item."""
+        return [item for item in self._items if item.call is None or item.is_complete]
+
+    def add(self, output: OutputDelta) -> Iterator[ItemChange]:
+        """Add an output. What it changed must be iterated to the end."""
+        text, begin = output.text, 0
+        for call in output.tool_calls:
+            if call.id is not None:
+                end = call.content_before - self._text_length
+                yield from self._add_text(text[begin:end])
+                begin = end
+                yield from self._begin(call)
+            yield from self._add_call(call)
+        yield from self._add_text(text[begin:])
+        self._text_length += len(text)
+        if output.finish_reason is not None:
+            self.finish_reason = output.finish_reason
+            yield from self._end()
+
+    def _begin(self, call: ToolCallDelta | None) -> Iterator[ItemChange]:
+        yield from self._end()
+        self._open = OutputItem(len(self._items), call)
+        self._items.append(self._open)
+        yield ItemBegins(self._open)
+
+    def _add_text(self, text: str) -> Iterator[ItemChange]:
+        if not text:
+            return
+        if self._open is None or self._open.call is not None:
+            yield from self._begin(None)
+        yield from self._grow(text)
+
+    def _add_call(self, call: ToolCallDelta) -> Iterator[ItemChange]:
+        yield from self._grow(call.arguments)
+        if call.is_complete and self._open is not None:
+            self._open.is_complete = True
+            yield from self._end()
+
+    def _grow(self, addition: str) -> Iterator[ItemChange]:
+        if addition and self._open is not None:
+            self._open.content += addition
+            yield ItemGrows(self._open, addition)
+
+    def _end(self) -> Iterator[ItemChange]:
+        """End the item that grows, if one does. A call is complete only if its delta says so."""
+        if self._open is None:
+            return
+        if self._open.call is None:
+            self._open.is_complete = self.finish_reason != "length"
+        yield ItemEnds(self._open)
+        self._open = None

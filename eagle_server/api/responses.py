@@ -1,0 +1,307 @@
+"""POST /v1/responses: OpenAI's Responses API over the generation of a chat. Responses are not kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, UnsetType
+from starlette.routing import Route
+
+from eagle_server.api.body import process, read_body
+from eagle_server.api.chat import translated_handler
+from eagle_server.api.errors import ApiError
+from eagle_server.api.generate import GenerationHandler, no_logprobs
+from eagle_server.api.output_items import ItemBegins, ItemChange, ItemEnds, ItemGrows, OutputItem, OutputItems
+from eagle_server.api.request_id import request_id_of
+from eagle_server.api.request_state import OutputDelta
+from eagle_server.api.response_parts import Metrics, Usage
+from eagle_server.api.schemas.base import Part
+from eagle_server.api.schemas.responses import ResponsesRequest
+from eagle_server.api.service import service_of
+from eagle_server.api.sse import event
+
+ID_PREFIX = "resp_"
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
+    """A text of the answer."""
+
+    id: str
+    status: str
+    content: list[OutputText]
+    role: str = "assistant"
+
+
+class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
+    """`arguments` is a JSON object as text."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+ResponseItem = MessageItem | FunctionCallItem
+
+
+class CachedTokens(msgspec.Struct):
+    cached_tokens: int
+
+
+class ReasoningTokens(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct):
+    """Usage with the names of this API."""
+
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+    @classmethod
+    def of(cls, usage: Usage) -> ResponseUsage:
+        cached = CachedTokens(usage.prompt_tokens_details.cached_tokens)
+        return cls(usage.prompt_tokens, cached, usage.completion_tokens, ReasoningTokens(), usage.total_tokens)
+
+
+class FailureReason(msgspec.Struct):
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct):
+    reason: str = "max_output_tokens"
+
+
+class ResponseBody(msgspec.Struct, kw_only=True):
+    """A response. The fields from `instructions` to `prompt_cache_key` repeat the request's."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: str
+    error: FailureReason | None = None
+    incomplete_details: IncompleteDetails | None = None
+    model: str
+    output: list[ResponseItem] = []
+    usage: ResponseUsage | None = None
+    metrics: Metrics | UnsetType = UNSET
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    reasoning: dict[str, Any]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_p: float
+    user: str | None
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+    previous_response_id: None = None
+    store: bool = False
+    background: bool = False
+    truncation: str = "disabled"
+    service_tier: str = "default"
+
+
+class LifecycleEvent(msgspec.Struct):
+    """response.created, in_progress, completed, incomplete and failed."""
+
+    type: str
+    response: ResponseBody
+    sequence_number: int = 0  # of this and the other events: set when it is sent
+
+
+class ItemEvent(msgspec.Struct):
+    """response.output_item.added and done."""
+
+    type: str
+    output_index: int
+    item: ResponseItem
+    sequence_number: int = 0
+
+
+class PartEvent(msgspec.Struct):
+    """response.content_part.added and done. An item has one part."""
+
+    type: str
+    output_index: int
+    item_id: str
+    part: OutputText
+    content_index: int = 0
+    sequence_number: int = 0
+
+
+class TextEvent(msgspec.Struct):
+    """response.output_text.delta, which has `delta`, and done, which has `text`."""
+
+    type: str
+    output_index: int
+    item_id: str
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: list[Any] = []
+    content_index: int = 0
+    sequence_number: int = 0
+
+
+class ArgumentsEvent(msgspec.Struct):
+    """response.function_call_arguments.delta, which has `delta`, and done, which has `arguments`."""
+
+    type: str
+    output_index: int
+    item_id: str
+    delta: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    sequence_number: int = 0
+
+
+ResponseEvent = LifecycleEvent | ItemEvent | PartEvent | TextEvent | ArgumentsEvent
+
+
+async def create_response(request: Request) -> Response:
+    body = await read_body(ResponsesRequest, request)
+    service = service_of(request)
+    ready = service.ready_for(body.model)
+    response_id = f"{ID_PREFIX}{request_id_of(request)}"
+    handler = await process(body, lambda: translated_handler(body, service, ready, response_id))
+    builder = ResponseBuilder(body)
+    return await handler.respond(
+        request,
+        build_logprobs=no_logprobs,
+        build_response=builder.response,
+        build_events=builder.events,
+        build_end=builder.end,
+    )
+
+
+# A Starlette route, as in `chat.py`.
+router = APIRouter(routes=[Route("/v1/responses", create_response, methods=["POST"])])
+
+
+class ResponseBuilder:
+    """Builds the response to one request, or the events of its stream. The last event has the same response."""
+
+    def __init__(self, body: ResponsesRequest) -> None:
+        self._body = body
+        self._items = OutputItems()
+        self._sent = 0  # events
+
+    def response(self, handler: GenerationHandler, outputs: Sequence[OutputDelta]) -> ResponseBody:
+        [output] = outputs
+        for _ in self._items.add(output):
+            pass
+        return self._ended(handler, None)
+
+    def events(self, handler: GenerationHandler, output: OutputDelta) -> bytes:
+        changes = [each for change in self._items.add(output) for each in _events_of(change, handler.id)]
+        return self._begin(handler) + b"".join(map(self._send, changes))
+
+    def end(self, handler: GenerationHandler, error: ApiError | None) -> bytes:
+        response = self._ended(handler, error)
+        return self._begin(handler) + self._send(LifecycleEvent(f"response.{response.status}", response))
+
+    def _begin(self, handler: GenerationHandler) -> bytes:
+        """The first events, unless they were sent."""
+        if self._sent:
+            return b""
+        response = self._response(handler, "in_progress")
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._send(LifecycleEvent(kind, response)) for kind in kinds)
+
+    def _send(self, data: ResponseEvent) -> bytes:
+        data.sequence_number = self._sent
+        self._sent += 1
+        return event(data, data.type)
+
+    def _ended(self, handler: GenerationHandler, error: ApiError | None) -> ResponseBody:
+        is_cut = self._items.finish_reason == "length"
+        response = self._response(handler, "failed" if error else "incomplete" if is_cut else "completed")
+        response.output = [_item(item, handler.id) for item in self._items.valid]
+        response.usage, response.metrics = ResponseUsage.of(handler.usage), handler.metrics
+        if error is not None:
+            response.error = FailureReason(error.code or error.kind, error.message)
+        elif is_cut:
+            response.incomplete_details = IncompleteDetails()
+        else:
+            response.completed_at = int(time.time())
+        return response
+
+    def _response(self, handler: GenerationHandler, status: str) -> ResponseBody:
+        body = self._body
+        return ResponseBody(
+            id=handler.id,
+            created_at=handler.created,
+            status=status,
+            model=handler.model,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            parallel_tool_calls=body.parallel_tool_calls,
+            reasoning=_given(body.reasoning),
+            temperature=body.temperature,
+            text={"format": {"type": "text"}, **_given(body.text)},
+            tool_choice=_given(body.tool_choice) if isinstance(body.tool_choice, Part) else body.tool_choice or "auto",
+            tools=body.tools,
+            top_p=body.top_p,
+            user=body.user,
+            safety_identifier=body.safety_identifier,
+            prompt_cache_key=body.prompt_cache_key,
+        )
+
+
+def _given(part: Part | None) -> dict[str, Any]:
+    """The parameters of an object in the request."""
+    return {} if part is None else part.model_dump(by_alias=True, exclude_unset=True)
+
+
+def _events_of(change: ItemChange, response_id: str) -> Iterator[ResponseEvent]:
+    """The events of a change, in OpenAI's order."""
+    item = change.item
+    index, item_id = item.index, _item_id(item, response_id)
+    match change:
+        case ItemBegins():
+            yield ItemEvent("response.output_item.added", index, _item(item, response_id, "in_progress"))
+            if item.call is None:
+                yield PartEvent("response.content_part.added", index, item_id, OutputText(""))
+        case ItemGrows(addition=addition) if item.call is None:
+            yield TextEvent("response.output_text.delta", index, item_id, delta=addition)
+        case ItemGrows(addition=addition):
+            yield ArgumentsEvent("response.function_call_arguments.delta", index, item_id, delta=addition)
+        case ItemEnds():
+            if item.call is None:
+                yield TextEvent("response.output_text.done", index, item_id, text=item.content)
+                yield PartEvent("response.content_part.done", index, item_id, OutputText(item.content))
+            else:
+                yield ArgumentsEvent("response.function_call_arguments.done", index, item_id, arguments=item.content)
+            yield ItemEvent("response.output_item.done", index, _item(item, response_id))
+
+
+def _item_id(item: OutputItem, response_id: str) -> str:
+    return f"{'msg' if item.call is None else 'fc'}_{response_id.removeprefix(ID_PREFIX)}_{item.index}"
+
+
+def _item(item: OutputItem, response_id: str, status: str | None = None) -> ResponseItem:
+    """An item by its kind; a new kind, such as reasoning, gets its object here and its events in `_events_of`."""
+    status = status or ("completed" if item.is_complete else "incomplete")
+    item_id = _item_id(item, response_id)
+    if item.call is None:
+        return MessageItem(item_id, status, [OutputText(item.content)] if item.content else [])
+    return FunctionCallItem(item_id, status, item.call.id or "", item.call.name or "", item.content)

@@ -1,0 +1,254 @@
+"""The bodies of POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from eagle_server.api.schemas.base import Part
+from eagle_server.api.schemas.chat import FunctionCall, Message, ToolCallParam, Values
+from eagle_server.api.schemas.generation import FAIL_FAST, NonEmpty, SamplingBody, StopTexts
+from eagle_server.api.schemas.grammar import JsonSchema, finite
+from eagle_server.api.schemas.translated import TranslatedBody, typed, with_system
+
+JsonObject = Annotated[Values, AfterValidator(finite)]
+
+
+class CacheControl(Part):
+    """Without effect: the prefix cache needs no marks."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Block(Part):
+    cache_control: CacheControl | None = None
+
+
+class TextBlockParam(Block):
+    type: Literal["text"]
+    text: str
+    citations: list[Any] | None = None
+
+
+def _text_block(text: str) -> Values:
+    return {"type": "text", "text": text}
+
+
+Texts = Annotated[
+    list[TextBlockParam], FAIL_FAST, typed("text", of_text=_text_block, schema=str | list[TextBlockParam])
+]
+
+
+def _text(blocks: Iterable[TextBlockParam]) -> str:
+    """Blocks are joined by line breaks, as the parts of a chat's message."""
+    return "\n".join(block.text for block in blocks)
+
+
+class ToolUseParam(Block):
+    """A tool call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: NonEmpty
+    name: NonEmpty
+    input: JsonObject
+    caller: Values | None = None
+
+    @property
+    def call(self) -> ToolCallParam:
+        arguments = json.dumps(self.input, ensure_ascii=False)
+        return ToolCallParam(id=self.id, function=FunctionCall(name=self.name, arguments=arguments))
+
+
+class ToolResultParam(Block):
+    """What the tool returned. Templates have no place for `is_error`: the content says it."""
+
+    type: Literal["tool_result"]
+    tool_use_id: NonEmpty
+    content: Texts = Field(default_factory=list)
+    is_error: bool | None = None
+
+
+class ThinkingParam(Block):
+    """Thinking of an earlier answer. It is not shown to the model."""
+
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: str | None = None
+    signature: str | None = None
+    data: str | None = None
+
+
+BlockParam = Annotated[TextBlockParam | ToolUseParam | ToolResultParam | ThinkingParam, Field(discriminator="type")]
+Blocks = Annotated[
+    list[BlockParam],
+    FAIL_FAST,
+    typed(
+        "text",
+        "tool_use",
+        "tool_result",
+        "thinking",
+        "redacted_thinking",
+        of_text=_text_block,
+        schema=str | list[BlockParam],
+    ),
+]
+
+
+class AnthropicMessage(Part):
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+    @field_validator("content")
+    @classmethod
+    def _belong_to_the_role(cls, blocks: list[BlockParam], info: ValidationInfo) -> list[BlockParam]:
+        role = info.data.get("role")
+        for block in blocks:
+            owner = {"tool_use": "assistant", "tool_result": "user"}.get(block.type, role)
+            if owner != role:
+                raise PydanticCustomError("role", f"{block.type} belongs to messages of the {owner}")
+        return blocks
+
+    @property
+    def of_chat(self) -> Iterator[Message]:
+        """Each tool result is a message of its own. They come first, as the calls before them must be answered."""
+        results = [block for block in self.content if isinstance(block, ToolResultParam)]
+        for result in results:
+            yield Message(role="tool", content=_text(result.content), tool_call_id=result.tool_use_id)
+        texts = [block for block in self.content if isinstance(block, TextBlockParam)]
+        calls = [block.call for block in self.content if isinstance(block, ToolUseParam)]
+        if texts or not results:
+            yield Message(role=self.role, content=_text(texts), tool_calls=calls)
+
+
+class InputTool(Block):
+    """A tool that the model may call. Its input is always streamed eagerly."""
+
+    type: Literal["custom"]
+    name: NonEmpty
+    description: str | None = None
+    input_schema: JsonObject
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+    defer_loading: Literal[False] | None = None
+
+    @property
+    def of_chat(self) -> Values:
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+class ToolChoice(Part):
+    type: Literal["auto", "any", "tool", "none"]
+    name: NonEmpty | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _name_where_due(self) -> ToolChoice:
+        if (self.name is not None) != (self.type == "tool"):
+            raise PydanticCustomError("name", "name belongs to type tool, and to no other")
+        return self
+
+    @property
+    def of_chat(self) -> Any:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class ThinkingConfig(Part):
+    """Whether to think is a hint for the template. Nothing but max_tokens bounds it."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(JsonSchema):
+    type: Literal["json_schema"]
+
+
+class OutputConfig(Part):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class AnthropicConversation(TranslatedBody):
+    """What both endpoints take: all that decides the prompt."""
+
+    names: ClassVar[dict[str, str]] = {
+        "max_completion_tokens": "max_tokens",
+        "response_format": "output_config.format",
+        "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+        "function.parameters": "input_schema",
+    }
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "container": (),
+        "mcp_servers": ([],),
+        "speed": ("standard",),
+    }
+
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1), FAIL_FAST]
+    system: Texts = Field(default_factory=list)
+    tools: Annotated[list[InputTool], FAIL_FAST, typed("custom", default="custom")] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+    @cached_property
+    def messages_of_chat(self) -> list[Message]:
+        return with_system([_text(self.system)], [each for message in self.messages for each in message.of_chat])
+
+    @property
+    def chat_parameters(self) -> Values:
+        choice, format = self.tool_choice, None if self.output_config is None else self.output_config.format
+        last = self.messages_of_chat[-1]
+        return {
+            "tools": [tool.of_chat for tool in self.tools],
+            "tool_choice": None if choice is None else choice.of_chat,
+            "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
+            "response_format": format and {"type": "json_schema", "json_schema": {"schema": format.schema_}},
+            "reasoning_effort": self._effort,
+            # The answer continues an assistant's message at the end of the conversation.
+            "continue_final_message": last.role == "assistant" and not last.tool_calls,
+        }
+
+    @property
+    def _effort(self) -> str | None:
+        effort = None if self.output_config is None else self.output_config.effort
+        if self.thinking is None:
+            return "xhigh" if effort == "max" else effort
+        if self.thinking.type == "disabled":
+            return "none"
+        return "xhigh" if effort == "max" else effort or "medium"
+
+
+class MessagesRequest(SamplingBody, AnthropicConversation):
+    """A conversation to answer, as Anthropic's Messages API has it."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **SamplingBody.neutral,
+        **AnthropicConversation.neutral,
+        "service_tier": ("auto", "standard_only"),
+    }
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: StopTexts = Field(default_factory=list)
+    chat_template_kwargs: Values = Field(default_factory=dict)
+    metadata: Values | None = None  # without effect
+
+    @property
+    def chat_parameters(self) -> Values:
+        own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
+        return {**super().chat_parameters, **own, "chat_template_kwargs": self.chat_template_kwargs}
+
+
+class CountTokensRequest(AnthropicConversation):
+    """A conversation whose tokens are counted."""
+
+    model: str | None = None

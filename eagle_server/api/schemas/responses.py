@@ -1,0 +1,249 @@
+"""The body of POST /v1/responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from eagle_server.api.schemas.base import Part
+from eagle_server.api.schemas.chat import Function, FunctionCall, Message, ReasoningEffort, ToolCallParam, Values
+from eagle_server.api.schemas.generation import EXPECTED_STOPS, FAIL_FAST, NonEmpty, SamplingBody, Stops
+from eagle_server.api.schemas.grammar import JsonSchema
+from eagle_server.api.schemas.translated import TranslatedBody, typed, with_system
+
+MAX_METADATA = 16
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class TextContent(Part):
+    """A text part of a message. The other fields of a response's parts are accepted, so that they can be sent back."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+Content = Annotated[
+    list[TextContent],
+    FAIL_FAST,
+    typed(
+        "input_text",
+        "output_text",
+        "text",
+        of_text=lambda text: {"type": "input_text", "text": text},
+        schema=str | list[TextContent],
+    ),
+]
+
+
+def _text(content: Iterable[TextContent]) -> str:
+    """Parts are joined by line breaks, as in chats."""
+    return "\n".join(part.text for part in content)
+
+
+class MessageItemParam(Part):
+    """A message. `phase` has no effect."""
+
+    type: Literal["message"]
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    id: str | None = None
+    status: Status | None = None
+    phase: str | None = None
+
+
+class FunctionCallParam(FunctionCall):
+    """A function call of an earlier response."""
+
+    type: Literal["function_call"]
+    call_id: NonEmpty
+    id: str | None = None
+    status: Status | None = None
+
+
+class FunctionCallOutput(Part):
+    """What the called function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: NonEmpty
+    output: Content
+    id: str | None = None
+    status: Status | None = None
+
+
+class ReasoningParam(Part):
+    """Thinking of an earlier response. It is not shown to the model."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[Any] | None = None
+    content: list[Any] | None = None
+    encrypted_content: str | None = None
+    status: Status | None = None
+
+
+Item = Annotated[
+    MessageItemParam | FunctionCallParam | FunctionCallOutput | ReasoningParam, Field(discriminator="type")
+]
+
+
+Input = Annotated[
+    list[Item],
+    FAIL_FAST,
+    typed(
+        "message",
+        "function_call",
+        "function_call_output",
+        "reasoning",
+        default="message",
+        of_text=lambda text: {"role": "user", "content": text},
+        schema=str | list[Item],
+    ),
+]
+
+
+class FunctionTool(Function):
+    type: Literal["function"]
+
+
+class ChosenFunction(Part):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    name: NonEmpty
+
+
+class SchemaFormat(JsonSchema):
+    type: Literal["json_schema"]
+
+
+class PlainFormat(Part):
+    type: Literal["text", "json_object"]
+
+
+class TextConfig(Part):
+    format: Annotated[SchemaFormat | PlainFormat, Field(discriminator="type")] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningConfig(Part):
+    """`summary` asks for what this server never has: summaries of thinking."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesRequest(SamplingBody, TranslatedBody):
+    """A conversation to continue, as OpenAI's Responses API has it."""
+
+    names: ClassVar[dict[str, str]] = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "function.parameters": "parameters",
+    }
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **SamplingBody.neutral,
+        "store": (False,),
+        "previous_response_id": (),
+        "conversation": (),
+        "prompt": (),
+        "background": (False,),
+        "truncation": ("disabled",),
+        "include": ([], ["reasoning.encrypted_content"]),
+        "top_logprobs": (0,),
+        "stream_options": ({}, {"include_obfuscation": False}),
+        "service_tier": ("auto", "default"),
+    }
+    advice: ClassVar[dict[str, str]] = {
+        "store": "responses are not kept; set it to false",
+        "previous_response_id": "responses are not kept; send the whole conversation as input",
+        "conversation": "responses are not kept; send the whole conversation as input",
+    }
+    expected: ClassVar[dict[str, str]] = {
+        **SamplingBody.expected,
+        "stop": EXPECTED_STOPS,
+        "tool_choice": 'should be none, auto, required or {"type": "function", "name": "..."}',
+    }
+
+    input: Input
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    stop: Stops = Field(default_factory=list)
+    text: TextConfig | None = None
+    # Unparsed: templates print them, and the response repeats them.
+    tools: Annotated[list[Values], FAIL_FAST, typed("function")] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    parallel_tool_calls: bool = True
+    reasoning: ReasoningConfig | None = None
+    chat_template_kwargs: Values = Field(default_factory=dict)
+    # Repeated in the response.
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
+        None, max_length=MAX_METADATA
+    )
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _are_function_tools(cls, tools: list[Values]) -> list[Values]:
+        for tool in tools:
+            FunctionTool.model_validate(tool)
+        return tools
+
+    @cached_property
+    def messages_of_chat(self) -> list[Message]:
+        return with_system([self.instructions or ""], _messages(self.input))
+
+    @property
+    def chat_parameters(self) -> Values:
+        choice: Any = self.tool_choice
+        if isinstance(choice, ChosenFunction):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        return {
+            "max_completion_tokens": self.max_output_tokens,
+            "stop": self.stop,
+            "response_format": self._response_format,
+            "tools": [_chat_tool(tool) for tool in self.tools],
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+
+    @property
+    def _response_format(self) -> Values | None:
+        format = None if self.text is None else self.text.format
+        if isinstance(format, SchemaFormat):
+            return {"type": "json_schema", "json_schema": {"schema": format.schema_}}
+        return None if format is None else {"type": format.type}
+
+
+def _chat_tool(tool: Values) -> Values:
+    function = {name: value for name, value in tool.items() if name != "type" and value is not None}
+    return {"type": "function", "function": function}
+
+
+def _messages(items: Iterable[Item]) -> list[Message]:
+    """Calls belong to the assistant's message before them."""
+    messages: list[Message] = []
+    for item in items:
+        match item:
+            case MessageItemParam():
+                messages.append(Message(role=item.role, content=_text(item.content)))
+            case FunctionCallParam():
+                call = ToolCallParam(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
+                last = messages.pop() if messages and messages[-1].role == "assistant" else None
+                content, calls = ("", []) if last is None else (last.text, last.tool_calls)
+                messages.append(Message(role="assistant", content=content, tool_calls=[*calls, call]))
+            case FunctionCallOutput():
+                messages.append(Message(role="tool", content=_text(item.output), tool_call_id=item.call_id))
+            case ReasoningParam():
+                pass
+    return messages

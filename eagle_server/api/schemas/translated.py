@@ -1,0 +1,93 @@
+"""Bodies of other APIs, which are translated to a chat."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import takewhile
+from typing import Any, ClassVar
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError, PydanticUndefined
+
+from eagle_server.api.schemas.base import Body
+from eagle_server.api.schemas.chat import ChatRequest, Message, Values
+from eagle_server.api.schemas.generation import SamplingBody
+
+LONGEST_TYPE = 40  # characters of a type that an error repeats
+_NAMES = re.compile(r"[a-z_]+(\.[a-z_]+)*")
+
+
+class TranslatedBody(Body):
+    """A body that has a chat's meaning. `names` has its parameters' names by those of the chat, for errors."""
+
+    names: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def messages_of_chat(self) -> list[Message]:
+        raise NotImplementedError
+
+    @property
+    def chat_parameters(self) -> Values:
+        """The chat's parameters without its messages and those of SamplingBody. None: not given."""
+        raise NotImplementedError
+
+    @cached_property
+    def chat(self) -> ChatRequest:
+        shared = self.model_fields_set & SamplingBody.model_fields.keys()
+        sampling = {name: getattr(self, name) for name in shared}
+        return ChatRequest.model_validate({**sampling, **self.chat_parameters, "messages": self.messages_of_chat})
+
+    @classmethod
+    def renamed(cls, text: str) -> str:
+        """A text of the chat's errors with this body's names."""
+        return _NAMES.sub(lambda name: cls.names.get(name[0], name[0]), text)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        if not self.messages_of_chat:
+            yield self.renamed("messages"), "has no messages"
+        for name, problem in self.chat.problems():
+            yield self.renamed(name), self.renamed(problem)
+
+
+def typed(
+    *kinds: str,
+    default: str | None = None,
+    of_text: Callable[[str], Values] | None = None,
+    schema: Any = PydanticUndefined,
+) -> BeforeValidator:
+    """For a list of objects that differ by `type`. An error names the first type that is not among `kinds`.
+
+    `default`: the type of objects without one. `of_text`: the object that a text in place of the list stands for; then
+    `schema` is the type that /openapi.json shows.
+    """
+
+    def check(given: Any) -> Any:
+        values = [of_text(given)] if isinstance(given, str) and of_text is not None else given
+        if not isinstance(values, list):
+            raise PydanticCustomError("list", "should be a list" if of_text is None else "should be a string or a list")
+        return [entry(number, value) for number, value in enumerate(values)]
+
+    def entry(number: int, value: Any) -> Values:
+        if not isinstance(value, dict):
+            raise PydanticCustomError("object", "entry {number} should be an object", {"number": number})
+        kind = value.get("type") or default
+        if kind not in kinds:
+            context = {"number": number, "kind": repr(kind)[:LONGEST_TYPE], "kinds": ", ".join(kinds)}
+            raise PydanticCustomError("type", "entry {number} is of type {kind}; supported: {kinds}", context)
+        return {**value, "type": kind}
+
+    return BeforeValidator(check, json_schema_input_type=schema)
+
+
+def with_system(texts: Sequence[str], messages: Sequence[Message]) -> list[Message]:
+    """One system message of `texts` and of the system messages that begin the conversation, then the other messages.
+
+    Many templates allow no second one.
+    """
+    begin = list(takewhile(lambda message: message.role in ("system", "developer"), messages))
+    system = [text for text in (*texts, *(message.text for message in begin)) if text]
+    lead = [Message(role="system", content="\n\n".join(system))] if system else []
+    return [*lead, *messages[len(begin) :]]

@@ -1,0 +1,81 @@
+"""An answer in one piece and its stream make the same items, however the text is cut into pieces."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle_server.api.output_items import ItemBegins, ItemEnds, ItemGrows, OutputItems
+from eagle_server.api.request_state import OutputDelta
+from eagle_server.text.tool_formats import FORMATS
+from eagle_server.text.tool_parser import ToolCallParser
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+BROKEN = '<tool_call>{"name": "f", "arguments": {"a": 1]}</tool_call>'
+ANSWERS = ["", "text", CALL, f"before{CALL}after", f"{CALL}{CALL}", f"a{CALL}b{CALL}c", f"a{BROKEN}b{CALL}", CALL[:-20]]
+
+
+def deltas(text: str, cuts: list[int], finish_reason: str = "stop") -> list[OutputDelta]:
+    """What RequestState makes of the text in pieces."""
+    parser = ToolCallParser(FORMATS["hermes"], {"f"})
+    bounds = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    outputs = [OutputDelta(0) for _ in bounds]
+    for output, begin, end in zip(outputs, bounds, bounds[1:], strict=False):
+        output.add_parsed(parser.push(text[begin:end]))
+    outputs[-1].add_parsed(parser.flush())
+    outputs[-1].finish_reason = finish_reason
+    return outputs
+
+
+def shown(items: OutputItems) -> list[tuple[str | None, str, bool]]:
+    return [(item.call and item.call.name, item.content, item.is_complete) for item in items.valid]
+
+
+CUTS = st.lists(st.integers(0, 140), max_size=12)
+
+
+@given(text=st.sampled_from(ANSWERS), cuts=CUTS, other_cuts=CUTS)
+def test_pieces_of_any_size_make_the_same_items(text: str, cuts: list[int], other_cuts: list[int]) -> None:
+    streamed, whole = OutputItems(), OutputItems()
+    changes = [change for output in deltas(text, cuts) for change in streamed.add(output)]
+    joined = OutputDelta(0)
+    for output in deltas(text, other_cuts):
+        joined.extend(output)
+    list(whole.add(joined))
+    assert shown(streamed) == shown(whole)
+    depth = 0
+    for change in changes:
+        match change:
+            case ItemBegins():
+                depth += 1
+            case ItemGrows(item, addition):
+                assert addition and item.content
+            case ItemEnds():
+                depth -= 1
+        assert depth in (0, 1), "one item grows at a time"
+    assert depth == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "expected"),
+    [
+        ("", "stop", []),
+        ("text", "stop", [(None, "text", True)]),
+        ("text", "length", [(None, "text", False)]),
+        (
+            f"a{CALL}b{CALL}",
+            "tool_calls",
+            [(None, "a", True), ("f", '{"a": 1}', True), (None, "b", True), ("f", '{"a": 1}', True)],
+        ),
+        (f"a{BROKEN}", "stop", [(None, "a", True), (None, BROKEN, True)]),
+        (CALL[:-20], "length", [(None, CALL[:-20], False)]),
+    ],
+)
+def test_items_come_in_the_order_of_the_text(
+    text: str, reason: str, expected: list[tuple[str | None, str, bool]]
+) -> None:
+    items = OutputItems()
+    for output in deltas(text, [3, 30], reason):
+        list(items.add(output))
+    assert shown(items) == expected
