@@ -50,6 +50,7 @@ class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
 
 
 ResponseItem = MessageItem | FunctionCallItem
@@ -182,7 +183,7 @@ async def create_response(request: Request) -> Response:
     ready = service.ready_for(body.model)
     response_id = f"{ID_PREFIX}{request_id_of(request)}"
     handler = await process(body, lambda: translated_handler(body, service, ready, response_id))
-    builder = ResponseBuilder(body)
+    builder = ResponseBuilder(body, response_id)
     return await handler.respond(
         request,
         build_logprobs=no_logprobs,
@@ -199,8 +200,9 @@ router = APIRouter(routes=[Route("/v1/responses", create_response, methods=["POS
 class ResponseBuilder:
     """Builds the response to one request, or the events of its stream. The last event has the same response."""
 
-    def __init__(self, body: ResponsesRequest) -> None:
+    def __init__(self, body: ResponsesRequest, response_id: str) -> None:
         self._body = body
+        self._id = response_id
         self._items = OutputItems()
         self._sent = 0  # events
 
@@ -211,7 +213,7 @@ class ResponseBuilder:
         return self._ended(handler, None)
 
     def events(self, handler: GenerationHandler, output: OutputDelta) -> bytes:
-        changes = [each for change in self._items.add(output) for each in _events_of(change, handler.id)]
+        changes = (each for change in self._items.add(output) for each in self._events_of(change))
         return self._begin(handler) + b"".join(map(self._send, changes))
 
     def end(self, handler: GenerationHandler, error: ApiError | None) -> bytes:
@@ -231,10 +233,43 @@ class ResponseBuilder:
         self._sent += 1
         return event(data, data.type)
 
+    def _events_of(self, change: ItemChange) -> Iterator[ResponseEvent]:
+        """The events of a change, in OpenAI's order."""
+        item = change.item
+        index, item_id = item.index, self._item_id(item)
+        match change:
+            case ItemBegins():
+                yield ItemEvent("response.output_item.added", index, self._item(item, "in_progress"))
+                if item.call is None:
+                    yield PartEvent("response.content_part.added", index, item_id, OutputText(""))
+            case ItemGrows(addition=addition) if item.call is None:
+                yield TextEvent("response.output_text.delta", index, item_id, delta=addition)
+            case ItemGrows(addition=addition):
+                yield ArgumentsEvent("response.function_call_arguments.delta", index, item_id, delta=addition)
+            case ItemEnds():
+                if item.call is None:
+                    yield TextEvent("response.output_text.done", index, item_id, text=item.content)
+                    yield PartEvent("response.content_part.done", index, item_id, OutputText(item.content))
+                else:
+                    kind = "response.function_call_arguments.done"
+                    yield ArgumentsEvent(kind, index, item_id, arguments=item.content)
+                yield ItemEvent("response.output_item.done", index, self._item(item))
+
+    def _item(self, item: OutputItem, status: str | None = None) -> ResponseItem:
+        """An item by its kind; a new kind, such as reasoning, gets its object here and its events in `_events_of`."""
+        item_id, status = self._item_id(item), status or ("completed" if item.is_complete else "incomplete")
+        if item.call is None:
+            return MessageItem(item_id, status, [OutputText(item.content)] if item.content else [])
+        namespace, name = self._body.name_of(item.call.name or "")
+        return FunctionCallItem(item_id, status, item.call.id or "", name, item.content, namespace or UNSET)
+
+    def _item_id(self, item: OutputItem) -> str:
+        return f"{'msg' if item.call is None else 'fc'}_{self._id.removeprefix(ID_PREFIX)}_{item.index}"
+
     def _ended(self, handler: GenerationHandler, error: ApiError | None) -> ResponseBody:
         is_cut = self._items.finish_reason == "length"
         response = self._response(handler, "failed" if error else "incomplete" if is_cut else "completed")
-        response.output = [_item(item, handler.id) for item in self._items.valid]
+        response.output = [self._item(item) for item in self._items.valid]
         response.usage, response.metrics = ResponseUsage.of(handler.usage), handler.metrics
         if error is not None:
             response.error = FailureReason(error.code or error.kind, error.message)
@@ -247,7 +282,7 @@ class ResponseBuilder:
     def _response(self, handler: GenerationHandler, status: str) -> ResponseBody:
         body = self._body
         return ResponseBody(
-            id=handler.id,
+            id=self._id,
             created_at=handler.created,
             status=status,
             model=handler.model,
@@ -270,38 +305,3 @@ class ResponseBuilder:
 def _given(part: Part | None) -> dict[str, Any]:
     """The parameters of an object in the request."""
     return {} if part is None else part.model_dump(by_alias=True, exclude_unset=True)
-
-
-def _events_of(change: ItemChange, response_id: str) -> Iterator[ResponseEvent]:
-    """The events of a change, in OpenAI's order."""
-    item = change.item
-    index, item_id = item.index, _item_id(item, response_id)
-    match change:
-        case ItemBegins():
-            yield ItemEvent("response.output_item.added", index, _item(item, response_id, "in_progress"))
-            if item.call is None:
-                yield PartEvent("response.content_part.added", index, item_id, OutputText(""))
-        case ItemGrows(addition=addition) if item.call is None:
-            yield TextEvent("response.output_text.delta", index, item_id, delta=addition)
-        case ItemGrows(addition=addition):
-            yield ArgumentsEvent("response.function_call_arguments.delta", index, item_id, delta=addition)
-        case ItemEnds():
-            if item.call is None:
-                yield TextEvent("response.output_text.done", index, item_id, text=item.content)
-                yield PartEvent("response.content_part.done", index, item_id, OutputText(item.content))
-            else:
-                yield ArgumentsEvent("response.function_call_arguments.done", index, item_id, arguments=item.content)
-            yield ItemEvent("response.output_item.done", index, _item(item, response_id))
-
-
-def _item_id(item: OutputItem, response_id: str) -> str:
-    return f"{'msg' if item.call is None else 'fc'}_{response_id.removeprefix(ID_PREFIX)}_{item.index}"
-
-
-def _item(item: OutputItem, response_id: str, status: str | None = None) -> ResponseItem:
-    """An item by its kind; a new kind, such as reasoning, gets its object here and its events in `_events_of`."""
-    status = status or ("completed" if item.is_complete else "incomplete")
-    item_id = _item_id(item, response_id)
-    if item.call is None:
-        return MessageItem(item_id, status, [OutputText(item.content)] if item.content else [])
-    return FunctionCallItem(item_id, status, item.call.id or "", item.call.name or "", item.content)

@@ -219,6 +219,12 @@ def test_blocks_become_messages() -> None:
     ]
 
 
+def test_what_claude_code_adds_is_accepted() -> None:
+    cleared = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    body = {"context_management": cleared, "metadata": {"user_id": "u"}, "thinking": {"type": "adaptive"}}
+    assert chat_of(messages=USER, **body).tools == []
+
+
 @pytest.mark.parametrize(
     ("body", "effort"),
     [

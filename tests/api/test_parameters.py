@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from eagle_server.api.sampling_params import CONVERTED, COPIED
-from eagle_server.api.schemas.generation import GenerationBody
+from eagle_server.api.schemas.generation import SamplingBody
 from eagle_server.request import Grammar, SamplingParams
 from tests.api.calls import complete
 from tests.api.fake_engine import FakeEngine
@@ -18,14 +18,22 @@ from tests.api.fake_engine import FakeEngine
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture(params=["/v1/completions", "/v1/chat/completions"])
+# The shortest body of each endpoint.
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "abc", "max_tokens": 4},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 4},
+    "/v1/responses": {"input": "abc", "max_output_tokens": 4},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 4},
+}
+
+
+@pytest.fixture(params=BODIES)
 def path(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 async def sampling(http: httpx.AsyncClient, engine: FakeEngine, path: str, **body: Any) -> SamplingParams:
-    prompt = {"prompt": "abc"} if path == "/v1/completions" else {"messages": MESSAGES}
-    response = await http.post(path, json={"max_tokens": 4, **prompt, **body})
+    response = await http.post(path, json={**BODIES[path], **body})
     assert response.status_code == 200, response.text
     return engine.requests[-1].sampling
 
@@ -61,7 +69,7 @@ async def test_every_parameter_of_drawing_reaches_the_engine(
 def test_every_sampling_field_is_converted_or_copied_by_name() -> None:
     """So a new parameter needs a field in the schema and in SamplingParams, and no other edit in the API."""
     assert set(SamplingParams.__struct_fields__) == CONVERTED | set(COPIED)
-    assert set(COPIED) <= GenerationBody.model_fields.keys()
+    assert set(COPIED) <= SamplingBody.model_fields.keys()
 
 
 async def test_defaults_ask_for_nothing(http: httpx.AsyncClient, engine: FakeEngine, path: str) -> None:
@@ -101,6 +109,7 @@ async def test_bad_words_are_tokenized_with_and_without_a_space(
 SCHEMA = {"type": "object", "properties": {"b": {"type": ["null", "string"], "default": None}}}
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize(
     ("given", "grammar"),
     [

@@ -204,6 +204,18 @@ def test_items_become_messages() -> None:
     assert (calling["content"], len(calling["tool_calls"])) == ("", 1)
 
 
+async def test_a_function_keeps_its_namespace(client: openai.AsyncOpenAI) -> None:
+    tools: Any = [{"type": "namespace", "name": "weather", "description": "of cities", "tools": [TOOLS[0]]}]
+    said = SAY["hermes"].replace("get_weather", "weather.get_weather")
+    whole = await client.responses.create(**asking(said, tools=tools))
+    calls: list[Any] = whole.output[1:]
+    assert [(call.namespace, call.name) for call in calls] == [("weather", "get_weather"), (None, "stop")]
+    items = [{"role": "user", "content": "x"}, *[item.model_dump(exclude_none=True) for item in whole.output]]
+    chat = parse(ResponsesRequest, json.dumps({"input": items, "tools": tools}).encode()).chat
+    assert [tool["function"]["name"] for tool in chat.tools] == ["weather.get_weather"]
+    assert [call.function.name for call in chat.messages[-1].tool_calls] == ["weather.get_weather", "stop"]
+
+
 def test_what_codex_and_other_agents_add_is_accepted() -> None:
     body = {
         "input": "x",
@@ -219,9 +231,11 @@ def test_what_codex_and_other_agents_add_is_accepted() -> None:
         "safety_identifier": "s",
         "user": "me",
         "background": False,
+        "client_metadata": {"session_id": "s"},
+        "tools": [{"type": "web_search", "external_web_access": False}],
     }
     chat = parse(ResponsesRequest, json.dumps(body).encode()).chat
-    assert (chat.reasoning_effort, chat.stream) == ("low", True)
+    assert (chat.reasoning_effort, chat.stream, chat.tools) == ("low", True, [])
 
 
 @pytest.mark.parametrize(
@@ -243,7 +257,10 @@ def test_what_codex_and_other_agents_add_is_accepted() -> None:
         ({"store": True}, "store", "set it to false"),
         ({"truncation": "auto"}, "truncation", "not supported"),
         ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "entry 0 is of type 'web_search'; supported: function"),
+        ({"tools": [{"type": "mcp"}]}, "tools", "entry 0 is of type 'mcp'; supported: function, namespace, web_search"),
+        ({"tools": [{"type": "web_search"}]}, "tools.external_web_access", "required"),
+        ({"tools": [{"type": "web_search", "external_web_access": True}]}, "tools.external_web_access", "False"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools.tools", "'custom'"),
         ({"tools": [{"type": "function"}]}, "tools.name", "required"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "none, auto, required"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "none of the tools"),

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -25,6 +26,7 @@ from eagle_server.text.tokenizer import load_tokenizer
 from tests.api.conftest import REPOSITORY
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+HI = [{"role": "user", "content": "hi"}]
 TRACEPARENT = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
 
 
@@ -108,6 +110,23 @@ async def test_a_call_is_a_span_below_its_parent(traced: httpx.AsyncClient, span
     assert {name: values[name] for name in expected} == expected
     assert 0 < values["gen_ai.latency.time_to_first_token"] <= values["gen_ai.latency.e2e"]
     assert span.end_time - span.start_time >= values["gen_ai.latency.e2e"] * 1e9
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "operation"),
+    [
+        ("/v1/completions", {"prompt": "abc"}, "text_completion"),
+        ("/v1/chat/completions", {"messages": HI, "max_tokens": 3}, "chat"),
+        ("/v1/responses", {"input": "abc", "max_output_tokens": 3}, "chat"),
+        ("/v1/messages", {"messages": HI, "max_tokens": 3}, "chat"),
+    ],
+)
+async def test_a_span_names_path_and_operation(
+    traced: httpx.AsyncClient, spans: InMemorySpanExporter, path: str, body: dict[str, Any], operation: str
+) -> None:
+    assert (await traced.post(path, json=body)).status_code == 200
+    [span] = spans.get_finished_spans()
+    assert (span.attributes["url.path"], span.attributes["gen_ai.operation.name"]) == (path, operation)
 
 
 async def test_what_generates_nothing_is_no_span(traced: httpx.AsyncClient, spans: InMemorySpanExporter) -> None:

@@ -177,6 +177,17 @@ class OutputConfig(Part):
     format: OutputFormat | None = None
 
 
+class ContextEdit(Part):
+    """Clears thinking, which the model is never shown."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Any = None
+
+
+class ContextManagement(Part):
+    edits: list[ContextEdit] = Field(default_factory=list)
+
+
 class AnthropicConversation(TranslatedBody):
     """What both endpoints take: all that decides the prompt."""
 
@@ -199,6 +210,7 @@ class AnthropicConversation(TranslatedBody):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
+    context_management: ContextManagement | None = None
 
     @cached_property
     def messages_of_chat(self) -> list[Message]:

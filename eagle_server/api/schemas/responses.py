@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -61,6 +61,7 @@ class FunctionCallParam(FunctionCall):
 
     type: Literal["function_call"]
     call_id: NonEmpty
+    namespace: NonEmpty | None = None
     id: str | None = None
     status: Status | None = None
 
@@ -108,6 +109,32 @@ Input = Annotated[
 
 class FunctionTool(Function):
     type: Literal["function"]
+
+
+class NamespaceTool(Part):
+    """Several functions. The model sees each with the namespace before its name."""
+
+    type: Literal["namespace"]
+    name: NonEmpty
+    description: str | None = None
+    tools: Annotated[list[Values], FAIL_FAST, typed("function")]
+
+    @field_validator("tools")
+    @classmethod
+    def _are_function_tools(cls, tools: list[Values]) -> list[Values]:
+        for tool in tools:
+            FunctionTool.model_validate(tool)
+        return tools
+
+
+class WebSearchTool(Part):
+    """Accepted if it may not access the web, as Codex sends it. The model is not told of it."""
+
+    type: Literal["web_search"]
+    external_web_access: Literal[False]
+
+
+TOOLS: dict[str, type[Part]] = {"function": FunctionTool, "namespace": NamespaceTool, "web_search": WebSearchTool}
 
 
 class ChosenFunction(Part):
@@ -177,7 +204,7 @@ class ResponsesRequest(SamplingBody, TranslatedBody):
     stop: Stops = Field(default_factory=list)
     text: TextConfig | None = None
     # Unparsed: templates print them, and the response repeats them.
-    tools: Annotated[list[Values], FAIL_FAST, typed("function")] = Field(default_factory=list)
+    tools: Annotated[list[Values], FAIL_FAST, typed(*TOOLS)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool = True
     reasoning: ReasoningConfig | None = None
@@ -189,12 +216,13 @@ class ResponsesRequest(SamplingBody, TranslatedBody):
     user: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
+    client_metadata: Values | None = None  # without effect
 
     @field_validator("tools")
     @classmethod
-    def _are_function_tools(cls, tools: list[Values]) -> list[Values]:
+    def _are_tools(cls, tools: list[Values]) -> list[Values]:
         for tool in tools:
-            FunctionTool.model_validate(tool)
+            TOOLS[tool["type"]].model_validate(tool)
         return tools
 
     @cached_property
@@ -210,12 +238,28 @@ class ResponsesRequest(SamplingBody, TranslatedBody):
             "max_completion_tokens": self.max_output_tokens,
             "stop": self.stop,
             "response_format": self._response_format,
-            "tools": [_chat_tool(tool) for tool in self.tools],
+            "tools": [_chat_tool(tool, namespace) for namespace, tool in self._functions],
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,
         }
+
+    @property
+    def _functions(self) -> Iterator[tuple[str | None, Values]]:
+        """All functions, each with its namespace."""
+        for tool in self.tools:
+            if tool["type"] == "function":
+                yield None, tool
+            for function in tool["tools"] if tool["type"] == "namespace" else ():
+                yield tool["name"], function
+
+    def name_of(self, full_name: str) -> tuple[str | None, str]:
+        """Namespace and name of a function that the model called."""
+        for namespace, function in self._functions:
+            if full_name == _full_name(function["name"], namespace):
+                return namespace, function["name"]
+        return None, full_name
 
     @property
     def _response_format(self) -> Values | None:
@@ -225,9 +269,13 @@ class ResponsesRequest(SamplingBody, TranslatedBody):
         return None if format is None else {"type": format.type}
 
 
-def _chat_tool(tool: Values) -> Values:
+def _chat_tool(tool: Values, namespace: str | None) -> Values:
     function = {name: value for name, value in tool.items() if name != "type" and value is not None}
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": {**function, "name": _full_name(tool["name"], namespace)}}
+
+
+def _full_name(name: str, namespace: str | None) -> str:
+    return name if namespace is None else f"{namespace}.{name}"
 
 
 def _messages(items: Iterable[Item]) -> list[Message]:
@@ -238,7 +286,8 @@ def _messages(items: Iterable[Item]) -> list[Message]:
             case MessageItemParam():
                 messages.append(Message(role=item.role, content=_text(item.content)))
             case FunctionCallParam():
-                call = ToolCallParam(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
+                function = FunctionCall(name=_full_name(item.name, item.namespace), arguments=item.arguments)
+                call = ToolCallParam(id=item.call_id, function=function)
                 last = messages.pop() if messages and messages[-1].role == "assistant" else None
                 content, calls = ("", []) if last is None else (last.text, last.tool_calls)
                 messages.append(Message(role="assistant", content=content, tool_calls=[*calls, call]))
