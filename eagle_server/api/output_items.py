@@ -17,7 +17,8 @@ from eagle_server.text.tool_parser import ToolCallDelta
 class OutputItem:
     """A text, or a tool call if `call` is not None. `content` is the text, or the call's arguments as JSON text.
 
-    `is_complete` is false while the item grows, and afterwards if it was cut off.
+    A new kind, such as thinking, gets a field here. `is_complete` is false while the item grows, and afterwards if it
+    was cut off.
     """
 
     index: int

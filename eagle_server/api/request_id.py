@@ -11,11 +11,12 @@ from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eagle_server.api.errors import as_api_error
+from eagle_server.api.errors import ANTHROPIC_PATHS, as_api_error
 
 logger = logging.getLogger(__name__)
 
 HEADER = "x-request-id"
+ANTHROPIC_HEADER = "request-id"
 VALID_ID = re.compile(r"[A-Za-z0-9._:+/=-]{1,128}")
 
 
@@ -38,7 +39,10 @@ class RequestId:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[HEADER] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = request_id
+                if scope["path"].startswith(ANTHROPIC_PATHS):
+                    headers[ANTHROPIC_HEADER] = request_id
             await send(message)
 
         try:

@@ -290,7 +290,7 @@ class ResponseBuilder:
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
             parallel_tool_calls=body.parallel_tool_calls,
-            reasoning=_given(body.reasoning),
+            reasoning={"effort": None, "summary": None, **_given(body.reasoning)},
             temperature=body.temperature,
             text={"format": {"type": "text"}, **_given(body.text)},
             tool_choice=_given(body.tool_choice) if isinstance(body.tool_choice, Part) else body.tool_choice or "auto",

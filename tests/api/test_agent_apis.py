@@ -17,6 +17,8 @@ from tests.api.conftest import PATIENCE, Server, start_server
 from tests.api.fake_engine import SLOW, STALL
 from tests.api.servers import wait_for_running, wait_until_idle
 
+pytestmark = pytest.mark.slow
+
 ASKED: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "SAY", "max_output_tokens": 400},
     "/v1/messages": {"messages": [{"role": "user", "content": "SAY"}], "max_tokens": 400},

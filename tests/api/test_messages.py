@@ -76,7 +76,8 @@ def without_deltas(events: list[Any]) -> list[str]:
 
 
 async def test_a_text(client: anthropic.AsyncAnthropic) -> None:
-    message = await client.messages.create(**asking("hé😀", system="Be brief."))
+    message = await client.messages.create(**asking("hé😀", system="Be brief."), extra_headers={"x-request-id": "mine"})
+    assert message._request_id == "mine"
     assert [(block.type, block.text) for block in message.content] == [("text", "hé😀")]
     assert (message.role, message.stop_reason, message.stop_sequence) == ("assistant", "end_turn", None)
     usage = message.usage

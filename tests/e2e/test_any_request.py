@@ -19,11 +19,13 @@ from eagle_server.config import DEMO_TARGET, parse_args
 from eagle_server.engine.engine import Engine
 from tests.api.conftest import LocalEngine, http_client
 from tests.e2e.conftest import PROMPTS, demo_engine
-from tests.support.bodies import BODIES, bodies, encoded, parameters
+from tests.support.bodies import BODIES, LIMITS, bodies, encoded, parameters
 
 NEIGHBOUR = {"prompt": PROMPTS[0][:80], "max_tokens": 16, "temperature": 0.8, "seed": 11, "ignore_eos": True}
 STALL = 120.0  # seconds
 POOL = ("--max-total-tokens", "2048")  # so small that requests are preempted and prefixes evicted
+AGENT_APIS = ("/v1/responses", "/v1/messages")
+ENDS = {"completed", "incomplete", "end_turn", "max_tokens", "tool_use", "stop_sequence"}
 Asked = list[tuple[str, dict[str, Any]]]  # path and body
 ASKED = st.lists(
     st.sampled_from(sorted(BODIES)).flatmap(lambda path: st.tuples(st.just(path), bodies(path))), min_size=1, max_size=3
@@ -76,7 +78,7 @@ class App:
         assert neighbour.json()["choices"][0]["text"] == self.text
         for (path, body), answer in zip(asked, answers, strict=True):
             self.statuses.append(answer.status_code)
-            check_answer(body, answer)
+            check_answer(path, body, answer)
             if answer.status_code == 200 and repeats(body):
                 alone = await self.ask(
                     path, {**body, "timeout": None, "speculative": not body.get("speculative", True)}
@@ -101,30 +103,54 @@ class App:
 
 def repeats(body: dict[str, Any]) -> bool:
     """Whether the same body gives the same text again, in one piece."""
-    return body.get("seed") is not None and "max_tokens" in body and not body.get("stream")
+    return body.get("seed") is not None and most_tokens(body) is not None and not body.get("stream")
+
+
+def most_tokens(body: dict[str, Any]) -> int | None:
+    return next((body[name] for name in LIMITS if body.get(name) is not None), None)
 
 
 def texts(answer: httpx.Response) -> list[Any]:
-    return [choice.get("text", choice.get("message")) for choice in answer.json()["choices"]]
+    """Without the ids of items."""
+    document = answer.json()
+    if "choices" in document:
+        return [choice.get("text", choice.get("message")) for choice in document["choices"]]
+    items = document.get("output", document.get("content"))
+    return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
 
 
-def check_answer(body: dict[str, Any], answer: httpx.Response) -> None:
+def check_answer(path: str, body: dict[str, Any], answer: httpx.Response) -> None:
     """An answer is served or refused by one of the API's errors, and says no more than what happened."""
     assert answer.status_code in {200, 400, 404, 408}, answer.text
     if answer.status_code != 200:
-        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert set(answer.json()["error"]) in ({"message", "type", "param", "code"}, {"message", "type"})
     elif answer.headers["content-type"].startswith("text/event-stream"):
-        events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-        assert events.pop() == "[DONE]"
-        assert all(json.loads(event).get("error", {}).get("type") != "server_error" for event in events), events[-1]
+        check_events(path, [frame.partition("data: ")[2] for frame in answer.text.split("\n\n") if frame])
+    elif path in AGENT_APIS:
+        document = answer.json()
+        assert document.get("status", document.get("stop_reason")) in ENDS
+        if (limit := most_tokens(body)) is not None:
+            assert document["usage"]["output_tokens"] <= limit
     else:
         document = answer.json()
         prompts = body.get("prompt")
         count = len(prompts) if isinstance(prompts, list) and not isinstance(prompts[0], int) else 1
         assert len(document["choices"]) == count * (body.get("n") or 1)
         assert {choice["finish_reason"] for choice in document["choices"]} <= {"stop", "length", "tool_calls"}
-        if (limit := body.get("max_completion_tokens") or body.get("max_tokens")) is not None:
+        if (limit := most_tokens(body)) is not None:
             assert document["usage"]["completion_tokens"] <= limit * len(document["choices"])
+
+
+def check_events(path: str, events: list[str]) -> None:
+    """The stream has its end. An error is the request's own: those of the server have other types."""
+    if path not in AGENT_APIS:
+        assert events.pop() == "[DONE]"
+        assert all(json.loads(event).get("error", {}).get("type") != "server_error" for event in events), events[-1]
+        return
+    last = json.loads(events[-1])
+    assert last["type"] in {"response.completed", "response.incomplete", "response.failed", "message_stop", "error"}
+    error = last.get("error") or (last.get("response") or {}).get("error") or {}
+    assert error.get("type", error.get("code")) not in ("api_error", "server_error"), error
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,16 @@ from eagle_server.api.schemas.base import Body, parse
 from eagle_server.api.schemas.chat import ChatRequest, Message
 from eagle_server.api.schemas.completion import CompletionRequest
 from eagle_server.api.schemas.grammar import StructuredOutputs
+from eagle_server.api.schemas.messages import AnthropicMessage, InputTool, MessagesRequest
+from eagle_server.api.schemas.responses import Item, ResponsesRequest
 
-BODIES: dict[str, type[Body]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
+BODIES: dict[str, type[Body]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+}
+LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")  # of output tokens
 BOUNDS = (annotated_types.Ge, annotated_types.Gt, annotated_types.Le, annotated_types.Lt)
 VOCABULARY = 4096  # the demo's
 WORK = 64  # most tokens of all choices of a body together, so that an example takes a second, not a minute
@@ -143,6 +151,8 @@ MEANT: dict[str, SearchStrategy[Any]] = {
     "best_of": st.just(1),
     "max_tokens": st.integers(0, 24) | st.just(WORK),
     "max_completion_tokens": st.integers(1, 24),
+    "max_output_tokens": st.integers(1, 24),
+    "metadata": st.dictionaries(WORDS, WORDS, max_size=2),
     "min_tokens": st.integers(0, 12),
     "allowed_token_ids": st.lists(TOKENS, min_size=1, max_size=20) | st.just([*range(300)]),
     "stop_token_ids": st.lists(TOKENS, max_size=20),
@@ -157,6 +167,21 @@ MEANT: dict[str, SearchStrategy[Any]] = {
     "json": SCHEMAS | SCHEMAS.map(json.dumps),
     "schema": SCHEMAS,
 }
+
+
+def of_the_model(model: type[BaseModel]) -> dict[str, SearchStrategy[Any]]:
+    """Parameters whose names mean something else in other bodies."""
+    if model is ResponsesRequest:
+        tools = TOOL.map(lambda tool: {"type": "function", **tool["function"]})
+        return {
+            "input": WORDS | st.lists(values_of(Item), min_size=1, max_size=4),
+            "tools": st.lists(tools, max_size=2),
+        }
+    if model is MessagesRequest:
+        plain = st.fixed_dictionaries({"role": st.just("user"), "content": WORDS})
+        messages = st.lists(plain | part(AnthropicMessage), min_size=1, max_size=4)
+        return {"messages": messages, "tools": st.lists(part(InputTool), max_size=2)}
+    return {}
 
 
 def values_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> SearchStrategy[Any]:
@@ -191,11 +216,12 @@ def _flat(metadata: tuple[Any, ...]) -> tuple[Any, ...]:
 def parameters(model: type[BaseModel]) -> dict[str, SearchStrategy[Any]]:
     """A strategy for each parameter of a model, by its name in JSON. For a body also those that are only tolerated."""
     drawn: dict[str, SearchStrategy[Any]] = {}
+    meant = {**MEANT, **of_the_model(model)}
     for name, field in model.model_fields.items():
         key = field.alias or name
-        drawn[key] = MEANT[key] if key in MEANT else values_of(field.annotation, tuple(field.metadata))
+        drawn[key] = meant[key] if key in meant else values_of(field.annotation, tuple(field.metadata))
     neutral = getattr(model, "neutral", {})
-    return drawn | {name: st.sampled_from(allowed) for name, allowed in neutral.items()}
+    return drawn | {name: st.sampled_from(allowed) for name, allowed in neutral.items() if allowed}
 
 
 def required(model: type[BaseModel]) -> set[str]:
@@ -219,11 +245,12 @@ def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
     """A body for an endpoint. One in five has a parameter with an extreme or wrong value."""
     model = BODIES[path]
     given = parameters(model)
-    chosen = {*required(model), "max_tokens", *draw(st.sets(st.sampled_from(sorted(given)), min_size=4, max_size=14))}
+    limit = next(name for name in ("max_tokens", *LIMITS) if name in given)
+    chosen = {*required(model), limit, *draw(st.sets(st.sampled_from(sorted(given)), min_size=4, max_size=14))}
     body = {name: draw(given[name]) for name in sorted(chosen)}
     _limit_work(body)
     body = _valid(model, body)
-    if "max_tokens" not in body:
+    if limit not in body:
         body["timeout"] = 1.0
     if draw(st.integers(0, 4)) == 0:
         body[draw(st.sampled_from(sorted({*given, "no_such_parameter"})))] = draw(EXTREMES)
