@@ -143,7 +143,7 @@ class AdmissionMiddleware:
         if not self._authorizations or scope["path"] in OPEN_PATHS:
             return 0
         headers = Headers(scope=scope)
-        given = headers.get("authorization", ""), f"Bearer {headers.get('x-api-key', '')}"  # Anthropic's clients
+        given = headers.get("authorization", ""), f"Bearer {headers.get('x-api-key', '')}"  # of Anthropic's clients
         # Each with all keys in constant time: the response time reveals nothing about them.
         pairs = [(each.encode("latin-1"), key) for each in given for key in self._authorizations]
         equal = [hmac.compare_digest(*pair) for pair in pairs]

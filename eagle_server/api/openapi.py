@@ -43,7 +43,10 @@ GENERATING = tuple(ERRORS)
 
 @dataclass(frozen=True)
 class Endpoint:
-    """`answer` is the response's type. `events` has the types of a stream's events; none: it has no streams."""
+    """`answer` is the response's type. `events` has the types of a stream's events; none: it has no streams.
+
+    `last_data` is the data of a stream's last event where that is no JSON.
+    """
 
     method: str
     path: str
@@ -54,6 +57,7 @@ class Endpoint:
     events: tuple[type[msgspec.Struct], ...] = ()
     parameters: tuple[Schema, ...] = ()
     error: type[msgspec.Struct] = ErrorBody
+    last_data: str | None = None
 
 
 MODEL_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
@@ -66,8 +70,18 @@ ENDPOINTS = (
         GENERATING,
         CompletionRequest,
         (CompletionBody,),
+        last_data="[DONE]",
     ),
-    Endpoint("post", "/v1/chat/completions", "Answer a conversation", ChatBody, GENERATING, ChatRequest, (ChunkBody,)),
+    Endpoint(
+        "post",
+        "/v1/chat/completions",
+        "Answer a conversation",
+        ChatBody,
+        GENERATING,
+        ChatRequest,
+        (ChunkBody,),
+        last_data="[DONE]",
+    ),
     Endpoint(
         "post",
         "/v1/responses",
@@ -135,9 +149,7 @@ def openapi() -> Schema:
 def _operation(endpoint: Endpoint) -> Schema:
     content: Schema = {"application/json": {"schema": _reference(endpoint.answer)}}
     if endpoint.events:
-        names = ", ".join(each.__name__ for each in (*endpoint.events, endpoint.error))
-        words = f"Events whose `data: ` is one of {names}; docs/api.md says in which order."
-        content["text/event-stream"] = {"schema": {"type": "string", "description": words}}
+        content["text/event-stream"] = {"schema": _event(endpoint)}
     responses: Schema = {"200": {"description": endpoint.summary, "content": content}}
     for status in endpoint.errors:
         error = {"application/json": {"schema": _reference(endpoint.error)}}
@@ -149,6 +161,15 @@ def _operation(endpoint: Endpoint) -> Schema:
         schema = {"application/json": {"schema": _reference(endpoint.body)}}
         operation["requestBody"] = {"required": True, "content": schema}
     return operation
+
+
+def _event(endpoint: Endpoint) -> Schema:
+    """The schema of one server-sent event; docs/api.md says in which order they come."""
+    types = [_reference(each) for each in (*endpoint.events, endpoint.error)]
+    data: Schema = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": types}}
+    if endpoint.last_data is not None:
+        data = {"anyOf": [{"const": endpoint.last_data}, data]}
+    return {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
 
 
 def _reference(model: type[Any]) -> Schema:

@@ -243,8 +243,8 @@ def test_what_codex_and_other_agents_add_is_accepted() -> None:
     [
         ({"input": None}, "input", "required"),
         ({"input": 7}, "input", "should be a string or a list"),
-        ({"input": []}, "input", "has no messages"),
-        ({"input": [{"type": "reasoning"}]}, "input", "has no messages"),
+        ({"input": []}, "input", "has nothing to answer"),
+        ({"input": [{"type": "reasoning"}]}, "input", "has nothing to answer"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "entry 0 is of type 'item_reference'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.message.content", "input_image"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input.0.message.role", "system"),

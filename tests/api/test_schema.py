@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from schemathesis.specs.openapi.checks import (
 
 from eagle_server.api.openapi import openapi
 from tests.api.conftest import Server, serving
+from tests.api.fake_engine import BREAK
+from tests.api.test_parameters import BODIES
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +64,17 @@ def test_answers_are_as_documented(described: Server, operation: Any, mode: Gene
         case.call_and_validate(base_url=described.url, checks=CHECKS, timeout=30)
 
     call()
+
+
+@pytest.mark.parametrize("say", ["abc", f"abc{BREAK}"])
+@pytest.mark.parametrize("path", BODIES)
+def test_events_are_as_documented(described: Server, path: str, say: str) -> None:
+    [operation] = [each for each in OPERATIONS if each.path == path]
+    body = json.loads(json.dumps(BODIES[path]).replace('"hi"', '"abc"').replace('"abc"', json.dumps(say)))
+    answer = operation.Case(body={**body, "stream": True}, media_type="application/json").call_and_validate(
+        base_url=described.url, checks=CHECKS, timeout=30
+    )
+    assert answer.headers["content-type"] == ["text/event-stream; charset=utf-8"]
 
 
 def test_nothing_failed_unseen(described: Server) -> None:

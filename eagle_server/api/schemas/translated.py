@@ -47,7 +47,7 @@ class TranslatedBody(Body):
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
         if not self.messages_of_chat:
-            yield self.renamed("messages"), "has no messages"
+            yield self.renamed("messages"), "has nothing to answer"
         for name, problem in self.chat.problems():
             yield self.renamed(name), self.renamed(problem)
 
