@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from eagle_server.api import chat, completions, docs_page, inspection, messages, playground, responses, tokens
 from eagle_server.api.admission import AdmissionMiddleware
+from eagle_server.api.answer_format import ReasoningSyntax
 from eagle_server.api.errors import install_handlers
 from eagle_server.api.openapi import openapi
 from eagle_server.api.rate_limits import ClientLimits
@@ -26,6 +27,7 @@ from eagle_server.api.tools import CallSyntax
 from eagle_server.client.client import EngineClient
 from eagle_server.config import Config
 from eagle_server.text.chat_template import ChatTemplate
+from eagle_server.text.reasoning_formats import find_reasoning_format
 from eagle_server.text.token_spelling import TokenSpelling
 from eagle_server.text.tokenizer import Tokenizer
 from eagle_server.text.tool_formats import find_format
@@ -53,12 +55,16 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
     format = find_format(config.model.tool_call_parser, chat_template)
     configuration = config.public_dict()
     configuration["model"]["tool_call_parser"] = "none" if format is None else format.name
-    logger.debug("tool-call parser: %s", configuration["model"]["tool_call_parser"])
+    thinking = find_reasoning_format(config.model.reasoning_parser, chat_template)
+    configuration["model"]["reasoning_parser"] = "none" if thinking is None else thinking.name
+    for parser in ("tool_call_parser", "reasoning_parser"):
+        logger.debug("%s: %s", parser, configuration["model"][parser])
     service = Service(
         client=client,
         spelling=TokenSpelling(tokenizer),
         chat_template=chat_template,
         call_syntax=None if format is None else CallSyntax.of(format, tokenizer),
+        reasoning_syntax=None if thinking is None else ReasoningSyntax.of(thinking, tokenizer),
         model_name=config.served_model_name,
         metrics=metrics,
         timeout=config.server.request_timeout,

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 from starlette.routing import Route
 
+from eagle_server.api.answer_format import answer_format
 from eagle_server.api.body import process, read_body
 from eagle_server.api.errors import ApiError, bad_request
 from eagle_server.api.generate import GenerationHandler
@@ -77,10 +78,11 @@ class ToolCallChunk(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """`content` is null where there are only tool calls."""
+    """`content` is null where there are only tool calls. `reasoning_content` is there if the model has thought."""
 
     role: str = ROLE
     content: str | None
+    reasoning_content: str | UnsetType = UNSET
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
@@ -113,6 +115,7 @@ class Delta(msgspec.Struct):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallChunk] | UnsetType = UNSET
 
 
@@ -159,9 +162,11 @@ router = APIRouter(routes=[Route("/v1/chat/completions", create_chat_completion,
 
 def chat_handler(body: ChatRequest, service: Service, ready: Ready, response_id: str) -> GenerationHandler:
     """The generation of a conversation's answer; see `prepare`."""
-    tools = tool_use(body, service.call_syntax)
-    prompts = partial(_prompts, body, service, ready)
-    return prepare(body, service, ready, response_id, prompts, service.chat_template.stops, tools)
+    template = service.chat_template
+    tools, text = tool_use(body, service.call_syntax), render(body.messages, body, template)
+    answer = answer_format(body, text, service.reasoning_syntax, tools)
+    prompts = partial(_prompts, text, body, service, ready)
+    return prepare(body, service, ready, response_id, prompts, template.stops, answer)
 
 
 def translated_handler(body: TranslatedBody, service: Service, ready: Ready, response_id: str) -> GenerationHandler:
@@ -172,16 +177,14 @@ def translated_handler(body: TranslatedBody, service: Service, ready: Ready, res
         raise error.renamed(body.renamed) from None
 
 
-def _prompts(body: ChatRequest, service: Service, ready: Ready) -> list[Prompt]:
-    """The conversation in tokens, as a list of one prompt.
+def _prompts(text: str, body: ChatRequest, service: Service, ready: Ready) -> list[Prompt]:
+    """The conversation's text in tokens, as a list of one prompt.
 
     Raises:
-        ApiError: the chat template does not accept the messages, or they are too long.
+        ApiError: it is too long.
     """
-    template = service.chat_template
-    text = render(body.messages, body, template)
     limit, tokenizer = token_limit(body, ready), service.spelling.tokenizer
-    token_ids = encode(text, tokenizer, limit, "messages", special=template.adds_special)
+    token_ids = encode(text, tokenizer, limit, "messages", special=service.chat_template.adds_special)
     if not token_ids:
         raise bad_request("the prompt is empty: it has no tokens", "messages", "invalid_value")
     return [Prompt(token_ids)]
@@ -255,17 +258,18 @@ def _message(output: OutputDelta) -> ChatMessage:
         for call in output.tool_calls
         if call.is_complete and call.id is not None and call.name is not None
     ]
+    thinking = output.reasoning or UNSET
     if not calls:
-        return ChatMessage(content=output.text)
-    return ChatMessage(content=output.text or None, tool_calls=calls)
+        return ChatMessage(content=output.text, reasoning_content=thinking)
+    return ChatMessage(content=output.text or None, reasoning_content=thinking, tool_calls=calls)
 
 
 def _delta(output: OutputDelta) -> Delta | None:
-    """The text and the tool calls of an output, None if it has neither."""
+    """The thinking, the text and the tool calls of an output, None if it has none of them."""
     calls = [_tool_call_chunk(call) for call in output.tool_calls if call.id is not None or call.arguments]
-    if not (output.text or calls):
+    if not (output.text or output.reasoning or calls):
         return None
-    return Delta(content=output.text or UNSET, tool_calls=calls or UNSET)
+    return Delta(content=output.text or UNSET, reasoning_content=output.reasoning or UNSET, tool_calls=calls or UNSET)
 
 
 def _tool_call_chunk(call: ToolCallDelta) -> ToolCallChunk:

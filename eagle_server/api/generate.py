@@ -129,6 +129,7 @@ class GenerationHandler:
             prompt=sum(len(state.prompt.token_ids) for state in self._first_states),
             completion=sum(state.completion_tokens for state in self.states),
             cached=sum(state.cached_tokens for state in self._first_states),
+            reasoning=sum(state.reasoning_tokens for state in self.states),
         )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import count
 
+from eagle_server.api.answer_format import PLAIN, AnswerFormat
 from eagle_server.api.errors import bad_request
 from eagle_server.api.generate import GenerationHandler
 from eagle_server.api.prompts import check_token_ids, too_long
@@ -13,7 +14,6 @@ from eagle_server.api.response_parts import check_scores, possible_scores
 from eagle_server.api.sampling_params import sampling_params
 from eagle_server.api.schemas.generation import GenerationBody
 from eagle_server.api.service import Service
-from eagle_server.api.tools import ToolUse
 from eagle_server.request import Ready, Request
 from eagle_server.text.chat_template import NO_STOPS, TemplateStops
 
@@ -29,13 +29,13 @@ def prepare(
     response_id: str,
     tokenize: Callable[[], Sequence[Prompt]],
     stops: TemplateStops = NO_STOPS,
-    tools: ToolUse | None = None,
+    answer: AnswerFormat = PLAIN,
 ) -> GenerationHandler:
     """Tokenize the prompts, check the limits and make one engine request per choice. Nothing is submitted yet.
 
     Endpoints call it with `body.process`, because long prompts take seconds.
 
-    `stops` end the answer in addition to the body's own. `tools`: look for tool calls.
+    `stops` end the answer in addition to the body's own. `answer`: what the output may have besides content.
 
     Raises:
         ApiError: the request cannot be served.
@@ -51,7 +51,7 @@ def prepare(
         ready.vocab_size,
         max_tokens=_max_tokens(body, prompts, ready),
         stop_token_ids=stops.token_ids,
-        grammar=None if tools is None else tools.grammar,
+        grammar=answer.grammar(body.grammar),
     )
     check_scores(body, possible_scores(body, sum(len(prompt.token_ids) for prompt in prompts)))
     end_token_ids = frozenset((*sampling.stop_token_ids, *(() if body.ignore_eos else ready.eos_token_ids)))
@@ -74,7 +74,7 @@ def prepare(
             trees=body.return_trees,
             cache_salt=body.cache_salt,
         )
-        states.append(RequestState(index, request, prompt, tokenizer, options, end_token_ids, tools))
+        states.append(RequestState(index, request, prompt, tokenizer, options, end_token_ids, answer))
     return GenerationHandler(service, body, response_id, states)
 
 

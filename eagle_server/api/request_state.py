@@ -1,4 +1,4 @@
-"""One choice while it is generated: token deltas in; text, tool calls and scored tokens out."""
+"""One choice while it is generated: token deltas in; text, thinking, tool calls and scored tokens out."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, Protocol
 
+from eagle_server.api.answer_format import PLAIN, AnswerFormat
 from eagle_server.api.errors import ApiError, bad_request, unavailable
 from eagle_server.api.response_parts import PromptLogprobs, Tree
-from eagle_server.api.tools import ToolUse
 from eagle_server.request import DraftTree, FinishReason, Request, SpecStats, TokenDelta, TokenLogprob
 from eagle_server.text.detokenizer import IncrementalDetokenizer
+from eagle_server.text.reasoning_parser import ReasoningParser
 from eagle_server.text.stop_strings import StopStrings
 from eagle_server.text.tokenizer import Tokenizer
 from eagle_server.text.tool_parser import ParsedText, ToolCallDelta, join
@@ -62,15 +63,16 @@ class TextOptions:
 
 @dataclass
 class OutputDelta:
-    """What one token delta added to a choice. `text` does not include the tool calls. `token_ids` are those asked for.
+    """What one token delta added to a choice. `text` has neither thinking nor tool calls.
 
-    `is_first` marks the choice's first delta that is not empty. `trees` is empty unless the request asked for trees.
-    `logprobs` and `encoded_trees` are what the response shows of earlier `tokens` and `trees`, which are dropped: they
-    take several times the memory.
+    `token_ids` are those asked for. `is_first` marks the choice's first delta that is not empty. `trees` is empty
+    unless the request asked for trees. `logprobs` and `encoded_trees` are what the response shows of earlier `tokens`
+    and `trees`, which are dropped: they take several times the memory.
     """
 
     index: int
     text: str = ""
+    reasoning: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
     tokens: list[ScoredToken] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -82,12 +84,13 @@ class OutputDelta:
 
     @property
     def is_empty(self) -> bool:
-        parts = (self.text, self.tool_calls, self.tokens, self.token_ids, self.trees, self.finish_reason)
-        return not any(parts)
+        texts = (self.text, self.reasoning, self.tool_calls)
+        return not any((*texts, self.tokens, self.token_ids, self.trees, self.finish_reason))
 
     def extend(self, other: OutputDelta) -> None:
         """Append the next delta of the same choice."""
         self.text += other.text
+        self.reasoning += other.reasoning
         join(self.tool_calls, other.tool_calls)
         self.tokens += other.tokens
         self.token_ids += other.token_ids
@@ -100,8 +103,9 @@ class OutputDelta:
         self.finish_reason = other.finish_reason
 
     def add_parsed(self, parsed: ParsedText) -> None:
-        """Append what the tool parser returned."""
+        """Append what the parser returned."""
         self.text += parsed.content
+        self.reasoning += parsed.reasoning
         join(self.tool_calls, parsed.tool_calls)
 
 
@@ -109,7 +113,8 @@ class RequestState:
     """Follows one engine request, which is one choice of an API request.
 
     Text offsets and stop strings do not depend on how many tokens a delta has. `completion_tokens` counts tokens up to
-    and including the one that completes a stop string. Later tokens are dropped.
+    and including the one that completes a stop string. Later tokens are dropped. `reasoning_tokens`
+    counts tokens up to and including the one that ends the thinking.
     """
 
     def __init__(
@@ -120,21 +125,22 @@ class RequestState:
         tokenizer: Tokenizer,
         options: TextOptions,
         end_token_ids: frozenset[int],
-        tools: ToolUse | None = None,
+        answer: AnswerFormat = PLAIN,
     ) -> None:
-        """`end_token_ids`: the tokens that end generation, which have no text by default. `tools`: look for calls."""
+        """`end_token_ids`: the tokens that end generation, which have no text by default."""
         self.index = index
         self.request = request
         self.prompt = prompt
-        self.completion_tokens = 0
-        self._logprobs = 0.0  # of these tokens together, if they have any
+        self.completion_tokens = self.reasoning_tokens = 0
+        self._logprobs = 0.0  # of the completion's tokens together, if they have any
         self.cached_tokens = 0
         self.spec: SpecStats | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
         self.prompt_scores: PromptLogprobs | None = None  # as the response shows them
         self._tokenizer = tokenizer
-        self._tool_parser = None if tools is None else tools.parser()
-        visible = {**options.special, **({} if tools is None else tools.syntax.markers)}
+        self._parser = answer.parser()
+        self._reasoning = self._parser if isinstance(self._parser, ReasoningParser) else None
+        visible = {**options.special, **answer.markers}
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt.token_ids, visible)
         self._stops = StopStrings(options.stops, keep=options.keep_stop)
         self._options = options
@@ -149,7 +155,7 @@ class RequestState:
 
         Either a stop string was found, or the only tool call that the request allows is complete.
         """
-        return self._stops.found or (self._tool_parser is not None and self._tool_parser.is_done)
+        return self._stops.found or (self._parser is not None and self._parser.is_done)
 
     @property
     def stop_string(self) -> str | None:
@@ -157,7 +163,7 @@ class RequestState:
         return self._stops.match
 
     def process(self, delta: TokenDelta) -> OutputDelta:
-        """Detokenize a delta, cut it at a stop string and parse its tool calls. Then ask `raise_if_failed`."""
+        """Detokenize a delta, cut it at a stop string and parse it. Then ask `raise_if_failed`."""
         self.cached_tokens = delta.cached_tokens or self.cached_tokens
         self.spec = delta.spec or self.spec
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
@@ -171,8 +177,8 @@ class RequestState:
         if delta.finish_reason is not None and is_complete:
             if not self.is_stopped:
                 self._add_text(output, self._stops.push(self._detokenizer.flush()) + self._stops.flush())
-            if self._tool_parser is not None:
-                output.add_parsed(self._tool_parser.flush())
+            if self._parser is not None:
+                output.add_parsed(self._parser.flush())
             output.finish_reason = self._finish_reason(delta.finish_reason)
         if not (self._has_output or output.is_empty):
             self._has_output = output.is_first = True
@@ -187,7 +193,7 @@ class RequestState:
         """OpenAI's `finish_reason`."""
         if not (self.is_stopped or reason is FinishReason.STOP):
             return str(reason.value)
-        return "tool_calls" if self._tool_parser is not None and self._tool_parser.complete else "stop"
+        return "tool_calls" if self._parser is not None and self._parser.complete else "stop"
 
     def raise_if_failed(self, delta: TokenDelta) -> None:
         """
@@ -218,15 +224,18 @@ class RequestState:
             self.completion_tokens += 1
             self._text_offset += len(text)
             may_stop = self.completion_tokens >= self.request.sampling.min_tokens
+            thinking = None if self._reasoning is None or self._reasoning.is_answering else self._reasoning
             self._add_text(output, self._stops.push(text) if may_stop else text)
+            if thinking is not None and thinking.thinks:
+                self.reasoning_tokens = self.completion_tokens
             if self.is_stopped:
                 return
 
     def _add_text(self, output: OutputDelta, text: str) -> None:
-        if self._tool_parser is None:
+        if self._parser is None:
             output.text += text
         elif text:
-            output.add_parsed(self._tool_parser.push(text))
+            output.add_parsed(self._parser.push(text))
 
     def _add_prompt(self, output: OutputDelta) -> None:
         """Echo the prompt's text, with its scores if they were asked for."""

@@ -24,6 +24,10 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     """Token counts. A prompt counts once, for any number of choices."""
 
@@ -31,10 +35,12 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
     @classmethod
-    def of(cls, prompt: int, completion: int, cached: int) -> Usage:
-        return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+    def of(cls, prompt: int, completion: int, cached: int, reasoning: int) -> Usage:
+        details = PromptTokensDetails(cached), CompletionTokensDetails(reasoning)
+        return cls(prompt, completion, prompt + completion, *details)
 
 
 class SpeculativeMetrics(msgspec.Struct):

@@ -40,9 +40,9 @@ def sampling_params(
     *,
     max_tokens: int,
     stop_token_ids: Sequence[int] = (),
-    grammar: Grammar | None = None,
+    grammar: Grammar | None,
 ) -> SamplingParams:
-    """`stop_token_ids` are added to the body's. `grammar` replaces the body's unless it is None.
+    """`stop_token_ids` are added to the body's. `grammar` is in place of the body's.
 
     Raises:
         ApiError: a token of logit_bias is outside the vocabulary, or a bad word has no tokens or too many.
@@ -57,7 +57,7 @@ def sampling_params(
         logit_bias=_logit_bias(body, vocab_size),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(sorted(set(body.allowed_token_ids))),
         bad_words=_bad_words(body.bad_words, tokenizer),
-        grammar=grammar or body.grammar,
+        grammar=grammar,
         stop_token_ids=(*body.stop_token_ids, *stop_token_ids),
         logprobs=max(num_logprobs, default=None),  # the response shows no more than each parameter asked for
         **{name: getattr(body, name) for name in COPIED},

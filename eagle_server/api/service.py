@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request
 
 from eagle_server.api.admission import Admission
+from eagle_server.api.answer_format import ReasoningSyntax
 from eagle_server.api.errors import ApiError
 from eagle_server.api.telemetry.metrics import ServerMetrics
 from eagle_server.api.tools import CallSyntax
@@ -23,15 +24,16 @@ from eagle_server.text.token_spelling import TokenSpelling
 class Service:
     """State that the routes share. `spelling` holds the tokenizer.
 
-    `call_syntax` is the format of the model's tool calls, None if tool calls are not recognized. `configuration` has no
-    secrets. `timeout` is the server's limit for any request in seconds, None for no limit. `keep_alive` is for
-    `EventStream`.
+    `call_syntax` is the format of the model's tool calls, None if tool calls are not recognized, and `reasoning_syntax`
+    that of its thinking. `configuration` has no secrets. `timeout` is the server's limit for any request in seconds,
+    None for no limit. `keep_alive` is for `EventStream`.
     """
 
     client: EngineClient
     spelling: TokenSpelling
     chat_template: ChatTemplate
     call_syntax: CallSyntax | None
+    reasoning_syntax: ReasoningSyntax | None
     model_name: str
     metrics: ServerMetrics
     timeout: float | None = None

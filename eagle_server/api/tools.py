@@ -9,8 +9,9 @@ from typing import Any
 from eagle_server.api.errors import ApiError, bad_request
 from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.request import Grammar
+from eagle_server.text.markers import special_markers
 from eagle_server.text.tokenizer import Tokenizer
-from eagle_server.text.tool_formats import ToolFormat, marker_tokens
+from eagle_server.text.tool_formats import ToolFormat
 from eagle_server.text.tool_grammars import argument_schema, call_grammar
 from eagle_server.text.tool_parser import ToolCallParser
 
@@ -24,7 +25,7 @@ class CallSyntax:
 
     @classmethod
     def of(cls, format: ToolFormat, tokenizer: Tokenizer) -> CallSyntax:
-        return cls(format, marker_tokens(format, tokenizer))
+        return cls(format, special_markers((format.opening, format.closing), tokenizer))
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,11 @@ class ModelSection(Section):
         description="format in which the model writes tool calls, which chats with tools return as tool_calls; auto: "
         "recognized from the chat template, none if unknown; none: calls stay in the content",
     )
+    reasoning_parser: Literal["auto", "none", "deepseek-r1", "qwen3", "granite"] = Field(
+        default="auto",
+        description="how the model writes its thinking, which chats return as reasoning_content; grammars apply "
+        "after it; auto: recognized from the chat template, none if unknown; none: thinking stays in the content",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="data type of weights and KV; auto: the checkpoint's"
     )

@@ -31,7 +31,10 @@ def llguidance_source(grammar: Grammar) -> str:
     Raises:
         ValueError: the source has a wrong form. Most errors show only when a matcher is made.
     """
-    return _OPTIONS + _OWN_OPTIONS.sub("", _lark(grammar))
+    source = _OWN_OPTIONS.sub("", _lark(grammar))
+    if grammar.thinking:
+        source = f"start: thinking answer\n{grammar.thinking}answer: %lark {{\n{source}\n}}\n"
+    return _OPTIONS + source
 
 
 def _lark(grammar: Grammar) -> str:

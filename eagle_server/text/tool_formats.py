@@ -12,11 +12,9 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from eagle_server.text.chat_template import ChatTemplate
-from eagle_server.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,6 @@ MISTRAL = ToolFormat(
     id_length=9,
 )
 FORMATS = {each.name: each for each in (HERMES, LLAMA3_JSON, MISTRAL)}
-# these may be special tokens
-MARKERS = frozenset({HERMES.opening, HERMES.closing, LLAMA3_JSON.opening, MISTRAL.opening})
 
 
 def find_format(choice: str, template: ChatTemplate) -> ToolFormat | None:
@@ -85,13 +81,3 @@ def find_format(choice: str, template: ChatTemplate) -> ToolFormat | None:
     if choice != "auto":
         return FORMATS.get(choice)
     return next((each for each in FORMATS.values() if each.template.search(template.tool_source)), None)
-
-
-def marker_tokens(format: ToolFormat, tokenizer: Tokenizer) -> Mapping[int, str]:
-    """The format's markers that are special tokens of this tokenizer, which decoding leaves out."""
-    found = {}
-    for marker in (format.opening, format.closing):
-        token = tokenizer.token_id(marker) if marker in MARKERS else None
-        if token is not None and not tokenizer.decode([token]):
-            found[token] = marker
-    return found

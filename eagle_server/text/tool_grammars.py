@@ -22,19 +22,16 @@ def call_grammar(
 
     `functions` are names with the schemas of their arguments. `markers` has the ids of markers that are special tokens.
     """
-
-    def marker(text: str) -> str:
-        return f"<[{markers[text]}]>" if text in markers else _text(text)
-
+    opening, closing = terminal(format.opening, markers), terminal(format.closing, markers)
     # After a marker that is a special token some models write a space, others do not.
     match format.name:
         case "llama3_json":  # one call at a time
             start = "call"
         case "mistral":
             calls = "call" if single else 'call (", " call)*'
-            start = f'{marker(format.opening)} " "? "[" {calls} "]"'
+            start = f'{opening} " "? "[" {calls} "]"'
         case _:
-            one = f'{marker(format.opening)} "\\n" call "\\n" {marker(format.closing)}'
+            one = f'{opening} "\\n" call "\\n" {closing}'
             start = one if single else f'{one} ("\\n" {one})*'
     calls = " | ".join(f"call_{number}" for number in range(len(functions)))
     rules = [f"start: {start}\n", f"call: {calls}\n"]
@@ -43,6 +40,11 @@ def call_grammar(
         rules.append(f'call_{number}: {_text(head)} arguments_{number} "}}"\n')
         rules.append(json_rule(f"arguments_{number}", schema))
     return Grammar(kind="lark", source="".join(rules))
+
+
+def terminal(text: str, tokens: Mapping[str, int]) -> str:
+    """A text in Lark. `tokens` has the ids of special tokens, which grammars name by id."""
+    return f"<[{tokens[text]}]>" if text in tokens else _text(text)
 
 
 def json_rule(name: str, schema: Any) -> str:

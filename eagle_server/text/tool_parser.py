@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
+from eagle_server.text.markers import WHITESPACE, overlap, without_leading_space
 from eagle_server.text.tool_formats import ToolFormat
 from eagle_server.text.tool_json import NotAToolCall, PartialObject, read_call
-
-WHITESPACE = 64  # most characters before and within a call; without a limit each token would scan all of them again
 
 
 @dataclass
@@ -43,10 +42,17 @@ def join(calls: list[ToolCallDelta], more: Iterable[ToolCallDelta]) -> None:
 
 @dataclass
 class ParsedText:
-    """Content and tool calls that were found in a piece of text."""
+    """Thinking, content and tool calls that were found in a piece of text."""
 
     content: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    reasoning: str = ""
+
+    def extend(self, other: ParsedText) -> None:
+        """Append what was found in the next piece."""
+        self.content += other.content
+        self.reasoning += other.reasoning
+        join(self.tool_calls, other.tool_calls)
 
 
 class ToolCallParser:
@@ -101,7 +107,7 @@ class ToolCallParser:
     # The parser's states. Each consumes held text, and returns whether the next state should run.
 
     def _at_beginning(self, parsed: ParsedText) -> bool:
-        text = _without_leading_space(self._held)
+        text = without_leading_space(self._held)
         if text == "" and not self._ended:
             return False
         self._state = self._in_content
@@ -118,7 +124,7 @@ class ToolCallParser:
                 parsed.content += self._held
             self._held = ""
             return False
-        safe = cut if cut >= 0 else len(self._held) - _overlap(self._held, marker)
+        safe = cut if cut >= 0 else len(self._held) - overlap(self._held, marker)
         spaced = max(safe - WHITESPACE, 0)
         text = self._held[:spaced] + self._held[spaced:safe].rstrip()
         self._held = self._held[len(text) :]
@@ -131,9 +137,9 @@ class ToolCallParser:
 
     def _after_marker(self, parsed: ParsedText) -> bool:
         begin = self._held.index(self._format.opening) + len(self._format.opening)
-        text = _without_leading_space(self._held[begin:])
+        text = without_leading_space(self._held[begin:])
         if text and self._format.bracket and text.startswith(self._format.bracket):
-            text = _without_leading_space(text[len(self._format.bracket) :])
+            text = without_leading_space(text[len(self._format.bracket) :])
         if text == "":
             return self._reject_call(parsed, len(self._held)) if self._ended else False
         if text is None or not text.startswith("{"):
@@ -155,14 +161,14 @@ class ToolCallParser:
         return self._reject_call(parsed, len(self._held)) if self._ended else False
 
     def _after_object(self, parsed: ParsedText) -> bool:
-        text, separator, closing = _without_leading_space(self._held), self._format.separator, self._format.closing
+        text, separator, closing = without_leading_space(self._held), self._format.separator, self._format.closing
         self._state = self._in_content
         if text is None:
             return True
         if closing and text.startswith(closing):
             self._held = text[len(closing) :]
             return True
-        another = _without_leading_space(text[len(separator) :]) if separator and text.startswith(separator) else None
+        another = without_leading_space(text[len(separator) :]) if separator and text.startswith(separator) else None
         if another and another.startswith("{"):
             self._begin_object(len(self._held) - len(another))
         elif not self._ended and (another == "" or not text or closing.startswith(text)):
@@ -224,15 +230,3 @@ class ToolCallParser:
 
     def _accepts_name(self, name: str) -> bool:
         return self._has_marker or name in self._names
-
-
-def _without_leading_space(text: str) -> str | None:
-    """The text without its leading whitespace, None if that has more than WHITESPACE characters."""
-    rest = text.lstrip()
-    return rest if len(text) - len(rest) <= WHITESPACE else None
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Length of the longest suffix of `text` that is a prefix of `marker`."""
-    lengths = range(min(len(marker) - 1, len(text)), 0, -1)
-    return next((length for length in lengths if text.endswith(marker[:length])), 0)

@@ -86,6 +86,7 @@ async def test_an_answer_has_openais_shape(chat: httpx.AsyncClient, engine: Fake
             "completion_tokens": 9,
             "total_tokens": 32,
             "prompt_tokens_details": {"cached_tokens": 11},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
 

@@ -27,6 +27,7 @@ async def test_a_completion_has_openais_shape(http: httpx.AsyncClient) -> None:
             "completion_tokens": 7,
             "total_tokens": 10,
             "prompt_tokens_details": {"cached_tokens": 1},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
     assert set(metrics) == {

@@ -61,7 +61,10 @@ class ToolCallParam(Part):
 
 
 class Message(Part):
-    """One message. Parameters like `refusal` that clients send back as null are ignored."""
+    """One message. Parameters like `refusal` that clients send back as null are ignored.
+
+    `reasoning` is vLLM's name of `reasoning_content`, the thinking before an earlier answer.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], FAIL_FAST] | None = None
@@ -69,6 +72,7 @@ class Message(Part):
     tool_calls: Annotated[list[ToolCallParam], FAIL_FAST] = Field(default_factory=list)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -105,8 +109,9 @@ class Message(Part):
             values["tool_calls"] = [
                 {"type": "function", "id": call.id, "function": call.function.values} for call in self.tool_calls
             ]
-        for field in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, field)) is not None:
+        thinking = self.reasoning_content or self.reasoning
+        for field, value in (("name", self.name), ("tool_call_id", self.tool_call_id), ("reasoning_content", thinking)):
+            if value is not None:
                 values[field] = value
         return values
 
@@ -202,13 +207,16 @@ class ChatRequest(GenerationBody, Rendering):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
     reasoning_effort: ReasoningEffort | None = None
 
     @property
     def hints(self) -> Values:
         if self.reasoning_effort is None:
             return {}
-        return {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.reasoning_effort != "none"}
+        thinks = self.reasoning_effort != "none"
+        return {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
 
     @property
     def num_logprobs(self) -> int | None:

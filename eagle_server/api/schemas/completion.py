@@ -23,6 +23,8 @@ class CompletionRequest(GenerationBody):
         **GenerationBody.neutral,
         "suffix": ("",),
         "add_special_tokens": (True,),
+        "separate_reasoning": (True, False),
+        "stream_reasoning": (True, False),
     }
     expected: ClassVar[dict[str, str]] = {
         **GenerationBody.expected,

@@ -62,8 +62,6 @@ class SamplingBody(Body):
         "spaces_between_special_tokens": (True,),
         "no_stop_trim": (False,),
         "return_hidden_states": (False,),
-        "separate_reasoning": (True, False),
-        "stream_reasoning": (True, False),
     }
     aliases: ClassVar[dict[str, tuple[str, str]]] = {
         f"guided_{field}": ("structured_outputs", field) for field in ("json", "regex", "choice", "grammar")

@@ -14,8 +14,9 @@ from eagle_server.engine.grammar_check import GrammarCheck
 from eagle_server.engine.grammars import Grammars
 from eagle_server.plan import GrammarMatcher, allows
 from eagle_server.text.detokenizer import IncrementalDetokenizer
+from eagle_server.text.markers import special_markers
 from eagle_server.text.tokenizer import FastTokenizer
-from eagle_server.text.tool_formats import FORMATS, marker_tokens
+from eagle_server.text.tool_formats import FORMATS
 from eagle_server.text.tool_grammars import argument_schema, call_grammar
 from eagle_server.text.tool_parser import ToolCallParser, join
 
@@ -58,7 +59,7 @@ def random_text(matcher: GrammarMatcher, size: int, chance: random.Random) -> li
 def test_what_a_grammar_allows_is_calls_and_nothing_else(format: str, decoder: str, *, special: bool) -> None:
     made, chance = tokenizer(decoder, special=special), random.Random(format)
     fast, size = FastTokenizer(made), made.get_vocab_size()
-    markers = marker_tokens(FORMATS[format], fast)
+    markers = special_markers((FORMATS[format].opening, FORMATS[format].closing), fast)
     assert bool(markers) == special
     ids = {text: token for token, text in markers.items()}
     grammars, names, most = Grammars(lambda: made, size, [0]), set(), 0

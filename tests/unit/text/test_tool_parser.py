@@ -10,8 +10,9 @@ from collections.abc import Iterable
 import pytest
 
 from eagle_server.text.chat_template import ChatTemplate
+from eagle_server.text.markers import WHITESPACE
 from eagle_server.text.tool_formats import FORMATS, find_format
-from eagle_server.text.tool_parser import WHITESPACE, ParsedText, ToolCallDelta, ToolCallParser, join
+from eagle_server.text.tool_parser import ParsedText, ToolCallDelta, ToolCallParser, join
 
 NAMES = ("f", "get_weather")
 ARGS = '{"city": "S\\u00e3o \\"Paulo\\" {[", "deep": [{"a": [1, -2.5e3, null]}, true], "tag": "</tool_call>"}'

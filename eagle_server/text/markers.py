@@ -1,0 +1,27 @@
+"""Markers in a growing text: special tokens among them, beginnings of them, and whitespace around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from eagle_server.text.tokenizer import Tokenizer
+
+WHITESPACE = 64  # most characters that are held back; without a limit each token would scan all of them again
+
+
+def special_markers(markers: Iterable[str], tokenizer: Tokenizer) -> Mapping[int, str]:
+    """Those of `markers` that are special tokens of this tokenizer, which decoding leaves out, by id."""
+    ids = {marker: tokenizer.token_id(marker) for marker in markers if marker}
+    return {token: marker for marker, token in ids.items() if token is not None and not tokenizer.decode([token])}
+
+
+def without_leading_space(text: str) -> str | None:
+    """The text without its leading whitespace, None if that has more than WHITESPACE characters."""
+    rest = text.lstrip()
+    return rest if len(text) - len(rest) <= WHITESPACE else None
+
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest suffix of `text` that is a prefix of `marker`, but not all of it."""
+    lengths = range(min(len(marker) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(marker[:length])), 0)
