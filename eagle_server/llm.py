@@ -18,7 +18,7 @@ import msgspec
 from tqdm import tqdm
 
 from eagle_server.api.app import create_app
-from eagle_server.api.chat import chat_handler
+from eagle_server.api.chat import ToolCall, chat_handler, tool_calls_of
 from eagle_server.api.completions import completion_handler
 from eagle_server.api.errors import ApiError
 from eagle_server.api.generate import GenerationHandler
@@ -74,13 +74,18 @@ SamplingParams = GenerationParams  # vLLM's name, which the engine's own struct 
 
 @dataclass
 class CompletionOutput:
-    """One choice. logprobs: for each token its alternatives by id, and itself; None unless they were asked for."""
+    """One choice. logprobs: for each token its alternatives by id, and itself; None unless they were asked for.
+
+    `reasoning` and `tool_calls` are those of a chat; its `text` has neither.
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] | None = None
     finish_reason: str | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass
@@ -211,7 +216,8 @@ def _output(handler: GenerationHandler, text: str | None, whole: Mapping[str, Ou
     for state in handler.states:
         own = whole[state.request.request_id]
         logprobs = [_scores(token) for token in own.tokens] if scored else None
-        choices.append(CompletionOutput(own.index, own.text, own.token_ids, logprobs, own.finish_reason))
+        parts = own.text, own.token_ids, logprobs, own.finish_reason, own.reasoning, tool_calls_of(own)
+        choices.append(CompletionOutput(own.index, *parts))
     metrics = SpeculativeMetrics.of(handler.states[0].spec) if len(handler.states) == 1 else None
     return RequestOutput(handler.id, text, handler.states[0].prompt.token_ids, choices, metrics)
 

@@ -251,14 +251,17 @@ def _chunk(
     )
 
 
-def _message(output: OutputDelta) -> ChatMessage:
-    """Incomplete tool calls are left out: their text is in the content."""
-    calls = [
+def tool_calls_of(output: OutputDelta) -> list[ToolCall]:
+    """Incomplete calls are left out: their text is in the content."""
+    return [
         ToolCall(id=call.id, function=CalledFunction(call.name, call.arguments))
         for call in output.tool_calls
         if call.is_complete and call.id is not None and call.name is not None
     ]
-    thinking = output.reasoning or UNSET
+
+
+def _message(output: OutputDelta) -> ChatMessage:
+    calls, thinking = tool_calls_of(output), output.reasoning or UNSET
     if not calls:
         return ChatMessage(content=output.text, reasoning_content=thinking)
     return ChatMessage(content=output.text or None, reasoning_content=thinking, tool_calls=calls)

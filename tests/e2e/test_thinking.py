@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 
+from eagle_server import LLM, SamplingParams
 from eagle_server.config import DEMO_TARGET
 from tests.e2e.conftest import README_FLAGS, serving
 
@@ -106,3 +107,17 @@ def test_thinking_may_be_cut_off(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**asking(response_format=FORMAT, max_tokens=2, temperature=0))
     thinking, content, _, reason = parts(answer.choices[0])
     assert (bool(thinking), content, reason) == (True, "", "length")
+
+
+@pytest.mark.parametrize("wanted", [{"response_format": FORMAT}, {"tools": TOOLS, "tool_choice": "required"}])
+def test_chats_in_python_have_the_servers_parts(
+    client: openai.OpenAI, options: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    body = asking(temperature=0.7, parallel_tool_calls=False, **wanted) if "tools" in wanted else asking(**wanted)
+    expected = parts(client.chat.completions.create(**body).choices[0])
+    llm = LLM("demo", speculative_num_steps=3, topk=4, cpu_threads=1, progress=False, **options)
+    params = SamplingParams(**{name: value for name, value in body.items() if name not in ("model", "messages")})
+    [own] = llm.chat(MESSAGES, params, use_tqdm=False)[0].outputs
+    calls = [(call.function.name, call.function.arguments) for call in own.tool_calls]
+    assert (own.reasoning or None, own.text or None, calls, own.finish_reason) == expected
+    assert bool(calls) == ("tools" in wanted)
