@@ -13,6 +13,7 @@ from eagle_server.text.markers import special_markers
 from eagle_server.text.tokenizer import Tokenizer
 from eagle_server.text.tool_formats import ToolFormat
 from eagle_server.text.tool_grammars import argument_schema, call_grammar
+from eagle_server.text.tool_json import Functions
 from eagle_server.text.tool_parser import ToolCallParser
 
 
@@ -25,7 +26,7 @@ class CallSyntax:
 
     @classmethod
     def of(cls, format: ToolFormat, tokenizer: Tokenizer) -> CallSyntax:
-        return cls(format, special_markers((format.opening, format.closing), tokenizer))
+        return cls(format, special_markers(format.markers, tokenizer))
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,13 @@ class ToolUse:
     """A request's use of tools. `single`: at most one call. `grammar` is not None if the answer must be a call."""
 
     syntax: CallSyntax
-    names: frozenset[str]
+    functions: Functions
     single: bool
     grammar: Grammar | None
 
     def parser(self) -> ToolCallParser:
         """A new parser, for one choice."""
-        return ToolCallParser(self.syntax.format, self.names, single=self.single)
+        return ToolCallParser(self.syntax.format, self.functions, single=self.single)
 
 
 def tool_use(body: ChatRequest, syntax: CallSyntax | None) -> ToolUse | None:
@@ -55,9 +56,10 @@ def tool_use(body: ChatRequest, syntax: CallSyntax | None) -> ToolUse | None:
             raise _no_parser("tool_choice" if body.must_call else "parallel_tool_calls")
         return None
     functions = [tool["function"] for tool in body.offered_tools]
-    names = frozenset(function["name"] for function in functions)
+    schemas = {function["name"]: function.get("parameters") or {} for function in functions}
     single = body.named_function is not None or not body.parallel_tool_calls
-    return ToolUse(syntax, names, single, _grammar(body, syntax, functions, single=single) if body.must_call else None)
+    grammar = _grammar(body, syntax, functions, single=single) if body.must_call else None
+    return ToolUse(syntax, schemas, single, grammar)
 
 
 def _grammar(body: ChatRequest, syntax: CallSyntax, functions: list[dict[str, Any]], *, single: bool) -> Grammar:
@@ -69,8 +71,11 @@ def _grammar(body: ChatRequest, syntax: CallSyntax, functions: list[dict[str, An
             except ValueError as error:
                 param = f"tools.{number}.function.parameters"
                 raise bad_request(f"{param} {error}", param, "invalid_value") from None
-    markers = {text: token for token, text in syntax.markers.items()}
-    return call_grammar(syntax.format, callable_functions, markers, single=single)
+    tokens = {text: token for token, text in syntax.markers.items()}
+    try:
+        return call_grammar(syntax.format, callable_functions, tokens, single=single)
+    except ValueError as error:
+        raise bad_request(f"the parameters of a tool: {error}", "tools", "invalid_value") from None
 
 
 def _no_parser(param: str) -> ApiError:

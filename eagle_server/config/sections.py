@@ -46,7 +46,18 @@ class ModelSection(Section):
     chat_template: Annotated[str, AfterValidator(local_file)] | None = Field(
         default=None, description="file with a Jinja chat template; default: the model's own, or a built-in one"
     )
-    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = Field(
+    tool_call_parser: Literal[
+        "auto",
+        "none",
+        "hermes",
+        "qwen3_coder",
+        "llama3_json",
+        "pythonic",
+        "mistral",
+        "granite",
+        "deepseek_v3",
+        "deepseek_v31",
+    ] = Field(
         default="auto",
         description="format in which the model writes tool calls, which chats with tools return as tool_calls; auto: "
         "recognized from the chat template, none if unknown; none: calls stay in the content",

@@ -3,43 +3,162 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eagle_server.request import Grammar
-from eagle_server.text.tool_formats import ToolFormat
+from eagle_server.text.tool_formats import HERMES, ToolFormat
+from eagle_server.text.tool_json import NAME
+from eagle_server.text.tool_text import PYTHON_KEY, PYTHON_NAME, XML_KEY, PythonCall, XmlCall
+from eagle_server.text.tool_values import types_of
 
 JSON = "%json "  # before a schema in llguidance's Lark
 MAX_WHITESPACE = 32  # characters between two JSON tokens; without a limit a model may write whitespace forever
 JSON_OPTIONS = {"whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}", "lenient": False, "coerce_one_of": False}
+_BREAK, _VALUE_END = "\n", "\n</parameter>\n"
+_NOTES = frozenset({"title", "description", "default", "examples", "type"})
+_OBJECT_KEYWORDS = _NOTES | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
+_TEXT_KEYWORDS = _NOTES | {"enum", "const", "minLength", "maxLength", "anyOf", "oneOf"}
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def call_grammar(
-    format: ToolFormat, functions: Sequence[tuple[str, Mapping[str, Any]]], markers: Mapping[str, int], *, single: bool
+    format: ToolFormat, functions: Sequence[tuple[str, Mapping[str, Any]]], tokens: Mapping[str, int], *, single: bool
 ) -> Grammar:
     """A grammar for exactly one call. Unless `single`, for one or more calls, where the format allows more than one.
 
-    `functions` are names with the schemas of their arguments. `markers` has the ids of markers that are special tokens.
+    `functions` are names with the schemas of their arguments. `tokens` has the ids of markers that are special tokens.
+
+    Raises:
+        ValueError: a schema cannot be enforced in this format; the message begins after the name of the schema.
     """
-    opening, closing = terminal(format.opening, markers), terminal(format.closing, markers)
-    # After a marker that is a special token some models write a space, others do not.
-    match format.name:
-        case "llama3_json":  # one call at a time
-            start = "call"
-        case "mistral":
-            calls = "call" if single else 'call (", " call)*'
-            start = f'{opening} " "? "[" {calls} "]"'
-        case _:
-            one = f'{opening} "\\n" call "\\n" {closing}'
-            start = one if single else f'{one} ("\\n" {one})*'
+    opening, closing = terminals(format.opening, tokens), terminals(format.closing, tokens)
+    if format.separator is None:
+        one = f'{opening} "\\n" call "\\n" {closing}'
+        start = one if single else f'{one} ("\\n" {one})*'
+    elif format.bracket:
+        calls = "call" if single else f'call ("{format.separator} " call)*'
+        # After a marker that is a special token some models write a space, others do not.
+        start = (f'{opening} " "? ' if opening else "") + f'"{format.bracket}" {calls} "{format.closing}"'
+    elif format.closing:
+        more = "" if single else f" ({_text(_BREAK)}? call)*"
+        start = f"{opening} call{more} {closing}"
+    else:  # one call at a time
+        start = "call"
     calls = " | ".join(f"call_{number}" for number in range(len(functions)))
     rules = [f"start: {start}\n", f"call: {calls}\n"]
     for number, (name, schema) in enumerate(functions):
-        head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{format.arguments}": '
-        rules.append(f'call_{number}: {_text(head)} arguments_{number} "}}"\n')
-        rules.append(json_rule(f"arguments_{number}", schema))
+        _check_names(format, name, schema)
+        if format.call is XmlCall:
+            rules.append(_xml_call(f"call_{number}", name, schema))
+        elif format.call is PythonCall:
+            rules.append(_python_call(f"call_{number}", name, schema))
+        else:
+            rules.append(_json_call(f"call_{number}", format, name, schema, tokens))
     return Grammar(kind="lark", source="".join(rules))
+
+
+def _check_names(format: ToolFormat, name: str, schema: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: this format cannot spell a name.
+    """
+    if format.begin == HERMES.begin:
+        return  # JSON can spell all
+    names, keys = (PYTHON_NAME, PYTHON_KEY) if format.call is PythonCall else (NAME, XML_KEY)
+    given = [] if format.after_name else [key for key in schema.get("properties") or {} if not keys.fullmatch(key)]
+    if wrong := given if names.fullmatch(name) else [name]:
+        raise ValueError(f"has the name {wrong[0]!r}, which cannot be written in this model's format")
+
+
+def _json_call(rule: str, format: ToolFormat, name: str, schema: Mapping[str, Any], tokens: Mapping[str, int]) -> str:
+    if format.after_name:
+        head, tail = format.begin + name + format.after_name, format.call_end
+    else:
+        head, tail = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{format.arguments}": ', "}"
+    arguments = json_rule(f"{rule}_arguments", schema)
+    return f"{rule}: {terminals(head, tokens)} {rule}_arguments {terminals(tail, tokens)}\n{arguments}"
+
+
+def _xml_call(rule: str, name: str, schema: Mapping[str, Any]) -> str:
+    """The parameters have their own lines, in the order of the schema."""
+    parts, rules = [_text(f"<function={name}>\n")], []
+    for number, (key, value, is_required) in enumerate(_parameters(schema)):
+        own = f"{rule}_{number}"
+        parts.append(f"({_text(f'<parameter={key}>{_BREAK}')} {own})" + "?" * (not is_required))
+        types = types_of(value, schema)
+        if types is None or "string" in types:
+            rules.append(_raw_text(own, key, value, schema))
+        else:
+            rules.append(
+                f"{own}: {own}_json {_text(_VALUE_END)}\n" + json_rule(f"{own}_json", _with_root(value, schema))
+            )
+    return f"{rule}: {' '.join(parts)} {_text('</function>')}\n{''.join(rules)}"
+
+
+def _raw_text(rule: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
+    """A text without quotes, up to the end of its parameter.
+
+    Raises:
+        ValueError: the schema says more about texts than lengths and a list of them.
+    """
+    own = schema if isinstance(schema, Mapping) else {}
+    parts = [part for each in ("anyOf", "oneOf") for part in own.get(each, ()) if isinstance(part, Mapping)]
+    if unknown := (own.keys() - _TEXT_KEYWORDS).union(*(part.keys() - _NOTES for part in parts)):
+        raise ValueError(f"has properties.{key} with {min(unknown)}, which cannot be enforced in this model's format")
+    texts = [own["const"]] if "const" in own else own.get("enum")
+    if texts is not None:
+        values = [value if isinstance(value, str) else json.dumps(value) for value in texts]
+        return f"{rule}: ({' | '.join(map(_text, values))}) {_text(_VALUE_END)}\n"
+    if own.keys() & {"minLength", "maxLength"}:  # without <, so that the lengths are those of the text up to its end
+        size = f"{{{own.get('minLength', 0)},{own.get('maxLength', '')}}}"
+        return f"{rule}: /[^<]{size}/ {_text(_VALUE_END)}\n"
+    return f"{rule}: {rule}_text {_text(_BREAK)}\n{rule}_text[suffix={_text(_VALUE_END.strip())}]: /(.|\\n)*/\n"
+
+
+def _python_call(rule: str, name: str, schema: Mapping[str, Any]) -> str:
+    """Keyword arguments, the required ones first, with JSON values."""
+    given, rules = _parameters(schema), []
+    arguments: list[tuple[str, bool]] = []
+    for number, (key, value, is_required) in enumerate(sorted(given, key=lambda each: not each[2])):
+        own = f"{rule}_{number}"
+        arguments.append((own, is_required))
+        rules.append(f"{own}: {_text(f'{key}=')} {own}_json\n" + json_rule(f"{own}_json", _with_root(value, schema)))
+    comma, required = ' ", " ', [own for own, is_required in arguments if is_required]
+    optional = [own for own, is_required in arguments if not is_required]
+    chains = [" ".join([own, *(f'(", " {each})?' for each in optional[n + 1 :])]) for n, own in enumerate(optional)]
+    if required:
+        inner = " ".join([comma.join(required), *(f'(", " {own})?' for own in optional)])
+    else:
+        inner = f"({' | '.join(chains)})?" if chains else ""
+    return f"{rule}: {_text(f'{name}(')} {inner} {_text(')')}\n{''.join(rules)}"
+
+
+def _parameters(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
+    """The properties of an object: name, schema, and whether it is required.
+
+    Raises:
+        ValueError: the schema of the object has other rules, or requires what it does not describe.
+    """
+    if unknown := schema.keys() - _OBJECT_KEYWORDS:
+        raise ValueError(f"has {min(unknown)}, which cannot be enforced in this model's format")
+    properties, required = schema.get("properties") or {}, set(schema.get("required") or ())
+    if missing := required - properties.keys():
+        raise ValueError(f"requires {min(missing)}, which it does not describe")
+    return [(key, value, key in required) for key, value in properties.items()]
+
+
+def _with_root(schema: Any, root: Mapping[str, Any]) -> Any:
+    """A part of `root` with the definitions that its references may be about."""
+    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return {**definitions, **schema} if definitions and isinstance(schema, Mapping) else schema
+
+
+def terminals(text: str, tokens: Mapping[str, int]) -> str:
+    """A text in Lark, with the special tokens in it by id."""
+    marker = "|".join(map(re.escape, tokens)) or "(?!)"
+    return " ".join(terminal(part, tokens) for part in re.split(f"({marker})", text) if part)
 
 
 def terminal(text: str, tokens: Mapping[str, int]) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 _S = r"[ \t\n\r]*"  # JSON's whitespace
 _FEW = r"[ \t\n\r]{0,64}"  # bounded, because the pattern is tried again for every piece of text
@@ -17,24 +18,54 @@ _HEAD = re.compile(
 _OUTSIDE_STRINGS = re.compile(r'["{}\[\]]')
 _INSIDE_STRINGS = re.compile(r'["\\\x00-\x1f]')
 _KEY = re.compile(rf'{_S}("(?:[^"\\]|\\.)*"){_S}:{_S}')
+NAME = re.compile(r"[^\s<>{}\[\]\"]{1,256}")
+_BEGUN_NAME = re.compile(r"[^\s<>{}\[\]\"]{0,256}")
 _NEXT = re.compile(rf"{_S}([,}}])")
 
 
+Functions = Mapping[str, Mapping[str, Any]]  # the schemas of the arguments by name
+
+
 class NotAToolCall(ValueError):
-    """The object is not a tool call."""
+    """The text is not a tool call."""
+
+
+class PartialCall(Protocol):
+    """A tool call in a growing text, from position `begin` on. All positions count from the text's start.
+
+    `read` reads up to the end of the call, which it puts into `end`, or of the text. Where it raises NotAToolCall, the
+    text before `at` has been read. `find_name` has the name as soon as it is certain, `take_arguments` then the new
+    part of the arguments as JSON, and `whole` name and arguments of a complete call; it may raise NotAToolCall.
+    """
+
+    begin: int
+    at: int
+    end: int | None
+
+    def read(self, text: str) -> None: ...
+
+    def find_name(self, text: str) -> str | None: ...
+
+    def take_arguments(self, text: str) -> str: ...
+
+    def whole(self, text: str) -> tuple[str, str]: ...
 
 
 @dataclass
 class PartialObject:
-    """A JSON object in a growing text, which starts at position `begin`. All positions count from the text's start."""
+    """A JSON object with the name and the arguments of a call, see `PartialCall`."""
 
     begin: int
-    at: int  # the text before this position has been read
+    functions: Functions
+    at: int = -1  # the text before this position has been read
     depth: int = 0
     in_string: bool = False
     end: int | None = None
     arguments_end: int | None = None  # end of the first nested object or list
     taken: int = 0  # arguments before this position have been returned
+
+    def __post_init__(self) -> None:
+        self.at = self.begin
 
     def read(self, text: str) -> None:
         """Read up to the end of the object or of the text.
@@ -82,6 +113,66 @@ class PartialObject:
         """The new part of the arguments. `find_name` must have found the name."""
         start, self.taken = self.taken, self.at if self.arguments_end is None else self.arguments_end
         return text[start : self.taken]
+
+    def whole(self, text: str) -> tuple[str, str]:
+        """Name and arguments of the complete call."""
+        return read_call(text[self.begin : self.end])
+
+
+class NamedCall:
+    """A name between two texts, then the arguments as a JSON object, see `PartialCall`."""
+
+    def __init__(self, begin: int, functions: Functions, *, before: str, after: str) -> None:
+        self.begin = self.at = begin
+        self.end: int | None = None
+        self._before, self._after, self._functions = before, after, functions
+        self._name = ""
+        self._arguments: PartialObject | None = None
+
+    def read(self, text: str) -> None:
+        """Read up to the end of the object or of the text.
+
+        Raises:
+            NotAToolCall: there is no name, no object, or the object has a control character in a string.
+        """
+        if self._arguments is None and not self._read_name(text):
+            return
+        assert self._arguments is not None
+        try:
+            self._arguments.read(text)
+        finally:
+            self.at, self.end = self._arguments.at, self._arguments.end
+
+    def _read_name(self, text: str) -> bool:
+        start = self.begin + len(self._before)
+        cut = text.find(self._after, start)
+        name = text[start:] if cut < 0 else text[start:cut]
+        if not NAME.fullmatch(name) and (cut >= 0 or not _BEGUN_NAME.fullmatch(name[: -len(self._after)])):
+            _reject("no name")
+        at = cut + len(self._after)
+        if cut < 0 or at == len(text):
+            return False
+        if text[at] != "{":
+            _reject("no object")
+        self._name, self._arguments = name, PartialObject(at, self._functions, taken=at)
+        return True
+
+    def find_name(self, text: str) -> str | None:
+        return self._name or None
+
+    def take_arguments(self, text: str) -> str:
+        assert self._arguments is not None
+        start, self._arguments.taken = self._arguments.taken, self.at
+        return text[start : self.at]
+
+    def whole(self, text: str) -> tuple[str, str]:
+        assert self._arguments is not None
+        arguments = text[self._arguments.begin : self.end]
+        try:
+            _DECODER.decode(arguments)
+        except (ValueError, RecursionError) as error:
+            raise NotAToolCall(str(error)) from None
+        return self._name, arguments
 
 
 def _reject(what: str) -> NoReturn:

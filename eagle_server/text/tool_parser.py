@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from eagle_server.text.markers import WHITESPACE, overlap, without_leading_space
 from eagle_server.text.tool_formats import ToolFormat
-from eagle_server.text.tool_json import NotAToolCall, PartialObject, read_call
+from eagle_server.text.tool_json import Functions, NotAToolCall
 
 
 @dataclass
@@ -59,24 +59,25 @@ class ToolCallParser:
     """Separates tool calls from content. The text may arrive in pieces of any size.
 
     Text that may be the beginning of a call is held back. A call's name is returned as soon as it is known. The
-    arguments follow as the model writes them, as JSON text. A call is valid if its object is valid JSON with a name and
-    an object of arguments. Otherwise all of its text, with the markers, is content, so that no text is lost. Parts of
-    an invalid call that were already returned stay; such a call never gets `is_complete`. Whitespace before a call and
-    after the last call is dropped, up to WHITESPACE characters. With more whitespace between a marker and its object
-    there is no call.
+    arguments follow as the model writes them, as JSON text. A call is valid if it has a name, and its arguments are a
+    valid JSON object or can be written as one. Otherwise all of its text, with the markers, is content, so that no text
+    is lost. Parts of an invalid call that were already returned stay; such a call never gets `is_complete`. Whitespace
+    before a call and after the last call is dropped, up to WHITESPACE characters. With more whitespace between a marker
+    and its call there is no call.
     """
 
-    def __init__(self, format: ToolFormat, names: Collection[str], *, single: bool = False) -> None:
-        """`names` are the functions that the request offers. `single`: drop all text after the first call."""
-        self._format, self._names, self._single = format, names, single
+    def __init__(self, format: ToolFormat, functions: Functions, *, single: bool = False) -> None:
+        """`functions` are those that the request offers. `single`: drop all text after the first call."""
+        self._format, self._functions, self._single = format, functions, single
         self._held = ""
         self._ended = False
         self._state: Callable[[ParsedText], bool] = self._at_beginning if format.bare else self._in_content
-        self._object = PartialObject(0, 0)
+        self._call = format.call(0, functions)
+        self._call_end = ""  # what may still follow the newest call
         self._has_marker = False
         self._name: str | None = None
         self._index = 0
-        self._after_call = False
+        self._is_after_call = False
         self._content_length = 0  # of what earlier pieces returned
         self.complete = 0  # calls
 
@@ -107,20 +108,20 @@ class ToolCallParser:
     # The parser's states. Each consumes held text, and returns whether the next state should run.
 
     def _at_beginning(self, parsed: ParsedText) -> bool:
-        text = without_leading_space(self._held)
-        if text == "" and not self._ended:
+        text = self._without_bracket(self._held)
+        if self._may_begin(text):
             return False
         self._state = self._in_content
-        if text and text.startswith("{"):
+        if text and text.startswith(self._format.begin) and self._has_bracket(self._held):
             self._has_marker = False
-            self._begin_object(len(self._held) - len(text))
+            self._begin_call(len(self._held) - len(text))
         return True
 
     def _in_content(self, parsed: ParsedText) -> bool:
         marker = self._format.opening
-        cut = self._held.find(marker)
+        cut = self._held.find(marker) if marker else -1
         if cut < 0 and self._ended:
-            if self._held.strip() or not self._after_call:
+            if self._held.strip() or not self._is_after_call:
                 parsed.content += self._held
             self._held = ""
             return False
@@ -130,26 +131,24 @@ class ToolCallParser:
         self._held = self._held[len(text) :]
         if text:
             parsed.content += text
-            self._after_call = False
+            self._is_after_call = False
         if cut >= 0:
             self._state = self._after_marker
         return cut >= 0
 
     def _after_marker(self, parsed: ParsedText) -> bool:
         begin = self._held.index(self._format.opening) + len(self._format.opening)
-        text = without_leading_space(self._held[begin:])
-        if text and self._format.bracket and text.startswith(self._format.bracket):
-            text = without_leading_space(text[len(self._format.bracket) :])
-        if text == "":
-            return self._reject_call(parsed, len(self._held)) if self._ended else False
-        if text is None or not text.startswith("{"):
-            return self._reject_call(parsed, begin)
+        text = self._without_bracket(self._held[begin:])
+        if self._may_begin(text):
+            return False
+        if not text or not text.startswith(self._format.begin):
+            return self._reject_call(parsed, len(self._held) if text == "" else begin)
         self._has_marker = True
-        self._begin_object(len(self._held) - len(text))
+        self._begin_call(len(self._held) - len(text))
         return True
 
-    def _in_object(self, parsed: ParsedText) -> bool:
-        found = self._object
+    def _in_call(self, parsed: ParsedText) -> bool:
+        found = self._call
         try:
             found.read(self._held)
             self._add_call(parsed)
@@ -160,32 +159,37 @@ class ToolCallParser:
             return self._reject_call(parsed, found.at if found.end is None else found.end)
         return self._reject_call(parsed, len(self._held)) if self._ended else False
 
-    def _after_object(self, parsed: ParsedText) -> bool:
+    def _after_call(self, parsed: ParsedText) -> bool:
         text, separator, closing = without_leading_space(self._held), self._format.separator, self._format.closing
         self._state = self._in_content
         if text is None:
             return True
+        if self._call_end and text.startswith(self._call_end):
+            self._held, self._call_end, self._state = text[len(self._call_end) :], "", self._after_call
+            return True
         if closing and text.startswith(closing):
             self._held = text[len(closing) :]
             return True
-        another = without_leading_space(text[len(separator) :]) if separator and text.startswith(separator) else None
-        if another and another.startswith("{"):
-            self._begin_object(len(self._held) - len(another))
-        elif not self._ended and (another == "" or not text or closing.startswith(text)):
-            self._state = self._after_object
+        follows = separator is not None and text.startswith(separator)
+        another = without_leading_space(text[len(separator or "") :]) if follows else None
+        begun = (separator or "", closing, self._call_end)
+        if not self._ended and (self._may_begin(another) or any(each.startswith(text) for each in begun)):
+            self._state = self._after_call
             return False
+        if another and another.startswith(self._format.begin):
+            self._begin_call(len(self._held) - len(another))
         return True
 
     # Steps of a tool call.
 
-    def _begin_object(self, position: int) -> None:
-        self._object = PartialObject(position, position)
+    def _begin_call(self, position: int) -> None:
+        self._call = self._format.call(position, self._functions)
         self._name = None
-        self._state = self._in_object
+        self._state = self._in_call
 
     def _add_call(self, parsed: ParsedText) -> None:
         """Return the name and the arguments that have arrived."""
-        found = self._object
+        found = self._call
         if self._name is None:
             name = found.find_name(self._held)
             if name is None or not self._accepts_name(name):
@@ -201,9 +205,9 @@ class ToolCallParser:
     def _complete_call(self, parsed: ParsedText, end: int) -> bool:
         """
         Raises:
-            NotAToolCall: the object is not a call of an offered function.
+            NotAToolCall: it is not a call of an offered function.
         """
-        name, arguments = read_call(self._held[self._object.begin : end])
+        name, arguments = self._call.whole(self._held)
         if self._name is None:
             if not self._accepts_name(name):
                 raise NotAToolCall("another function")
@@ -213,15 +217,16 @@ class ToolCallParser:
         self._index += 1
         self._name = None
         self._held = self._held[end:]
-        self._after_call = True
-        self._state = self._after_object
+        self._is_after_call = True
+        self._call_end = self._format.call_end.strip()
+        self._state = self._after_call
         return True
 
     def _reject_call(self, parsed: ParsedText, end: int) -> bool:
         """There is no call: the held text up to `end` is content. Parsing continues after it."""
         parsed.content += self._held[:end]
         self._held = self._held[end:]
-        self._after_call = False
+        self._is_after_call = False
         if self._name is not None:
             self._name = None
             self._index += 1
@@ -229,4 +234,19 @@ class ToolCallParser:
         return True
 
     def _accepts_name(self, name: str) -> bool:
-        return self._has_marker or name in self._names
+        return self._has_marker or name in self._functions
+
+    def _without_bracket(self, text: str) -> str | None:
+        """The text that begins a call if it is one, None where there is too much whitespace before it."""
+        rest = without_leading_space(text)
+        if rest and self._format.bracket and rest.startswith(self._format.bracket):
+            rest = without_leading_space(rest[len(self._format.bracket) :])
+        return rest
+
+    def _has_bracket(self, text: str) -> bool:
+        return text.lstrip().startswith(self._format.bracket)
+
+    def _may_begin(self, text: str | None) -> bool:
+        """Whether a call may begin here with further text."""
+        begin = self._format.begin
+        return not self._ended and text is not None and len(text) < max(len(begin), 1) and begin.startswith(text)

@@ -12,9 +12,10 @@ import pytest
 from eagle_server.text.chat_template import ChatTemplate
 from eagle_server.text.markers import WHITESPACE
 from eagle_server.text.tool_formats import FORMATS, find_format
+from eagle_server.text.tool_json import Functions
 from eagle_server.text.tool_parser import ParsedText, ToolCallDelta, ToolCallParser, join
 
-NAMES = ("f", "get_weather")
+NAMES: Functions = {"f": {}, "get_weather": {}}
 ARGS = '{"city": "S\\u00e3o \\"Paulo\\" {[", "deep": [{"a": [1, -2.5e3, null]}, true], "tag": "</tool_call>"}'
 Call = tuple[str, str]
 
@@ -55,6 +56,7 @@ WHOLE: list[tuple[str, str, str, list[Call]]] = [
     ),
     ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {}}', "", [("f", "{}")]),
     ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, 7]', ", 7]", [("f", "{}")]),
+    ("granite", '<|tool_call|>[{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]', "", 2 * [("f", "{}")]),
 ]
 NO_CALLS = [
     "",
@@ -82,7 +84,13 @@ NO_CALLS = [
     '{"name": "f", "arguments": {"x": ' + "[" * 3000 + "]" * 3000 + "}}",
     '{"name": "f", "arguments": {"x": ' + "1" * 5000 + "}}",
 ]
-MARKER = {"hermes": "<tool_call>\n", "llama3_json": "<|python_tag|>", "mistral": "[TOOL_CALLS] ["}
+# Of the formats whose calls are JSON objects; test_tool_texts.py has the others.
+MARKER = {
+    "hermes": "<tool_call>\n",
+    "llama3_json": "<|python_tag|>",
+    "mistral": "[TOOL_CALLS] [",
+    "granite": "<|tool_call|>[",
+}
 
 
 def parse(format: str, pieces: Iterable[str]) -> ParsedText:
@@ -112,7 +120,7 @@ def test_calls_are_told_from_content(format: str, text: str, content: str, calls
     assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", MARKER)
 @pytest.mark.parametrize("broken", NO_CALLS)
 def test_what_is_no_call_is_content_and_nothing_is_lost(format: str, broken: str) -> None:
     text = f"Look: \n{MARKER[format]}{broken}"
@@ -120,7 +128,7 @@ def test_what_is_no_call_is_content_and_nothing_is_lost(format: str, broken: str
     assert (parsed.content, complete(parsed)) == (text, [])
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", MARKER)
 @pytest.mark.parametrize("broken", NO_CALLS)
 def test_calls_after_a_broken_one_are_found(format: str, broken: str) -> None:
     if broken.startswith("{") and not broken.endswith(("}", "]")):
@@ -136,7 +144,7 @@ def json_brackets(text: str) -> int:
     return sum(text.count(bracket) for bracket in "{[") - sum(text.count(bracket) for bracket in "}]")
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", MARKER)
 def test_every_way_to_cut_a_text_gives_the_same(format: str) -> None:
     texts = [text for own, text, *_ in WHOLE if own == format]
     texts += [f"Look: \n{MARKER[format]}{broken}" for broken in NO_CALLS if len(broken) < 100]
@@ -154,11 +162,11 @@ def pieces_of(text: str, chance: random.Random) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", MARKER)
 def test_random_texts_in_random_pieces(format: str) -> None:
     chance = random.Random(format)
     style = FORMATS[format]
-    words = [style.opening, style.opening[:4], style.closing, style.bracket, style.separator, " ", "\n", "text"]
+    words = [style.opening, style.opening[:4], style.closing, style.bracket, style.separator or "", " ", "\n", "text"]
     words += [
         '{"name": "f", "arguments": ',
         '{"x": 1}',
@@ -218,7 +226,7 @@ def test_of_one_call_that_is_wanted_the_rest_is_dropped() -> None:
 
 def test_ids_are_what_templates_take() -> None:
     ids = {name: FORMATS[name].new_id() for name in FORMATS}
-    assert len(ids["hermes"]) == len(ids["llama3_json"]) == len("call_") + 24
+    assert all(len(own) == len("call_") + 24 for name, own in ids.items() if name != "mistral")
     assert len(ids["mistral"]) == 9
     assert set(ids["mistral"]) <= set(string.ascii_letters + string.digits)
     assert all(FORMATS[name].new_id() != known for name, known in ids.items())
@@ -230,7 +238,11 @@ TEMPLATES = {
     r"""{{- "<tool_call>\n{{\"name\": <function-name>, \"arguments\": <args-json-object>}}\n" }}""": "hermes",
     r"""{{- '\n<tool_call>\n{"name": "' }}{{- tool_call.name }}""": "hermes",
     r"""{{- "<tool_call>\n{'name': <function-name>, 'arguments': <args-dict>}\n</tool_call>" }}""": "hermes",
-    r"""{{- "<tool_call>\n<function=example_function_name>\n" }}""": None,  # Qwen3-Coder
+    r"""{{- "<tool_call>\n<function=example_function_name>\n" }}""": "qwen3_coder",
+    "format of [func_name1(params_name1=params_value1, params_name2=params_value2...)]": "pythonic",
+    "{{ '<|tool_call|>' + message.tool_calls | tojson }}": "granite",
+    r"""{{ '<｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '\n```json\n' }}""": "deepseek_v3",
+    "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments }}": "deepseek_v31",
     r"""{{ '\n<tool_call>' + tc.name }} <tool_call>{function-name}\n<arg_key>{arg-key-1}""": None,  # GLM
     r"""{{- 'in the format {"name": function name, "parameters": dictionary of argument name ' }}""": "llama3_json",
     """{{- "<|python_tag|>" + tool_call.name }}""": "llama3_json",

@@ -1,0 +1,97 @@
+"""Arguments that a tool call writes as plain text or as Python, as JSON."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
+_PYTHON = {"True": True, "False": False, "None": None}
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_PYTHON_ESCAPES = frozenset("\\'\"\nabfnrtvxuNU01234567")
+MOST_REFERENCES = 16  # from one schema to the next; more are a circle
+
+
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str] | None:
+    """The JSON types that a schema allows, None for all. `root` is the schema that its references are about."""
+    for _ in range(MOST_REFERENCES):
+        if not (isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str)):
+            break
+        schema = _resolved(schema["$ref"], root)
+    if not isinstance(schema, Mapping):
+        return None
+    if (given := schema.get("type")) is not None:
+        return frozenset([given] if isinstance(given, str) else given)
+    if "const" in schema or isinstance(schema.get("enum"), list):
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        return frozenset(_type(value) for value in values)
+    for each in ("anyOf", "oneOf"):
+        if isinstance(schema.get(each), list):
+            own = [types_of(part, root) for part in schema[each]]
+            return None if None in own else frozenset().union(*(types for types in own if types is not None))
+    return None
+
+
+def json_of_text(text: str, schema: Any, root: Mapping[str, Any]) -> str:
+    """The JSON of a value that is written without quotes where it is a text. Its type follows from the schema."""
+    types = types_of(schema, root)
+    if types == frozenset({"string"}):
+        return _dumped(text)
+    try:
+        value = _PYTHON[text.strip()] if text.strip() in _PYTHON else json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return _dumped(text)
+    own = _type(value)
+    if types is None or own in types or (own == "integer" and "number" in types):
+        return text.strip() if text.strip() not in _PYTHON else _dumped(value)
+    return _dumped(text)
+
+
+def json_of_python(text: str) -> str:
+    """The JSON of a literal of JSON or Python.
+
+    Raises:
+        ValueError: it is neither, or has no JSON.
+    """
+    try:
+        json.loads(text, parse_constant=_refuse)
+        return text.strip()
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except ValueError:
+        pass
+    try:
+        # Python warns of unknown escapes, which it takes as they are.
+        value = ast.literal_eval(_ESCAPE.sub(_escape, text.strip()))
+        dumped = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        dumped.encode()  # fails for half a surrogate pair
+    except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    return dumped
+
+
+def _escape(found: re.Match[str]) -> str:
+    return found[0] if found[1] in _PYTHON_ESCAPES else "\\" + found[0]
+
+
+def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
+    """The schema at a JSON pointer, None if there is none."""
+    schema: Any = root
+    for part in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
+        schema = schema.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
+    return schema
+
+
+def _type(value: Any) -> str:
+    return "null" if value is None else _TYPES[type(value)]
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
