@@ -54,6 +54,7 @@ class ModelSection(Section):
         "llama3_json",
         "pythonic",
         "mistral",
+        "mistral_v13",
         "granite",
         "deepseek_v3",
         "deepseek_v31",
@@ -62,7 +63,7 @@ class ModelSection(Section):
         description="format in which the model writes tool calls, which chats with tools return as tool_calls; auto: "
         "recognized from the chat template, none if unknown; none: calls stay in the content",
     )
-    reasoning_parser: Literal["auto", "none", "deepseek-r1", "qwen3", "granite"] = Field(
+    reasoning_parser: Literal["auto", "none", "deepseek-r1", "qwen3", "mistral", "granite"] = Field(
         default="auto",
         description="how the model writes its thinking, which chats return as reasoning_content; grammars apply "
         "after it; auto: recognized from the chat template, none if unknown; none: thinking stays in the content",

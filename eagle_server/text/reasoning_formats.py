@@ -2,9 +2,10 @@
 
     deepseek-r1   thinking</think>answer; the prompt or the model may write <think> before it (DeepSeek R1, V3.1)
     qwen3         <think>thinking</think>answer; the prompt may write <think>; or an answer alone (Qwen3 and most)
+    mistral       [THINK]thinking[/THINK]answer, or an answer alone (Magistral, Ministral 3)
     granite       Here is my thought process: thinking Here is my response: answer (Granite 3.2)
 
-Sources: the models' chat templates. The names are those of SGLang's parsers.
+Sources: the models' chat templates. The names are those of SGLang's or vLLM's parsers.
 """
 
 from __future__ import annotations
@@ -71,13 +72,14 @@ DEEPSEEK_R1 = ReasoningFormat(
     always=True,
 )
 QWEN3 = ReasoningFormat("qwen3", ("<think>",), ("</think>",), re.compile(r"</?think>"))
+MISTRAL = ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",), re.compile(r"\[/?THINK\]"))
 GRANITE = ReasoningFormat(
     "granite",
     ("Here is my thought process:", "Here's my thought process:"),
     ("Here is my response:", "Here's my response:"),
     re.compile(r"Here(?: is|\\?'s) my thought process:"),
 )
-REASONING_FORMATS = {each.name: each for each in (DEEPSEEK_R1, QWEN3, GRANITE)}
+REASONING_FORMATS = {each.name: each for each in (DEEPSEEK_R1, QWEN3, MISTRAL, GRANITE)}
 
 
 def find_reasoning_format(choice: str, template: ChatTemplate) -> ReasoningFormat | None:

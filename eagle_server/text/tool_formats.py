@@ -5,11 +5,12 @@
     llama3_json   {"name": "f", "parameters": {}} instead of an answer, or after <|python_tag|> (Llama 3.1, 3.2, 3.3)
     pythonic      [f(x=1), g(y="a")] instead of an answer (Llama 4, Llama 3.2 small, ToolACE)
     mistral       [TOOL_CALLS] [{"name": "f", "arguments": {}}, ...] (Mistral 7B 0.3, Nemo, Large 2)
+    mistral_v13   [TOOL_CALLS]f[ARGS]{}, one or more (Magistral, Devstral, Ministral 3)
     granite       <|tool_call|>[{"name": "f", "arguments": {}}, ...] (Granite 3.1 to 3.3)
     deepseek_v3   <calls><call>function<sep>f, a JSON code block</call>...</calls>, with tokens (DeepSeek V3, R1)
     deepseek_v31  <calls><call>f<sep>{}</call>...</calls>, with tokens (DeepSeek V3.1)
 
-Sources: the models' chat templates. The names are those of vLLM's parsers.
+Sources: the models' chat templates. The names are those of vLLM's parsers, where it has one for the format alone.
 """
 
 from __future__ import annotations
@@ -97,13 +98,23 @@ PYTHONIC = ToolFormat(
 )
 MISTRAL = ToolFormat(
     name="mistral",
-    # Newer models write [TOOL_CALLS]name[ARGS]{...} or [TOOL_CALLS]name{...} instead of a list.
+    # Some models write [TOOL_CALLS]name{...} instead of a list.
     template=re.compile(r"\[TOOL_CALLS\]\s*\[(?!ARGS\])"),
     opening="[TOOL_CALLS]",
     bracket="[",
     separator=",",
     closing="]",
     markers=("[TOOL_CALLS]",),
+    id_length=9,
+)
+MISTRAL_V13 = ToolFormat(
+    name="mistral_v13",
+    template=re.compile(r"\[TOOL_CALLS\](?!.*\[CALL_ID\]).*\[ARGS\]", re.DOTALL),
+    opening="[TOOL_CALLS]",
+    begin="",
+    call=partial(NamedCall, before="", after="[ARGS]"),
+    after_name="[ARGS]",
+    markers=("[TOOL_CALLS]", "[ARGS]"),
     id_length=9,
 )
 GRANITE = ToolFormat(
@@ -143,7 +154,17 @@ DEEPSEEK_V31 = ToolFormat(
 )
 FORMATS = {
     each.name: each
-    for each in (HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL, GRANITE, DEEPSEEK_V3, DEEPSEEK_V31)
+    for each in (
+        HERMES,
+        QWEN3_CODER,
+        LLAMA3_JSON,
+        PYTHONIC,
+        MISTRAL,
+        MISTRAL_V13,
+        GRANITE,
+        DEEPSEEK_V3,
+        DEEPSEEK_V31,
+    )
 }
 
 

@@ -35,8 +35,9 @@ def call_grammar(
     """
     opening, closing = terminals(format.opening, tokens), terminals(format.closing, tokens)
     if format.separator is None:
-        one = f'{opening} "\\n" call "\\n" {closing}'
-        start = one if single else f'{one} ("\\n" {one})*'
+        line = _text(_BREAK) if closing else ""
+        one = f"{opening} {line} call {line} {closing}"
+        start = one if single else f"{one} ({line} {one})*"
     elif format.bracket:
         calls = "call" if single else f'call ("{format.separator} " call)*'
         # After a marker that is a special token some models write a space, others do not.

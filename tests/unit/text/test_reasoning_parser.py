@@ -37,6 +37,7 @@ WHOLE: list[tuple[str, bool | None, str, str, str]] = [
         "Here is a reason.",
         "Here.",
     ),
+    ("mistral", None, "[THINK]Why?[/THINK]Yes.", "Why?", "Yes."),
     ("granite", None, "Here is my answer: Here is my response: 3", "", "Here is my answer: Here is my response: 3"),
 ]
 CASES = pytest.mark.parametrize(("format", "is_open", "text", "reasoning", "content"), WHOLE)
@@ -138,6 +139,7 @@ TEMPLATES = {
     "{% if '</think>' in content %}{% endif %}{{ '<｜Assistant｜>' }}": "deepseek-r1",
     "{{ '<｜Assistant｜><think>\\n' }}": "deepseek-r1",
     "Write your thoughts after 'Here is my thought process:' and your response after 'Here is my response:'": "granite",
+    "{{ '[THINK]' + block.thinking + '[/THINK]' }}": "mistral",
     "{{ messages[0].content }}": None,
 }
 

@@ -226,7 +226,7 @@ def test_of_one_call_that_is_wanted_the_rest_is_dropped() -> None:
 
 def test_ids_are_what_templates_take() -> None:
     ids = {name: FORMATS[name].new_id() for name in FORMATS}
-    assert all(len(own) == len("call_") + 24 for name, own in ids.items() if name != "mistral")
+    assert all(len(own) == len("call_") + 24 for name, own in ids.items() if "mistral" not in name)
     assert len(ids["mistral"]) == 9
     assert set(ids["mistral"]) <= set(string.ascii_letters + string.digits)
     assert all(FORMATS[name].new_id() != known for name, known in ids.items())
@@ -248,8 +248,8 @@ TEMPLATES = {
     """{{- "<|python_tag|>" + tool_call.name }}""": "llama3_json",
     """{{- "[TOOL_CALLS] [" }}""": "mistral",
     """{{- "[TOOL_CALLS][" }}""": "mistral",
-    """{{- "[TOOL_CALLS]" + name + "[ARGS]" }}""": None,  # Mistral Small 3.2
-    """{{- "[TOOL_CALLS][ARGS]" }}""": None,
+    """{{- "[TOOL_CALLS]" + name + "[ARGS]" }}""": "mistral_v13",
+    """{{- "[TOOL_CALLS]" + name + "[CALL_ID]" + id + "[ARGS]" }}""": None,  # Mistral Small 3.2
     """{{ messages[0].content }}""": None,
 }
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from eagle_server.config.sections import ModelSection
+from eagle_server.text.reasoning_formats import REASONING_FORMATS
 from eagle_server.text.tool_formats import FORMATS
 from eagle_server.text.tool_json import Functions
 from eagle_server.text.tool_parser import ParsedText, ToolCallParser
@@ -98,6 +100,8 @@ def rendered(format: str, calls: list[Call], chance: random.Random) -> str:  # n
             write = repr if chance.random() < 0.7 else dumped
             texts = (f"{name}({', '.join(f'{k}={write(v)}' for k, v in own.items())})" for name, own in calls)
             return f"[{', '.join(texts)}]"
+        case "mistral_v13":
+            return "".join(f"[TOOL_CALLS]{name}[ARGS]{dumped(own)}" for name, own in calls)
         case "deepseek_v3":
             each = (
                 f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{dumped(own)}\n```<｜tool▁call▁end｜>"
@@ -129,6 +133,11 @@ def parse(format: str, pieces: Iterable[str]) -> ParsedText:
 
 def without_ids(parsed: ParsedText) -> Any:
     return parsed.content, [(call.index, call.name, call.arguments, call.is_complete) for call in parsed.tool_calls]
+
+
+def test_the_options_name_all_formats() -> None:
+    for option, formats in (("tool_call_parser", FORMATS), ("reasoning_parser", REASONING_FORMATS)):
+        assert get_args(ModelSection.model_fields[option].annotation) == ("auto", "none", *formats)
 
 
 @pytest.mark.parametrize("format", FORMATS)
