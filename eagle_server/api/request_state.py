@@ -113,8 +113,8 @@ class RequestState:
     """Follows one engine request, which is one choice of an API request.
 
     Text offsets and stop strings do not depend on how many tokens a delta has. `completion_tokens` counts tokens up to
-    and including the one that completes a stop string. Later tokens are dropped. `reasoning_tokens`
-    counts tokens up to and including the one that ends the thinking.
+    and including the one that completes a stop string. Later tokens are dropped. `reasoning_tokens` counts
+    tokens up to and including the one that ends the thinking.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ def _check_names(format: ToolFormat, name: str, schema: Mapping[str, Any]) -> No
     if format.begin == HERMES.begin:
         return  # JSON can spell all
     names, keys = (PYTHON_NAME, PYTHON_KEY) if format.call is PythonCall else (NAME, XML_KEY)
-    given = [] if format.after_name else [key for key in schema.get("properties") or {} if not keys.fullmatch(key)]
+    given = [] if format.after_name else [key for key, _, _ in _parameters(schema) if not keys.fullmatch(key)]
     if wrong := given if names.fullmatch(name) else [name]:
         raise ValueError(f"has the name {wrong[0]!r}, which cannot be written in this model's format")
 
@@ -105,15 +105,17 @@ def _raw_text(rule: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
         ValueError: the schema says more about texts than lengths and a list of them.
     """
     own = schema if isinstance(schema, Mapping) else {}
-    parts = [part for each in ("anyOf", "oneOf") for part in own.get(each, ()) if isinstance(part, Mapping)]
+    parts = [part for each in ("anyOf", "oneOf") for part in _list(own.get(each)) if isinstance(part, Mapping)]
     if unknown := (own.keys() - _TEXT_KEYWORDS).union(*(part.keys() - _NOTES for part in parts)):
         raise ValueError(f"has properties.{key} with {min(unknown)}, which cannot be enforced in this model's format")
-    texts = [own["const"]] if "const" in own else own.get("enum")
-    if texts is not None:
+    if texts := [own["const"]] if "const" in own else _list(own.get("enum")):
         values = [value if isinstance(value, str) else json.dumps(value) for value in texts]
         return f"{rule}: ({' | '.join(map(_text, values))}) {_text(_VALUE_END)}\n"
     if own.keys() & {"minLength", "maxLength"}:  # without <, so that the lengths are those of the text up to its end
-        size = f"{{{own.get('minLength', 0)},{own.get('maxLength', '')}}}"
+        least, most = own.get("minLength", 0), own.get("maxLength", "")
+        if not (isinstance(least, int) and isinstance(most, int | str)):
+            raise ValueError(f"has properties.{key} with a length that is no integer")
+        size = f"{{{least},{most}}}"
         return f"{rule}: /[^<]{size}/ {_text(_VALUE_END)}\n"
     return f"{rule}: {rule}_text {_text(_BREAK)}\n{rule}_text[suffix={_text(_VALUE_END.strip())}]: /(.|\\n)*/\n"
 
@@ -144,10 +146,16 @@ def _parameters(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     """
     if unknown := schema.keys() - _OBJECT_KEYWORDS:
         raise ValueError(f"has {min(unknown)}, which cannot be enforced in this model's format")
-    properties, required = schema.get("properties") or {}, set(schema.get("required") or ())
+    properties, required = schema.get("properties") or {}, {str(key) for key in _list(schema.get("required"))}
+    if not isinstance(properties, Mapping):
+        raise ValueError("has properties that are no object")
     if missing := required - properties.keys():
         raise ValueError(f"requires {min(missing)}, which it does not describe")
     return [(key, value, key in required) for key, value in properties.items()]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _with_root(schema: Any, root: Mapping[str, Any]) -> Any:

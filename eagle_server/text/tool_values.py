@@ -12,27 +12,31 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict:
 _PYTHON = {"True": True, "False": False, "None": None}
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _PYTHON_ESCAPES = frozenset("\\'\"\nabfnrtvxuNU01234567")
-MOST_REFERENCES = 16  # from one schema to the next; more are a circle
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str] | None:
-    """The JSON types that a schema allows, None for all. `root` is the schema that its references are about."""
-    for _ in range(MOST_REFERENCES):
-        if not (isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str)):
-            break
-        schema = _resolved(schema["$ref"], root)
-    if not isinstance(schema, Mapping):
-        return None
-    if (given := schema.get("type")) is not None:
-        return frozenset([given] if isinstance(given, str) else given)
-    if "const" in schema or isinstance(schema.get("enum"), list):
-        values = [schema["const"]] if "const" in schema else schema["enum"]
-        return frozenset(_type(value) for value in values)
-    for each in ("anyOf", "oneOf"):
-        if isinstance(schema.get(each), list):
-            own = [types_of(part, root) for part in schema[each]]
-            return None if None in own else frozenset().union(*(types for types in own if types is not None))
-    return None
+    """The JSON types that a schema allows, None for all. `root` is the schema that its references are about.
+
+    Nobody has checked the schema: what is no schema allows all.
+    """
+    found, seen, parts = set[str](), set[int](), [schema]
+    while parts:
+        part = parts.pop()
+        if not isinstance(part, Mapping):
+            return None
+        if id(part) in seen:  # a reference in a circle
+            continue
+        seen.add(id(part))
+        if "$ref" in part:
+            parts.append(_resolved(part["$ref"], root))
+        elif (given := part.get("type")) is not None:
+            found.update(str(each) for each in (given if isinstance(given, list) else [given]))
+        elif "const" in part or isinstance(part.get("enum"), list):
+            found.update(_type(value) for value in ([part["const"]] if "const" in part else part["enum"]))
+        else:
+            several = part.get("anyOf", part.get("oneOf"))
+            parts += several if isinstance(several, list) and several else [None]
+    return frozenset(found) or None
 
 
 def json_of_text(text: str, schema: Any, root: Mapping[str, Any]) -> str:
@@ -77,10 +81,10 @@ def _escape(found: re.Match[str]) -> str:
     return found[0] if found[1] in _PYTHON_ESCAPES else "\\" + found[0]
 
 
-def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
+def _resolved(reference: Any, root: Mapping[str, Any]) -> Any:
     """The schema at a JSON pointer, None if there is none."""
     schema: Any = root
-    for part in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
+    for part in str(reference).removeprefix("#").strip("/").split("/") if reference != "#" else ():
         schema = schema.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
     return schema
 

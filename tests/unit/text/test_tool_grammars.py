@@ -202,6 +202,8 @@ def likely_text(matcher: GrammarMatcher, size: int, made: Tokenizer, chance: ran
         ("qwen3_coder", "f", {"properties": {"a": {"anyOf": [{"type": "string", "format": "date"}]}}}, "with format"),
         ("pythonic", "f", {"minProperties": 1}, "minProperties"),
         ("pythonic", "f", {"required": ["a"]}, "requires a"),
+        ("qwen3_coder", "f", {"properties": ["a"]}, "no object"),
+        ("qwen3_coder", "f", {"properties": {"a": {"maxLength": [1]}}}, "no integer"),
     ],
 )
 def test_what_a_format_cannot_enforce_is_refused(format: str, name: str, schema: dict[str, Any], words: str) -> None:

@@ -292,6 +292,19 @@ def test_references_in_a_circle_end() -> None:
     root = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
     assert types_of({"$ref": "#/$defs/a"}, root) is None
     assert types_of({"$ref": "#"}, {"type": "object"}) == {"object"}
+    root = {"$defs": {"a": {"anyOf": 50 * [{"$ref": "#/$defs/a"}] + [{"type": "integer"}]}}}
+    assert types_of({"$ref": "#/$defs/a"}, root) == {"integer"}
+
+
+@pytest.mark.parametrize(
+    "schema", [True, 5, {"type": 5}, {"type": [{}]}, {"$ref": 5}, {"anyOf": 5}, {"enum": 5}, {"anyOf": []}]
+)
+def test_what_is_no_schema_does_no_harm(schema: Any) -> None:
+    assert json.loads(json_of_text("5", schema, {"properties": 5})) in (5, "5")
+    functions: Functions = {"f": {"properties": {"a": schema}}}
+    parser = ToolCallParser(FORMATS["qwen3_coder"], functions)
+    [call] = parser.push("<tool_call><function=f><parameter=a>5</parameter></function></tool_call>").tool_calls
+    assert json.loads(call.arguments)["a"] in (5, "5")
 
 
 @pytest.mark.parametrize(
