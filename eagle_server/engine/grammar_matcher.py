@@ -146,6 +146,8 @@ class LLGuidanceMatcher:
             common += 1
         if common < len(self._path):
             self._matcher.rollback(len(self._path) - common)
+            # Without a mask here llguidance 1.9.1 may take rows of the path that was left for those of the new one.
+            self._matcher.compute_bitmask()
         self._path = path
         return all(self._matcher.consume_token(token) for token in path[common:])
 

@@ -103,6 +103,18 @@ def test_every_nodes_mask_is_what_a_new_matcher_accepts_there(
     assert dead > 0
 
 
+def test_a_path_that_was_left_changes_no_mask(grammars: Grammars) -> None:
+    """After a rollback llguidance 1.9.1 alone allows a number after `[8] `, as after `[8, `."""
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}, "b": {}}}
+    compiled = grammars.compile(Grammar(kind="json_schema", source=json.dumps(schema))).result()
+    ids = json_tokenizer().get_vocab()
+    matcher, text = compiled.matcher(0, []), [ids[letter] for letter in '{"a": [8']
+    for path in (",", "]", ", ", "] "):  # breadth first, as trees grow
+        mask = matcher.mask(text, tuple(ids[letter] for letter in path))
+        assert mask is not None
+        assert allows(mask, ids["7"]) == path.startswith(",")
+
+
 def test_the_end_is_allowed_only_where_the_grammar_is_complete(grammars: Grammars) -> None:
     grammar_matcher = compiled(grammars, "choice").matcher(0, [0])
     spelled = [json_tokenizer().token_to_id(piece) for piece in ("12", "ab", "12", "a", "b")]
