@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
 
-from eagle_server.api import chat, completions, docs_page, inspection, messages, playground, responses, tokens
+from eagle_server.api import chat, completions, docs_page, inspection, messages, playground, render, responses, tokens
 from eagle_server.api.admission import AdmissionMiddleware
 from eagle_server.api.answer_format import ReasoningSyntax
 from eagle_server.api.errors import install_handlers
@@ -83,7 +83,7 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's way to replace the document
     app.state.service = service
     app.state.tracing = tracing
-    for module in (*GENERATING, tokens, inspection, exposition, playground):
+    for module in (*GENERATING, render, tokens, inspection, exposition, playground):
         app.include_router(module.router)
     keys = api_keys(config)
     limits = [_limits(config) for _ in keys or ["none is needed"]]

@@ -80,6 +80,15 @@ class ModelInfo(msgspec.Struct):
     is_generation: bool = True
 
 
+class WorkerLoad(msgspec.Struct):
+    """The names are SGLang's. `num_tokens` counts the tokens whose KV running requests hold."""
+
+    dp_rank: int
+    num_reqs: int
+    num_waiting_reqs: int
+    num_tokens: int
+
+
 class ServerInfo(msgspec.Struct):
     """`config` is the given configuration, `resolved` the effective one. `engine` has load, KV use and totals.
 
@@ -146,6 +155,7 @@ async def get_version() -> Response:
 
 
 @router.get("/model_info")
+@router.get("/get_model_info")
 async def model_info(request: Request) -> Response:
     """What routers ask a worker about its model, as SGLang names it."""
     service = service_of(request)
@@ -155,6 +165,7 @@ async def model_info(request: Request) -> Response:
 
 
 @router.get("/server_info")
+@router.get("/get_server_info")
 @router.get("/v1/server_info")
 async def server_info(request: Request) -> Response:
     """The model, the configuration and the engine's state."""
@@ -174,6 +185,16 @@ async def server_info(request: Request) -> Response:
         active_requests=service.admission.active,
     )
     return json_response(info)
+
+
+@router.get("/get_load")
+async def get_load(request: Request) -> Response:
+    """The load as SGLang's routers read it: a list with one entry, as there is one engine."""
+    stats = service_of(request).client.stats
+    if stats is None:
+        return json_response([WorkerLoad(0, 0, 0, 0)])
+    held = stats.kv_slots_total - stats.kv_slots_free
+    return json_response([WorkerLoad(0, stats.running + stats.waiting, stats.waiting, held)])
 
 
 @router.post("/flush_cache")

@@ -11,7 +11,7 @@ import msgspec
 from pydantic.json_schema import models_json_schema
 
 from eagle_server import version
-from eagle_server.api import inspection, tokens
+from eagle_server.api import inspection, render, tokens
 from eagle_server.api.chat import ChatBody, ChunkBody
 from eagle_server.api.completions import CompletionBody
 from eagle_server.api.errors import AnthropicErrorBody, ErrorBody
@@ -45,7 +45,8 @@ GENERATING = tuple(ERRORS)
 class Endpoint:
     """`answer` is the response's type. `events` has the types of a stream's events; none: it has no streams.
 
-    `last_data` is the data of a stream's last event where that is no JSON.
+    `is_list`: the response is a list of `answer`. `last_data` is the data of a stream's last event where that is no
+    JSON.
     """
 
     method: str
@@ -58,6 +59,7 @@ class Endpoint:
     parameters: tuple[Schema, ...] = ()
     error: type[msgspec.Struct] = ErrorBody
     last_data: str | None = None
+    is_list: bool = False
 
 
 MODEL_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
@@ -110,6 +112,18 @@ ENDPOINTS = (
         CountTokensRequest,
         error=AnthropicErrorBody,
     ),
+    Endpoint(
+        "post",
+        "/v1/completions/render",
+        "Prompts in tokens",
+        render.Rendered,
+        WITH_BODY,
+        CompletionRequest,
+        is_list=True,
+    ),
+    Endpoint(
+        "post", "/v1/chat/completions/render", "A conversation in tokens", render.Rendered, WITH_BODY, ChatRequest
+    ),
     Endpoint("post", "/tokenize", "Tokens of a text or of messages", tokens.Tokenized, WITH_BODY, TokenizeRequest),
     Endpoint("post", "/detokenize", "Text of tokens", tokens.Detokenized, WITH_BODY, DetokenizeRequest),
     Endpoint("get", "/tokenizer_info", "Vocabulary and chat template", tokens.TokenizerInfo, ("401", "503")),
@@ -117,7 +131,10 @@ ENDPOINTS = (
     Endpoint("get", "/v1/models/{name}", "One model", inspection.Model, ("401", "404"), parameters=(MODEL_NAME,)),
     Endpoint("get", "/v1/server_info", "Configuration and load", inspection.ServerInfo, ("401",)),
     Endpoint("get", "/server_info", "The same", inspection.ServerInfo, ("401",)),
+    Endpoint("get", "/get_server_info", "The same", inspection.ServerInfo, ("401",)),
     Endpoint("get", "/model_info", "What routers ask about the model", inspection.ModelInfo, ("401",)),
+    Endpoint("get", "/get_model_info", "The same", inspection.ModelInfo, ("401",)),
+    Endpoint("get", "/get_load", "What routers ask about the load", inspection.WorkerLoad, ("401",), is_list=True),
     Endpoint("post", "/flush_cache", "Drop the prefix cache", inspection.CacheFlushed, ("400", "401", "503")),
     Endpoint("get", "/health", "Whether completions are served", inspection.Health, ("503",)),
     Endpoint("get", "/health_generate", "Whether a token can be generated", inspection.Health, ("429", "503")),
@@ -147,7 +164,10 @@ def openapi() -> Schema:
 
 
 def _operation(endpoint: Endpoint) -> Schema:
-    content: Schema = {"application/json": {"schema": _reference(endpoint.answer)}}
+    answer = _reference(endpoint.answer)
+    content: Schema = {
+        "application/json": {"schema": {"type": "array", "items": answer} if endpoint.is_list else answer}
+    }
     if endpoint.events:
         content["text/event-stream"] = {"schema": _event(endpoint)}
     responses: Schema = {"200": {"description": endpoint.summary, "content": content}}

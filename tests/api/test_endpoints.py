@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from eagle_server.api import docs_page, inspection, playground, tokens
+from eagle_server.api import docs_page, inspection, playground, render, tokens
 from eagle_server.api.app import GENERATING
 from eagle_server.client.client import EngineClient
 from eagle_server.config import parse_args
@@ -73,6 +73,22 @@ async def test_the_tokenizer_tells_about_itself(http: httpx.AsyncClient) -> None
     assert (await post(http, "/tokenize", 404, prompt="a", model="x"))["error"]["code"] == "model_not_found"
 
 
+async def test_rendering_shows_what_a_request_would_send(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    body = {"prompt": ["ab", "c"], "n": 2, "max_tokens": 1}
+    response = await http.post("/v1/completions/render", json=body, headers={"x-request-id": "me"})
+    expected = [{"request_id": "cmpl-me", "model": "fake", "token_ids": tokens} for tokens in ([97, 98], [99])]
+    assert response.json() == expected
+    chat = {"messages": [{"role": "user", "content": "hé"}], "max_tokens": 1}
+    shown = await post(http, "/v1/chat/completions/render", **chat)
+    assert not engine.requests, "nothing is generated"
+    await post(http, "/v1/chat/completions", **chat)
+    assert engine.requests[-1].prompt_token_ids == shown["token_ids"]
+    assert (await post(http, "/v1/completions/render", 400, prompt="a", top_p=2))["error"]["param"] == "top_p"
+    assert (await post(http, "/v1/completions/render", 404, prompt="a", model="x"))["error"][
+        "code"
+    ] == "model_not_found"
+
+
 # --- The server ---
 
 
@@ -107,19 +123,34 @@ async def test_flushing_the_cache(http: httpx.AsyncClient, engine: FakeEngine) -
     stalled.cancel()
 
 
+async def test_routers_read_the_model_and_the_load(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    for path in ("/model_info", "/server_info"):
+        assert (await http.get(path)).json() == (await http.get(f"/get_{path[1:]}")).json()
+    idle = {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}
+    assert (await http.get("/get_load")).json() == [idle]
+    stalled = asyncio.create_task(http.post("/v1/completions", json={"prompt": STALL}))
+    async with asyncio.timeout(PATIENCE):
+        while (await http.get("/get_load")).json()[0]["num_reqs"] != 1:
+            await asyncio.sleep(0.001)
+    stalled.cancel()
+
+
 async def test_without_an_engine_there_is_nothing_to_flush_or_probe(config: Any, tokenizer_dir: Path) -> None:
     async with http_client(config, EngineClient(), tokenizer_dir) as http:
         answers = [
             await http.post("/flush_cache"),
             await http.get("/health_generate"),
             await http.get("/tokenizer_info"),
+            await http.post("/v1/completions/render", json={"prompt": "a"}),
         ]
-    assert [answer.status_code for answer in answers] == [503, 503, 503]
+        load = await http.get("/get_load")
+    assert [answer.status_code for answer in answers] == [503, 503, 503, 503]
+    assert load.json()[0]["num_reqs"] == 0
 
 
 async def test_the_document_names_every_path(http: httpx.AsyncClient) -> None:
     document = (await http.get("/openapi.json")).json()
-    routes = [route for module in (*GENERATING, tokens, inspection) for route in module.router.routes]
+    routes = [route for module in (*GENERATING, render, tokens, inspection) for route in module.router.routes]
     served = {getattr(route, "path", "").replace(":path}", "}") for route in routes} - {"/"}
     assert served == set(document["paths"])
     assert set((await http.get("/")).json()["endpoints"]) < served | {"/metrics", "/openapi.json", "/docs"}

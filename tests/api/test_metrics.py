@@ -93,7 +93,14 @@ async def complete(http: httpx.AsyncClient, **body: object) -> dict[str, object]
     return answer
 
 
+async def test_an_idle_server_names_no_metric_without_samples(http: httpx.AsyncClient) -> None:
+    """sglang-router refuses to merge such a metric with that of a busy worker."""
+    empty = [family.name for family in parse_text((await http.get("/metrics")).text) if not family.samples]
+    assert empty == []
+
+
 async def test_names_types_and_labels_are_vllms(http: httpx.AsyncClient) -> None:
+    await complete(http, prompt="abc", max_tokens=9)
     families = {family.name: family for family in parse_text((await http.get("/metrics")).text)}
     for prefix, types in (("vllm:", VLLM), ("eagle_server_", OURS)):
         for kind, names in types.items():

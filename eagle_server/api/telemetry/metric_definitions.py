@@ -7,6 +7,7 @@ autoscalers work here. docs/observability.md says where a meaning differs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import count, takewhile
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -145,13 +146,6 @@ class MetricDefinitions:
             "vllm:iteration_tokens_total", "Prompt tokens computed and tokens generated in a cycle.", ITERATION_TOKENS
         )
         self.cycle_seconds = self._histogram("eagle_server_cycle_seconds", "Time of a cycle.", CYCLE_SECONDS)
-        self._stages = Histogram(
-            "eagle_server_stage_seconds",
-            "Time of a cycle's stage, on a GPU by its events.",
-            (*LABELS, "stage"),
-            buckets=CYCLE_SECONDS,
-            registry=self._registry,
-        )
         self._bound_stages: dict[str, Histogram] = {}
         self.batch_size = self._histogram("eagle_server_batch_size", "Requests decoded in a cycle.", BATCH_SIZES)
         self.tree_nodes = self._histogram(
@@ -175,6 +169,17 @@ class MetricDefinitions:
             "eagle_server_accept_length",
             "Tokens from a draft tree in a cycle, with the bonus token.",
             lengths,
+        )
+
+    @cached_property
+    def _stages(self) -> Histogram:
+        """Registered at the first stage: a router that merges workers' metrics fails at a metric without samples."""
+        return Histogram(
+            "eagle_server_stage_seconds",
+            "Time of a cycle's stage, on a GPU by its events.",
+            (*LABELS, "stage"),
+            buckets=CYCLE_SECONDS,
+            registry=self._registry,
         )
 
     def finished(self, reason: FinishReason) -> Counter:
