@@ -22,6 +22,7 @@ REQUEST_SECONDS = 75.0  # a client's time for sending a request; reading a body 
 READING_SECONDS = 10.0  # without reading, after which an answer may be cut where connections are needed
 RESERVED_FILES = 64  # descriptors for everything else: sockets to the engine, files, logs
 MOST_CONNECTIONS = 16384
+HTTP2_PREFACE = b"PRI * HTTP/2.0"
 
 
 def most_connections() -> int:
@@ -54,6 +55,10 @@ class BoundedConnection(H11Protocol):
             self._close_others(1 + most // 64)  # some more than one, because finding them takes time
 
     def data_received(self, data: bytes) -> None:
+        if self.conn.their_state is h11.IDLE and data.startswith(HTTP2_PREFACE):
+            # sglang-router asks every worker in HTTP/2 first, for gRPC. Parsed as HTTP/1.1 this would be a warning.
+            self.transport.close()
+            return
         # A kept connection may have been idle for long. The time of a body that is read has its own limit.
         is_progress = self.wait is Wait.REQUEST or (self.wait is Wait.BODY and not self.cycle.response_complete)
         if is_progress:

@@ -131,6 +131,16 @@ async def test_a_client_has_limited_time_for_its_request(port: int, sent: bytes)
 
 
 @pytest.mark.slow
+async def test_a_client_that_tries_http_2_first_is_disconnected_without_a_warning(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connected(port, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n") as (reader, _):
+        assert await reader.read() == b""
+    assert not caplog.records
+    async with connected(port, get("/")) as (reader, _):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+
+
 async def test_a_client_that_does_not_read_its_answer_is_disconnected(port: int) -> None:
     async with connected(port, get("/large")) as (reader, _), asyncio.timeout(PATIENCE):
         await asyncio.sleep(3)
