@@ -22,10 +22,14 @@ from eagle_server.bench.servers import BenchError, Server
 class Answer:
     """One streamed completion. `first_token` is seconds after the request was sent, NaN if no tokens came.
 
-    `gaps` are the seconds between one event with tokens and the next, which brings `gap_tokens` tokens.
+    `seconds` is the time until its end. `cached_tokens` of the `prompt_tokens` were in the prefix cache. `gaps` are the
+    seconds between one event with tokens and the next, which brings `gap_tokens` tokens.
     """
 
     tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    seconds: float
     first_token: float
     text: str
     speculative: dict[str, Any] | None
@@ -59,12 +63,16 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Workload:
-    """The requests, the same for every server. A prompt is a text or token ids; `seed` is that of the first one."""
+    """The requests, the same for every server. A prompt is a text or token ids; `seed` is that of the first one.
+
+    `model`: its name, which some routers need.
+    """
 
     prompts: tuple[str | list[int], ...]
     max_tokens: int
     temperature: float
     seed: int = 0
+    model: str | None = None
 
 
 @dataclass(frozen=True)
@@ -142,13 +150,15 @@ def ask(
         BenchError: an answer or event that is an error.
     """
     body = {
+        **({} if workload.model is None else {"model": workload.model}),
         "prompt": prompt,
         "max_tokens": workload.max_tokens,
         "temperature": workload.temperature,
         "seed": workload.seed,
         "ignore_eos": True,
         "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,  # to count each event's tokens; routers drop vLLM's continuous_usage_stats
     }
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=timeout)
     try:
@@ -164,6 +174,7 @@ def ask(
 
 def _read_stream(response: http.client.HTTPResponse, start: float, leave_after: int | None) -> Answer:
     times, counts, pieces, speculative, events = list[float](), [0], list[str](), None, 0
+    usage: dict[str, Any] = {}
     for line in response:
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
             continue
@@ -174,13 +185,19 @@ def _read_stream(response: http.client.HTTPResponse, start: float, leave_after: 
         if "error" in event:
             raise BenchError(str(event["error"]))
         pieces.extend(choice["text"] for choice in event["choices"])
-        tokens = event["usage"]["completion_tokens"]
-        if tokens > counts[-1]:
+        tokens = sum(len(choice["token_ids"]) for choice in event["choices"])
+        if tokens:
             times.append(time.perf_counter() - start)
-            counts.append(tokens)
+            counts.append(counts[-1] + tokens)
+        usage = event["usage"] or usage
         speculative = (event.get("metrics") or {}).get("speculative_decoding")
+    if not usage:
+        raise BenchError("a stream ended early")
     return Answer(
         tokens=counts[-1],
+        prompt_tokens=usage["prompt_tokens"],
+        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        seconds=time.perf_counter() - start,
         first_token=times[0] if times else math.nan,
         text="".join(pieces),
         speculative=speculative,

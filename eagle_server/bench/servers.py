@@ -9,8 +9,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,14 +52,25 @@ def running(label: str, flags: Sequence[str], files: int | None = None) -> Itera
 
     `files`: the most files and connections that each of its processes may open; None: this process's limit.
     """
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "eagle_server", "--port", str(port), "--log-level", "warning", *flags]
     if files is not None:
         command = ["prlimit", f"--nofile={files}", *command]
+    with started(label, command, port, lambda server: bool(server.get("/health"))) as server:
+        yield server
+
+
+@contextmanager
+def started(label: str, command: Sequence[str], port: int, is_ready: Callable[[Server], bool]) -> Iterator[Server]:
+    """Run a command that serves on `port`, wait until it is ready, stop it at the end.
+
+    Raises:
+        BenchError: it ended, or was not ready in time.
+    """
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         server = Server(label, port, process)
-        _await_health(server, command)
+        _await(server, command, is_ready)
         yield server
     finally:
         process.terminate()
@@ -70,21 +81,20 @@ def running(label: str, flags: Sequence[str], files: int | None = None) -> Itera
             process.wait()
 
 
-def _await_health(server: Server, command: Sequence[str]) -> None:
+def _await(server: Server, command: Sequence[str], is_ready: Callable[[Server], bool]) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
             raise BenchError(f"{' '.join(command)} ended with status {server.process.returncode}")
-        try:
-            server.get("/health")
-        except (urllib.error.URLError, ConnectionError, ValueError):
-            time.sleep(0.1)
-        else:
-            return
-    raise BenchError(f"{' '.join(command)} was not healthy after {START_SECONDS:.0f} s")
+        with suppress(urllib.error.URLError, ConnectionError, ValueError):
+            if is_ready(server):
+                return
+        time.sleep(0.1)
+    raise BenchError(f"{' '.join(command)} was not ready after {START_SECONDS:.0f} s")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -60,34 +60,39 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield up
 
 
-@contextmanager
-def serving(log: Path, *flags: str) -> Iterator[Served]:
-    """The demo's server on a free port. At the end it must exit cleanly on SIGTERM."""
-    port = free_port()
+def start(log: Path, *flags: str, port: int | None = None) -> Served:
+    """Start the demo's server, on a free port if none is given. It does not serve yet."""
+    port = port or free_port()
     command = [sys.executable, "-m", "eagle_server", "--port", str(port), *flags]
     environment = {**os.environ, "EAGLE_SERVER_CPU_THREADS": "1"}  # other tests run on the other cores
     with log.open("wb") as sink:
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=sink, stderr=sink, env=environment)
-    url = f"http://127.0.0.1:{port}"
+    return Served(f"http://127.0.0.1:{port}", process, log)
+
+
+@contextmanager
+def serving(log: Path, *flags: str) -> Iterator[Served]:
+    """The demo's server on a free port. At the end it must exit cleanly on SIGTERM."""
+    up = start(log, *flags)
     try:
-        _until_healthy(url, process, log)
-        yield Served(url, process, log)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0, log.read_text()
+        until_healthy(up)
+        yield up
+        up.process.send_signal(signal.SIGTERM)
+        assert up.process.wait(timeout=60) == 0, log.read_text()
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        if up.process.poll() is None:
+            up.process.kill()
+            up.process.wait()
 
 
-def _until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def until_healthy(up: Served) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()
+        assert up.process.poll() is None, up.log.read_text()
         try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+            if httpx.get(f"{up.url}/health", timeout=5).status_code == 200:
                 return
         except httpx.TransportError:
             pass
         time.sleep(0.1)
-    raise AssertionError(f"not healthy in time: {log.read_text()}")
+    raise AssertionError(f"not healthy in time: {up.log.read_text()}")

@@ -40,8 +40,8 @@ def test_ratios_and_equal_texts_compare_each_server_with_plain() -> None:
 
 def test_a_gap_of_several_tokens_counts_once_per_token() -> None:
     answers = [
-        Answer(tokens=6, first_token=0.5, text="", speculative=None, gaps=(0.4, 0.1), gap_tokens=(4, 1)),
-        Answer(tokens=1, first_token=0.7, text="", speculative=None, gaps=(), gap_tokens=()),
+        Answer(6, 1, 0, 1.0, first_token=0.5, text="", speculative=None, gaps=(0.4, 0.1), gap_tokens=(4, 1)),
+        Answer(1, 1, 0, 0.7, first_token=0.7, text="", speculative=None, gaps=(), gap_tokens=()),
     ]
     assert answers[0].token_gaps == pytest.approx([0.1] * 5)
     times = stream_times(answers, 2.0)
@@ -76,12 +76,10 @@ class Events(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.bodies.append(body)
         last = body["max_tokens"]
-        events = [
-            {"choices": [{"text": "a"}], "usage": {"completion_tokens": 1}},
-            {"choices": [{"text": "b" * (last - 1)}], "usage": {"completion_tokens": last}},
-            {"choices": [{"text": ""}], "usage": {"completion_tokens": last}},
-            {"choices": [], "usage": {"completion_tokens": last}, "metrics": {"speculative_decoding": {"x": 1}}},
-        ]
+        pieces = [("a", 1), ("b" * (last - 1), last - 1), ("", 0)]
+        usage = {"prompt_tokens": 9, "completion_tokens": last, "prompt_tokens_details": {"cached_tokens": 4}}
+        events = [{"choices": [{"text": text, "token_ids": [7] * count}], "usage": None} for text, count in pieces]
+        events.append({"choices": [], "usage": usage, "metrics": {"speculative_decoding": {"x": 1}}})
         if body["max_tokens"] == 99:
             events = [{"error": {"message": "no"}}]
         self.send_response(200)
@@ -108,7 +106,8 @@ def test_an_answer_knows_how_many_tokens_each_event_brought(server: tuple[Server
     answer = ask(server[0], [5, 6], Workload((), 5, 0.5, seed=3))
     assert (answer.text, answer.tokens, answer.gap_tokens) == ("abbbb", 5, (4,))
     assert len(answer.token_gaps) == 4
-    assert answer.first_token > 0
+    assert answer.seconds >= answer.first_token > 0
+    assert (answer.prompt_tokens, answer.cached_tokens) == (9, 4)
     assert answer.speculative == {"x": 1}
     [body] = server[1]
     assert (body["prompt"], body["temperature"], body["seed"]) == ([5, 6], 0.5, 3)
