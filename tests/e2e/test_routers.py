@@ -118,7 +118,7 @@ def test_a_conversation_stays_where_its_prefix_is_cached(fleet: Fleet, client: o
 
 def test_sigterm_ends_a_worker_after_its_streams_and_nobody_notices(fleet: Fleet, client: openai.OpenAI) -> None:
     worker, other = fleet.workers[:2]
-    count, begun = 6, threading.Barrier(7)
+    count, begun = 12, threading.Barrier(13)
 
     def stream(number: int) -> list[str]:
         body = {**LONG, "model": "demo", "prompt": f"# {number}\n{LONG['prompt']}", "temperature": 0}
@@ -134,7 +134,7 @@ def test_sigterm_ends_a_worker_after_its_streams_and_nobody_notices(fleet: Fleet
         assert running_on(worker) > 0
         worker.process.send_signal(signal.SIGTERM)
         fleet.until(lambda: httpx.get(f"{worker.url}/health", timeout=PATIENCE).status_code == 503)
-        for number in range(8):
+        for number in range(4):
             client.completions.create(model="demo", prompt=f"{number}: {PROMPTS[number]}", max_tokens=2)
         assert worker.process.poll() is None, "it still streams"
         assert running_on(worker) > 0
@@ -152,39 +152,40 @@ def running_on(worker: Worker) -> int:
 
 def test_a_killed_worker_costs_its_streams_and_nothing_else(fleet: Fleet) -> None:
     """Whole answers are asked for again by the router or by the client; a stream that has begun breaks off."""
-    worker, killed, streams = fleet.workers[0], threading.Event(), list[str]()
+    begun, answered = threading.Barrier(7), list[str]()
 
     def ask_whole(number: int) -> None:
         with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", timeout=PATIENCE) as client:
             for turn in range(8):
-                client.completions.create(model="demo", prompt=f"{number} {PROMPTS[turn]}", max_tokens=16)
-                assert turn < 4 or killed.wait(PATIENCE)
+                prompt = f"{number} {PROMPTS[turn]}"
+                answered.append(client.completions.create(model="demo", prompt=prompt, max_tokens=16).id)
 
-    def ask_stream(number: int) -> None:
-        body = {**LONG, "model": "demo", "prompt": f"# {number}\n", "max_tokens": 300}
-        try:
-            with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, timeout=PATIENCE) as response:
-                text = response.read().decode()
-            assert response.status_code != 200 or text.endswith("data: [DONE]\n\n"), "a cut stream looks complete"
-            streams.append("whole" if response.status_code == 200 else str(response.status_code))
-        except httpx.RemoteProtocolError:
-            streams.append("cut")
+    def ask_stream(number: int) -> str:
+        body = {**LONG, "model": "demo", "prompt": f"# {number}\n"}
+        with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, timeout=PATIENCE) as response:
+            lines = response.iter_lines()
+            next(lines)
+            begun.wait(PATIENCE)
+            try:
+                assert list(lines)[-2:] == ["data: [DONE]", ""], "a cut stream looks complete"
+            except httpx.RemoteProtocolError:
+                return "cut"
+        return "whole"
 
     with ThreadPoolExecutor(12) as pool:
-        asked = [pool.submit(task, number) for number in range(6) for task in (ask_stream, ask_whole)]
-        fleet.until(lambda: running_on(worker) >= 2)
+        streams = [pool.submit(ask_stream, number) for number in range(6)]
+        begun.wait(PATIENCE)
+        worker = max(fleet.workers[:2], key=running_on)
+        whole = [pool.submit(ask_whole, number) for number in range(6)]
+        fleet.until(lambda: len(answered) > 0)
         worker.kill()
-        killed.set()
-        for each in asked:
+        for each in whole:
             each.result()
-    assert len(streams) == 6
-    assert "cut" in streams
-    assert set(streams) <= {"cut", "whole", "500", "502", "503"}
-    begun = time.monotonic()
-    with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0) as client:
+        assert "cut" in {each.result() for each in streams}
+    assert len(set(answered)) == 48
+    with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", timeout=PATIENCE, max_retries=0) as client:
         for prompt in PROMPTS[:8]:
             client.completions.create(model="demo", prompt=prompt, max_tokens=4)
-    assert time.monotonic() - begun < 30
     fleet.heal()
     before = worker.completions()
     spread(fleet)
