@@ -2,8 +2,9 @@
 
 Clients hold conversations: each turn repeats the ones before it, and conversations of a group begin with the same
 text, as with a system prompt. All servers share this machine's cores, so on a CPU more workers are not expected to be
-faster: N workers with a share of the cores do the work of one. What can be seen is what the router costs, how evenly it
-spreads requests, and how much of the prompts it finds in prefix caches. The gain of more hardware needs more hardware.
+faster: N workers with a share of the cores do the work of one. What can be seen is what the router costs (one server
+with and without it), how evenly it spreads requests, and how much of the prompts it finds in prefix caches. The gain of
+more hardware needs more hardware. Setups are measured in turn; on a busy machine only large differences mean anything.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
@@ -32,6 +34,14 @@ from eagle_server.bench.servers import BenchError, Server, running
 PROMPTS = Path(__file__).parents[1] / "assets" / "demo" / "prompts.json"
 NEXT_TURN = "\n\n\ndef step_{}("  # what the user says after each answer
 ONE = "1 server"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What clients connect to, and the workers behind it; without a router it is the only worker."""
+
+    server: Server
+    workers: Sequence[Server]
 
 
 @dataclass(frozen=True)
@@ -62,14 +72,16 @@ def openings(count: int, groups: int, turn: int) -> list[str]:
     return [f"{shared[number % groups]}\ndef task_{number}(" for number in range(count)]
 
 
-def converse(server: Server, workers: Sequence[Server], turn: int, arguments: argparse.Namespace) -> Pass:
-    """Hold all conversations, as many at a time as there are clients.
+def converse(setup: Setup, turn: int, arguments: argparse.Namespace) -> Pass:
+    """Hold all conversations, as many at a time as there are clients. Nothing is cached before.
 
     Raises:
         BenchError: a request failed.
     """
-
+    server, workers = setup.server, setup.workers
     requests = Workload((), arguments.max_tokens, 0.0, model=workers[0].get("/v1/models")["data"][0]["id"])
+    for worker in workers:
+        worker.flush_cache()
 
     def conversation(text: str) -> list[Answer]:
         answers = []
@@ -91,43 +103,38 @@ def converse(server: Server, workers: Sequence[Server], turn: int, arguments: ar
     return Pass(seconds, tuple(answers), tuple(count / max(1, sum(tokens)) for count in tokens))
 
 
-@contextmanager
-def setup(count: int, router: str | None, policy: str, flags: Sequence[str]) -> Iterator[tuple[Server, list[Server]]]:
-    """What clients connect to, and the workers. Without a router it is the only worker."""
-    threads = ["--cpu-threads", str(max(1, len(os.sched_getaffinity(0)) // count))]
-    with ExitStack() as stack:
-        workers = [stack.enter_context(running(f"worker {n}", [*threads, *flags])) for n in range(count)]
-        routed = workers[0]
-        if router is not None:
-            routed = stack.enter_context(routing(router, workers, ["--policy", policy]))
-        yield routed, workers
+def launch(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Setup]:
+    """All setups. Routers and policies are measured in turn, so they share the workers."""
+    cores, setups = len(os.sched_getaffinity(0)), dict[str, Setup]()
+    for count in dict.fromkeys((1, *arguments.workers)):
+        flags = ["--cpu-threads", str(max(1, cores // count)), *arguments.server_flags]
+        workers = [stack.enter_context(running(f"worker {number}", flags)) for number in range(count)]
+        if count == 1:
+            setups[ONE] = Setup(workers[0], workers)
+        for router, policy in product(arguments.routers, arguments.policies) if count in arguments.workers else ():
+            label = f"{count} behind {router}" + (f", {policy}" if len(arguments.policies) > 1 else "")
+            setups[label] = Setup(stack.enter_context(routing(router, workers, ["--policy", policy])), workers)
+    return setups
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, list[Pass]]:
-    """Every setup's passes. Its first pass only warms up.
+    """The passes of every setup, in turn. The first of each only warms up.
 
     Raises:
         BenchError: a router is not installed, or a server or request failed.
     """
     for router in arguments.routers:
         require(router)
-    setups: dict[str, tuple[int, str | None, str]] = {ONE: (1, None, "")}
-    for count in arguments.workers:
-        for router in arguments.routers:
-            for policy in arguments.policies:
-                label = f"{count} behind {router}" + (f", {policy}" if len(arguments.policies) > 1 else "")
-                setups[label] = (count, router, policy)
-    passes: dict[str, list[Pass]] = {}
-    with Progress(console=console) as progress:
-        task = progress.add_task("measuring", total=len(setups) * (arguments.rounds + 1))
-        for label, (count, router, policy) in setups.items():
-            with setup(count, router, policy, arguments.server_flags) as (server, workers):
-                rounds = []
-                for turn in range(arguments.rounds + 1):
-                    rounds.append(converse(server, workers, turn, arguments))
+    with ExitStack() as stack:
+        setups = launch(arguments, stack)
+        passes: dict[str, list[Pass]] = {label: [] for label in setups}
+        with Progress(console=console) as progress:
+            task = progress.add_task("measuring", total=len(setups) * (arguments.rounds + 1))
+            for turn in range(arguments.rounds + 1):
+                for label, setup in setups.items() if turn % 2 else reversed(setups.items()):
+                    passes[label].append(converse(setup, turn, arguments))
                     progress.advance(task)
-                passes[label] = rounds[1:]
-    return passes
+    return {label: rounds[1:] for label, rounds in passes.items()}
 
 
 def report(passes: dict[str, list[Pass]], console: Console) -> tuple[dict[str, dict[str, float]], int]:
@@ -178,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--workers", type=int, nargs="+", default=[2], metavar="N", help="behind each router (2)")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], metavar="N", help="behind each router (1 2)")
     parser.add_argument("--routers", nargs="+", choices=list(MODULES), default=list(MODULES), help="which (both)")
     parser.add_argument("--policies", nargs="+", default=["cache_aware"], help="of the routers (cache_aware)")
     parser.add_argument("--clients", type=int, default=8, help="conversations at a time (8)")

@@ -45,6 +45,11 @@ class Server:
         stats: dict[str, Any] = self.get("/v1/server_info")["engine"]
         return stats
 
+    def flush_cache(self) -> None:
+        """Drop the prefix cache. No request may be running."""
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/flush_cache", method="POST")
+        urllib.request.urlopen(request, timeout=30).close()
+
 
 @contextmanager
 def running(label: str, flags: Sequence[str], files: int | None = None) -> Iterator[Server]:

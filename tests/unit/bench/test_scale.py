@@ -46,7 +46,20 @@ def test_a_router_that_is_missing_is_one_line(
 def test_workers_behind_a_router_give_the_texts_of_one_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    short = ["--rounds", "1", "--conversations", "4", "--clients", "4", "--groups", "2", "--max-tokens", "8"]
+    short = [
+        "--workers",
+        "2",
+        "--rounds",
+        "1",
+        "--conversations",
+        "4",
+        "--clients",
+        "4",
+        "--groups",
+        "2",
+        "--max-tokens",
+        "8",
+    ]
     flags = ["--speculative-algorithm", "NONE"]
     assert scale.main(["--routers", "vllm-router", "--out", str(tmp_path), *short, "--", *flags]) == 0
     assert "24 of 24" in capsys.readouterr().out
