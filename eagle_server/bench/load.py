@@ -15,7 +15,7 @@ from itertools import pairwise
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from eagle_server.bench.servers import BenchError, Server
+from eagle_server.bench.servers import BenchError, ServerAddress
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Arrival:
     seed: int
 
 
-def measure(server: Server, workload: Workload, concurrency: int) -> Measurement:
+def measure(server: ServerAddress, workload: Workload, concurrency: int) -> Measurement:
     """Send every prompt once, with `concurrency` clients."""
     before = server.stats()
     waiting: SimpleQueue[tuple[int, str | list[int]]] = SimpleQueue()
@@ -118,7 +118,7 @@ def measure(server: Server, workload: Workload, concurrency: int) -> Measurement
     return _summary(server, concurrency, seconds, [answers[i] for i in sorted(answers)], before)
 
 
-def answer_arrivals(server: Server, arrivals: Sequence[Arrival]) -> tuple[list[Answer], float]:
+def answer_arrivals(server: ServerAddress, arrivals: Sequence[Arrival]) -> tuple[list[Answer], float]:
     """Send every request at its time, whether or not earlier ones are answered; also the seconds until the last end."""
     start = time.perf_counter()
 
@@ -140,7 +140,11 @@ class Leaving(Exception):
 
 
 def ask(
-    server: Server, prompt: str | list[int], workload: Workload, leave_after: int | None = None, timeout: float = 600
+    server: ServerAddress,
+    prompt: str | list[int],
+    workload: Workload,
+    leave_after: int | None = None,
+    timeout: float = 600,
 ) -> Answer:
     """One streamed completion that runs to max_tokens.
 
@@ -160,7 +164,7 @@ def ask(
         "stream_options": {"include_usage": True},
         "return_token_ids": True,  # to count each event's tokens; routers drop vLLM's continuous_usage_stats
     }
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=timeout)
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=timeout)
     try:
         start = time.perf_counter()
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
@@ -207,7 +211,7 @@ def _read_stream(response: http.client.HTTPResponse, start: float, leave_after: 
 
 
 def _summary(
-    server: Server, concurrency: int, seconds: float, answers: Sequence[Answer], before: dict[str, Any]
+    server: ServerAddress, concurrency: int, seconds: float, answers: Sequence[Answer], before: dict[str, Any]
 ) -> Measurement:
     after = server.stats()
     stages = {k: v - before["stage_seconds"].get(k, 0.0) for k, v in after["stage_seconds"].items()}

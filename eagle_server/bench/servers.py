@@ -1,4 +1,4 @@
-"""Servers to measure: child processes that run this package."""
+"""Servers to measure: by their address, or child processes that run this package."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 START_SECONDS = 180.0
 
@@ -22,12 +23,24 @@ class BenchError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Server:
-    """A running server. `label` names it in the report."""
+class ServerAddress:
+    """The address of a running server. `label` names it in the report."""
 
     label: str
     port: int
-    process: subprocess.Popen[bytes]
+    host: str = field(default="127.0.0.1", kw_only=True)
+
+    @classmethod
+    def of(cls, url: str) -> ServerAddress:
+        """From "http://host:port".
+
+        Raises:
+            BenchError: it is something else.
+        """
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query:
+            raise BenchError(f"{url}: expected http://host:port")
+        return cls(url, parts.port or 80, host=parts.hostname)
 
     def get(self, path: str) -> dict[str, Any]:
         """GET a JSON document."""
@@ -36,9 +49,17 @@ class Server:
 
     def text(self, path: str) -> str:
         """GET a text."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as response:
+        with urllib.request.urlopen(f"http://{self.host}:{self.port}{path}", timeout=30) as response:
             body: bytes = response.read()
         return body.decode()
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """POST a JSON document, and read one."""
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"http://{self.host}:{self.port}{path}", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=30) as response:
+            document: dict[str, Any] = json.load(response)
+        return document
 
     def stats(self) -> dict[str, Any]:
         """The engine's counters."""
@@ -47,8 +68,15 @@ class Server:
 
     def flush_cache(self) -> None:
         """Drop the prefix cache. No request may be running."""
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/flush_cache", method="POST")
+        request = urllib.request.Request(f"http://{self.host}:{self.port}/flush_cache", method="POST")
         urllib.request.urlopen(request, timeout=30).close()
+
+
+@dataclass(frozen=True)
+class Server(ServerAddress):
+    """A server that this process started."""
+
+    process: subprocess.Popen[bytes]
 
 
 @contextmanager
