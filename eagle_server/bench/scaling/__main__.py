@@ -57,15 +57,33 @@ def _parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--costs", type=Path, default=DEMO, metavar="FILE", help="measured costs (the demo's)")
     source.add_argument("--measure", metavar="URL", help="measure an idle server, and keep its costs.json in --out")
-    parser.add_argument("--replay", metavar="URL", help="compare with the server of these costs, instead of N replicas")
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, metavar="N", help="that --measure measures")
+    parser.add_argument(
+        "--replay", metavar="URL", help="hold conversations with the server of these costs, and compare"
+    )
+    parser.add_argument(
+        "--batches",
+        type=int,
+        nargs="+",
+        default=BATCHES,
+        metavar="N",
+        help="numbers of requests that --measure has decode together",
+    )
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="JSON list of texts to send (the demo's)")
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 3, 10, 30, 100], metavar="N", help="(1 .. 100)")
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="(all)")
+    parser.add_argument(
+        "--replicas", type=int, nargs="+", default=[1, 3, 10, 30, 100], metavar="N", help="how many (1 3 10 30 100)"
+    )
+    parser.add_argument(
+        "--policies", nargs="+", choices=POLICIES, default=list(POLICIES), metavar="POLICY", help=", ".join(POLICIES)
+    )
     parser.add_argument(
         "--load", type=float, default=0.8, help="turns/s per replica; 1: what it answers without a prefix cache (0.8)"
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals (60)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="simulated seconds in which conversations begin; with --replay real ones (60)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the conversations (0)")
     habits = parser.add_argument_group("conversations (lengths and times are means)")
     helps = {
@@ -81,7 +99,12 @@ def _parser() -> argparse.ArgumentParser:
             kind, flag = type(field.default), f"--{field.name.replace('_', '-')}"
             text = f"{helps[field.name]} ({field.default:g})"
             habits.add_argument(flag, type=kind, default=field.default, metavar="N", help=text)
-    habits.add_argument("--arrivals", choices=(POISSON, BURSTY), default=POISSON, help="(poisson)")
+    habits.add_argument(
+        "--arrivals",
+        choices=(POISSON, BURSTY),
+        default=POISSON,
+        help="bursty: at times at three times the rate (poisson)",
+    )
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for JSON and PNG")
     return parser
 
@@ -160,7 +183,7 @@ def _replay(arguments: argparse.Namespace, costs: ReplicaCosts, habits: Habits, 
     with Progress(console=console) as progress:
         task = progress.add_task(f"{sum(len(each.turns) for each in planned)} turns", total=len(planned))
         measured, counted = replay(server, planned, texts, lambda: progress.advance(task))
-    simulated = simulate(costs, counted, 1, POLICIES["round robin"](1))
+    simulated = simulate(costs, counted, 1, POLICIES["round-robin"](1))
     end = max(float(each.ended.max()) for each in (measured, simulated))
     results = {"measured": measured.summary(0.0, end), "simulated": simulated.summary(0.0, end)}
     print_replay(results["measured"], results["simulated"], console)

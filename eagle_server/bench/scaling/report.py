@@ -76,6 +76,7 @@ def plot_points(path: Path, points: Sequence[Point], costs: ReplicaCosts) -> Non
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, axes = plt.subplots(2, 3, figsize=(13.5, 7.5), dpi=100)
     hits, first, whole, speed, gain, measured = axes.flat
@@ -108,8 +109,11 @@ def plot_points(path: Path, points: Sequence[Point], costs: ReplicaCosts) -> Non
         axis.grid(alpha=0.3)
     for axis in (first, whole):
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
     for axis in (hits, speed, gain):
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
     hits.legend(fontsize=8)
     _plot_costs(measured, costs)
     figure.tight_layout()

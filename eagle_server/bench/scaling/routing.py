@@ -122,9 +122,9 @@ def _hash(number: int) -> float:
 
 
 POLICIES: dict[str, Callable[[int], Routing]] = {  # by their names, for so many replicas
-    "round robin": RoundRobin,
-    "least load": LeastLoad,
-    "cache aware": CacheAware,
-    "cache aware, bound 4": TightCacheAware,
-    "hashing, bound 1.25": BoundedHashing,
+    "round-robin": RoundRobin,
+    "least-load": LeastLoad,
+    "cache-aware": CacheAware,
+    "cache-aware-tight": TightCacheAware,
+    "bounded-hashing": BoundedHashing,
 }

@@ -76,17 +76,17 @@ def test_every_turn_ends_once_and_has_no_more_cached_tokens_than_its_prompt(poli
 def test_hits_of_round_robin_and_of_affinity_are_those_counted_by_hand():
     """One conversation of four turns over two replicas; a beginning of 100, 10 new tokens and 10 of each answer."""
     talk = [Dialogue(0.0, 0, 100, (Turn(10, 10, 1.0),) * 4)]
-    alternating = simulate(costs(), talk, 2, POLICIES["round robin"](2))
+    alternating = simulate(costs(), talk, 2, POLICIES["round-robin"](2))
     assert alternating.prompt_tokens.tolist() == [110, 130, 150, 170]
     # the KV of an answer's last token is never computed: a turn that ended at 120 tokens leaves 119
     assert alternating.cached_tokens.tolist() == [0, 0, 119, 139]
-    near = simulate(costs(), talk, 2, POLICIES["cache aware"](2))
+    near = simulate(costs(), talk, 2, POLICIES["cache-aware"](2))
     assert near.cached_tokens.tolist() == [0, 119, 139, 159]
 
 
 def test_a_shared_beginning_is_computed_once_per_replica():
     talks = [Dialogue(10.0 * i, 7, 100, (Turn(10, 10, 0.0),)) for i in range(4)]
-    outcome = simulate(costs(), talks, 2, POLICIES["round robin"](2))
+    outcome = simulate(costs(), talks, 2, POLICIES["round-robin"](2))
     assert outcome.cached_tokens.tolist() == [0, 0, 100, 100]
 
 
@@ -148,7 +148,7 @@ def test_no_replica_exceeds_the_bound_of_bounded_hashing():
 
 
 def test_affinity_yields_when_one_replica_has_far_more_load():
-    near, bound = POLICIES["cache aware"](2), POLICIES["cache aware, bound 4"](2)
+    near, bound = POLICIES["cache-aware"](2), POLICIES["cache-aware-tight"](2)
     first, second = pinned(1, 20, 10), pinned(2, 20, 10)
     for routing in (near, bound):
         place = routing.choose(first, np.zeros(2, np.int64))
