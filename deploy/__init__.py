@@ -1,0 +1,1 @@
+"""How to run the server on clusters. Not part of the wheel."""
