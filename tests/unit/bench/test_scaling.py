@@ -212,16 +212,17 @@ def test_the_command_writes_a_picture_and_every_number(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_simulation_agrees_with_the_demo_that_it_measured(tmp_path):
-    """Measure, then hold conversations and simulate them. The bounds are wide, because others use the machine."""
+    """Measure, then hold conversations and simulate them. Times have wide bounds: others may use the machine."""
     with running("demo", ["--max-running-requests", "8"]) as server:
         url = f"http://127.0.0.1:{server.port}"
         assert main(["--measure", url, "--batches", "1", "2", "4", "8", "--replicas", "1", "--out", str(tmp_path)]) == 0
-        flags = ["--costs", str(tmp_path / "costs.json"), "--seconds", "15", "--load", "0.5", "--think", "1"]
+        flags = ["--costs", str(tmp_path / "costs.json"), "--seconds", "15", "--load", "1", "--think", "1"]
         assert main([*flags, "--replay", url, "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "replay.json").read_text())
     measured, simulated = found["measured"], found["simulated"]
-    assert measured["turns"] == simulated["turns"] > 5
+    assert measured["turns"] == simulated["turns"] >= 8
     assert simulated["hit rate"] == pytest.approx(measured["hit rate"], abs=0.1)
-    assert simulated["tokens/s"] == pytest.approx(measured["tokens/s"], rel=0.3)
-    for name in ("TTFT p50", "latency p50", "tokens/cycle"):
-        assert measured[name] / 4 < simulated[name] < measured[name] * 4
+    assert simulated["tokens/s"] == pytest.approx(measured["tokens/s"], rel=0.5)
+    assert simulated["tokens/cycle"] == pytest.approx(measured["tokens/cycle"], rel=0.5)
+    for name in ("TTFT p50", "latency p50"):
+        assert measured[name] / 10 < simulated[name] < measured[name] * 10
