@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 
 from fastapi import FastAPI
 from ray import serve
@@ -16,9 +18,13 @@ from eagle_server.engine.process import EngineFactory
 from eagle_server.text.chat_template_files import load_chat_template
 from eagle_server.text.tokenizer import load_tokenizer
 
+logger = logging.getLogger("ray.serve")
+
+LAST_ANSWERS = 0.5  # seconds, for the errors of the requests that the engine left
+
 
 class EngineLost(RuntimeError):
-    """The engine process died or hung. Serve replaces the replica."""
+    """The engine process died or hung."""
 
 
 @serve.ingress()
@@ -56,6 +62,7 @@ class EagleReplica:
             ready.cancel()
         if self._engine.done():
             self._engine.result()
+        self._watch = asyncio.create_task(self._end_with_engine())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app
@@ -64,15 +71,28 @@ class EagleReplica:
         """Serve calls it again and again. A replica whose event loop hangs is found by its time-out.
 
         Raises:
-            EngineLost: the engine died, or the watchdog has killed one that hung.
+            EngineLost: the engine died, or the watchdog has killed one that hung. The replica is about to end.
         """
         if self._engine.done() or not self._client.is_available:
             raise EngineLost("the engine is not running")
 
+    async def _end_with_engine(self) -> None:
+        """End the actor when its engine is gone, so that Serve replaces it.
+
+        A server would start its engine again. But a replica that refuses at once has the shortest queue, so Serve would
+        send it most requests meanwhile.
+        """
+        while self._client.is_available:
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(LAST_ANSWERS)
+        logger.error("the engine died or hung; the replica ends with it")
+        os._exit(1)
+
     async def __del__(self) -> None:
         """Serve has waited for the running requests before."""
-        if engine := getattr(self, "_engine", None):
-            engine.cancel()
-            await asyncio.gather(engine, return_exceptions=True)
+        tasks = [task for name in ("_watch", "_engine") if (task := getattr(self, name, None))]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if getattr(self, "_app", None) is not None and self._app.state.tracing is not None:
             self._app.state.tracing.close()

@@ -67,14 +67,8 @@ class Cluster:
 
     def replicas(self) -> set[int]:
         """The processes of the replicas: children of the raylet of this session."""
-        found = set()
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if (process / "cmdline").read_text().startswith(REPLICA):
-                    parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
-                    if self.session in Path(f"/proc/{parent}/cmdline").read_text():
-                        found.add(int(process.name))
-        return found
+        found = {pid: parent for pid, parent in _parents().items() if _command(pid).startswith(REPLICA)}
+        return {pid for pid, parent in found.items() if self.session in _command(parent)}
 
     def await_replicas(self, wanted: int, other_than: frozenset[int] = frozenset(), seconds: float = 90) -> set[int]:
         deadline = time.monotonic() + seconds
@@ -91,17 +85,27 @@ class Cluster:
             time.sleep(0.5)
 
 
-def _of(folder: Path) -> list[int]:
-    """All processes of this Ray: those with its folder in their command lines, and what they started."""
-    parents, own = dict[int, int](), set[int]()
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
+def _parents() -> dict[int, int]:
+    found = {}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-            if str(folder) in (process / "cmdline").read_text():
-                own.add(int(process.name))
+            found[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    return found
+
+
+def _of(folder: Path) -> set[int]:
+    """All processes of this Ray: those with its folder in their command lines, and what they started."""
+    parents = _parents()
+    own = {pid for pid in parents if str(folder) in _command(pid)}
     while more := {pid for pid, parent in parents.items() if parent in own} - own:
         own |= more
-    return sorted(own)
+    return own
 
 
 @contextmanager
@@ -266,6 +270,18 @@ def test_a_killed_replica_is_replaced_while_the_other_one_answers(alone, two_rep
         os.kill(min(first), signal.SIGKILL)
         two_replicas.await_replicas(2, frozenset({min(first)}))
     assert results.count(True) > results.count(False)
+    assert texts(two_replicas.port) == alone
+
+
+def test_a_replica_ends_with_its_engine_and_is_replaced(alone, two_replicas):
+    assert two_replicas.deploy(*TWO).wait(120) == 0  # both serve
+    first = two_replicas.await_replicas(2)
+    (engine,) = (pid for pid, parent in _parents().items() if parent == min(first) and "spawn_main" in _command(pid))
+    with load(two_replicas.port, 3, max_tokens=64) as results:
+        os.kill(engine, signal.SIGKILL)
+        two_replicas.await_replicas(2, frozenset({min(first)}))
+    assert True in results[-3:], "the other replica answers"
+    _await(lambda: texts(two_replicas.port))
     assert texts(two_replicas.port) == alone
 
 
