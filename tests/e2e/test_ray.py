@@ -135,7 +135,7 @@ def cluster(*arguments: str) -> Iterator[Cluster]:
         options = ["--address", address, "--http-port", str(ports[-1])]
         assert start(bin_folder / "serve", "start", *options).wait(60) == 0, log.read_text()
         deploy = partial(start, bin_folder / "serve", "run", "--non-blocking", "--address", address, "deploy.ray:app")
-        deploy(*arguments)
+        assert deploy(*arguments).wait(120) == 0, log.read_text()[-4000:]  # all replicas serve
         found = Cluster(ports[-1], str(folder), deploy)
         _await(lambda: post(found.port, BODY, timeout=20), log)
         yield found
