@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from importlib.util import find_spec
 from itertools import chain
@@ -92,6 +94,37 @@ def test_every_experiment_is_in_the_index_with_a_verdict():
         for heading in re.findall(r"^## (\d.+)$", text, re.MULTILINE)
     ]
     assert all(re.match(r"\*\*(kept|lost|measured|not measured)\*\*", verdict) for _, verdict in lines)
+
+
+def pages_of(navigation: list | dict | str) -> list[str]:
+    """The files that a part of mkdocs.yml's `nav` names."""
+    if isinstance(navigation, str):
+        return [navigation]
+    parts = navigation.values() if isinstance(navigation, dict) else navigation
+    return [page for part in parts for page in pages_of(part)]
+
+
+def test_every_page_of_docs_has_a_place_in_the_site():
+    nav = re.search(r"^nav:\n.*", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert nav
+    pages = pages_of(yaml.safe_load(nav[0])["nav"])
+    written = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert sorted(pages) == sorted({*pages} | written), "nav in mkdocs.yml: a line for each page, and no page twice"
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_other_hosts(tmp_path):
+    if find_spec("material") is None:
+        pytest.skip("mkdocs-material is not installed (pip install -e '.[docs]')")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in tmp_path.glob("*.html")} >= {"index.html", "contributing.html", "changelog.html"}
+    for page in tmp_path.rglob("*.html"):
+        loads = re.findall(
+            r"<(?:script|img|link|iframe)\b[^>]*?(?:src|href)=\"?(\w+:)?//", page.read_text(encoding="utf-8")
+        )
+        assert not loads, page
 
 
 def test_the_readme_is_short_and_pins_the_torch_of_the_package():
