@@ -247,7 +247,7 @@ def test_every_package_and_no_other_is_installed():
 
 def test_the_documented_layout_is_the_real_one():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    layout = re.search(r"## Layout\n.*?```\n(.*?)```", text, re.DOTALL)
+    layout = re.search(r"## Layout\n.*?```text\n(.*?)```", text, re.DOTALL)
     assert layout, "docs/architecture.md has no layout block"
     entries = [re.match(r"( *)(\S+)", line) for line in layout[1].splitlines()]
     inside = {entry[2].rstrip("/") for entry in entries if entry and entry[1]}

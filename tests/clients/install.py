@@ -5,9 +5,9 @@ Clients pin versions of packages that other clients, and this server, need newer
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
-import sys
 import tomllib
 import venv
 from concurrent.futures import ThreadPoolExecutor
@@ -29,5 +29,8 @@ def install(folder: Path, script: Path) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="TEST_CLIENTS=FOLDER then shows the tests where they are")
+    folder = parser.parse_args().folder
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(install, [Path(sys.argv[1])] * len(SCRIPTS), SCRIPTS))
+        list(pool.map(lambda script: install(folder, script), SCRIPTS))
