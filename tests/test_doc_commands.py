@@ -146,9 +146,8 @@ def test_blocks_say_their_language_and_their_needs_by_known_words() -> None:
     assert not [str(block) for block in ALL_BLOCKS if not block.language], "a fence names its language"
     assert not [str(block) for block in ALL_BLOCKS if block.needs not in (None, *WHAT_IS_NEEDED)]
     assert {SHELL, PYTHON} <= {block.language for block in ALL_BLOCKS}
-    lost = [
-        page.name for page in PAGES if re.search(r"^<!-- needs: \w+ -->\n(?!\n(?:```|    ))", page.read_text(), re.M)
-    ]
+    misplaced = re.compile(r"^<!-- needs: \w+ -->\n(?!\n(?:```|    ))", re.MULTILINE)
+    lost = [page.name for page in PAGES if misplaced.search(page.read_text(encoding="utf-8"))]
     assert not lost, "a marker stands before a block, with an empty line between"
 
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from tests.support.engines import FIXED_TREES
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPTS: list[str] = json.loads((DEMO_TARGET.parent / "prompts.json").read_text())
+PROGRAM = (sys.executable, "-m", "eagle_server")
 README_FLAGS = ["--speculative-num-steps", "3", "--topk", "4"]
 
 
@@ -60,10 +61,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield up
 
 
-def start(log: Path, *flags: str, port: int | None = None) -> Served:
+def start(log: Path, *flags: str, port: int | None = None, program: Sequence[str] = PROGRAM) -> Served:
     """Start the demo's server, on a free port if none is given. It does not serve yet."""
     port = port or free_port()
-    command = [sys.executable, "-m", "eagle_server", "--port", str(port), *flags]
+    command = [*program, "--port", str(port), *flags]
     environment = {**os.environ, "EAGLE_SERVER_CPU_THREADS": "1"}  # other tests run on the other cores
     with log.open("wb") as sink:
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=sink, stderr=sink, env=environment)
@@ -71,9 +72,9 @@ def start(log: Path, *flags: str, port: int | None = None) -> Served:
 
 
 @contextmanager
-def serving(log: Path, *flags: str) -> Iterator[Served]:
+def serving(log: Path, *flags: str, program: Sequence[str] = PROGRAM) -> Iterator[Served]:
     """The demo's server on a free port. At the end it must exit cleanly on SIGTERM."""
-    up = start(log, *flags)
+    up = start(log, *flags, program=program)
     try:
         until_healthy(up)
         yield up
