@@ -36,6 +36,7 @@ PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 UBUNTU_PYTHON, UBUNTU_GLIBC = "3.12", 39  # those of nvidia/cuda's Ubuntu 24.04: glibc 2.39
 START_SECONDS, STOP_SECONDS = 300, 60
 TOKENS = 16
+DOCUMENTS = [f"/usr/share/doc/eagle-server/{name}" for name in ("sbom.cdx.json", "licenses.md")]
 ISOLATION = ("--isolation", "chroot")
 
 
@@ -136,6 +137,8 @@ def use(container: str, config: dict[str, Any]) -> None:
         assert str(uid) == config["User"].partition(":")[0] != "0", f"it runs as user {uid}, not {config['User']}"
         for volume in config["Volumes"]:
             subprocess.run([*run, "test", "-w", volume], check=True)
+        for document in DOCUMENTS:
+            subprocess.run([*run, "test", "-s", document], check=True)
         print(repr(complete(port)), flush=True)
         os.kill(pid, signal.SIGTERM)
         status = server.wait(STOP_SECONDS)

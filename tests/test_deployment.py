@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version as version_of
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,24 @@ def test_images_have_the_version_and_the_torch_of_the_package():
         text = dockerfile.read_text()
         assert re.findall(r"torch==[\w.]+", text) == [torch]
         assert re.findall(r"ARG VERSION=(.+)", text) == [project["version"]]
+
+
+@pytest.mark.slow
+def test_the_bill_of_materials_lists_what_is_installed(tmp_path):
+    script = ROOT / "docker" / "bill_of_materials.sh"
+    run("sh", str(script), str(Path(tool("cyclonedx-py")).parent), sys.executable, str(tmp_path))
+    bill = json.loads((tmp_path / "sbom.cdx.json").read_text())
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    versions = {part["name"].lower(): part["version"] for part in bill["components"]}
+    licences = re.findall(r"^\| (\S+) +\| (\S+) +\| (.+?) +\|", (tmp_path / "licenses.md").read_text(), re.MULTILINE)
+    listed = {name.lower(): (version, licence) for name, version, licence in licences}
+    for name in ("torch", "transformers", "fastapi", "msgspec", "llguidance"):
+        assert versions[name] == version_of(name) == listed[name][0]
+        assert listed[name][1] != "UNKNOWN"
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["test"]
+    for dockerfile in DOCKERFILES:
+        tools = re.findall(r"(?:cyclonedx-bom|pip-licenses)==[\w.]+", dockerfile.read_text())
+        assert len(tools) == 2 and set(tools) <= set(extra)
 
 
 def test_the_build_context_has_what_is_copied_and_little_else():

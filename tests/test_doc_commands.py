@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
@@ -101,12 +102,15 @@ def pip(arguments: Sequence[str]) -> None:
             assert package in PROJECT["dependencies"]
 
 
+@cache
+def flags_of_pytest() -> set[str]:
+    command = [sys.executable, "-m", "pytest", "--help"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", shown))
+
+
 def run_pytest(arguments: Sequence[str]) -> None:
-    shown = subprocess.run(
-        [sys.executable, "-m", "pytest", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    known = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", shown.stdout))
-    assert {word.partition("=")[0] for word in arguments if word.startswith("-")} <= known
+    assert {word.partition("=")[0] for word in arguments if word.startswith("-")} <= flags_of_pytest()
     assert all((ROOT / word).exists() for word in arguments if word.startswith("tests/"))
 
 
@@ -117,12 +121,12 @@ def docker(arguments: Sequence[str]) -> None:
         services = yaml.safe_load((ROOT / files[0]).read_text(encoding="utf-8"))["services"].values()
         profiles = {name for service in services for name in service["profiles"]}
         assert {arguments[at + 1] for at, word in enumerate(arguments) if word == "--profile"} <= profiles
-    elif arguments[0] == "run":
+    elif arguments[0] == "run" and "--entrypoint" not in arguments:
         (image,) = [at for at, word in enumerate(arguments) if word.partition(":")[0] == "eagle-server"]
         flags = ["owner/model" if word.startswith("/") else word for word in arguments[image + 1 :]]  # not here
         accepts(lambda: parse_args([*flags, "--dry-run"], {}))
     else:
-        assert arguments[0] == "build"
+        assert arguments[0] in ("build", "run")
 
 
 def known(arguments: Sequence[str]) -> None:
