@@ -18,7 +18,9 @@ from tests.e2e.test_tool_calls import TEMPLATE
 
 CLIENTS = os.environ.get("TEST_CLIENTS")  # the folder that tests/clients/install.py was given
 PAGE = (REPOSITORY / "docs" / "clients.md").read_text(encoding="utf-8")
-slow = pytest.mark.slow
+installed = pytest.mark.skipif(
+    CLIENTS is None, reason="needs its client: tests/clients/install.py FOLDER, then TEST_CLIENTS=FOLDER"
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +34,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def result_of(script: str, server: Served) -> dict[str, Any]:
     """What a script of tests/clients prints, run in its own environment."""
-    if CLIENTS is None:
-        pytest.skip(f"{script}: install it with tests/clients/install.py FOLDER, then set TEST_CLIENTS=FOLDER")
     command = [f"{CLIENTS}/{script}/bin/python", str(REPOSITORY / "tests" / "clients" / f"{script}.py"), server.url]
     ours = {"PYTHONPATH", "HF_HUB_OFFLINE"}  # AIPerf reads no local tokenizer when it is offline
     environment = {name: value for name, value in os.environ.items() if name not in ours}
@@ -59,7 +59,8 @@ def is_entry(value: dict[str, Any]) -> bool:
     return set(value) == {"name", "size"} and len(value["name"]) <= 12 and 0 <= value["size"] <= 999
 
 
-@slow
+@pytest.mark.slow
+@installed
 def test_langchain_openai(server: Served) -> None:
     result = result_of("langchain_openai_client", server)
     assert result["completion"] == "".join(result["completion_stream"]) == plain_completion(server)
@@ -71,7 +72,8 @@ def test_langchain_openai(server: Served) -> None:
     assert is_entry(result["entry_by_schema"])
 
 
-@slow
+@pytest.mark.slow
+@installed
 def test_litellm(server: Served) -> None:
     result = result_of("litellm_client", server)
     assert result["completion"] == "".join(result["completion_stream"]) == plain_completion(server)
@@ -81,7 +83,8 @@ def test_litellm(server: Served) -> None:
     assert name == "add" and set(arguments) == {"a", "b"}
 
 
-@slow
+@pytest.mark.slow
+@installed
 def test_pydantic_ai(server: Served) -> None:
     result = result_of("pydantic_ai_client", server)
     assert result["chat"] == "".join(result["chat_stream"]) == plain_chat(server)
@@ -90,7 +93,8 @@ def test_pydantic_ai(server: Served) -> None:
     assert is_entry(result["entry_by_schema"])
 
 
-@slow
+@pytest.mark.slow
+@installed
 def test_aiperf(server: Served) -> None:
     result = result_of("aiperf_client", server)
     for endpoint in ("chat", "completions"):
