@@ -32,6 +32,7 @@ FOREIGN = {
     *("--model_args", "--gen_kwargs", "--apply_chat_template", "--model"),  # lm_eval
     *("--url", "--tokenizer"),  # aiperf
     *("--index-url", "--torch-backend"),  # pip, uv
+    *("--balance-abs-threshold", "--cache-threshold", "--policy"),  # the routers, held by tests/e2e/test_routers.py
     *("--mode", "--check", "--dist", "--strict"),  # flashinfer, ruff, pytest, mkdocs
 }
 shell_blocks = pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.language == SHELL], ids=str)
@@ -77,7 +78,7 @@ def python(arguments: Sequence[str]) -> None:
     if arguments[0] == "-m" and arguments[1].startswith("eagle_server"):
         module_accepts(arguments[1], arguments[2:])
     elif arguments[0] == "-m":
-        assert arguments[1] in ("venv", "build")
+        assert arguments[1] in ("venv", "build", "sglang_router.launch_router")
     else:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", list(arguments))
