@@ -100,8 +100,7 @@ def assemble(  # noqa: PLR0913
     if config.adaptive:
         _adapt(worker, largest, config)
     worker.overlaps = graphs.captures
-    fits = config.tree.depth < config.tree.num_lookahead_slots  # it runs before the next cycle's window is allocated
-    drafting.ahead = worker.overlaps and drafter.extends_ahead and fits
+    drafting.extends_ahead = drafter.extends_ahead and config.tree.depth < config.tree.num_lookahead_slots
     scheduler = Scheduler(_limits(config, uses_features=drafter.uses_features), kv)
     grammars = _grammars(tokenizer, target.config)
     return Engine(scheduler, worker, _ready(config, target, kv, document), grammars, publisher)

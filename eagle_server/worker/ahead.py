@@ -14,6 +14,8 @@ from torch import Tensor
 from eagle_server.ops.upload import upload
 from eagle_server.worker.clock import StageClock
 
+UNUSED = "unused"  # the stage of a forward that was computed for nothing
+
 
 class ByRequest(Protocol):
     """A forward's results for the requests of a batch."""
@@ -28,16 +30,16 @@ Result = TypeVar("Result", bound=ByRequest)
 
 @dataclass(frozen=True)
 class _Computed(Generic[Result]):
-    """`rows`: each request's number in the batch, by req_pool_index and the position of its first row."""
+    """`numbers`: each request's number in the batch, by req_pool_index and the position of its first row."""
 
     result: Result
-    rows: dict[tuple[int, int], int]
+    numbers: dict[tuple[int, int], int]
     size: int  # of the batch, with padding
     clock: StageClock
 
 
-class Ahead(Generic[Result]):
-    """Holds the results of one forward until the next cycle takes them."""
+class ForwardAhead(Generic[Result]):
+    """Holds the results of one forward for the next cycle, which takes or discards them."""
 
     def __init__(self) -> None:
         self._computed: _Computed[Result] | None = None
@@ -47,32 +49,33 @@ class Ahead(Generic[Result]):
 
         size: of the batch with its padding, which stands last. clock: of the forward.
         """
-        self._computed = _Computed(result, {request: row for row, request in enumerate(requests)}, size, clock)
+        self._computed = _Computed(result, {request: number for number, request in enumerate(requests)}, size, clock)
 
     def forget(self, released: Iterable[int]) -> None:
         """These requests have ended, or were preempted. Others may get their rows of the page table."""
         gone = set(released)
         if gone and self._computed is not None:
-            for request in [each for each in self._computed.rows if each[0] in gone]:
-                del self._computed.rows[request]
-
-    def drop(self) -> None:
-        """Nothing is taken in this cycle, so what was computed will be out of date."""
-        self._computed = None
+            for request in [each for each in self._computed.numbers if each[0] in gone]:
+                del self._computed.numbers[request]
 
     def take(self, requests: Sequence[tuple[int, int]], size: int, clock: StageClock) -> Result | None:
         """The results for a batch of these requests, padded to `size`; None: some of them were not computed.
 
         Adds the forward's time to `clock`.
         """
-        computed, self._computed = self._computed, None
-        if computed is None:
+        computed = self._computed
+        numbers = [-1] if computed is None else [computed.numbers.get(request, -1) for request in requests]
+        if computed is None or min(numbers) < 0:
             return None
-        rows = [computed.rows.get(request, -1) for request in requests]
-        if min(rows) < 0:
-            return None
+        self._computed = None
         clock.take(computed.clock)
-        if size == computed.size and rows == list(range(len(rows))):
+        if size == computed.size and numbers == list(range(len(numbers))):
             return computed.result
-        rows += rows[:1] * (size - len(rows))  # padding may be anything
-        return computed.result.of(upload(rows, clock.device))
+        numbers += numbers[:1] * (size - len(numbers))  # padding may be anything
+        return computed.result.of(upload(numbers, clock.device))
+
+    def discard(self, clock: StageClock) -> None:
+        """Drop what this cycle has not taken, and add its time to `clock` as UNUSED. It is out of date afterwards."""
+        if self._computed is not None:
+            clock.take(self._computed.clock, UNUSED)
+        self._computed = None

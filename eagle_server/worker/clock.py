@@ -39,11 +39,11 @@ class StageClock:
         yield
         self._add(name, time.perf_counter() - began)
 
-    def take(self, other: StageClock) -> None:
-        """Add the times of another clock."""
-        self._events += other._events
+    def take(self, other: StageClock, stage: str | None = None) -> None:
+        """Add the times of another clock, all of them as `stage` unless it is None."""
+        self._events += [(stage or name, start, end) for name, start, end in other._events]
         for name, seconds in other._seconds.items():
-            self._add(name, seconds)
+            self._add(stage or name, seconds)
 
     def seconds(self) -> dict[str, float]:
         """Seconds by stage; on a GPU only after the cycle's results have been copied to the host."""

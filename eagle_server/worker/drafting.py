@@ -16,7 +16,7 @@ from eagle_server.ops.upload import upload
 from eagle_server.plan import CycleDrafting, CyclePlan, CycleResult
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Candidates, EagleVerifyInput, build_tree, root_alone, spread, without
-from eagle_server.worker.ahead import Ahead
+from eagle_server.worker.ahead import UNUSED, ForwardAhead
 from eagle_server.worker.batch import Batches, DecodeBatch
 from eagle_server.worker.budget import Budget, CycleBudget
 from eagle_server.worker.clock import StageClock
@@ -71,8 +71,8 @@ class TreeDrafting:
         self.drafter, self.batches, self.budget = drafter, batches, budget
         self.estimates = batches.estimates
         self.costs: CostModel | None = None
-        self.ahead = False  # whether `extend_ahead` may run
-        self._extended: Ahead[Any] = Ahead()
+        self.extends_ahead = False  # whether draft-extend may run before the next cycle's window is allocated
+        self.extended: ForwardAhead[Any] = ForwardAhead()  # of the drafter's State
         self._cycles = self._drafted = 0  # how many there were, and those with drafts
         self._ended = 0.0  # when the last one ended
         self.observers: list[Callable[[EagleVerifyInput, Accepted, int], None]] = []  # get trees, paths, requests
@@ -83,7 +83,7 @@ class TreeDrafting:
 
     def forget(self, released: Sequence[int]) -> None:
         """These requests have ended, or were preempted."""
-        self._extended.forget(released)
+        self.extended.forget(released)
         for req_pool_index in released:
             self.drafter.forget(req_pool_index)
             self.budget.forget(req_pool_index)
@@ -98,7 +98,6 @@ class TreeDrafting:
         with clock.stage("extend"):
             drafting = self.batches.drafting(batch, budget, cut=not lesson)  # a lesson is about all nodes
         if drafting is None:
-            self._extended.drop()
             return Drafts(root_alone(batch.verified_id, batch.seq_lens), budget)
         self._drafted += served
         with clock.stage("extend"):
@@ -139,22 +138,21 @@ class TreeDrafting:
         that it was not computed for, the cycle's own draft-extend writes the same KV again.
         """
         batch = drafts.batch
-        if batch is None or not self.ahead or drafts.requests is not None or not batch.ranking.is_plain:
+        if batch is None or not self.extends_ahead or drafts.requests is not None or not batch.ranking.is_plain:
             return
         clock = StageClock(self.batches.device)
         with clock.stage("extend"):
             state = self.drafter.extend(batch.after(accepted))
         requests = [(decode.req_pool_index, decode.seq_len) for decode in batch.decodes]
-        self._extended.put(state, requests, len(batch.seq_lens_host), clock)
+        self.extended.put(state, requests, len(batch.seq_lens_host), clock)
 
     def _take_extended(self, batch: DecodeBatch, clock: StageClock) -> Any:
         """The state of the draft-extend that has run for these requests; None: there is none."""
         if not batch.ranking.is_plain:
-            self._extended.drop()
             return None
         lens = zip(batch.decodes, batch.extend_lens_host, strict=False)  # without padding
         requests = [(decode.req_pool_index, decode.seq_len - count) for decode, count in lens]
-        return self._extended.take(requests, len(batch.seq_lens_host), clock)
+        return self.extended.take(requests, len(batch.seq_lens_host), clock)
 
     @property
     def _lessons(self) -> int:
@@ -263,5 +261,5 @@ class TreeDrafting:
             # In between lessons, because these take time themselves: the rest is to commit more tokens.
             later = waited - costs.between if loaded and not drafts.teaches else 0.0
             predicted += costs.observe(costs.extend, drafts.extended, 0.0, times.extend + max(0.0, later))
-        costs.compare(predicted, sum(seconds for stage, seconds in stages.items() if stage != "prefill"))
+        costs.compare(predicted, sum(seconds for stage, seconds in stages.items() if stage not in ("prefill", UNUSED)))
         return predicted

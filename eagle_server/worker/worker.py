@@ -13,7 +13,7 @@ from eagle_server.plan import Chunk, CyclePlan, CycleResult
 from eagle_server.speculation.accept import Acceptance, Accepted
 from eagle_server.speculation.sampling import draw
 from eagle_server.speculation.tree import EagleVerifyInput, root_alone
-from eagle_server.worker.ahead import Ahead
+from eagle_server.worker.ahead import ForwardAhead
 from eagle_server.worker.batch import Batches, DecodeBatch, Prompts
 from eagle_server.worker.clock import StageClock
 from eagle_server.worker.drafters.interface import Drafter
@@ -32,7 +32,7 @@ class Worker:
 
     def __init__(self, verifier: Verifier, drafting: TreeDrafting, batches: Batches, acceptance: Acceptance) -> None:
         self.verifier, self.drafting, self.batches, self.acceptance = verifier, drafting, batches, acceptance
-        self._verified: Ahead[Verified] = Ahead()
+        self._verified: ForwardAhead[Verified] = ForwardAhead()
         self.overlaps = False
 
     @property
@@ -62,7 +62,8 @@ class Worker:
             with clock.stage("verify"):
                 tree = self.verifier.compacted(drafts.tree)
                 token_mask = VerifyTokenMask.of(batch.decodes, self.batches.device, tree)
-                verified = self._take_verified(batch, drafts, clock) or self.verifier.verify(batch, tree)
+                verified = self._take_verified(batch, clock) if drafts.batch is None else None
+                verified = verified or self.verifier.verify(batch, tree)
             with clock.stage("accept"):
                 tree, sampling = token_mask.masked(tree, batch.sampling)
                 accepted = self.acceptance.accept(tree, verified.logits, sampling)
@@ -78,37 +79,39 @@ class Worker:
             copy = OutputCopy(plan, decoded, drawn)
             outputs = None if self.overlaps else copy.outputs()
         if outputs is None:
-            joining = any(chunk.next_token is None for chunk in plan.chunks)
-            if batch is not None and drafts is not None and decoded is not None and not joining:
-                self._run_ahead(batch, drafts, decoded)
+            if batch is not None and drafts is not None and decoded is not None:
+                self._run_ahead(plan, batch, drafts, decoded, clock)
             meanwhile()
             outputs = copy.outputs()
         chunks, decodes, estimates = outputs
         result = CycleResult(chunks, decodes, clock.seconds())
         return self.drafting.finish(plan, result, drafts, estimates, 0 if decoded is None else len(decoded.logits))
 
-    def _run_ahead(self, batch: DecodeBatch, drafts: Drafts, decoded: Decoded) -> None:
+    def _run_ahead(
+        self, plan: CyclePlan, batch: DecodeBatch, drafts: Drafts, decoded: Decoded, clock: StageClock
+    ) -> None:
         """The next cycle's first forward: draft-extend, or, if nothing was drafted, verification of the roots.
 
         A plain cycle gives each request exactly one token, so the host knows the next lengths, and the device the
         tokens. A captured forward overwrites the last one's logits, so there must be nothing left to read from these.
         """
+        self._verified.discard(clock)
+        self.drafting.extended.discard(clock)
+        if any(chunk.next_token is None for chunk in plan.chunks):
+            return  # its request joins the next cycle
         if drafts.batch is not None:
             self.drafting.extend_ahead(drafts, decoded.accepted)
             return
         if decoded.restricted or any(decode.sampling.params.logprobs is not None for decode in batch.decodes):
             return
-        clock, after = StageClock(self.batches.device), batch.after(decoded.accepted)
-        with clock.stage("verify"):
+        own, after = StageClock(self.batches.device), batch.after(decoded.accepted)
+        with own.stage("verify"):
             verified = self.verifier.verify(after, root_alone(after.verified_id, after.seq_lens))
         requests = [(decode.req_pool_index, decode.seq_len + 1) for decode in batch.decodes]
-        self._verified.put(verified, requests, len(after.seq_lens_host), clock)
+        self._verified.put(verified, requests, len(after.seq_lens_host), own)
 
-    def _take_verified(self, batch: DecodeBatch, drafts: Drafts, clock: StageClock) -> Verified | None:
-        """The verify forward of this cycle, if it is plain and has run for these requests."""
-        if drafts.batch is not None:
-            self._verified.drop()
-            return None
+    def _take_verified(self, batch: DecodeBatch, clock: StageClock) -> Verified | None:
+        """The verify forward of the roots, if it has run for these requests."""
         requests = [(decode.req_pool_index, decode.seq_len) for decode in batch.decodes]
         return self._verified.take(requests, len(batch.seq_lens_host), clock)
 

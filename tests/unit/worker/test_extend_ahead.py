@@ -134,7 +134,7 @@ def test_a_request_that_takes_the_row_of_another_gets_its_own(monkeypatch: pytes
     each.add(request("a", range(1, 9), max_tokens=200, ignore_eos=True))
     for _ in range(3):
         each.step()
-    assert each.worker.drafting._extended._computed is not None
+    assert each.worker.drafting.extended._computed is not None
     each.abort("a")
     seen = events(each, monkeypatch)
     assert tokens_of(run(each, [request("b", range(9, 17), ignore_eos=True)]))["b"] == alone["b"]
@@ -150,7 +150,7 @@ def test_the_hosts_other_work_is_done_after_the_launches_and_before_the_wait(mon
         each.step(lambda: None)
         each.step(lambda: None)
         if overlaps:
-            assert each.worker.drafting._extended._computed is not None
+            assert each.worker.drafting.extended._computed is not None
         seen.clear()
         each.step(partial(seen.append, "sent"))
         assert seen == order

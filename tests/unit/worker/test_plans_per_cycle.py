@@ -115,7 +115,7 @@ def test_a_cycle_plans_each_wrapper_once_and_waits_for_no_copy(
     asked = [request(i, range(1, 9 + 12 * i), ignore_eos=True) for i in range(4)]
     run(engine, asked[:1])
     # While requests come and go, a draft-extend that ran ahead may be redone. So none runs ahead here.
-    engine.worker.drafting.ahead = False
+    engine.worker.drafting.extends_ahead = False
     run(engine, asked[1:2], joining={2: asked[2:]})
     assert device.ended > 20
     assert not device.waits, "the host waits for the device"

@@ -159,6 +159,7 @@ def test_plain_cycles_of_an_engine_that_drafts_run_ahead_too(monkeypatch: pytest
         texts.append(tokens_of(run(each, REQUESTS, joining=LATER)))
         spare = seen.count("verify") - each.stats().cycles
         assert (spare > 0) is overlaps, "where drafting begins again, a forward is for nobody"
+        assert ("unused" in each.stats().stage_seconds) is overlaps, "its time is not taken for another stage's"
     assert texts[0] == texts[1]
 
 
