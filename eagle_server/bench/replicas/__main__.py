@@ -1,4 +1,4 @@
-"""python -m eagle_server.bench.scaling: how many replicas, and which routing? A simulation from measured costs.
+"""python -m eagle_server.bench.replicas: how many replicas, and which routing? A simulation from measured costs.
 
 Conversations arrive at random: they share their beginnings (system prompts), have several turns, and users think in
 between. Every policy routes the same conversations over N replicas. A replica has the prefix cache (least recently used
@@ -22,14 +22,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from eagle_server.bench.replicas.conversations import BURSTY, POISSON, Dialogue, Habits, converse
+from eagle_server.bench.replicas.costs import DEMO, ReplicaCosts, read_costs
+from eagle_server.bench.replicas.measure import measure_costs, steps
+from eagle_server.bench.replicas.replay import replay
+from eagle_server.bench.replicas.report import Point, plot_points, print_costs, print_points, print_replay
+from eagle_server.bench.replicas.routing import POLICIES
+from eagle_server.bench.replicas.simulation import simulate
 from eagle_server.bench.report import write_json
-from eagle_server.bench.scaling.conversations import BURSTY, POISSON, Dialogue, Habits, converse
-from eagle_server.bench.scaling.costs import DEMO, ReplicaCosts, read_costs
-from eagle_server.bench.scaling.measure import measure_costs, steps
-from eagle_server.bench.scaling.replay import replay
-from eagle_server.bench.scaling.report import Point, plot_points, print_costs, print_points, print_replay
-from eagle_server.bench.scaling.routing import POLICIES
-from eagle_server.bench.scaling.simulation import simulate
 from eagle_server.bench.servers import BenchError, ServerAddress
 
 PROMPTS = Path(__file__).parents[2] / "assets" / "demo" / "prompts.json"
@@ -39,17 +39,17 @@ REAL_SHARE = 0.8  # of the context, what conversations with a real server may pl
 WARM = 0.25  # of the simulated time is not counted: caches fill, conversations begin
 EPILOG = """\
 examples:
-  python -m eagle_server.bench.scaling                                 the demo, 1 to 100 replicas
-  python -m eagle_server.bench.scaling --replicas 1 10 100 1000 --load 1.5
-  python -m eagle_server.bench.scaling --measure http://gpu1:30000 --beginning-tokens 1500 --answer-tokens 300
-  python -m eagle_server.bench.scaling --costs bench-results/costs.json --arrivals bursty
-  python -m eagle_server.bench.scaling --replay http://127.0.0.1:30000 --seconds 30
+  python -m eagle_server.bench.replicas                                 the demo, 1 to 100 replicas
+  python -m eagle_server.bench.replicas --replicas 1 10 100 1000 --load 1.5
+  python -m eagle_server.bench.replicas --measure http://gpu1:30000 --beginning-tokens 1500 --answer-tokens 300
+  python -m eagle_server.bench.replicas --costs bench-results/costs.json --arrivals bursty
+  python -m eagle_server.bench.replicas --replay http://127.0.0.1:30000 --seconds 30
 """
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m eagle_server.bench.scaling",
+        prog="python -m eagle_server.bench.replicas",
         description=__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

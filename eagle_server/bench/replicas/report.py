@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eagle_server.bench.scaling.costs import ReplicaCosts
-from eagle_server.bench.scaling.routing import POLICIES
+from eagle_server.bench.replicas.costs import ReplicaCosts
+from eagle_server.bench.replicas.routing import POLICIES
 
 Summary = Mapping[str, float]
 TIMES = ("TTFT p50", "TTFT p99", "latency p50", "latency p99")

@@ -7,8 +7,8 @@ import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from eagle_server.bench.scaling.conversations import Dialogue
-from eagle_server.bench.scaling.costs import ReplicaCosts
+from eagle_server.bench.replicas.conversations import Dialogue
+from eagle_server.bench.replicas.costs import ReplicaCosts
 
 _ROUNDING = 1e-6  # tokens
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from eagle_server.bench.load import Answer, Workload, ask
-from eagle_server.bench.scaling.conversations import Dialogue, Turn
-from eagle_server.bench.scaling.simulation import TurnTimes
+from eagle_server.bench.replicas.conversations import Dialogue, Turn
+from eagle_server.bench.replicas.simulation import TurnTimes
 from eagle_server.bench.servers import BenchError, ServerAddress
 
 

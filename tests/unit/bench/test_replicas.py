@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eagle_server.bench.scaling.__main__ import main
-from eagle_server.bench.scaling.conversations import BURSTY, POISSON, Dialogue, Habits, Turn, converse
-from eagle_server.bench.scaling.costs import DEMO, ReplicaCosts, read_costs
-from eagle_server.bench.scaling.replica import Replica, SimulatedCache, TurnRequest
-from eagle_server.bench.scaling.routing import POLICIES, BoundedHashing, RoundRobin
-from eagle_server.bench.scaling.simulation import simulate
+from eagle_server.bench.replicas.__main__ import main
+from eagle_server.bench.replicas.conversations import BURSTY, POISSON, Dialogue, Habits, Turn, converse
+from eagle_server.bench.replicas.costs import DEMO, ReplicaCosts, read_costs
+from eagle_server.bench.replicas.replica import Replica, SimulatedCache, TurnRequest
+from eagle_server.bench.replicas.routing import POLICIES, BoundedHashing, RoundRobin
+from eagle_server.bench.replicas.simulation import simulate
 from eagle_server.bench.servers import BenchError, running
 
 CYCLE = 0.01  # seconds

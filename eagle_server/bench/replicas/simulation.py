@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_server.bench.scaling.conversations import Dialogue
-from eagle_server.bench.scaling.costs import ReplicaCosts
-from eagle_server.bench.scaling.replica import Replica, TurnRequest
-from eagle_server.bench.scaling.routing import Routing
+from eagle_server.bench.replicas.conversations import Dialogue
+from eagle_server.bench.replicas.costs import ReplicaCosts
+from eagle_server.bench.replicas.replica import Replica, TurnRequest
+from eagle_server.bench.replicas.routing import Routing
 
 Floats = NDArray[np.float64]
 

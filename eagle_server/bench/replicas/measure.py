@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from eagle_server.bench.load import Answer, Workload, ask
-from eagle_server.bench.scaling.costs import ReplicaCosts
+from eagle_server.bench.replicas.costs import ReplicaCosts
 from eagle_server.bench.servers import BenchError, ServerAddress
 
 PROMPT_POINTS, PROMPT_REPEATS = 5, 3

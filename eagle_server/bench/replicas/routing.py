@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_server.bench.scaling.replica import TurnRequest
+from eagle_server.bench.replicas.replica import TurnRequest
 
 Loads = NDArray[np.int64]
 RINGS = 64  # points of every replica on the hash ring
