@@ -34,6 +34,7 @@ class KVEventPublisher:
     The PUB socket binds an address, or `*`, and connects to a host name, as one of many workers with one subscriber. It
     drops batches for a subscriber that is `hwm` batches behind. `replay_endpoint`: a ROUTER socket, served by a thread.
     A request is a sequence number of 8 bytes; the answers are the batches from there on and one with END_OF_REPLAY.
+    What a client does not read is bounded: its next answers are cut off, and it misses END_OF_REPLAY.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class KVEventPublisher:
             _attach(self._publications, endpoint, connects=_is_name(endpoint))
             if replay_endpoint is not None:
                 replays = self._context.socket(zmq.ROUTER)
-                replays.set_hwm(0)  # a replay is as long as the buffer at most
+                # Two whole replays: ZeroMQ learns that half of the limit was read no sooner than all of that half was.
+                replays.sndhwm = 2 * (buffer_steps + 1)
+                replays.router_mandatory = True  # tell, instead of dropping batches in the middle of a replay
                 _attach(replays, replay_endpoint)
                 threading.Thread(target=self._serve, args=(replays,), name="kv-event-replay", daemon=True).start()
         except ValueError:
@@ -95,10 +98,14 @@ class KVEventPublisher:
         client, _, first = request
         with self._lock:
             newest = list(self._newest)
-        for number, batch in newest:
-            if number >= first:
-                replays.send_multipart((client, b"", self._topic, number, batch))
-        replays.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
+        frames = [(self._topic, number, batch) for number, batch in newest if number >= first]
+        try:
+            for each in (*frames, (b"", END_OF_REPLAY, b"")):
+                replays.send_multipart((client, b"", *each), zmq.NOBLOCK)
+        except zmq.ContextTerminated:
+            raise
+        except zmq.ZMQError:
+            logger.warning("KV events: a replay was cut off: its client has left, or does not read the answers")
 
 
 def _attach(socket: zmq.Socket[bytes], endpoint: str, *, connects: bool = False) -> None:

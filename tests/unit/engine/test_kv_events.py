@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -10,10 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from msgspec.structs import replace
 
-from eagle_server.cache.block_events import AllBlocksCleared, BlockEvents
+from eagle_server.cache.block_events import AllBlocksCleared, BlockEvents, BlockRemoved, BlockStored
 from eagle_server.cache.radix import RadixCache, bigrams
-from eagle_server.engine.kv_events import KVEventPublisher
+from eagle_server.engine.kv_events import END_OF_REPLAY, KVEventPublisher
 from tests.support.kv_events import KVEventSubscriber, cached_prefixes
 
 SIZE = 4
@@ -74,6 +76,49 @@ def test_a_message_is_topic_sequence_number_and_batch() -> None:
         assert numbers == [*range(numbers[0], numbers[0] + len(numbers))]
 
 
+STORED = {
+    "type": "BlockStored",
+    "block_hashes": [2**64 - 1, 7],
+    "parent_block_hash": None,
+    "token_ids": [5, 6, 8, 9],
+    "block_size": 2,
+    "lora_id": None,
+    "medium": "GPU",
+    "lora_name": None,
+}
+
+
+def test_frames_and_batches_are_those_of_vllm_live_and_in_a_replay(endpoints: tuple[str, str]) -> None:
+    with (
+        closing(KVEventPublisher(*endpoints, topic="kv@pod@model")) as publisher,
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as subscriber,
+        context.socket(zmq.DEALER) as replays,
+    ):
+        subscriber.subscribe(b"")
+        subscriber.connect(endpoints[0])
+        while not subscriber.poll(20):  # until it has subscribed
+            publisher.publish([AllBlocksCleared()])
+        while subscriber.poll(100):
+            subscriber.recv_multipart()
+        number = publisher._next.to_bytes(8, "big")
+        stored = BlockStored([2**64 - 1, 7], None, [5, 6, 8, 9], 2, None, "GPU", None)
+        publisher.publish([stored, replace(stored, extra_keys=[("salt",), None]), BlockRemoved([7], "GPU")])
+        publisher.publish([AllBlocksCleared()])
+        topic, *rest = live = subscriber.recv_multipart()
+        assert (topic, rest[0], len(live)) == (b"kv@pod@model", number, 3)
+        seconds, *batch = msgspec.msgpack.decode(rest[1])
+        assert seconds == pytest.approx(time.time(), abs=60)
+        removed = {"type": "BlockRemoved", "block_hashes": [7], "medium": "GPU"}
+        assert batch == [[STORED, {**STORED, "extra_keys": [["salt"], None]}, removed], 0]
+        cleared = subscriber.recv_multipart()
+        assert (cleared[2][:2], cleared[2][10:]) == (b"\x93\xcb", b"\x91\x81\xa4type\xb0AllBlocksCleared\x00")
+        replays.connect(endpoints[1])
+        replays.send_multipart([b"", number])
+        answers = [replays.recv_multipart() for _ in range(3)]
+        assert answers == [[b"", *live], [b"", *cleared], [b"", b"", b"\xff" * 8, b""]]
+
+
 def test_what_a_subscriber_missed_comes_with_a_replay(
     endpoints: tuple[str, str], subscribe: Callable[[], KVEventSubscriber]
 ) -> None:
@@ -126,6 +171,38 @@ def test_only_the_newest_batches_are_kept(endpoints: tuple[str, str]) -> None:
             socket.connect(endpoints[1])
             socket.send((0).to_bytes(8, "big"))
             assert socket.recv_multipart()[1] == (first + 2).to_bytes(8, "big")
+
+
+def test_a_client_that_reads_nothing_gets_a_bounded_number_of_answers(
+    endpoints: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    requests, steps = 50, 3
+    large = BlockRemoved(list(range(2**63, 2**63 + 20_000)), "GPU")  # more than the buffers between the processes hold
+    with (
+        closing(KVEventPublisher(*endpoints, buffer_steps=steps)) as publisher,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as socket,
+    ):
+        first = publisher._next
+        for _ in range(steps):
+            publisher.publish([large])
+        replay = [*(number.to_bytes(8, "big") for number in range(first, first + steps)), END_OF_REPLAY]
+        socket.rcvhwm = 1
+        socket.connect(endpoints[1])
+        for _ in range(requests):
+            socket.send_multipart((b"", bytes(8)))
+        deadline = time.monotonic() + 10
+        while sum("a replay was cut off" in record.message for record in caplog.records) < requests - 10:
+            assert time.monotonic() < deadline, "every request is answered in full"
+            time.sleep(0.01)
+        answers = list[bytes]()
+        while socket.poll(200):
+            answers.append(socket.recv_multipart()[2])
+        assert 2 * len(replay) <= len(answers) < 5 * len(replay)
+        assert answers[: 2 * len(replay)] == 2 * replay, "two whole ones, in order"
+        for _ in range(5):
+            socket.send_multipart((b"", bytes(8)))
+            assert [socket.recv_multipart()[2] for _ in replay] == replay, "who reads gets all, again and again"
 
 
 def test_a_malformed_request_is_not_answered_and_harms_nobody(
