@@ -5,18 +5,30 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eagle_server.config.base import Count, json_object
 
+_LAST_PORT = (1 << 16) - 1
 
-def _endpoint(value: str) -> str:
-    if not re.fullmatch(r"tcp://\S+:[1-9]\d{0,4}|ipc://\S+", value):
-        raise ValueError("should be tcp://<address>:<port> or ipc://<file>")
+
+def _text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("should be text in UTF-8, without half of a surrogate pair") from None
     return value
 
 
-Endpoint = Annotated[str, AfterValidator(_endpoint)]
+def _endpoint(value: str) -> str:
+    found = re.fullmatch(r"tcp://\S+:([1-9][0-9]{0,4})|ipc://\S+", value)
+    if found is None or int(found[1] or 1) > _LAST_PORT:
+        raise ValueError(f"should be tcp://<address>:<port, 1 to {_LAST_PORT}> or ipc://<file>")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_text)]
+Endpoint = Annotated[Text, AfterValidator(_endpoint)]
 
 
 class KVEventsConfig(BaseModel):
@@ -30,7 +42,13 @@ class KVEventsConfig(BaseModel):
     replay_endpoint: Endpoint | None = None
     buffer_steps: Count = 10_000
     hwm: Annotated[int, Field(ge=0)] = 100_000
-    topic: str = ""
+    topic: Text = ""
+
+    @model_validator(mode="after")
+    def _are_two_endpoints(self) -> KVEventsConfig:
+        if self.endpoint == self.replay_endpoint:
+            raise ValueError(f"endpoint and replay_endpoint should be two, not both {self.endpoint}")
+        return self
 
     @property
     def publishes(self) -> bool:
@@ -57,4 +75,4 @@ def parsed(value: object) -> object:
         raise ValueError(f"unknown key {key}; there are {', '.join(KVEventsConfig.model_fields)}")
     if first["type"] == "missing":
         raise ValueError(f"{key} is missing: true publishes, false does not")
-    raise ValueError(f"{key}: {first['msg'].removeprefix('Value error, ')}")
+    raise ValueError(": ".join(filter(None, (key, first["msg"].removeprefix("Value error, ")))))

@@ -52,9 +52,26 @@ def test_every_key_of_vllm_is_taken_from_flag_environment_and_code() -> None:
         ('{"enable_kv_cache_events": true, "enpoint": ""}', "unknown key enpoint; there are enable_kv_cache_events, "),
         (
             '{"enable_kv_cache_events": true, "endpoint": "5557"}',
-            "endpoint: should be tcp://<address>:<port> or ipc://<file>",
+            "endpoint: should be tcp://<address>:<port, 1 to 65535> or ipc://<file>",
         ),
         ('{"enable_kv_cache_events": true, "endpoint": "tcp://*:0"}', "endpoint: should be tcp://"),
+        (
+            '{"enable_kv_cache_events": true, "endpoint": "tcp://*:70000"}',
+            "endpoint: should be tcp://<address>:<port, ",
+        ),
+        ('{"enable_kv_cache_events": true, "replay_endpoint": "tcp://*:65536"}', "replay_endpoint: should be tcp://"),
+        (
+            '{"enable_kv_cache_events": true, "topic": "\\ud800"}',
+            "topic: should be text in UTF-8, without half of a surrogate pair",
+        ),
+        (
+            '{"enable_kv_cache_events": true, "endpoint": "ipc:///tmp/\\ud800"}',
+            "endpoint: should be text in UTF-8, without half of a surrogate pair",
+        ),
+        (
+            '{"enable_kv_cache_events": true, "replay_endpoint": "tcp://127.0.0.1:5557"}',
+            "endpoint and replay_endpoint should be two, not both tcp://127.0.0.1:5557",
+        ),
         ('{"enable_kv_cache_events": true, "buffer_steps": 0}', "buffer_steps: Input should be greater than or equal"),
     ],
 )
@@ -62,6 +79,13 @@ def test_a_wrong_value_is_refused_by_its_key(value: str, message: str, capsys: p
     with pytest.raises(SystemExit):
         parse_args([FLAG, value], environ={})
     assert f"{FLAG} {value!r}: {message}" in capsys.readouterr().err
+
+
+def test_every_port_of_tcp_is_taken() -> None:
+    for port in (1, 65535):
+        events = parse(enable_kv_cache_events=True, endpoint=f"tcp://*:{port}").cache.published_events
+        assert events is not None
+        assert events.endpoint == f"tcp://*:{port}"
 
 
 def test_events_need_the_prefix_cache(capsys: pytest.CaptureFixture[str]) -> None:
