@@ -90,6 +90,20 @@ def test_who_goes_on_uses_what_was_computed_when_others_end(monkeypatch: pytest.
     assert seen.count("extend") == each.stats().cycles, "one of its own, and one ahead in each other cycle"
 
 
+def test_none_runs_ahead_in_a_cycle_that_completes_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    each = engine(chunked_prefill_size=8)
+    seen = events(each, monkeypatch)
+    each.add(REQUESTS[0])
+    for _ in range(3):
+        each.step()
+    each.add(request("joins", range(3, 20), ignore_eos=True))
+    chunk = ["found", "extend", "read"]
+    for cycle in (chunk, chunk, ["found", "read"], ["extend", "extend", "read"]):
+        seen.clear()
+        each.step()
+        assert seen == cycle, "three chunks, then a batch that nobody knew before"
+
+
 def test_what_was_computed_ahead_is_what_the_cycle_would_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts cannot show this: they do not depend on drafts."""
     each = engine(max_total_tokens=110, chunked_prefill_size=16)
@@ -128,16 +142,17 @@ def test_what_was_computed_ahead_is_what_the_cycle_would_compute(monkeypatch: py
     assert found[0] > 10
 
 
-def test_a_request_that_takes_the_row_of_another_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    each = engine()
-    alone = tokens_of(run(engine(), [request("b", range(9, 17), ignore_eos=True)]))
+@pytest.mark.parametrize("length", [8, 9, 10, 11])  # also so that it continues where the other one would have
+def test_a_request_that_takes_the_row_of_another_gets_its_own(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    each, prompt = engine(), range(9, 9 + length)
+    alone = tokens_of(run(engine(), [request("b", prompt, ignore_eos=True)]))
     each.add(request("a", range(1, 9), max_tokens=200, ignore_eos=True))
     for _ in range(3):
         each.step()
     assert each.worker.drafting.extended._computed is not None
     each.abort("a")
     seen = events(each, monkeypatch)
-    assert tokens_of(run(each, [request("b", range(9, 17), ignore_eos=True)]))["b"] == alone["b"]
+    assert tokens_of(run(each, [request("b", prompt, ignore_eos=True)]))["b"] == alone["b"]
     assert seen[:3] == ["read", "extend", "extend"]
 
 

@@ -82,14 +82,28 @@ def test_no_text_changes_while_requests_come_end_and_are_preempted(
     assert texts[0] == texts[1]
 
 
+def test_none_runs_ahead_in_a_cycle_that_completes_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    each = engine(chunked_prefill_size=8)
+    seen = forwards(each, monkeypatch)
+    each.add(REQUESTS[0])
+    for _ in range(3):
+        each.step()
+    each.add(request("joins", range(3, 20), ignore_eos=True))
+    for cycle in (["verify", "read"], ["verify", "read"], ["read"], ["verify", "verify", "read"]):
+        seen.clear()
+        each.step()
+        assert seen == cycle, "three chunks, then a batch that nobody knew before"
+
+
 def test_text_is_that_of_an_engine_without_graphs() -> None:
     assert tokens_of(run(engine(), REQUESTS, joining=LATER)) == tokens_of(
         run(plain(random_target(), max_running_requests=4), REQUESTS, joining=LATER)
     )
 
 
-def test_a_request_that_takes_the_row_of_another_gets_its_own() -> None:
-    prompt = range(9, 17)
+@pytest.mark.parametrize("length", [8, 9, 10, 11])  # also so that it continues where the other one would have
+def test_a_request_that_takes_the_row_of_another_gets_its_own(length: int) -> None:
+    prompt = range(9, 9 + length)
     alone = tokens_of(run(engine(), [request("b", prompt, ignore_eos=True)]))
     each = engine()
     each.add(request("a", range(1, 9), max_tokens=200, ignore_eos=True))
