@@ -122,7 +122,7 @@ class Chunk:
     prompt_logprobs: bool = False
     text: Sequence[int] = field(default=(), compare=False, repr=False)  # as a Decode's
     grammar_matcher: GrammarMatcher | None = field(default=None, compare=False, repr=False)
-    private: bool = False  # as a Decode's
+    shares_text: bool = True  # as a Decode's
 
     @property
     def following(self) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ class Decode:
     speculative: bool = True  # False: its drafts are not verified
     grammar_matcher: GrammarMatcher | None = field(default=None, compare=False, repr=False)
     trees: bool = False  # return its draft tree
-    private: bool = False  # no other request drafts from its text, and it drafts from no other's
+    shares_text: bool = True  # other requests may draft from its text, and it from theirs
 
 
 @dataclass(frozen=True)

@@ -43,5 +43,5 @@ def _chunk(sequence: Sequence, length: int) -> Chunk:
         prompt_logprobs=sequence.request.prompt_logprobs and sequence.output_length == 0,
         text=sequence.tokens,
         grammar_matcher=sequence.grammar_matcher,
-        private=sequence.request.cache_salt is not None,
+        shares_text=sequence.request.cache_salt is None,
     )

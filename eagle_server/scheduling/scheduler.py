@@ -268,5 +268,5 @@ def _decode(sequence: Sequence) -> Decode:
         speculative=sequence.request.speculative,
         grammar_matcher=sequence.grammar_matcher,
         trees=sequence.request.trees,
-        private=sequence.request.cache_salt is not None,
+        shares_text=sequence.request.cache_salt is None,
     )

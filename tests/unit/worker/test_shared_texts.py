@@ -98,8 +98,8 @@ def test_requests_read_what_others_wrote_finished_or_running() -> None:
     short.append(6)
     tries.forget(0)
     assert paths(tries.of(scheduled(3, [4, 5])))[0] == (6,), "to its end"
-    salted = replace(scheduled(4, [200, 201, 202]), private=True)
-    assert not tries.of(replace(scheduled(5, [100, 101]), private=True)).tokens, "it reads no other text"
+    salted = replace(scheduled(4, [200, 201, 202]), shares_text=False)
+    assert not tries.of(replace(scheduled(5, [100, 101]), shares_text=False)).tokens, "it reads no other text"
     tries.of(salted)
     tries.forget(4)
     assert not tries.of(scheduled(2, [200, 201])).tokens, "and no other reads its text"

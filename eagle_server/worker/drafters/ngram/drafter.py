@@ -33,7 +33,7 @@ class _Reader:
 
     text: Sequence[int]
     automaton: SuffixAutomaton
-    private: bool = False
+    shares_text: bool = True
     start: int = 0
     shared: int = 0
 
@@ -86,7 +86,7 @@ class NgramTries:
         tail = None if reader.end == len(decode.text) else decode.text[-LONGEST:]
         coupled = coupled_estimates(decode) if self.coupling else None
         own = self._allowed(reader.automaton.continuations(self._wanted(decode), tail, coupled), decode)
-        if self.shared is None or reader.private:
+        if self.shared is None or not reader.shares_text:
             return own
         self._share(reader, _PIECE, _GROWTH)
         if self.is_certain(own):
@@ -98,7 +98,7 @@ class NgramTries:
         text, reader = scheduled.text, self._readers.get(scheduled.req_pool_index)
         # A request's list only grows. Another list belongs to another request, whatever it holds.
         if reader is None or reader.text is not text or len(text) < reader.end:
-            reader = _Reader(text, SuffixAutomaton(self.depth), scheduled.private)
+            reader = _Reader(text, SuffixAutomaton(self.depth), scheduled.shares_text)
             self._readers[scheduled.req_pool_index] = reader
         if len(text) - reader.start > _MOST:
             reader.start, reader.automaton = len(text) - _MOST // 2, SuffixAutomaton(self.depth)
@@ -127,7 +127,7 @@ class NgramTries:
         A long prompt is not shared to its end if its request ends soon.
         """
         count = min(len(reader.text) - reader.shared, most)
-        if self.shared is None or reader.private or count < least:
+        if self.shared is None or not reader.shares_text or count < least:
             return 0
         start, reader.shared = max(reader.shared - LONGEST, 0), reader.shared + count
         self.shared.add(reader.text[start : reader.shared], known=reader.shared - count - start)
