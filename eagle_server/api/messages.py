@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -26,6 +26,13 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    """What the model thought before the answer. It is not signed."""
+
+    thinking: str
+    signature: str = ""
+
+
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
     """`input` is a JSON object."""
 
@@ -34,7 +41,11 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
     input: msgspec.Raw
 
 
-ContentBlock = TextBlock | ToolUseBlock
+ContentBlock = ThinkingBlock | TextBlock | ToolUseBlock
+
+
+class ThinkingTokens(msgspec.Struct):
+    thinking_tokens: int
 
 
 class MessageUsage(msgspec.Struct):
@@ -43,12 +54,14 @@ class MessageUsage(msgspec.Struct):
     input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: ThinkingTokens
     cache_creation_input_tokens: int = 0  # counts marks of the request, which have no effect here
 
     @classmethod
     def of(cls, usage: Usage) -> MessageUsage:
         cached = usage.prompt_tokens_details.cached_tokens
-        return cls(usage.prompt_tokens - cached, cached, usage.completion_tokens)
+        thinking = ThinkingTokens(usage.completion_tokens_details.reasoning_tokens)
+        return cls(usage.prompt_tokens - cached, cached, usage.completion_tokens, thinking)
 
 
 class MessageBody(msgspec.Struct, kw_only=True):
@@ -78,13 +91,17 @@ class AddedText(msgspec.Struct, tag_field="type", tag="text_delta"):
     text: str
 
 
+class AddedThinking(msgspec.Struct, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
 class AddedInput(msgspec.Struct, tag_field="type", tag="input_json_delta"):
     partial_json: str
 
 
 class BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
     index: int
-    delta: AddedText | AddedInput
+    delta: AddedThinking | AddedText | AddedInput
 
 
 class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
@@ -141,7 +158,7 @@ class MessageBuilder:
 
     def response(self, handler: GenerationHandler, outputs: Sequence[OutputDelta]) -> MessageBody:
         [output] = outputs
-        for _ in self._items.add(output):
+        for _ in self._changes(output):
             pass
         content = [_block(item, item.content) for item in self._items.valid]
         stop = self._stop(handler)
@@ -157,7 +174,12 @@ class MessageBuilder:
 
     def events(self, handler: GenerationHandler, output: OutputDelta) -> bytes:
         begin = self._begin(handler)
-        return begin + b"".join(_encoded(_event_of(change)) for change in self._items.add(output))
+        return begin + b"".join(_encoded(_event_of(change)) for change in self._changes(output))
+
+    def _changes(self, output: OutputDelta) -> Iterator[ItemChange]:
+        if self._body.omits_thinking:
+            output.reasoning = ""
+        return self._items.add(output)
 
     def end(self, handler: GenerationHandler, error: ApiError | None) -> bytes:
         if error is not None:
@@ -191,13 +213,21 @@ def _event_of(change: ItemChange) -> MessageEvent:
         case ItemBegins():
             return BlockStart(item.index, _block(item, ""))
         case ItemGrows(addition=addition):
-            return BlockDelta(item.index, AddedText(addition) if item.call is None else AddedInput(addition))
+            return BlockDelta(item.index, _addition(item, addition))
         case ItemEnds():
             return BlockStop(item.index)
 
 
+def _addition(item: OutputItem, addition: str) -> AddedThinking | AddedText | AddedInput:
+    if item.is_thinking:
+        return AddedThinking(addition)
+    return AddedText(addition) if item.call is None else AddedInput(addition)
+
+
 def _block(item: OutputItem, content: str) -> ContentBlock:
-    """An item by its kind; a new kind, such as thinking, gets its block here and its delta in `_event_of`."""
+    """An item by its kind."""
+    if item.is_thinking:
+        return ThinkingBlock(content)
     if item.call is None:
         return TextBlock(content)
     return ToolUseBlock(item.call.id or "", item.call.name or "", msgspec.Raw(content.encode() or b"{}"))

@@ -1,4 +1,4 @@
-"""An answer as a sequence of items, in the order in which the model wrote them: texts and tool calls.
+"""An answer as a sequence of items, in the order in which the model wrote them: thinking, texts and tool calls.
 
 /v1/responses calls them output items, /v1/messages content blocks. An answer in one piece and the deltas of its stream
 make the same items.
@@ -15,14 +15,15 @@ from eagle_server.text.tool_parser import ToolCallDelta
 
 @dataclass
 class OutputItem:
-    """A text, or a tool call if `call` is not None. `content` is the text, or the call's arguments as JSON text.
+    """A text, thinking, or a tool call if `call` is not None.
 
-    A new kind, such as thinking, gets a field here. `is_complete` is false while the item grows, and afterwards if it
-    was cut off.
+    `content` is the text, or the call's arguments as JSON text. `is_complete` is false while the item grows, and
+    afterwards if it was cut off.
     """
 
     index: int
     call: ToolCallDelta | None = None
+    is_thinking: bool = False
     content: str = ""
     is_complete: bool = False
 
@@ -64,13 +65,14 @@ class OutputItems:
 
     def add(self, output: OutputDelta) -> Iterator[ItemChange]:
         """Add an output. What it changed must be iterated to the end."""
+        yield from self._add_text(output.reasoning, is_thinking=True)
         text, begin = output.text, 0
         for call in output.tool_calls:
             if call.id is not None:
                 end = call.content_before - self._text_length
                 yield from self._add_text(text[begin:end])
                 begin = end
-                yield from self._begin(call)
+                yield from self._begin(call=call)
             yield from self._add_call(call)
         yield from self._add_text(text[begin:])
         self._text_length += len(text)
@@ -78,17 +80,17 @@ class OutputItems:
             self.finish_reason = output.finish_reason
             yield from self._end()
 
-    def _begin(self, call: ToolCallDelta | None) -> Iterator[ItemChange]:
+    def _begin(self, *, call: ToolCallDelta | None = None, is_thinking: bool = False) -> Iterator[ItemChange]:
         yield from self._end()
-        self._open = OutputItem(len(self._items), call)
+        self._open = OutputItem(len(self._items), call, is_thinking)
         self._items.append(self._open)
         yield ItemBegins(self._open)
 
-    def _add_text(self, text: str) -> Iterator[ItemChange]:
+    def _add_text(self, text: str, *, is_thinking: bool = False) -> Iterator[ItemChange]:
         if not text:
             return
-        if self._open is None or self._open.call is not None:
-            yield from self._begin(None)
+        if self._open is None or self._open.call is not None or self._open.is_thinking != is_thinking:
+            yield from self._begin(is_thinking=is_thinking)
         yield from self._grow(text)
 
     def _add_call(self, call: ToolCallDelta) -> Iterator[ItemChange]:

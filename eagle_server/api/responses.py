@@ -33,6 +33,19 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
     logprobs: list[Any] = []
 
 
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
+    """What the model thought before the answer. There are no summaries."""
+
+    id: str
+    status: str
+    content: list[ReasoningText]
+    summary: list[Any] = []
+
+
 class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
     """A text of the answer."""
 
@@ -53,7 +66,7 @@ class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
     namespace: str | UnsetType = UNSET
 
 
-ResponseItem = MessageItem | FunctionCallItem
+ResponseItem = ReasoningItem | MessageItem | FunctionCallItem
 
 
 class CachedTokens(msgspec.Struct):
@@ -61,7 +74,7 @@ class CachedTokens(msgspec.Struct):
 
 
 class ReasoningTokens(msgspec.Struct):
-    reasoning_tokens: int = 0
+    reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct):
@@ -76,7 +89,8 @@ class ResponseUsage(msgspec.Struct):
     @classmethod
     def of(cls, usage: Usage) -> ResponseUsage:
         cached = CachedTokens(usage.prompt_tokens_details.cached_tokens)
-        return cls(usage.prompt_tokens, cached, usage.completion_tokens, ReasoningTokens(), usage.total_tokens)
+        thinking = ReasoningTokens(usage.completion_tokens_details.reasoning_tokens)
+        return cls(usage.prompt_tokens, cached, usage.completion_tokens, thinking, usage.total_tokens)
 
 
 class FailureReason(msgspec.Struct):
@@ -140,12 +154,12 @@ class ItemEvent(msgspec.Struct):
 
 
 class PartEvent(msgspec.Struct):
-    """response.content_part.added and done. An item has one part."""
+    """response.content_part.added and done, of a text or thinking. An item has one part."""
 
     type: str
     output_index: int
     item_id: str
-    part: OutputText
+    part: OutputText | ReasoningText
     content_index: int = 0
     sequence_number: int = 0
 
@@ -163,6 +177,18 @@ class TextEvent(msgspec.Struct):
     sequence_number: int = 0
 
 
+class ReasoningEvent(msgspec.Struct):
+    """response.reasoning_text.delta, which has `delta`, and done, which has `text`."""
+
+    type: str
+    output_index: int
+    item_id: str
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    content_index: int = 0
+    sequence_number: int = 0
+
+
 class ArgumentsEvent(msgspec.Struct):
     """response.function_call_arguments.delta, which has `delta`, and done, which has `arguments`."""
 
@@ -174,7 +200,7 @@ class ArgumentsEvent(msgspec.Struct):
     sequence_number: int = 0
 
 
-ResponseEvent = LifecycleEvent | ItemEvent | PartEvent | TextEvent | ArgumentsEvent
+ResponseEvent = LifecycleEvent | ItemEvent | PartEvent | TextEvent | ReasoningEvent | ArgumentsEvent
 
 
 async def create_response(request: Request) -> Response:
@@ -241,30 +267,39 @@ class ResponseBuilder:
             case ItemBegins():
                 yield ItemEvent("response.output_item.added", index, self._item(item, "in_progress"))
                 if item.call is None:
-                    yield PartEvent("response.content_part.added", index, item_id, OutputText(""))
-            case ItemGrows(addition=addition) if item.call is None:
-                yield TextEvent("response.output_text.delta", index, item_id, delta=addition)
+                    yield PartEvent("response.content_part.added", index, item_id, _part(item, ""))
             case ItemGrows(addition=addition):
-                yield ArgumentsEvent("response.function_call_arguments.delta", index, item_id, delta=addition)
+                yield self._content_event(item, "delta", addition, UNSET)
             case ItemEnds():
+                yield self._content_event(item, "done", UNSET, item.content)
                 if item.call is None:
-                    yield TextEvent("response.output_text.done", index, item_id, text=item.content)
-                    yield PartEvent("response.content_part.done", index, item_id, OutputText(item.content))
-                else:
-                    kind = "response.function_call_arguments.done"
-                    yield ArgumentsEvent(kind, index, item_id, arguments=item.content)
+                    yield PartEvent("response.content_part.done", index, item_id, _part(item, item.content))
                 yield ItemEvent("response.output_item.done", index, self._item(item))
 
+    def _content_event(
+        self, item: OutputItem, name: str, delta: str | UnsetType, whole: str | UnsetType
+    ) -> ResponseEvent:
+        """Content was added, or is complete."""
+        place = item.index, self._item_id(item)
+        if item.call is not None:
+            return ArgumentsEvent(f"response.function_call_arguments.{name}", *place, delta, whole)
+        if item.is_thinking:
+            return ReasoningEvent(f"response.reasoning_text.{name}", *place, delta, whole)
+        return TextEvent(f"response.output_text.{name}", *place, delta, whole)
+
     def _item(self, item: OutputItem, status: str | None = None) -> ResponseItem:
-        """An item by its kind; a new kind, such as reasoning, gets its object here and its events in `_events_of`."""
+        """An item by its kind."""
         item_id, status = self._item_id(item), status or ("completed" if item.is_complete else "incomplete")
+        if item.is_thinking:
+            return ReasoningItem(item_id, status, [ReasoningText(item.content)] if item.content else [])
         if item.call is None:
             return MessageItem(item_id, status, [OutputText(item.content)] if item.content else [])
         namespace, name = self._body.name_of(item.call.name or "")
         return FunctionCallItem(item_id, status, item.call.id or "", name, item.content, namespace or UNSET)
 
     def _item_id(self, item: OutputItem) -> str:
-        return f"{'msg' if item.call is None else 'fc'}_{self._id.removeprefix(ID_PREFIX)}_{item.index}"
+        kind = "fc" if item.call is not None else "rs" if item.is_thinking else "msg"
+        return f"{kind}_{self._id.removeprefix(ID_PREFIX)}_{item.index}"
 
     def _ended(self, handler: GenerationHandler, error: ApiError | None) -> ResponseBody:
         is_cut = self._items.finish_reason == "length"
@@ -300,6 +335,10 @@ class ResponseBuilder:
             safety_identifier=body.safety_identifier,
             prompt_cache_key=body.prompt_cache_key,
         )
+
+
+def _part(item: OutputItem, content: str) -> OutputText | ReasoningText:
+    return ReasoningText(content) if item.is_thinking else OutputText(content)
 
 
 def _given(part: Part | None) -> dict[str, Any]:

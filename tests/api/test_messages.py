@@ -209,6 +209,7 @@ def test_blocks_become_messages() -> None:
         {
             "role": "assistant",
             "content": "Sure.",
+            "reasoning_content": "hm",
             "tool_calls": [
                 {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"a": "é"}}},
                 {"type": "function", "id": "2", "function": {"name": "f", "arguments": {}}},

@@ -8,17 +8,20 @@ from hypothesis import strategies as st
 
 from eagle_server.api.output_items import ItemBegins, ItemEnds, ItemGrows, OutputItems
 from eagle_server.api.request_state import OutputDelta
+from eagle_server.text.reasoning_formats import REASONING_FORMATS
+from eagle_server.text.reasoning_parser import ReasoningParser
 from eagle_server.text.tool_formats import FORMATS
 from eagle_server.text.tool_parser import ToolCallParser
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 BROKEN = '<tool_call>{"name": "f", "arguments": {"a": 1]}</tool_call>'
 ANSWERS = ["", "text", CALL, f"before{CALL}after", f"{CALL}{CALL}", f"a{CALL}b{CALL}c", f"a{BROKEN}b{CALL}", CALL[:-20]]
+ANSWERS += [f"<think>why?\n</think>\n\n{answer}" for answer in ANSWERS]
 
 
 def deltas(text: str, cuts: list[int], finish_reason: str = "stop") -> list[OutputDelta]:
     """What RequestState makes of the text in pieces."""
-    parser = ToolCallParser(FORMATS["hermes"], {"f"})
+    parser = ReasoningParser(REASONING_FORMATS["qwen3"], ToolCallParser(FORMATS["hermes"], {"f"}), is_open=None)
     bounds = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     outputs = [OutputDelta(0) for _ in bounds]
     for output, begin, end in zip(outputs, bounds, bounds[1:], strict=False):
@@ -29,7 +32,10 @@ def deltas(text: str, cuts: list[int], finish_reason: str = "stop") -> list[Outp
 
 
 def shown(items: OutputItems) -> list[tuple[str | None, str, bool]]:
-    return [(item.call and item.call.name, item.content, item.is_complete) for item in items.valid]
+    return [
+        ("thinking" if item.is_thinking else item.call and item.call.name, item.content, item.is_complete)
+        for item in items.valid
+    ]
 
 
 CUTS = st.lists(st.integers(0, 140), max_size=12)
@@ -70,6 +76,10 @@ def test_pieces_of_any_size_make_the_same_items(text: str, cuts: list[int], othe
         ),
         (f"a{BROKEN}", "stop", [(None, "a", True), (None, BROKEN, True)]),
         (CALL[:-20], "length", [(None, CALL[:-20], False)]),
+        ("<think>why?</think>so", "length", [("thinking", "why?", True), (None, "so", False)]),
+        (f"<think>why?</think>{CALL}", "tool_calls", [("thinking", "why?", True), ("f", '{"a": 1}', True)]),
+        (f"<think>{CALL}", "length", [("thinking", CALL, False)]),
+        ("<think></think>so", "stop", [(None, "so", True)]),
     ],
 )
 def test_items_come_in_the_order_of_the_text(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from eagle_server.api.schemas.base import Part
@@ -75,10 +75,10 @@ class ToolResultParam(Block):
 
 
 class ThinkingParam(Block):
-    """Thinking of an earlier answer. It is not shown to the model."""
+    """Thinking of an earlier answer. Redacted thinking is dropped."""
 
     type: Literal["thinking", "redacted_thinking"]
-    thinking: str | None = None
+    thinking: str = ""
     signature: str | None = None
     data: str | None = None
 
@@ -99,6 +99,14 @@ Blocks = Annotated[
 ]
 
 
+OWNERS = {
+    "tool_use": "assistant",
+    "tool_result": "user",
+    "thinking": "assistant",
+    "redacted_thinking": "assistant",
+}
+
+
 class AnthropicMessage(Part):
     role: Literal["user", "assistant", "system"]
     content: Blocks
@@ -108,7 +116,7 @@ class AnthropicMessage(Part):
     def _belong_to_the_role(cls, blocks: list[BlockParam], info: ValidationInfo) -> list[BlockParam]:
         role = info.data.get("role")
         for block in blocks:
-            owner = {"tool_use": "assistant", "tool_result": "user"}.get(block.type, role)
+            owner = OWNERS.get(block.type, role)
             if owner != role:
                 raise PydanticCustomError("role", f"{block.type} belongs to messages of the {owner}")
         return blocks
@@ -121,8 +129,9 @@ class AnthropicMessage(Part):
             yield Message(role="tool", content=_text(result.content), tool_call_id=result.tool_use_id)
         texts = [block for block in self.content if isinstance(block, TextBlockParam)]
         calls = [block.call for block in self.content if isinstance(block, ToolUseParam)]
+        thinking = "\n".join(block.thinking for block in self.content if block.type == "thinking")
         if texts or not results:
-            yield Message(role=self.role, content=_text(texts), tool_calls=calls)
+            yield Message(role=self.role, content=_text(texts), tool_calls=calls, reasoning_content=thinking or None)
 
 
 class InputTool(Block):
@@ -161,7 +170,7 @@ class ToolChoice(Part):
 
 
 class ThinkingConfig(Part):
-    """Whether to think is a hint for the template. Nothing but max_tokens bounds it."""
+    """Whether to think is a hint for the template. Nothing but max_tokens bounds it. `omitted`: it is not shown."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = None
@@ -177,11 +186,29 @@ class OutputConfig(Part):
     format: OutputFormat | None = None
 
 
+class KeptThinking(Part):
+    type: Literal["thinking_turns", "all"]
+    value: int | None = Field(None, ge=1)
+
+
+def _kept(given: Any) -> Any:
+    return {"type": "all"} if given == "all" else given
+
+
 class ContextEdit(Part):
-    """Clears thinking, which the model is never shown."""
+    """Drops the thinking of all earlier answers but the last ones."""
 
     type: Literal["clear_thinking_20251015"]
-    keep: Any = None
+    keep: Annotated[KeptThinking, BeforeValidator(_kept)] = KeptThinking(type="thinking_turns", value=1)
+
+    def apply(self, messages: list[Message]) -> list[Message]:
+        places = [place for place, message in enumerate(messages) if message.reasoning_content]
+        kept = len(places) if self.keep.type == "all" else self.keep.value or 1
+        cleared = {*places[:-kept]}
+        return [
+            message.model_copy(update={"reasoning_content": None}) if place in cleared else message
+            for place, message in enumerate(messages)
+        ]
 
 
 class ContextManagement(Part):
@@ -214,7 +241,10 @@ class AnthropicConversation(TranslatedBody):
 
     @cached_property
     def messages_of_chat(self) -> list[Message]:
-        return with_system([_text(self.system)], [each for message in self.messages for each in message.of_chat])
+        messages = [each for message in self.messages for each in message.of_chat]
+        for edit in () if self.context_management is None else self.context_management.edits:
+            messages = edit.apply(messages)
+        return with_system([_text(self.system)], messages)
 
     @property
     def chat_parameters(self) -> Values:
@@ -253,6 +283,11 @@ class MessagesRequest(SamplingBody, AnthropicConversation):
     stop_sequences: StopTexts = Field(default_factory=list)
     chat_template_kwargs: Values = Field(default_factory=dict)
     metadata: Values | None = None  # without effect
+
+    @property
+    def omits_thinking(self) -> bool:
+        """Whether the answer shall not show its thinking."""
+        return self.thinking is not None and self.thinking.display == "omitted"
 
     @property
     def chat_parameters(self) -> Values:

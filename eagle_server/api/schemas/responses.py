@@ -76,13 +76,18 @@ class FunctionCallOutput(Part):
     status: Status | None = None
 
 
+class ReasoningContent(Part):
+    type: Literal["reasoning_text"]
+    text: str
+
+
 class ReasoningParam(Part):
-    """Thinking of an earlier response. It is not shown to the model."""
+    """Thinking of an earlier response. Summaries and encrypted thinking are dropped."""
 
     type: Literal["reasoning"]
     id: str | None = None
     summary: list[Any] | None = None
-    content: list[Any] | None = None
+    content: Annotated[list[ReasoningContent], FAIL_FAST, typed("reasoning_text")] = Field(default_factory=list)
     encrypted_content: str | None = None
     status: Status | None = None
 
@@ -279,20 +284,24 @@ def _full_name(name: str, namespace: str | None) -> str:
 
 
 def _messages(items: Iterable[Item]) -> list[Message]:
-    """Calls belong to the assistant's message before them."""
+    """Calls belong to the assistant's message before them, thinking to the one after it."""
     messages: list[Message] = []
+    thinking: str | None = None
     for item in items:
         match item:
             case MessageItemParam():
-                messages.append(Message(role=item.role, content=_text(item.content)))
+                own, thinking = thinking if item.role == "assistant" else None, None
+                messages.append(Message(role=item.role, content=_text(item.content), reasoning_content=own))
             case FunctionCallParam():
                 function = FunctionCall(name=_full_name(item.name, item.namespace), arguments=item.arguments)
                 call = ToolCallParam(id=item.call_id, function=function)
-                last = messages.pop() if messages and messages[-1].role == "assistant" else None
-                content, calls = ("", []) if last is None else (last.text, last.tool_calls)
-                messages.append(Message(role="assistant", content=content, tool_calls=[*calls, call]))
+                if messages and messages[-1].role == "assistant" and thinking is None:
+                    last = messages.pop()
+                else:
+                    last, thinking = Message(role="assistant", content="", reasoning_content=thinking), None
+                messages.append(last.model_copy(update={"tool_calls": [*last.tool_calls, call]}))
             case FunctionCallOutput():
                 messages.append(Message(role="tool", content=_text(item.output), tool_call_id=item.call_id))
             case ReasoningParam():
-                pass
+                thinking = "\n".join(part.text for part in item.content) or thinking
     return messages
