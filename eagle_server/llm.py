@@ -213,11 +213,11 @@ class LLM:
 
 def _output(handler: GenerationHandler, text: str | None, whole: Mapping[str, OutputDelta]) -> RequestOutput:
     scored, choices = handler.body.num_logprobs is not None, []
-    for state in handler.states:
-        own = whole[state.request.request_id]
+    outputs = [whole[state.request.request_id] for state in handler.states]
+    for index, own in enumerate(handler.best(outputs)):
         logprobs = [_scores(token) for token in own.tokens] if scored else None
         parts = own.text, own.token_ids, logprobs, own.finish_reason, own.reasoning, tool_calls_of(own)
-        choices.append(CompletionOutput(own.index, *parts))
+        choices.append(CompletionOutput(index, *parts))
     metrics = SpeculativeMetrics.of(handler.states[0].spec) if len(handler.states) == 1 else None
     return RequestOutput(handler.id, text, handler.states[0].prompt.token_ids, choices, metrics)
 

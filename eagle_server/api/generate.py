@@ -183,10 +183,13 @@ class GenerationHandler:
                 else:
                     self._encode(delta, build_logprobs)
                 outputs[delta.index].extend(delta)
-        return msgspec.json.encode(build(self, self._best(outputs)))
+        return msgspec.json.encode(build(self, self.best(outputs)))
 
-    def _best(self, outputs: list[OutputDelta]) -> list[OutputDelta]:
-        """The `body.n` most likely outputs of each prompt, by their tokens' mean log-probability, the best first."""
+    def best(self, outputs: list[OutputDelta]) -> list[OutputDelta]:
+        """The `body.n` most likely outputs of each prompt, by their tokens' mean log-probability, the best first.
+
+        `outputs` has one whole output per state, in order.
+        """
         n, candidates = self.body.n, self.body.candidates
         if candidates == n:
             return outputs

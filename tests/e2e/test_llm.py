@@ -73,6 +73,19 @@ def test_choices_logprobs_and_metrics(llm: LLM) -> None:
     assert alone.outputs[0].logprobs is None
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_best_of_gives_the_servers_choices(llm: LLM, served: Served, n: int) -> None:
+    parameters = {"n": n, "best_of": 4, "temperature": 1.0, "seed": 3, "max_tokens": 12}
+    body = {"model": "demo", "prompt": PROMPTS[:2], **parameters}
+    expected = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()["choices"]
+    outputs = llm.generate(PROMPTS[:2], SamplingParams(**parameters), use_tqdm=False)
+    assert [choice.text for output in outputs for choice in output.outputs] == [each["text"] for each in expected]
+    assert [[choice.index for choice in output.outputs] for output in outputs] == [[*range(n)]] * 2
+    assert all(choice.logprobs is None for output in outputs for choice in output.outputs)
+    every = llm.generate(PROMPTS[0], SamplingParams(**{**parameters, "n": 4}), use_tqdm=False)[0].outputs
+    assert {choice.text for choice in outputs[0].outputs} < {choice.text for choice in every}
+
+
 def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     lengths = [3, 9]
     outputs = llm.generate(
