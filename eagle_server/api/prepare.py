@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 from eagle_server.api.answer_format import PLAIN, AnswerFormat
@@ -14,7 +14,7 @@ from eagle_server.api.response_parts import check_scores, possible_scores
 from eagle_server.api.sampling_params import sampling_params
 from eagle_server.api.schemas.generation import GenerationBody
 from eagle_server.api.service import Service
-from eagle_server.request import Ready, Request
+from eagle_server.request import Ready, Request, SamplingParams
 from eagle_server.text.chat_template import NO_STOPS, TemplateStops
 
 MAX_SEQUENCES = 1024
@@ -59,13 +59,22 @@ def prepare(
     options = TextOptions(
         [*body.stops, *stops.strings], body.include_stop_str_in_output, special, body.return_token_ids
     )
+    states = [
+        RequestState(index, request, prompts[index // body.candidates], tokenizer, options, end_token_ids, answer)
+        for index, request in enumerate(_requests(body, response_id, prompts, sampling))
+    ]
+    return GenerationHandler(service, body, response_id, states)
+
+
+def _requests(
+    body: GenerationBody, response_id: str, prompts: Sequence[Prompt], sampling: SamplingParams
+) -> Iterator[Request]:
+    """The candidates of the first prompt, then of the second, ..."""
     serial = next(_serial)
-    states = []
-    for index in range(body.sequences):  # the candidates of the first prompt, then of the second, ...
-        prompt = prompts[index // body.candidates]
-        request = Request(
+    for index in range(body.sequences):
+        yield Request(
             request_id=f"{response_id}-{serial}-{index}",
-            prompt_token_ids=prompt.token_ids,
+            prompt_token_ids=prompts[index // body.candidates].token_ids,
             sampling=sampling,
             # `choice` keys the random numbers. Without a seed nothing is repeated: equal prompts get different numbers.
             choice=index if body.seed is None else index % body.candidates,
@@ -74,8 +83,6 @@ def prepare(
             trees=body.return_trees,
             cache_salt=body.cache_salt,
         )
-        states.append(RequestState(index, request, prompt, tokenizer, options, end_token_ids, answer))
-    return GenerationHandler(service, body, response_id, states)
 
 
 def _check_count(body: GenerationBody, service: Service) -> None:
