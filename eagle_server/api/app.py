@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
 
 from eagle_server.api import chat, completions, docs_page, inspection, messages, playground, render, responses, tokens
 from eagle_server.api.admission import AdmissionMiddleware
 from eagle_server.api.answer_format import ReasoningSyntax
-from eagle_server.api.errors import install_handlers
+from eagle_server.api.errors import RETRY_AFTER, install_handlers
 from eagle_server.api.openapi import openapi
-from eagle_server.api.rate_limits import ClientLimits
-from eagle_server.api.request_id import HEADER, RequestId
+from eagle_server.api.rate_limits import LIMIT_HEADERS, ClientLimits
+from eagle_server.api.request_id import ANTHROPIC_HEADER, HEADER, RequestId
 from eagle_server.api.service import Service
 from eagle_server.api.telemetry import exposition
 from eagle_server.api.telemetry.access import AccessLog
@@ -52,14 +53,26 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
     metrics = ServerMetrics(config.served_model_name, lambda: client.stats)
     client.observe(Telemetry(metrics, Summary(config.observability.log_stats_interval)))
     tracing = _tracing(config)
+    service = _service(config, client, tokenizer, chat_template, metrics)
+    app = _application()
+    app.state.service = service
+    app.state.tracing = tracing
+    _add_middleware(app, config, service, tracing)
+    install_handlers(app)
+    return app
+
+
+def _service(
+    config: Config, client: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate, metrics: ServerMetrics
+) -> Service:
+    """What the routes share. The configuration that it shows names the parsers that were found."""
     format = find_format(config.model.tool_call_parser, chat_template)
-    configuration = config.public_dict()
-    configuration["model"]["tool_call_parser"] = "none" if format is None else format.name
     thinking = find_reasoning_format(config.model.reasoning_parser, chat_template)
-    configuration["model"]["reasoning_parser"] = "none" if thinking is None else thinking.name
-    for parser in ("tool_call_parser", "reasoning_parser"):
+    configuration = config.public_dict()
+    for parser, found in (("tool_call_parser", format), ("reasoning_parser", thinking)):
+        configuration["model"][parser] = "none" if found is None else found.name
         logger.debug("%s: %s", parser, configuration["model"][parser])
-    service = Service(
+    return Service(
         client=client,
         spelling=TokenSpelling(tokenizer),
         chat_template=chat_template,
@@ -71,6 +84,10 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
         keep_alive=config.server.sse_keep_alive or None,
         configuration=configuration,
     )
+
+
+def _application() -> FastAPI:
+    """An application with all routes, and nothing else yet."""
     # FastAPI's own documentation page loads scripts from other servers; this one has them with it.
     app = FastAPIOffline(
         docs_page.DOCS,
@@ -80,34 +97,36 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
         static_url=docs_page.FILES,
         favicon_url="/playground/icon.svg",
     )
+    for route in app.routes:  # of that page, whose routes are not HeadRoutes
+        if isinstance(route, APIRoute) and route.methods:
+            route.methods.add("HEAD")
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's way to replace the document
-    app.state.service = service
-    app.state.tracing = tracing
     for module in (*GENERATING, render, tokens, inspection, exposition, playground):
         app.include_router(module.router)
+    return app
+
+
+def _add_middleware(app: FastAPI, config: Config, service: Service, tracing: Tracing | None) -> None:
+    """The middleware that is added last sees a request first."""
     keys = api_keys(config)
-    limits = [_limits(config) for _ in keys or ["none is needed"]]
-    # The middleware that is added last sees a request first.
     app.add_middleware(
         AdmissionMiddleware,
         admission=service.admission,
-        client=client,
+        client=service.client,
         generating_paths=[route.path for module in GENERATING for route in module.router.routes],
         api_keys=keys,
-        limits=limits,
+        limits=[_limits(config) for _ in keys or ["none is needed"]],
     )
-    app.add_middleware(AccessLog, on_generated=[metrics.answered, *([tracing.record] if tracing else [])])
+    app.add_middleware(AccessLog, on_generated=[service.metrics.answered, *([tracing.record] if tracing else [])])
     if config.server.cors_allow_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.server.cors_allow_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=[HEADER],
+            expose_headers=[HEADER, ANTHROPIC_HEADER, *RETRY_AFTER, *LIMIT_HEADERS],
         )
     app.add_middleware(RequestId)
-    install_handlers(app)
-    return app
 
 
 def _limits(config: Config) -> ClientLimits:

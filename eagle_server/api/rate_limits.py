@@ -14,6 +14,7 @@ from eagle_server.api.errors import ApiError, bad_request
 
 WINDOW = 60  # seconds
 CODE = "rate_limit_exceeded"  # OpenAI's
+LIMIT_HEADERS = ("x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens")  # OpenAI's
 
 Clock = Callable[[], float]
 
@@ -69,14 +70,16 @@ class ClientLimits:
         tokens_per_minute: int | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._most, self._running = max_concurrent_requests, 0
+        self._max_concurrent_requests = max_concurrent_requests
+        self._running = 0
         self._window = None if tokens_per_minute is None else TokenWindow(tokens_per_minute, clock)
 
     def refusal(self) -> ApiError | None:
         """Why no request may start now; None if one may."""
-        if self._most is not None and self._running >= self._most:
-            return _too_many(f"{self._running} requests are in progress, at most {self._most} may be, per API key")
-        return self._lack_of_tokens(1)
+        most = self._max_concurrent_requests
+        if most is not None and self._running >= most:
+            return _too_many(f"{self._running} requests are in progress, at most {most} may be, per API key")
+        return self._token_refusal(1)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -96,11 +99,11 @@ class ClientLimits:
         """
         if self._window is not None and tokens > self._window.limit:
             raise bad_request(f"{tokens} prompt tokens; this server allows {self._window.limit} a minute", param, CODE)
-        refusal = self._lack_of_tokens(tokens)
+        refusal = self._token_refusal(tokens)
         if refusal is not None:
             raise refusal
 
-    def _lack_of_tokens(self, needed: int) -> ApiError | None:
+    def _token_refusal(self, needed: int) -> ApiError | None:
         seconds = 0 if self._window is None else math.ceil(self._window.wait(needed))
         if self._window is None or not seconds:
             return None
@@ -118,11 +121,8 @@ class ClientLimits:
         if self._window is None:
             return {}
         limit = self._window.limit
-        return {
-            "x-ratelimit-limit-tokens": str(limit),
-            "x-ratelimit-remaining-tokens": str(max(0, limit - self._window.used)),
-            "x-ratelimit-reset-tokens": f"{math.ceil(self._window.wait(limit))}s",
-        }
+        remaining, reset = max(0, limit - self._window.used), math.ceil(self._window.wait(limit))
+        return dict(zip(LIMIT_HEADERS, (str(limit), str(remaining), f"{reset}s"), strict=True))
 
 
 def _too_many(message: str, seconds: int = 1) -> ApiError:

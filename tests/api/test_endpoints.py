@@ -19,6 +19,8 @@ from tests.api.calls import complete
 from tests.api.conftest import PATIENCE, http_client
 from tests.api.fake_engine import EOS, ID, STALL, FakeEngine
 
+GENERATING_PATHS = {route.path for module in GENERATING for route in module.router.routes}
+
 
 async def post(http: httpx.AsyncClient, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
     response = await http.post(path, json=body)
@@ -221,7 +223,12 @@ async def test_cors_is_off_unless_asked_for(
         before = await open_to.options("/v1/completions", headers=asked)
         assert before.status_code == 200
         assert before.headers["access-control-allow-origin"] == "https://a.org"
-        assert (await open_to.post("/v1/completions", headers=asked)).headers["access-control-allow-origin"]
+        after = await open_to.post("/v1/completions", headers=asked)
+        assert after.headers["access-control-allow-origin"]
+        readable = set(after.headers["access-control-expose-headers"].split(", "))
+        assert readable == {"x-request-id", "request-id", "retry-after"} | {
+            f"x-ratelimit-{name}-tokens" for name in ("limit", "remaining", "reset")
+        }
         other = await open_to.get("/health", headers={"origin": "https://c.org"})
         assert "access-control-allow-origin" not in other.headers
 
@@ -268,8 +275,9 @@ async def test_the_page_is_there_without_the_key(
 
 @pytest.mark.parametrize(
     "path",
-    ["/", "/health", "/metrics", "/version", "/openapi.json", "/tokenizer_info"]
-    + ["/v1/models", "/v1/models/fake", "/v1/server_info", "/health_generate", "/playground/main.js"],
+    [path for path in inspection.PATHS if path not in GENERATING_PATHS]
+    + ["/", "/version", "/tokenizer_info", "/v1/models/fake", "/health_generate", "/playground/main.js"]
+    + sorted(docs_page.PATHS - {"/docs", "/openapi.json"}),
 )
 async def test_head_is_answered_wherever_get_is(http: httpx.AsyncClient, path: str) -> None:
     get, head = await http.get(path), await http.head(path)
@@ -278,5 +286,6 @@ async def test_head_is_answered_wherever_get_is(http: httpx.AsyncClient, path: s
 
 
 async def test_head_is_refused_where_get_is(http: httpx.AsyncClient) -> None:
-    assert (await http.head("/v1/completions")).status_code == 405
+    for path in GENERATING_PATHS:
+        assert (await http.get(path)).status_code == (await http.head(path)).status_code == 405
     assert set((await http.post("/v1/models")).headers["allow"].split(", ")) == {"GET", "HEAD"}
