@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -93,6 +94,34 @@ def test_a_grammar_follows_the_thinking_and_the_text_is_the_same_without_specula
         for field in streamed:
             streamed[field] += getattr(chunk.choices[0].delta, field, None) or ""
     assert (streamed["reasoning_content"], streamed["content"] or None) == (thinking, content)
+
+
+def test_the_agents_apis_show_the_thinking_of_chats_in_one_piece_and_in_streams(client: openai.OpenAI) -> None:
+    thinking, content, _, _ = parts(client.chat.completions.create(**asking(response_format=FORMAT)).choices[0])
+    shared = {"model": "demo", "extra_body": {"seed": 3, "logit_bias": {str(END): 6}}}
+    schema: Any = {"type": "json_schema", "schema": COLOUR}
+    body = {**shared, "input": MESSAGES, "max_output_tokens": 200, "text": {"format": {"name": "colour", **schema}}}
+    response: Any = client.responses.create(**body)
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert (response.output[0].content[0].text, response.output_text) == (thinking, content)
+    assert 1 <= response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+    with client.responses.stream(**body) as events:
+        final: Any = events.get_final_response()
+    assert (final.output[0].content, final.output_text) == (response.output[0].content, content)
+    assert final.usage.output_tokens_details == response.usage.output_tokens_details
+
+    url = str(client.base_url).removesuffix("/v1/")
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as other:
+        enabled: Any = {"type": "enabled", "budget_tokens": 1024}
+        more = {"max_tokens": 200, "thinking": enabled, "output_config": {"format": schema}}
+        asked: dict[str, Any] = {**shared, "messages": MESSAGES, **more}
+        message: Any = other.messages.create(**asked)
+        assert [block.type for block in message.content] == ["thinking", "text"]
+        assert (message.content[0].thinking, message.content[1].text) == (thinking, content)
+        with other.messages.stream(**asked) as blocks:
+            last: Any = blocks.get_final_message()
+    assert (last.content[0].thinking, last.content[1].text) == (thinking, content)
+    assert last.usage.output_tokens_details == message.usage.output_tokens_details
 
 
 def test_the_template_may_turn_thinking_off(client: openai.OpenAI) -> None:
