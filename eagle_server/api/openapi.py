@@ -16,7 +16,7 @@ from eagle_server.api.chat import ChatBody, ChunkBody
 from eagle_server.api.completions import CompletionBody
 from eagle_server.api.errors import AnthropicErrorBody, ErrorBody
 from eagle_server.api.messages import MessageBody, MessageEvent
-from eagle_server.api.responses import ResponseBody, ResponseEvent
+from eagle_server.api.response_objects import ResponseBody, ResponseEvent
 from eagle_server.api.schemas.base import Body
 from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.api.schemas.completion import CompletionRequest
