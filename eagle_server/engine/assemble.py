@@ -22,7 +22,6 @@ from eagle_server.engine.drafters import make_drafter
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.engine.follow import send_setup
-from eagle_server.engine.kv_events import KVEventPublisher
 from eagle_server.engine.pools import DraftModel, make_pool
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.ranks import RankGroup
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from eagle_server.engine.grammars import Grammars
+    from eagle_server.engine.kv_events import KVEventPublisher
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -17,7 +17,6 @@ from eagle_server.engine.cores import SharedCores
 from eagle_server.engine.devices import SMALL_MODEL_THREADS, load_kernels_early, resolve_device, threads_for
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.follow import assemble_follower
-from eagle_server.engine.kv_events import KVEventPublisher
 from eagle_server.engine.limits import stay_on_one_node
 from eagle_server.engine.process import Rank
 from eagle_server.engine.resolve import context_length, lookahead_bound, resolve, server_info
@@ -30,6 +29,9 @@ from eagle_server.models.targets.interface import Target
 from eagle_server.ops.native import set_threads, use_native
 from eagle_server.text.tokenizer import read_tokenizer_file
 from eagle_server.worker.follower import Follower
+
+if TYPE_CHECKING:
+    from eagle_server.engine.kv_events import KVEventPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +143,8 @@ def _publisher(config: Config) -> KVEventPublisher | None:
     events = config.cache.published_events
     if events is None:
         return None
+    from eagle_server.engine.kv_events import KVEventPublisher  # needs zmq, which the GPU benchmark does without
+
     return KVEventPublisher(
         events.endpoint,
         events.replay_endpoint,

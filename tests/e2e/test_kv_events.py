@@ -22,7 +22,7 @@ from tests.support.engines import admit_without_reserve, request, run
 from tests.support.kv_events import KVEventSubscriber, MirroredBlocks, cached_prefixes
 
 BLOCK = 16
-PATIENCE = 60  # seconds
+PATIENCE = 120.0  # seconds; other tests share the cores
 
 
 def enabled(endpoint: str, replay_endpoint: str) -> tuple[str, str]:
