@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     if first == SERVE:
         flags = ["--model-path", *rest] if rest and not rest[0].startswith("-") else rest
+    elif not first.startswith("-"):
+        print(f"unknown command {first}; there are {', '.join((SERVE, *COMMANDS))}", file=sys.stderr)
+        return CONFIGURATION_STATUS
     else:
         flags = [first, *rest]
     config = parse_args(flags, more=_memory)

@@ -37,7 +37,8 @@ from eagle_server.text.tokenizer import load_tokenizer
 
 DEMO = "demo"
 CHAT_ONLY = ChatRequest.model_fields.keys() - CompletionRequest.model_fields.keys()
-Prompt = str | Sequence[int]
+UNSEEN = frozenset({"prompt_logprobs", "return_trees", "stream", "stream_options", "stream_pacing"})
+Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class GenerationParams:
@@ -51,6 +52,8 @@ class GenerationParams:
 
     def __init__(self, **parameters: Any) -> None:
         self.parameters = parameters
+        if unseen := [name for name in parameters if name in UNSEEN]:
+            raise ValueError(f"{unseen[0]}: the outputs of LLM have no place for it; the server's have")
         if parameters.keys() & CHAT_ONLY:
             _parsed(ChatRequest, self.of_chat([{"role": "user", "content": ""}]))
         else:
@@ -126,15 +129,18 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue prompts, texts or token ids, all together; the outputs are in the order of the prompts.
+        """Continue prompts, all together; the outputs are in the order of the prompts.
+
+        A prompt is a text, a list of token ids, or a dict with one of them as `prompt` or `prompt_token_ids`.
 
         Raises:
             ValueError: a prompt or its parameters cannot be served; nothing is generated then.
         """
-        several = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
+        single = isinstance(prompts, (str, Mapping)) or _is_ids(prompts)
+        several = [_text_or_ids(each) for each in ([prompts] if single else prompts)]
         given = _for_each(several, sampling_params)
         bodies = [
-            {"prompt": prompt if isinstance(prompt, str) else list(prompt), **params.parameters}  # type: ignore[arg-type]
+            {"prompt": prompt if isinstance(prompt, str) else list(prompt), **params.parameters}
             for prompt, params in zip(several, given, strict=True)
         ]
         texts = [prompt if isinstance(prompt, str) else None for prompt in several]
@@ -146,16 +152,18 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, in the shape of /v1/chat/completions.
+        """Answer one conversation, or several, in the shape of /v1/chat/completions, all with the same `tools`.
 
         Raises:
             ValueError: as `generate`.
         """
         several: Any = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         given = _for_each(several, sampling_params)
-        bodies = [params.of_chat(each) for each, params in zip(several, given, strict=True)]
+        offered = {} if tools is None else {"tools": list(tools)}
+        bodies = [{**params.of_chat(each), **offered} for each, params in zip(several, given, strict=True)]
         handler = partial(self._handler, ChatRequest, chat_handler)
         return self._run(handler, bodies, [None] * len(bodies), use_tqdm=use_tqdm)
 
@@ -232,6 +240,15 @@ def _parsed(schema: Any, values: dict[str, Any]) -> Any:
         return parse(schema, msgspec.json.encode(values))
     except ApiError as error:
         raise ValueError(str(error)) from None
+
+
+def _text_or_ids(prompt: Any) -> str | Sequence[int]:
+    if not isinstance(prompt, Mapping):
+        return prompt  # type: ignore[no-any-return]
+    found = [prompt[name] for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
+    if len(found) != 1:
+        raise ValueError(f"a prompt as a dict has either prompt or prompt_token_ids, not {sorted(prompt)}")
+    return found[0]  # type: ignore[no-any-return]
 
 
 def _is_ids(prompts: Any) -> bool:

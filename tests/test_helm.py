@@ -174,7 +174,13 @@ def test_values_fit_the_charts_schema(profile):
     jsonschema.Draft7Validator.check_schema(schema)
     jsonschema.validate(values(profile, {}), schema)
     jsonschema.validate(values(profile, EVERYTHING), schema)
-    for wrong in ({"replica": 2}, {"replicas": "two"}, {"options": {"api-key": "secret"}}, {"service": {"kind": "x"}}):
+    for wrong in (
+        {"replica": 2},
+        {"replicas": "two"},
+        {"options": {"api-key": "secret"}},
+        {"options": {"api_key": "secret"}},
+        {"service": {"kind": "x"}},
+    ):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(values(profile, wrong), schema)
 

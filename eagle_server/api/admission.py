@@ -148,9 +148,10 @@ class AdmissionMiddleware:
         pairs = [(each.encode("latin-1"), key) for each in given for key in self._authorizations]
         equal = [hmac.compare_digest(*pair) for pair in pairs]
         if not any(equal):
+            reason = "needs an API key" if given == ("", "Bearer ") else "has another API key"
             raise ApiError(
                 HTTPStatus.UNAUTHORIZED,
-                "this server needs an API key: send the header 'Authorization: Bearer <key>' or 'x-api-key: <key>'",
+                f"this server {reason}: send the header 'Authorization: Bearer <key>' or 'x-api-key: <key>'",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )

@@ -65,13 +65,12 @@ def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_
 def _service(
     config: Config, client: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate, metrics: ServerMetrics
 ) -> Service:
-    """What the routes share. The configuration that it shows names the parsers that were found."""
+    """What the routes share."""
     format = find_format(config.model.tool_call_parser, chat_template)
     thinking = find_reasoning_format(config.model.reasoning_parser, chat_template)
-    configuration = config.public_dict()
-    for parser, found in (("tool_call_parser", format), ("reasoning_parser", thinking)):
-        configuration["model"][parser] = "none" if found is None else found.name
-        logger.debug("%s: %s", parser, configuration["model"][parser])
+    found = {"tool_call_parser": format, "reasoning_parser": thinking}
+    parsers = {name: "none" if each is None else each.name for name, each in found.items()}
+    logger.debug("%s", parsers)
     return Service(
         client=client,
         spelling=TokenSpelling(tokenizer),
@@ -82,7 +81,8 @@ def _service(
         metrics=metrics,
         timeout=config.server.request_timeout,
         keep_alive=config.server.sse_keep_alive or None,
-        configuration=configuration,
+        configuration=config.public_dict(),
+        parsers=parsers,
     )
 
 

@@ -19,8 +19,8 @@ from eagle_server.api.response_parts import HeadRoute, json_response
 from eagle_server.api.service import Service, service_of
 from eagle_server.api.sse import while_connected
 from eagle_server.client.client import EngineClient
+from eagle_server.request import Ready, SamplingParams
 from eagle_server.request import Request as EngineRequest
-from eagle_server.request import SamplingParams
 
 SERVING = ("context_length", "max_request_tokens", "vocab_size", "speculative_algorithm", "num_steps")
 PATHS = [
@@ -179,12 +179,18 @@ async def server_info(request: Request) -> Response:
         model_path=service.configuration["model"]["model_path"],
         tp_size=service.configuration["device"]["tp_size"],
         config=dict(service.configuration),
-        resolved=ready.resolved if ready else None,
+        resolved=_resolved(service, ready) if ready else None,
         serving={name: getattr(ready, name) for name in SERVING} if ready else None,
         engine=engine,
         active_requests=service.admission.active,
     )
     return json_response(info)
+
+
+def _resolved(service: Service, ready: Ready) -> dict[str, Any]:
+    """The engine's resolved configuration, and the parsers, which it does not know."""
+    model = ready.resolved.get("model", {})
+    return {**ready.resolved, "model": {**model, **service.parsers}}
 
 
 @router.get("/get_load")

@@ -9,7 +9,6 @@ from typing import Any, TypeVar, cast
 import msgspec
 from fastapi import Response
 from fastapi.routing import APIRoute
-from msgspec import UNSET, UnsetType
 
 from eagle_server.api.errors import bad_request
 from eagle_server.api.schemas.generation import GenerationBody
@@ -43,7 +42,7 @@ class Usage(msgspec.Struct):
         return cls(prompt, completion, prompt + completion, *details)
 
 
-class SpeculativeMetrics(msgspec.Struct):
+class SpeculativeMetrics(msgspec.Struct, omit_defaults=True):
     """vLLM's per-request metrics (vllm#48915).
 
     A step is one verify cycle. acceptance_histogram[a] counts the steps that accepted `a` drafted tokens. Only
@@ -58,7 +57,7 @@ class SpeculativeMetrics(msgspec.Struct):
     num_accepted_draft_tokens: int
     num_draft_tokens: int
     num_spec_tokens: int
-    acceptance: str | UnsetType = UNSET
+    acceptance: str | None = None
 
     @classmethod
     def of(cls, spec: SpecStats | None) -> SpeculativeMetrics | None:
@@ -73,7 +72,7 @@ class SpeculativeMetrics(msgspec.Struct):
             num_accepted_draft_tokens=spec.accepted,
             num_draft_tokens=spec.drafted,
             num_spec_tokens=len(spec.histogram) - 1,
-            acceptance=spec.lossy or UNSET,
+            acceptance=spec.lossy,
         )
 
 

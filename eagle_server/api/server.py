@@ -40,7 +40,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         reason = str(error.strerror).partition(" (while")[0]  # the rest repeats the address
-        raise OSError(f"cannot listen on {host}:{port}: {reason}") from error
+        raise OSError(f"cannot listen on {host}:{port}: {reason}; choose another --port or --host") from error
     # Connections inherit the option. asyncio does not set it on these sockets, as they do not name TCP as protocol.
     # Without it a token waits until the client acknowledges the previous one, 40 ms on most systems.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -106,13 +106,13 @@ def converse(setup: Setup, turn: int, arguments: argparse.Namespace) -> Pass:
 def launch(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Setup]:
     """All setups. Routers and policies are measured in turn, so they share the workers."""
     cores, setups = len(os.sched_getaffinity(0)), dict[str, Setup]()
-    for count in dict.fromkeys((1, *arguments.workers)):
-        flags = ["--cpu-threads", str(max(1, cores // count)), *arguments.server_flags]
-        workers = [stack.enter_context(running(f"worker {number}", flags)) for number in range(count)]
-        if count == 1:
+    for size in dict.fromkeys((1, *arguments.workers)):
+        flags = ["--cpu-threads", str(max(1, cores // size)), *arguments.server_flags]
+        workers = [stack.enter_context(running(f"worker {number}", flags)) for number in range(size)]
+        if size == 1:
             setups[ONE] = Setup(workers[0], workers)
-        for router, policy in product(arguments.routers, arguments.policies) if count in arguments.workers else ():
-            label = f"{count} behind {router}" + (f", {policy}" if len(arguments.policies) > 1 else "")
+        for router, policy in product(arguments.routers, arguments.policies) if size in arguments.workers else ():
+            label = f"{size} behind {router}" + (f", {policy}" if len(arguments.policies) > 1 else "")
             setups[label] = Setup(stack.enter_context(routing(router, workers, ["--policy", policy])), workers)
     return setups
 
@@ -179,21 +179,29 @@ def plot(path: Path, medians: dict[str, dict[str, float]]) -> None:
     plt.close(figure)
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: should be a number, 1 or more")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eagle_server.bench.scale",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], metavar="N", help="behind each router (1 2)")
+    parser.add_argument(
+        "--workers", type=_count, nargs="+", default=[1, 2], metavar="N", help="behind each router (1 2)"
+    )
     parser.add_argument("--routers", nargs="+", choices=list(MODULES), default=list(MODULES), help="which (both)")
     parser.add_argument("--policies", nargs="+", default=["cache_aware"], help="of the routers (cache_aware)")
-    parser.add_argument("--clients", type=int, default=8, help="conversations at a time (8)")
-    parser.add_argument("--conversations", type=int, default=24, help="in a round (24)")
-    parser.add_argument("--groups", type=int, default=6, help="of conversations that begin with the same text (6)")
-    parser.add_argument("--turns", type=int, default=3, help="requests of a conversation (3)")
-    parser.add_argument("--max-tokens", type=int, default=32, help="tokens per answer (32)")
-    parser.add_argument("--rounds", type=int, default=2, help="measured rounds of each setup (2)")
+    parser.add_argument("--clients", type=_count, default=8, help="conversations at a time (8)")
+    parser.add_argument("--conversations", type=_count, default=24, help="in a round (24)")
+    parser.add_argument("--groups", type=_count, default=6, help="of conversations that begin with the same text (6)")
+    parser.add_argument("--turns", type=_count, default=3, help="requests of a conversation (3)")
+    parser.add_argument("--max-tokens", type=_count, default=32, help="tokens per answer (32)")
+    parser.add_argument("--rounds", type=_count, default=2, help="measured rounds of each setup (2)")
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for JSON and PNG")
     parser.add_argument("server_flags", nargs="*", help="after --: flags of all servers")
     return parser

@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from eagle_server import version
 from eagle_server.config.base import ConfigError, Section
+from eagle_server.config.other_names import OTHER_NAMES
 from eagle_server.config.sections import Config
 
 ENV_PREFIX = "EAGLE_SERVER_"
@@ -252,8 +253,9 @@ def _from_yaml(path: Path) -> dict[str, Given]:
 
 
 def _unknown(kind: str, name: str, known: Collection[str]) -> ConfigError:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else "--help lists what there is"
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    hint = f"did you mean {close[0]}?" if close else "--help-all lists what there is"
+    hint = OTHER_NAMES.get(name.lstrip("-").replace("_", "-"), hint)
     return ConfigError(f"unknown {kind} {name}; {hint}")
 
 

@@ -175,7 +175,8 @@ class ChatTemplate:
 
     def _check(self, template: _CompiledTemplate, conversation: Conversation) -> None:
         if conversation.tools and "tools" not in template.variables:
-            raise TemplateError("this model's chat template has no place for tools", "tools")
+            reason = "this model's chat template has no place for tools; --chat-template FILE gives it another"
+            raise TemplateError(reason, "tools")
         for name in conversation.variables:
             if name in RESERVED or name in self.special_tokens:
                 raise TemplateError(f"{VARIABLES} may not replace {name}", VARIABLES)

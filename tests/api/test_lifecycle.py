@@ -216,7 +216,8 @@ def test_a_port_in_use_is_one_line(tokenizer_dir: Path, tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         status, lines = wrong_start(tmp_path, "--model-path", str(tokenizer_dir), "--port", port)
     assert status == 2
-    assert lines[-1] == f"eagle_server: error: cannot listen on 127.0.0.1:{port}: Address already in use"
+    reason = "Address already in use; choose another --port or --host"
+    assert lines[-1] == f"eagle_server: error: cannot listen on 127.0.0.1:{port}: {reason}"
     assert not any("Traceback" in line for line in lines)
 
 

@@ -157,6 +157,19 @@ async def test_formats_and_choices_are_grammars(client: anthropic.AsyncAnthropic
     assert [block.type for block in unheard.content] == ["text"]
 
 
+async def test_choices_without_tools_are_without_effect(http: httpx.AsyncClient) -> None:
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    answer = await http.post("/v1/messages", json=asking("hi", tool_choice=choice))
+    assert answer.status_code == 200, answer.text
+    answer = await http.post("/v1/messages", json=asking("hi", tool_choice={"type": "any"}))
+    assert answer.status_code == 400
+
+
+async def test_tokens_are_counted_with_the_templates_parameters(http: httpx.AsyncClient) -> None:
+    body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {}}
+    assert (await http.post("/v1/messages/count_tokens", json=body)).status_code == 200
+
+
 async def test_an_assistant_message_at_the_end_is_continued(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "The answer is ("}]
     response = await http.post(PATH, json={"messages": conversation, "max_tokens": 3})
@@ -261,10 +274,6 @@ USER = [{"role": "user", "content": "abc"}]
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "name belongs to type tool"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "g"}}, "none of the tools"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
-        (
-            {"tool_choice": {"type": "none", "disable_parallel_tool_use": True}},
-            "tool_choice.disable_parallel_tool_use needs tools",
-        ),
         (
             {
                 "tools": TOOLS,

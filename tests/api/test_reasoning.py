@@ -162,8 +162,8 @@ async def test_a_parser_may_be_turned_off(http: httpx.AsyncClient, engine: FakeE
 
 @pytest.mark.parametrize("parser", ["auto", "none", "granite", "deepseek-r1"])
 async def test_the_server_says_which_parser_it_has(http: httpx.AsyncClient, parser: str) -> None:
-    config = (await http.get("/v1/server_info")).json()["config"]["model"]
-    assert config["reasoning_parser"] == ("qwen3" if parser == "auto" else parser)
+    resolved = (await http.get("/v1/server_info")).json()["resolved"]["model"]
+    assert resolved["reasoning_parser"] == ("qwen3" if parser == "auto" else parser)
 
 
 @pytest.mark.parametrize(

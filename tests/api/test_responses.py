@@ -71,6 +71,14 @@ def without_deltas(events: list[Any]) -> list[str]:
     return [each.type for each in events if not each.type.endswith(".delta")]
 
 
+async def test_what_codex_sends_without_tools_is_without_effect(http: httpx.AsyncClient) -> None:
+    body = {"model": "fake", "input": "hi", "tool_choice": "auto", "parallel_tool_calls": False}
+    for tools in ([], [{"type": "web_search", "external_web_access": False}]):
+        answer = await http.post(PATH, json={**body, "tools": tools})
+        assert answer.status_code == 200, answer.text
+    assert (await http.post(PATH, json={**body, "tool_choice": "required"})).status_code == 400
+
+
 async def test_a_text(client: openai.AsyncOpenAI) -> None:
     response = await client.responses.create(**asking("hé😀", metadata={"a": "b"}, instructions="Be brief."))
     assert (response.output_text, response.status, response.incomplete_details) == ("hé😀", "completed", None)

@@ -101,6 +101,12 @@ def test_mistakes_are_named_and_the_engine_goes_on(llm: LLM) -> None:
         SamplingParams(max_token=3)
     with pytest.raises(ValueError, match="unknown option speculative_num_stepz; did you mean speculative_num_steps"):
         LLM("demo", speculative_num_stepz=3)
+    with pytest.raises(ValueError, match="tensor_parallel_size; it is --tp-size here"):
+        LLM("demo", tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="return_trees: the outputs of LLM have no place for it"):
+        SamplingParams(return_trees=True)
+    with pytest.raises(ValueError, match="either prompt or prompt_token_ids"):
+        llm.generate({"prompt_embeds": [1]})
     with pytest.raises(ValueError, match="maximum context length"):
         llm.generate(["fine", "x" * 100_000])
     with pytest.raises(ValueError, match="structured_outputs|grammar"):
@@ -117,3 +123,12 @@ def test_chats_take_the_parameters_of_chats(llm: LLM) -> None:
     assert all(2 <= len(each) <= 3 for each in scores)
     with pytest.raises(ValueError, match="needs tools"):
         SamplingParams(tool_choice="required")
+
+
+def test_a_prompt_may_be_a_dict_as_in_vllm(llm: LLM) -> None:
+    greedy = SamplingParams(temperature=0)
+    [text], [own] = llm.generate(PROMPTS[0], greedy), llm.generate({"prompt": PROMPTS[0]}, greedy)
+    [ids] = llm.generate({"prompt_token_ids": text.prompt_token_ids}, greedy)
+    assert own.outputs == text.outputs
+    assert ids.outputs == text.outputs
+    assert "UNSET" not in repr(text)

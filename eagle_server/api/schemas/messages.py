@@ -238,6 +238,7 @@ class AnthropicConversation(TranslatedBody):
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     context_management: ContextManagement | None = None
+    chat_template_kwargs: Values = Field(default_factory=dict)
 
     @cached_property
     def messages_of_chat(self) -> list[Message]:
@@ -252,12 +253,14 @@ class AnthropicConversation(TranslatedBody):
         last = self.messages_of_chat[-1]
         return {
             "tools": [tool.of_chat for tool in self.tools],
-            "tool_choice": None if choice is None else choice.of_chat,
-            "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
+            # Without tools both are without effect.
+            "tool_choice": None if choice is None or choice.type == "auto" else choice.of_chat,
+            "parallel_tool_calls": choice is None or not (choice.disable_parallel_tool_use and self.tools),
             "response_format": format and {"type": "json_schema", "json_schema": {"schema": format.schema_}},
             "reasoning_effort": self._effort,
             # The answer continues an assistant's message at the end of the conversation.
             "continue_final_message": last.role == "assistant" and not last.tool_calls,
+            "chat_template_kwargs": self.chat_template_kwargs,
         }
 
     @property
@@ -281,7 +284,6 @@ class MessagesRequest(SamplingBody, AnthropicConversation):
 
     max_tokens: int = Field(ge=1)
     stop_sequences: StopTexts = Field(default_factory=list)
-    chat_template_kwargs: Values = Field(default_factory=dict)
     metadata: Values | None = None  # without effect
 
     @property
@@ -292,7 +294,7 @@ class MessagesRequest(SamplingBody, AnthropicConversation):
     @property
     def chat_parameters(self) -> Values:
         own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
-        return {**super().chat_parameters, **own, "chat_template_kwargs": self.chat_template_kwargs}
+        return {**super().chat_parameters, **own}
 
 
 class CountTokensRequest(AnthropicConversation):

@@ -244,8 +244,9 @@ class ResponsesRequest(SamplingBody, TranslatedBody):
             "stop": self.stop,
             "response_format": self._response_format,
             "tools": [_chat_tool(tool, namespace) for namespace, tool in self._functions],
-            "tool_choice": choice,
-            "parallel_tool_calls": self.parallel_tool_calls,
+            # Without tools both are without effect; Codex sends them.
+            "tool_choice": None if choice == "auto" else choice,
+            "parallel_tool_calls": self.parallel_tool_calls or not any(self._functions),
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,
         }

@@ -52,6 +52,7 @@ export async function* events(path, body, key, signal) {
     const lines = (rest + value).split("\n\n");
     rest = lines.pop();
     for (const line of lines) {
+      if (line.startsWith(":")) continue; // a comment, which keeps the connection
       const data = line.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const event = JSON.parse(data);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from eagle_server.config import (
     TreeOptions,
     parse_args,
 )
+from eagle_server.config.other_names import OTHER_NAMES
 from eagle_server.config.sources import COMMON, OPTIONS, changed_options
 
 ROOT = Path(__file__).parents[3]
@@ -186,8 +188,9 @@ def test_every_preset_is_valid_and_speculates(preset):
         (["--speculative-draft-config-override", "{"], "--speculative-draft-config-override '{': should be a JSON"),
         (["--speculative-draft-config-override", "[1]"], "--speculative-draft-config-override '[1]': should be a"),
         (["--paeg-size", "4"], "unknown flag --paeg-size; did you mean --page-size?"),
-        (["--model"], "unknown flag --model"),
-        (["serve"], "unknown flag serve; --help lists what there is"),
+        (["--model"], "unknown flag --model; it is --model-path here"),
+        (["--max-model-len", "4"], "unknown flag --max-model-len; it is --context-length here"),
+        (["serve"], "unknown flag serve; --help-all lists what there is"),
         (["--config", "/no/such.yaml"], "--config /no/such.yaml: No such file or directory"),
     ],
 )
@@ -424,3 +427,10 @@ def test_changed_options_are_those_that_were_given(capsys):
     with pytest.raises(SystemExit):
         parse("--version")
     assert capsys.readouterr().out.strip() == version()
+
+
+def test_other_servers_names_lead_to_options_that_exist() -> None:
+    assert not OTHER_NAMES.keys() & set(OPTIONS)
+    named = [flag for words in OTHER_NAMES.values() for flag in re.findall(r"--([a-z][\w-]*\w)(?!-)\b", words)]
+    assert len(named) > 10
+    assert set(named) - {"speculative"} <= set(OPTIONS)
