@@ -160,7 +160,7 @@ class MessageBuilder:
         [output] = outputs
         for _ in self._changes(output):
             pass
-        content = [_block(item, item.content) for item in self._items.valid]
+        content = [_block(item, item.content) for item in self._items.items]
         stop = self._stop(handler)
         return MessageBody(
             id=handler.id,

@@ -145,7 +145,7 @@ class ResponseBuilder:
     def _ended(self, handler: GenerationHandler, error: ApiError | None) -> ResponseBody:
         is_cut = self._items.finish_reason == "length"
         response = self._response(handler, "failed" if error else "incomplete" if is_cut else "completed")
-        response.output = [self._item(item) for item in self._items.valid]
+        response.output = [self._item(item) for item in self._items.items]
         response.usage, response.metrics = ResponseUsage.of(handler.usage), handler.metrics
         if error is not None:
             response.error = FailureReason(error.code or error.kind, error.message)

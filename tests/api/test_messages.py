@@ -19,6 +19,7 @@ from eagle_server.config import parse_args
 from eagle_server.request import Grammar
 from tests.api.conftest import http_client
 from tests.api.fake_engine import BREAK, EOS, REFUSE, FakeEngine
+from tests.api.test_output_items import INVALID
 from tests.api.test_tools import CALLS, CITY, HINTS, SAY, TEMPLATE
 
 PATH = "/v1/messages"
@@ -118,6 +119,28 @@ async def test_calls(client: anthropic.AsyncAnthropic, seed: int) -> None:
         assert "".join(delta.partial_json for delta in deltas) == arguments
         assert {delta.type for delta in deltas} == {"input_json_delta"}
     assert comparable(await accumulated(client, SAY["hermes"], **body)) == comparable(whole)
+
+
+@pytest.mark.parametrize("given", INVALID)
+@pytest.mark.parametrize("seed", range(2))
+async def test_no_invalid_call_begins(client: anthropic.AsyncAnthropic, seed: int, given: str) -> None:
+    call = '<tool_call>{"name": "get_weather", "arguments": %s}</tool_call>'
+    invalid, body = call % given, {"tools": TOOLS, "extra_body": {"seed": seed}}
+    for say, kinds in ((invalid, ["text"]), (f"a {call % '{}'} {invalid} b", ["text", "tool_use", "text"])):
+        whole = await client.messages.create(**asking(say, **body))
+        assert [block.type for block in whole.content] == kinds
+        assert invalid in whole.content[-1].text
+        assert comparable(await accumulated(client, say, **body)) == comparable(whole)
+        starts = [each.content_block for each in await stream(client, say, **body) if hasattr(each, "content_block")]
+        assert [block.type for block in starts] == kinds
+
+
+async def test_a_call_that_breaks_off_is_text(client: anthropic.AsyncAnthropic) -> None:
+    body = {"tools": TOOLS, "max_tokens": 71}
+    whole = await client.messages.create(**{**asking(SAY["hermes"]), **body})
+    assert ([block.type for block in whole.content], whole.stop_reason) == (["text"], "max_tokens")
+    async with client.messages.stream(**{**asking(SAY["hermes"]), **body}) as manager:
+        assert comparable(await manager.get_final_message()) == comparable(whole)
 
 
 async def test_calls_and_what_they_returned_are_sent_back(client: anthropic.AsyncAnthropic) -> None:
@@ -234,6 +257,13 @@ def test_blocks_become_messages() -> None:
     ]
 
 
+@pytest.mark.parametrize("calls", [False, True])
+def test_an_answer_is_continued_unless_it_ends_with_calls(calls: bool) -> None:
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "a"}, *([call] if calls else [])]}
+    assert chat_of(messages=[*USER, answer]).continue_final_message is not calls
+
+
 def test_what_claude_code_adds_is_accepted() -> None:
     cleared = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     body = {"context_management": cleared, "metadata": {"user_id": "u"}, "thinking": {"type": "adaptive"}}
@@ -248,6 +278,7 @@ def test_what_claude_code_adds_is_accepted() -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "medium"),
         ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}, "high"),
         ({"output_config": {"effort": "max"}}, "xhigh"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}, "output_config": {"effort": "max"}}, "xhigh"),
     ],
 )
 def test_thinking_is_a_hint(body: dict[str, Any], effort: str | None) -> None:

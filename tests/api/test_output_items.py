@@ -15,7 +15,10 @@ from eagle_server.text.tool_parser import ToolCallParser
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 BROKEN = '<tool_call>{"name": "f", "arguments": {"a": 1]}</tool_call>'
+# What models write, and is no JSON: the arguments of a call.
+INVALID = ['{"a": True}', '{"a": 1,}', "{'a': 1}", '{"a": "x\ny"}', '{"a": "x\\q"}', '{"a": x}']
 ANSWERS = ["", "text", CALL, f"before{CALL}after", f"{CALL}{CALL}", f"a{CALL}b{CALL}c", f"a{BROKEN}b{CALL}", CALL[:-20]]
+ANSWERS += [f'{CALL} <tool_call>{{"name": "f", "arguments": {given}}}</tool_call>{CALL}' for given in INVALID]
 ANSWERS += [f"<think>why?\n</think>\n\n{answer}" for answer in ANSWERS]
 
 
@@ -34,11 +37,11 @@ def deltas(text: str, cuts: list[int], finish_reason: str = "stop") -> list[Outp
 def shown(items: OutputItems) -> list[tuple[str | None, str, bool]]:
     return [
         ("thinking" if item.is_thinking else item.call and item.call.name, item.content, item.is_complete)
-        for item in items.valid
+        for item in items.items
     ]
 
 
-CUTS = st.lists(st.integers(0, 140), max_size=12)
+CUTS = st.lists(st.integers(0, 200), max_size=12)
 
 
 @given(text=st.sampled_from(ANSWERS), cuts=CUTS, other_cuts=CUTS)
@@ -50,11 +53,13 @@ def test_pieces_of_any_size_make_the_same_items(text: str, cuts: list[int], othe
         joined.extend(output)
     list(whole.add(joined))
     assert shown(streamed) == shown(whole)
+    assert [change.item for change in changes if isinstance(change, ItemBegins)] == streamed.items
     depth = 0
     for change in changes:
         match change:
-            case ItemBegins():
+            case ItemBegins(item):
                 depth += 1
+                assert item.call is None or item.call.is_complete
             case ItemGrows(item, addition):
                 assert addition and item.content
             case ItemEnds():
@@ -74,7 +79,8 @@ def test_pieces_of_any_size_make_the_same_items(text: str, cuts: list[int], othe
             "tool_calls",
             [(None, "a", True), ("f", '{"a": 1}', True), (None, "b", True), ("f", '{"a": 1}', True)],
         ),
-        (f"a{BROKEN}", "stop", [(None, "a", True), (None, BROKEN, True)]),
+        (f"a{BROKEN}", "stop", [(None, f"a{BROKEN}", True)]),
+        (f"{CALL}{BROKEN}", "tool_calls", [("f", '{"a": 1}', True), (None, BROKEN, True)]),
         (CALL[:-20], "length", [(None, CALL[:-20], False)]),
         ("<think>why?</think>so", "length", [("thinking", "why?", True), (None, "so", False)]),
         (f"<think>why?</think>{CALL}", "tool_calls", [("thinking", "why?", True), ("f", '{"a": 1}', True)]),

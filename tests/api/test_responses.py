@@ -19,6 +19,7 @@ from eagle_server.config import parse_args
 from eagle_server.request import Grammar
 from tests.api.conftest import http_client
 from tests.api.fake_engine import BREAK, EOS, REFUSE, FakeEngine
+from tests.api.test_output_items import INVALID
 from tests.api.test_tools import CALLS, CITY, HINTS, SAY, TEMPLATE
 
 PATH = "/v1/responses"
@@ -57,13 +58,15 @@ async def stream(client: openai.AsyncOpenAI, say: str, **body: Any) -> list[Any]
 
 
 def comparable(response: Any) -> dict[str, Any]:
-    """Without ids, times and metrics."""
+    """Without ids, times and metrics. The package adds parsed and parsed_arguments to what it streams."""
     values: dict[str, Any] = response.model_dump()
     for name in ("id", "created_at", "completed_at", "metrics"):
         values.pop(name)
     for item in values["output"]:
         item.pop("id")
-        item.pop("call_id", None)
+        for part in (item, *item.get("content", [])):
+            for name in ("call_id", "parsed", "parsed_arguments"):
+                part.pop(name, None)
     return values
 
 
@@ -148,13 +151,41 @@ async def test_what_is_cut_off_is_incomplete(client: openai.AsyncOpenAI) -> None
 async def test_a_call_that_breaks_off_is_text(client: openai.AsyncOpenAI) -> None:
     body = {"tools": TOOLS, "max_output_tokens": 71}
     whole = await client.responses.create(**asking(SAY["hermes"], **body))
-    assert [item.type for item in whole.output] == ["message", "message"]
+    assert [(item.type, item.status) for item in whole.output] == [("message", "incomplete")]
     events = await stream(client, SAY["hermes"], **body)
     assert comparable(events[-1].response) == comparable(whole)
-    [ended] = [
-        each for each in events if each.type == "response.output_item.done" and each.item.type == "function_call"
-    ]
-    assert ended.item.status == "incomplete"
+    assert not any(each.item.type == "function_call" for each in events if hasattr(each, "item"))
+
+
+@pytest.mark.parametrize("given", INVALID)
+@pytest.mark.parametrize("seed", range(2))
+async def test_no_invalid_call_begins(client: openai.AsyncOpenAI, seed: int, given: str) -> None:
+    call = '<tool_call>{"name": "get_weather", "arguments": %s}</tool_call>'
+    invalid, body = call % given, {"tools": TOOLS, "extra_body": {"seed": seed}}
+    for say, kinds in (
+        (invalid, ["message"]),
+        (f"a {call % '{}'} {invalid} b", ["message", "function_call", "message"]),
+    ):
+        whole = await client.responses.create(**asking(say, **body))
+        assert [item.type for item in whole.output] == kinds
+        assert invalid in whole.output[-1].content[0].text
+        async with client.responses.stream(**asking(say, **body)) as manager:
+            assert comparable(await manager.get_final_response()) == comparable(whole)
+        events = await stream(client, say, **body)
+        ended = [each.item for each in events if each.type == "response.output_item.done"]
+        assert ended == events[-1].response.output
+        again = {
+            "model": "fake",
+            "input": [*(item.model_dump(exclude_none=True) for item in ended), *asking_back(ended)],
+        }
+        await client.responses.create(**again)
+
+
+def asking_back(items: list[Any]) -> list[Any]:
+    """What an agent sends after its calls."""
+    calls = [item for item in items if item.type == "function_call"]
+    outputs = [{"type": "function_call_output", "call_id": call.call_id, "output": "r"} for call in calls]
+    return [*outputs, {"role": "user", "content": "go on" + EOS}]
 
 
 async def test_formats_and_choices_are_grammars(client: openai.AsyncOpenAI, engine: FakeEngine) -> None:

@@ -135,7 +135,7 @@ class AnthropicMessage(Part):
 
 
 class InputTool(Block):
-    """A tool that the model may call. Its input is always streamed eagerly."""
+    """A tool that the model may call. Its input is sent once it is complete: `eager_input_streaming` has no effect."""
 
     type: Literal["custom"]
     name: NonEmpty
