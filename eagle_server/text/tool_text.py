@@ -16,8 +16,8 @@ PYTHON_NAME, PYTHON_KEY = re.compile(r"[^\W\d][\w.\-]{0,255}"), re.compile(r"[^\
 _PYTHON_NAME = re.compile(rf"({PYTHON_NAME.pattern})\(")
 _PYTHON_KEY = re.compile(rf"\s{{0,16}}({PYTHON_KEY.pattern})\s{{0,16}}=")
 _PYTHON_END = re.compile(r"\s{0,64}\)")
-_STRINGS = {quote: re.compile(rf"{quote}(?:[^{quote}\\]|\\.)*{quote}", re.DOTALL) for quote in "'\""}
-_OUTSIDE = re.compile(r"""['"()\[\]{},]""")
+# What matters outside strings, and in a string by its quote.
+_MARKS = {"": re.compile(r"""['"()\[\]{},]""")} | {quote: re.compile(rf"[{quote}\\]") for quote in "'\""}
 _LONGEST_HEAD = 340  # characters; a name or key that has not ended by then is none
 
 
@@ -135,24 +135,26 @@ class PythonCall(_TextCall):
         super().__init__(begin, functions)
         self._scanned = begin
         self._brackets: list[str] = []
+        self._quote = ""  # of the string at `_scanned`
 
     def _may_match(self, rest: str) -> bool:
         return len(rest) < _LONGEST_HEAD and re.fullmatch(r"\s*([^\W\d][\w.\-]*\s*)?", rest) is not None
 
     def _read_value(self, text: str) -> bool:
         self._scanned = max(self._scanned, self.at)
-        while (found := _OUTSIDE.search(text, self._scanned)) is not None:
+        while (found := _MARKS[self._quote].search(text, self._scanned)) is not None:
             mark = found[0]
-            if mark in "'\"":
-                string = _STRINGS[mark].match(text, found.start())
-                self._scanned = found.start() if string is None else string.end()
-                if string is None:
-                    return False
-                continue
-            if not self._brackets and mark in ",)":
+            if mark == "\\" and found.end() == len(text):
+                self._scanned = found.start()  # the escaped character has not arrived
+                return False
+            self._scanned = found.end() + (mark == "\\")
+            if self._quote:
+                self._quote = self._quote if mark == "\\" else ""
+            elif mark in "'\"":
+                self._quote = mark
+            elif not self._brackets and mark in ",)":
                 return self._complete(text, found.start())
-            self._scanned = found.end()
-            if mark in "([{":
+            elif mark in "([{":
                 self._brackets.append(mark)
             elif mark != "," and (not self._brackets or self._brackets.pop() + mark not in ("()", "[]", "{}")):
                 raise NotAToolCall("a bracket too many")

@@ -11,6 +11,8 @@ from typing import Any
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 _PYTHON = {"True": True, "False": False, "None": None}
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_STRING = re.compile(r"""(\"{3}|'{3}|"|')(?:\\.|(?!\1)[^\\])*+(?:\1|\\?\Z)""", re.DOTALL)
+_NO_LITERAL = re.compile("#|and|else|for|i[fns]|not|or")  # outside strings
 _PYTHON_ESCAPES = frozenset("\\'\"\nabfnrtvxuNU01234567")
 
 
@@ -67,6 +69,9 @@ def json_of_python(text: str) -> str:
         raise ValueError("nested too deeply") from None
     except ValueError:
         pass
+    # Python warns on stderr of a number that runs into a keyword, as in 1if.
+    if _NO_LITERAL.search(_STRING.sub("", text)):
+        raise ValueError("an operator or a comment")
     try:
         # Python warns of unknown escapes, which it takes as they are.
         value = ast.literal_eval(_ESCAPE.sub(_escape, text.strip()))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import time
+import warnings
 from collections.abc import Iterable
 from typing import Any, get_args
 
@@ -227,6 +229,7 @@ WHOLE: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         [("f", '{"text": "a", "parts": [1, [2, 3]], "flag": null}')],
     ),
     ("pythonic", "[f(text='\\d\\n')]", "", [("f", '{"text": "\\\\d\\n"}')]),
+    ("pythonic", "[f(text='\\'],)')]", "", [("f", '{"text": "\'],)"}')]),
     ("pythonic", "[1, 2]", "[1, 2]", []),
     ("pythonic", "[g(x=1)]", "[g(x=1)]", []),  # no such function
     ("pythonic", "[f(1)]", "[f(1)]", []),
@@ -313,3 +316,28 @@ def test_what_is_no_schema_does_no_harm(schema: Any) -> None:
 def test_what_is_no_literal_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         json_of_python(text)
+
+
+@pytest.mark.parametrize("text", ["[1if 1else 1]", "[0xfor 1]", "[1 # '\n, 1if 1else 1 # '\n]", "'''a'b''' 1if 'c'"])
+def test_python_does_not_warn_of_what_the_model_writes(text: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ValueError, match="an operator or a comment"):
+            json_of_python(text)
+    assert not caught
+
+
+def test_words_in_strings_are_no_operators() -> None:
+    text = """{'a': 'if 1or', "b": r'it\\'s # and', 'c': '''5in 'quotes' ''', 'd': [0x1f, 1e5, None, True]}"""
+    expected = {"a": "if 1or", "b": "it\\'s # and", "c": "5in 'quotes' ", "d": [31, 1e5, None, True]}
+    assert json.loads(json_of_python(text)) == expected
+
+
+@pytest.mark.parametrize("string", ["x" * 200_000, "\\" * 200_000])
+def test_a_long_string_is_read_once(string: str) -> None:
+    text, parser = f"[f(text='{string}')]", ToolCallParser(FORMATS["pythonic"], FUNCTIONS)
+    began = time.perf_counter()
+    for begin in range(0, len(text), 4):
+        parser.push(text[begin : begin + 4])
+    assert parser.complete == 1
+    assert time.perf_counter() - began < 5, "seconds; to read it again with each piece takes far more"
