@@ -269,4 +269,6 @@ def _decode(sequence: Sequence) -> Decode:
         grammar_matcher=sequence.grammar_matcher,
         trees=sequence.request.trees,
         shares_text=sequence.request.cache_salt is None,
+        tokens_left=sequence.request.sampling.max_tokens - sequence.output_length,
+        ends=sequence.stop_ids,
     )

@@ -61,6 +61,8 @@ def trees_of(engine: Engine, temperature: float) -> list[tuple[Tensor, ...]]:
     found: list[tuple[Tensor, ...]] = []
 
     def observe(tree: EagleVerifyInput, accepted: Accepted, count: int) -> None:
+        if tree.draft_token_num == 1:
+            return  # a request's last token needs no draft
         assert tree.scores is not None and count
         found.append((tree.draft_token, tree.parents, tree.scores))
 
