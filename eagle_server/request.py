@@ -37,6 +37,10 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     thinking: str = ""
 
 
+# Logits are multiplied and divided by it: beyond these they would overflow.
+REPETITION_PENALTIES = (0.01, 100.0)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is drawn. Every value is concrete: the API fills in the defaults and, if needed, the seed.
 
@@ -82,6 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name, value in (biases | penalties | factors).items():
             if not math.isfinite(value):
                 yield f"{name} is {value}; it must be finite"
+        low, high = REPETITION_PENALTIES
         checks = (
             (
                 self.grammar is None or not self.ignore_eos,
@@ -89,7 +94,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ),
             (self.allowed_token_ids != (), "allowed_token_ids is empty: no token could be drawn"),
             (() not in self.bad_words, "bad_words: a word has no tokens"),
-            (self.repetition_penalty > 0, f"repetition_penalty is {self.repetition_penalty}; it must be above 0"),
+            (
+                low <= self.repetition_penalty <= high,
+                f"repetition_penalty is {self.repetition_penalty}; it must be from {low:g} to {high:g}",
+            ),
             (self.temperature >= 0, f"temperature is {self.temperature}; it must not be negative"),
             (0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1"),
             (0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be from 0 to 1"),

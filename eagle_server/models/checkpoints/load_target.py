@@ -100,8 +100,14 @@ def load_target(  # noqa: PLR0913
         from eagle_server.models.checkpoints.load_transformers import load_transformers  # seconds of import
 
         return load_transformers(directory, config, context=context, device=device)
-    with created_as(config.dtype, device):
-        model = TargetModel(config, context + lookahead)
+    _check_sizes(config, stored, directory)
+    try:
+        with created_as(config.dtype, device):
+            model = TargetModel(config, context + lookahead)
+    except RuntimeError as error:
+        if "allocate" not in str(error):
+            raise
+        raise CheckpointError(f"{directory}: no memory for the model with texts of {context} tokens") from None
     cache = None
     if pack and quantization is not None and quantization_cache is not None:
         cache = PackedCache(quantization_cache, directory, stored, quantization, config.dtype)
@@ -127,6 +133,21 @@ def _share(
     if ranks.rank == 0 and (parts := replicated(share)):
         log.warning("%s: does not divide over --tp-size %d: every rank has all %s", directory, ranks.size, parts)
     return share, own_slices(stored, config, share.split)
+
+
+def _check_sizes(config: ModelConfig, stored: Weights, directory: Path) -> None:
+    """Compare the sizes of config.json with the tensors' shapes, before memory is taken for them."""
+    layers = len({name.split(".")[2] for name in stored if name.startswith("model.layers.")})
+    if layers < config.num_layers:
+        raise CheckpointError(
+            f"{directory}: num_hidden_layers is {config.num_layers} in config.json, and the files hold {layers} layers"
+        )
+    with created_as(config.dtype, "meta"):
+        expected = TargetModel(config, 1).weight_views()
+    for name, view in expected:
+        if name in stored and stored[name].shape != view.shape:
+            found, shape = stored[name], list(view.shape)
+            raise CheckpointError(f"{found.file}: {found.key}: expected shape {shape}, found {list(found.shape)}")
 
 
 def _served(config: ModelConfig, directory: Path, dtype: DtypeName, context: int) -> ModelConfig:
