@@ -61,6 +61,7 @@ class LLGuidanceMatcher:
         self._start = self._length = prompt_length
         self._ends = tuple(ends)
         self._path: tuple[int, ...] = ()  # drafted tokens that the matcher has consumed after the text
+        self._drafted = False  # whether it has consumed any since it was made
         self._masks: dict[tuple[int, ...], NDArray[np.int32] | None] = {}
         self._spent = 0.0  # in this cycle
         self._slow_until, self._penalty = prompt_length, _FIRST_PENALTY  # lengths of the text
@@ -93,8 +94,8 @@ class LLGuidanceMatcher:
         started = time.thread_time()
         self._masks.clear()
         root, is_new = self._advance(text), False
-        if root is None and self._lexer_is_full():
-            # Perhaps drafted tokens have used up the lexer's states. The text alone decides.
+        if root is None and self._drafted:
+            # Drafted tokens may have used up a limit, or reached one that the text does not. The text alone decides.
             self._matcher, self._path, self._length, is_new = None, (), self._start, True
             root = self._advance(text)
         self._spent = time.thread_time() - started
@@ -111,16 +112,13 @@ class LLGuidanceMatcher:
     def _advance(self, text: Sequence[int]) -> NDArray[np.int32] | None:
         """The mask after the text. None: the matcher has reached a limit, or the text is not allowed."""
         if self._matcher is None:
-            self._matcher = self._make()
+            self._matcher, self._drafted = self._make(), False
         self._move_to(())
         for token in text[self._length :]:
             if token not in self._ends:
                 self._matcher.consume_token(token)
         self._length = len(text)
         return self._bits()
-
-    def _lexer_is_full(self) -> bool:
-        return self._matcher is not None and "lexer error" in self._matcher.get_error()
 
     def _fail(self, reason: str) -> None:
         """No token may follow."""
@@ -148,8 +146,13 @@ class LLGuidanceMatcher:
             self._matcher.rollback(len(self._path) - common)
             # Without a mask here llguidance 1.9.1 may take rows of the path that was left for those of the new one.
             self._matcher.compute_bitmask()
-        self._path = path
-        return all(self._matcher.consume_token(token) for token in path[common:])
+        self._path = path[:common]
+        for token in path[common:]:
+            self._drafted = True
+            if not self._matcher.consume_token(token):
+                return False
+            self._path = (*self._path, token)
+        return True
 
     def _bits(self) -> NDArray[np.int32] | None:
         """The mask of the matcher's state; None beyond the limits."""

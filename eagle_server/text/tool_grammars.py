@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from eagle_server.request import Grammar
+from eagle_server.request import MAX_GRAMMAR_CHARACTERS, Grammar
 from eagle_server.text.tool_formats import HERMES, ToolFormat
 from eagle_server.text.tool_json import NAME
 from eagle_server.text.tool_text import PYTHON_KEY, PYTHON_NAME, XML_KEY, PythonCall, XmlCall
@@ -33,6 +33,22 @@ def call_grammar(
     Raises:
         ValueError: a schema cannot be enforced in this format; the message begins after the name of the schema.
     """
+    rules, left = [], MAX_GRAMMAR_CHARACTERS
+    for rule in _rules(format, functions, tokens, single=single):
+        rules.append(rule)
+        left -= len(rule)
+        if left < 0:  # parts of a schema may be repeated, so the whole is not made first
+            raise ValueError(
+                f"the grammar would have more than {MAX_GRAMMAR_CHARACTERS:,} characters; "
+                "offer fewer functions or parameters, or let the model choose (tool_choice auto)"
+            )
+    return Grammar(kind="lark", source="".join(rules))
+
+
+def _rules(
+    format: ToolFormat, functions: Sequence[tuple[str, Mapping[str, Any]]], tokens: Mapping[str, int], *, single: bool
+) -> Iterator[str]:
+    """The lines of a grammar."""
     opening, closing = terminals(format.opening, tokens), terminals(format.closing, tokens)
     if format.separator is None:
         line = _text(_BREAK) if closing else ""
@@ -48,16 +64,16 @@ def call_grammar(
     else:  # one call at a time
         start = "call"
     calls = " | ".join(f"call_{number}" for number in range(len(functions)))
-    rules = [f"start: {start}\n", f"call: {calls}\n"]
+    yield f"start: {start}\n"
+    yield f"call: {calls}\n"
     for number, (name, schema) in enumerate(functions):
         _check_names(format, name, schema)
         if format.call is XmlCall:
-            rules.append(_xml_call(f"call_{number}", name, schema))
+            yield from _xml_call(f"call_{number}", name, schema)
         elif format.call is PythonCall:
-            rules.append(_python_call(f"call_{number}", name, schema))
+            yield from _python_call(f"call_{number}", name, schema)
         else:
-            rules.append(_json_call(f"call_{number}", format, name, schema, tokens))
-    return Grammar(kind="lark", source="".join(rules))
+            yield _json_call(f"call_{number}", format, name, schema, tokens)
 
 
 def _check_names(format: ToolFormat, name: str, schema: Mapping[str, Any]) -> None:
@@ -82,20 +98,18 @@ def _json_call(rule: str, format: ToolFormat, name: str, schema: Mapping[str, An
     return f"{rule}: {terminals(head, tokens)} {rule}_arguments {terminals(tail, tokens)}\n{arguments}"
 
 
-def _xml_call(rule: str, name: str, schema: Mapping[str, Any]) -> str:
+def _xml_call(rule: str, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
     """The parameters have their own lines, in the order of the schema."""
-    parts, rules = [_text(f"<function={name}>\n")], []
+    parts = [_text(f"<function={name}>\n")]
     for number, (key, value, is_required) in enumerate(_parameters(schema)):
         own = f"{rule}_{number}"
         parts.append(f"({_text(f'<parameter={key}>{_BREAK}')} {own})" + "?" * (not is_required))
         types = types_of(value, schema)
         if types is None or "string" in types:
-            rules.append(_raw_text(own, key, value, schema))
+            yield _raw_text(own, key, value, schema)
         else:
-            rules.append(
-                f"{own}: {own}_json {_text(_VALUE_END)}\n" + json_rule(f"{own}_json", _with_root(value, schema))
-            )
-    return f"{rule}: {' '.join(parts)} {_text('</function>')}\n{''.join(rules)}"
+            yield f"{own}: {own}_json {_text(_VALUE_END)}\n" + json_rule(f"{own}_json", _with_root(value, schema))
+    yield f"{rule}: {' '.join(parts)} {_text('</function>')}\n"
 
 
 def _raw_text(rule: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
@@ -120,22 +134,25 @@ def _raw_text(rule: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
     return f"{rule}: {rule}_text {_text(_BREAK)}\n{rule}_text[suffix={_text(_VALUE_END.strip())}]: /(.|\\n)*/\n"
 
 
-def _python_call(rule: str, name: str, schema: Mapping[str, Any]) -> str:
-    """Keyword arguments, the required ones first, with JSON values."""
-    given, rules = _parameters(schema), []
-    arguments: list[tuple[str, bool]] = []
-    for number, (key, value, is_required) in enumerate(sorted(given, key=lambda each: not each[2])):
+def _python_call(rule: str, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
+    """Keyword arguments, the required ones first, with JSON values.
+
+    first_i: one or more of the optional ones from i on. rest_i: any of them, each after a comma.
+    """
+    required, optional = list[str](), list[str]()
+    for number, (key, value, is_required) in enumerate(_parameters(schema)):
         own = f"{rule}_{number}"
-        arguments.append((own, is_required))
-        rules.append(f"{own}: {_text(f'{key}=')} {own}_json\n" + json_rule(f"{own}_json", _with_root(value, schema)))
-    comma, required = ' ", " ', [own for own, is_required in arguments if is_required]
-    optional = [own for own, is_required in arguments if not is_required]
-    chains = [" ".join([own, *(f'(", " {each})?' for each in optional[n + 1 :])]) for n, own in enumerate(optional)]
-    if required:
-        inner = " ".join([comma.join(required), *(f'(", " {own})?' for own in optional)])
-    else:
-        inner = f"({' | '.join(chains)})?" if chains else ""
-    return f"{rule}: {_text(f'{name}(')} {inner} {_text(')')}\n{''.join(rules)}"
+        (required if is_required else optional).append(own)
+        yield f"{own}: {_text(f'{key}=')} {own}_json\n" + json_rule(f"{own}_json", _with_root(value, schema))
+    inner, last = ' ", " '.join(required), len(optional) - 1
+    if optional:
+        inner = f"{inner} {rule}_rest_0" if required else f"({rule}_first_0)?"
+    for number, own in enumerate(optional):
+        rest, first = (f" {rule}_{kind}_{number + 1}" if number < last else "" for kind in ("rest", "first"))
+        yield f'{rule}_rest_{number}: (", " {own})?{rest}\n'
+        if not required:
+            yield f"{rule}_first_{number}: {own}{rest}" + (f" |{first}\n" if first else "\n")
+    yield f"{rule}: {_text(f'{name}(')} {inner} {_text(')')}\n"
 
 
 def _parameters(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:

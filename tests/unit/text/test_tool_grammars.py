@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import string
@@ -209,3 +210,48 @@ def likely_text(matcher: GrammarMatcher, size: int, made: Tokenizer, chance: ran
 def test_what_a_format_cannot_enforce_is_refused(format: str, name: str, schema: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call_grammar(FORMATS[format], [(name, schema)], {}, single=True)
+
+
+def optional(count: int, required: int = 0) -> dict[str, Any]:
+    properties = {f"p{number}": {"type": "integer"} for number in range(count)}
+    return {"type": "object", "properties": properties, "required": [f"p{n}" for n in range(required)]}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_grammar_grows_with_the_parameters_and_no_faster(format: str) -> None:
+    sizes = [len(call_grammar(FORMATS[format], [("f", optional(n))], {}, single=True).source) for n in (100, 200, 400)]
+    assert sizes[2] - sizes[1] < 2.2 * (sizes[1] - sizes[0])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_grammar_is_bounded_as_clients_own_are(format: str) -> None:
+    """The last is a megabyte of definitions beside ten thousand parameters, each of which would get a copy."""
+    many = [("f", optional(30_000))]
+    shared = [("f", {**optional(10_000), "$defs": {"a": {"description": "x" * 1_000_000}}})]
+    for functions in (many, shared, [(f"f{number}", optional(1)) for number in range(10_000)]):
+        with pytest.raises(ValueError, match="the grammar would have more than 262,144 characters; offer fewer"):
+            call_grammar(FORMATS[format], functions, {}, single=True)
+
+
+@pytest.mark.parametrize(("count", "required"), [(0, 0), (1, 0), (1, 1), (2, 0), (4, 0), (4, 1), (4, 2), (4, 4)])
+def test_the_calls_in_python_are_those_with_the_arguments_in_order(count: int, required: int) -> None:
+    """All subsets of the optional arguments, each once and in order; nothing else of what has commas and arguments."""
+    made = tokenizer("ByteLevel", special=False)
+    grammar = call_grammar(FORMATS["pythonic"], [("f", optional(count, required))], {}, single=True)
+    compiled = Grammars(lambda: made, made.get_vocab_size(), [0]).compile(grammar).result()
+    names = [f"p{number}" for number in range(count)]
+    wanted = {
+        tuple(name for name in names if name in names[:required] or name in chosen)
+        for size in range(count + 1)
+        for chosen in itertools.combinations(names, size)
+    }
+    given = {order for size in range(count + 2) for order in itertools.product(names, repeat=size)}
+    texts = {order: "[f(" + ", ".join(f"{name}=1" for name in order) + ")]" for order in given | wanted}
+    texts[("a comma first",)] = "[f(, p0=1)]"
+    texts[("a comma last",)] = "[f(p0=1, )]"
+    texts[("no comma",)] = "[f(p0=1p1=1)]"
+    for order, text in texts.items():
+        matcher = compiled.make()
+        tokens = [made.token_to_id({" ": "Ġ"}.get(each, each)) for each in text]
+        accepted = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        assert accepted == (order in wanted), text
