@@ -40,6 +40,7 @@ from eagle_server.api.response_parts import (
 from eagle_server.api.schemas.generation import GenerationBody, StreamOptions
 from eagle_server.api.service import Service
 from eagle_server.api.sse import EventStream, cancelled, while_connected
+from eagle_server.api.telemetry.request_record import waited
 from eagle_server.request import TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -237,7 +238,9 @@ class GenerationHandler:
         requests, limits = [state.request for state in self.states], current_limits.get()
         prompt_tokens = self.usage.prompt_tokens
         limits.check_prompt(prompt_tokens, self.body.prompt_param)
-        with self._client.submit(requests, timeout=self._timeout, on_tokens=limits.use_tokens) as generation:
+        with self._client.submit(
+            requests, timeout=self._timeout, waited=waited(), on_tokens=limits.use_tokens
+        ) as generation:
             limits.use_tokens(prompt_tokens)
             deltas: AsyncIterator[TokenDelta] = paced(generation) if self.body.stream_pacing else generation
             async for delta in deltas:

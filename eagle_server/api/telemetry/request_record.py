@@ -95,3 +95,9 @@ def log_context() -> Mapping[str, str]:
     """What every log line includes: the id of the current HTTP request."""
     record = current_request.get()
     return {} if record is None else {"request_id": record.request_id}
+
+
+def waited() -> float:
+    """Seconds since the header of this task's HTTP request came; 0 outside of one."""
+    record = current_request.get(None)
+    return 0.0 if record is None else time.monotonic() - record.began
