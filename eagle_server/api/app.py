@@ -16,6 +16,7 @@ from eagle_server.api.admission import AdmissionMiddleware
 from eagle_server.api.answer_format import ReasoningSyntax
 from eagle_server.api.errors import RETRY_AFTER, install_handlers
 from eagle_server.api.openapi import openapi
+from eagle_server.api.origins import PagesOfThisServer, is_loopback
 from eagle_server.api.rate_limits import LIMIT_HEADERS, ClientLimits
 from eagle_server.api.request_id import ANTHROPIC_HEADER, HEADER, RequestId
 from eagle_server.api.service import Service
@@ -116,6 +117,12 @@ def _add_middleware(app: FastAPI, config: Config, service: Service, tracing: Tra
         generating_paths=[route.path for module in GENERATING for route in module.router.routes],
         api_keys=keys,
         limits=[_limits(config) for _ in keys or ["none is needed"]],
+    )
+    app.add_middleware(
+        PagesOfThisServer,
+        origins=config.server.cors_allow_origins,
+        hosts=config.server.allowed_hosts,
+        local=is_loopback(config.server.host),
     )
     app.add_middleware(AccessLog, on_generated=[service.metrics.answered, *([tracing.record] if tracing else [])])
     if config.server.cors_allow_origins:

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that none sends into a closing one
+HANDSHAKE_SECONDS = 8.0
 GRACE_SECONDS = 20  # for clients to read their responses after the last one is generated
 ABORT_SECONDS = 5  # for what runs for the clients that did not
 INTERRUPTED_STATUS = 130
@@ -77,6 +78,23 @@ class HttpServer(uvicorn.Server):
             self.config.load()  # reads the certificate
         except (OSError, ssl.SSLError) as error:
             raise ValueError(f"--ssl-certfile, --ssl-keyfile: {error}") from None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, but a client has little time for its TLS handshake: until then no connection is counted."""
+        await self.lifespan.startup()
+        tls = self.config.ssl
+
+        def protocol() -> BoundedConnection:
+            return BoundedConnection(self.config, self.server_state, self.lifespan.state)
+
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(
+                protocol, sock=each, ssl=tls, backlog=BACKLOG, ssl_handshake_timeout=HANDSHAKE_SECONDS if tls else None
+            )
+            for each in sockets or []
+        ]
+        self.started = True
 
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS_PER_SECOND == 0:

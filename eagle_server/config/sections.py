@@ -174,6 +174,11 @@ class ServerSection(Section):
     cors_allow_origins: Annotated[tuple[Text, ...], BeforeValidator(comma_separated)] = Field(
         default=(), description="origins whose pages may call this server (CORS), comma-separated; *: all"
     )
+    allowed_hosts: Annotated[tuple[Text, ...], BeforeValidator(comma_separated)] = Field(
+        default=(),
+        description="host names that clients may use for this server, comma-separated; *.example.com: all below "
+        "example.com; *: all; default: all, or only this machine's own names if --host is a loopback address",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="lowest severity that is logged"
     )

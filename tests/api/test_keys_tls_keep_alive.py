@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import ssl
 import subprocess
 from pathlib import Path
@@ -95,6 +96,8 @@ def test_https(tokenizer_dir: Path, tmp_path: Path) -> None:
             body = {"prompt": "abc", "max_tokens": 5, "stream": True}
             text = client.post(f"{url}/v1/completions", json=body).text
             assert text.endswith("data: [DONE]\n\n")
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=PATIENCE) as silent:
+            assert silent.recv(1) == b"", "a handshake that does not begin is ended"
         assert f"serving fake on {url}" in server.log.read_text()
         assert '"word"' not in server.log.read_text()
         assert server.stop() == 0
