@@ -114,7 +114,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
 
     If `speculative` is False, no tokens are drafted; the text is the same either way. If `trees` is True, the deltas
     contain the draft trees. Requests with different values of `cache_salt` share no cached KV and draft from nothing
-    that the other wrote; None is a value of its own.
+    that the other wrote; None is a value of its own. Requests of different clients (`client`) take turns.
     """
 
     request_id: str
@@ -125,6 +125,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     speculative: bool = True
     trees: bool = False
     cache_salt: str | None = None
+    client: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -109,11 +109,14 @@ class AdmissionMiddleware:
             await refusal.response(scope["path"])(scope, receive, send)
             return
         if scope["path"] in self._generating_paths:
-            await self._generate(scope, receive, send, self._limits[key])
+            address = (scope.get("client") or ("",))[0]  # of a proxy, if there is one
+            await self._generate(
+                scope, receive, send, self._limits[key], f"key {key}" if self._authorizations else address
+            )
         else:
             await self._app(scope, receive, send)
 
-    async def _generate(self, scope: Scope, receive: Receive, send: Send, limits: ClientLimits) -> None:
+    async def _generate(self, scope: Scope, receive: Receive, send: Send, limits: ClientLimits, client: str) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(limits.headers)
@@ -123,7 +126,7 @@ class AdmissionMiddleware:
         if refusal is not None:
             await refusal.response(scope["path"])(scope, receive, send_with_headers)
             return
-        with self._admission.count(), limits.running():
+        with self._admission.count(), limits.running(client):
             await self._app(scope, receive, send_with_headers)
 
     def _refusal(self) -> ApiError | None:

@@ -20,10 +20,11 @@ import msgspec
 from fastapi import Request as HttpRequest
 from fastapi import Response
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from eagle_server.api.errors import ApiError, as_api_error, is_expected
 from eagle_server.api.pacing import paced
-from eagle_server.api.rate_limits import current_limits
+from eagle_server.api.rate_limits import current_client, current_limits
 from eagle_server.api.request_state import LogprobParts, OutputDelta, RequestState, ScoredToken
 from eagle_server.api.response_parts import (
     Metrics,
@@ -235,7 +236,8 @@ class GenerationHandler:
     async def _outputs(self) -> AsyncGenerator[OutputDelta, None]:
         """Submit the requests and process their deltas until all have ended."""
         states = {state.request.request_id: state for state in self.states}
-        requests, limits = [state.request for state in self.states], current_limits.get()
+        client, limits = current_client.get(), current_limits.get()
+        requests = [replace(state.request, client=client) for state in self.states]
         prompt_tokens = self.usage.prompt_tokens
         limits.check_prompt(prompt_tokens, self.body.prompt_param)
         with self._client.submit(
