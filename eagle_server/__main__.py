@@ -11,6 +11,7 @@ import asyncio
 import importlib
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ logger = logging.getLogger("eagle_server")
 
 # The modules of the other commands import torch, which the API process does not need.
 COMMANDS = {
+    "chat": "eagle_server.view.chat.command",
     "tree": "eagle_server.view.command",
     "bench": "eagle_server.bench.__main__",
     "train": "eagle_server.training.__main__",
@@ -75,7 +77,7 @@ def run(config: Config, build: Callable[..., EngineProtocol]) -> int:
     logger.debug("configuration: %s", json.dumps(config.public_dict()))
     logger.info("eagle_server %s %s", version(), " ".join(changed_options(config)))
     try:
-        listener = listen(config.server.host, config.server.port)
+        listener = listen(config.server.host, config.server.port, config.server.uds)
         tokenizer_path = config.model.tokenizer_path or config.target_path
         tokenizer = load_tokenizer(tokenizer_path)
         chat_template = load_chat_template(tokenizer_path, tokenizer, config.model.chat_template)
@@ -117,10 +119,15 @@ def _announce(config: Config, client: EngineClient) -> None:
         if config.server.api_key or config.server.api_key_file
         else ""
     )
+    curl, place = "curl -s", url
+    if config.server.uds is not None:
+        url = f"{scheme}://localhost"  # clients need a host's name, which nobody looks up
+        curl, place = f"curl -s --unix-socket {shlex.quote(config.server.uds)}", f"the Unix socket {config.server.uds}"
     resolved = (client.ready.resolved if client.ready is not None else None) or {}
-    lines = [f"serving {config.served_model_name} on {url}", *described(resolved)]
-    lines += [f"API         {url}/v1", f"playground  {url}/", f"docs        {url}/docs"]
-    lines += [f"try         curl -s {url}/v1/completions -H 'content-type: application/json'{key} -d '{EXAMPLE_BODY}'"]
+    lines = [f"serving {config.served_model_name} on {place}", *described(resolved)]
+    if config.server.uds is None:  # browsers do not open it
+        lines += [f"API         {url}/v1", f"playground  {url}/", f"docs        {url}/docs"]
+    lines += [f"try         {curl} {url}/v1/completions -H 'content-type: application/json'{key} -d '{EXAMPLE_BODY}'"]
     logger.info("\n  ".join(lines))
 
 

@@ -48,6 +48,7 @@ SEE_CONFIG = {
     "engine.resolve",
     "llm",
     "training",
+    "view.chat.command",
     "view.command",
 }  # the composition roots
 COPIES_TO_HOST = PACKAGE / "worker" / "host.py"

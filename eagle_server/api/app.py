@@ -70,6 +70,8 @@ def _service(
     thinking = find_reasoning_format(config.model.reasoning_parser, chat_template)
     found = {"tool_call_parser": format, "reasoning_parser": thinking}
     parsers = {name: "none" if each is None else each.name for name, each in found.items()}
+    own = "the model's" if chat_template.built_in is None else f"built-in: {chat_template.built_in}"
+    parsers["chat_template"] = config.model.chat_template or own
     logger.debug("%s", parsers)
     return Service(
         client=client,

@@ -188,7 +188,7 @@ async def server_info(request: Request) -> Response:
 
 
 def _resolved(service: Service, ready: Ready) -> dict[str, Any]:
-    """The engine's resolved configuration, and the parsers, which it does not know."""
+    """The engine's resolved configuration, and the parsers and the template, which it does not know."""
     model = ready.resolved.get("model", {})
     return {**ready.resolved, "model": {**model, **service.parsers}}
 
