@@ -2,12 +2,19 @@
 
 eagle-server [flags]               serve
 eagle-server serve [MODEL] [flags] the same; MODEL is short for --model-path
+eagle-server chat [MODEL] [flags]  talk to a model in the terminal
 eagle-server tree | bench | train  draft trees in the terminal; a benchmark; training of targets and heads
+eagle-server help [COMMAND]        the help of a command
 """
 
 from __future__ import annotations
 
+import signal
+
+_on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in the imports below ends without a traceback
+
 import asyncio
+import difflib
 import importlib
 import json
 import logging
@@ -24,11 +31,13 @@ from eagle_server.api.telemetry.request_record import log_context
 from eagle_server.client.client import EngineClient
 from eagle_server.client.supervisor import EngineFailed, Supervisor
 from eagle_server.config import Config, changed_options, parse_args
+from eagle_server.config.other_names import OTHER_COMMANDS
 from eagle_server.engine.logs import LogStyle, configure_logging
 from eagle_server.engine.process import CONFIGURATION_STATUS, FAILURE_STATUS, EngineFactory, EngineProtocol, freeze
 from eagle_server.text.chat_template_files import load_chat_template
 from eagle_server.text.tokenizer import load_tokenizer
 
+signal.signal(signal.SIGINT, _on_interrupt)
 logger = logging.getLogger("eagle_server")
 
 # The modules of the other commands import torch, which the API process does not need.
@@ -38,26 +47,43 @@ COMMANDS = {
     "bench": "eagle_server.bench.__main__",
     "train": "eagle_server.training.__main__",
 }
-SERVE = "serve"
+SERVE, HELP = "serve", "help"
 EXAMPLE_BODY = r'{"prompt": "def fibonacci(n):\n", "max_tokens": 64, "temperature": 0}'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal arrives; return the exit status. A user's mistake is one line on stderr and status 2."""
-    first, *rest = list(sys.argv[1:] if argv is None else argv) or [SERVE]
+    try:
+        return _command(list(sys.argv[1:] if argv is None else argv) or [SERVE])
+    except KeyboardInterrupt:  # of another command, or before a server handles signals
+        return INTERRUPTED_STATUS
+
+
+def _command(words: list[str]) -> int:
+    first, *rest = words
+    if first == HELP:
+        if len(rest) > 1:
+            return _fail(f"help is for one command, not for {' '.join(rest)}", CONFIGURATION_STATUS)
+        return _command([*rest, "--help"])
     if first in COMMANDS:
         status: int = importlib.import_module(COMMANDS[first]).main(rest)
         return status
     if first == SERVE:
         flags = ["--model-path", *rest] if rest and not rest[0].startswith("-") else rest
     elif not first.startswith("-"):
-        print(f"unknown command {first}; there are {', '.join((SERVE, *COMMANDS))}", file=sys.stderr)
-        return CONFIGURATION_STATUS
+        return _fail(_unknown_command(first), CONFIGURATION_STATUS)
     else:
-        flags = [first, *rest]
+        flags = words
     config = parse_args(flags, more=_memory)
     function = "build_engine" if config.device.tp_size == 1 else "build_rank"
     return run(config, EngineFactory("eagle_server.engine.build", function, (config,)))
+
+
+def _unknown_command(name: str) -> str:
+    known = (SERVE, *COMMANDS, HELP)
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+    return f"unknown command {name}; {OTHER_COMMANDS.get(name, hint)}"
 
 
 def _memory(config: Config) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Options of vLLM and SGLang that have another name here, or none. A spelling that is close would mislead."""
+"""Options and commands of other servers with another name here, or none. A close spelling would mislead."""
 
 # By name without dashes in front: what to do here.
 OTHER_NAMES = {
@@ -19,4 +19,12 @@ OTHER_NAMES = {
     "disable-log-requests": "--log-level warning leaves them out",
     "trust-remote-code": "code of checkpoints is never run",
     "seed": "each request has its own seed",
+}
+
+_SERVE_OR_CHAT = "eagle-server serve MODEL serves a model, eagle-server chat MODEL talks to one"
+# Commands of Ollama and vLLM.
+OTHER_COMMANDS = {
+    "run": _SERVE_OR_CHAT,
+    "start": _SERVE_OR_CHAT,
+    "complete": "eagle-server chat continues texts where the model has no chat template",
 }

@@ -46,9 +46,11 @@ examples:
 
 other commands, each with its own --help:
   eagle-server serve [MODEL] [options]   the same as python -m eagle_server; MODEL is short for --model-path
+  eagle-server chat [MODEL] [options]    talk to a model in the terminal, or with --url URL to a running server
   eagle-server tree --prompt "def f(n):" generate a text without a server and show the tree of each cycle
   eagle-server bench                     speculative and plain serving, side by side
-  eagle-server train                     train a target, or a draft head for one"""
+  eagle-server train                     train a target, or a draft head for one
+  eagle-server help COMMAND              the same as COMMAND --help"""
 
 
 @dataclass(frozen=True)
