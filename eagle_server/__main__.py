@@ -74,7 +74,7 @@ def _command(words: list[str]) -> int:
         return _fail(_unknown_command(first), CONFIGURATION_STATUS)
     else:
         flags = words
-    config = parse_args(flags, more=_memory)
+    config = parse_args(flags, more=_dry_run)
     function = "build_engine" if config.device.tp_size == 1 else "build_rank"
     return run(config, EngineFactory("eagle_server.engine.build", function, (config,)))
 
@@ -86,14 +86,14 @@ def _unknown_command(name: str) -> str:
     return f"unknown command {name}; {OTHER_COMMANDS.get(name, hint)}"
 
 
-def _memory(config: Config) -> dict[str, Any]:
-    """What --dry-run prints about memory. A configuration that cannot fit is a user's mistake."""
-    from eagle_server.engine.memory_estimate import memory_estimate, refusal  # imports torch
+def _dry_run(config: Config) -> dict[str, Any]:
+    """What --dry-run prints besides: the tree and the memory. A configuration that cannot fit is a user's mistake."""
+    from eagle_server.engine.memory_estimate import dynamic_tree, memory_estimate, refusal  # imports torch
 
     estimate = memory_estimate(config)
     if (reason := refusal(config, estimate)) is not None:
         raise ValueError(reason)
-    return {"memory": estimate}
+    return {"speculative": config.public_dict()["speculative"] | dynamic_tree(config), "memory": estimate}
 
 
 def run(config: Config, build: Callable[..., EngineProtocol]) -> int:
