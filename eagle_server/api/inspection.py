@@ -126,9 +126,10 @@ async def get_model(request: Request, name: str) -> Response:
     return json_response(_model(service))
 
 
+@router.get("/ping")
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 while completions are served."""
+    """200 while completions are served. SageMaker asks /ping."""
     _check_health(service_of(request))
     return json_response(Health("ok"))
 

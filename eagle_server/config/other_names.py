@@ -18,6 +18,7 @@ OTHER_NAMES = {
     "enable-auto-tool-choice": "calls are recognized where the chat template has a format, see --tool-call-parser",
     "disable-log-requests": "--log-level warning leaves them out",
     "trust-remote-code": "code of checkpoints is never run",
+    "root-path": "all links of this server are relative, so it needs no prefix",
     "seed": "each request has its own seed",
 }
 
