@@ -218,3 +218,13 @@ def test_an_own_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     done = piped("hi", str(tmp_path))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith("it has no tokenizer.json")
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_the_own_server_loads_ends_both(tmp_path: Path) -> None:
+    environ = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+    with Terminal([*CHAT, "--cpu-threads", "1"], environ) as terminal:
+        terminal.until("loading demo")
+        terminal.type(CTRL_C)
+        assert terminal.status() == 130
+    assert list(tmp_path.iterdir()) == []

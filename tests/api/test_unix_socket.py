@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import stat
@@ -35,7 +34,7 @@ class UnixServer:
                 stdout=sink,
                 stderr=sink,
                 cwd=REPOSITORY,
-                preexec_fn=lambda: os.umask(0o022),
+                umask=0o022,
             )
         self.http = httpx.Client(transport=httpx.HTTPTransport(uds=str(self.path)), base_url="http://localhost")
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 import select
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Self
 
 PATIENCE = 60.0  # seconds; even on a busy machine only a hang takes this long
 CTRL_C, CTRL_D = "\x03", "\x04"
+_IN_TERMINAL = "import os, sys; os.login_tty(os.dup(0)); os.execvp(sys.argv[1], sys.argv[1:])"
 _STYLES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
@@ -19,20 +21,20 @@ class Terminal:
     """A program whose stdin, stdout and stderr are one pseudo-terminal."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        self.pid, self._master = pty.fork()
-        if self.pid == 0:
-            os.execvpe(command[0], command, {**environ, "TERM": "xterm-256color", "COLUMNS": "200"})
+        self._master, slave = os.openpty()
+        own = {**environ, "TERM": "xterm-256color", "COLUMNS": "200"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _IN_TERMINAL, *command], stdin=slave, stdout=slave, stderr=slave, env=own
+        )
+        os.close(slave)
         self._seen = ""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            os.kill(self.pid, 9)
-            os.waitpid(self.pid, 0)
-        except (ProcessLookupError, ChildProcessError):
-            pass
+        self._process.kill()
+        self._process.wait()
         os.close(self._master)
 
     def type(self, text: str) -> None:
@@ -51,13 +53,11 @@ class Terminal:
     def status(self) -> int:
         """The exit status, once the program has ended."""
         deadline = time.monotonic() + PATIENCE
-        while True:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            if ended:
-                return os.waitstatus_to_exitcode(status)
+        while (status := self._process.poll()) is None:
             assert time.monotonic() < deadline, f"the program goes on: {self._seen!r}"
             if select.select([self._master], [], [], 0.1)[0]:
                 self._seen += self._read()
+        return status
 
     def _read(self) -> str:
         try:
