@@ -68,6 +68,8 @@ def test_without_a_template_texts_are_continued_and_this_is_said(server: Server)
     [
         (["--url", "{url}"], "wrong", 1, "this server has another API key"),
         (["--url", "http://127.0.0.1:9"], "sesame", 1, "the server at http://127.0.0.1:9 cannot be reached"),
+        (["--url", "http://host:port"], "sesame", 1, "--url http://host:port: Invalid port"),
+        (["--url", "{url}"], "k\u00e9y", 1, "this server has another API key"),
         (["--url", "unix:/no/such"], "sesame", 1, "the server at unix:/no/such cannot be reached"),
         (["owner/model", "--url", "{url}"], "sesame", 2, "--model-path: --url names a server"),
         (["--port", "80"], "sesame", 2, "--port: the chat's own server listens on a socket of its own; drop it"),
@@ -89,6 +91,18 @@ def test_a_failed_request_of_a_pipe_is_status_1(templated: Server) -> None:
     done = piped(BREAK, "--url", templated.url)
     assert done.returncode == 1
     assert "not finite" in done.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_pipe(server: Server) -> None:
+    command = [*CHAT, "--url", server.url, "--max-tokens", "1000"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPOSITORY) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(f"abc{SLOW}".encode())
+        process.stdin.close()
+        assert process.stdout.read(3) == b"abc"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=PATIENCE) == 130
 
 
 @pytest.mark.slow

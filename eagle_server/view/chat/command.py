@@ -99,15 +99,15 @@ def _talk(own: argparse.Namespace, connection: Connection, screen: Screen) -> No
         screen.warn(NO_TEMPLATE_NOTE)
     if not sys.stdin.isatty():
         text = sys.stdin.read()
-        if text.strip():
-            session.answer(text.strip() if served.has_template else text)
+        if text.strip() and not session.answer(text.strip() if served.has_template else text):
+            raise KeyboardInterrupt
         return
     screen.note(f"{served.model}{f', drafts: {served.drafts}' if served.drafts else ''}. /help shows the commands.")
     _converse(session)
 
 
 def _converse(session: ChatSession) -> None:
-    import readline  # noqa: F401, PLC0415  # `input` then edits lines and remembers them
+    import readline  # noqa: F401  # `input` then edits lines and remembers them
 
     while True:
         try:

@@ -31,10 +31,14 @@ class Served:
 
 
 class Connection:
-    """A client of one server. `url` may be `unix:PATH`, for the path of a Unix socket."""
+    """A client of one server. `url` may be `unix:PATH`, for the path of a Unix socket.
+
+    Raises:
+        ChatFailure: the URL is none.
+    """
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        headers = {} if api_key is None else {b"authorization": f"Bearer {api_key}".encode()}
         timeout = httpx.Timeout(SECONDS, read=None)
         self.url = url
         if url.startswith(UNIX):
@@ -45,7 +49,10 @@ class Connection:
         else:
             url = url if "://" in url else f"http://{url}"
             base = url.rstrip("/").removesuffix("/v1")
-            self._http = httpx.Client(base_url=base, headers=headers, timeout=timeout)
+            try:
+                self._http = httpx.Client(base_url=base, headers=headers, timeout=timeout)
+            except httpx.InvalidURL as error:
+                raise ChatFailure(f"--url {self.url}: {error}") from None
 
     def close(self) -> None:
         self._http.close()
@@ -100,7 +107,7 @@ class Connection:
     def _get(self, path: str) -> Any:
         try:
             response = self._http.get(path, timeout=SECONDS)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except httpx.HTTPError as error:
             raise self._lost(error) from None
         if not response.is_success:
             raise _refusal(response)

@@ -50,11 +50,11 @@ class Screen:
 
     def warn(self, text: str) -> None:
         """A note that is said in every case."""
-        self._notes.out(text, style=QUIET, highlight=False)
+        self._notes.out(harmless(text), style=QUIET, highlight=False)
 
     def fail(self, text: str) -> None:
         self.end_line()
-        self._notes.out(text, style=FAILED, highlight=False)
+        self._notes.out(harmless(text), style=FAILED, highlight=False)
 
     def conclude(self, answer: StreamedAnswer) -> None:
         """The last line: tokens, their speed, tokens per cycle, and what the colours mean."""

@@ -55,8 +55,8 @@ class ChatSession:
         except ChatFailure as error:
             self.screen.fail(str(error))
 
-    def answer(self, text: str) -> None:
-        """Send a message and print the answer. An interrupted answer is kept as far as it came.
+    def answer(self, text: str) -> bool:
+        """Send a message and print the answer; whether it is whole. An interrupted one is kept as far as it came.
 
         Raises:
             ChatFailure: the request was refused or failed; the message is forgotten then.
@@ -78,6 +78,7 @@ class ChatSession:
             self.screen.note("[stopped]")
         else:
             self.screen.conclude(answer)
+        return not stopped
 
     def _request(self, text: str) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {"model": self.served.model, "stream_options": {"include_usage": True}, **self.settings}
