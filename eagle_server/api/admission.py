@@ -17,7 +17,7 @@ from eagle_server.api.rate_limits import ClientLimits
 from eagle_server.client.client import EngineClient, QueueFull
 
 # Paths that need no key: for load balancers, probes and browsers.
-OPEN_PATHS = docs_page.PATHS | playground.PATHS | {"/", "/health", "/metrics", "/health_generate", "/version"}
+OPEN_PATHS = docs_page.PATHS | playground.PATHS | {"/", "/health", "/ping", "/metrics", "/health_generate", "/version"}
 
 DRAIN_SECONDS = 5.0  # for the bodies that are arriving when the server is told to stop
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
-from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
 
 from eagle_server.api import chat, completions, docs_page, inspection, messages, playground, render, responses, tokens
@@ -71,6 +69,8 @@ def _service(
     thinking = find_reasoning_format(config.model.reasoning_parser, chat_template)
     found = {"tool_call_parser": format, "reasoning_parser": thinking}
     parsers = {name: "none" if each is None else each.name for name, each in found.items()}
+    own = "the model's" if chat_template.built_in is None else f"built-in: {chat_template.built_in}"
+    parsers["chat_template"] = config.model.chat_template or own
     logger.debug("%s", parsers)
     return Service(
         client=client,
@@ -89,18 +89,9 @@ def _service(
 
 def _application() -> FastAPI:
     """An application with all routes, and nothing else yet."""
-    # FastAPI's own documentation page loads scripts from other servers; this one has them with it.
-    app = FastAPIOffline(
-        docs_page.DOCS,
-        None,
-        title="eagle_server",
-        openapi_url=docs_page.DOCUMENT,
-        static_url=docs_page.FILES,
-        favicon_url="/playground/icon.svg",
-    )
-    for route in app.routes:  # of that page, whose routes are not HeadRoutes
-        if isinstance(route, APIRoute) and route.methods:
-            route.methods.add("HEAD")
+    # FastAPI's own documentation page loads scripts from other servers.
+    app = FastAPI(title="eagle_server", openapi_url=docs_page.DOCUMENT, docs_url=None, redoc_url=None)
+    docs_page.add_docs_page(app)
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's way to replace the document
     for module in (*GENERATING, render, tokens, inspection, exposition, playground):
         app.include_router(module.router)

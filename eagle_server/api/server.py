@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from eagle_server.api.admission import Admission
 from eagle_server.api.connections import BoundedConnection, CloseUnlessContinued, abort_all, close_overdue
+from eagle_server.api.unix_socket import UnixListener
 from eagle_server.client.client import EngineClient
 from eagle_server.client.supervisor import Supervisor
 
@@ -30,12 +31,14 @@ INTERRUPTED_STATUS = 130
 TICKS_PER_SECOND = 10  # uvicorn's
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket.
+def listen(host: str, port: int, uds: str | None = None) -> socket.socket:
+    """A listening socket; `uds` is the path of a Unix socket, which takes the place of host and port.
 
     Raises:
         OSError: the address cannot be used; the message is one line.
     """
+    if uds is not None:
+        return UnixListener(uds, BACKLOG)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,24 @@ def memory_estimate(config: Config) -> dict[str, Any]:
         "kv_tokens_of_a_full_context": needed,
         "fits": tokens >= needed,
     }
+
+
+def dynamic_tree(config: Config) -> dict[str, int]:
+    """The options of the tree that is drafted; {} for static trees, and where files that decide are not here.
+
+    Raises:
+        ValueError: the checkpoint is not supported, or no tree has the given options.
+    """
+    section = config.speculative
+    static = section.token_tree is not None or section.head_algorithm == "MEDUSA"
+    if not config.speculates or static or not _is_here(config.target_path):
+        return {}
+    if section.algorithm is None and config.draft_path is not None:  # the draft's files say what it is
+        raw = _config_of(Path(config.draft_path).expanduser())
+        if not raw or "medusa_num_heads" in raw:
+            return {}
+    target = read_model_config(Path(config.target_path).expanduser())
+    return asdict(section.tree_options(target.architecture))
 
 
 def weight_bytes(path: str, dtype: torch.dtype, quantization: Quantization | None = None) -> int:

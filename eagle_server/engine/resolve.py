@@ -165,8 +165,8 @@ def _static_choices(section: SpeculativeSection, draft: LoadedDraft | None) -> C
 
 def _medusa_choices(section: SpeculativeSection, heads: int) -> Choices:
     """The tree of --medusa-choices. The default tree is cut to the number of heads."""
-    if section.given_tree_options() is not None:
-        raise ConfigError("--speculative-num-steps: Medusa's trees follow from --medusa-choices alone; drop it")
+    if section.head_algorithm != "MEDUSA" and section.shapes_tree:
+        raise ConfigError("--speculative-num-steps, --topk: Medusa's trees follow from --medusa-choices alone; drop it")
     choices = read_choices(section.medusa_choices, MEDUSA_CHOICES)
     if section.medusa_choices is None:
         return truncated(choices, heads)

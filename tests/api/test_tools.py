@@ -248,7 +248,9 @@ async def test_what_cannot_be_enforced_is_refused(
 
 @pytest.mark.parametrize("format", [*HINTS, "none"])
 async def test_the_server_says_what_it_recognizes(http: httpx.AsyncClient, format: str) -> None:
-    assert (await http.get("/v1/server_info")).json()["resolved"]["model"]["tool_call_parser"] == format
+    resolved = (await http.get("/v1/server_info")).json()["resolved"]["model"]
+    assert resolved["tool_call_parser"] == format
+    assert resolved["chat_template"].endswith(".jinja")
 
 
 async def test_choices_of_one_stream_do_not_mix(client: openai.AsyncOpenAI) -> None:

@@ -63,7 +63,11 @@ class SamplingBody(Body):
         "return_hidden_states": (False,),
     }
     aliases: ClassVar[dict[str, tuple[str, str]]] = {
-        f"guided_{field}": ("structured_outputs", field) for field in ("json", "regex", "choice", "grammar")
+        **{f"guided_{field}": ("structured_outputs", field) for field in ("json", "regex", "choice", "grammar")},
+        # SGLang's
+        "json_schema": ("structured_outputs", "json"),
+        "regex": ("structured_outputs", "regex"),
+        "ebnf": ("structured_outputs", "grammar"),
     }
     expected: ClassVar[dict[str, str]] = {
         "logit_bias": f"should map at most {MAX_BIASES} token ids, as strings, to numbers from -100 to 100",

@@ -17,7 +17,7 @@ from eagle_server.api.telemetry.request_record import RequestRecord, current_req
 
 logger = logging.getLogger(__name__)
 
-POLLED = frozenset({"/health", "/health_generate", "/metrics"})  # polled every few seconds by monitoring
+POLLED = frozenset({"/health", "/ping", "/health_generate", "/metrics"})  # polled every few seconds by monitoring
 PAGE_FILES = ("/playground/", "/docs/")
 
 OnGenerated = Callable[[RequestRecord], None]
