@@ -89,6 +89,7 @@ def load_target(  # noqa: PLR0913
     if config.native:
         found = with_dequantized(open_weights(directory), read_config(directory), str(directory / "config.json"))
         config, stored = _as_stored(config, _without_inert(found, config), directory)
+        _check_sizes(config, stored, directory)
     context = context or config.max_position
     config = _served(config, directory, dtype, context)
     cached = quantization_cache is not None
@@ -100,7 +101,6 @@ def load_target(  # noqa: PLR0913
         from eagle_server.models.checkpoints.load_transformers import load_transformers  # seconds of import
 
         return load_transformers(directory, config, context=context, device=device)
-    _check_sizes(config, stored, directory)
     try:
         with created_as(config.dtype, device):
             model = TargetModel(config, context + lookahead)
@@ -142,12 +142,14 @@ def _check_sizes(config: ModelConfig, stored: Weights, directory: Path) -> None:
         raise CheckpointError(
             f"{directory}: num_hidden_layers is {config.num_layers} in config.json, and the files hold {layers} layers"
         )
-    with created_as(config.dtype, "meta"):
-        expected = TargetModel(config, 1).weight_views()
-    for name, view in expected:
-        if name in stored and stored[name].shape != view.shape:
-            found, shape = stored[name], list(view.shape)
-            raise CheckpointError(f"{found.file}: {found.key}: expected shape {shape}, found {list(found.shape)}")
+    hidden = config.hidden_size
+    expected = {EMBED: (config.vocab_size, hidden), "model.layers.0.input_layernorm.weight": (hidden,)}
+    if config.moe is None:
+        expected["model.layers.0.mlp.up_proj.weight"] = (config.intermediate_size, hidden)
+    for name, shape in expected.items():
+        if name in stored and stored[name].shape != shape:
+            found = stored[name]
+            raise CheckpointError(f"{found.file}: {found.key}: expected shape {list(shape)}, found {list(found.shape)}")
 
 
 def _served(config: ModelConfig, directory: Path, dtype: DtypeName, context: int) -> ModelConfig:
