@@ -129,24 +129,26 @@ class CountedRecorder(FirstCallRecorder):
     """Replays without the copies to the graph's outputs, because a graph writes them itself."""
 
     def __init__(self, counter: LaunchCounter) -> None:
+        super().__init__()
         self._counter = counter
 
-    def record(self, function: Callable[[], Output], *, apart: bool) -> tuple[FirstCall, Output]:
+    def record(self, function: Callable[[], Output], pool: str) -> tuple[FirstCall, Output]:
         with self._counter.paused():
-            call, outputs = super().record(function, apart=apart)
-        return _CountedCall(call.function, call.outputs, self._counter), outputs
+            call, outputs = super().record(function, pool)
+        return _CountedCall(call.function, call.outputs, call.spoiled, self._counter), outputs
 
 
 class _CountedCall(FirstCall):
-    def __init__(self, function: Callable[[], Any], outputs: list[Tensor], counter: LaunchCounter) -> None:
-        super().__init__(function, outputs)
+    def __init__(
+        self, function: Callable[[], Any], outputs: list[Tensor], spoiled: list[Tensor], counter: LaunchCounter
+    ) -> None:
+        super().__init__(function, outputs, spoiled)
         object.__setattr__(self, "counter", counter)
 
     def replay(self) -> None:
         found = self.function()
         with self.counter.paused():  # type: ignore[attr-defined]
-            for output, new in zip(self.outputs, tensors_of(own(found)), strict=True):
-                output.copy_(new)
+            self.write(own(found))
 
 
 def take_gpu_branches(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter) -> Emulation:
