@@ -94,7 +94,9 @@ def assemble(  # noqa: PLR0913
     )
     largest = FixedBudget(config.tree.num_steps, config.tree.num_draft_tokens)
     drafting = TreeDrafting(drafter, batches, largest)
-    worker = Worker(Verifier(target, attention, pools[0], graphs, ranks), drafting, batches, config.acceptance)
+    captured = max(config.graph_sizes, default=0) * config.tree.num_draft_tokens
+    verifier = Verifier(target, attention, pools[0], graphs, ranks, captured)
+    worker = Worker(verifier, drafting, batches, config.acceptance)
     if config.graph_sizes:
         _capture(worker, graphs, backends, config)
     if config.adaptive:
@@ -161,8 +163,7 @@ def _kv_cache(
 
 def _verified_sizes(config: EngineConfig) -> set[int]:
     """The numbers of nodes per request in captured verify forwards."""
-    sizes = {config.tree.num_draft_tokens}
-    return sizes | {1, *(size for _, size in config.tree.shapes)} if config.adaptive else sizes
+    return {size for _, size in config.tree.captured_shapes(adaptive=config.adaptive)}
 
 
 def _capture(worker: Worker, graphs: Graphs, backends: Backends, config: EngineConfig) -> None:
@@ -174,9 +175,8 @@ def _capture(worker: Worker, graphs: Graphs, backends: Backends, config: EngineC
     backends.freeze()
     graphs.paused = False
     largest = worker.drafting.budget
-    smaller = [FixedBudget(*shape) for shape in (*config.tree.shapes[1:], (0, 1))] if config.adaptive else []
-    for budget in (largest, *smaller):
-        worker.drafting.budget = budget
+    for shape in config.tree.captured_shapes(adaptive=config.adaptive):
+        worker.drafting.budget = FixedBudget(*shape)
         sizes = tqdm(config.graph_sizes[::-1], desc="capture graphs", unit="batch size", disable=None)
         warm_up(worker, sizes, lengths)
     worker.drafting.budget = largest

@@ -12,7 +12,7 @@ import torch
 from eagle_server.attention.flashinfer_modules import HEAD_DIMS, MissingModuleError
 from eagle_server.config import Config, ConfigError
 from eagle_server.engine import backends
-from eagle_server.engine.engine_config import Backend
+from eagle_server.engine.engine_config import Backend, TreeConfig
 from eagle_server.engine.limits import usable_cores, usable_memory
 from eagle_server.models.checkpoints.load_target import serving_dtype
 from eagle_server.models.config import ModelConfig
@@ -125,12 +125,20 @@ def graph_sizes(config: Config, backend: Backend, *, native: bool = True) -> tup
     return bucket_sizes(min(running, config.device.cuda_graph_max_bs or LARGEST_GRAPH))
 
 
-def graph_memory(sizes: tuple[int, ...], nodes: int, model: ModelConfig) -> int:
-    """Bytes that captured verifications keep: float32 logits of every node, for each batch size.
+def graph_memory(sizes: tuple[int, ...], tree: TreeConfig, model: ModelConfig, *, streams: int, adaptive: bool) -> int:
+    """Bytes that the results of captured functions keep, at most. They grow with every batch size and every shape.
 
-    `nodes`: of a request's trees of all captured shapes together.
+    The float32 logits of the largest verification are the only ones, because all verifications share them. Everything
+    else is captured twice: attention to trees is computed differently over long texts. `streams`: residual streams in
+    the feature that a drafter reads of each node.
     """
-    return sum(sizes) * nodes * model.vocab_size * 4
+    hidden = model.hidden_size * model.dtype.itemsize
+    logits = max(sizes, default=0) * tree.num_draft_tokens * model.vocab_size * 4
+    extend = (tree.topk + 1) * hidden + tree.topk * (12 + tree.num_lookahead_slots)
+    per_request = 0
+    for steps, nodes in tree.captured_shapes(adaptive=adaptive):
+        per_request += nodes * (max(1, streams) * hidden + 24) + (8 * tree.topk**2 * steps + extend if steps else 0)
+    return logits + 2 * sum(sizes) * per_request
 
 
 def memory_for_kv(config: Config, device: torch.device, reserved: int = 0) -> int:
