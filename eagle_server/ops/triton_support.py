@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from subprocess import CalledProcessError
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,23 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 triton: Any = importlib.import_module("triton") if HAS_TRITON else None
 tl: Any = importlib.import_module("triton.language") if HAS_TRITON else None
+
+
+class NoCompilerError(RuntimeError):
+    """Triton cannot compile what it needs to launch kernels. The message is one line that says what to install."""
+
+
+def why_not_launched(error: BaseException) -> str | None:
+    """What is missing, in one line, if Triton raised `error` because it could not compile its driver. Else None.
+
+    Before a process's first launch Triton compiles some C against Python.h, once per machine.
+    """
+    install = "every GPU backend needs them: install gcc and python3-dev, the headers of this Python"
+    if "Failed to find C compiler" in str(error):
+        return f"Triton finds no C compiler; {install}"
+    if isinstance(error, CalledProcessError):  # what the compiler wrote stands on stderr
+        return f"Triton's call of {error.cmd[0]} failed, for lack of a working C compiler or of Python.h; {install}"
+    return None
 
 
 def jit(kernel: Callable[..., Any]) -> Any:
