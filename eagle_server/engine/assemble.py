@@ -26,6 +26,7 @@ from eagle_server.engine.pools import DraftModel, make_pool
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target
+from eagle_server.ops.triton_support import on_gpu
 from eagle_server.request import Ready
 from eagle_server.scheduling.limits import SchedulerLimits
 from eagle_server.scheduling.scheduler import Scheduler
@@ -99,6 +100,8 @@ def assemble(  # noqa: PLR0913
     worker = Worker(verifier, drafting, batches, config.acceptance)
     if config.graph_sizes:
         _capture(worker, graphs, backends, config)
+    elif on_gpu(target.embed):
+        _compile(worker, config)
     if config.adaptive:
         _adapt(worker, largest, config)
     worker.overlaps = graphs.captures
@@ -180,6 +183,23 @@ def _capture(worker: Worker, graphs: Graphs, backends: Backends, config: EngineC
         sizes = tqdm(config.graph_sizes[::-1], desc="capture graphs", unit="batch size", disable=None)
         warm_up(worker, sizes, lengths)
     worker.drafting.budget = largest
+
+
+def _compile(worker: Worker, config: EngineConfig) -> None:
+    """Without graphs: launch every kernel that serving will launch, so that no request waits for a compiler."""
+    drafting, tree = worker.drafting, config.tree
+    largest, sizes = drafting.budget, sorted({1, min(2, config.max_running_requests), config.max_running_requests})
+    shapes: set[tuple[int, int]] = {*tree.captured_shapes(adaptive=config.adaptive), (0, 1)}
+    lengths: tuple[int, ...] = (2,)
+    if not worker.verifier.attention.ragged_trees:
+        lengths = (2, config.context_length)  # as in `_capture`
+    elif config.adaptive:  # trees of any size, and kernels are compiled for powers of two
+        shapes |= {(tree.depth, 1 << power) for power in range(1, tree.num_draft_tokens.bit_length())}
+        shapes |= {(steps, 2) for steps in range(1, tree.depth)}
+    for shape in tqdm(sorted(shapes, reverse=True), desc="compile kernels", unit="tree", disable=None):
+        drafting.budget = FixedBudget(*shape)
+        warm_up(worker, sizes, lengths)
+    drafting.budget = largest
 
 
 def _limits(config: EngineConfig, *, uses_features: bool) -> SchedulerLimits:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from subprocess import CalledProcessError
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor
 
@@ -33,9 +34,25 @@ def why_not_launched(error: BaseException) -> str | None:
     return None
 
 
-def jit(kernel: Callable[..., Any]) -> Any:
-    """`triton.jit`. Without Triton the function is returned unchanged and is never called."""
-    return triton.jit(kernel) if HAS_TRITON else kernel
+@overload
+def jit(kernel: Callable[..., Any]) -> Any: ...
+
+
+@overload
+def jit(*, varying: Sequence[str]) -> Callable[[Callable[..., Any]], Any]: ...
+
+
+def jit(kernel: Callable[..., Any] | None = None, *, varying: Sequence[str] = ()) -> Any:
+    """`triton.jit`. Without Triton the function is returned unchanged and is never called.
+
+    varying: arguments that differ from batch to batch. The kernel is not compiled again where such an integer is 1 or a
+    multiple of 16, or such an address is not a multiple of 16.
+    """
+    if kernel is None:
+        return partial(jit, varying=varying)
+    if not HAS_TRITON:
+        return kernel
+    return triton.jit(kernel, do_not_specialize=varying, do_not_specialize_on_alignment=varying)
 
 
 def constant(value: int | float) -> Any:
