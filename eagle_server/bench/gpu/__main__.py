@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +114,16 @@ class Parts:
 
 
 def _run_child(command: ChildCommand, limit: float | None) -> str:
-    """How the child ended, in words."""
-    process = subprocess.Popen(command.argv())
+    """How the child ended, in words. Nothing that it started, such as a server, outlives it."""
+    process = subprocess.Popen(command.argv(), start_new_session=True)
     try:
         status = process.wait(timeout=limit)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
         return "still running when the time budget was spent"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     return f"the process ended with status {status}; its last words are on stderr"
 
 

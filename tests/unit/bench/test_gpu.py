@@ -187,6 +187,29 @@ def test_a_part_that_kills_its_process_costs_only_itself(tmp_path: Path, child: 
     assert "status 77" in known["decode"]["reason"]
 
 
+STARTS_A_SERVER = """
+import json, subprocess, sys, time
+server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+json.dump({"served": {"status": "running", "server": server.pid}}, open(json.loads(sys.argv[1])["file"], "w"))
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_server_does_not_outlive_the_part_that_started_it(
+    tmp_path: Path, child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child(STARTS_A_SERVER)
+    monkeypatch.setattr(gpu, "GRACE", 1.0)
+    monkeypatch.setattr(gpu.Path, "write_text", lambda *_: 0)  # the server's number stays in the file
+    measured(tmp_path, ["served"], 5)
+    server = json.loads((tmp_path / "parts.json").read_text())["served"]["server"]
+    state, deadline = Path(f"/proc/{server}/stat"), time.monotonic() + 20  # it would sleep for longer
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
 def test_a_part_that_hangs_is_ended_with_the_budget(
     tmp_path: Path, child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
