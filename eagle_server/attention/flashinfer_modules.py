@@ -34,7 +34,9 @@ _FORWARDS = (
     Layout((2,), (3,), mask_width=2, num_visible=1),
 )
 _NO_PREBUILT = "FlashInfer has no prebuilt kernels for this model"
-_INSTALL = "run `flashinfer install-jit-cache-wheel`, or install the CUDA toolkit, whose nvcc compiles them"
+_INSTALL = (
+    "run `flashinfer install-jit-cache-wheel`, or install the CUDA toolkit, whose nvcc compiles them (docs/gpu.md)"
+)
 
 
 class MissingModuleError(RuntimeError):
