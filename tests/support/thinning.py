@@ -108,7 +108,7 @@ class VerifiedRows:
             self.rows.append(len(tokens))
         return self._target(tokens, *given)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         if self._verifies:
             self.logit_rows.append(len(hidden))
-        return self._target.logits(hidden)
+        return self._target.logits(hidden, out)

@@ -92,7 +92,7 @@ class EagleDrafter:
         function = partial(self._extend, plan, layout, batch.accepted_tokens, batch.req_to_token, ranking)
         key = None if plan.graph_key is None else ("extend", plan.graph_key)
         inputs = (batch.req_pool_indices, batch.seq_lens, batch.verified_id, batch.extend_lens)
-        draft = self.graphs.run(key, function, *inputs, *ranking.tensors, apart=True)
+        draft = self.graphs.run(key, function, *inputs, *ranking.tensors)
         if not batch.ranking.has_grammars:
             return draft
         assert draft.normed is not None and draft.frontier is not None
