@@ -88,12 +88,12 @@ def _unknown_command(name: str) -> str:
 
 def _dry_run(config: Config) -> dict[str, Any]:
     """What --dry-run prints besides: the tree and the memory. A configuration that cannot fit is a user's mistake."""
-    from eagle_server.engine.memory_estimate import dynamic_tree, memory_estimate, refusal  # imports torch
+    from eagle_server.engine.memory_estimate import given_tree, memory_estimate, refusal  # imports torch
 
     estimate = memory_estimate(config)
     if (reason := refusal(config, estimate)) is not None:
         raise ValueError(reason)
-    return {"speculative": config.public_dict()["speculative"] | dynamic_tree(config), "memory": estimate}
+    return {"speculative": config.public_dict()["speculative"] | given_tree(config), "memory": estimate}
 
 
 def run(config: Config, build: Callable[..., EngineProtocol]) -> int:

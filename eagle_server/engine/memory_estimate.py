@@ -85,7 +85,7 @@ def memory_estimate(config: Config) -> dict[str, Any]:
     }
 
 
-def dynamic_tree(config: Config) -> dict[str, int]:
+def given_tree(config: Config) -> dict[str, int]:
     """The options of the tree that is drafted; {} for static trees, and where files that decide are not here.
 
     Raises:
