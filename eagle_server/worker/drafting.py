@@ -165,7 +165,7 @@ class TreeDrafting:
     @property
     def _lessons(self) -> int:
         """Every so many cycles teach."""
-        return next((every for until, every in _LESSONS if self._drafted < until), _LATER_LESSONS)
+        return _lessons_after(self._drafted)
 
     def _choose(self, batch: DecodeBatch) -> CycleBudget:
         for decode in batch.decodes:
@@ -261,7 +261,7 @@ class TreeDrafting:
             tokens = sum(map(Decode.kept, plan.decodes, (output.tokens for output in result.decodes)))
             seconds = now - ended - stages.get("prefill", 0.0)
             self.budget.took(len(plan.decodes), drafted=drafts.batch is not None, tokens=tokens, seconds=seconds)
-        every = self._lessons
+        every = self._lessons if drafts.batch is not None else _lessons_after(self._cycles)
         if costs is None or self._cycles % every not in (0, every // 2):
             return 0.0
         if drafts.batch is None:
@@ -289,3 +289,8 @@ def _within_reach(tree: EagleVerifyInput, batch: DecodeBatch) -> EagleVerifyInpu
     left += [1] * (len(tree.depths) - len(left))  # padding
     reach = upload([min(each, tree.spec_steps + 1) for each in left], tree.depths.device)
     return without(tree, tree.depths[:, 1:] >= reach[:, None])
+
+
+def _lessons_after(cycles: int) -> int:
+    """After so many cycles of a kind, every so many teach."""
+    return next((every for until, every in _LESSONS if cycles < until), _LATER_LESSONS)
