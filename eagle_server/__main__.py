@@ -121,7 +121,7 @@ def run(config: Config, build: Callable[..., EngineProtocol]) -> int:
     supervisor = Supervisor(
         build, client, ranks=config.device.tp_size, logs=logs, watchdog=config.server.watchdog_timeout
     )
-    lifecycle = Lifecycle(supervisor, client, app.state.service.admission)
+    lifecycle = Lifecycle(supervisor, client, app.state.service.admission, app.state.keys.reload)
     freeze()
     try:
         with listener, asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:

@@ -151,7 +151,11 @@ def test_the_parts_of_monitoring_find_each_other(compose):
     assert source["jsonData"]["timeInterval"] == read("prometheus.yml")["global"]["scrape_interval"]
     dashboard = read("grafana/dashboards/eagle_server.json")
     used = {panel["datasource"]["uid"] for panel in dashboard["panels"] if panel["type"] != "row"}
-    assert used == {source["uid"]}
+    (variable,) = [each for each in dashboard["templating"]["list"] if each["type"] == "datasource"]
+    assert used == {f"${{{variable['name']}}}"}, "so that it works with the data source of whoever imports it"
+    assert variable["query"] == source["type"]
+    (rules,) = read("prometheus.yml")["rule_files"]
+    assert f"./{rules}:/etc/prometheus/{rules}:ro" in services["prometheus"]["volumes"]
     (provider,) = read("grafana/provisioning/dashboards/eagle_server.yaml")["providers"]
     assert f"./grafana/dashboards:{provider['options']['path']}:ro" in services["grafana"]["volumes"]
     assert f"http://127.0.0.1:3000/d/{dashboard['uid']}>" in (ROOT / "docs" / "deployment.md").read_text()

@@ -122,8 +122,11 @@ class Lifecycle:
     once.
     """
 
-    def __init__(self, supervisor: Supervisor, client: EngineClient, admission: Admission) -> None:
-        self._supervisor = supervisor
+    def __init__(
+        self, supervisor: Supervisor, client: EngineClient, admission: Admission, hang_up: Callable[[], None]
+    ) -> None:
+        """`hang_up`: what SIGHUP does."""
+        self._supervisor, self._hang_up = supervisor, hang_up
         self._client = client
         self._admission = admission
         self._stopping = asyncio.Event()
@@ -137,6 +140,7 @@ class Lifecycle:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stopping.set)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         engine = asyncio.create_task(self._supervisor.run())
         http = asyncio.create_task(server.serve(sockets=[listener]))
         stopping = asyncio.create_task(self._stopping.wait())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
+import time
 from pathlib import Path
 
 import httpx
@@ -155,3 +157,53 @@ def test_an_error_at_once_still_is_a_status(impatient: Server) -> None:
     assert httpx.post(f"{impatient.url}/v1/completions", json=refused).status_code == 400
     dead = {"prompt": f"ab{DEAD_END}", "max_tokens": 6, "stream": True}
     assert httpx.post(f"{impatient.url}/v1/completions", json=dead, timeout=PATIENCE).status_code in (200, 400)
+
+
+def test_keys_have_names_and_are_read_again(tokenizer_dir: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice:key-a\nalice:key-b\nplain:\nkey-c\n")
+    flags = ("--api-key-file", str(keys), "--max-concurrent-requests-per-key", "1")
+    server = started(tokenizer_dir, tmp_path / "log", *flags)
+    path = f"{server.url}/v1/completions"
+
+    def status(key: str, scheme: str = "Bearer") -> int:
+        headers = {"authorization": f"{scheme} {key}"}
+        return httpx.post(path, json={"prompt": "abc", "max_tokens": 3}, headers=headers).status_code
+
+    def until(line: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while line not in server.log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    try:
+        server.wait_ready()
+        assert [status(key) for key in ("key-a", "key-b", "key-c", "plain:")] == [200] * 4
+        assert [status(key) for key in ("alice:key-a", "alice", "key-")] == [401] * 3
+        assert status("key-a", "bearer") == 200
+        until("output tokens, key alice")
+        body, headers = {"prompt": SLOW + "abc" * 20, "max_tokens": 60, "stream": True}, {"x-api-key": "key-a"}
+        with httpx.stream("POST", path, json=body, headers=headers, timeout=PATIENCE) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            assert (status("key-b"), status("key-c")) == (429, 200), "the keys of one name share its limits"
+            keys.write_text("bob:key-d\n")
+            server.process.send_signal(signal.SIGHUP)
+            until("1 API keys of bob")
+            assert [status(key) for key in ("key-a", "key-d")] == [401, 200]
+            assert [line for line in lines if line][-1] == "data: [DONE]", "what runs is left alone"
+        keys.write_text("x:key-d\ny:key-d\n")
+        server.process.send_signal(signal.SIGHUP)
+        until("the API keys stay as they are")
+        assert "line 2 has a key that an earlier line has" in server.log.read_text()
+        assert status("key-d") == 200
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert 'eagle_server_http_responses_total{method="POST",path="/v1/completions",status="429"} 1.0' in metrics
+        assert 'eagle_server_http_responses_total{method="POST",path="/v1/completions",status="401"} 4.0' in metrics
+        assert 'eagle_server_api_key_tokens_total{key="alice",kind="prompt"}' in metrics
+        httpx.get(f"{server.url}/nothing/here", headers={"x-api-key": "key-d"})
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert 'eagle_server_http_responses_total{method="GET",path="other",status="404"} 1.0' in metrics
+        assert not any(key in server.log.read_text() for key in ("key-a", "key-b", "key-d"))
+    finally:
+        ended(server)

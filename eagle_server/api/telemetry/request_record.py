@@ -49,7 +49,7 @@ class EngineRequestRecord:
 
 @dataclass(eq=False)
 class RequestRecord:
-    """One HTTP request. `status` is 0 until the response starts."""
+    """One HTTP request. `status` is 0 until the response starts. `key` is the name of its API key, "" without one."""
 
     request_id: str
     method: str
@@ -58,6 +58,7 @@ class RequestRecord:
     began: float = field(default_factory=time.monotonic)
     began_ns: int = field(default_factory=time.time_ns)
     status: int = 0
+    key: str = ""
     engine_requests: list[EngineRequestRecord] = field(default_factory=list)
 
     @property
