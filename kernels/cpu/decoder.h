@@ -42,8 +42,11 @@ void rotate(const float* x, const float* cos, const float* sin, int dim, float* 
     alignas(64) float twice[LARGEST_HEAD * 3 / 2];  // x, and its first half again
     memcpy(twice, x, 4 * dim);
     memcpy(twice + dim, x, 2 * dim);
-    for (int i = 0; i < dim; i += LANES)
-        store(to + i, fma(load(twice + i + dim / 2), load(sin + i), load(x + i) * load(cos + i)));
+    for (int i = 0; i < dim; i += LANES) {
+        int n = std::min(LANES, dim - i);
+        Vector other = load_some(twice + i + dim / 2, n);
+        store_some(to + i, fma(other, load_some(sin + i, n), load_some(x + i, n) * load_some(cos + i, n)), n);
+    }
 }
 
 void silu_mul(const float* gate_up, int size, float* to) {
