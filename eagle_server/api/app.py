@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route
 
 from eagle_server.api import chat, completions, docs_page, inspection, messages, playground, render, responses, tokens
 from eagle_server.api.admission import AdmissionMiddleware
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GENERATING = (completions, chat, responses, messages)  # the endpoint modules that submit requests to the engine
+MODULES = (*GENERATING, render, tokens, inspection, exposition, playground)
 
 
 def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate) -> FastAPI:
@@ -94,7 +94,7 @@ def _application() -> FastAPI:
     app = FastAPI(title="eagle_server", openapi_url=docs_page.DOCUMENT, docs_url=None, redoc_url=None)
     docs_page.add_docs_page(app)
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's way to replace the document
-    for module in (*GENERATING, render, tokens, inspection, exposition, playground):
+    for module in MODULES:
         app.include_router(module.router)
     return app
 
@@ -117,7 +117,7 @@ def _add_middleware(app: FastAPI, config: Config, service: Service, tracing: Tra
         hosts=config.server.allowed_hosts,
         local=is_loopback(config.server.host),
     )
-    paths = {route.path for route in app.routes if isinstance(route, Route) and "{" not in route.path}
+    paths = {str(getattr(route, "path", "")) for module in MODULES for route in module.router.routes} | docs_page.PATHS
     app.add_middleware(
         AccessLog,
         on_generated=[service.metrics.answered, *([tracing.record] if tracing else [])],

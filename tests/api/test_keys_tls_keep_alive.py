@@ -9,10 +9,12 @@ import socket
 import ssl
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from eagle_server.api.sse import COMMENT
 from eagle_server.config import parse_args
@@ -197,13 +199,18 @@ def test_keys_have_names_and_are_read_again(tokenizer_dir: Path, tmp_path: Path)
         until("the API keys stay as they are")
         assert "line 2 has a key that an earlier line has" in server.log.read_text()
         assert status("key-d") == 200
-        metrics = httpx.get(f"{server.url}/metrics").text
-        assert 'eagle_server_http_responses_total{method="POST",path="/v1/completions",status="429"} 1.0' in metrics
-        assert 'eagle_server_http_responses_total{method="POST",path="/v1/completions",status="401"} 4.0' in metrics
-        assert 'eagle_server_api_key_tokens_total{key="alice",kind="prompt"}' in metrics
-        httpx.get(f"{server.url}/nothing/here", headers={"x-api-key": "key-d"})
-        metrics = httpx.get(f"{server.url}/metrics").text
-        assert 'eagle_server_http_responses_total{method="GET",path="other",status="404"} 1.0' in metrics
+        assert httpx.get(f"{server.url}/nothing/here", headers={"x-api-key": "key-d"}).status_code == 404
+        answers, tokens = Counter[tuple[str, ...]](), Counter[str]()
+        for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text):
+            for sample in family.samples:
+                if sample.name == "eagle_server_http_responses_total":
+                    answers[sample.labels["path"], sample.labels["method"], sample.labels["status"]] += sample.value
+                elif sample.name == "eagle_server_api_key_tokens_total":
+                    tokens[sample.labels["key"]] += sample.value
+        counts = {status: answers["/v1/completions", "POST", status] for status in ("200", "401", "429")}
+        assert counts == {"200": 9, "401": 4, "429": 1}
+        assert answers["other", "GET", "404"] == 1
+        assert set(tokens) == {"alice", "key-3", "key-4", "bob", "x"} - {"x"} and min(tokens.values()) > 0
         assert not any(key in server.log.read_text() for key in ("key-a", "key-b", "key-d"))
     finally:
         ended(server)
