@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from eagle_server.engine.kv_events import KVEventPublisher
 
 NEAR_TIES = (
-    "torch computes parts of this model, and its rounding may depend on how many rows it computes: where two tokens are "
-    "nearly equally likely, a text with speculation may differ from the one without"
+    "torch computes parts of this model, and its rounding may depend on how many rows it computes: where two tokens "
+    "are nearly equally likely, a text with speculation may differ from the one without"
 )
 logger = logging.getLogger(__name__)
 
