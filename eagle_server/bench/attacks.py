@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import select
-import socket
 import sys
 import threading
 import time
@@ -18,15 +16,26 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from eagle_server.bench.bad_clients import (
+    END,
+    HEADER,
+    HOST,
+    PATIENCE,
+    drop,
+    endless,
+    half_open,
+    ignore,
+    leave,
+    read,
+    slow_body,
+)
+
 Body = dict[str, Any]
-HOST = "127.0.0.1"
 PROMPT = "def area(radius):\n"
-PATIENCE = 60.0  # seconds for one answer
 PAUSE = 0.05  # seconds between two requests of a client: what is measured is no flood of small ones
 STRETCH = 1000  # requests of one process; bodies of another process differ
 DEPTH = 25  # nested repetitions: each doubles the ways to read a text
 PAGE = 900  # prompt tokens; the demo's context is 1024
-HEADER = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 def post(port: int, content: bytes, path: str = "/v1/completions") -> str:
@@ -47,74 +56,9 @@ def chat(port: int, content: bytes) -> str:
     return post(port, content, "/v1/chat/completions")
 
 
-def read(port: int, content: bytes) -> str:
-    """Read a stream to its end."""
-    with _sent(port, content) as connection, connection.makefile("rb") as answer:
-        done = any(line.startswith(b"data: [DONE]") for line in answer)
-    return "read" if done else "a stream without its end"
-
-
-def leave(port: int, content: bytes) -> str:
-    """Read the first event of a stream and disconnect."""
-    with _sent(port, content) as connection:
-        connection.recv(4096)
-    return "left"
-
-
-def ignore(port: int, content: bytes) -> str:
-    """Never read the answer, with the smallest buffer; returns when the server has disconnected."""
-    with _sent(port, content, buffer=1024) as connection:
-        poller = select.poll()
-        poller.register(connection, select.POLLHUP | select.POLLERR)
-        return "disconnected" if poller.poll(1000 * PATIENCE) else "never read"
-
-
 def text(port: int, content: bytes) -> str:
     """Send a text to /tokenize."""
     return post(port, content, "/tokenize")
-
-
-def half_open(port: int, content: bytes) -> str:
-    """300 connections with half a header; returns when the server has closed them all."""
-    return _hold([_sent(port, content, raw=True) for _ in range(300)], b"")
-
-
-def slow_body(port: int, content: bytes) -> str:
-    """64 connections that send their body byte by byte."""
-    return _hold([_sent(port, content, raw=True) for _ in range(64)], b" ")
-
-
-def _hold(connections: list[socket.socket], byte: bytes) -> str:
-    """Keep connections open, send each a byte ten times a second, until the server has closed all."""
-    number = len(connections)
-    while connections:
-        readable, _, _ = select.select(connections, [], [], 0.1)
-        closed = {each for each in readable if not _received(each)}
-        connections = [each for each in connections if each not in closed]
-        for each in connections if byte else ():
-            try:
-                each.send(byte)
-            except OSError:
-                closed.add(each)
-    return f"closed {number}"
-
-
-def _received(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(4096)
-    except OSError:
-        return b""
-
-
-def _sent(port: int, content: bytes, buffer: int | None = None, *, raw: bool = False) -> socket.socket:
-    connection = socket.socket()
-    if buffer is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    connection.settimeout(PATIENCE)
-    connection.connect((HOST, port))
-    head = b"" if raw else HEADER + f"content-length: {len(content)}\r\n\r\n".encode()
-    connection.sendall(head + content)
-    return connection
 
 
 @dataclass(frozen=True)
@@ -201,6 +145,17 @@ def million_biases(number: int) -> bytes:
     return large(logit_bias="{" + ",".join(f'"{i}":1' for i in range(1_000_000)) + "}")(number)
 
 
+def chunks(size: int) -> Callable[[int], bytes]:
+    """The head of a body in chunks, and a megabyte of them."""
+    chunk = b"%x\r\n%b\r\n" % (size, b" " * size)
+    return lambda _: HEADER + b"transfer-encoding: chunked" + END + chunk * (2**20 // len(chunk))
+
+
+def long_prompt(number: int) -> Body:
+    """4 MB, of which one token counts."""
+    return {"prompt": f"{number} words" * 350_000, "max_tokens": 1, "truncate_prompt_tokens": 1}
+
+
 LOADS: dict[str, Load] = {
     # Ordinary requests.
     "nothing": Load(plain(), None, clients=0),
@@ -213,6 +168,8 @@ LOADS: dict[str, Load] = {
     "8 long prompts": Load(long_pages, None),
     "n=8, pool half full": Load(plain(n=8, max_tokens=200), None, server="small pool"),
     "nothing, few files": Load(plain(), None, clients=0, server="few files"),
+    "nothing, with a key": Load(plain(), None, clients=0, server="key"),
+    "nothing, TLS": Load(plain(), None, clients=0, server="TLS, few files"),
     # Grammars: slow to match, slow to compile, ambiguous.
     "regex: 25 nested stars": Load(
         grammar("regex", lambda number: f"({number})?" + "(" * DEPTH + "[a-z ]" + "*)" * DEPTH), "plain"
@@ -245,6 +202,17 @@ LOADS: dict[str, Load] = {
     "body: 4M brackets": Load(lambda n: large(user="[" * 4_000_000)(n), "nothing", fixed=True),
     "body: byte by byte": Load(lambda _: HEADER + b"content-length: 1000000\r\n\r\n", "nothing", slow_body),
     "300 half-open": Load(lambda _: HEADER, "nothing, few files", half_open, server="few files"),
+    "chunks of 1 byte": Load(chunks(1), "nothing", endless, fixed=True),
+    "chunks of 16 bytes": Load(chunks(16), "nothing", endless, fixed=True),
+    "chunks of 64 bytes": Load(chunks(64), "nothing", endless, fixed=True),
+    "chunks of 1,000 bytes": Load(chunks(1000), "nothing", endless, fixed=True),
+    "chunks without a key": Load(chunks(1), "nothing, with a key", endless, fixed=True, server="key"),
+    "bodies after a refusal": Load(
+        lambda _: HEADER + b"content-length: 9999999999" + END + b" " * 2**20, "nothing", endless, fixed=True
+    ),
+    "300 TLS handshakes": Load(lambda _: b"\x16\x03\x01", "nothing, TLS", half_open, server="TLS, few files"),
+    "4 MB prompts": Load(long_prompt, "nothing", clients=16, fixed=True),
+    "4 MB prompts, left": Load(long_prompt, "nothing", drop, clients=8, fixed=True),
     "tokenize flood": Load(lambda _: {"prompt": " " * 4_000_000}, "nothing", text, clients=24, fixed=True),
     # Prompts.
     "long prompts": Load(page, "8 short prompts"),

@@ -65,7 +65,7 @@ class Measurement:
 class Workload:
     """The requests, the same for every server. A prompt is a text or token ids; `seed` is that of the first one.
 
-    `model`: its name, which some routers need.
+    `model`: its name, which some routers need. `padding`: bytes that make the body longer and change nothing.
     """
 
     prompts: tuple[str | list[int], ...]
@@ -73,6 +73,7 @@ class Workload:
     temperature: float
     seed: int = 0
     model: str | None = None
+    padding: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ def ask(
     """
     body = {
         **({} if workload.model is None else {"model": workload.model}),
+        **({"user": "u" * workload.padding} if workload.padding else {}),
         "prompt": prompt,
         "max_tokens": workload.max_tokens,
         "temperature": workload.temperature,
@@ -164,10 +166,10 @@ def ask(
         "stream_options": {"include_usage": True},
         "return_token_ids": True,  # to count each event's tokens; routers drop vLLM's continuous_usage_stats
     }
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=timeout)
+    connection = server.connect(timeout)
     try:
         start = time.perf_counter()
-        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        connection.request("POST", "/v1/completions", json.dumps(body), server.headers)
         response = connection.getresponse()
         if response.status != http.HTTPStatus.OK:
             raise BenchError(f"status {response.status}: {response.read(300).decode(errors='replace')}")

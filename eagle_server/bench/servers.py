@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -24,11 +26,13 @@ class BenchError(RuntimeError):
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """The address of a running server. `label` names it in the report."""
+    """The address of a running server. `label` names it in the report. `tls` has the certificates that are trusted."""
 
     label: str
     port: int
     host: str = field(default="127.0.0.1", kw_only=True)
+    key: str = field(default="", kw_only=True)
+    tls: ssl.SSLContext | None = field(default=None, kw_only=True)
 
     @classmethod
     def of(cls, url: str) -> ServerAddress:
@@ -42,6 +46,17 @@ class ServerAddress:
             raise BenchError(f"{url}: expected http://host:port")
         return cls(url, parts.port or 80, host=parts.hostname)
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of every request."""
+        return {"content-type": "application/json"} | ({"authorization": f"Bearer {self.key}"} if self.key else {})
+
+    def connect(self, timeout: float) -> http.client.HTTPConnection:
+        """A new connection."""
+        if self.tls is None:
+            return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        return http.client.HTTPSConnection(self.host, self.port, timeout=timeout, context=self.tls)
+
     def get(self, path: str) -> dict[str, Any]:
         """GET a JSON document."""
         document: dict[str, Any] = json.loads(self.text(path))
@@ -49,15 +64,13 @@ class ServerAddress:
 
     def text(self, path: str) -> str:
         """GET a text."""
-        with urllib.request.urlopen(f"http://{self.host}:{self.port}{path}", timeout=30) as response:
+        with self._open(path) as response:
             body: bytes = response.read()
         return body.decode()
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """POST a JSON document, and read one."""
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(f"http://{self.host}:{self.port}{path}", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with self._open(path, json.dumps(body).encode()) as response:
             document: dict[str, Any] = json.load(response)
         return document
 
@@ -68,8 +81,12 @@ class ServerAddress:
 
     def flush_cache(self) -> None:
         """Drop the prefix cache. No request may be running."""
-        request = urllib.request.Request(f"http://{self.host}:{self.port}/flush_cache", method="POST")
-        urllib.request.urlopen(request, timeout=30).close()
+        self._open("/flush_cache", b"").close()
+
+    def _open(self, path: str, data: bytes | None = None) -> Any:
+        scheme = "http" if self.tls is None else "https"
+        request = urllib.request.Request(f"{scheme}://{self.host}:{self.port}{path}", data, self.headers)
+        return urllib.request.urlopen(request, timeout=30, context=self.tls)
 
 
 @dataclass(frozen=True)
@@ -80,29 +97,34 @@ class Server(ServerAddress):
 
 
 @contextmanager
-def running(label: str, flags: Sequence[str], files: int | None = None) -> Iterator[Server]:
+def running(
+    label: str, flags: Sequence[str], files: int | None = None, key: str = "", tls: ssl.SSLContext | None = None
+) -> Iterator[Server]:
     """Start `python -m eagle_server` with `flags` on a free port, wait until it is healthy, stop it at the end.
 
-    `files`: the most files and connections that each of its processes may open; None: this process's limit.
+    `files`: the most files and connections that each of its processes may open; None: this process's limit. `key` and
+    `tls`: what its clients need because of the flags.
     """
     port = free_port()
     command = [sys.executable, "-m", "eagle_server", "--port", str(port), "--log-level", "warning", *flags]
     if files is not None:
         command = ["prlimit", f"--nofile={files}", *command]
-    with started(label, command, port, lambda server: bool(server.get("/health"))) as server:
+    with started(label, command, port, lambda server: bool(server.get("/health")), key=key, tls=tls) as server:
         yield server
 
 
 @contextmanager
-def started(label: str, command: Sequence[str], port: int, is_ready: Callable[[Server], bool]) -> Iterator[Server]:
-    """Run a command that serves on `port`, wait until it is ready, stop it at the end.
+def started(
+    label: str, command: Sequence[str], port: int, is_ready: Callable[[Server], bool], **access: Any
+) -> Iterator[Server]:
+    """Run a command that serves on `port`, wait until it is ready, stop it at the end. `access`: its key and tls.
 
     Raises:
         BenchError: it ended, or was not ready in time.
     """
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        server = Server(label, port, process)
+        server = Server(label, port, process, **access)
         _await(server, command, is_ready)
         yield server
     finally:
