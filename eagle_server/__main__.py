@@ -26,7 +26,14 @@ from typing import Any
 from eagle_server import version
 from eagle_server.api.app import create_app
 from eagle_server.api.banner import described
-from eagle_server.api.server import INTERRUPTED_STATUS, HttpServer, Lifecycle, listen
+from eagle_server.api.server import (
+    INTERRUPTED_STATUS,
+    TEMPORARY_ERRORS,
+    TEMPORARY_STATUS,
+    HttpServer,
+    Lifecycle,
+    listen,
+)
 from eagle_server.api.telemetry.request_record import log_context
 from eagle_server.client.client import EngineClient
 from eagle_server.client.supervisor import EngineFailed, Supervisor
@@ -104,6 +111,10 @@ def run(config: Config, build: Callable[..., EngineProtocol]) -> int:
     logger.info("eagle_server %s %s", version(), " ".join(changed_options(config)))
     try:
         listener = listen(config.server.host, config.server.port, config.server.uds)
+    except OSError as error:
+        is_temporary = error.errno in TEMPORARY_ERRORS
+        return _fail(error.strerror or str(error), TEMPORARY_STATUS if is_temporary else CONFIGURATION_STATUS)
+    try:
         tokenizer_path = config.model.tokenizer_path or config.target_path
         tokenizer = load_tokenizer(tokenizer_path)
         chat_template = load_chat_template(tokenizer_path, tokenizer, config.model.chat_template)
