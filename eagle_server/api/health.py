@@ -22,7 +22,7 @@ def main(file: str) -> int:
         handlers = [direct] if context is None else [direct, urllib.request.HTTPSHandler(context=context)]
         urllib.request.build_opener(*handlers).open(f"{url}/health", timeout=TIMEOUT_SECONDS).close()
     except (OSError, ValueError) as error:
-        print(f"not healthy: {error}", file=sys.stderr)
+        sys.stderr.write(f"not healthy: {error}\n")
         return 1
     return 0
 
