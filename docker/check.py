@@ -126,11 +126,12 @@ def use(container: str, config: dict[str, Any]) -> None:
     """Start, wait, ask, stop; an AssertionError says what was not as it should be."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    run = ["buildah", "run", *ISOLATION, "--env", f"EAGLE_SERVER_PORT={port}", container, "--"]
-    server = subprocess.Popen([*run, *config["Entrypoint"]])
+    run = ["buildah", "run", *ISOLATION, container, "--"]
+    command = [*config["Entrypoint"], "--port", str(port)]
+    server = subprocess.Popen([*run, *command])
     try:
         wait_until_healthy(server, [*run, *config["Healthcheck"]["Test"][1:]])
-        pid = process_of(server.pid, config["Entrypoint"])
+        pid = process_of(server.pid, command)
         assert pid, "the server's process is not below buildah's"
         uid = int(re.findall(r"^Uid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[0])
         print(f"healthy, user {uid}", flush=True)
@@ -145,7 +146,7 @@ def use(container: str, config: dict[str, Any]) -> None:
         assert status == 0, f"exit status {status} after SIGTERM"
     finally:
         if server.poll() is None:  # something was not as it should be: leave no server behind
-            for left in (process_of(server.pid, config["Entrypoint"]), server.pid):
+            for left in (process_of(server.pid, command), server.pid):
                 if left:
                     os.kill(left, signal.SIGKILL)
 

@@ -21,12 +21,20 @@ import logging
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from eagle_server import version
 from eagle_server.api.app import create_app
 from eagle_server.api.banner import described
-from eagle_server.api.server import INTERRUPTED_STATUS, HttpServer, Lifecycle, listen
+from eagle_server.api.server import (
+    INTERRUPTED_STATUS,
+    TEMPORARY_ERRORS,
+    TEMPORARY_STATUS,
+    HttpServer,
+    Lifecycle,
+    listen,
+)
 from eagle_server.api.telemetry.request_record import log_context
 from eagle_server.client.client import EngineClient
 from eagle_server.client.supervisor import EngineFailed, Supervisor
@@ -104,6 +112,12 @@ def run(config: Config, build: Callable[..., EngineProtocol]) -> int:
     logger.info("eagle_server %s %s", version(), " ".join(changed_options(config)))
     try:
         listener = listen(config.server.host, config.server.port, config.server.uds)
+    except OSError as error:
+        is_temporary = error.errno in TEMPORARY_ERRORS
+        return _fail(error.strerror or str(error), TEMPORARY_STATUS if is_temporary else CONFIGURATION_STATUS)
+    try:
+        if config.server.url_file is not None:
+            Path(config.server.url_file).expanduser().write_text(f"{_url(config)}\n", encoding="utf-8")
         tokenizer_path = config.model.tokenizer_path or config.target_path
         tokenizer = load_tokenizer(tokenizer_path)
         chat_template = load_chat_template(tokenizer_path, tokenizer, config.model.chat_template)
@@ -135,11 +149,17 @@ def run(config: Config, build: Callable[..., EngineProtocol]) -> int:
             app.state.tracing.close()
 
 
-def _announce(config: Config, client: EngineClient) -> None:
-    host = config.server.host
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+def _url(config: Config) -> str:
+    """Where a client of this machine finds the server."""
     scheme = "http" if config.server.ssl_certfile is None else "https"
-    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.server.port}"
+    if config.server.uds is not None:
+        return f"{scheme}://localhost"  # clients need a host's name, which nobody looks up
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.server.host, config.server.host)
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.server.port}"
+
+
+def _announce(config: Config, client: EngineClient) -> None:
+    url = _url(config)
     key = (
         " -H 'authorization: Bearer '$EAGLE_SERVER_API_KEY"
         if config.server.api_key or config.server.api_key_file
@@ -147,7 +167,6 @@ def _announce(config: Config, client: EngineClient) -> None:
     )
     curl, place = "curl -s", url
     if config.server.uds is not None:
-        url = f"{scheme}://localhost"  # clients need a host's name, which nobody looks up
         curl, place = f"curl -s --unix-socket {shlex.quote(config.server.uds)}", f"the Unix socket {config.server.uds}"
     resolved = (client.ready.resolved if client.ready is not None else None) or {}
     lines = [f"serving {config.served_model_name} on {place}", *described(resolved)]

@@ -72,7 +72,9 @@ def test_an_image_starts_the_server_as_no_root_and_checks_its_health(dockerfile)
     by_name = dict(given)  # the last of each
     assert json.loads(by_name["ENTRYPOINT"]) == ["python", "-m", "eagle_server"]
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", by_name["USER"])
-    assert "/health" in json.loads(by_name["HEALTHCHECK"].partition("CMD ")[2])[2]
+    *check, file = json.loads(by_name["HEALTHCHECK"].partition("CMD ")[2])
+    assert check == ["python", "-m", "eagle_server.api.health"]
+    assert f"EAGLE_SERVER_URL_FILE={file}" in by_name["ENV"].split(), "the server writes what its check reads"
     assert "HF_HOME=/models" in by_name["ENV"]
     assert "/models" in by_name["VOLUME"]
     bases = [rest.split()[0] for name, rest in given if name == "FROM"]
@@ -131,9 +133,27 @@ def test_compose_passes_every_option_on(compose):
     options = {f"EAGLE_SERVER_{name.upper().replace('-', '_')}" for name in (*OPTIONS, "config")}
     passed = {name for name in compose["x-server"]["environment"] if name.startswith("EAGLE_SERVER_")}
     # The container's own, which there say where to publish; and what nobody outside it could reach.
-    options -= {"EAGLE_SERVER_HOST", "EAGLE_SERVER_PORT", "EAGLE_SERVER_UDS"}
+    options -= {"EAGLE_SERVER_HOST", "EAGLE_SERVER_PORT", "EAGLE_SERVER_UDS", "EAGLE_SERVER_URL_FILE"}
     assert passed == options, f"x-server in docker/compose.yaml: add {options - passed}, remove {passed - options}"
     assert not any(compose["x-server"]["environment"].values()), "no value, and so no secret, is written there"
+
+
+def test_compose_waits_as_long_as_a_stop_may_take_and_mounts_certificates(compose):
+    (promised,) = re.findall(
+        r"process ends at most (\d+) s after the last token", (ROOT / "docs/deployment.md").read_text()
+    )
+    assert int(compose["x-server"]["stop_grace_period"].removesuffix("s")) >= int(promised)
+    for name in ("cpu", "gpu"):
+        assert "${CERTIFICATES:-certificates}:/certificates:ro" in compose["services"][name]["volumes"]
+
+
+def test_compose_gives_ranks_their_gpus_and_shared_memory():
+    words = (tool("docker-compose"), "-f", str(COMPOSE), "--profile", "gpu", "config")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPUS", "4")
+        service = yaml.safe_load(run(*words))["services"]["gpu"]
+    assert int(service["shm_size"]) == 16 * 2**30
+    assert service["deploy"]["resources"]["reservations"]["devices"][0]["count"] == 4
 
 
 def test_the_parts_of_monitoring_find_each_other(compose):

@@ -23,6 +23,18 @@ EVERYTHING: dict[str, Any] = {
     "replicas": 3,
     "apiKeys": {"secret": "keys"},
     "hubToken": {"secret": "hub"},
+    "tls": {"secret": "certificate"},
+    "service": {"annotations": {"cloud/load-balancer": "internal"}},
+    "serviceAccount": {"name": "reader"},
+    "ingress": {
+        "enabled": True,
+        "className": "nginx",
+        "annotations": {"nginx.ingress.kubernetes.io/proxy-buffering": "off"},
+        "hosts": ["llm.example.com"],
+        "tlsSecret": "public",
+    },
+    "extraVolumes": [{"name": "templates", "configMap": {"name": "templates"}}],
+    "extraVolumeMounts": [{"name": "templates", "mountPath": "/templates"}],
     "autoscaling": {"enabled": True},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "models": {"claim": "models"},
@@ -55,14 +67,14 @@ def values(profile: str, more: dict[str, Any]) -> dict[str, Any]:
     return merged(found, more)
 
 
-def render(profile: str, **more: Any) -> dict[str, dict[str, Any]]:
-    """The manifests by kind, of helm where it is installed."""
-    if helm := shutil.which("helm"):
+def render(profile: str, secrets: dict[str, Any] | None = None, **more: Any) -> dict[str, dict[str, Any]]:
+    """The manifests by kind, of helm where it is installed. `secrets`: those of the cluster that the chart looks up."""
+    if (helm := shutil.which("helm")) and secrets is None:
         command, given = [helm, "template", "demo", str(CHART), "--values", "-"], json.dumps(values(profile, more))
     elif go := shutil.which("go"):
         command = [go, "run", str(RENDERER), str(CHART), "demo"]
         chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-        given = json.dumps({"Values": values(profile, more), "Chart": chart})
+        given = json.dumps({"Values": values(profile, more), "Chart": chart, "Secrets": secrets})
     else:
         pytest.skip("neither helm nor go is installed (pip install -e '.[kubernetes]')")
     result = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
@@ -83,7 +95,7 @@ def test_every_manifest_fits_the_schemas_of_kubernetes(profile, more):
     kinds = render(profile, **more)
     assert {"Deployment", "Service", "ConfigMap"} <= kinds.keys()
     if more:
-        assert {"HorizontalPodAutoscaler", "PodDisruptionBudget", "ServiceMonitor"} <= kinds.keys()
+        assert {"HorizontalPodAutoscaler", "PodDisruptionBudget", "ServiceMonitor", "Ingress"} <= kinds.keys()
     for kind, manifest in kinds.items():
         if kind != "ServiceMonitor":  # the operator's
             validate.validate(manifest, "1.33", strict=True)
@@ -95,12 +107,17 @@ def test_the_server_understands_its_flags_and_options(profile, tmp_path):
     kinds = render(profile, **EVERYTHING)
     (tmp_path / "keys").mkdir()
     (tmp_path / "keys" / "keys").write_text("secret\n")
+    (tmp_path / "tls").mkdir()
+    for name in ("tls.crt", "tls.key"):
+        (tmp_path / "tls" / name).touch()
     (tmp_path / "config.yaml").write_text(kinds["ConfigMap"]["data"]["config.yaml"])
     mounted = {mount["mountPath"] for mount in container(kinds)["volumeMounts"]}
-    assert {"/etc/eagle-server/config.yaml", "/etc/eagle-server/keys"} <= mounted
+    assert {"/etc/eagle-server/config.yaml", "/etc/eagle-server/keys", "/etc/eagle-server/tls"} <= mounted
     flags = [flag.replace("/etc/eagle-server", str(tmp_path)) for flag in container(kinds)["args"]]
     config = parse_args(flags, environ={})
     assert (config.server.host, config.server.port) == ("0.0.0.0", 30000)
+    certificate, key = config.server.ssl_certfile, config.server.ssl_keyfile
+    assert (certificate, key) == (f"{tmp_path}/tls/tls.crt", f"{tmp_path}/tls/tls.key")
     assert config.server.api_key_file is not None
     assert list(read_keys(Path(config.server.api_key_file))) == ["secret"]
     assert config.model.model_path == values(profile, EVERYTHING)["options"].get("model-path")
@@ -122,9 +139,55 @@ def test_kubernetes_waits_for_the_longest_answer():
 def test_probes_tell_loading_and_draining_from_dead():
     server = container(render("cpu", startupSeconds=1000))
     for probe in ("startupProbe", "readinessProbe"):
-        assert server[probe]["httpGet"] == {"path": "/health", "port": "http"}
+        assert server[probe]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTP"}
     assert server["startupProbe"]["periodSeconds"] * server["startupProbe"]["failureThreshold"] >= 1000
     assert server["livenessProbe"]["tcpSocket"] == {"port": "http"}  # an engine that restarts must not end the pod
+
+
+@pytest.mark.slow
+def test_whoever_asks_a_server_with_tls_asks_by_https():
+    kinds = render("cpu", tls={"secret": "certificate"}, serviceMonitor={"enabled": True})
+    server = container(kinds)
+    for probe in ("startupProbe", "readinessProbe"):
+        assert server[probe]["httpGet"]["scheme"] == "HTTPS"
+    (endpoint,) = kinds["ServiceMonitor"]["spec"]["endpoints"]
+    assert (endpoint["scheme"], endpoint["tlsConfig"]) == ("https", {"insecureSkipVerify": True})
+    (plain,) = render("cpu", serviceMonitor={"enabled": True})["ServiceMonitor"]["spec"]["endpoints"]
+    assert plain["scheme"] == "http"
+    assert "tlsConfig" not in plain
+
+
+@pytest.mark.slow
+def test_what_users_add_arrives():
+    kinds = render("cpu", **EVERYTHING)
+    pod = kinds["Deployment"]["spec"]["template"]["spec"]
+    assert EVERYTHING["extraVolumes"][0] in pod["volumes"]
+    assert EVERYTHING["extraVolumeMounts"][0] in container(kinds)["volumeMounts"]
+    assert pod["serviceAccountName"] == "reader"
+    assert kinds["Service"]["metadata"]["annotations"] == EVERYTHING["service"]["annotations"]
+    ingress = kinds["Ingress"]["spec"]
+    assert ingress["tls"] == [{"secretName": "public", "hosts": ["llm.example.com"]}]
+    (rule,) = ingress["rules"]
+    service = rule["http"]["paths"][0]["backend"]["service"]
+    assert (rule["host"], service["name"]) == ("llm.example.com", kinds["Service"]["metadata"]["name"])
+    assert service["port"]["name"] == kinds["Service"]["spec"]["ports"][0]["name"]
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.slow
+def test_threads_follow_a_limit_not_the_node(profile):
+    assert "cpu" in container(render(profile))["resources"]["limits"]
+
+
+@pytest.mark.slow
+def test_a_changed_secret_starts_new_pods():
+    checksums = {
+        render("cpu", {"keys": {"data": {"keys": keys}}}, apiKeys={"secret": "keys"})["Deployment"]["spec"]["template"][
+            "metadata"
+        ]["annotations"]["checksum/secrets"]
+        for keys in ("YQ==", "Yg==")
+    }
+    assert len(checksums) == 2
 
 
 @pytest.mark.slow
@@ -181,6 +244,8 @@ def test_values_fit_the_charts_schema(profile):
         {"options": {"api-key": "secret"}},
         {"options": {"api_key": "secret"}},
         {"service": {"kind": "x"}},
+        {"ingress": {"enabled": True}},  # for no name
+        {"options": {"ssl-certfile": "/certificate"}},  # tls.secret, which the probes follow
     ):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(values(profile, wrong), schema)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -28,6 +30,9 @@ HANDSHAKE_SECONDS = 8.0
 GRACE_SECONDS = 20  # for clients to read their responses after the last one is generated
 ABORT_SECONDS = 5  # for what runs for the clients that did not
 INTERRUPTED_STATUS = 130
+TEMPORARY_STATUS = os.EX_TEMPFAIL  # 75: the same configuration may work later
+TEMPORARY_ERRORS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, socket.EAI_AGAIN)
+FEWEST_FILES = 40  # with which a server starts: 30 are too few for the pipes and sockets to the engine
 TICKS_PER_SECOND = 10  # uvicorn's
 
 
@@ -35,8 +40,13 @@ def listen(host: str, port: int, uds: str | None = None) -> socket.socket:
     """A listening socket; `uds` is the path of a Unix socket, which takes the place of host and port.
 
     Raises:
-        OSError: the address cannot be used; the message is one line.
+        OSError: the address cannot be used, or too few files may be open; `strerror` is one line. With an errno of
+            TEMPORARY_ERRORS the address may become usable.
     """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < FEWEST_FILES:
+        reason = f"only {files} files may be open, which is too few for a server; raise the limit (ulimit -n)"
+        raise OSError(errno.EMFILE, reason)
     if uds is not None:
         return UnixListener(uds, BACKLOG)
     try:
@@ -44,7 +54,8 @@ def listen(host: str, port: int, uds: str | None = None) -> socket.socket:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         reason = str(error.strerror).partition(" (while")[0]  # the rest repeats the address
-        raise OSError(f"cannot listen on {host}:{port}: {reason}; choose another --port or --host") from error
+        message = f"cannot listen on {host}:{port}: {reason}; choose another --port or --host"
+        raise OSError(error.errno, message) from error
     # Connections inherit the option. asyncio does not set it on these sockets, as they do not name TCP as protocol.
     # Without it a token waits until the client acknowledges the previous one, 40 ms on most systems.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

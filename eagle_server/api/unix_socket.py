@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -16,7 +17,7 @@ class UnixListener(socket.socket):
     Its permissions follow the process's umask: with the usual 022 only its owner can connect.
 
     Raises:
-        OSError: the path cannot be used; the message is one line.
+        OSError: the path cannot be used; `strerror` is one line. EADDRINUSE: another server listens there.
     """
 
     def __init__(self, path: str, backlog: int) -> None:
@@ -30,7 +31,7 @@ class UnixListener(socket.socket):
             self.listen(backlog)
         except OSError as error:
             self.close()
-            raise OSError(f"cannot listen on --uds {path}: {error.strerror or error}") from error
+            raise OSError(error.errno, f"cannot listen on --uds {path}: {error.strerror or error}") from error
 
     def close(self) -> None:
         """Stop listening. A successor may have its own file at the path already; it stays."""
@@ -61,7 +62,7 @@ def _remove_stale(path: Path) -> None:
             return
         except TimeoutError:
             pass
-    raise OSError("another server listens there")
+    raise OSError(errno.EADDRINUSE, "another server listens there")
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -135,6 +135,11 @@ class ServerSection(Section):
         description="listen on a Unix socket at this path instead of host and port; who may connect follows from the "
         "umask, with the usual 022 only the user who starts the server",
     )
+    url_file: Text | None = Field(
+        default=None,
+        description="file to which the server writes its URL on this machine as soon as it listens, for "
+        "python -m eagle_server.api.health, the health check of the images",
+    )
     api_key: Annotated[SecretStr, Field(min_length=1)] | None = Field(
         default=None,
         description="bearer token that clients must send; better set in the environment, because ps shows flags",

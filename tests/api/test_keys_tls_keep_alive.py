@@ -8,6 +8,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -16,6 +17,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from eagle_server.api import health
 from eagle_server.api.sse import COMMENT
 from eagle_server.config import parse_args
 from tests.api.conftest import PATIENCE, Server, start_server
@@ -87,6 +89,8 @@ def test_https(tokenizer_dir: Path, tmp_path: Path) -> None:
     wrong = started(tokenizer_dir, tmp_path / "wrong", *flags, "--ssl-keyfile-password", "other")
     assert wrong.process.wait(timeout=PATIENCE) == 2
     assert "--ssl-certfile, --ssl-keyfile" in wrong.log.read_text().splitlines()[-1]
+    file = tmp_path / "url"
+    flags += ["--url-file", str(file)]
     server = started(tokenizer_dir, tmp_path / "log", *flags, "--ssl-keyfile-password", "word")
     url = server.url.replace("http://", "https://")
     try:
@@ -100,11 +104,29 @@ def test_https(tokenizer_dir: Path, tmp_path: Path) -> None:
             body = {"prompt": "abc", "max_tokens": 5, "stream": True}
             text = client.post(f"{url}/v1/completions", json=body).text
             assert text.endswith("data: [DONE]\n\n")
+        assert file.read_text() == f"{url}\n"
+        assert health.main(str(file)) == 0, "the check does not ask for a certificate of a loopback address"
         with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=PATIENCE) as silent:
             assert silent.recv(1) == b"", "a handshake that does not begin is ended"
         assert f"serving fake on {url}" in server.log.read_text()
         assert '"word"' not in server.log.read_text()
         assert server.stop() == 0
+        assert health.main(str(file)) == 1
+    finally:
+        ended(server)
+
+
+def test_the_health_check_of_an_image_follows_a_flag_for_the_port(tokenizer_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "url"
+    command = [sys.executable, "-m", "eagle_server.api.health", str(file)]
+    before = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (before.returncode, before.stderr.count("\n")) == (1, 1), before.stderr
+    server = started(tokenizer_dir, tmp_path / "log", "--url-file", str(file), "--host", "0.0.0.0")
+    try:
+        server.wait_ready()
+        assert file.read_text() == f"{server.url}\n"
+        healthy = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert healthy.returncode == 0, healthy.stderr
     finally:
         ended(server)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from eagle_server.api.server import listen
+from eagle_server.api.server import TEMPORARY_ERRORS, listen
 from tests.api.conftest import PATIENCE, REPOSITORY, Server, serving, start_server
 from tests.api.fake_engine import CRASH, EXIT, SLOW, STALL
 from tests.api.servers import wait_for_running, wait_until_draining, wait_until_gone
@@ -215,10 +216,42 @@ def test_a_port_in_use_is_one_line(tokenizer_dir: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         status, lines = wrong_start(tmp_path, "--model-path", str(tokenizer_dir), "--port", port)
-    assert status == 2
+    assert status == os.EX_TEMPFAIL, "systemd tries again, which it does not after status 2"
     reason = "Address already in use; choose another --port or --host"
     assert lines[-1] == f"eagle_server: error: cannot listen on 127.0.0.1:{port}: {reason}"
     assert not any("Traceback" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("192.0.2.1", os.EX_TEMPFAIL), ("no.such.host.invalid:", 2)],
+    ids=["an address that is not up", "no address"],
+)
+@pytest.mark.slow
+def test_a_wrong_address_is_one_line(tokenizer_dir: Path, tmp_path: Path, host: str, status: int) -> None:
+    found, lines = wrong_start(tmp_path, "--model-path", str(tokenizer_dir), "--host", host)
+    assert found == status
+    assert lines[-1].startswith(f"eagle_server: error: cannot listen on {host}:")
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_only_what_may_go_away_by_itself_is_temporary(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with listen("unused", 1, str(path)), pytest.raises(OSError, match="another server listens there") as busy:
+        listen("unused", 1, str(path))
+    assert busy.value.errno in TEMPORARY_ERRORS
+    with pytest.raises(OSError, match="cannot listen on --uds") as wrong:
+        listen("unused", 1, str(tmp_path / "no" / "such"))
+    assert not {wrong.value.errno, errno.EACCES, errno.EPERM} & {*TEMPORARY_ERRORS}
+
+
+def test_too_few_files_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (24, 24))
+    with pytest.raises(OSError, match="only 24 files") as refused:
+        listen("127.0.0.1", 0)
+    assert refused.value.strerror is not None
+    assert "\n" not in refused.value.strerror
+    assert refused.value.errno not in TEMPORARY_ERRORS
 
 
 def test_the_api_process_imports_neither_torch_nor_transformers(tokenizer_dir: Path) -> None:

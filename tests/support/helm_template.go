@@ -68,7 +68,7 @@ func fail(err error) {
 
 func main() {
 	chart, release := os.Args[1], os.Args[2]
-	var input struct{ Values, Chart map[string]any }
+	var input struct{ Values, Chart, Secrets map[string]any } // Secrets: those of the cluster
 	decoder := json.NewDecoder(os.Stdin)
 	decoder.UseNumber()
 	fail(decoder.Decode(&input))
@@ -84,6 +84,9 @@ func main() {
 			pad := "\n" + strings.Repeat(" ", count)
 			return pad + strings.ReplaceAll(text, "\n", pad)
 		},
+		"lookup": func(version, kind, namespace, name string) any { return input.Secrets[name] },
+		"list":   func(items ...any) []any { return items },
+		"upper":  strings.ToUpper,
 		"quote":      func(value any) string { return fmt.Sprintf("%q", fmt.Sprint(value)) },
 		"sha256sum":  func(text string) string { return fmt.Sprintf("%x", sha256.Sum256([]byte(text))) },
 		"trunc":      func(count int, text string) string { return text[:min(count, len(text))] },

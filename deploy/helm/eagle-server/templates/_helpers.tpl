@@ -22,3 +22,18 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- define "eagle-server.config" -}}
 {{- toYaml .Values.options -}}
 {{- end -}}
+
+{{- define "eagle-server.scheme" -}}
+{{- if .Values.tls.secret }}https{{ else }}http{{ end -}}
+{{- end -}}
+
+{{- /* What the server reads once, at its start. `lookup` finds nothing in `helm template`, which asks no cluster. */ -}}
+{{- define "eagle-server.secrets" -}}
+{{- range $name := list .Values.apiKeys.secret .Values.tls.secret .Values.hubToken.secret -}}
+{{- if $name -}}
+{{- with lookup "v1" "Secret" $.Release.Namespace $name -}}
+{{- toYaml .data -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
