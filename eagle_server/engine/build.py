@@ -33,10 +33,6 @@ from eagle_server.worker.follower import Follower
 if TYPE_CHECKING:
     from eagle_server.engine.kv_events import KVEventPublisher
 
-NEAR_TIES = (
-    "torch computes parts of this model, and its rounding may depend on how many rows it computes: where two tokens "
-    "are nearly equally likely, a text with speculation may differ from the one without"
-)
 logger = logging.getLogger(__name__)
 
 
@@ -121,8 +117,11 @@ def load_models(
     draft = _load_draft(config, target, context, lookahead, progress=progress) if drafts else None
     model = draft.head.model if draft is not None and isinstance(draft.head, DraftLM) else target
     set_threads(threads, fused=target.is_fused and model.is_fused)
-    if config.speculates and not target.is_fused and target.config.dtype != torch.float32:
-        logger.info("%s", NEAR_TIES)
+    if device.type == "cpu" and config.speculates and not target.is_fused and (ranks is None or ranks.rank == 0):
+        logger.warning(
+            "texts with speculation may differ in near-ties from those without: torch computes all or part of this "
+            "model, and its rounding depends on the number of rows"
+        )
     return LoadedModels(target, draft)
 
 
