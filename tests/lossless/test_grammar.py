@@ -27,7 +27,7 @@ from tests.support.engines import (
     run,
     speculative,
 )
-from tests.support.grammars import GRAMMARS, VOCAB, json_tokenizer
+from tests.support.grammars import ALTERNATIVES, GRAMMARS, VOCAB, json_tokenizer
 from tests.support.thinning import thinned
 
 TOKENIZER = {"tokenizer": json_tokenizer}
@@ -142,6 +142,20 @@ def test_other_requests_run_and_aborts_are_answered_while_a_grammar_is_compiled(
     engine.add(request("gone", PROMPT, grammar=Grammar(kind="ebnf", source='root ::= "b"')))
     engine.abort("gone")
     assert run(engine, [])["gone"].reason is FinishReason.ABORT
+
+
+def test_drafts_beyond_the_limits_of_a_grammar_end_no_request(target: TargetModel) -> None:
+    """The prompts offer brackets to n-grams. No text has one: the grammar is beyond the limits there."""
+    ids = json_tokenizer().get_vocab()
+    bias = ((ids["("], -100.0), *((ids[letter], 5.0) for letter in "abc"))
+    own: dict[str, Any] = {"grammar": ALTERNATIVES, "logit_bias": bias, "temperature": 1.0}
+    prompts = [[ids[letter] for letter in f"{'abc'[n % 3]}(" * 8] for n in range(6)]
+    asked = [request(n, prompt, seed=n, **own) for n, prompt in enumerate(prompts)]
+    outcome, expected = run(ngram(target), asked), run(plain(target, stand_ins=TOKENIZER), asked)
+    assert {n: (f.tokens, f.reason) for n, f in outcome.items()} == {
+        n: (f.tokens, f.reason) for n, f in expected.items()
+    }
+    assert {finished.reason for finished in outcome.values()} <= {FinishReason.STOP, FinishReason.LENGTH}
 
 
 LETTERS = Grammar(kind="regex", source="(([a-m][n-z]){1,2}[A-Z0-9]|[0-9]{2}[ab ]|[C-Z][c-x]{3}){12}")

@@ -29,6 +29,14 @@ GRAMMARS = {
     "ebnf": Grammar(kind="ebnf", source='root ::= "(" root ")" root | [a-c]{0,2}'),
 }
 
+# llguidance's limit for a row of items is 2,000. After a bracket there are three for each alternative.
+ALTERNATIVES = Grammar(
+    kind="ebnf",
+    source='root ::= [a-c]* ("(" any)?\n'
+    + f"any ::= {' | '.join(f'r{n}' for n in range(680))}\n"
+    + "".join(f'r{n} ::= "{n}x" r{n} | "{n}y"\n' for n in range(680)),
+)
+
 
 def json_tokenizer() -> Tokenizer:
     """Token 0 is the end of sequence. The other tokens are single characters and PIECES."""

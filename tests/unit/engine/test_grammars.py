@@ -340,24 +340,6 @@ def test_drafted_tokens_beyond_a_cycles_time_are_cut_from_the_tree(
     assert allowed(masks[0]) == brute_force(found, [ab, ab])
 
 
-def test_drafts_that_exhaust_the_limits_do_not_end_their_request(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The text alone decides: a matcher that has reached a limit is made anew."""
-    found, ab = compiled(grammars, "regex"), json_tokenizer().token_to_id("ab")
-    grammar_matcher = found.matcher(0, [0])
-    assert grammar_matcher.mask([ab]) is not None
-    matcher = grammar_matcher._matcher
-    assert matcher is not None
-    matcher.consume_token(1)  # a forbidden token ends a matcher, as a limit does
-    assert matcher.is_error()
-    monkeypatch.setattr(LLGuidanceMatcher, "_lexer_is_full", lambda self: True)
-    mask = grammar_matcher.mask([ab, ab])
-    assert mask is not None
-    assert grammar_matcher.failure is None
-    assert allowed(mask) == brute_force(found, [ab, ab])
-
-
 def test_requests_with_the_same_grammar_share_no_limits(grammars: Grammars) -> None:
     """Each of these requests reaches about half of the limit of lexer states."""
     found = grammars.compile(Grammar(kind="regex", source="[abc]*a[abc]{40}")).result()
