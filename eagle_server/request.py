@@ -24,6 +24,9 @@ class FinishReason(enum.Enum):
     ERROR = "error"
 
 
+MAX_GRAMMAR_CHARACTERS = 256 * 1024  # of a source, whether a client has written it or it follows from tools
+
+
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """A grammar that the output must match.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from eagle_server.request import Grammar
+from eagle_server.request import MAX_GRAMMAR_CHARACTERS, Grammar
 from eagle_server.text.tool_formats import HERMES, ToolFormat
 from eagle_server.text.tool_json import NAME
 from eagle_server.text.tool_text import PYTHON_KEY, PYTHON_NAME, XML_KEY, PythonCall, XmlCall
@@ -31,7 +31,8 @@ def call_grammar(
     `functions` are names with the schemas of their arguments. `tokens` has the ids of markers that are special tokens.
 
     Raises:
-        ValueError: a schema cannot be enforced in this format; the message begins after the name of the schema.
+        ValueError: a schema cannot be enforced in this format, or the grammar is too long; the message begins after the
+            name of the schema.
     """
     opening, closing = terminals(format.opening, tokens), terminals(format.closing, tokens)
     if format.separator is None:
@@ -49,15 +50,27 @@ def call_grammar(
         start = "call"
     calls = " | ".join(f"call_{number}" for number in range(len(functions)))
     rules = [f"start: {start}\n", f"call: {calls}\n"]
+    size = sum(map(len, rules))
+    for rule in _call_rules(format, functions, tokens):
+        rules.append(rule)
+        size += len(rule)
+        if size > MAX_GRAMMAR_CHARACTERS:  # before the others are written
+            raise ValueError(f"the grammar of the calls would have more than {MAX_GRAMMAR_CHARACTERS} characters")
+    return Grammar(kind="lark", source="".join(rules))
+
+
+def _call_rules(
+    format: ToolFormat, functions: Sequence[tuple[str, Mapping[str, Any]]], tokens: Mapping[str, int]
+) -> Iterator[str]:
+    """Lines of Lark; call_0 is a call of the first function."""
     for number, (name, schema) in enumerate(functions):
         _check_names(format, name, schema)
         if format.call is XmlCall:
-            rules.append(_xml_call(f"call_{number}", name, schema))
+            yield from _xml_call(f"call_{number}", name, schema)
         elif format.call is PythonCall:
-            rules.append(_python_call(f"call_{number}", name, schema))
+            yield from _python_call(f"call_{number}", name, schema)
         else:
-            rules.append(_json_call(f"call_{number}", format, name, schema, tokens))
-    return Grammar(kind="lark", source="".join(rules))
+            yield _json_call(f"call_{number}", format, name, schema, tokens)
 
 
 def _check_names(format: ToolFormat, name: str, schema: Mapping[str, Any]) -> None:
@@ -82,20 +95,18 @@ def _json_call(rule: str, format: ToolFormat, name: str, schema: Mapping[str, An
     return f"{rule}: {terminals(head, tokens)} {rule}_arguments {terminals(tail, tokens)}\n{arguments}"
 
 
-def _xml_call(rule: str, name: str, schema: Mapping[str, Any]) -> str:
+def _xml_call(rule: str, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
     """The parameters have their own lines, in the order of the schema."""
-    parts, rules = [_text(f"<function={name}>\n")], []
+    parts = [_text(f"<function={name}>\n")]
     for number, (key, value, is_required) in enumerate(_parameters(schema)):
         own = f"{rule}_{number}"
         parts.append(f"({_text(f'<parameter={key}>{_BREAK}')} {own})" + "?" * (not is_required))
         types = types_of(value, schema)
         if types is None or "string" in types:
-            rules.append(_raw_text(own, key, value, schema))
+            yield _raw_text(own, key, value, schema)
         else:
-            rules.append(
-                f"{own}: {own}_json {_text(_VALUE_END)}\n" + json_rule(f"{own}_json", _with_root(value, schema))
-            )
-    return f"{rule}: {' '.join(parts)} {_text('</function>')}\n{''.join(rules)}"
+            yield f"{own}: {own}_json {_text(_VALUE_END)}\n" + json_rule(f"{own}_json", _with_root(value, schema))
+    yield f"{rule}: {' '.join(parts)} {_text('</function>')}\n"
 
 
 def _raw_text(rule: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
@@ -120,22 +131,32 @@ def _raw_text(rule: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
     return f"{rule}: {rule}_text {_text(_BREAK)}\n{rule}_text[suffix={_text(_VALUE_END.strip())}]: /(.|\\n)*/\n"
 
 
-def _python_call(rule: str, name: str, schema: Mapping[str, Any]) -> str:
+def _python_call(rule: str, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
     """Keyword arguments, the required ones first, with JSON values."""
-    given, rules = _parameters(schema), []
-    arguments: list[tuple[str, bool]] = []
-    for number, (key, value, is_required) in enumerate(sorted(given, key=lambda each: not each[2])):
+    required, optional = list[str](), list[str]()
+    for number, (key, value, is_required) in enumerate(sorted(_parameters(schema), key=lambda each: not each[2])):
         own = f"{rule}_{number}"
-        arguments.append((own, is_required))
-        rules.append(f"{own}: {_text(f'{key}=')} {own}_json\n" + json_rule(f"{own}_json", _with_root(value, schema)))
-    comma, required = ' ", " ', [own for own, is_required in arguments if is_required]
-    optional = [own for own, is_required in arguments if not is_required]
-    chains = [" ".join([own, *(f'(", " {each})?' for each in optional[n + 1 :])]) for n, own in enumerate(optional)]
-    if required:
-        inner = " ".join([comma.join(required), *(f'(", " {own})?' for own in optional)])
-    else:
-        inner = f"({' | '.join(chains)})?" if chains else ""
-    return f"{rule}: {_text(f'{name}(')} {inner} {_text(')')}\n{''.join(rules)}"
+        (required if is_required else optional).append(own)
+        yield f"{own}: {_text(f'{key}=')} {own}_json\n" + json_rule(f"{own}_json", _with_root(value, schema))
+    given = ' ", " '.join(required)
+    if optional:
+        yield from _some(f"{rule}_some", optional)
+        given = f'{given} (", " {rule}_some)?' if given else f"{rule}_some?"
+    yield f"{rule}: {_text(f'{name}(')} {given} {_text(')')}\n"
+
+
+def _some(rule: str, items: Sequence[str]) -> Iterator[str]:
+    """One or more of the items, in their order, with commas between: of the first half, of the second, or of both.
+
+    As many rules as items, which nest only as deep as the logarithm of their number.
+    """
+    if len(items) == 1:
+        yield f"{rule}: {items[0]}\n"
+        return
+    half = len(items) // 2
+    yield f'{rule}: {rule}a (", " {rule}b)? | {rule}b\n'
+    yield from _some(f"{rule}a", items[:half])
+    yield from _some(f"{rule}b", items[half:])
 
 
 def _parameters(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
@@ -159,9 +180,11 @@ def _list(value: Any) -> list[Any]:
 
 
 def _with_root(schema: Any, root: Mapping[str, Any]) -> Any:
-    """A part of `root` with the definitions that its references may be about."""
+    """A part of `root`, with the definitions if it has references, which may be about them."""
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return {**definitions, **schema} if definitions and isinstance(schema, Mapping) else schema
+    if not definitions or not isinstance(schema, Mapping) or '"$ref": ' not in json.dumps(schema):
+        return schema
+    return {**definitions, **schema}
 
 
 def terminals(text: str, tokens: Mapping[str, int]) -> str:

@@ -10,9 +10,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from eagle_server.api.schemas.base import Part
-from eagle_server.request import Grammar
+from eagle_server.request import MAX_GRAMMAR_CHARACTERS, Grammar
 
-MAX_GRAMMAR_CHARACTERS = 256 * 1024
 MAX_TEXTS = 1024
 
 Source = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
