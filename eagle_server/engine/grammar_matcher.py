@@ -17,11 +17,6 @@ from eagle_server.plan import MASK_WORD, allows
 
 logger = logging.getLogger(__name__)
 
-# Seconds of CPU time, so that a busy machine does not look like a slow grammar.
-SLOW = 0.002  # after a mask of a root that takes longer, the next ones are computed on a thread
-LONGEST = 0.1  # for one mask; a longer one ends the request
-PER_CYCLE = 0.016  # for the drafted tokens of all requests in a cycle; those beyond it are not verified
-PER_REQUEST = 0.002  # for those of one request, at most
 _FIRST_PENALTY = 4  # tokens after a slow mask; doubled with each
 
 TOO_SLOW = "grammar: it takes too long to find which token may follow; make it less ambiguous"
@@ -30,9 +25,19 @@ Submit = Callable[[Callable[[], None]], "Future[None]"]
 
 @dataclass
 class MaskBudget:
-    """Seconds for the drafted tokens of each request in a cycle. The engine divides PER_CYCLE among the requests."""
+    """Seconds of CPU time, so that a busy machine does not look like a slow grammar. An engine's requests share it."""
 
-    each: float = PER_REQUEST
+    slow: float = 0.002  # after a mask of a root that takes longer, the next ones are computed on a thread
+    longest: float = 0.1  # for one mask; a longer one ends the request
+    per_cycle: float = 0.016  # for the drafted tokens of all requests in a cycle; those beyond it are not verified
+    per_request: float = 0.002  # for those of one request, at most
+
+    def __post_init__(self) -> None:
+        self.each = self.per_request  # for those of each request in this cycle
+
+    def share(self, requests: int) -> None:
+        """A cycle begins that decodes this many requests with grammars."""
+        self.each = min(self.per_request, self.per_cycle / max(requests, 1))
 
 
 class LLGuidanceMatcher:
@@ -103,7 +108,9 @@ class LLGuidanceMatcher:
         self._masks.clear()
         root, is_slow = self._advance(text)
         self._spent = time.thread_time() - started
-        if self._spent > SLOW and self._start < len(text):  # the first mask includes the matcher's compilation
+        if self._spent > self._budget.slow and self._start < len(
+            text
+        ):  # the first mask includes the matcher's compilation
             self._slow_until, self._penalty = len(text) + self._penalty, 2 * self._penalty
         if root is None and self._has_drafted:
             self._drop()
@@ -132,7 +139,7 @@ class LLGuidanceMatcher:
                 if token not in self._ends:
                     self._matcher.consume_token(token)
             root = self._bits()
-            is_slow = is_slow or time.thread_time() - started > LONGEST * (end - self._length)
+            is_slow = is_slow or time.thread_time() - started > self._budget.longest * (end - self._length)
             self._length = end
         self._length = len(text)
         return root, is_slow

@@ -27,10 +27,10 @@ from tests.support.engines import (
     run,
     speculative,
 )
-from tests.support.grammars import ALTERNATIVES, GRAMMARS, VOCAB, json_tokenizer
+from tests.support.grammars import ALTERNATIVES, GRAMMARS, VOCAB, json_tokenizer, unhurried
 from tests.support.thinning import thinned
 
-TOKENIZER = {"tokenizer": json_tokenizer}
+TOKENIZER = {"tokenizer": json_tokenizer, "mask_budget": unhurried()}
 PROMPT = list(range(1, 40))
 KINDS = [*GRAMMARS, None]
 
@@ -183,7 +183,8 @@ def test_no_drafter_drafts_what_a_grammar_forbids(drafting: Drafting, monkeypatc
     """With emulated graphs: cycles without grammars are captured and replayed before, between and after the others."""
     file = str(drafting.pair.directory / "tokenizer.json")
     settings = as_on_a_gpu()
-    settings["stand_ins"]["tokenizer"] = reading = lambda: Tokenizer.from_file(file)
+    reading = {"tokenizer": lambda: Tokenizer.from_file(file), "mask_budget": unhurried()}
+    settings["stand_ins"].update(reading)
     engine = drafting.engine(**settings)
     trees: list[tuple[str, DraftTree | None, list[int]]] = []
     step = engine.step
@@ -198,10 +199,10 @@ def test_no_drafter_drafts_what_a_grammar_forbids(drafting: Drafting, monkeypatc
     captured = len(engine.worker.verifier.graphs.keys)
     outcome = run(engine, free, joining=joining)
     assert len(engine.worker.verifier.graphs.keys) == captured
-    slow = plain(drafting.pair.target, stand_ins={"tokenizer": reading})
+    slow = plain(drafting.pair.target, stand_ins=reading)
     expected = run(slow, [*free, *joining[3]])
     assert {n: f.tokens for n, f in outcome.items()} == {n: f.tokens for n, f in expected.items()}
-    compiled = Grammars(reading, 64, [63]).compile(LETTERS).result()
+    compiled = Grammars(lambda: Tokenizer.from_file(file), 64, [63]).compile(LETTERS).result()
     for number in map(str, WITH_GRAMMAR):
         text, drafted = list[int](), 0
         for tree, tokens in [(tree, tokens) for name, tree, tokens in trees if name == number]:

@@ -7,6 +7,7 @@ import string
 
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from eagle_server.engine.grammar_matcher import MaskBudget
 from eagle_server.request import Grammar
 
 END = "<end>"
@@ -48,3 +49,8 @@ def json_tokenizer() -> Tokenizer:
 
 
 VOCAB = json_tokenizer().get_vocab_size()
+
+
+def unhurried() -> MaskBudget:
+    """For what is drafted or allowed: else the speed of the machine decides."""
+    return MaskBudget(slow=60.0, longest=60.0, per_cycle=60.0, per_request=60.0)

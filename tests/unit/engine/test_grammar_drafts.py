@@ -23,19 +23,13 @@ from eagle_server.engine.grammar_sources import llguidance_source
 from eagle_server.engine.grammars import Grammars
 from eagle_server.plan import allows
 from eagle_server.request import Grammar
-from tests.support.grammars import ALTERNATIVES, VOCAB, json_tokenizer
+from tests.support.grammars import ALTERNATIVES, VOCAB, json_tokenizer, unhurried
 
 Make = Callable[[], llguidance.LLMatcher]
 IDS = json_tokenizer().get_vocab()
 # A text of b needs one state of the lexer, each other one some of its own: where the last `a`s stood.
 STATES = Grammar(kind="regex", source="b*([ab]*a[ab]{12})?")
 NESTED = Grammar(kind="ebnf", source='root ::= "b"* ("(" a)?\na ::= a a a | "a" a? | "ab" a | ""')
-
-
-@pytest.fixture(autouse=True)
-def no_slow_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in ("SLOW", "LONGEST"):
-        monkeypatch.setattr(grammar_matcher_module, limit, 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +49,8 @@ def run_now(compute: Callable[[], None]) -> Future[None]:
     return future
 
 
-def new(make: Make, submit: Any = run_now) -> LLGuidanceMatcher:
-    return LLGuidanceMatcher(make, VOCAB, 0, [0], submit, MaskBudget(60.0))
+def new(make: Make, submit: Any = run_now, budget: MaskBudget | None = None) -> LLGuidanceMatcher:
+    return LLGuidanceMatcher(make, VOCAB, 0, [0], submit, budget or unhurried())
 
 
 def spelled(text: str) -> list[int]:
@@ -156,10 +150,10 @@ def test_a_long_text_is_read_again_however_long_it_takes(
     tokenizer: llguidance.LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of its masks has the time that it has in plain decoding."""
-    monkeypatch.setattr(grammar_matcher_module, "LONGEST", 0.1)
-    ticks = itertools.count()
+    budget, ticks = unhurried(), itertools.count()
+    budget.longest = 0.1
     monkeypatch.setattr(grammar_matcher_module.time, "thread_time", lambda: 0.04 * next(ticks))
-    matcher, text = new(maker(tokenizer, ALTERNATIVES)), list[int]()
+    matcher, text = new(maker(tokenizer, ALTERNATIVES), budget=budget), list[int]()
     for _ in range(100):
         assert matcher.mask(text) is not None
         text.append(IDS["b"])
