@@ -2,15 +2,23 @@
 
 eagle-server [flags]               serve
 eagle-server serve [MODEL] [flags] the same; MODEL is short for --model-path
+eagle-server chat [MODEL] [flags]  talk to a model in the terminal
 eagle-server tree | bench | train  draft trees in the terminal; a benchmark; training of targets and heads
+eagle-server help [COMMAND]        the help of a command
 """
 
 from __future__ import annotations
 
+import signal
+
+_on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in the imports below ends without a traceback
+
 import asyncio
+import difflib
 import importlib
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,49 +31,69 @@ from eagle_server.api.telemetry.request_record import log_context
 from eagle_server.client.client import EngineClient
 from eagle_server.client.supervisor import EngineFailed, Supervisor
 from eagle_server.config import Config, changed_options, parse_args
+from eagle_server.config.other_names import OTHER_COMMANDS
 from eagle_server.engine.logs import LogStyle, configure_logging
 from eagle_server.engine.process import CONFIGURATION_STATUS, FAILURE_STATUS, EngineFactory, EngineProtocol, freeze
 from eagle_server.text.chat_template_files import load_chat_template
 from eagle_server.text.tokenizer import load_tokenizer
 
+signal.signal(signal.SIGINT, _on_interrupt)
 logger = logging.getLogger("eagle_server")
 
 # The modules of the other commands import torch, which the API process does not need.
 COMMANDS = {
+    "chat": "eagle_server.view.chat.command",
     "tree": "eagle_server.view.command",
     "bench": "eagle_server.bench.__main__",
     "train": "eagle_server.training.__main__",
 }
-SERVE = "serve"
+SERVE, HELP = "serve", "help"
 EXAMPLE_BODY = r'{"prompt": "def fibonacci(n):\n", "max_tokens": 64, "temperature": 0}'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal arrives; return the exit status. A user's mistake is one line on stderr and status 2."""
-    first, *rest = list(sys.argv[1:] if argv is None else argv) or [SERVE]
+    try:
+        return _command(list(sys.argv[1:] if argv is None else argv) or [SERVE])
+    except KeyboardInterrupt:  # of another command, or before a server handles signals
+        return INTERRUPTED_STATUS
+
+
+def _command(words: list[str]) -> int:
+    first, *rest = words
+    if first == HELP:
+        if len(rest) > 1:
+            return _fail(f"help is for one command, not for {' '.join(rest)}", CONFIGURATION_STATUS)
+        return _command([*rest, "--help"])
     if first in COMMANDS:
         status: int = importlib.import_module(COMMANDS[first]).main(rest)
         return status
     if first == SERVE:
         flags = ["--model-path", *rest] if rest and not rest[0].startswith("-") else rest
     elif not first.startswith("-"):
-        print(f"unknown command {first}; there are {', '.join((SERVE, *COMMANDS))}", file=sys.stderr)
-        return CONFIGURATION_STATUS
+        return _fail(_unknown_command(first), CONFIGURATION_STATUS)
     else:
-        flags = [first, *rest]
-    config = parse_args(flags, more=_memory)
+        flags = words
+    config = parse_args(flags, more=_dry_run)
     function = "build_engine" if config.device.tp_size == 1 else "build_rank"
     return run(config, EngineFactory("eagle_server.engine.build", function, (config,)))
 
 
-def _memory(config: Config) -> dict[str, Any]:
-    """What --dry-run prints about memory. A configuration that cannot fit is a user's mistake."""
-    from eagle_server.engine.memory_estimate import memory_estimate, refusal  # imports torch
+def _unknown_command(name: str) -> str:
+    known = (SERVE, *COMMANDS, HELP)
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+    return f"unknown command {name}; {OTHER_COMMANDS.get(name, hint)}"
+
+
+def _dry_run(config: Config) -> dict[str, Any]:
+    """What --dry-run prints besides: the tree and the memory. A configuration that cannot fit is a user's mistake."""
+    from eagle_server.engine.memory_estimate import given_tree, memory_estimate, refusal  # imports torch
 
     estimate = memory_estimate(config)
     if (reason := refusal(config, estimate)) is not None:
         raise ValueError(reason)
-    return {"memory": estimate}
+    return {"speculative": config.public_dict()["speculative"] | given_tree(config), "memory": estimate}
 
 
 def run(config: Config, build: Callable[..., EngineProtocol]) -> int:
@@ -75,7 +103,7 @@ def run(config: Config, build: Callable[..., EngineProtocol]) -> int:
     logger.debug("configuration: %s", json.dumps(config.public_dict()))
     logger.info("eagle_server %s %s", version(), " ".join(changed_options(config)))
     try:
-        listener = listen(config.server.host, config.server.port)
+        listener = listen(config.server.host, config.server.port, config.server.uds)
         tokenizer_path = config.model.tokenizer_path or config.target_path
         tokenizer = load_tokenizer(tokenizer_path)
         chat_template = load_chat_template(tokenizer_path, tokenizer, config.model.chat_template)
@@ -93,7 +121,7 @@ def run(config: Config, build: Callable[..., EngineProtocol]) -> int:
     supervisor = Supervisor(
         build, client, ranks=config.device.tp_size, logs=logs, watchdog=config.server.watchdog_timeout
     )
-    lifecycle = Lifecycle(supervisor, client, app.state.service.admission)
+    lifecycle = Lifecycle(supervisor, client, app.state.service.admission, app.state.keys.reload)
     freeze()
     try:
         with listener, asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
@@ -117,10 +145,15 @@ def _announce(config: Config, client: EngineClient) -> None:
         if config.server.api_key or config.server.api_key_file
         else ""
     )
+    curl, place = "curl -s", url
+    if config.server.uds is not None:
+        url = f"{scheme}://localhost"  # clients need a host's name, which nobody looks up
+        curl, place = f"curl -s --unix-socket {shlex.quote(config.server.uds)}", f"the Unix socket {config.server.uds}"
     resolved = (client.ready.resolved if client.ready is not None else None) or {}
-    lines = [f"serving {config.served_model_name} on {url}", *described(resolved)]
-    lines += [f"API         {url}/v1", f"playground  {url}/", f"docs        {url}/docs"]
-    lines += [f"try         curl -s {url}/v1/completions -H 'content-type: application/json'{key} -d '{EXAMPLE_BODY}'"]
+    lines = [f"serving {config.served_model_name} on {place}", *described(resolved)]
+    if config.server.uds is None:  # browsers do not open it
+        lines += [f"API         {url}/v1", f"playground  {url}/", f"docs        {url}/docs"]
+    lines += [f"try         {curl} {url}/v1/completions -H 'content-type: application/json'{key} -d '{EXAMPLE_BODY}'"]
     logger.info("\n  ".join(lines))
 
 

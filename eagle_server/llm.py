@@ -128,17 +128,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        **parameters: Any,
     ) -> list[RequestOutput]:
         """Continue prompts, all together; the outputs are in the order of the prompts.
 
         A prompt is a text, a list of token ids, or a dict with one of them as `prompt` or `prompt_token_ids`.
+        `parameters` are short for one SamplingParams: `generate(prompts, max_tokens=64)`. `use_tqdm` shows a progress
+        bar, if stderr is a terminal.
 
         Raises:
             ValueError: a prompt or its parameters cannot be served; nothing is generated then.
         """
         single = isinstance(prompts, (str, Mapping)) or _is_ids(prompts)
         several = [_text_or_ids(each) for each in ([prompts] if single else prompts)]
-        given = _for_each(several, sampling_params)
+        given = _for_each(several, sampling_params, parameters)
         bodies = [
             {"prompt": prompt if isinstance(prompt, str) else list(prompt), **params.parameters}
             for prompt, params in zip(several, given, strict=True)
@@ -154,14 +157,17 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         use_tqdm: bool = True,
+        **parameters: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, in the shape of /v1/chat/completions, all with the same `tools`.
+
+        The other arguments are those of `generate`.
 
         Raises:
             ValueError: as `generate`.
         """
         several: Any = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        given = _for_each(several, sampling_params)
+        given = _for_each(several, sampling_params, parameters)
         offered = {} if tools is None else {"tools": list(tools)}
         bodies = [{**params.of_chat(each), **offered} for each, params in zip(several, given, strict=True)]
         handler = partial(self._handler, ChatRequest, chat_handler)
@@ -255,7 +261,13 @@ def _is_ids(prompts: Any) -> bool:
     return len(prompts) > 0 and isinstance(prompts[0], int)
 
 
-def _for_each(prompts: Sequence[Any], given: SamplingParams | Iterable[SamplingParams] | None) -> list[SamplingParams]:
+def _for_each(
+    prompts: Sequence[Any], given: SamplingParams | Iterable[SamplingParams] | None, named: Mapping[str, Any]
+) -> list[SamplingParams]:
+    if named:
+        if given is not None:
+            raise ValueError(f"{next(iter(named))}: give it in sampling_params, or all parameters by name")
+        given = SamplingParams(**named)
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * len(prompts)
     found = list(given)

@@ -7,6 +7,7 @@ positions 0..L-1. `verified_id` is the token at position L: sampled and sent, bu
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -144,6 +145,13 @@ class Decode:
     grammar_matcher: GrammarMatcher | None = field(default=None, compare=False, repr=False)
     trees: bool = False  # return its draft tree
     shares_text: bool = True  # other requests may draft from its text, and it from theirs
+    tokens_left: int = sys.maxsize  # the most tokens that it may still get, at least 1
+    ends: frozenset[int] = frozenset()  # tokens after which it gets no more
+
+    def kept(self, tokens: Sequence[int]) -> int:
+        """How many of these new tokens the request keeps."""
+        end = next((count for count, token in enumerate(tokens, 1) if token in self.ends), len(tokens))
+        return min(end, self.tokens_left)
 
 
 @dataclass(frozen=True)

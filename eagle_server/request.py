@@ -24,7 +24,7 @@ class FinishReason(enum.Enum):
     ERROR = "error"
 
 
-MAX_GRAMMAR_CHARACTERS = 256 * 1024  # of a source, whether a client has written it or it follows from tools
+MAX_GRAMMAR_CHARACTERS = 256 * 1024  # of a source, a client's own or one that was made for its tools
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +38,10 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "lark"]
     source: str = ""
     thinking: str = ""
+
+
+# Logits are multiplied and divided by it: beyond these they would overflow.
+REPETITION_PENALTIES = (0.01, 100.0)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name, value in (biases | penalties | factors).items():
             if not math.isfinite(value):
                 yield f"{name} is {value}; it must be finite"
+        low, high = REPETITION_PENALTIES
         checks = (
             (
                 self.grammar is None or not self.ignore_eos,
@@ -92,7 +97,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ),
             (self.allowed_token_ids != (), "allowed_token_ids is empty: no token could be drawn"),
             (() not in self.bad_words, "bad_words: a word has no tokens"),
-            (self.repetition_penalty > 0, f"repetition_penalty is {self.repetition_penalty}; it must be above 0"),
+            (
+                low <= self.repetition_penalty <= high,
+                f"repetition_penalty is {self.repetition_penalty}; it must be from {low:g} to {high:g}",
+            ),
             (self.temperature >= 0, f"temperature is {self.temperature}; it must not be negative"),
             (0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1"),
             (0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be from 0 to 1"),
@@ -106,7 +114,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
 
     If `speculative` is False, no tokens are drafted; the text is the same either way. If `trees` is True, the deltas
     contain the draft trees. Requests with different values of `cache_salt` share no cached KV and draft from nothing
-    that the other wrote; None is a value of its own.
+    that the other wrote; None is a value of its own. Requests of different clients (`client`) take turns.
     """
 
     request_id: str
@@ -117,6 +125,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     speculative: bool = True
     trees: bool = False
     cache_salt: str | None = None
+    client: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

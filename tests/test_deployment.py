@@ -130,7 +130,8 @@ def test_compose_publishes_on_this_machine_only_unless_told_otherwise(compose):
 def test_compose_passes_every_option_on(compose):
     options = {f"EAGLE_SERVER_{name.upper().replace('-', '_')}" for name in (*OPTIONS, "config")}
     passed = {name for name in compose["x-server"]["environment"] if name.startswith("EAGLE_SERVER_")}
-    options -= {"EAGLE_SERVER_HOST", "EAGLE_SERVER_PORT"}  # the container's own; there they say where to publish
+    # The container's own, which there say where to publish; and what nobody outside it could reach.
+    options -= {"EAGLE_SERVER_HOST", "EAGLE_SERVER_PORT", "EAGLE_SERVER_UDS"}
     assert passed == options, f"x-server in docker/compose.yaml: add {options - passed}, remove {passed - options}"
     assert not any(compose["x-server"]["environment"].values()), "no value, and so no secret, is written there"
 
@@ -150,7 +151,11 @@ def test_the_parts_of_monitoring_find_each_other(compose):
     assert source["jsonData"]["timeInterval"] == read("prometheus.yml")["global"]["scrape_interval"]
     dashboard = read("grafana/dashboards/eagle_server.json")
     used = {panel["datasource"]["uid"] for panel in dashboard["panels"] if panel["type"] != "row"}
-    assert used == {source["uid"]}
+    (variable,) = [each for each in dashboard["templating"]["list"] if each["type"] == "datasource"]
+    assert used == {f"${{{variable['name']}}}"}, "so that it works with the data source of whoever imports it"
+    assert variable["query"] == source["type"]
+    (rules,) = read("prometheus.yml")["rule_files"]
+    assert f"./{rules}:/etc/prometheus/{rules}:ro" in services["prometheus"]["volumes"]
     (provider,) = read("grafana/provisioning/dashboards/eagle_server.yaml")["providers"]
     assert f"./grafana/dashboards:{provider['options']['path']}:ro" in services["grafana"]["volumes"]
     assert f"http://127.0.0.1:3000/d/{dashboard['uid']}>" in (ROOT / "docs" / "deployment.md").read_text()

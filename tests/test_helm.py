@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eagle_server.api.app import api_keys
+from eagle_server.api.keys import read_keys
 from eagle_server.config import parse_args
 
 ROOT = Path(__file__).parents[1]
@@ -101,7 +101,8 @@ def test_the_server_understands_its_flags_and_options(profile, tmp_path):
     flags = [flag.replace("/etc/eagle-server", str(tmp_path)) for flag in container(kinds)["args"]]
     config = parse_args(flags, environ={})
     assert (config.server.host, config.server.port) == ("0.0.0.0", 30000)
-    assert api_keys(config) == ["secret"]
+    assert config.server.api_key_file is not None
+    assert list(read_keys(Path(config.server.api_key_file))) == ["secret"]
     assert config.model.model_path == values(profile, EVERYTHING)["options"].get("model-path")
     gpus = container(kinds)["resources"]["limits"].get("nvidia.com/gpu", 0)
     assert gpus == (config.device.tp_size if profile != "cpu" else 0)

@@ -15,7 +15,7 @@ from eagle_server.config import Config, parse_args
 
 NAME = "eagle-server"
 OWN = {"min-replicas": "1", "max-replicas": "1", "cpus": "1", "gpus": "", "routing": "balanced", "drain-seconds": "600"}
-LISTENER = ("host", "port", "ssl-certfile", "ssl-keyfile", "ssl-keyfile-password")  # of Serve's proxy
+LISTENER = ("host", "port", "uds", "ssl-certfile", "ssl-keyfile", "ssl-keyfile-password")  # of Serve's proxy
 ROUTERS = {
     "balanced": None,  # Serve's own: the less loaded of two
     "session": "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter",  # by the header x-session-id

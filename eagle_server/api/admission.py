@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 
@@ -13,11 +12,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagle_server.api import docs_page, playground
 from eagle_server.api.errors import ApiError, as_api_error, unavailable
+from eagle_server.api.keys import ApiKeys, KeyHolder
 from eagle_server.api.rate_limits import ClientLimits
+from eagle_server.api.telemetry.request_record import current_request
 from eagle_server.client.client import EngineClient, QueueFull
 
 # Paths that need no key: for load balancers, probes and browsers.
-OPEN_PATHS = docs_page.PATHS | playground.PATHS | {"/", "/health", "/metrics", "/health_generate", "/version"}
+OPEN_PATHS = docs_page.PATHS | playground.PATHS | {"/", "/health", "/ping", "/metrics", "/health_generate", "/version"}
 
 DRAIN_SECONDS = 5.0  # for the bodies that are arriving when the server is told to stop
 
@@ -78,10 +79,7 @@ class Admission:
 
 
 class AdmissionMiddleware:
-    """ASGI middleware. `generating_paths` submit requests to the engine. No `api_keys`: none is needed.
-
-    `limits` are those of each key, or of all clients together.
-    """
+    """ASGI middleware. `generating_paths` submit requests to the engine."""
 
     def __init__(
         self,
@@ -89,31 +87,32 @@ class AdmissionMiddleware:
         admission: Admission,
         client: EngineClient,
         generating_paths: Collection[str],
-        api_keys: Sequence[str],
-        limits: Sequence[ClientLimits],
+        keys: ApiKeys,
     ) -> None:
         self._app = app
         self._admission = admission
         self._client = client
         self._generating_paths = frozenset(generating_paths)
-        self._authorizations = [f"Bearer {key}".encode() for key in api_keys]
-        self._limits = limits
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
-            key = self._key(scope)
+            holder = self._holder(scope)
         except ApiError as refusal:
             await refusal.response(scope["path"])(scope, receive, send)
             return
+        if (record := current_request.get()) is not None:
+            record.key = holder.name
         if scope["path"] in self._generating_paths:
-            await self._generate(scope, receive, send, self._limits[key])
+            address = (scope.get("client") or ("",))[0]  # of a proxy, if there is one
+            await self._generate(scope, receive, send, holder.limits, holder.name or address)
         else:
             await self._app(scope, receive, send)
 
-    async def _generate(self, scope: Scope, receive: Receive, send: Send, limits: ClientLimits) -> None:
+    async def _generate(self, scope: Scope, receive: Receive, send: Send, limits: ClientLimits, client: str) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(limits.headers)
@@ -123,7 +122,7 @@ class AdmissionMiddleware:
         if refusal is not None:
             await refusal.response(scope["path"])(scope, receive, send_with_headers)
             return
-        with self._admission.count(), limits.running():
+        with self._admission.count(), limits.running(client):
             await self._app(scope, receive, send_with_headers)
 
     def _refusal(self) -> ApiError | None:
@@ -134,25 +133,23 @@ class AdmissionMiddleware:
             return as_api_error(QueueFull(f"{self._client.max_waiting} requests are waiting already"))
         return None
 
-    def _key(self, scope: Scope) -> int:
-        """Which API key the request has; 0 if none is needed.
+    def _holder(self, scope: Scope) -> KeyHolder:
+        """Who sends the request.
 
         Raises:
-            ApiError: status 401, it has none of them.
+            ApiError: status 401, nobody who has a key.
         """
-        if not self._authorizations or scope["path"] in OPEN_PATHS:
-            return 0
+        if not self._keys.are_needed or scope["path"] in OPEN_PATHS:
+            return self._keys.nobody
         headers = Headers(scope=scope)
-        given = headers.get("authorization", ""), f"Bearer {headers.get('x-api-key', '')}"  # of Anthropic's clients
-        # Each with all keys in constant time: the response time reveals nothing about them.
-        pairs = [(each.encode("latin-1"), key) for each in given for key in self._authorizations]
-        equal = [hmac.compare_digest(*pair) for pair in pairs]
-        if not any(equal):
-            reason = "needs an API key" if given == ("", "Bearer ") else "has another API key"
+        holder = self._keys.find(headers)
+        if holder is None:
+            sends = any(headers.get(name) for name in ("authorization", "x-api-key"))
+            reason = "has another API key" if sends else "needs an API key"
             raise ApiError(
                 HTTPStatus.UNAUTHORIZED,
                 f"this server {reason}: send the header 'Authorization: Bearer <key>' or 'x-api-key: <key>'",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        return equal.index(True) % len(self._authorizations)
+        return holder

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
-from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
 
 from eagle_server.api import chat, completions, docs_page, inspection, messages, playground, render, responses, tokens
 from eagle_server.api.admission import AdmissionMiddleware
 from eagle_server.api.answer_format import ReasoningSyntax
 from eagle_server.api.errors import RETRY_AFTER, install_handlers
+from eagle_server.api.keys import ApiKeys
 from eagle_server.api.openapi import openapi
+from eagle_server.api.origins import PagesOfThisServer, is_loopback
 from eagle_server.api.rate_limits import LIMIT_HEADERS, ClientLimits
 from eagle_server.api.request_id import ANTHROPIC_HEADER, HEADER, RequestId
 from eagle_server.api.service import Service
@@ -40,12 +39,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GENERATING = (completions, chat, responses, messages)  # the endpoint modules that submit requests to the engine
+MODULES = (*GENERATING, render, tokens, inspection, exposition, playground)
 
 
 def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate) -> FastAPI:
     """The application for `client`. Its `state.service` holds what the routes share.
 
-    `state.tracing` must be closed at the end if it is not None.
+    `state.tracing` must be closed at the end if it is not None. `state.keys` may be read again.
 
     Raises:
         ValueError: an option needs a package that is not installed.
@@ -70,6 +70,8 @@ def _service(
     thinking = find_reasoning_format(config.model.reasoning_parser, chat_template)
     found = {"tool_call_parser": format, "reasoning_parser": thinking}
     parsers = {name: "none" if each is None else each.name for name, each in found.items()}
+    own = "the model's" if chat_template.built_in is None else f"built-in: {chat_template.built_in}"
+    parsers["chat_template"] = config.model.chat_template or own
     logger.debug("%s", parsers)
     return Service(
         client=client,
@@ -88,36 +90,39 @@ def _service(
 
 def _application() -> FastAPI:
     """An application with all routes, and nothing else yet."""
-    # FastAPI's own documentation page loads scripts from other servers; this one has them with it.
-    app = FastAPIOffline(
-        docs_page.DOCS,
-        None,
-        title="eagle_server",
-        openapi_url=docs_page.DOCUMENT,
-        static_url=docs_page.FILES,
-        favicon_url="/playground/icon.svg",
-    )
-    for route in app.routes:  # of that page, whose routes are not HeadRoutes
-        if isinstance(route, APIRoute) and route.methods:
-            route.methods.add("HEAD")
+    # FastAPI's own documentation page loads scripts from other servers.
+    app = FastAPI(title="eagle_server", openapi_url=docs_page.DOCUMENT, docs_url=None, redoc_url=None)
+    docs_page.add_docs_page(app)
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's way to replace the document
-    for module in (*GENERATING, render, tokens, inspection, exposition, playground):
+    for module in MODULES:
         app.include_router(module.router)
     return app
 
 
 def _add_middleware(app: FastAPI, config: Config, service: Service, tracing: Tracing | None) -> None:
     """The middleware that is added last sees a request first."""
-    keys = api_keys(config)
+    given = config.server.api_key
+    key = None if given is None else given.get_secret_value()
+    app.state.keys = keys = ApiKeys(key, config.server.api_key_file, lambda: _limits(config))
     app.add_middleware(
         AdmissionMiddleware,
         admission=service.admission,
         client=service.client,
         generating_paths=[route.path for module in GENERATING for route in module.router.routes],
-        api_keys=keys,
-        limits=[_limits(config) for _ in keys or ["none is needed"]],
+        keys=keys,
     )
-    app.add_middleware(AccessLog, on_generated=[service.metrics.answered, *([tracing.record] if tracing else [])])
+    app.add_middleware(
+        PagesOfThisServer,
+        origins=config.server.cors_allow_origins,
+        hosts=config.server.allowed_hosts,
+        local=is_loopback(config.server.host),
+    )
+    paths = {str(getattr(route, "path", "")) for module in MODULES for route in module.router.routes} | docs_page.PATHS
+    app.add_middleware(
+        AccessLog,
+        on_generated=[service.metrics.answered, *([tracing.record] if tracing else [])],
+        on_answered=lambda record: service.metrics.responded(record, paths),
+    )
     if config.server.cors_allow_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -131,24 +136,6 @@ def _add_middleware(app: FastAPI, config: Config, service: Service, tracing: Tra
 
 def _limits(config: Config) -> ClientLimits:
     return ClientLimits(config.server.max_concurrent_requests_per_key, config.server.tokens_per_minute_per_key)
-
-
-def api_keys(config: Config) -> list[str]:
-    """--api-key and the lines of --api-key-file. Empty lines and those that begin with # are skipped.
-
-    Raises:
-        ValueError: the file has no key.
-        OSError: it cannot be read.
-    """
-    given, file = config.server.api_key, config.server.api_key_file
-    keys = [] if given is None else [given.get_secret_value()]
-    if file is not None:
-        lines = [line.strip() for line in Path(file).expanduser().read_text(encoding="utf-8-sig").splitlines()]
-        found = [line for line in lines if line and not line.startswith("#")]
-        if not found:
-            raise ValueError(f"--api-key-file {file}: there is no key in it, one a line")
-        keys += found
-    return keys
 
 
 def _tracing(config: Config) -> Tracing | None:

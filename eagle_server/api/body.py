@@ -15,7 +15,9 @@ from eagle_server.api.errors import ApiError, as_api_error, bad_request, unavail
 from eagle_server.api.json_size import JsonSize, TooManyValues
 from eagle_server.api.schemas.base import Body, parse
 from eagle_server.api.service import service_of
-from eagle_server.client.client import QueueFull
+from eagle_server.api.sse import while_connected
+from eagle_server.api.telemetry.request_record import waited
+from eagle_server.client.client import GenerationTimeout, QueueFull
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -24,14 +26,17 @@ MAX_BODY_BYTES = 16 * 2**20
 MAX_HELD_BYTES = 512 * 2**20  # of all bodies together; short ones are always read
 BODY_SECONDS = 60.0
 SHORT_BODY = 4096  # bytes; what a shorter body needs takes less time than starting a thread
+LARGE_BODY = 2**18  # bytes; requests with larger ones are prepared in a lane of their own, one after the other
+MAX_LARGE = 16  # requests in that lane: each may take a second
 MAX_TEXTS_WAITING = 64  # long ones for /tokenize and /detokenize; the engine's queue does not count them
 
 # One thread: parsing holds the interpreter lock, up to 50 ms at a time, and several threads would add up.
 _PARSER = ThreadPoolExecutor(1, "parse")
-# Threads of their own, so that neither kind of request waits for the other's long texts.
-_PREPARER = ThreadPoolExecutor(2, "prepare")
+# Threads of their own, so that no kind of request waits for another's long texts.
+_PREPARER = ThreadPoolExecutor(1, "prepare")
+_LARGE_PREPARER = ThreadPoolExecutor(1, "prepare-large")
 _TEXTS = ThreadPoolExecutor(1, "texts")
-_texts_waiting = 0
+_texts_waiting = _large = 0
 _held_bytes = 0  # of bodies that are not parsed yet
 
 
@@ -76,9 +81,41 @@ async def _read(request: Request, body: bytearray) -> None:
         raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="slow_body") from None
 
 
-async def process(body: Body, function: Callable[[], T]) -> T:
-    """The result of `function`, whose time depends on the body: called in place for a short body, else on a thread."""
-    return function() if body.size <= SHORT_BODY else await _on_thread(_PREPARER, function)
+async def process(request: Request, body: Body, timeout: float | None, function: Callable[[], T]) -> T:
+    """The result of `function`, which prepares generation: called in place for a short body, else on a thread.
+
+    What waits for a thread counts as a waiting request, and is dropped if its client leaves or the server stops.
+    `timeout`: what the body asks for, in seconds.
+
+    Raises:
+        ApiError: status 429, too many large requests wait, or 503, the server is shutting down.
+        GenerationTimeout: the request's timeout is over.
+        ClientDisconnect: the client has left.
+    """
+    global _held_bytes, _large
+    if body.size <= SHORT_BODY:
+        return function()
+    service, is_large = service_of(request), body.size > LARGE_BODY
+    if is_large and _large >= MAX_LARGE:
+        raise as_api_error(QueueFull(f"{_large} large requests are being prepared already"))
+    seconds = service.timeout_of(timeout)
+
+    def begin() -> T:
+        if service.admission.is_draining:
+            raise unavailable("the server is shutting down")
+        return function()
+
+    _held_bytes, _large = _held_bytes + body.size, _large + is_large
+    try:
+        async with asyncio.timeout(None if seconds is None else seconds - waited()):
+            with service.client.prepare():
+                work = _on_thread(_LARGE_PREPARER if is_large else _PREPARER, begin)
+                return await while_connected(request.receive, work)
+    except TimeoutError:
+        assert seconds is not None
+        raise GenerationTimeout(seconds) from None
+    finally:
+        _held_bytes, _large = _held_bytes - body.size, _large - is_large
 
 
 async def process_text(body: Body, function: Callable[[], T]) -> T:

@@ -146,7 +146,7 @@ async def create_chat_completion(request: Request) -> Response:
     service = service_of(request)
     ready = service.ready_for(body.model)
     response_id = f"chatcmpl-{request_id_of(request)}"
-    handler = await process(body, lambda: chat_handler(body, service, ready, response_id))
+    handler = await process(request, body, body.timeout, lambda: chat_handler(body, service, ready, response_id))
     return await handler.respond(
         request,
         build_logprobs=_logprobs,

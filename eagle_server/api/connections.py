@@ -1,21 +1,26 @@
 """HTTP connections with bounds: how many are open, and how long a client may take for a request or a response.
 
 uvicorn itself waits forever for the end of a header, of a body that nobody reads, and for a client that does not read.
-Each such connection holds a file descriptor, and without one no other client gets in.
+Each such connection holds a file descriptor, and without one no other client gets in. It also parses all that it has
+read before anybody else has a turn: up to 256 kB, in which there may be 40,000 chunks of one byte, or seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import re
 import resource
 import time
+from collections import deque
 from collections.abc import Iterable
 from enum import IntEnum
+from weakref import WeakKeyDictionary
 
 import h11
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 REQUEST_SECONDS = 75.0  # a client's time for sending a request; reading a body has its own limit, see api/body.py
@@ -23,6 +28,12 @@ READING_SECONDS = 10.0  # without reading, after which an answer may be cut wher
 RESERVED_FILES = 64  # descriptors for everything else: sockets to the engine, files, logs
 MOST_CONNECTIONS = 16384
 HTTP2_PREFACE = b"PRI * HTTP/2.0"
+TURN_SECONDS = 0.002  # of parsing for all connections together, between two turns of everything else
+PART = 2**16  # bytes of a body of known length that are parsed at once
+CHUNKED_PART = 256  # of one in chunks, which may be tiny: 40 of a byte each take 3 ms
+MOST_IGNORED = 2**16  # bytes of a body in chunks after an answer that did not wait for it
+_HEADER_END = re.compile(rb"\n\r?\n")
+_OVERLAP = 2  # bytes of the end of a header that may have come before
 
 
 def most_connections() -> int:
@@ -43,12 +54,45 @@ class Wait(IntEnum):
     NOTHING = 4  # the server has a request to answer
 
 
+class _Turns:
+    """The connections with input that is not parsed yet. They take turns, and leave time for everything else."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[BoundedConnection] = deque()
+        self._is_scheduled = False
+
+    def add(self, connection: BoundedConnection) -> None:
+        """Go on with it later. It may be there already."""
+        if connection not in self._waiting:
+            self._waiting.append(connection)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            connection.loop.call_soon(self._run)
+
+    def _run(self) -> None:
+        self._is_scheduled, end = False, time.monotonic() + TURN_SECONDS
+        while self._waiting:
+            connection = self._waiting.popleft()
+            if connection.parse_part():
+                self._waiting.append(connection)
+            if self._waiting and time.monotonic() >= end:
+                self.add(self._waiting[0])
+                return
+
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary()
+
+
 class BoundedConnection(H11Protocol):
-    """A connection that notes since when it waits for its client."""
+    """A connection that notes since when it waits for its client, and parses what it has received part by part."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._since = time.monotonic()
         self._unsent = 0
+        self._received = bytearray()  # and not parsed
+        self._before = b""  # the last bytes that were parsed
+        self._body_left = 0  # bytes of the body that are to come, if its length is known
+        self._ignored = 0
         super().connection_made(transport)
         most = most_connections()
         if len(self.connections) > most:
@@ -63,11 +107,73 @@ class BoundedConnection(H11Protocol):
         is_progress = self.wait is Wait.REQUEST or (self.wait is Wait.BODY and not self.cycle.response_complete)
         if is_progress:
             self._since = time.monotonic()
-        super().data_received(data)
+        is_first = not self._received
+        self._received += data
+        while is_first and not self._is_chunked and self.parse_part():
+            pass  # a request without chunks is parsed at once
+        if self._received:
+            self.flow.pause_reading()
+            self._wait_for_turn()
+
+    def parse_part(self) -> bool:
+        """Parse some of what was received. Returns whether there is more to parse now."""
+        if self.transport.is_closing():
+            self._received.clear()
+        part = self._next_part()
+        if part:
+            self._before = (self._before + part)[-_OVERLAP:]
+            in_header = self.conn.their_state is h11.IDLE
+            super().data_received(part)
+            if self.conn.their_state is h11.SEND_BODY:
+                self._count_body(part, in_header=in_header)
+        if not self._received and not self._must_pause:
+            self.flow.resume_reading()
+        return bool(part and self._received)
+
+    def _next_part(self) -> bytes:
+        """What is parsed next; nothing while a request that was sent ahead waits for its turn."""
+        state = self.conn.their_state
+        if state is h11.DONE:
+            return b""
+        size = len(self._received)
+        if state is h11.SEND_BODY:
+            size = CHUNKED_PART if self._is_chunked else min(PART, self._body_left)
+        elif state is h11.IDLE and (end := _HEADER_END.search(self._before + self._received)):
+            size = max(1, end.end() - len(self._before))
+        part = bytes(self._received[:size])
+        del self._received[:size]
+        return part
+
+    def _count_body(self, part: bytes, *, in_header: bool) -> None:
+        """Follow how much of a body is to come, and end the connection where too much of it comes in vain."""
+        if in_header:
+            length = dict(self.headers).get(b"content-length", b"0")
+            self._body_left, self._ignored = int(length), 0
+            return
+        self._body_left -= len(part)
+        if self._is_chunked and self.cycle.response_complete:
+            self._ignored += len(part)
+            if self._ignored > MOST_IGNORED:
+                self.transport.abort()
+
+    @property
+    def _is_chunked(self) -> bool:
+        """Whether a body is coming in chunks."""
+        return self.conn.their_state is h11.SEND_BODY and any(name == b"transfer-encoding" for name, _ in self.headers)
+
+    @property
+    def _must_pause(self) -> bool:
+        """Whether uvicorn wants nothing more to be read: enough of a body waits for its reader."""
+        return self.cycle is not None and not self.cycle.response_complete and len(self.cycle.body) > HIGH_WATER_LIMIT
 
     def on_response_complete(self) -> None:
         self._since = time.monotonic()
         super().on_response_complete()
+        if self._received:
+            self._wait_for_turn()
+
+    def _wait_for_turn(self) -> None:
+        _turns.setdefault(self.loop, _Turns()).add(self)
 
     @property
     def wait(self) -> Wait:
@@ -78,7 +184,7 @@ class BoundedConnection(H11Protocol):
             return Wait.NOTHING
         if self.transport.get_write_buffer_size():
             return Wait.READING
-        return Wait.HEADER if self.conn.trailing_data[0] else Wait.REQUEST
+        return Wait.HEADER if self._received or self.conn.trailing_data[0] else Wait.REQUEST
 
     def is_overdue(self, now: float) -> bool:
         """Whether its client has sent and read nothing useful for too long. Called about once a second."""

@@ -20,10 +20,11 @@ import msgspec
 from fastapi import Request as HttpRequest
 from fastapi import Response
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from eagle_server.api.errors import ApiError, as_api_error, is_expected
 from eagle_server.api.pacing import paced
-from eagle_server.api.rate_limits import current_limits
+from eagle_server.api.rate_limits import current_client, current_limits
 from eagle_server.api.request_state import LogprobParts, OutputDelta, RequestState, ScoredToken
 from eagle_server.api.response_parts import (
     Metrics,
@@ -40,6 +41,7 @@ from eagle_server.api.response_parts import (
 from eagle_server.api.schemas.generation import GenerationBody, StreamOptions
 from eagle_server.api.service import Service
 from eagle_server.api.sse import EventStream, cancelled, while_connected
+from eagle_server.api.telemetry.request_record import waited
 from eagle_server.request import TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -234,10 +236,13 @@ class GenerationHandler:
     async def _outputs(self) -> AsyncGenerator[OutputDelta, None]:
         """Submit the requests and process their deltas until all have ended."""
         states = {state.request.request_id: state for state in self.states}
-        requests, limits = [state.request for state in self.states], current_limits.get()
+        client, limits = current_client.get(), current_limits.get()
+        requests = [replace(state.request, client=client) for state in self.states]
         prompt_tokens = self.usage.prompt_tokens
         limits.check_prompt(prompt_tokens, self.body.prompt_param)
-        with self._client.submit(requests, timeout=self._timeout, on_tokens=limits.use_tokens) as generation:
+        with self._client.submit(
+            requests, timeout=self._timeout, waited=waited(), on_tokens=limits.use_tokens
+        ) as generation:
             limits.use_tokens(prompt_tokens)
             deltas: AsyncIterator[TokenDelta] = paced(generation) if self.body.stream_pacing else generation
             async for delta in deltas:

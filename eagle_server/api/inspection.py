@@ -126,9 +126,10 @@ async def get_model(request: Request, name: str) -> Response:
     return json_response(_model(service))
 
 
+@router.get("/ping")
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 while completions are served."""
+    """200 while completions are served. SageMaker asks /ping."""
     _check_health(service_of(request))
     return json_response(Health("ok"))
 
@@ -188,7 +189,7 @@ async def server_info(request: Request) -> Response:
 
 
 def _resolved(service: Service, ready: Ready) -> dict[str, Any]:
-    """The engine's resolved configuration, and the parsers, which it does not know."""
+    """The engine's resolved configuration, and the parsers and the template, which it does not know."""
     model = ready.resolved.get("model", {})
     return {**ready.resolved, "model": {**model, **service.parsers}}
 

@@ -133,7 +133,9 @@ async def create_message(request: Request) -> Response:
     service = service_of(request)
     ready = service.ready_for(body.model)
     message_id = f"msg_{request_id_of(request)}"
-    handler = await process(body, lambda: translated_handler(body, service, ready, message_id))
+    handler = await process(
+        request, body, body.chat.timeout, lambda: translated_handler(body, service, ready, message_id)
+    )
     builder = MessageBuilder(body)
     return await handler.respond(
         request,

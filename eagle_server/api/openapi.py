@@ -137,6 +137,7 @@ ENDPOINTS = (
     Endpoint("get", "/get_load", "What routers ask about the load", inspection.WorkerLoad, ("401",), is_list=True),
     Endpoint("post", "/flush_cache", "Drop the prefix cache", inspection.CacheFlushed, ("400", "401", "503")),
     Endpoint("get", "/health", "Whether completions are served", inspection.Health, ("503",)),
+    Endpoint("get", "/ping", "The same, for SageMaker", inspection.Health, ("503",)),
     Endpoint("get", "/health_generate", "Whether a token can be generated", inspection.Health, ("429", "503")),
     Endpoint("get", "/version", "The server's version", inspection.Version),
 )
@@ -151,6 +152,7 @@ def openapi() -> Schema:
     return {
         "openapi": "3.1.0",
         "info": {"title": "eagle_server", "version": version(), "description": "docs/api.md explains every parameter."},
+        "servers": [{"url": "./"}],  # relative to this document, which may lie below any path of a proxy
         "paths": paths,
         "components": {
             "schemas": _schemas(),

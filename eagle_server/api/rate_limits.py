@@ -82,14 +82,16 @@ class ClientLimits:
         return self._token_refusal(1)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """A request runs for the duration of the block, and finds these limits in `current_limits`."""
+    def running(self, client: str) -> Iterator[None]:
+        """A request of `client` runs for the duration of the block, in which `current_limits` and `current_client` are
+        set."""
         self._running += 1
-        token = current_limits.set(self)
+        limits, name = current_limits.set(self), current_client.set(client)
         try:
             yield
         finally:
-            current_limits.reset(token)
+            current_client.reset(name)
+            current_limits.reset(limits)
             self._running -= 1
 
     def check_prompt(self, tokens: int, param: str) -> None:
@@ -131,3 +133,4 @@ def _too_many(message: str, seconds: int = 1) -> ApiError:
 
 
 current_limits: ContextVar[ClientLimits] = ContextVar("current_limits", default=ClientLimits())  # noqa: B039
+current_client: ContextVar[str] = ContextVar("current_client", default="")  # its API key's number, or its address

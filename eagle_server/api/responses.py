@@ -49,7 +49,9 @@ async def create_response(request: Request) -> Response:
     service = service_of(request)
     ready = service.ready_for(body.model)
     response_id = f"{ID_PREFIX}{request_id_of(request)}"
-    handler = await process(body, lambda: translated_handler(body, service, ready, response_id))
+    handler = await process(
+        request, body, body.chat.timeout, lambda: translated_handler(body, service, ready, response_id)
+    )
     builder = ResponseBuilder(body, response_id)
     return await handler.respond(
         request,

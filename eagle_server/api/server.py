@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from eagle_server.api.admission import Admission
 from eagle_server.api.connections import BoundedConnection, CloseUnlessContinued, abort_all, close_overdue
+from eagle_server.api.unix_socket import UnixListener
 from eagle_server.client.client import EngineClient
 from eagle_server.client.supervisor import Supervisor
 
@@ -23,18 +24,21 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that none sends into a closing one
+HANDSHAKE_SECONDS = 8.0
 GRACE_SECONDS = 20  # for clients to read their responses after the last one is generated
 ABORT_SECONDS = 5  # for what runs for the clients that did not
 INTERRUPTED_STATUS = 130
 TICKS_PER_SECOND = 10  # uvicorn's
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket.
+def listen(host: str, port: int, uds: str | None = None) -> socket.socket:
+    """A listening socket; `uds` is the path of a Unix socket, which takes the place of host and port.
 
     Raises:
         OSError: the address cannot be used; the message is one line.
     """
+    if uds is not None:
+        return UnixListener(uds, BACKLOG)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -78,6 +82,23 @@ class HttpServer(uvicorn.Server):
         except (OSError, ssl.SSLError) as error:
             raise ValueError(f"--ssl-certfile, --ssl-keyfile: {error}") from None
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, but a client has little time for its TLS handshake: until then no connection is counted."""
+        await self.lifespan.startup()
+        tls = self.config.ssl
+
+        def protocol() -> BoundedConnection:
+            return BoundedConnection(self.config, self.server_state, self.lifespan.state)
+
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(
+                protocol, sock=each, ssl=tls, backlog=BACKLOG, ssl_handshake_timeout=HANDSHAKE_SECONDS if tls else None
+            )
+            for each in sockets or []
+        ]
+        self.started = True
+
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS_PER_SECOND == 0:
             close_overdue(self.server_state.connections)
@@ -101,8 +122,11 @@ class Lifecycle:
     once.
     """
 
-    def __init__(self, supervisor: Supervisor, client: EngineClient, admission: Admission) -> None:
-        self._supervisor = supervisor
+    def __init__(
+        self, supervisor: Supervisor, client: EngineClient, admission: Admission, hang_up: Callable[[], None]
+    ) -> None:
+        """`hang_up`: what SIGHUP does."""
+        self._supervisor, self._hang_up = supervisor, hang_up
         self._client = client
         self._admission = admission
         self._stopping = asyncio.Event()
@@ -116,6 +140,7 @@ class Lifecycle:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stopping.set)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         engine = asyncio.create_task(self._supervisor.run())
         http = asyncio.create_task(server.serve(sockets=[listener]))
         stopping = asyncio.create_task(self._stopping.wait())

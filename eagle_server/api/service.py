@@ -39,7 +39,7 @@ class Service:
     timeout: float | None = None
     keep_alive: float | None = None
     configuration: Mapping[str, Any] = field(default_factory=dict)
-    parsers: Mapping[str, str] = field(default_factory=dict)  # of thinking and tool calls, by their options' names
+    parsers: Mapping[str, str] = field(default_factory=dict)  # and the chat template, by their options' names
     admission: Admission = field(default_factory=Admission)
 
     def ready_for(self, model: str | None) -> Ready:

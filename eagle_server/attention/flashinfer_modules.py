@@ -6,7 +6,10 @@ shapes. All others are compiled by nvcc, once per machine, which takes minutes.
 
 from __future__ import annotations
 
+import importlib
+import logging
 import re
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +19,8 @@ from eagle_server.ops import fused
 
 if TYPE_CHECKING:
     from eagle_server.attention.flashinfer_forward import FlashInferBackend
+
+logger = logging.getLogger(__name__)
 
 HEAD_DIMS = (64, 128, 256, 512)  # the head sizes of fa2's kernels
 FA3_HEAD_DIMS = (64, 128, 256)  # and of fa3's
@@ -29,15 +34,32 @@ _FORWARDS = (
     Layout((2,), (3,), mask_width=2, num_visible=1),
 )
 _NO_PREBUILT = "FlashInfer has no prebuilt kernels for this model"
-_INSTALL = "run `flashinfer install-jit-cache-wheel`, or install the CUDA toolkit, whose nvcc compiles them"
+_INSTALL = (
+    "run `flashinfer install-jit-cache-wheel`, or install the CUDA toolkit, whose nvcc compiles them (docs/gpu.md)"
+)
 
 
 class MissingModuleError(RuntimeError):
     """FlashInfer cannot load a module. The message is one line that says what to install."""
 
 
-def load_modules(backend: FlashInferBackend) -> None:
+def warn_of_another_toolkit() -> None:
+    """Warn if the nvcc that FlashInfer would compile with is of another CUDA than torch's."""
+    found, own = str(importlib.import_module("flashinfer.jit.cpp_ext").get_cuda_version()), torch.version.cuda
+    if own is not None and found.partition(".")[0] != own.partition(".")[0]:
+        logger.warning(
+            "nvcc is of CUDA %s, but torch of CUDA %s: kernels that are not prebuilt may fail to compile or to load; "
+            "let CUDA_HOME name a toolkit of CUDA %s",
+            *(found, own, own.partition(".")[0]),
+        )
+
+
+def load_modules(backend: FlashInferBackend, norm_sizes: Collection[int], rotated: int = 0) -> None:
     """Load the modules that a model needs for its forwards over this backend. Compiles those that are not prebuilt.
+
+    Args:
+        norm_sizes: row sizes of the model's norms, each of which is compiled.
+        rotated: the head size that FlashInfer rotates; 0: none, because a kernel of our own does.
 
     Raises:
         MissingModuleError: one can be neither loaded nor compiled.
@@ -45,7 +67,7 @@ def load_modules(backend: FlashInferBackend) -> None:
     try:
         for layout in _FORWARDS:
             backend.plan(layout)
-        _load_fused(backend.pool.keys[0].device, backend.pool.keys[0].dtype)
+        _load_fused(backend.pool.keys[0].device, backend.pool.keys[0].dtype, norm_sizes, rotated)
     except (OSError, RuntimeError) as error:
         reason = why_not_loaded(error)
         if reason is None:
@@ -70,15 +92,16 @@ def why_not_loaded(error: BaseException) -> str | None:
     return None
 
 
-def _load_fused(device: torch.device, dtype: torch.dtype) -> None:
+def _load_fused(device: torch.device, dtype: torch.dtype, norm_sizes: Collection[int], rotated: int = 0) -> None:
     """Run every fused operation once, on one row."""
     with torch.inference_mode():
-        row, weight = torch.zeros(1, 128, dtype=dtype, device=device), torch.ones(128, dtype=dtype, device=device)
-        fused.rms_norm(row, weight, 1e-6)
-        fused.rms_norm(row.view(1, 2, 64), weight[:64], 1e-6)
-        fused.add_rms_norm(row, row.clone(), weight, 1e-6)
-        fused.silu_mul(row)
-        if fused.can_use_table(device, dtype, 64):
-            table = torch.zeros(1, 64, dtype=torch.float32, device=device)
+        for size in norm_sizes:
+            row, weight = torch.zeros(2, size, dtype=dtype, device=device), torch.ones(size, dtype=dtype, device=device)
+            fused.rms_norm(row[:1], weight, 1e-6)
+            fused.add_rms_norm(row[:1], row[1:], weight, 1e-6)
+        fused.silu_mul(torch.zeros(1, 128, dtype=dtype, device=device))
+        if rotated and fused.can_use_table(device, dtype, rotated):
+            table = torch.zeros(1, rotated, dtype=torch.float32, device=device)
             rotation = fused.AngleTable(torch.zeros(1, dtype=torch.int64, device=device), table)
-            fused.apply_rope(row.view(1, 2, 64), rotation)
+            q, k = torch.zeros(2, 1, 1, rotated, dtype=dtype, device=device)
+            fused.apply_rope_pair(q, k, rotation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import sys
@@ -32,7 +33,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8], metavar="N", help="clients (1 8)")
     parser.add_argument("--prompts", type=Path, default=DEMO_PROMPTS, help="JSON list of strings (the demo's held-out)")
-    parser.add_argument("--max-tokens", type=int, default=96, help="tokens per answer (96)")
+    parser.add_argument(
+        "--max-tokens", type=int, nargs="+", default=[96], metavar="N", help="tokens per answer, one table each (96)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds per server and concurrency, alternating (3)")
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for JSON and PNG")
@@ -44,41 +47,46 @@ def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns 0, or 2 with one line on stderr."""
     arguments = _parser().parse_args(argv)
     console = Console(width=max(TABLE_WIDTH, shutil.get_terminal_size().columns))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {}
     try:
-        workload = Workload(_prompts(arguments.prompts), arguments.max_tokens, arguments.temperature)
-        measurements = _run(arguments, workload, console)
+        for max_tokens, measurements in _run(arguments, _prompts(arguments.prompts), console).items():
+            rows, ratio = rows_of(measurements), ratios(measurements)
+            console.print(f"\n{max_tokens} tokens per answer")
+            print_table(rows, ratio, console)
+            equal, total = equal_texts(measurements)
+            console.print(f"answers with the same text from both servers: {equal} of {total}")
+            results[f"{max_tokens} tokens"] = {"ratio": ratio, "rows": [vars(row) for row in rows]}
+            plot(arguments.out / f"bench-{max_tokens}.png", rows, ratio)
     except (BenchError, OSError, ValueError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
-    rows, ratio = rows_of(measurements), ratios(measurements)
-    print_table(rows, ratio, console)
-    equal, total = equal_texts(measurements)
-    console.print(f"answers with the same text from both servers: {equal} of {total}")
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    write_json(arguments.out / "bench.json", vars(arguments), {"ratio": ratio, "rows": [vars(row) for row in rows]})
-    plot(arguments.out / "bench.png", rows, ratio)
-    console.print(f"written: {arguments.out / 'bench.json'}, {arguments.out / 'bench.png'}")
+    write_json(arguments.out / "bench.json", vars(arguments), results)
+    console.print(f"written: {arguments.out}/bench.json and a picture for each table")
     return 0
 
 
-def _run(arguments: argparse.Namespace, workload: Workload, console: Console) -> list[Measurement]:
+def _run(arguments: argparse.Namespace, prompts: tuple[str, ...], console: Console) -> dict[int, list[Measurement]]:
+    """The measurements by tokens per answer."""
     # Without this, the later of two equal rounds would find its prompts in the prefix cache.
     flags = ["--disable-radix-cache", *arguments.server_flags]
-    measurements: list[Measurement] = []
+    found: dict[int, list[Measurement]] = {count: [] for count in arguments.max_tokens}
     with (
         running(SPECULATIVE, flags) as fast,
         running(PLAIN, [*without_drafting(flags), "--speculative-algorithm", "NONE"]) as slow,
         Progress(console=console) as progress,
     ):
-        task = progress.add_task("measuring", total=len(arguments.concurrency) * 2 * (arguments.rounds + 1))
-        for concurrency in arguments.concurrency:
+        loads = list(itertools.product(found, arguments.concurrency))
+        task = progress.add_task("measuring", total=len(loads) * 2 * (arguments.rounds + 1))
+        for max_tokens, concurrency in loads:
+            workload = Workload(prompts, max_tokens, arguments.temperature)
             for turn in range(arguments.rounds + 1):
                 for server in (fast, slow) if turn % 2 else (slow, fast):
                     result = measure(server, workload, concurrency)
                     progress.advance(task)
                     if turn > 0:  # the first round only warms up
-                        measurements.append(result)
-    return measurements
+                        found[max_tokens].append(result)
+    return found
 
 
 def _prompts(path: Path) -> tuple[str, ...]:

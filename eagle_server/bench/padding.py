@@ -29,8 +29,11 @@ more than activations are rounded.
 
 from __future__ import annotations
 
+import argparse
 import math
 import shutil
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -310,3 +313,24 @@ def _group(config: ModelConfig) -> int:
 
 def _corner(wide: Tensor, narrow: Tensor) -> Tensor:
     return wide[tuple(slice(size) for size in narrow.shape)]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the padded demo as two checkpoints."""
+    shapes = {"llama-8b": LLAMA_8B, "tiny": PaddedShape.tiny()}
+    parser = argparse.ArgumentParser(
+        prog="python -m eagle_server.bench.padding",
+        description="Writes the embedded demo padded to another shape, as two checkpoints that any server can load: "
+        "OUT/target and OUT/eagle3. They cost as much as a model of that shape, and need no download.",
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder; 18 GB of it at the shape of Llama-3.1-8B")
+    parser.add_argument("--shape", choices=shapes, default="llama-8b", help="(llama-8b)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the weights are made (cpu)")
+    arguments = parser.parse_args(argv)
+    pad_checkpoint(arguments.out, shapes[arguments.shape], device=arguments.device, dtype=torch.bfloat16)
+    print(f"written: {arguments.out / 'target'}, {arguments.out / 'eagle3'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

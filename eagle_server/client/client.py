@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -29,6 +30,9 @@ class QueueFull(Exception):
 class GenerationTimeout(Exception):
     """The requests took longer than their timeout."""
 
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"the request took longer than its timeout of {seconds:g} seconds")
+
 
 class SlowReader(Exception):
     """Deltas were not read as fast as they arrived."""
@@ -50,6 +54,7 @@ class EngineClient:
         self._attached = asyncio.Event()
         self._running: dict[str, Generation] = {}
         self._unanswered: set[str] = set()
+        self._preparing = 0
         self._flushes: deque[asyncio.Future[Flushed]] = deque()
         self._owes_message = False  # whether something was sent after the newest message that arrived
 
@@ -74,7 +79,22 @@ class EngineClient:
 
     def has_room(self, count: int = 1) -> bool:
         """Whether `count` more requests may wait."""
-        return self.max_waiting is None or len(self._unanswered) + count <= self.max_waiting
+        return self.max_waiting is None or len(self._unanswered) + self._preparing + count <= self.max_waiting
+
+    @contextmanager
+    def prepare(self) -> Iterator[None]:
+        """A request waits to be prepared; for the duration of the block it counts as a waiting one.
+
+        Raises:
+            QueueFull: too many requests are waiting.
+        """
+        if not self.has_room():
+            raise QueueFull(f"{len(self._unanswered) + self._preparing} requests are waiting already")
+        self._preparing += 1
+        try:
+            yield
+        finally:
+            self._preparing -= 1
 
     async def until_available(self) -> Ready:
         await self._attached.wait()
@@ -122,14 +142,16 @@ class EngineClient:
         requests: Sequence[Request],
         *,
         timeout: float | None = None,
+        waited: float = 0.0,
         on_tokens: Callable[[int], None] | None = None,
     ) -> Generation:
         """Requests to generate together. They are sent when the `with` block is entered.
 
-        After `timeout` seconds they are aborted, and iterating raises GenerationTimeout. `on_tokens` is called with the
-        number of tokens that a cycle has added to one of them, when they arrive.
+        After `timeout` seconds, of which `waited` have passed, they are aborted, and iterating raises
+        GenerationTimeout. `on_tokens` is called with the number of tokens that a cycle has added to one of them, when
+        they arrive.
         """
-        return Generation(self, requests, timeout, on_tokens)
+        return Generation(self, requests, timeout, waited, on_tokens)
 
     async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
         """The deltas of one request. Closing the iterator early aborts the request.
@@ -216,11 +238,12 @@ class Generation:
         client: EngineClient,
         requests: Sequence[Request],
         timeout: float | None,
+        waited: float = 0.0,
         on_tokens: Callable[[int], None] | None = None,
     ) -> None:
         self._client, self._on_tokens = client, on_tokens
         self._requests = requests
-        self._timeout = timeout
+        self._timeout, self._waited = timeout, waited
         self._running = len(requests)
         self._inbox: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None
@@ -228,7 +251,8 @@ class Generation:
     def __enter__(self) -> Self:
         self._client.send_requests(self._requests, self)
         if self._timeout is not None:
-            self._timer = asyncio.get_running_loop().call_later(self._timeout, self._expire, self._timeout)
+            left = max(0.0, self._timeout - self._waited)
+            self._timer = asyncio.get_running_loop().call_later(left, self._expire, self._timeout)
         return self
 
     def __exit__(
@@ -267,7 +291,7 @@ class Generation:
 
     def _expire(self, seconds: float) -> None:
         self._leave()  # at once: the task that reads the error may be blocked by an HTTP client that does not read
-        self.fail(GenerationTimeout(f"the request took longer than its timeout of {seconds:g} seconds"))
+        self.fail(GenerationTimeout(seconds))
 
     def _leave(self) -> None:
         if self._timer is not None:

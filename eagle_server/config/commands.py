@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Collection, Mapping, Sequence
 
-from eagle_server.config.sources import ALIASES, OPTIONS, OneLineParser
+from eagle_server.config.sources import ALIASES, OPTIONS, OneLineParser, unknown_name
+
+WITHOUT_SECTION = ("--config", "--version", "--help-all", "--dry-run")
 
 
 class CommandParser(OneLineParser):
     """Parses a command's own options. An error is one line and exit status 2."""
 
-    def __init__(self, prog: str, description: str, epilog: str = "") -> None:
+    def __init__(self, prog: str, description: str, epilog: str = "", *, first: str = "") -> None:
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(
             prog=prog,
-            usage="%(prog)s [options] [options of python -m eagle_server]",
+            usage=f"%(prog)s {first}[options] [options of python -m eagle_server]",
             description=description,
             epilog=epilog,
             formatter_class=raw,
@@ -31,10 +34,13 @@ class CommandParser(OneLineParser):
             SystemExit: status 0 after --help, status 2 after one line if anything is wrong.
         """
         own, flags = self.parse_known_args(argv)
+        everything = {*self._option_string_actions, *WITHOUT_SECTION, *flags_of(*(o.section for o in OPTIONS.values()))}
         for flag in flags:
             name = flag.partition("=")[0]
             if name in refused:
                 self.error(f"{name}: {refused[name]}; drop it")
+            if name.startswith("--") and name not in everything:
+                self.error(str(unknown_name("flag", name, everything)))
         return own, flags
 
 
@@ -42,6 +48,17 @@ def flags_of(*sections: str) -> Collection[str]:
     """The flags of these configuration sections, aliases included."""
     named = [name for name, option in OPTIONS.items() if option.section in sections]
     return [flag for name in named for flag in (f"--{name}", *ALIASES.get(name, ()))]
+
+
+def environment_without(*sections: str) -> dict[str, str]:
+    """This process's environment without the variables of these configuration sections."""
+    dropped = {option.variable for option in OPTIONS.values() if option.section in sections}
+    return {name: value for name, value in os.environ.items() if name not in dropped}
+
+
+def environment_value(name: str) -> str | None:
+    """An option's value in the environment; None where it is absent or empty."""
+    return os.environ.get(OPTIONS[name].variable) or None
 
 
 def without_drafting(flags: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Options of vLLM and SGLang that have another name here, or none. A spelling that is close would mislead."""
+"""Options and commands of other servers with another name here, or none. A close spelling would mislead."""
 
 # By name without dashes in front: what to do here.
 OTHER_NAMES = {
@@ -18,5 +18,14 @@ OTHER_NAMES = {
     "enable-auto-tool-choice": "calls are recognized where the chat template has a format, see --tool-call-parser",
     "disable-log-requests": "--log-level warning leaves them out",
     "trust-remote-code": "code of checkpoints is never run",
+    "root-path": "all links of this server are relative, so it needs no prefix",
     "seed": "each request has its own seed",
+}
+
+_SERVE_OR_CHAT = "eagle-server serve MODEL serves a model, eagle-server chat MODEL talks to one"
+# Commands of Ollama and vLLM.
+OTHER_COMMANDS = {
+    "run": _SERVE_OR_CHAT,
+    "start": _SERVE_OR_CHAT,
+    "complete": "eagle-server chat continues texts where the model has no chat template",
 }

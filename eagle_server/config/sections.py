@@ -130,6 +130,11 @@ class ServerSection(Section):
 
     host: Text = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0: all addresses")
     port: Annotated[int, Field(ge=1, le=65535)] = Field(default=30000, description="port to listen on")
+    uds: Text | None = Field(
+        default=None,
+        description="listen on a Unix socket at this path instead of host and port; who may connect follows from the "
+        "umask, with the usual 022 only the user who starts the server",
+    )
     api_key: Annotated[SecretStr, Field(min_length=1)] | None = Field(
         default=None,
         description="bearer token that clients must send; better set in the environment, because ps shows flags",
@@ -173,6 +178,11 @@ class ServerSection(Section):
     )
     cors_allow_origins: Annotated[tuple[Text, ...], BeforeValidator(comma_separated)] = Field(
         default=(), description="origins whose pages may call this server (CORS), comma-separated; *: all"
+    )
+    allowed_hosts: Annotated[tuple[Text, ...], BeforeValidator(comma_separated)] = Field(
+        default=(),
+        description="host names that clients may use for this server, comma-separated; *.example.com: all below "
+        "example.com; *: all; default: all, or only this machine's own names if --host is a loopback address",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="lowest severity that is logged"

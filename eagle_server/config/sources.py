@@ -46,9 +46,11 @@ examples:
 
 other commands, each with its own --help:
   eagle-server serve [MODEL] [options]   the same as python -m eagle_server; MODEL is short for --model-path
+  eagle-server chat [MODEL] [options]    talk to a model in the terminal, or with --url URL to a running server
   eagle-server tree --prompt "def f(n):" generate a text without a server and show the tree of each cycle
   eagle-server bench                     speculative and plain serving, side by side
-  eagle-server train                     train a target, or a draft head for one"""
+  eagle-server train                     train a target, or a draft head for one
+  eagle-server help COMMAND              the same as COMMAND --help"""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def parse_args(
     file = flags.pop("config", environ.get(f"{ENV_PREFIX}CONFIG"))
     try:
         if unknown:
-            raise _unknown("flag", unknown[0].partition("=")[0], [f"--{name}" for name in OPTIONS])
+            raise unknown_name("flag", unknown[0].partition("=")[0], [f"--{name}" for name in OPTIONS])
         given = _from_environment(environ)
         given |= {} if file is None else _from_yaml(Path(file))
         if flags.get(_ALGORITHM) == "NONE":  # drop the drafting options of a preset
@@ -161,7 +163,7 @@ def from_options(options: Mapping[str, Any]) -> Config:
         name = key.replace("_", "-")
         name = short.get(name, name)
         if name not in OPTIONS:
-            raise _unknown("option", key, [known.replace("-", "_") for known in (*OPTIONS, *short)])
+            raise unknown_name("option", key, [known.replace("-", "_") for known in (*OPTIONS, *short)])
         if value is not None:
             given[name] = Given(key, str(value).lower() if isinstance(value, bool) else value)
     return _validate(given)
@@ -226,7 +228,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
         if not variable.startswith(ENV_PREFIX) or variable == f"{ENV_PREFIX}CONFIG":
             continue
         if variable not in names:
-            raise _unknown("environment variable", variable, names)
+            raise unknown_name("environment variable", variable, names)
         given[names[variable]] = Given(variable, value)
     return given
 
@@ -244,7 +246,7 @@ def _from_yaml(path: Path) -> dict[str, Given]:
     for key, value in content.items():
         name = str(key).replace("_", "-")
         if name not in OPTIONS:
-            raise _unknown(f"key in {path}:", str(key), OPTIONS)
+            raise unknown_name(f"key in {path}:", str(key), OPTIONS)
         if name in given:
             raise ConfigError(f"{path}: {name} stands there twice")
         # Booleans become text, so that `page-size: true` is refused like any wrong number and not read as 1.
@@ -252,7 +254,8 @@ def _from_yaml(path: Path) -> dict[str, Given]:
     return given
 
 
-def _unknown(kind: str, name: str, known: Collection[str]) -> ConfigError:
+def unknown_name(kind: str, name: str, known: Collection[str]) -> ConfigError:
+    """The error for a name that there is not, with the one that may be meant."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     hint = f"did you mean {close[0]}?" if close else "--help-all lists what there is"
     hint = OTHER_NAMES.get(name.lstrip("-").replace("_", "-"), hint)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from eagle_server.config.base import ConfigError, Count, ModelLocation, Section, Text, file_location, json_object
-from eagle_server.config.trees import TreeOptions, automatic, head_tree, mixture, refuse_root_alone, tries
+from eagle_server.config.trees import TreeOptions, automatic, completed, head_tree, mixture, refuse_root_alone, tries
 
 NGRAM_SHARE_TOKENS = 1 << 20
 POSTERIOR_THRESHOLD, POSTERIOR_ALPHA = 0.09, 0.3  # Medusa's
@@ -60,8 +60,8 @@ class SpeculativeSection(Section):
     )
     num_steps: Count | None = Field(
         default=None,
-        description="depth of the draft tree; give it together with topk, or neither: then both are chosen by "
-        "architecture; default for NGRAM: 8",
+        description="depth of the draft tree; what is not given of steps, topk and draft tokens is chosen by "
+        "architecture, to fit what is; default for NGRAM: 8",
     )
     eagle_topk: Count | None = Field(
         default=None,
@@ -70,9 +70,9 @@ class SpeculativeSection(Section):
     )
     num_draft_tokens: Count | None = Field(
         default=None,
-        description="nodes that the target verifies at once, root included; default: steps * topk + 1; always "
-        "steps + 1 if topk is 1; default for NGRAM: 16; X+NGRAM: nodes of both together; default for MEDUSA+NGRAM: "
-        "the size of Medusa's tree",
+        description="nodes that the target verifies at once, root included; default: steps * topk + 1 if one of them "
+        "is given; always steps + 1 if topk is 1; default for NGRAM: 16; X+NGRAM: nodes of both together; default for "
+        "MEDUSA+NGRAM: the size of Medusa's tree",
     )
     adaptive: Switch | None = Field(
         default=None,
@@ -204,16 +204,30 @@ class SpeculativeSection(Section):
             if getattr(self, field) is not None:
                 raise ConfigError(f"{_flag(field)}: the tree is that of --speculative-token-tree; drop one of them")
 
-    def tree_options(self, architecture: str) -> TreeOptions:
-        """The tree options as given, or else chosen by the target's architecture (`architectures[0]`)."""
-        kind = "STANDALONE" if self.head_algorithm == "STANDALONE" else architecture
-        return self.given_tree_options() or automatic(kind, ngrams=self.drafts_ngrams)
+    @property
+    def shapes_tree(self) -> bool:
+        """Whether any option of dynamic trees is given."""
+        return any(value is not None for value in (self.num_steps, self.eagle_topk, self.num_draft_tokens))
 
-    def given_tree_options(self) -> TreeOptions | None:
-        """The tree options, completed and checked; None if none is given.
+    def tree_options(self, architecture: str) -> TreeOptions:
+        """The tree options: given ones, and for the others what suits the target's architecture (`architectures[0]`).
 
         Raises:
-            ConfigError: an option that another one needs is missing, or options contradict each other.
+            ConfigError: no tree has the given options together.
+        """
+        kind = "STANDALONE" if self.head_algorithm == "STANDALONE" else architecture
+        base = automatic(kind, ngrams=self.drafts_ngrams)
+        if (whole := self.given_tree_options()) is not None:
+            return whole
+        if self.head_algorithm == "MEDUSA" or not self.shapes_tree:
+            return base
+        return completed(base, self.num_steps, self.eagle_topk, self.num_draft_tokens)
+
+    def given_tree_options(self) -> TreeOptions | None:
+        """The tree options, checked, where they do not depend on the target's architecture; else None.
+
+        Raises:
+            ConfigError: options contradict each other.
         """
         steps, topk = self.num_steps, self.eagle_topk
         if self.head_algorithm == "MEDUSA":
@@ -224,16 +238,12 @@ class SpeculativeSection(Section):
             return tries(steps, self.num_draft_tokens)
         if self.head_algorithm == "STANDALONE":
             self._refuse("token_map", "draft_config_override")
-        if steps is not None and topk is not None:
-            if self.drafts_ngrams:
-                return mixture(steps, topk, self.num_draft_tokens or steps * topk + 1)
-            return head_tree(steps, topk, self.num_draft_tokens)
-        flags = {"num-steps": steps, "eagle-topk": topk, "num-draft-tokens": self.num_draft_tokens}
-        given = " and ".join(f"--speculative-{name}" for name, value in flags.items() if value is not None)
-        missing = " and ".join(f"--speculative-{name}" for name in ("num-steps", "eagle-topk") if flags[name] is None)
-        if given:
-            raise ConfigError(f"{given} needs {missing} as well; give none of them for automatic values")
-        return None
+        refuse_root_alone(self.num_draft_tokens)
+        if steps is None or topk is None:
+            return None
+        if self.drafts_ngrams:
+            return mixture(steps, topk, self.num_draft_tokens or steps * topk + 1)
+        return head_tree(steps, topk, self.num_draft_tokens)
 
     def _refuse(self, *fields: str) -> None:
         for field in fields:

@@ -38,6 +38,27 @@ def automatic(architecture: str, *, ngrams: bool) -> TreeOptions:
     return mixture(options.num_steps, options.eagle_topk, nodes)
 
 
+def completed(base: TreeOptions, num_steps: int | None, topk: int | None, num_draft_tokens: int | None) -> TreeOptions:
+    """The tree for some given values: the others are those of `base`, an automatic tree, or follow from the given ones.
+
+    Raises:
+        ConfigError: no tree has the given values together.
+    """
+    refuse_root_alone(num_draft_tokens)
+    steps, nodes = num_steps or base.num_steps, num_draft_tokens
+    if base.ngram_depth:
+        topk = topk or base.eagle_topk
+        return mixture(steps, topk, nodes or max(base.num_draft_tokens, steps * topk + 1))
+    if topk is None:
+        fits_a_chain = num_steps is None or nodes is None or nodes <= num_steps + 1
+        topk = 1 if base.eagle_topk == 1 and fits_a_chain else _AUTO_OTHERWISE.eagle_topk
+    if num_steps is None and nodes is not None:
+        steps = nodes - 1 if topk == 1 else min(steps, nodes - 1)
+        while _pool(steps, topk) < nodes - 1:
+            steps += 1
+    return head_tree(steps, topk, nodes)
+
+
 def mixture(num_steps: int, topk: int, num_draft_tokens: int) -> TreeOptions:
     """A head's tree and tries together. Any number of nodes will do: the tries fill what the head leaves free."""
     refuse_root_alone(num_draft_tokens)
@@ -55,8 +76,7 @@ def head_tree(num_steps: int, topk: int, num_draft_tokens: int | None) -> TreeOp
     """A head's tree alone. It has at most as many nodes as the head scores candidates, and the root."""
     if topk == 1:
         return TreeOptions(num_steps, 1, num_steps + 1)
-    # The first level has topk candidates. On every further level each of topk frontier nodes adds topk children.
-    pool = topk + (num_steps - 1) * topk * topk
+    pool = _pool(num_steps, topk)
     nodes = num_steps * topk + 1 if num_draft_tokens is None else num_draft_tokens
     if not 1 < nodes <= pool + 1:
         raise ConfigError(
@@ -64,6 +84,11 @@ def head_tree(num_steps: int, topk: int, num_draft_tokens: int | None) -> TreeOp
             f"{topk} give {topk} + {num_steps - 1} * {topk} * {topk} = {pool} candidates, and the root"
         )
     return TreeOptions(num_steps, topk, nodes)
+
+
+def _pool(num_steps: int, topk: int) -> int:
+    """Candidates that a head scores: topk on the first level, on further ones topk children of each of topk nodes."""
+    return topk + (num_steps - 1) * topk * topk
 
 
 def refuse_root_alone(num_draft_tokens: int | None) -> None:

@@ -26,6 +26,7 @@ from eagle_server.engine.pools import DraftModel, make_pool
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target
+from eagle_server.ops.triton_support import on_gpu
 from eagle_server.request import Ready
 from eagle_server.scheduling.limits import SchedulerLimits
 from eagle_server.scheduling.scheduler import Scheduler
@@ -96,9 +97,13 @@ def assemble(  # noqa: PLR0913
     )
     largest = FixedBudget(config.tree.num_steps, config.tree.num_draft_tokens)
     drafting = TreeDrafting(drafter, batches, largest)
-    worker = Worker(Verifier(target, attention, pools[0], graphs, ranks), drafting, batches, config.acceptance)
+    captured = max(config.graph_sizes, default=0) * config.tree.num_draft_tokens
+    verifier = Verifier(target, attention, pools[0], graphs, ranks, captured)
+    worker = Worker(verifier, drafting, batches, config.acceptance)
     if config.graph_sizes:
         _capture(worker, graphs, backends, config)
+    elif on_gpu(target.embed):
+        _compile(worker, config)
     if config.adaptive:
         _adapt(worker, largest, config)
     worker.overlaps = graphs.captures
@@ -163,8 +168,7 @@ def _kv_cache(
 
 def _verified_sizes(config: EngineConfig) -> set[int]:
     """The numbers of nodes per request in captured verify forwards."""
-    sizes = {config.tree.num_draft_tokens}
-    return sizes | {1, *(size for _, size in config.tree.shapes)} if config.adaptive else sizes
+    return {size for _, size in config.tree.captured_shapes(adaptive=config.adaptive)}
 
 
 def _capture(worker: Worker, graphs: Graphs, backends: Backends, config: EngineConfig) -> None:
@@ -176,12 +180,28 @@ def _capture(worker: Worker, graphs: Graphs, backends: Backends, config: EngineC
     backends.freeze()
     graphs.paused = False
     largest = worker.drafting.budget
-    smaller = [FixedBudget(*shape) for shape in (*config.tree.shapes[1:], (0, 1))] if config.adaptive else []
-    for budget in (largest, *smaller):
-        worker.drafting.budget = budget
+    for shape in config.tree.captured_shapes(adaptive=config.adaptive):
+        worker.drafting.budget = FixedBudget(*shape)
         sizes = tqdm(config.graph_sizes[::-1], desc="capture graphs", unit="batch size", disable=None)
         warm_up(worker, sizes, lengths)
     worker.drafting.budget = largest
+
+
+def _compile(worker: Worker, config: EngineConfig) -> None:
+    """Without graphs: launch every kernel that serving will launch, so that no request waits for a compiler."""
+    drafting, tree = worker.drafting, config.tree
+    largest, sizes = drafting.budget, sorted({1, min(2, config.max_running_requests), config.max_running_requests})
+    shapes: set[tuple[int, int]] = {*tree.captured_shapes(adaptive=config.adaptive), (0, 1)}
+    lengths: tuple[int, ...] = (2,)
+    if not worker.verifier.attention.ragged_trees:
+        lengths = (2, config.context_length)  # as in `_capture`
+    elif config.adaptive:  # trees of any size, and kernels are compiled for powers of two
+        shapes |= {(tree.depth, 1 << power) for power in range(1, tree.num_draft_tokens.bit_length())}
+        shapes |= {(steps, 2) for steps in range(1, tree.depth)}
+    for shape in tqdm(sorted(shapes, reverse=True), desc="compile kernels", unit="tree", disable=None):
+        drafting.budget = FixedBudget(*shape)
+        warm_up(worker, sizes, lengths)
+    drafting.budget = largest
 
 
 def _limits(config: EngineConfig, *, uses_features: bool) -> SchedulerLimits:

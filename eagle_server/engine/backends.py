@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from eagle_server.engine.engine_config import EngineConfig, TreeMode
 from eagle_server.engine.pools import make_pool
 from eagle_server.models.config import ModelConfig
 from eagle_server.ops.fused import use_flashinfer
+from eagle_server.ops.indices import window_slots
+from eagle_server.ops.triton_support import NoCompilerError, why_not_launched
 
 
 class Backends:
@@ -68,6 +71,22 @@ class Backends:
             self._workspace.freeze()
 
 
+def launch_kernel(device: torch.device) -> None:
+    """Launch one of this package's own kernels.
+
+    Raises:
+        NoCompilerError: Triton cannot launch any.
+    """
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    try:
+        window_slots(zero.int()[None], zero, zero, 1)
+    except (OSError, RuntimeError, SubprocessError) as error:
+        reason = why_not_launched(error)
+        if reason is None:
+            raise
+        raise NoCompilerError(reason) from error
+
+
 def load_kernels(model: ModelConfig, device: torch.device, module: Any = None) -> None:
     """Load the kernels with which FlashInfer computes this model, compiled by nvcc where they are not prebuilt.
 
@@ -90,9 +109,13 @@ def load_kernels(model: ModelConfig, device: torch.device, module: Any = None) -
         "module": module,
     }
     if isinstance(pool, LatentPool):
-        load_modules(FlashInferMLAAttention(pool, Workspace(device), **own))
+        assert model.mla is not None
+        sizes = {model.hidden_size, model.mla.kv_lora_rank, model.mla.q_lora_rank or model.hidden_size}
+        backend = FlashInferMLAAttention(pool, Workspace(device), **own)
+        load_modules(backend, sizes, model.mla.qk_rope_head_dim)
     else:
-        load_modules(FlashInferAttention(pool, Workspace(device), draft="per_node", **own))
+        per_node = FlashInferAttention(pool, Workspace(device), draft="per_node", **own)
+        load_modules(per_node, {model.hidden_size})
 
 
 def layer_specs(model: Any) -> set[tuple[float, int]]:

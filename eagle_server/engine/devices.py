@@ -6,16 +6,18 @@ import importlib.util
 import logging
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from eagle_server.attention.flashinfer_modules import HEAD_DIMS, MissingModuleError
+from eagle_server.attention.flashinfer_modules import HEAD_DIMS, MissingModuleError, warn_of_another_toolkit
 from eagle_server.config import Config, ConfigError
 from eagle_server.engine import backends
-from eagle_server.engine.engine_config import Backend
+from eagle_server.engine.engine_config import Backend, TreeConfig
 from eagle_server.engine.limits import usable_cores, usable_memory
 from eagle_server.models.checkpoints.load_target import serving_dtype
 from eagle_server.models.config import ModelConfig
+from eagle_server.ops.triton_support import NoCompilerError
 from eagle_server.worker.graphs import bucket_sizes
 
 SMALL_MODEL = 50_000_000  # parameters; a smaller target is small
@@ -23,6 +25,7 @@ SMALL_MODEL_THREADS = 2
 CPU_MEMORY_FOR_KV = 0.25  # share of the machine's memory, for both pools together
 GPU_MEMORY = 0.85  # share of the GPU's memory, for weights and KV together
 LARGEST_GRAPH = 64
+_DEVICE_NODES = Path("/dev")  # the driver puts one there for each GPU
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +34,16 @@ def resolve_device(config: Config, rank: int = 0) -> torch.device:
     """The device of the models; auto: the first NVIDIA GPU, if there is one; rank r has GPU r.
 
     Raises:
-        ConfigError: more GPUs were asked for than torch sees.
+        ConfigError: more GPUs were asked for than torch sees, or this machine has one that torch cannot use.
     """
     wanted, found = config.device.device, torch.cuda.is_available()
     if wanted == "cuda" and not found:
-        raise ConfigError("--device cuda: torch sees no NVIDIA GPU; check nvidia-smi, and that torch is a CUDA build")
+        raise ConfigError(f"--device cuda: torch cannot use an NVIDIA GPU: {_why_no_gpu()} (docs/gpu.md)")
+    if wanted == "auto" and not found and (nodes := sorted(_DEVICE_NODES.glob("nvidia[0-9]*"))):
+        raise ConfigError(
+            f"{nodes[0]} is an NVIDIA GPU, but torch cannot use it: {_why_no_gpu()}; docs/gpu.md has a table of "
+            "drivers and builds of torch, and --device cpu serves without the GPU"
+        )
     device = torch.device("cuda", rank) if found and wanted != "cpu" else torch.device("cpu")
     if device.type == "cuda" and torch.cuda.device_count() < config.device.tp_size:
         raise ConfigError(f"--tp-size {config.device.tp_size}: torch sees {torch.cuda.device_count()} GPUs")
@@ -46,6 +54,15 @@ def resolve_device(config: Config, rank: int = 0) -> torch.device:
     return device
 
 
+def _why_no_gpu() -> str:
+    """torch's own words, in one line."""
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:  # AssertionError: a build without CUDA
+        return str(error).strip().partition("\n")[0].rstrip(".")
+    return "torch.cuda.is_available() is false"
+
+
 def load_kernels_early(config: Config, device: torch.device, model: ModelConfig) -> None:
     """Before the weights are loaded, load the kernels of the target, or say what is missing to compile them.
 
@@ -54,9 +71,16 @@ def load_kernels_early(config: Config, device: torch.device, model: ModelConfig)
     Raises:
         ConfigError: the backend cannot run.
     """
+    if device.type == "cpu":
+        return
+    try:
+        backends.launch_kernel(device)
+    except NoCompilerError as error:
+        raise ConfigError(str(error)) from error
     model = replace(model, dtype=serving_dtype(config.model.dtype, model.dtype))
     if model.native and resolve_backend(config, device, model) == "flashinfer":
         logger.info("FlashInfer's kernels: those that are not prebuilt are compiled, once, which takes minutes")
+        warn_of_another_toolkit()
         began = time.perf_counter()
         load_kernels(device, model)
         logger.info("FlashInfer's kernels: %.1f s", time.perf_counter() - began)
@@ -125,12 +149,20 @@ def graph_sizes(config: Config, backend: Backend, *, native: bool = True) -> tup
     return bucket_sizes(min(running, config.device.cuda_graph_max_bs or LARGEST_GRAPH))
 
 
-def graph_memory(sizes: tuple[int, ...], nodes: int, model: ModelConfig) -> int:
-    """Bytes that captured verifications keep: float32 logits of every node, for each batch size.
+def graph_memory(sizes: tuple[int, ...], tree: TreeConfig, model: ModelConfig, *, streams: int, adaptive: bool) -> int:
+    """Bytes that the results of captured functions keep, at most. They grow with every batch size and every shape.
 
-    `nodes`: of a request's trees of all captured shapes together.
+    The float32 logits of the largest verification are the only ones, because all verifications share them. Everything
+    else is captured twice: attention to trees is computed differently over long texts. `streams`: residual streams in
+    the feature that a drafter reads of each node.
     """
-    return sum(sizes) * nodes * model.vocab_size * 4
+    hidden = model.hidden_size * model.dtype.itemsize
+    logits = max(sizes, default=0) * tree.num_draft_tokens * model.vocab_size * 4
+    extend = (tree.topk + 1) * hidden + tree.topk * (12 + tree.num_lookahead_slots)
+    per_request = 0
+    for steps, nodes in tree.captured_shapes(adaptive=adaptive):
+        per_request += nodes * (max(1, streams) * hidden + 24) + (8 * tree.topk**2 * steps + extend if steps else 0)
+    return logits + 2 * sum(sizes) * per_request
 
 
 def memory_for_kv(config: Config, device: torch.device, reserved: int = 0) -> int:

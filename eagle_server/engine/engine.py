@@ -171,6 +171,11 @@ class Engine:
         self._publish()
         return deltas
 
+    def catch_up(self) -> None:
+        """Do what the deltas of the last step need not wait for; the next step does it otherwise."""
+        with self.cores:
+            self.worker.read_prompts()
+
     def _publish(self) -> None:
         """Publish what entered and left the prefix cache."""
         if self._publisher is not None and (events := self.scheduler.kv.take_events()):

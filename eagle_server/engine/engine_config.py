@@ -33,7 +33,7 @@ class TreeConfig:
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (num_steps, num_draft_tokens) that graphs are captured for if trees follow the load, the largest first.
+        """Pairs (num_steps, num_draft_tokens) of trees that follow the load, the largest first.
 
         Each has half the steps and nodes of the one before. Static trees and tries have only their own shape.
         """
@@ -44,6 +44,10 @@ class TreeConfig:
             pool = self.topk + (steps - 1) * self.topk**2
             shapes.append((steps, steps + 1 if self.topk == 1 else max(2, min(-(-size // 2), pool + 1))))
         return tuple(shapes)
+
+    def captured_shapes(self, *, adaptive: bool) -> tuple[tuple[int, int], ...]:
+        """Pairs (num_steps, num_draft_tokens) of the cycles that graphs are captured for, the largest first."""
+        return (*self.shapes, (0, 1)) if adaptive else ((self.num_steps, self.num_draft_tokens),)
 
     @property
     def num_lookahead_slots(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from eagle_server.engine.devices import (
     resolve_backend,
     resolve_device,
 )
+from eagle_server.engine.engine_config import TreeConfig
 from eagle_server.engine.limits import usable_memory
 from eagle_server.engine.pools import bytes_per_slot
-from eagle_server.engine.resolve import context_length, lookahead_bound
+from eagle_server.engine.resolve import context_length, dynamic_tree, lookahead_bound
 from eagle_server.models.checkpoints.load_target import read_model_config, serving_dtype
 from eagle_server.models.checkpoints.quantized import QuantizedTensor, read_quantization, with_dequantized
 from eagle_server.models.checkpoints.rank_slices import share_of
@@ -30,6 +31,7 @@ from eagle_server.models.config_json import read_config
 from eagle_server.ops.quantize import Quantization
 
 _BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.4}  # with the scales and zeros of groups of 128
+_MOST_STREAMS = 3  # in the feature of a node: those of an EAGLE-3 head
 _SYSTEM = 2 << 30  # bytes of a CPU machine's memory that weights and KV should leave free
 
 
@@ -51,7 +53,9 @@ def memory_estimate(config: Config) -> dict[str, Any]:
     graphs = 0
     if device.type == "cuda":
         sizes = graph_sizes(config, resolve_backend(config, device, replace(target, dtype=dtype)), native=target.native)
-        graphs = graph_memory(sizes, config.speculative.tree_options(target.architecture).num_draft_tokens + 1, target)
+        tree = dynamic_tree(config.speculative, target) if config.speculates else TreeConfig()
+        adaptive = config.speculates and config.speculative.adapts
+        graphs = graph_memory(sizes, tree, target, streams=_MOST_STREAMS, adaptive=adaptive)
     ranks, draft = config.device.tp_size, 0
     if config.draft_path not in (None, config.target_path):  # the target's files may hold its draft
         draft = weight_bytes(config.draft_path, dtype, config.model.quantization)
@@ -79,6 +83,24 @@ def memory_estimate(config: Config) -> dict[str, Any]:
         "kv_tokens_of_a_full_context": needed,
         "fits": tokens >= needed,
     }
+
+
+def given_tree(config: Config) -> dict[str, int]:
+    """The options of the tree that is drafted; {} for static trees, and where files that decide are not here.
+
+    Raises:
+        ValueError: the checkpoint is not supported, or no tree has the given options.
+    """
+    section = config.speculative
+    static = section.token_tree is not None or section.head_algorithm == "MEDUSA"
+    if not config.speculates or static or not _is_here(config.target_path):
+        return {}
+    if section.algorithm is None and config.draft_path is not None:  # the draft's files say what it is
+        raw = _config_of(Path(config.draft_path).expanduser())
+        if not raw or "medusa_num_heads" in raw:
+            return {}
+    target = read_model_config(Path(config.target_path).expanduser())
+    return asdict(section.tree_options(target.architecture))
 
 
 def weight_bytes(path: str, dtype: torch.dtype, quantization: Quantization | None = None) -> int:

@@ -78,6 +78,10 @@ class EngineProtocol(Protocol):
         """Run one cycle and return its deltas. Calls `meanwhile` once, at a time when it delays the cycle least."""
         ...
 
+    def catch_up(self) -> None:
+        """Do what the deltas of the last step need not wait for. The loop calls this when it has sent them."""
+        ...
+
     def stats(self) -> EngineStats: ...
 
     def take_cycle(self) -> CycleStats | None:
@@ -157,6 +161,7 @@ def run_engine(build: Callable[[], EngineProtocol], inbound_address: str, outbou
             outbox.keep(Deltas(deltas, engine.stats(), engine.take_cycle()))
             if not (engine.overlaps and engine.has_work()):
                 outbox.send_kept()
+                engine.catch_up()
             if deltas and not engine.has_work():
                 engine.check()
 

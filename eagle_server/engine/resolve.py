@@ -44,8 +44,9 @@ def resolve(config: Config, target: Target, draft: LoadedDraft | None) -> Engine
         load_kernels(device, *models)
     sizes = graph_sizes(config, backend, native=all(model.native for model in models))
     adaptive = config.speculates and config.speculative.adapts
-    verified = 1 + sum(size for _, size in tree.shapes) if adaptive else tree.num_draft_tokens
-    memory = memory_for_kv(config, device, graph_memory(sizes, verified, target.config))
+    streams = 0 if draft is None else len(draft.head.aux_boundaries)
+    graphs = graph_memory(sizes, tree, target.config, streams=streams, adaptive=adaptive)
+    memory = memory_for_kv(config, device, graphs)
     fitting = memory // sum(map(bytes_per_slot, models))
     slots = config.cache.max_total_tokens or _slots_that_fit(config, context + tree.num_lookahead_slots, fitting)
     return EngineConfig(
@@ -102,7 +103,7 @@ def lookahead_bound(config: Config, target: ModelConfig) -> int:
     if not config.speculates:
         return TreeConfig().num_lookahead_slots
     section = config.speculative
-    window = _dynamic_tree(section, target).num_lookahead_slots
+    window = dynamic_tree(section, target).num_lookahead_slots
     if section.token_tree is not None:
         return max(window, len(read_choices(section.token_tree, TOKEN_TREE)) + 1)
     if (section.head_algorithm or section.algorithm) not in (None, "MEDUSA"):
@@ -115,7 +116,7 @@ def _tree(config: Config, target: ModelConfig, draft: LoadedDraft | None) -> Tre
     if not config.speculates:
         return TreeConfig()
     section = config.speculative
-    tree, choices = _dynamic_tree(section, target), _static_choices(section, draft)
+    tree, choices = dynamic_tree(section, target), _static_choices(section, draft)
     if not choices:
         if not section.drafts_ngrams and section.num_draft_tokens not in (None, tree.num_draft_tokens):
             logger.warning(
@@ -136,7 +137,7 @@ def _tree(config: Config, target: ModelConfig, draft: LoadedDraft | None) -> Tre
     )
 
 
-def _dynamic_tree(section: SpeculativeSection, target: ModelConfig) -> TreeConfig:
+def dynamic_tree(section: SpeculativeSection, target: ModelConfig) -> TreeConfig:
     """The tree of --speculative-num-steps, --topk and --speculative-num-draft-tokens, or the architecture's own."""
     options = section.tree_options(target.architecture)
     return TreeConfig(
@@ -165,8 +166,8 @@ def _static_choices(section: SpeculativeSection, draft: LoadedDraft | None) -> C
 
 def _medusa_choices(section: SpeculativeSection, heads: int) -> Choices:
     """The tree of --medusa-choices. The default tree is cut to the number of heads."""
-    if section.given_tree_options() is not None:
-        raise ConfigError("--speculative-num-steps: Medusa's trees follow from --medusa-choices alone; drop it")
+    if section.head_algorithm != "MEDUSA" and section.shapes_tree:
+        raise ConfigError("--speculative-num-steps, --topk: Medusa's trees follow from --medusa-choices alone; drop it")
     choices = read_choices(section.medusa_choices, MEDUSA_CHOICES)
     if section.medusa_choices is None:
         return truncated(choices, heads)

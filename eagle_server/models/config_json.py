@@ -12,6 +12,7 @@ import torch
 from eagle_server.models.config import CheckpointError, ModelConfig, RopeConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LARGEST_SIZE = 2**31 - 1
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -170,15 +171,17 @@ def token_ids(raw: Mapping[str, Any], source: str) -> tuple[int, ...]:
 
 
 def integer(raw: Mapping[str, Any], key: str, source: str, *, default: int | None = None) -> int:
-    """The positive integer under `key`, or `default` if the key is absent or null.
+    """The positive integer of 31 bits under `key`, or `default` if the key is absent or null.
 
     Raises:
         CheckpointError: the key is absent and there is no default, or it has another value.
     """
     value = raw.get(key)
     value = default if value is None else value
-    if not isinstance(value, int) or value <= 0:
+    if type(value) is not int or value <= 0:
         raise CheckpointError(f"{source}: {key} must be a positive integer, found {value!r}")
+    if value > LARGEST_SIZE:
+        raise CheckpointError(f"{source}: {key} {value} is too large")
     return value
 
 

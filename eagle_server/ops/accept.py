@@ -140,7 +140,7 @@ def _launch_walk(
     return found
 
 
-@jit
+@jit(varying=("accept_length", "drafted", "size", "width"))
 def _walk_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     draft_token,
     parents,

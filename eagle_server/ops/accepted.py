@@ -57,7 +57,7 @@ def _launch_store(
     return chosen
 
 
-@jit
+@jit(varying=("path", "tokens", "rows", "nodes", "width"))
 def _store_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     features,
     path,

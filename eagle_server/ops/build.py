@@ -1,6 +1,6 @@
 """Compiles kernels/cpu for this machine, once: the library is kept in a cache, by sources, compiler and processor.
 
-Where there is no compiler, libraries that were built before serve: `python eagle_server/ops/build.py kernels/built`
+Where there is no compiler, libraries that were built before serve: `python -m eagle_server.ops.build kernels/built`
 makes them for several processors, and a wheel built then has them. Without those the torch twins compute everything.
 """
 
@@ -14,12 +14,13 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from eagle_server.ops.whole_file import put_whole
 
 HERE = Path(__file__).parent
 SOURCES = next((path for path in (HERE / "kernels", HERE.parents[1] / "kernels") if path.is_dir()), HERE) / "cpu"
@@ -70,7 +71,7 @@ def library() -> ctypes.CDLL:
     if platform.system() != "Linux":
         raise BuildError(f"kernels/cpu is for Linux, this is {platform.system()}")
     try:
-        return ctypes.CDLL(str(_cached(CACHE.expanduser(), _compiler())))
+        return _loaded(CACHE.expanduser(), _compiler())
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         path = _built_before()
         if path is None:
@@ -90,8 +91,15 @@ def compile_kernels(output: Path, flags: Sequence[str] = (_NATIVE,)) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"kernels/cpu cannot be compiled ({error})") from None
     if done.returncode:
-        reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-        raise BuildError(f"{command[0]} fails: {reason.strip()}")
+        raise BuildError(f"{command[0]} fails: {_reason(done.stderr)}")
+
+
+def _reason(output: str) -> str:
+    """The line of a compiler's output that says why it failed. "ld returned 1" does not: the line before it does."""
+    lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith("collect2:")]
+    wanted = ("no space left", "error:", "error")
+    found = (line for word in wanted for line in lines if word in line.lower())
+    return next(found, lines[-1] if lines else "it does not say why")
 
 
 def build_variants(directory: Path) -> None:
@@ -117,22 +125,50 @@ def _built_before() -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def _cached(directory: Path, compiler: str) -> Path:
-    """The library in this directory. It appears there complete, also if several processes compile it at once."""
-    path, began = directory / f"{_key(compiler)}.so", time.perf_counter()
+def _loaded(directory: Path, compiler: str) -> ctypes.CDLL:
+    """The library in this directory. It is compiled if it is not there, is damaged, or cannot be loaded."""
+    try:
+        return ctypes.CDLL(str(_cached(directory, compiler)))
+    except OSError as error:
+        logger.warning("%s: it is compiled again", error)
+        return ctypes.CDLL(str(_cached(directory, compiler, anew=True)))
+
+
+def _cached(directory: Path, compiler: str, *, anew: bool = False) -> Path:
+    """Where the library is. Several processes may compile it at once. `anew`: also if it is there."""
+    path = directory / f"{_key(compiler)}.so"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owner(directory)
-        if path.is_file():
-            _check_owner(path)
-            return path
-        with tempfile.TemporaryDirectory(dir=directory) as unfinished:
-            compile_kernels(Path(unfinished) / path.name)
-            (Path(unfinished) / path.name).replace(path)
+        if anew or not _is_whole(path):
+            logger.info("compiling the kernels for this processor, once; this may take half a minute")
+            began = time.perf_counter()
+            put_whole(path, _compile_sealed)
+            logger.info("compiled them in %.1f s into %s", time.perf_counter() - began, path)
+        _check_owner(path)
     except OSError as error:
         raise BuildError(f"{directory} cannot be used ({error})") from None
-    logger.info("compiled the CPU kernels in %.1f s into %s", time.perf_counter() - began, path)
     return path
+
+
+def _compile_sealed(path: Path) -> None:
+    """Compile the kernels to `path`, and add the digest of the library. What loads it ignores bytes after its end."""
+    compile_kernels(path)
+    with path.open("ab") as file:
+        file.write(hashlib.sha256(path.read_bytes()).digest())
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file is as it was written. The loader would not notice a page of zeros, and the process would die."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    size = hashlib.sha256().digest_size
+    whole = len(content) > size and hashlib.sha256(content[:-size]).digest() == content[-size:]
+    if not whole:
+        logger.warning("%s is damaged", path)
+    return whole
 
 
 def _check_owner(path: Path) -> None:

@@ -45,7 +45,7 @@ def _launch_correction(
     return out
 
 
-@jit
+@jit(varying=("temperature_bin", "count", "depth"))
 def _correction_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     guesses,
     ratios,

@@ -84,7 +84,7 @@ def _launch_draw(logits: Tensor, keys: Tensor, positions: Tensor, temperature: T
     return tokens, scores
 
 
-@jit
+@jit(varying=("keys", "positions", "temperature", "rows"))
 def _draw_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     logits, keys, positions, temperature, best, ids, vocab_size, stride, rows, BLOCK: tl.constexpr
 ):

@@ -66,7 +66,7 @@ def _launch_gumbel(keys: Tensor, positions: Tensor, vocab_size: int, ids: Tensor
     return out
 
 
-@jit
+@jit(varying=("keys", "positions"))
 def _gumbel_kernel(keys, positions, ids, out, vocab_size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -12,6 +12,8 @@ from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, t
 
 _BLOCK = 512
 _SPLITS = 8  # programs per request
+_WINDOW = 128  # positions per program, whatever their number, which is that of a prompt's rows too
+_REQUESTS = 64  # whose lengths are added up at once
 
 
 def indptr_of(lens: Tensor) -> Tensor:
@@ -131,7 +133,7 @@ def _launch_kv_indices(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: 
         kv_indptr,
         out,
         req_to_token.stride(0),
-        REQUESTS=power_of_two(bs),
+        REQUESTS=_REQUESTS,
         SPLITS=splits,
         BLOCK=_BLOCK,
     )
@@ -141,10 +143,10 @@ def _launch_kv_indices(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: 
 def _launch_window_slots(
     req_to_token: Tensor, req_pool_indices: Tensor, first: Tensor, count: int, offset: int
 ) -> Tensor:
-    bs, block = len(first), min(_BLOCK, power_of_two(count))
+    bs = len(first)
     out = torch.empty(bs, count, dtype=torch.int64, device=first.device)
-    _window_kernel[bs, blocks(count, block)](
-        req_to_token, req_pool_indices, first.contiguous(), out, req_to_token.stride(0), count, offset, BLOCK=block
+    _window_kernel[bs, blocks(count, _WINDOW)](
+        req_to_token, req_pool_indices, first.contiguous(), out, req_to_token.stride(0), count, offset, BLOCK=_WINDOW
     )
     return out
 
@@ -175,7 +177,7 @@ def _launch_draft_decode_kv_indices(
     )
 
 
-@jit
+@jit(varying=("req_pool_indices", "kv_lens"))
 def _kv_indices_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     table,
     req_pool_indices,
@@ -189,8 +191,7 @@ def _kv_indices_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
 ):
     """Each program adds up the lengths before its request. The first one of a request writes its end to kv_indptr."""
     request = tl.program_id(0)
-    others = tl.arange(0, REQUESTS)
-    start = tl.sum(tl.load(kv_lens + others, mask=others < request, other=0).to(tl.int32), 0)
+    start = sum_before(kv_lens, request, REQUESTS)
     length = tl.load(kv_lens + request).to(tl.int32)
     if tl.program_id(1) == 0:
         tl.store(kv_indptr + request + 1, start + length)
@@ -200,7 +201,7 @@ def _kv_indices_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
     _copy_slots(row, out + start, length, SPLITS, BLOCK)
 
 
-@jit
+@jit(varying=("req_pool_indices", "first", "count", "offset"))
 def _window_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     table, req_pool_indices, first, out, table_stride, count, offset, BLOCK: tl.constexpr
 ):
@@ -212,7 +213,7 @@ def _window_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     tl.store(out + request * count + column, slot.to(tl.int64), mask=column < count)
 
 
-@jit
+@jit(varying=("req_pool_indices", "seq_lens"))
 def _draft_decode_kv_indices_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     table,
     req_pool_indices,
@@ -240,6 +241,16 @@ def _draft_decode_kv_indices_kernel(  # type: ignore[no-untyped-def]  # noqa: PL
         room = tl.load(kv_indptr + query + 1) - start - prefix
         keep = (own != 0) & (rank < room)
         tl.store(out + start + prefix + rank, tl.load(row + prefix + column, mask=keep), mask=keep)
+
+
+@jit
+def sum_before(lens, request, REQUESTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of the first `request` lengths, int32."""
+    total = tl.zeros([REQUESTS], tl.int32)
+    for first in range(0, request, REQUESTS):
+        others = first + tl.arange(0, REQUESTS)
+        total += tl.load(lens + others, mask=others < request, other=0).to(tl.int32)
+    return tl.sum(total, 0)
 
 
 @jit

@@ -81,7 +81,7 @@ def _launch_move(
     )
 
 
-@jit
+@jit(varying=("path", "seq_lens", "req_pool_indices", "width"))
 def _move_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     data, path, seq_lens, req_pool_indices, req_to_token, width, table_width, slots, row, BLOCK: tl.constexpr
 ):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_server.ops.triton_support import jit, on_gpu, power_of_two, tl
+from eagle_server.ops.triton_support import jit, on_gpu, tl
 
 _BLOCK = 128  # bytes
 _SPLITS = 16  # programs per request
+_REQUESTS = 64  # whose lengths are added up at once
 
 
 def pack_tree_mask(
@@ -95,13 +96,13 @@ def _launch_pack(
         width,
         sliding,
         SLIDES=slides,
-        REQUESTS=power_of_two(bs),
+        REQUESTS=_REQUESTS,
         SPLITS=_SPLITS,
         BLOCK=_BLOCK,
     )
 
 
-@jit
+@jit(varying=("kv_lens",))
 def _pack_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     window,
     kv_lens,
@@ -118,9 +119,12 @@ def _pack_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     BLOCK: tl.constexpr,
 ):
     request, split = tl.program_id(0), tl.program_id(1)
-    others = tl.arange(0, REQUESTS)
-    before = tl.load(kv_lens + others, mask=others < request, other=0).to(tl.int32)
-    start = tl.sum((before * rows + 7) // 8, 0)
+    before = tl.zeros([REQUESTS], tl.int32)
+    for first in range(0, request, REQUESTS):
+        others = first + tl.arange(0, REQUESTS)
+        length = tl.load(kv_lens + others, mask=others < request, other=0).to(tl.int32)
+        before += (length * rows + 7) // 8
+    start = tl.sum(before, 0)
     length = tl.load(kv_lens + request).to(tl.int32)
     count = (length * rows + 7) // 8
     if split == 0:

@@ -14,7 +14,6 @@ from eagle_server.ops.native import available, check_inside, empty, floats, func
 from eagle_server.ops.native_linear import NativeWeight
 from eagle_server.ops.native_structs import BatchStruct, CacheStruct, DecoderStruct, LayerStruct
 
-_LANES = 16
 _LARGEST_HEAD = 512
 _ROWS_DTYPES = [torch.int64, torch.int32, torch.int64, torch.int64, torch.int32, torch.bool, torch.int64, torch.int64]
 
@@ -32,7 +31,8 @@ class AttentionShape:
 
     @staticmethod
     def fits(head_dim: int) -> bool:
-        return head_dim % _LANES == 0 and head_dim <= _LARGEST_HEAD
+        """Even, because rotations are of pairs."""
+        return head_dim % 2 == 0 and head_dim <= _LARGEST_HEAD
 
     def struct(self, keys: Tensor, values: Tensor) -> CacheStruct:
         return CacheStruct(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.native import check_inside, empty, floats, functions, pointer, session
-from eagle_server.ops.native_decoder import NativeDecoder
+from eagle_server.ops.native_decoder import NativeDecoder, NativeRows
 from eagle_server.ops.native_linear import NativeWeight
 from eagle_server.ops.native_structs import (
     AcceptedStruct,
@@ -110,6 +110,21 @@ class NativeHead:
             *(int(self._embed.dtype == torch.bfloat16), int(weights.uses_hidden)),
             *(int(weights.residual), int(weights.feeds_normed)),
         )
+
+    def prefill(self, tokens: Tensor, features: Tensor | None, positions: Tensor, rows: NativeRows) -> None:
+        """Write the draft's KV of prompt rows. No output is computed.
+
+        Args:
+            tokens, positions: int64 [rows]. features: [rows, F]; None: the head uses none.
+        """
+        places, ids = positions.contiguous(), tokens.contiguous()
+        full = None if features is None else floats(features)
+        rows.struct.positions = pointer(places)
+        outside: int = functions().eagle_draft_prefill(
+            *(session(), byref(self._over_caches()), byref(rows.struct)),
+            *(pointer(ids), None if full is None else pointer(full)),
+        )
+        check_inside(outside=bool(outside))
 
     def extend(self, requests: DraftRequests, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rewrite the draft's KV of the accepted tokens. Then the children of each request's newest one.

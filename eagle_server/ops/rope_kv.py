@@ -93,7 +93,7 @@ def _launch_rotation(
     return qkv[:, :heads]
 
 
-@jit
+@jit(varying=("positions", "slots"))
 def _rotation_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     qkv,
     positions,

@@ -124,7 +124,7 @@ def _launch_topk(
     return logp, tokens
 
 
-@jit
+@jit(varying=("keys", "positions", "temperature", "nodes", "ahead"))
 def _block_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     logits,
     keys,

@@ -98,7 +98,7 @@ def _launch_link(
     return parents, depths, mask
 
 
-@jit
+@jit(varying=("selected_index", "parent_list", "drafted", "groups", "spec_steps"))
 def _link_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     selected_index,
     parent_list,

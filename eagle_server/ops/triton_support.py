@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from subprocess import CalledProcessError
+from typing import Any, overload
 
 from torch import Tensor
 
@@ -15,9 +17,42 @@ triton: Any = importlib.import_module("triton") if HAS_TRITON else None
 tl: Any = importlib.import_module("triton.language") if HAS_TRITON else None
 
 
-def jit(kernel: Callable[..., Any]) -> Any:
-    """`triton.jit`. Without Triton the function is returned unchanged and is never called."""
-    return triton.jit(kernel) if HAS_TRITON else kernel
+class NoCompilerError(RuntimeError):
+    """Triton cannot compile what it needs to launch kernels. The message is one line that says what to install."""
+
+
+def why_not_launched(error: BaseException) -> str | None:
+    """What is missing, in one line, if Triton raised `error` because it could not compile its driver. Else None.
+
+    Before a process's first launch Triton compiles some C against Python.h, once per machine.
+    """
+    install = "every GPU backend needs them: install gcc and python3-dev, the headers of this Python"
+    if "Failed to find C compiler" in str(error):
+        return f"Triton finds no C compiler; {install}"
+    if isinstance(error, CalledProcessError):  # what the compiler wrote stands on stderr
+        return f"Triton's call of {error.cmd[0]} failed, for lack of a working C compiler or of Python.h; {install}"
+    return None
+
+
+@overload
+def jit(kernel: Callable[..., Any]) -> Any: ...
+
+
+@overload
+def jit(*, varying: Sequence[str]) -> Callable[[Callable[..., Any]], Any]: ...
+
+
+def jit(kernel: Callable[..., Any] | None = None, *, varying: Sequence[str] = ()) -> Any:
+    """`triton.jit`. Without Triton the function is returned unchanged and is never called.
+
+    varying: arguments that differ from batch to batch. The kernel is not compiled again where such an integer is 1 or a
+    multiple of 16, or such an address is not a multiple of 16.
+    """
+    if kernel is None:
+        return partial(jit, varying=varying)
+    if not HAS_TRITON:
+        return kernel
+    return triton.jit(kernel, do_not_specialize=varying, do_not_specialize_on_alignment=varying)
 
 
 def constant(value: int | float) -> Any:

@@ -42,7 +42,7 @@ def truncate_rows(logits: Tensor, temperature: Tensor, limits: Tensor) -> Tensor
     return out.view_as(logits)
 
 
-@jit
+@jit(varying=("temperature", "limits", "rows", "bs"))
 def _truncate_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     logits, temperature, limits, out, rows, bs, vocab_size, BLOCK: tl.constexpr
 ):

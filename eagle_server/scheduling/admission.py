@@ -1,6 +1,7 @@
 """Admission: which waiting requests start now.
 
-Requests start in order of arrival, with three exceptions, all of them bounded:
+Clients take turns: after one request of a client those of all others that wait come before its next one. The requests
+of one client start in order of arrival. There are three exceptions, all of them bounded:
 
 - Reserve: a request starts only if the running ones are expected to find KV for the rest of their outputs too.
 - Hold: a request whose prompt begins as one that an older request is computing right now waits for that KV.
@@ -22,6 +23,7 @@ from eagle_server.scheduling.limits import SchedulerLimits
 from eagle_server.scheduling.sequence import Sequence
 
 ARRIVAL = attrgetter("arrival")
+TURN = attrgetter("turn", "arrival")
 _LOOKED_AT = 16  # requests that lack KV, in one round of admission: each costs a lookup of its prefix
 
 
@@ -36,7 +38,11 @@ def remove(queue: list[Sequence], sequence: Sequence) -> None:
 
 
 class RequestQueue:
-    """Owns `waiting`, in order of arrival, and decides which of them start.
+    """Owns `waiting`, in the order in which they start, and decides which of them do.
+
+    Every request has a turn: that of the newest one that has started, or the one after its client's last turn if that
+    is later. So a client's next request waits for two of each other client at most, however many those send
+    (start-time fair queueing, Goyal et al. 1996, with every request as large as the others).
 
     A request that was not admitted is looked at again only when something has `changed`: a request came or left, or KV
     was published that others wait for.
@@ -45,6 +51,8 @@ class RequestQueue:
     def __init__(self, limits: SchedulerLimits, kv: KVCacheManager) -> None:
         self.limits, self.kv = limits, kv
         self.waiting: list[Sequence] = []
+        self._turn = 0  # of the newest request that has started
+        self._turns: dict[str, int] = {}  # by client, the last one that was given
         self.changed = False
         self.growth = OutputGrowth()
 
@@ -53,16 +61,27 @@ class RequestQueue:
         sequence.leader = None
         if self.kv.radix is not None and not sequence.request.prompt_logprobs:
             sequence.keys = bigrams(sequence.tokens)
-        insert(self.waiting, sequence)
+        if sequence.turn is None:  # a preempted one keeps its own
+            client = sequence.request.client
+            sequence.turn = self._turns[client] = max(self._turn, self._turns.get(client, -1) + 1)
+        insort(self.waiting, sequence, key=TURN)
         self.changed = True
 
     def remove(self, sequence: Sequence) -> None:
         """Drop a request that was aborted."""
-        remove(self.waiting, sequence)
+        client = sequence.request.client
+        if self._turns.get(client) == sequence.turn:
+            self._turns[client] -= 1
+        self._take(sequence)
         self.changed = True
 
+    def _take(self, sequence: Sequence) -> None:
+        del self.waiting[bisect_left(self.waiting, TURN(sequence), key=TURN)]
+        if not self.waiting:
+            self._turns.clear()  # nobody waits for anybody
+
     def admit(self, running: list[Sequence]) -> None:
-        """Move requests from `waiting` to `running`, both in order of arrival."""
+        """Move requests from `waiting` to `running`, which is in order of arrival."""
         if not self.changed or not self.waiting or len(running) >= self.limits.max_running_requests:
             self.changed = False
             return
@@ -88,7 +107,9 @@ class RequestQueue:
             if passed is not None:
                 passed.passed_tokens += sequence.most_tokens
             sequence.start(allocation, self.kv.page_size)
-            remove(self.waiting, sequence)
+            self._take(sequence)
+            assert sequence.turn is not None
+            self._turn = max(self._turn, sequence.turn)
             insert(running, sequence)
             growth.append(self._growth(sequence))
 

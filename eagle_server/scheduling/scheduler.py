@@ -1,9 +1,9 @@
 """The scheduler plans each cycle: admission, chunked prefill, preemption, and commit of the results.
 
-Requests are served in order of arrival; `admission.py` and `chunks.py` have the exceptions. Prompt KV goes to the
-prefix cache chunk by chunk, so that running requests share it. When KV runs out, the youngest running request is
-preempted: its computed KV goes to the prefix cache and its pages are freed. Later it resumes as a prompt of all its
-tokens. Random numbers are keyed by position, so a preemption does not change the output.
+Clients take turns (`admission.py`), and requests are served in order of arrival, with exceptions in `chunks.py`. Prompt
+KV goes to the prefix cache chunk by chunk, so that running requests share it. When KV runs out, the youngest running
+request is preempted: its computed KV goes to the prefix cache and its pages are freed. Later it resumes as a prompt of
+all its tokens. Random numbers are keyed by position, so a preemption does not change the output.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SchedulerTotals:
 
 
 class Scheduler:
-    """Owns the sequences: `waiting` and `running` (prefilling or decoding), both in order of arrival.
+    """Owns the sequences: `waiting`, in the order of their turns, and `running` (prefilling or decoding), by arrival.
 
     `cycle` has the statistics of the newest plan and its result. The engine adds the times.
     """
@@ -53,7 +53,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> Seq[Sequence]:
-        """The requests that have no KV, in order of arrival."""
+        """The requests that have no KV, in the order in which they start."""
         return self.queue.waiting
 
     def has_work(self) -> bool:
@@ -269,4 +269,6 @@ def _decode(sequence: Sequence) -> Decode:
         grammar_matcher=sequence.grammar_matcher,
         trees=sequence.request.trees,
         shares_text=sequence.request.cache_salt is None,
+        tokens_left=sequence.request.sampling.max_tokens - sequence.output_length,
+        ends=sequence.stop_ids,
     )

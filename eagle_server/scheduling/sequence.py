@@ -43,7 +43,8 @@ class Sequence:
     `num_prefill_tokens` is the number of tokens to prefill before decoding: the prompt, or after a preemption all
     tokens. `keys`: their keys in the prefix cache, until they are computed; None if the request does not share.
     While it waits, `passed_tokens` counts the tokens of younger requests that started before it, and `leader` is the
-    older request whose first `awaited` pages it waits for. `followed`: others have waited for this one.
+    older request whose first `awaited` pages it waits for. `followed`: others have waited for this one. `turn`: when
+    it is to start, see `RequestQueue`.
     """
 
     request: Request
@@ -63,6 +64,7 @@ class Sequence:
     awaited: int = 0
     followed: bool = False
     passed_tokens: int = 0
+    turn: int | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     times: Times = field(default_factory=Times)
 

@@ -115,7 +115,8 @@ class ChatTemplate:
     """A model's template. `special_tokens` are variables like bos_token.
 
     `tool_source` is a second template for conversations with tools, which some models have. `adds_special`: the
-    rendered text has no special tokens, so the tokenizer must add those that it adds to any prompt.
+    rendered text has no special tokens, so the tokenizer must add those that it adds to any prompt. `built_in`: the
+    name of a default template, for a model that has none.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class ChatTemplate:
         tool_source: str | None = None,
         stops: TemplateStops = NO_STOPS,
         adds_special: bool = False,
+        built_in: str | None = None,
     ) -> None:
         """
         Raises:
@@ -136,6 +138,7 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens or {})
         self.stops = stops
         self.adds_special = adds_special
+        self.built_in = built_in
 
     @property
     def source(self) -> str:

@@ -72,9 +72,10 @@ def _default(tokenizer: Tokenizer, special_tokens: dict[str, str]) -> ChatTempla
     end = tokenizer.token_id(IM_END)
     if end is not None and tokenizer.token_id(IM_START) is not None:
         logger.info("the model has no chat template; chats are written as ChatML, whose tokens it has")
-        return ChatTemplate(CHATML, special_tokens, stops=TemplateStops(token_ids=(end,)))
+        return ChatTemplate(CHATML, special_tokens, stops=TemplateStops(token_ids=(end,)), built_in="ChatML")
     logger.info("the model has no chat template; chats are written as a dialogue of User and Assistant")
-    return ChatTemplate(DIALOGUE, special_tokens, stops=TemplateStops(strings=DIALOGUE_STOPS), adds_special=True)
+    stops = TemplateStops(strings=DIALOGUE_STOPS)
+    return ChatTemplate(DIALOGUE, special_tokens, stops=stops, adds_special=True, built_in="dialogue")
 
 
 def _special_tokens(values: dict[str, Any]) -> dict[str, str]:

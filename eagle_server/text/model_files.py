@@ -7,6 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from eagle_server.hub import NotCached, hub_file
+
 logger = logging.getLogger(__name__)
 
 
@@ -14,24 +16,17 @@ def find_file(location: str, name: str, *, required: bool = True) -> Path | None
     """Path of a model's file, None if the model has no such file.
 
     Raises:
-        OSError: the hub cannot be reached, so the answer is unknown. Only if `required`.
+        HubError: the hub has no such model; or it cannot be reached, so the answer is unknown, and it is `required`.
     """
     if Path(location).is_dir():
         file = Path(location) / name
         return file if file.is_file() else None
-    from huggingface_hub import hf_hub_download  # not needed for a directory
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
     try:
-        return Path(hf_hub_download(location, name))
-    except LocalEntryNotFoundError:
+        return hub_file(location, name)
+    except NotCached as error:
         if required:
             raise
-        logger.warning(
-            "%s of %s is not in the cache and the hub cannot be reached: going on without it", name, location
-        )
-        return None
-    except EntryNotFoundError:
+        logger.warning("going on without a file: %s", error)
         return None
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import tokenizers
 
+from eagle_server.hub import HubError
 from eagle_server.text.model_files import find_file
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -137,12 +138,15 @@ def load_tokenizer(location: str) -> Tokenizer:
 
     Raises:
         ValueError: there is none, or it cannot be read; the message is one line.
+        HubError: the model cannot be had from the Hub.
     """
     try:
         file = _find(location)
         if file is None:
             return TransformersTokenizer(location)
         return FastTokenizer(tokenizers.Tokenizer.from_file(str(file)))
+    except HubError:
+        raise
     except Exception as error:  # tokenizers raises Exception itself
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"no usable tokenizer in {location}: {reason}") from error

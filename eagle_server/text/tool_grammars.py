@@ -55,7 +55,10 @@ def call_grammar(
         rules.append(rule)
         size += len(rule)
         if size > MAX_GRAMMAR_CHARACTERS:  # before the others are written
-            raise ValueError(f"the grammar of the calls would have more than {MAX_GRAMMAR_CHARACTERS} characters")
+            raise ValueError(
+                f"the grammar would have more than {MAX_GRAMMAR_CHARACTERS:,} characters; "
+                "offer fewer functions or parameters, or let the model choose (tool_choice auto)"
+            )
     return Grammar(kind="lark", source="".join(rules))
 
 

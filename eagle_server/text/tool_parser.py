@@ -97,7 +97,9 @@ class ToolCallParser:
 
     def _advance(self, text: str) -> ParsedText:
         parsed = ParsedText()
-        self._held += text
+        held, self._held = self._held, ""
+        held += text  # in place, because nothing else refers to it: a call of any length is copied once
+        self._held = held
         while not self.is_done and self._state(parsed):
             pass
         if self.is_done:

@@ -30,6 +30,7 @@ class _TextCall:
 
     def __init__(self, begin: int, functions: Functions) -> None:
         self.begin = self.at = begin
+        self._scanned = begin  # up to where the end of the value was looked for
         self.end: int | None = None
         self._functions = functions
         self._name: str | None = None
@@ -114,8 +115,10 @@ class XmlCall(_TextCall):
         return any(rest.startswith(each) or each.startswith(rest) for each in heads)
 
     def _read_value(self, text: str) -> bool:
-        end = text.find(_VALUE_END, self.at)
+        start = max(self._scanned, self.at)
+        end = text.find(_VALUE_END, start)
         if end < 0:
+            self._scanned = max(start, len(text) - len(_VALUE_END) + 1)
             return False
         value = text[self.at : end].removeprefix("\n").removesuffix("\n")
         root = self._functions.get(self._name or "") or {}
@@ -133,7 +136,6 @@ class PythonCall(_TextCall):
 
     def __init__(self, begin: int, functions: Functions) -> None:
         super().__init__(begin, functions)
-        self._scanned = begin
         self._brackets: list[str] = []
         self._quote = ""  # of the string at `_scanned`
 

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,6 +92,7 @@ class PromptBatch:
     positions: Tensor  # int64 [rows]
     attention: AttentionBatch
     counts: tuple[int, ...]
+    requests: tuple[int, ...]  # rows of attention.req_to_token
 
 
 @dataclass(frozen=True)
@@ -111,15 +113,21 @@ class Prompts:
 
 
 def prompt_batch(pieces: Sequence[Piece], req_to_token: Tensor) -> PromptBatch:
-    """Pieces of prompt, each with the request and position that it starts at."""
+    """Pieces of prompt, each with the request and position that it starts at.
+
+    On a CPU the batch has a copy of its part of the page table: the drafter reads prompts when requests may have ended.
+    """
     device, counts = req_to_token.device, tuple(len(tokens) for _, _, tokens in pieces)
     ends = tuple(start + len(tokens) for _, start, tokens in pieces)
-    flat = [token for _, _, tokens in pieces for token in tokens]
-    positions = [p for _, start, tokens in pieces for p in range(start, start + len(tokens))]
-    numbers = upload([flat, positions], device)
-    requests = upload([[index for index, _, _ in pieces], ends], device)
-    attention = prefill_batch(requests[0], requests[1], req_to_token, Causal(), Layout(counts, ends))
-    return PromptBatch(numbers[0], numbers[1], attention, counts)
+    flat = np.concatenate([np.asarray(tokens, dtype=np.int64) for _, _, tokens in pieces])
+    positions = np.concatenate([np.arange(end - count, end) for count, end in zip(counts, ends, strict=True)])
+    numbers = upload(np.stack([flat, positions]), device)
+    requests = tuple(index for index, _, _ in pieces)
+    if device.type == "cpu":
+        req_to_token, requests = req_to_token[list(requests), : max(ends)], tuple(range(len(pieces)))
+    indices, kv_lens = upload([requests, ends], device)
+    attention = prefill_batch(indices, kv_lens, req_to_token, Causal(), Layout(counts, ends))
+    return PromptBatch(numbers[0], numbers[1], attention, counts, requests)
 
 
 class Batches:
@@ -198,22 +206,21 @@ class Batches:
         sampling = SamplingBatch.of([chunk.sampling for chunk in chunks], self.device, self.spec_steps)
         return self._with_penalizer_state(sampling, chunks)
 
-    def prompt_features(self, chunks: Sequence[Chunk], features: Tensor) -> PromptFeatures | None:
-        """The rows for the drafter: each feature with the prompt's next token.
+    def prompts(self, chunks: tuple[Chunk, ...], rows: PromptBatch, features: Tensor | None) -> Prompts:
+        """The prompts for the drafter: `rows` for the target, or each feature with the prompt's next token.
 
         A prompt's last row has no next token yet. It is recorded in the accepted tokens once the token is sampled.
         """
-        pieces, kept, start = [], list[int](), 0
-        for chunk in chunks:
-            if chunk.following:
-                pieces.append((chunk.req_pool_index, chunk.start, chunk.following))
-            kept.extend(range(start, start + len(chunk.following)))
+        pieces, kept, start = [], list[Tensor](), 0
+        for chunk, request in zip(chunks, rows.requests, strict=True):
+            if chunk.following and features is not None:
+                pieces.append((request, chunk.start, chunk.following))
+                kept.append(features[start : start + len(chunk.following)])
             start += len(chunk.tokens)
         if not pieces:
-            return None
-        if len(kept) < len(features):
-            features = features.index_select(0, upload(kept, self.device))
-        return PromptFeatures(self._prompt(pieces), features)
+            return Prompts(chunks, rows, None)
+        pairs = prompt_batch(pieces, rows.attention.req_to_token)
+        return Prompts(chunks, rows, PromptFeatures(pairs, kept[0] if len(kept) == 1 else torch.cat(kept)))
 
     def decode(self, decodes: Sequence[Decode], *, drafting: bool = False) -> DecodeBatch:
         """The batch of decoding requests, at least one. `drafting`: they are only some of the cycle's."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -29,7 +29,8 @@ _TRY = 0.8  # drafting must promise this part of the speed of plain decoding; th
 _LOSS = 0.98  # drafting with less than this part of it has lost
 _CLOSE = 1.3  # with less gain than this, some cycles are plain, so that both speeds are measured:
 _BURST, _COMPARE = 8, 300  # so many at once, out of so many
-_WARM = 3  # cycles of one kind after which the next is counted, because the first are slow
+_WARM = 3  # cycles of a kind that are not counted after it was absent, because the first are slow
+_ABSENT = 4  # cycles without one of a kind after which it was absent
 _ENOUGH = 4  # plain cycles that are compared, and a quarter of the cycles with drafts
 _LEARNING = 30  # first cycles with drafts, which are as large as can be and not compared: nothing is known yet
 _LEARNERS = 8  # requests that draft in these
@@ -72,7 +73,7 @@ class Budget(Protocol):
         ...
 
     def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
-        """A cycle without prompts took `seconds`, everything included, and gave `tokens`."""
+        """The newest cycle took `seconds`, everything but prompts included, and its requests kept `tokens`."""
         ...
 
     def forget(self, req_pool_index: int) -> None:
@@ -126,22 +127,28 @@ class _Choice:
 
 
 @dataclass
-class _Speeds:
-    """Measured speeds of plain cycles and cycles with drafts, for about as many requests.
+class _Speed:
+    """A measured speed. Older cycles weigh less in tokens, seconds and weight."""
 
-    [tokens, seconds, weight, cycles]: older cycles weigh less in the first three.
-    """
+    until: int = 0  # the cycle in which it is measured anew
+    tokens: float = 0.0
+    seconds: float = 0.0
+    weight: float = 0.0
+    cycles: int = 0
 
-    until: int
-    plain: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0])
-    drafted: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0])
+    def add(self, tokens: int, seconds: float) -> None:
+        """One more cycle."""
+        if self.weight:
+            seconds = min(seconds, _OUTLIER * self.seconds / self.weight)
+        kept = 1 - 1 / _MEMORY
+        self.tokens, self.seconds = kept * self.tokens + tokens, kept * self.seconds + seconds
+        self.weight, self.cycles = kept * self.weight + 1, self.cycles + 1
 
-    @property
-    def loses(self) -> bool:
-        """Whether drafting was slower, beyond doubt."""
-        if self.plain[3] < _ENOUGH or self.drafted[3] < 4 * _ENOUGH:
+    def loses(self, plain: _Speed) -> bool:
+        """Whether drafting, measured by this one, was slower beyond doubt."""
+        if plain.cycles < _ENOUGH or self.cycles < 4 * _ENOUGH:
             return False
-        return self.drafted[0] * self.plain[1] < _LOSS * self.plain[0] * self.drafted[1]
+        return self.tokens * plain.seconds < _LOSS * plain.tokens * self.seconds
 
 
 class AdaptiveBudget:
@@ -164,9 +171,12 @@ class AdaptiveBudget:
         self._forwards = forwards
         self._cycle, self._credit = 0, 0.0
         self._choice = _Choice(0, 0)
-        self._speeds: dict[tuple[int, int], _Speeds] = {}  # by the number of requests, and the share that is sampled
-        self._sampled = 0  # of the newest cycle, in halves
-        self._drafted, self._alike = False, 0  # the newest cycle, and how many before it were alike
+        self._choices: dict[int, _Choice] = {}  # by reach
+        # By the number of requests and the share that is sampled; those of drafting by reach, too.
+        self._speeds: dict[tuple[int, ...], _Speed] = {}
+        # Of the newest cycle: the share that is sampled, in halves; levels that its requests may keep, in the mean.
+        self._sampled = self._reach = 0
+        self._last, self._cold = [-_ABSENT] * 2, [0, 0]  # of each kind: its newest cycle, those that do not count yet
         self._follows = True  # whether the newest cycle does what was chosen: it neither learns nor probes
         self._learned = [0, 0, 0]  # cycles with drafts, by that share
         self._refuted = False  # whether the choice was measured to be slower than plain decoding
@@ -174,19 +184,24 @@ class AdaptiveBudget:
     def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
         self._cycle += 1
         self._follows = True
-        if not any(able):
-            return NOTHING
         requests = len(decodes)
         self._sampled = round(2 * sum(each.sampling.params.temperature > 0 for each in decodes) / requests)
-        self._refuted = self._speeds_for(requests).loses
+        if not any(able):
+            return NOTHING
+        candidates, drafters = np.flatnonzero(able), [each for each, may in zip(decodes, able, strict=True) if may]
+        # [n, 1, 1], levels that each may keep: one token is drawn without any
+        levels = np.array([min(each.tokens_left - 1, self.num_steps) for each in drafters])[:, None, None]
+        self._reach = round(float(levels.mean()))
+        self._refuted = self._speed(requests, self._reach).loses(self._speed(requests))
         if self._refuted:
             return NOTHING
-        candidates = np.flatnonzero(able)
         kv = float(sum(decode.seq_len for decode in decodes))
-        rows = self.trees.rows([each for each, may in zip(decodes, able, strict=True) if may])
-        choice = self._choice
-        if self._cycle >= choice.until or abs(requests - choice.requests) > requests // 8:
-            choice = self._choice = (self._best_shape if self.shapes else self._best)(rows, requests, kv)
+        rows = self.trees.rows(drafters)
+        choice = self._choices.get(self._reach)
+        if choice is None or self._cycle >= choice.until or abs(requests - choice.requests) > requests // 8:
+            choice = (self._best_shape if self.shapes else self._best)(rows, levels, requests, kv)
+            self._choices[self._reach] = choice
+        self._choice = choice
         if self._learned[self._sampled] < _LEARNING:
             self._learned[self._sampled] += 1
             self._follows = False
@@ -203,28 +218,33 @@ class AdaptiveBudget:
         return self._probed(budget, candidates[~wanted], rows[~wanted], requests, kv)
 
     def _holds(self, choice: _Choice, requests: int) -> bool:
-        """Whether this cycle shall draft as was chosen: the model may be wrong, so what is close is measured too."""
-        every = _COMPARE if self._speeds_for(requests).plain[3] >= _ENOUGH else 2 * _BURST
-        return choice.rate > _CLOSE * choice.plain or self._cycle % every >= _BURST
+        """Whether this cycle shall draft as was chosen.
+
+        The model may be wrong, so plain decoding is measured once whatever it says, and what is close again and again.
+        """
+        close, measured = choice.rate <= _CLOSE * choice.plain, self._speed(requests).cycles >= _ENOUGH
+        if measured and not close:
+            return True
+        return self._cycle % (_COMPARE if measured or not close else 2 * _BURST) >= _BURST
 
     def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
-        self._alike = self._alike + 1 if drafted == self._drafted else 0
-        self._drafted = drafted
-        if self._alike < _WARM or (drafted and not self._follows):
-            return
-        speeds = self._speeds_for(requests)
-        sums = speeds.drafted if drafted else speeds.plain
-        if sums[2]:
-            seconds = min(seconds, _OUTLIER * sums[1] / sums[2])
-        kept = 1 - 1 / _MEMORY
-        sums[:] = kept * sums[0] + tokens, kept * sums[1] + seconds, kept * sums[2] + 1, sums[3] + 1
+        if self._cycle - self._last[drafted] > _ABSENT:
+            self._cold[drafted] = _WARM
+        self._last[drafted] = self._cycle
+        if self._cold[drafted]:
+            self._cold[drafted] -= 1
+        elif not drafted:
+            self._speed(requests).add(tokens, seconds)
+        elif self._follows:
+            self._speed(requests, self._reach).add(tokens, seconds)
 
-    def _speeds_for(self, requests: int) -> _Speeds:
-        load = (round(math.log2(requests)), self._sampled)
-        speeds = self._speeds.setdefault(load, _Speeds(self._cycle + _VALID))
-        if self._cycle >= speeds.until:
-            speeds.until, speeds.drafted = self._cycle + _VALID, [0.0, 0.0, 0.0, 0]
-        return speeds
+    def _speed(self, requests: int, *reach: int) -> _Speed:
+        """What was measured for about as many requests: of plain decoding, or with drafts of this reach."""
+        load = (round(math.log2(requests)), self._sampled, *reach)
+        speed = self._speeds.get(load)
+        if speed is None or (reach and self._cycle >= speed.until):
+            speed = self._speeds[load] = _Speed(self._cycle + _VALID)
+        return speed
 
     def drafted(self, decodes: Sequence[Decode], logp: Floats, depths: Floats) -> None:
         self.trees.add(decodes, logp, depths, self._cycle)
@@ -255,14 +275,15 @@ class AdaptiveBudget:
             costs=self.costs.describe(max(choice.requests, 8) * self.num_draft_tokens),
         )
 
-    def _best(self, rows: Ints, requests: int, kv: float) -> _Choice:
+    def _best(self, rows: Ints, levels: Ints, requests: int, kv: float) -> _Choice:
         """The best number of steps and nodes, if the next trees are like the last ones."""
         logp = self.trees.logp[rows]  # [requests, TREES, n]
         first = np.zeros_like(logp)
         first[:, :, 0] = 1 / TREES
         order = np.argsort(-logp, axis=None)
         logp, first = logp.reshape(-1)[order], first.reshape(-1)[order]
-        depths = self.trees.depths[rows].reshape(-1)[order]
+        depths = self.trees.depths[rows]
+        depths = np.where(depths <= levels, depths, np.inf).reshape(-1)[order]
         gains, drafting = np.exp(logp) / TREES, np.cumsum(first)
         found = self._no_choice(requests, kv)
         for steps in range(1, self.num_steps + 1):
@@ -274,12 +295,12 @@ class AdaptiveBudget:
                 found = replace(found, rate=float(rates[place]), num_steps=steps, least_logp=float(logp[place]))
         return self._if_it_pays(replace(found, num_draft_tokens=self.num_draft_tokens))
 
-    def _best_shape(self, rows: Ints, requests: int, kv: float) -> _Choice:
+    def _best_shape(self, rows: Ints, levels: Ints, requests: int, kv: float) -> _Choice:
         """The best of `shapes`. All requests verify as many rows, whether they draft or not."""
         chances, depths = np.exp(self.trees.logp[rows]), self.trees.depths[rows]  # [requests, TREES, n], best first
         found = self._no_choice(requests, kv)
         for steps, size in self.shapes:
-            reached = depths <= steps
+            reached = depths <= np.minimum(levels, steps)
             taken = reached & (reached.cumsum(axis=2) < size)
             nodes, drafting = np.array([requests * (size - 1.0)]), np.array([float(len(rows))])
             tokens = requests + float((chances * taken).sum()) / TREES

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle_server.ops.upload import upload
-from eagle_server.plan import CycleDrafting, CyclePlan, CycleResult
+from eagle_server.plan import CycleDrafting, CyclePlan, CycleResult, Decode
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Candidates, EagleVerifyInput, build_tree, root_alone, spread, without
 from eagle_server.worker.ahead import UNUSED, ForwardAhead
@@ -125,6 +125,7 @@ class TreeDrafting:
                 tree = replace(tree, scores=estimates.path_logp)
                 if budget.least_logp > -math.inf and not is_cut:
                     tree = without(tree, estimates.path_logp < budget.least_logp)
+            tree = _within_reach(tree, drafting)
             requests = None
             if len(budget.drafting) < len(batch.decodes):
                 requests = upload(budget.drafting, batch.seq_lens.device)
@@ -139,6 +140,8 @@ class TreeDrafting:
         """
         batch = drafts.batch
         if batch is None or not self.extends_ahead or drafts.requests is not None or not batch.ranking.is_plain:
+            return
+        if max(decode.tokens_left for decode in batch.decodes) - 1 < self._least_left:
             return
         clock = StageClock(self.batches.device)
         with clock.stage("extend"):
@@ -155,17 +158,29 @@ class TreeDrafting:
         return self.extended.take(requests, len(batch.seq_lens_host), clock)
 
     @property
+    def _least_left(self) -> int:
+        """Tokens that a request must still get to draft. 1: graphs of a fixed budget are of whole trees only."""
+        return 1 if self.batches.sizes and self.costs is None else 2
+
+    @property
     def _lessons(self) -> int:
         """Every so many cycles teach."""
-        return next((every for until, every in _LESSONS if self._drafted < until), _LATER_LESSONS)
+        return _lessons_after(self._drafted)
 
     def _choose(self, batch: DecodeBatch) -> CycleBudget:
         for decode in batch.decodes:
             if not decode.speculative:
                 self.batches.accepted_tokens.give_up(decode)
-        budget = self.budget.choose(batch.decodes, self.batches.can_draft(batch.decodes))
+        able = zip(batch.decodes, self.batches.can_draft(batch.decodes), strict=True)
+        least = self._least_left
+        budget = self.budget.choose(batch.decodes, [may and each.tokens_left >= least for each, may in able])
         kept = self._with_room(batch, budget.drafting)
-        return budget if len(kept) == len(budget.drafting) else replace(budget, drafting=kept)
+        if len(kept) < len(budget.drafting):
+            budget = replace(budget, drafting=kept)
+        reach = max((batch.decodes[i].tokens_left - 1 for i in kept), default=0)
+        if self.batches.sizes or reach >= budget.num_steps:  # captured drafters have the depths of their graphs only
+            return budget
+        return replace(budget, num_steps=reach)
 
     def _with_room(self, batch: DecodeBatch, drafting: Sequence[int]) -> tuple[int, ...]:
         """Those of the requests whose backlogs are computed in this cycle; the others draft in later ones."""
@@ -201,6 +216,7 @@ class TreeDrafting:
         estimates: what `observe` returned, on the host. rows: of the verify forward.
         """
         if drafts is None:
+            self._ended = time.perf_counter()
             return result
         expected = 0.0
         if estimates:
@@ -238,14 +254,14 @@ class TreeDrafting:
     def _time(self, plan: CyclePlan, result: CycleResult, drafts: Drafts, rows: int) -> float:
         """Update the cost model by the stages' seconds. Returns what it had predicted for decoding, in seconds."""
         costs, now, stages = self.costs, time.perf_counter(), result.stage_seconds
-        tokens = sum(len(output.tokens) for output in result.decodes)
         ended, self._ended = self._ended, now
         waited = now - ended - sum(stages.values())
-        loaded = not plan.chunks and waited < LONGEST_WAIT
+        loaded = waited < LONGEST_WAIT
         if loaded:
-            drafted = drafts.batch is not None
-            self.budget.took(len(plan.decodes), drafted=drafted, tokens=tokens, seconds=now - ended)
-        every = self._lessons
+            tokens = sum(map(Decode.kept, plan.decodes, (output.tokens for output in result.decodes)))
+            seconds = now - ended - stages.get("prefill", 0.0)
+            self.budget.took(len(plan.decodes), drafted=drafts.batch is not None, tokens=tokens, seconds=seconds)
+        every = self._lessons if drafts.batch is not None else _lessons_after(self._cycles)
         if costs is None or self._cycles % every not in (0, every // 2):
             return 0.0
         if drafts.batch is None:
@@ -259,7 +275,22 @@ class TreeDrafting:
                 requests = len(drafts.batch.seq_lens_host)
                 predicted += draft_steps(forwards) * costs.observe(costs.step, requests, 0.0, times.step)
             # In between lessons, because these take time themselves: the rest is to commit more tokens.
-            later = waited - costs.between if loaded and not drafts.teaches else 0.0
+            later = waited - costs.between if loaded and not plan.chunks and not drafts.teaches else 0.0
             predicted += costs.observe(costs.extend, drafts.extended, 0.0, times.extend + max(0.0, later))
         costs.compare(predicted, sum(seconds for stage, seconds in stages.items() if stage not in ("prefill", UNUSED)))
         return predicted
+
+
+def _within_reach(tree: EagleVerifyInput, batch: DecodeBatch) -> EagleVerifyInput:
+    """The trees without the nodes that their requests could not keep: each level is one token more."""
+    left = [decode.tokens_left for decode in batch.decodes]
+    if min(left) > tree.spec_steps:
+        return tree
+    left += [1] * (len(tree.depths) - len(left))  # padding
+    reach = upload([min(each, tree.spec_steps + 1) for each in left], tree.depths.device)
+    return without(tree, tree.depths[:, 1:] >= reach[:, None])
+
+
+def _lessons_after(cycles: int) -> int:
+    """After so many cycles of a kind, every so many teach."""
+    return next((every for until, every in _LESSONS if cycles < until), _LATER_LESSONS)

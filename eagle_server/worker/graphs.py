@@ -2,11 +2,15 @@
 
 A function can be captured if its shapes follow from the key alone, if it reads no host value that changes between calls
 with an equal key, and if it never waits for the device. A replay copies the inputs into the captured input tensors and
-writes the same output tensors: read them before the next call with that key.
+writes the same output tensors.
+
+A key begins with its function's name. Captures with one name share a memory pool, so a replay may write to the outputs
+of any of them: read these before the next call with that name. Calls with other names leave them as they are.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -15,6 +19,7 @@ import torch
 from torch import Tensor
 
 Output = TypeVar("Output")
+GraphKey = tuple[str, *tuple[Hashable, ...]]  # the function's name, and what its shapes follow from
 
 
 class Recorded(Protocol):
@@ -26,7 +31,7 @@ class Recorded(Protocol):
 class Recorder(Protocol):
     """Captures what a function does on the device: `CudaRecorder`, or a stand-in in tests."""
 
-    def record(self, function: Callable[[], Output], *, apart: bool) -> tuple[Recorded, Output]: ...
+    def record(self, function: Callable[[], Output], pool: str) -> tuple[Recorded, Output]: ...
 
 
 @dataclass(frozen=True)
@@ -42,26 +47,21 @@ class Graphs:
     def __init__(self, recorder: Recorder | None = None) -> None:
         self._recorder = recorder
         self.paused = False
-        self._captured: dict[Hashable, _Captured] = {}
+        self._captured: dict[GraphKey, _Captured] = {}
 
     @property
     def captures(self) -> bool:
         """Whether there is a recorder: the device runs what the host has only launched."""
         return self._recorder is not None
 
-    def run(
-        self, key: Hashable | None, function: Callable[..., Output], *inputs: Tensor, apart: bool = False
-    ) -> Output:
-        """function(*inputs). A key of None is never captured.
-
-        `apart`: it runs while outputs of others are still to be read, so it shares no memory with them.
-        """
+    def run(self, key: GraphKey | None, function: Callable[..., Output], *inputs: Tensor) -> Output:
+        """function(*inputs). A key of None is never captured."""
         if self._recorder is None or key is None or self.paused:
             return function(*inputs)
         captured = self._captured.get(key)
         if captured is None:
             own = tuple(tensor.clone() for tensor in inputs)
-            call, outputs = self._recorder.record(lambda: function(*own), apart=apart)
+            call, outputs = self._recorder.record(lambda: function(*own), key[0])
             captured = self._captured[key] = _Captured(own, call, outputs)
         else:
             _refill(captured.inputs, inputs)
@@ -69,7 +69,7 @@ class Graphs:
         return captured.outputs  # type: ignore[no-any-return]
 
     @property
-    def keys(self) -> tuple[Hashable, ...]:
+    def keys(self) -> tuple[GraphKey, ...]:
         """What was captured so far."""
         return tuple(self._captured)
 
@@ -84,22 +84,22 @@ def _refill(captured: Sequence[Tensor], given: Sequence[Tensor]) -> None:
 
 
 class CudaRecorder:
-    """Captures into CUDA graphs that share one memory pool, or another one if they run `apart`."""
+    """Captures into CUDA graphs."""
 
     WARM_UPS = 2  # compiles kernels and lets libraries allocate their workspaces, neither of which may be captured
 
     def __init__(self) -> None:
-        self._pools = {apart: torch.cuda.graph_pool_handle() for apart in (False, True)}
+        self._pools: defaultdict[str, Any] = defaultdict(torch.cuda.graph_pool_handle)
         self._stream = torch.cuda.Stream()
 
-    def record(self, function: Callable[[], Output], *, apart: bool) -> tuple[Recorded, Output]:
+    def record(self, function: Callable[[], Output], pool: str) -> tuple[Recorded, Output]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(self.WARM_UPS):
                 function()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pools[apart], stream=self._stream):
+        with torch.cuda.graph(graph, pool=self._pools[pool], stream=self._stream):
             outputs = function()
         return graph, outputs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from eagle_server.attention.batches import verify_batch, verify_layout
@@ -44,7 +45,11 @@ class Prefilled:
 
 
 class Verifier:
-    """Runs the target over its KV pool. `ranks`: those above 0 are told to run theirs, see `worker.follower`."""
+    """Runs the target over its KV pool. `ranks`: those above 0 are told to run theirs, see `worker.follower`.
+
+    captured_rows: of the largest verification that a graph is captured for. All captured ones write their logits to one
+    buffer, so they are valid until the next verification.
+    """
 
     def __init__(
         self,
@@ -53,9 +58,12 @@ class Verifier:
         pool: Pool,
         graphs: Graphs | None = None,
         ranks: RankGroup | None = None,
+        captured_rows: int = 0,
     ) -> None:
         self.target, self.attention, self.pool = target, attention, pool
         self.graphs, self.ranks = graphs or Graphs(), ranks
+        size = (captured_rows, target.config.vocab_size)
+        self._logits = torch.empty(size, dtype=torch.float32, device=target.embed.device)
 
     def compacted(self, tree: EagleVerifyInput) -> EagleVerifyInput:
         """The trees as `verify` computes them: without the padding, if the attention backend allows that."""
@@ -75,7 +83,8 @@ class Verifier:
         """The verify forward of this rank."""
         plan = self.attention.plan(layout)
         key = None if plan.graph_key is None else ("verify", plan.graph_key)
-        function = partial(self._verify, plan, layout, tree, req_to_token)
+        logits = None if key is None else self._logits[: sum(layout.q_lens)]
+        function = partial(self._verify, plan, layout, tree, req_to_token, logits)
         return self.graphs.run(key, function, req_pool_indices, seq_lens, *tree.tensors)
 
     def _verify(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
@@ -84,6 +93,7 @@ class Verifier:
         layout: Layout,
         tree: EagleVerifyInput,
         req_to_token: Tensor,
+        logits: Tensor | None,
         req_pool_indices: Tensor,
         seq_lens: Tensor,
         *tensors: Tensor,
@@ -95,7 +105,7 @@ class Verifier:
         if tree.rows is not None:
             tokens, positions = tokens.index_select(0, tree.rows), positions.index_select(0, tree.rows)
         out = self.target(tokens, positions, bound)
-        return Verified(self.target.logits(out.hidden), self._features(out))
+        return Verified(self.target.logits(out.hidden, logits), self._features(out))
 
     def prefill(self, batch: PromptBatch, chunks: tuple[Chunk, ...]) -> Prefilled:
         """Prompt chunks, causally. Logits only for rows that sample a token or need prompt log-probabilities."""

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, CyclePlan, CycleResult
@@ -14,7 +15,7 @@ from eagle_server.speculation.accept import Acceptance, Accepted
 from eagle_server.speculation.sampling import draw
 from eagle_server.speculation.tree import EagleVerifyInput, root_alone
 from eagle_server.worker.ahead import ForwardAhead
-from eagle_server.worker.batch import Batches, DecodeBatch, Prompts
+from eagle_server.worker.batch import Batches, DecodeBatch, PromptBatch
 from eagle_server.worker.clock import StageClock
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.drafting import Drafts, TreeDrafting
@@ -33,6 +34,9 @@ class Worker:
     def __init__(self, verifier: Verifier, drafting: TreeDrafting, batches: Batches, acceptance: Acceptance) -> None:
         self.verifier, self.drafting, self.batches, self.acceptance = verifier, drafting, batches, acceptance
         self._verified: ForwardAhead[Verified] = ForwardAhead()
+        # The last cycle's chunks, rows and features, if the drafter has not read them.
+        self._prompts: tuple[tuple[Chunk, ...], PromptBatch, Tensor | None] | None = None
+        self._read = StageClock(batches.device)  # what it took to read the last ones
         self.overlaps = False
 
     @property
@@ -51,7 +55,8 @@ class Worker:
         """
         if not self.overlaps:
             meanwhile()
-        clock = StageClock(self.batches.device)
+        self.read_prompts()
+        clock, self._read = self._read, StageClock(self.batches.device)
         self.batches.begin(plan)
         self.drafting.forget(plan.released)
         self._verified.forget(plan.released)
@@ -87,6 +92,14 @@ class Worker:
         result = CycleResult(chunks, decodes, clock.seconds())
         return self.drafting.finish(plan, result, drafts, estimates, 0 if decoded is None else len(decoded.logits))
 
+    @torch.inference_mode()
+    def read_prompts(self) -> None:
+        """Let the drafter read the last cycle's prompts. On a CPU the results, which do not need it, are sent first."""
+        prompts, self._prompts = self._prompts, None
+        if prompts is not None:
+            with self._read.stage("prefill"):
+                self.drafter.prefill(self.batches.prompts(*prompts))
+
     def _run_ahead(
         self, plan: CyclePlan, batch: DecodeBatch, drafts: Drafts, decoded: Decoded, clock: StageClock
     ) -> None:
@@ -94,6 +107,7 @@ class Worker:
 
         A plain cycle gives each request exactly one token, so the host knows the next lengths, and the device the
         tokens. A captured forward overwrites the last one's logits, so there must be nothing left to read from these.
+        What no request could use after this cycle, which gives it one token at least, is not computed.
         """
         self._verified.discard(clock)
         self.drafting.extended.discard(clock)
@@ -101,6 +115,8 @@ class Worker:
             return  # its request joins the next cycle
         if drafts.batch is not None:
             self.drafting.extend_ahead(drafts, decoded.accepted)
+            return
+        if all(decode.tokens_left == 1 for decode in batch.decodes):
             return
         if decoded.restricted or any(decode.sampling.params.logprobs is not None for decode in batch.decodes):
             return
@@ -136,8 +152,11 @@ class Worker:
         logits = prefilled.logits.index_select(0, upload(ends, device))[:, None]
         tokens, scores = draw(logits, positions[:, None], sampling)
         uses_features = self.drafter.uses_features
-        pairs = self.batches.prompt_features(chunks, prefilled.features) if uses_features else None
-        self.drafter.prefill(Prompts(chunks, batch, pairs))
+        prompts = (chunks, batch, prefilled.features if uses_features else None)
+        if self.overlaps or device.type != "cpu":  # the device works while the host reads the results
+            self.drafter.prefill(self.batches.prompts(*prompts))
+        else:
+            self._prompts = prompts
         if uses_features:
             starts = [(chunk.req_pool_index, chunk.start + len(chunk.tokens) - 1) for chunk in last_chunks]
             indices = upload([chunk.req_pool_index for chunk in last_chunks], device)

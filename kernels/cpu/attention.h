@@ -40,9 +40,13 @@ struct Cache {
 constexpr int LARGEST_HEAD = 512;
 constexpr int COLUMNS = 8;  // columns whose scores are computed at once
 
-static inline Vector load_kv(const Cache& cache, const void* pool, int64_t place) {
-    return cache.is_bf16 ? load_bf16((const uint16_t*)pool + place) : load((const float*)pool + place);
+static inline Vector load_kv(const Cache& cache, const void* pool, int64_t place, int n) {
+    return cache.is_bf16 ? load_some_bf16((const uint16_t*)pool + place, n) : load_some((const float*)pool + place, n);
 }
+
+// Where a vector begins that holds number d of a head of `dim`. The last one overlaps the one before it rather than reach
+// past the head; a head of fewer than LANES numbers has one vector of `dim`.
+static inline int vector_with(int d, int dim) { return std::max(0, std::min(d, dim - LANES)); }
 
 // The slots of a request may lie anywhere, so no machine guesses which one comes next.
 static inline void fetch(const Cache& cache, const void* pool, int64_t place) {
@@ -69,7 +73,7 @@ static bool sees(const Batch& batch, const Cache& cache, const Lanes& lanes, int
 // One block of lanes of one request and KV head. q, out: [rows, heads, head_dim]; `scores` holds [columns][LANES] floats.
 static void attend(
     const Batch& batch, const Cache& cache, int request, int kv_head, int block, const float* q, float* out, float* scores) {
-    const int dim = cache.head_dim, shared = cache.heads / cache.kv_heads;
+    const int dim = cache.head_dim, filled = std::min(LANES, dim), shared = cache.heads / cache.kv_heads;
     const int q0 = batch.qo_indptr[request], q_len = batch.qo_indptr[request + 1] - q0;
     const int32_t* slots = batch.slots(request);
     const int kv_len = (int)batch.kv_lens[request];
@@ -110,7 +114,10 @@ static void attend(
             int64_t place = slots[c + std::min(i, count - 1)] * slot_size + offset;
             key[i] = (const float*)cache.keys + place;
             if (cache.is_bf16) {
-                for (int d = 0; d < dim; d += LANES) store(keys[i] + d, load_kv(cache, cache.keys, place + d));
+                for (int d = 0; d < dim; d += LANES) {
+                    int at = vector_with(d, dim);
+                    store(keys[i] + at, load_kv(cache, cache.keys, place + at, filled));
+                }
                 key[i] = keys[i];
             }
         }
@@ -151,7 +158,7 @@ static void attend(
             const float* chances = scores + (int64_t)c * LANES + lane;
             if (c + COLUMNS < lanes.end) fetch(cache, cache.values, slots[c + COLUMNS] * slot_size + offset + d);
             Vector value[wide];
-            for (int i = 0; i < wide; i++) value[i] = load_kv(cache, cache.values, place + i * LANES);
+            for (int i = 0; i < wide; i++) value[i] = load_kv(cache, cache.values, place + i * LANES, wide > 1 ? LANES : filled);
             bool hidden = c < lanes.full_from || c >= lanes.full_to;
             for (int l = 0; l < AT_ONCE; l++) {
                 if (hidden && chances[l] == 0) continue;  // the value may be no number
@@ -160,14 +167,14 @@ static void attend(
         }
         for (int l = lane; l < std::min(lane + AT_ONCE, lanes.count); l++) {
             float* to = out + ((int64_t)(q0 + lanes.row[l]) * cache.heads + lanes.head[l]) * dim + d;
-            for (int i = 0; i < wide; i++) store(to + i * LANES, sums[l - lane][i] / totals[l]);
+            for (int i = 0; i < wide; i++) store_some(to + i * LANES, sums[l - lane][i] / totals[l], wide > 1 ? LANES : filled);
         }
         return lane + AT_ONCE;
     };
     for (int d = 0; d < dim;) {
         int wide = dim - d >= WIDE * LANES ? WIDE : 1;
         for (int lane = 0; lane < lanes.count;)
-            lane = wide == WIDE ? mix.template operator()<WIDE>(lane, d) : mix.template operator()<1>(lane, d);
+            lane = wide == WIDE ? mix.template operator()<WIDE>(lane, d) : mix.template operator()<1>(lane, vector_with(d, dim));
         d += wide * LANES;
     }
 }

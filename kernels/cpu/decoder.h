@@ -42,8 +42,11 @@ void rotate(const float* x, const float* cos, const float* sin, int dim, float* 
     alignas(64) float twice[LARGEST_HEAD * 3 / 2];  // x, and its first half again
     memcpy(twice, x, 4 * dim);
     memcpy(twice + dim, x, 2 * dim);
-    for (int i = 0; i < dim; i += LANES)
-        store(to + i, fma(load(twice + i + dim / 2), load(sin + i), load(x + i) * load(cos + i)));
+    for (int i = 0; i < dim; i += LANES) {
+        int n = std::min(LANES, dim - i);
+        Vector other = load_some(twice + i + dim / 2, n);
+        store_some(to + i, fma(other, load_some(sin + i, n), load_some(x + i, n) * load_some(cos + i, n)), n);
+    }
 }
 
 void silu_mul(const float* gate_up, int size, float* to) {
@@ -70,11 +73,12 @@ const uint32_t* prepared(Session& s, const Packed& w, const float* x, int rows) 
     return to;
 }
 
-void product(Session& s, const Packed& w, const float* x, int rows, float* y, bool add = false) {
-    linear(s.team, w, prepared(s, w, x, rows), rows, y, add);
+void product(Session& s, const Packed& w, const float* x, int rows, float* y, bool add = false, int start = 0) {
+    linear(s.team, w, prepared(s, w, x, rows), rows, y, add, start);
 }
 
-void layer_forward(Session& s, const Decoder& d, const Layer& l, const Batch& batch, const float* x, float* stream) {
+// `kv_only`: keys and values are written, and no output is computed.
+void layer_forward(Session& s, const Decoder& d, const Layer& l, const Batch& batch, const float* x, float* stream, bool kv_only) {
     const int rows = batch.rows, hidden = d.hidden, dim = l.cache.head_dim, heads = l.cache.heads, kv = l.cache.kv_heads;
     const int64_t width = (int64_t)(heads + 2 * kv) * dim;
     float* normed = Session::room(s.normed, (int64_t)rows * std::max(hidden, l.qkv.in));
@@ -85,13 +89,13 @@ void layer_forward(Session& s, const Decoder& d, const Layer& l, const Batch& ba
         x = normed;
     }
     float* qkv = Session::room(s.qkv, rows * width);
-    product(s, l.qkv, x, rows, qkv);
+    product(s, l.qkv, x, rows, qkv, false, kv_only ? heads * dim / LANES : 0);
     float* q = Session::room(s.q, (int64_t)rows * heads * dim);
     for_rows(s.team, rows, 2 * (int)width, [&](int r) {
         float *from = qkv + r * width, *keys = from + heads * dim;
         const float *cos = d.cos + batch.positions[r] * dim, *sin = d.sin + batch.positions[r] * dim;
         alignas(64) float turned[LARGEST_HEAD];
-        for (int h = 0; h < heads + kv; h++) {
+        for (int h = kv_only ? heads : 0; h < heads + kv; h++) {
             float* head = from + h * dim;
             const float* norm = h < heads ? l.q_norm : l.k_norm;
             if (norm) rms_norm(head, norm, d.eps, dim, head);
@@ -100,6 +104,7 @@ void layer_forward(Session& s, const Decoder& d, const Layer& l, const Batch& ba
         }
         write_row(batch, l.cache, r, keys, keys + kv * dim);
     });
+    if (kv_only) return;
     float* mixed = Session::room(s.mixed, (int64_t)rows * std::max(l.o.in, l.down.in));
     s.attend(batch, l.cache, q, mixed);
     product(s, l.o, mixed, rows, stream, true);
@@ -137,17 +142,20 @@ double decode_nanoseconds(const Decoder& d, const Batch& batch) {
 }
 
 // x: [rows, hidden], or the normed input of the first layer if it has no input norm. stream [rows, hidden]: the residual
-// stream before the first layer, then after the last. hidden: its norm. aux [rows, boundaries * hidden].
-void decode(Session& s, const Decoder& d, const Batch& batch, const float* x, float* stream, float* hidden, float* aux) {
+// stream before the first layer, then after the last. hidden: its norm. aux [rows, boundaries * hidden]. `kv_only`: of the
+// last layer, so that there is no output.
+void decode(
+    Session& s, const Decoder& d, const Batch& batch, const float* x, float* stream, float* hidden, float* aux,
+    bool kv_only = false) {
     const int64_t size = d.hidden, rows = batch.rows;
     for (int i = 0; i <= d.count; i++) {
         for (int b = 0; b < d.boundaries; b++)
             if (d.aux_boundaries[b] == i)
                 for (int64_t r = 0; r < rows; r++)
                     memcpy(aux + (r * d.boundaries + b) * size, stream + r * size, 4 * size);
-        if (i < d.count) layer_forward(s, d, d.layers[i], batch, x, stream);
+        if (i < d.count) layer_forward(s, d, d.layers[i], batch, x, stream, kv_only && i == d.count - 1);
     }
-    if (!d.norm) return;
+    if (!d.norm || kv_only) return;
     for_rows(s.team, rows, size, [&](int r) { rms_norm(stream + r * size, d.norm, d.eps, size, hidden + r * size); });
 }
 

@@ -71,7 +71,10 @@ const float* widened(const void* from, bool is_bf16, int64_t place, int size, fl
 }
 
 // hidden [rows, hidden] -> the feedback, and in `normed` what the logits are made of. `normed` may be the feedback.
-const float* head_forward(Session& s, const Head& h, const Batch& batch, const int64_t* tokens, const float* hidden, const float*& normed) {
+// `kv_only`: neither is computed.
+const float* head_forward(
+    Session& s, const Head& h, const Batch& batch, const int64_t* tokens, const float* hidden, const float*& normed,
+    bool kv_only = false) {
     const int rows = batch.rows, size = h.decoder.hidden, width = h.uses_hidden ? 2 * size : size;
     float* parts = Session::room(s.parts, (int64_t)rows * width);
     for_rows(s.team, rows, width, [&](int r) {
@@ -91,7 +94,7 @@ const float* head_forward(Session& s, const Head& h, const Batch& batch, const i
             const float* from = h.residual == HIDDEN ? hidden + r * size : parts + r * width + (h.residual == NORMED_HIDDEN ? size : 0);
             memcpy(stream + r * size, from, 4 * size);
         }
-    decode(s, h.decoder, batch, h.joined.data ? stream : parts, stream, after, nullptr);
+    decode(s, h.decoder, batch, h.joined.data ? stream : parts, stream, after, nullptr, kv_only);
     normed = h.decoder.norm ? after : stream;
     return h.feeds_normed ? normed : stream;
 }
@@ -144,6 +147,24 @@ struct Rows {
     }
 };
 
+// Features [rows, size] to hidden states.
+const float* combined(Session& s, const Head& h, const float* features, int rows) {
+    if (!h.combine.data) return features;
+    float* to = Session::room(s.hidden, (int64_t)rows * h.decoder.hidden);
+    product(s, h.combine, features, rows, to);
+    return to;
+}
+
+// Writes the draft's KV of prompt rows, whose outputs nobody reads. tokens [rows], features [rows, size], or null if hidden
+// states are not used. Returns 1, and computes nothing, if a position or slot does not exist.
+int draft_prefill(Session& s, const Head& h, const Batch& batch, const int64_t* tokens, const float* features) {
+    if (!is_inside(h.decoder, batch)) return 1;
+    Team::Together together(s.team, head_nanoseconds(h, batch));
+    const float *hidden = features ? combined(s, h, features, batch.rows) : nullptr, *normed;
+    head_forward(s, h, batch, tokens, hidden, normed, true);
+    return 0;
+}
+
 // Rewrites the draft's KV of the accepted tokens. feedback [count, hidden] is of each request's newest token; logp and tokens
 // [count, topk] are its children. Returns 1, and computes nothing, if a position or slot does not exist.
 int draft_extend(Session& s, const Head& h, const Requests& q, const Accepted& accepted, float* feedback, float* logp, int64_t* tokens) {
@@ -168,12 +189,7 @@ int draft_extend(Session& s, const Head& h, const Requests& q, const Accepted& a
         const float* found = widened(accepted.features, accepted.features_are_bf16, from[r] * wide, wide, features + r * wide);
         if (found != features + r * wide) memcpy(features + r * wide, found, 4 * wide);
     }
-    const float *hidden = features, *normed;
-    if (h.combine.data) {
-        float* combined = Session::room(s.hidden, (int64_t)batch.rows * size);
-        product(s, h.combine, features, batch.rows, combined);
-        hidden = combined;
-    }
+    const float *hidden = combined(s, h, features, batch.rows), *normed;
     const float* fed = head_forward(s, h, batch, own.data(), hidden, normed);
     std::vector<float> newest((int64_t)q.count * size);
     for (int64_t i = 0; i < q.count; i++) {

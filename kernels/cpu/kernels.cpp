@@ -88,6 +88,11 @@ void eagle_walk_trees(const Tree* trees, int bs, int64_t* path, int64_t* accept_
     }
 }
 
+int eagle_draft_prefill(Session* s, const Head* head, const Batch* batch, const int64_t* tokens, const float* features) {
+    std::lock_guard lock(s->mutex);
+    return draft_prefill(*s, *head, *batch, tokens, features);
+}
+
 int eagle_draft_extend(
     Session* s, const Head* head, const Requests* requests, const Accepted* accepted, float* feedback, float* logp, int64_t* tokens) {
     std::lock_guard lock(s->mutex);

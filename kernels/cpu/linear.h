@@ -208,12 +208,12 @@ struct Tiling {
     int last_row(int tile, int rows) const { return (int)((int64_t)(tile % chunks + 1) * rows / chunks); }
 };
 
-// y [rows, out]; `add`: added to what is there.
-static void linear(Team& team, const Packed& w, const uint32_t* x, int rows, float* y, bool add) {
+// y [rows, out]; `add`: added to what is there. Outputs before vector `start` are left out.
+static void linear(Team& team, const Packed& w, const uint32_t* x, int rows, float* y, bool add, int start = 0) {
     int vectors = (w.out + LANES - 1) / LANES;
-    Tiling tiling(vectors, rows, team.size());
+    Tiling tiling(vectors - start, rows, team.size());
     team.run(tiling.tiles(), nanoseconds(w, rows), [&](int tile, int) {
-        int first = tile / tiling.chunks * tiling.width, m0 = tiling.first_row(tile, rows), m1 = tiling.last_row(tile, rows);
+        int first = start + tile / tiling.chunks * tiling.width, m0 = tiling.first_row(tile, rows), m1 = tiling.last_row(tile, rows);
         auto where = [&](int row, int vector) { return y + (int64_t)row * w.out + vector * LANES; };
         auto put = [&](float* to, int vector, Vector sum) {
             int column = vector * LANES, left = w.out - column;

@@ -93,7 +93,7 @@ def http_client(config: Config, engine_client: EngineClient, tokenizer_dir: Path
     template = load_chat_template(str(tokenizer_dir), tokenizer, config.model.chat_template)
     app = create_app(config, engine_client, tokenizer, template)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://server")
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
 
 @pytest.fixture

@@ -161,6 +161,9 @@ class FakeEngine:
             stage_seconds={},
         )
 
+    def catch_up(self) -> None:
+        """There is nothing to catch up with."""
+
     def take_cycle(self) -> CycleStats | None:
         cycle, self._cycle = self._cycle, None
         return cycle

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -14,11 +14,13 @@ import pytest
 from fastapi import Response
 
 from eagle_server.api import body as body_module
-from eagle_server.api import json_size, tokens
-from eagle_server.api.body import MAX_BODY_BYTES, MAX_TEXTS_WAITING, SHORT_BODY, process_text
+from eagle_server.api import completions, json_size, tokens
+from eagle_server.api.body import LARGE_BODY, MAX_BODY_BYTES, MAX_LARGE, MAX_TEXTS_WAITING, SHORT_BODY, process_text
 from eagle_server.api.json_size import JsonSize, TooManyValues
 from eagle_server.api.schemas.base import parse
+from eagle_server.api.schemas.completion import CompletionRequest
 from eagle_server.api.schemas.tokens import TokenizeRequest
+from eagle_server.api.service import Service
 from tests.api.fake_engine import FakeEngine
 
 CHAT = '{"messages": [{"role": "user", "content": "a"}], '
@@ -263,3 +265,101 @@ async def test_all_bodies_together_are_bounded(http: httpx.AsyncClient, monkeypa
     assert (await http.post("/v1/completions", content=b"[" * 100_000)).status_code == 503
     assert (await http.post("/v1/completions", content=b"[" * 10_000)).status_code == 400
     assert body_module._held_bytes == 0
+
+
+class Clients:
+    """Requests with long prompts to a server in this process, whose preparation waits for a gate."""
+
+    def __init__(self, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.http, self.gate, self.begun = http, threading.Event(), list[str]()
+        self.service: Service = http._transport.app.state.service  # type: ignore[attr-defined]
+        original = completions.completion_handler
+
+        def held(body: CompletionRequest, *given: Any) -> Any:
+            self.begun.append(str(body.user)[:10])
+            if str(body.user).startswith("held"):
+                assert self.gate.wait(60)
+            return original(body, *given)
+
+        monkeypatch.setattr(completions, "completion_handler", held)
+
+    def send(self, user: str, size: int = 2 * SHORT_BODY, **body: Any) -> asyncio.Task[httpx.Response]:
+        content = {"prompt": "abc", "user": user + "x" * size, "max_tokens": 3, **body}
+        return asyncio.create_task(self.http.post("/v1/completions", json=content))
+
+    async def until(self, begun: int) -> None:
+        async with asyncio.timeout(60):
+            while len(self.begun) < begun:
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def clients(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clients]:
+    found = Clients(http, monkeypatch)
+    yield found
+    found.gate.set()
+
+
+async def test_an_ordinary_prompt_does_not_wait_for_large_ones(clients: Clients) -> None:
+    large = [clients.send(f"held {number} ", LARGE_BODY) for number in range(MAX_LARGE)]
+    await clients.until(1)
+    assert (await clients.send("ordinary")).json()["choices"][0]["text"] == "abc"
+    one_more = await clients.send("too many", LARGE_BODY)
+    assert (one_more.status_code, one_more.json()["error"]["code"]) == (429, "queue_full")
+    assert len(clients.begun) == 2
+    clients.gate.set()
+    assert {answer.status_code for answer in await asyncio.gather(*large)} == {200}
+
+
+async def test_waiting_to_be_prepared_is_bounded_by_the_queues_size(clients: Clients) -> None:
+    client = clients.service.client
+    client.max_waiting = 4
+    flood = [clients.send("held") for _ in range(4)]
+    await clients.until(1)
+    refused = await clients.send("one more")
+    short = await clients.send("short", 1)
+    assert [each.json()["error"]["code"] for each in (refused, short)] == ["queue_full"] * 2
+    clients.gate.set()
+    assert {answer.status_code for answer in await asyncio.gather(*flood)} == {200}
+    assert client.has_room(4)
+
+
+async def test_what_its_client_has_left_is_not_prepared(clients: Clients) -> None:
+    first = clients.send("held")
+    await clients.until(1)
+    left = [clients.send("left") for _ in range(20)]
+    while clients.service.client._preparing != 21:
+        await asyncio.sleep(0.01)
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    clients.gate.set()
+    assert (await first).status_code == 200
+    assert (await clients.send("next")).status_code == 200
+    assert clients.begun == ["heldxxxxxx", "nextxxxxxx"]
+
+
+async def test_waiting_to_be_prepared_counts_as_time(clients: Clients) -> None:
+    first = clients.send("held")
+    await clients.until(1)
+    late = await clients.send("late", timeout=0.05)
+    assert (late.status_code, late.json()["error"]["code"]) == (408, "timeout")
+    assert "its timeout of 0.05 seconds" in late.json()["error"]["message"]
+    clients.gate.set()
+    assert (await first).status_code == 200
+    assert len(clients.begun) == 1
+
+
+async def test_a_server_that_stops_prepares_nothing_more(clients: Clients) -> None:
+    first = clients.send("held")
+    await clients.until(1)
+    waiting = [clients.send("waits") for _ in range(5)]
+    while clients.service.client._preparing != 6:
+        await asyncio.sleep(0.01)
+    drained = asyncio.create_task(clients.service.admission.drain())
+    await asyncio.sleep(0)
+    clients.gate.set()
+    assert [(await each).status_code for each in waiting] == [503] * 5
+    assert (await first).status_code == 200
+    await drained
+    assert len(clients.begun) == 1

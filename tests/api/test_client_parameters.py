@@ -49,9 +49,12 @@ async def test_what_routers_and_clients_add_changes_nothing(
         ({"guided_choice": ["a", "b"]}, Grammar(kind="choice", source='["a", "b"]')),
         ({"guided_grammar": 'root ::= "a"'}, Grammar(kind="ebnf", source='root ::= "a"')),
         ({"guided_json": {"type": "null"}}, Grammar(kind="json_schema", source='{"type": "null"}')),
+        ({"regex": "[0-9]+"}, Grammar(kind="regex", source="[0-9]+")),
+        ({"ebnf": 'root ::= "a"'}, Grammar(kind="ebnf", source='root ::= "a"')),
+        ({"json_schema": '{"type": "null"}'}, Grammar(kind="json_schema", source='{"type": "null"}')),
     ],
 )
-async def test_vllms_older_names_of_grammars(
+async def test_vllms_older_and_sglangs_names_of_grammars(
     http: httpx.AsyncClient, engine: FakeEngine, given: dict[str, Any], grammar: Grammar
 ) -> None:
     await complete(http, prompt="abc", **given)

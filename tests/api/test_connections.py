@@ -283,3 +283,135 @@ async def test_an_answer_without_the_expected_body_ends_the_connection(port: int
         else:
             assert b"connection: close" in head
             assert await reader.read() == b"1\r\n\x00\r\n0\r\n\r\n"  # and the end
+
+
+# --- Bodies in chunks ---
+
+
+def chunked(body: bytes, size: int, extension: bytes = b"", trailer: bytes = b"") -> bytes:
+    """A body in chunks of `size` bytes."""
+    parts = [body[start : start + size] for start in range(0, len(body), size)]
+    chunks = (b"%x%b\r\n%b\r\n" % (len(part), extension, part) for part in parts)
+    return b"".join(chunks) + b"0\r\n" + trailer + b"\r\n"
+
+
+def posted(path: str, headers: bytes) -> bytes:
+    return b"POST %b HTTP/1.1\r\nhost: x\r\n%b\r\n\r\n" % (path.encode(), headers)
+
+
+CHUNKED = b"transfer-encoding: chunked"
+
+
+class Bodies:
+    """An application that notes when requests come to it, and the bodies that it has read."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.bodies: list[bytes] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.seen.append(scope["path"])
+        body, more = b"", scope["path"] != "/refused"
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        self.bodies.append(body)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
+        await send({"type": "http.response.body", "body": b"x"})
+        self.seen.append(f"{scope['path']} answered")
+
+
+@pytest.fixture
+async def bodies() -> AsyncIterator[tuple[Bodies, int]]:
+    server = HttpServer(found := Bodies())
+    with listen("127.0.0.1", 0) as listener:
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        yield found, listener.getsockname()[1]
+        server.should_exit = True
+        await task
+
+
+async def answers(reader: asyncio.StreamReader, count: int) -> None:
+    async with asyncio.timeout(PATIENCE):
+        for _ in range(count):
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+            assert await reader.readexactly(1) == b"x"
+
+
+@pytest.mark.parametrize("size", [1, 16, 64, 1000])
+async def test_tiny_chunks_leave_others_their_turns(
+    bodies: tuple[Bodies, int], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a body that was received at once, no more than a part is parsed before others have had a turn."""
+    application, port = bodies
+    monkeypatch.setattr(connections, "TURN_SECONDS", 0.0)
+    turns = list[int]()
+    parse = connections.BoundedConnection.parse_part
+
+    def counted(connection: connections.BoundedConnection) -> bool:
+        before = len(connection._received)
+        more = parse(connection)
+        turns.append(before - len(connection._received))
+        return more
+
+    monkeypatch.setattr(connections.BoundedConnection, "parse_part", counted)
+    body = os.urandom(60_000)
+    async with connected(port, posted("/slow", CHUNKED)) as (slow, writer):
+        while "/slow" not in application.seen:
+            await asyncio.sleep(0)
+        turns.clear()
+        writer.write(chunked(body, size))
+        async with connected(port, get("/quick")) as (quick, _):
+            await answers(quick, 1)
+        assert "/slow answered" not in application.seen
+        assert application.seen[-1] == "/quick answered"
+        await answers(slow, 1)
+    assert max(turns) <= max(connections.CHUNKED_PART, len(get("/quick")))
+    assert sorted(application.bodies) == sorted([b"", body])
+
+
+@pytest.mark.parametrize("pieces", [1, 7, 333, 10**9])
+async def test_requests_one_after_the_other_arrive_whole(bodies: tuple[Bodies, int], pieces: int) -> None:
+    """With lengths, in chunks, with extensions and trailers, sent together and cut anywhere."""
+    application, port = bodies
+    large, small = os.urandom(200_000), b"0\r\n\r\nGET / HTTP/1.1\r\n\r\n"
+    if pieces < 100:
+        large = large[:2000]
+    sent = b"".join(
+        [
+            posted("/a", b"content-length: %d" % len(large)) + large,
+            get("/b"),
+            posted("/c", CHUNKED) + chunked(small, 1),
+            posted("/d", CHUNKED) + chunked(large, 5000, b";a=b", b"x: y\r\n"),
+            posted("/e", b"content-length: 0"),
+            posted("/f", b"content-length: %d" % len(small)) + small,
+        ]
+    )
+    async with connected(port, b"") as (reader, writer):
+        for start in range(0, len(sent), pieces):
+            writer.write(sent[start : start + pieces])
+            await asyncio.sleep(0)
+        await answers(reader, 6)
+    assert application.bodies == [large, b"", small, large, b"", small]
+
+
+async def test_a_body_that_nobody_waits_for_ends_its_connection(bodies: tuple[Bodies, int]) -> None:
+    application, port = bodies
+    async with connected(port, posted("/refused", CHUNKED)) as (reader, writer), asyncio.timeout(PATIENCE):
+        await answers(reader, 1)
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof():
+                writer.write(chunked(bytes(1000), 10)[:-5])
+                await writer.drain()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(reader.read(100), timeout=0.01)
+    assert application.bodies == [b""]
+
+
+async def test_a_short_body_that_nobody_waited_for_leaves_the_connection(bodies: tuple[Bodies, int]) -> None:
+    _, port = bodies
+    sent = posted("/refused", CHUNKED) + chunked(bytes(1000), 100)
+    async with connected(port, sent) as (reader, writer):
+        await answers(reader, 1)
+        writer.write(get("/next"))
+        await answers(reader, 1)

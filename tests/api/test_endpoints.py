@@ -161,12 +161,46 @@ async def test_the_document_names_every_path(http: httpx.AsyncClient) -> None:
 async def test_the_documentation_page_loads_nothing_from_other_servers(http: httpx.AsyncClient) -> None:
     page = await http.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
-    assert "/openapi.json" in page.text
-    files = re.findall(r"(?:src|href)=\"([^\"]+)\"", page.text)
-    assert {file for file in files if "swagger" in file} <= docs_page.PATHS
+    assert "openapi.json" in page.text
+    files = {f"/{link}" for link in re.findall(r"(?:src|href)=\"([^\"]+)\"", page.text)}
+    assert {file for file in files if "swagger" in file} == docs_page.PATHS - {"/docs", "/openapi.json"}
     for file in files:
-        assert file.startswith("/")
         assert (await http.get(file)).status_code == 200
+
+
+class StrippingProxy(httpx.AsyncBaseTransport):
+    """A proxy that passes on what is below /llm, without this prefix."""
+
+    def __init__(self, server: httpx.AsyncClient) -> None:
+        self.server = server
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        prefix, path = request.url.path[:5], request.url.path[4:]
+        if prefix != "/llm/":
+            return httpx.Response(404)
+        accept = request.headers.get("accept", "*/*")
+        return await self.server.request(request.method, path, headers={"accept": accept})
+
+
+@pytest.mark.parametrize("page", ["", "docs"])
+async def test_pages_and_the_document_work_below_a_prefix(http: httpx.AsyncClient, page: str) -> None:
+    async with httpx.AsyncClient(transport=StrippingProxy(http), base_url="http://proxy/llm/") as outside:
+        shown = await outside.get(page, headers={"accept": "text/html"})
+        assert shown.status_code == 200
+        links = re.findall(r"(?:src|href)=\"([^\"]+)\"", shown.text) + re.findall(r"url: '([^']+)'", shown.text)
+        scripts = [(await outside.get(shown.url.join(link))).text for link in links if link.endswith("main.js")]
+        asked = [path for script in scripts for path in re.findall(r"get\(\"([^\"]+)\"", script)]
+        assert links and (page == "docs" or asked)
+        for link in [*links, *asked]:
+            assert (await outside.get(shown.url.join(link))).status_code == 200, link
+        document = await outside.get("openapi.json")
+        [server] = document.json()["servers"]
+        assert (await outside.get(document.url.join(server["url"]).join("health"))).status_code == 200
+
+
+async def test_sagemaker_asks_ping(http: httpx.AsyncClient) -> None:
+    asked, expected = await http.get("/ping"), await http.get("/health")
+    assert (asked.status_code, asked.json()) == (expected.status_code, expected.json()) == (200, {"status": "ok"})
 
 
 # --- What all responses have in common ---

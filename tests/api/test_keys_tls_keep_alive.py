@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import socket
 import ssl
 import subprocess
+import time
+from collections import Counter
 from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from eagle_server.api.sse import COMMENT
 from eagle_server.config import parse_args
@@ -95,6 +100,8 @@ def test_https(tokenizer_dir: Path, tmp_path: Path) -> None:
             body = {"prompt": "abc", "max_tokens": 5, "stream": True}
             text = client.post(f"{url}/v1/completions", json=body).text
             assert text.endswith("data: [DONE]\n\n")
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=PATIENCE) as silent:
+            assert silent.recv(1) == b"", "a handshake that does not begin is ended"
         assert f"serving fake on {url}" in server.log.read_text()
         assert '"word"' not in server.log.read_text()
         assert server.stop() == 0
@@ -152,3 +159,58 @@ def test_an_error_at_once_still_is_a_status(impatient: Server) -> None:
     assert httpx.post(f"{impatient.url}/v1/completions", json=refused).status_code == 400
     dead = {"prompt": f"ab{DEAD_END}", "max_tokens": 6, "stream": True}
     assert httpx.post(f"{impatient.url}/v1/completions", json=dead, timeout=PATIENCE).status_code in (200, 400)
+
+
+def test_keys_have_names_and_are_read_again(tokenizer_dir: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice:key-a\nalice:key-b\nplain:\nkey-c\n")
+    flags = ("--api-key-file", str(keys), "--max-concurrent-requests-per-key", "1")
+    server = started(tokenizer_dir, tmp_path / "log", *flags)
+    path = f"{server.url}/v1/completions"
+
+    def status(key: str, scheme: str = "Bearer") -> int:
+        headers = {"authorization": f"{scheme} {key}"}
+        return httpx.post(path, json={"prompt": "abc", "max_tokens": 3}, headers=headers).status_code
+
+    def until(line: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while line not in server.log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    try:
+        server.wait_ready()
+        assert [status(key) for key in ("key-a", "key-b", "key-c", "plain:")] == [200] * 4
+        assert [status(key) for key in ("alice:key-a", "alice", "key-")] == [401] * 3
+        assert status("key-a", "bearer") == 200
+        until("output tokens, key alice")
+        body, headers = {"prompt": SLOW + "abc" * 20, "max_tokens": 60, "stream": True}, {"x-api-key": "key-a"}
+        with httpx.stream("POST", path, json=body, headers=headers, timeout=PATIENCE) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            assert (status("key-b"), status("key-c")) == (429, 200), "the keys of one name share its limits"
+            keys.write_text("bob:key-d\n")
+            server.process.send_signal(signal.SIGHUP)
+            until("1 API keys of bob")
+            assert [status(key) for key in ("key-a", "key-d")] == [401, 200]
+            assert [line for line in lines if line][-1] == "data: [DONE]", "what runs is left alone"
+        keys.write_text("x:key-d\ny:key-d\n")
+        server.process.send_signal(signal.SIGHUP)
+        until("the API keys stay as they are")
+        assert "line 2 has a key that an earlier line has" in server.log.read_text()
+        assert status("key-d") == 200
+        assert httpx.get(f"{server.url}/nothing/here", headers={"x-api-key": "key-d"}).status_code == 404
+        answers, tokens = Counter[tuple[str, ...]](), Counter[str]()
+        for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text):
+            for sample in family.samples:
+                if sample.name == "eagle_server_http_responses_total":
+                    answers[sample.labels["path"], sample.labels["method"], sample.labels["status"]] += sample.value
+                elif sample.name == "eagle_server_api_key_tokens_total":
+                    tokens[sample.labels["key"]] += sample.value
+        counts = {status: answers["/v1/completions", "POST", status] for status in ("200", "401", "429")}
+        assert counts == {"200": 9, "401": 4, "429": 1}
+        assert answers["other", "GET", "404"] == 1
+        assert set(tokens) == {"alice", "key-3", "key-4", "bob", "x"} - {"x"} and min(tokens.values()) > 0
+        assert not any(key in server.log.read_text() for key in ("key-a", "key-b", "key-d"))
+    finally:
+        ended(server)

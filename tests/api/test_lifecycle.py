@@ -109,7 +109,7 @@ def test_clients_cannot_delay_the_end(tokenizer_dir: Path, tmp_path: Path) -> No
     """One never ends its body, another never reads its answer."""
     # 3 MB of answer, more than the operating system buffers
     body = json.dumps({"tokens": [1] * 500_000}).encode()
-    head = "POST {} HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n"
+    head = "POST {} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n"
     with serving(tokenizer_dir, tmp_path / "log") as running, socket.socket() as idle, socket.socket() as unread:
         address = ("127.0.0.1", int(running.url.rpartition(":")[2]))
         idle.connect(address)

@@ -145,7 +145,7 @@ def test_a_client_that_does_not_read_stalls_nobody(server: Server) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
         body = json.dumps({"prompt": "abc", "n": 16, "max_tokens": 1900, "stream": True, "logprobs": 20})
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
         connection.sendall((head + body).encode())
         assert connection.recv(15) == b"HTTP/1.1 200 OK"
         answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc", "max_tokens": 30}, timeout=PATIENCE)

@@ -47,7 +47,7 @@ async def client(http: httpx.AsyncClient) -> AsyncIterator[anthropic.AsyncAnthro
     app: Any = http._transport
     transport = httpx2.ASGITransport(app=app.app, raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport) as made:
-        yield anthropic.AsyncAnthropic(base_url="http://server", api_key="none", max_retries=0, http_client=made)
+        yield anthropic.AsyncAnthropic(base_url="http://localhost", api_key="none", max_retries=0, http_client=made)
 
 
 def asking(say: str, **body: Any) -> dict[str, Any]:

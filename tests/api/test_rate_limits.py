@@ -220,7 +220,7 @@ async def test_an_unknown_key_uses_nobodys_tokens(limited: httpx.AsyncClient) ->
 
 async def test_the_openai_client_sees_a_rate_limit(limited: httpx.AsyncClient) -> None:
     async with openai.AsyncOpenAI(
-        base_url="http://server/v1", api_key="a", http_client=limited, max_retries=0
+        base_url="http://localhost/v1", api_key="a", http_client=limited, max_retries=0
     ) as client:
         await client.completions.create(model="fake", prompt="x" * 90, max_tokens=15)
         with pytest.raises(openai.RateLimitError) as caught:

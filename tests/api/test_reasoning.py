@@ -209,7 +209,7 @@ async def test_effort_and_history_reach_the_template(http: httpx.AsyncClient) ->
 
 
 async def test_the_openai_package_has_the_thinking(http: httpx.AsyncClient) -> None:
-    client = openai.AsyncOpenAI(base_url="http://server/v1", api_key="none", max_retries=0, http_client=http)
+    client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=http)
     body: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": SAY + EOS}]}
     answer = await client.chat.completions.create(**body)
     message: Any = answer.choices[0].message

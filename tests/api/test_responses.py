@@ -46,7 +46,7 @@ async def http(
 
 @pytest.fixture
 def client(http: httpx.AsyncClient) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url="http://server/v1", api_key="none", max_retries=0, http_client=http)
+    return openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=http)
 
 
 def asking(say: str, **body: Any) -> dict[str, Any]:

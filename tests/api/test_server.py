@@ -179,7 +179,7 @@ def test_a_body_is_read_beside_the_offer_of_an_upgrade(server: Server) -> None:
     """Java's client offers HTTP/2 in the first request of a connection."""
     body = b'{"prompt": "abc", "max_tokens": 3}'
     offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n%b\r\n" % (len(body), offer)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n%b\r\n" % (len(body), offer)
     with connect(server) as connection:
         for _ in range(2):
             connection.sendall(head + body)

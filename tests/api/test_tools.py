@@ -68,7 +68,7 @@ async def http(
 
 @pytest.fixture
 def client(http: httpx.AsyncClient) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url="http://server/v1", api_key="none", max_retries=0, http_client=http)
+    return openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=http)
 
 
 def asking(say: str, **body: Any) -> dict[str, Any]:
@@ -236,9 +236,9 @@ LARGE_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"ty
             "exclude each other",
         ),
         ("hermes", {"tool_choice": "required", "tools": [TEXT_SCHEMA]}, "tools.0.function.parameters", "object"),
-        ("pythonic", {"tool_choice": "required", "tools": [LARGE_SCHEMA]}, "tools", "more than 262144 characters"),
-        ("qwen3_coder", {"tool_choice": "required", "tools": [LARGE_SCHEMA]}, "tools", "more than 262144 characters"),
-        ("hermes", {"tool_choice": "required", "tools": [LARGE_SCHEMA] * 3}, "tools", "more than 262144 characters"),
+        ("pythonic", {"tool_choice": "required", "tools": [LARGE_SCHEMA]}, "tools", "more than 262,144 characters"),
+        ("qwen3_coder", {"tool_choice": "required", "tools": [LARGE_SCHEMA]}, "tools", "more than 262,144 characters"),
+        ("hermes", {"tool_choice": "required", "tools": [LARGE_SCHEMA] * 3}, "tools", "more than 262,144 characters"),
     ],
 )
 async def test_what_cannot_be_enforced_is_refused(
@@ -253,7 +253,9 @@ async def test_what_cannot_be_enforced_is_refused(
 
 @pytest.mark.parametrize("format", [*HINTS, "none"])
 async def test_the_server_says_what_it_recognizes(http: httpx.AsyncClient, format: str) -> None:
-    assert (await http.get("/v1/server_info")).json()["resolved"]["model"]["tool_call_parser"] == format
+    resolved = (await http.get("/v1/server_info")).json()["resolved"]["model"]
+    assert resolved["tool_call_parser"] == format
+    assert resolved["chat_template"].endswith(".jinja")
 
 
 async def test_choices_of_one_stream_do_not_mix(client: openai.AsyncOpenAI) -> None:

@@ -142,7 +142,7 @@ async def test_spans_reach_the_collector(
     tokenizer = load_tokenizer(str(tokenizer_dir))
     template = load_chat_template(str(tokenizer_dir), tokenizer, None)
     app = create_app(config.model_copy(update={"observability": observability}), engine_client, tokenizer, template)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as http:
         assert (await http.post("/v1/completions", json={"prompt": "abc"})).status_code == 200
     app.state.tracing.close()
     [request] = collector.received

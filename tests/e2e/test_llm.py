@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,6 +95,33 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
     with pytest.raises(ValueError, match="2 prompts and 1 sampling_params"):
         llm.generate(PROMPTS[:2], [SamplingParams()])
+
+
+def test_parameters_by_name_are_those_of_sampling_params(llm: LLM) -> None:
+    named = {"max_tokens": 12, "temperature": 0.8, "seed": 5}
+    [expected] = llm.generate(PROMPTS[0], SamplingParams(**named), use_tqdm=False)
+    [output] = llm.generate(PROMPTS[0], use_tqdm=False, **named)
+    assert output.outputs[0] == expected.outputs[0]
+    messages = [{"role": "user", "content": "def f(x):"}]
+    [answer] = llm.chat(messages, max_completion_tokens=5, ignore_eos=True, use_tqdm=False)
+    assert len(answer.outputs[0].token_ids) == 5
+    with pytest.raises(ValueError, match="unknown parameter max_token"):
+        llm.generate("a", max_token=3)
+    with pytest.raises(ValueError, match="max_tokens: give it in sampling_params, or all parameters by name"):
+        llm.generate("a", SamplingParams(seed=1), max_tokens=3)
+
+
+@pytest.mark.parametrize(("is_terminal", "use_tqdm"), [(True, True), (True, False), (False, True)], ids=str)
+def test_a_terminal_shows_the_progress(
+    llm: LLM, is_terminal: bool, use_tqdm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: is_terminal)
+    monkeypatch.setattr("sys.stderr", shown)
+    llm.generate(PROMPTS[:2], max_tokens=2, use_tqdm=use_tqdm)
+    llm.chat([{"role": "user", "content": "a"}], max_tokens=2, use_tqdm=use_tqdm)
+    assert ("2/2" in shown.getvalue() and "1/1" in shown.getvalue()) == (is_terminal and use_tqdm)
+    assert bool(shown.getvalue()) == (is_terminal and use_tqdm)
 
 
 def test_mistakes_are_named_and_the_engine_goes_on(llm: LLM) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.conftest import PROMPTS, REPOSITORY, Served
@@ -120,3 +122,14 @@ def test_every_panel_of_the_dashboard_shows_something_under_load(served: Served,
         for client in clients:
             client.result()
     assert not problems, "\n".join(problems)
+
+
+def test_alert_rules_are_about_metrics_that_the_server_has(served: Served) -> None:
+    complete(served.url, prompt=PROMPTS[0], max_tokens=2)
+    assert httpx.get(f"{served.url}/nothing").status_code == 404
+    known = {name.partition("|")[0] for name in scrape(served.url)}
+    (group,) = yaml.safe_load((REPOSITORY / "docker" / "alerts.yml").read_text())["groups"]
+    assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"]) > 4
+    used = {name for rule in group["rules"] for name in re.findall(r"(?:vllm:|eagle_server_)\w+", rule["expr"])}
+    assert len(used) > 4 and used <= known
+    assert "alerts.yml" in yaml.safe_load((REPOSITORY / "docker" / "prometheus.yml").read_text())["rule_files"]

@@ -261,7 +261,7 @@ async def _one(http: httpx.AsyncClient, body: dict[str, object], leaves_after: i
     [
         ["--page-size", "zero"],
         ["--model-path", "/no/such/directory"],
-        pytest.param(["--speculative-num-steps", "3"], marks=pytest.mark.slow),
+        pytest.param(["--speculative-num-draft-tokens", "1"], marks=pytest.mark.slow),
         pytest.param(["--no-such-flag"], marks=pytest.mark.slow),
         pytest.param(["--model-path", str(REPOSITORY / "docs")], marks=pytest.mark.slow),
     ],

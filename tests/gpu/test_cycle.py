@@ -99,6 +99,30 @@ def test_a_captured_cycle_draws_what_the_same_cycle_draws_uncaptured(
     assert equal >= len(everything) - 2, str(verdict)
 
 
+@pytest.mark.parametrize("sizes", [SIZES, pytest.param((), marks=pytest.mark.slow)], ids=["graphs", "eager"])
+def test_trees_that_follow_the_load_draw_what_plain_decoding_draws(
+    pair: Pair, library: Any, sizes: tuple[int, ...]
+) -> None:
+    """As the server runs by default: costs are measured, estimates learn, and cycles with and without drafts mix."""
+    asked, joining = SCENES["a batch that changes"]
+    numbers: dict[str, Any] = {"backend": "flashinfer", "graph_sizes": sizes, "chunked_prefill_size": 32}
+    texts = []
+    for drafts in ({}, {**TREES[0], "adaptive": True, "estimating": True}):
+        own = stand_ins(pair, library) if sizes else {"flashinfer": library}
+        engine = pair.engine(**drafts, **numbers, stand_ins=own)
+        for _ in range(2):  # the second time with what the first one taught
+            texts.append(tokens_of(run(engine, asked, joining=joining)))
+    costs = engine.worker.drafting.costs
+    assert costs is not None and costs.verify.at(1.0) > 0
+    estimates = engine.worker.drafting.estimates
+    assert estimates is not None and bool(estimates._ratios.isfinite().all())
+    everything = [*asked, *(each for more in joining.values() for each in more)]
+    judged = [each for each in everything if not each.sampling.top_k and not each.sampling.min_tokens]
+    for text in texts[1:]:
+        verdict = judge(pair.target, judged, texts[0], text, MARGIN[pair.dtype])
+        assert not verdict.wrong, str(verdict)
+
+
 def set_sync_mode(name: str) -> None:
     """Torch warns once that this is a prototype, and pytest makes an error of that."""
     with warnings.catch_warnings():

@@ -65,11 +65,12 @@ def text_probs(target: TargetModel, prompt: Sequence[int], sampling: Mapping[str
 
 
 def requests(count: int, prompt: Sequence[int] = PROMPT, sampling: Mapping[str, Any] = SAMPLING) -> list[Request]:
-    return [request(i, prompt, seed=i, max_tokens=LENGTH, ignore_eos=True, **sampling) for i in range(count)]
+    """Two tokens more than are looked at, so that whole trees may be drafted after the first one."""
+    return [request(i, prompt, seed=i, max_tokens=LENGTH + 2, ignore_eos=True, **sampling) for i in range(count)]
 
 
 def texts_of(outcome: Mapping[str, Finished]) -> list[Text]:
-    return [tuple(finished.tokens) for finished in outcome.values()]
+    return [tuple(finished.tokens[:LENGTH]) for finished in outcome.values()]
 
 
 def p_value(texts: Sequence[Text], expected: Distribution) -> float:

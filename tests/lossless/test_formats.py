@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,24 @@ import torch
 
 from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
+from eagle_server.models.checkpoints.save import save_checkpoint
+from eagle_server.models.layers import pack_linears
 from eagle_server.ops.native import available
 from tests.lossless.drafters import CASES
 from tests.lossless.pairs import Pair, Pairs
 from tests.lossless.scenes import REQUESTS, SCENES, check, play
-from tests.support.engines import MARGIN, plain, run, tokens_of
+from tests.support.engines import (
+    MARGIN,
+    Finished,
+    plain,
+    random_config,
+    random_head,
+    random_target,
+    request,
+    run,
+    speculative,
+    tokens_of,
+)
 
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -26,6 +40,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "float32", "quantization": "int4"},
 }
+HEAD_SIZES = (2, 18, 24, 72, 80, 96, 100)  # of which only 80 and 96 are whole vectors on every machine
 DRAFTERS = [name for name, case in CASES.items() if name != "NONE" and case.maker.__name__ != "nextn"]
 QUICK = {("EAGLE3", "bfloat16"), ("EAGLE3", "int8"), ("EAGLE3", "int4")}
 
@@ -80,3 +95,30 @@ def test_texts_are_those_of_plain_decoding_alone(pairs: Pairs, drafter: str, for
         outcome, engines = play(scene, lambda **given: case.engine(pair, page_size=4, **given))
         check(pair.target, outcome, texts, engines)
     assert tokens_of(run(plain(pair.target), REQUESTS)) == texts
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("size", HEAD_SIZES)
+def test_heads_of_any_even_size_have_the_texts_and_logprobs_of_plain_decoding(
+    form: str, size: int, tmp_path: Path
+) -> None:
+    shape = {"vocab": 64, "hidden": 64, "head_dim": size}
+    save_checkpoint(random_target(**shape, seed=size), tmp_path, random_config(**shape), torch.float32)
+    target = load_target(tmp_path, **FORMATS[form], progress=False)
+    assert target.is_fused
+    head = random_head(target, "EAGLE3").to(target.embed.dtype)
+    pack_linears(head, FORMATS[form].get("quantization"))
+    prompts = torch.randint(1, 64, (6, 40), generator=torch.Generator().manual_seed(size)).tolist()
+    requests = [
+        request(i, prompt[: 5 + 7 * i], seed=i, temperature=(0.0, 0.7, 1.0)[i % 3], ignore_eos=True, logprobs=3)
+        for i, prompt in enumerate(prompts)
+    ]
+    expected: dict[str, Finished] = {}
+    for each in requests:
+        expected |= run(plain(target), [each])
+    engine = speculative(target, head, 3, 4)
+    drafted = run(engine, requests[:2]) | run(engine, requests[2:])
+    for outcome in (drafted, run(plain(target), requests)):
+        assert tokens_of(outcome) == tokens_of(expected)
+        assert all(outcome[name].logprobs == expected[name].logprobs for name in expected)
+    assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens

@@ -7,6 +7,8 @@ packed them, and as `expected` what the same library dequantizes them to.
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -348,9 +350,92 @@ def test_a_damaged_layer_is_named(change: Callable[[Tensors], None], message: st
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ's layout gemv is not supported, gemm is"),
         (compressed(4, "float", "group", group_size=16), "float weights of 4 bits are not supported"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "two positive integers are expected"),
+        ({**gptq(4, 32), "group_size": 1e30}, "groups of 1e.30 is not supported"),
+        ({**gptq(4, 32), "group_size": 10**30}, "is not supported"),
+        (compressed(4, "int", "group"), "the strategy group needs a positive group_size, found None"),
+        (compressed(4, "int", "group", group_size=True), "needs a positive group_size, found True"),
+        ({"quant_method": "compressed-tensors", "config_groups": [1]}, "config_groups must be an object"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": 3}}, "config_groups: objects are expected"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 3}}}, "weights must be an object"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"type": []}}}}, "not supported"),
     ],
 )
 def test_other_formats_are_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     written(tmp_path, config, as_int8)
     with pytest.raises(CheckpointError, match=message):
         load_target(tmp_path, progress=False)
+
+
+@pytest.mark.parametrize("group", [8, 16, 48, 64, 128, None])
+@pytest.mark.parametrize("name", ["AWQ", "GPTQ", "compressed-tensors int4"])
+def test_groups_that_contradict_the_scales_are_refused(name: str, group: int | None, tmp_path: Path) -> None:
+    """The scales are of groups of 32. Without a group_size, GPTQ and AWQ have groups of 128."""
+    store = as_packed if name == "compressed-tensors int4" else as_gptq if name == "GPTQ" else as_awq
+    config = {"quant_method": name.lower(), "bits": 4, **({} if group is None else {"group_size": group})}
+    if name == "compressed-tensors int4":
+        config = compressed(4, "int", "group", **({} if group is None else {"group_size": group}))
+
+    def without_order(layer: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        tensors, dense = store(layer, weight)
+        return {key: tensor for key, tensor in tensors.items() if not key.endswith("g_idx")}, dense
+
+    written(tmp_path, config, without_order)
+    with pytest.raises(CheckpointError, match="group_size"):
+        load_target(tmp_path, progress=False)
+
+
+def as_awq(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+    """Any codes: only shapes matter here."""
+    rows, columns = weight.shape
+    groups = columns // 32
+    parts = {
+        "qweight": torch.zeros(columns, rows // 8, dtype=torch.int32),
+        "qzeros": torch.zeros(groups, rows // 8, dtype=torch.int32),
+        "scales": torch.ones(groups, rows),
+    }
+    return {f"{name}.{part}": tensor for part, tensor in parts.items()}, torch.zeros_like(weight)
+
+
+@pytest.mark.parametrize("shape", [torch.tensor(64), torch.tensor([64.0, 96.0]), torch.tensor([[64, 96]])], ids=str)
+def test_a_stored_shape_that_is_none_is_named(shape: Tensor, tmp_path: Path) -> None:
+    written(tmp_path, *FORMATS["compressed-tensors int4"][:2])
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "model.layers.0.mlp.up_proj.weight_shape": shape}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"up_proj.weight_shape: two integers are expected"):
+        load_target(tmp_path, progress=False)
+
+
+VALUES: list[Any] = [None, True, 0, -1, 3, 7.5, 10**9, 10**30, 1e30, "x", [], [1], {}, {"a": 1}, {"weights": []}]
+
+
+def damaged(value: Any, chance: random.Random) -> Any:
+    """The same document with one value, at any depth, replaced, removed or moved."""
+    if not isinstance(value, dict) or not value:
+        return chance.choice(VALUES)
+    key = chance.choice(list(value))
+    rest = {name: each for name, each in value.items() if name != key}
+    kind = chance.randrange(5)
+    if kind == 0:
+        return rest
+    if kind == 1:
+        return {**value, key: chance.choice(VALUES)}
+    return {**value, key: damaged(value[key], chance)}
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "plain"])
+def test_a_damaged_configuration_is_one_line(name: str, tmp_path: Path) -> None:
+    """Random damages, on a machine that has no memory for a model of a billion rows."""
+    config, store = FORMATS[name][:2] if name in FORMATS else ({}, lambda layer, w: ({f"{layer}.weight": w}, w))
+    written(tmp_path, config, store)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    outcomes = Counter[bool]()
+    for seed in range(150):
+        (tmp_path / "config.json").write_text(json.dumps(damaged(raw, random.Random(seed))))
+        try:
+            load_target(tmp_path, context=64, progress=False)
+        except CheckpointError as error:
+            assert "\n" not in str(error) and len(str(error)) < 1000
+            outcomes[False] += 1
+        else:
+            outcomes[True] += 1
+    assert min(outcomes.values()) > 10 and len(outcomes) == 2

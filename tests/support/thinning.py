@@ -13,14 +13,16 @@ from eagle_server.models.targets.interface import TargetOutput
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import EagleVerifyInput, Proposal, build_tree
 from eagle_server.worker.batch import DecodeBatch, Prompts
+from eagle_server.worker.clock import StageClock
 from eagle_server.worker.drafters.interface import Drafter
+from eagle_server.worker.drafting import Drafts
 
 
 class ThinningDrafter:
     """A `Drafter` that turns random nodes of another one's proposals into padding, with all nodes below them.
 
-    Some cycles keep all nodes, and some keep only the roots. `nodes` counts the nodes of every cycle, roots included,
-    and `sizes` has those of the largest tree, after and before thinning.
+    Some cycles keep all nodes, and some keep only the roots. `nodes` counts the nodes of every cycle that are left to
+    verify, roots included, and `sizes` has those of the largest tree, after and before thinning.
     """
 
     def __init__(self, drafter: Drafter[Any], seed: int = 0) -> None:
@@ -45,7 +47,6 @@ class ThinningDrafter:
         below = (tree.custom_mask[:, 1:, 1:] & dropped[:, None]).any(dim=2)
         tokens = proposal.tokens.masked_fill(below, -1)
         counts, before = ((each >= 0).sum(1) + 1 for each in (tokens, proposal.tokens))
-        self.nodes.append(int(counts.sum()))
         self.sizes.append((int(counts.max()), int(before.max())))
         return replace(proposal, tokens=tokens)
 
@@ -60,7 +61,7 @@ class ThinningDrafter:
 
     def _share_dropped(self, requests: int) -> Tensor:
         """The chance that a node is dropped, [requests, 1]: 0 or 1 for all every sixth cycle, else random for each."""
-        in_turn = {1: 1.0, 3: 0.0}.get(len(self.nodes) % 6)
+        in_turn = {0: 1.0, 2: 0.0}.get(len(self.sizes) % 6)
         if in_turn is not None:
             return torch.full((requests, 1), in_turn)
         return 1.2 * self._random(requests, 1) - 0.1
@@ -68,8 +69,15 @@ class ThinningDrafter:
 
 def thinned(engine: Engine, seed: int = 0) -> Engine:
     """The same engine with thinned trees."""
-    drafting = engine.worker.drafting
-    drafting.drafter = ThinningDrafter(drafting.drafter, seed)
+    drafting, draft = engine.worker.drafting, engine.worker.drafting.draft
+    drafting.drafter = drafter = ThinningDrafter(drafting.drafter, seed)
+
+    def watched(batch: DecodeBatch, clock: StageClock) -> Drafts:
+        drafts = draft(batch, clock)
+        drafter.nodes.append(int((drafts.tree.draft_token >= 0).sum()))
+        return drafts
+
+    drafting.draft = watched  # type: ignore[method-assign]
     return engine
 
 
@@ -100,7 +108,7 @@ class VerifiedRows:
             self.rows.append(len(tokens))
         return self._target(tokens, *given)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         if self._verifies:
             self.logit_rows.append(len(hidden))
-        return self._target.logits(hidden)
+        return self._target.logits(hidden, out)

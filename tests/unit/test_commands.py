@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from eagle_server.__main__ import main
 from eagle_server.api.banner import described
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -30,6 +35,48 @@ def test_serve_takes_a_model_before_its_flags(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(("command", "word"), [("tree", "--prompt"), ("bench", "--concurrency"), ("train", "STAGE")])
 def test_commands_have_their_own_help(command: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert word in output(capsys, command, "--help")
+
+
+@pytest.mark.parametrize(("command", "word"), [("serve", "--model-path"), ("chat", "--url"), ("tree", "--prompt")])
+def test_help_prints_the_help_of_a_command(command: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert word in output(capsys, "help", command)
+    assert output(capsys, "help") == output(capsys, "--help")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["serv"], "unknown command serv; did you mean serve?"),
+        (["chta"], "unknown command chta; did you mean chat?"),
+        (["run"], "unknown command run; eagle-server serve MODEL serves a model"),
+        (["zzz"], "unknown command zzz; there are serve, chat, tree, bench, train, help"),
+        (["help", "benhc"], "unknown command benhc; did you mean bench?"),
+        (["help", "tree", "bench"], "help is for one command, not for tree bench"),
+    ],
+    ids=str,
+)
+def test_an_unknown_command_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"eagle_server: error: {message}")
+
+
+@pytest.mark.parametrize("module", ["pydantic", "uvicorn", "tokenizers"])
+def test_an_interrupt_while_modules_are_imported_is_no_traceback(module: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    search = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    command = [sys.executable, "-m", "eagle_server"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": search}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_an_interrupt_before_the_server_handles_signals_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eagle_server.__main__.parse_args", interrupted)
+    assert main([]) == 130
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
 def test_serving_imports_no_torch() -> None:

@@ -37,7 +37,7 @@ class Body(Part):
     """A whole body.
 
     `neutral` maps parameters of other servers that are not supported to the values that have no effect. These values
-    are accepted. `advice` says for some of these parameters what to do instead. `aliases` maps older names of
+    are accepted. `advice` says for some of these parameters what to do instead. `aliases` maps other names of
     parameters to a parameter and its field. `expected` has the error message of parameters with several types, in place
     of one message per type.
     """

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from eagle_server.api.schemas.base import Body, Part
 from eagle_server.api.schemas.grammar import ResponseFormat, StructuredOutputs
-from eagle_server.request import Grammar
+from eagle_server.request import REPETITION_PENALTIES, Grammar
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -23,7 +23,6 @@ MAX_TEXT = 1024  # characters of a stop text or a bad word
 MAX_STOP_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 2**19  # more than any vocabulary
 MAX_TEMPERATURE = 100.0  # the distribution is flat long before
-MAX_REPETITION_PENALTY = 100.0
 MAX_TIMEOUT = 24 * 3600.0
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -64,7 +63,11 @@ class SamplingBody(Body):
         "return_hidden_states": (False,),
     }
     aliases: ClassVar[dict[str, tuple[str, str]]] = {
-        f"guided_{field}": ("structured_outputs", field) for field in ("json", "regex", "choice", "grammar")
+        **{f"guided_{field}": ("structured_outputs", field) for field in ("json", "regex", "choice", "grammar")},
+        # SGLang's
+        "json_schema": ("structured_outputs", "json"),
+        "regex": ("structured_outputs", "regex"),
+        "ebnf": ("structured_outputs", "grammar"),
     }
     expected: ClassVar[dict[str, str]] = {
         "logit_bias": f"should map at most {MAX_BIASES} token ids, as strings, to numbers from -100 to 100",
@@ -78,7 +81,7 @@ class SamplingBody(Body):
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=MAX_REPETITION_PENALTY)
+    repetition_penalty: float = Field(1.0, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
     logit_bias: dict[TokenId, Bias] = Field(default_factory=dict, max_length=MAX_BIASES)
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     bad_words: Annotated[list[ShortText], FAIL_FAST] = Field(

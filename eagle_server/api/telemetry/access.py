@@ -17,18 +17,20 @@ from eagle_server.api.telemetry.request_record import RequestRecord, current_req
 
 logger = logging.getLogger(__name__)
 
-POLLED = frozenset({"/health", "/health_generate", "/metrics"})  # polled every few seconds by monitoring
+POLLED = frozenset({"/health", "/ping", "/health_generate", "/metrics"})  # polled every few seconds by monitoring
 PAGE_FILES = ("/playground/", "/docs/")
 
 OnGenerated = Callable[[RequestRecord], None]
 
 
 class AccessLog:
-    """ASGI middleware inside of RequestId. Calls `on_generated` at the end of every request that reached the engine."""
+    """ASGI middleware inside of RequestId. Calls `on_answered` at the end of every request, and `on_generated` at the
+    end of those that reached the engine."""
 
-    def __init__(self, app: ASGIApp, on_generated: Sequence[OnGenerated]) -> None:
+    def __init__(self, app: ASGIApp, on_generated: Sequence[OnGenerated], on_answered: OnGenerated) -> None:
         self._app = app
         self._on_generated = on_generated
+        self._on_answered = on_answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,6 +53,7 @@ class AccessLog:
         finally:
             record.status = record.status or CLIENT_CLOSED_REQUEST
             _log(record)
+            self._on_answered(record)
             for observe in self._on_generated if record.engine_requests else ():
                 observe(record)
 
@@ -69,6 +72,10 @@ def _log(record: RequestRecord) -> None:
         fields |= {"prompt_tokens": record.prompt_tokens, "output_tokens": record.output_tokens}
         line += ", %d prompt tokens, %d output tokens"
         values += [record.prompt_tokens, record.output_tokens]
+    if record.key:
+        fields["key"] = record.key
+        line += ", key %s"
+        values.append(record.key)
     spec = record.spec
     if spec is not None:
         fields["accept_length"] = round(spec.mean_acceptance_length, 3)

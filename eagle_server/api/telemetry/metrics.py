@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import cached_property
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, GCCollector, PlatformCollector, ProcessCollector
 
 from eagle_server.api.telemetry.metric_definitions import MetricDefinitions
 from eagle_server.api.telemetry.request_record import EngineRequestRecord, RequestRecord
 from eagle_server.api.telemetry.summary import kv_cache_usage
 from eagle_server.request import CycleStats, EngineStats, FinishReason, Ready
 
+METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 ANSWERED = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -33,6 +35,25 @@ class ServerMetrics:
         # With an invalid pid it collects nothing.
         ProcessCollector(
             namespace="eagle_server_engine", pid=lambda: self._engine_pid or "none", registry=self.registry
+        )
+
+    @cached_property
+    def _responses(self) -> Counter:
+        """Made with its first sample, as the next one: routers stumble over metrics without any."""
+        return Counter(
+            "eagle_server_http_responses",
+            "Answers of the API, those of limits and refusals included, by path (other: one that does not exist).",
+            ("path", "method", "status"),
+            registry=self.registry,
+        )
+
+    @cached_property
+    def _key_tokens(self) -> Counter:
+        return Counter(
+            "eagle_server_api_key_tokens",
+            "Tokens of prompts and answers by the name of the API key.",
+            ("key", "kind"),
+            registry=self.registry,
         )
 
     def attached(self, ready: Ready) -> None:
@@ -121,6 +142,15 @@ class ServerMetrics:
         metrics.inference_time.observe(timing.prefill + timing.decode)
         if record.tokens > 1:
             metrics.time_per_output_token.observe(timing.decode / (record.tokens - 1))
+
+    def responded(self, record: RequestRecord, paths: Collection[str]) -> None:
+        """An HTTP request has ended. Paths that are not among `paths`, and other methods, have one label each."""
+        path = record.path if record.path in paths else "other"
+        method = record.method if record.method in METHODS else "other"
+        self._responses.labels(path, method, str(int(record.status))).inc()
+        if record.key and record.engine_requests:
+            self._key_tokens.labels(record.key, "prompt").inc(record.prompt_tokens)
+            self._key_tokens.labels(record.key, "answer").inc(record.output_tokens)
 
     def answered(self, record: RequestRecord) -> None:
         """An HTTP request that reached the engine has ended now."""

@@ -49,7 +49,7 @@ class EngineRequestRecord:
 
 @dataclass(eq=False)
 class RequestRecord:
-    """One HTTP request. `status` is 0 until the response starts."""
+    """One HTTP request. `status` is 0 until the response starts. `key` is the name of its API key, "" without one."""
 
     request_id: str
     method: str
@@ -58,6 +58,7 @@ class RequestRecord:
     began: float = field(default_factory=time.monotonic)
     began_ns: int = field(default_factory=time.time_ns)
     status: int = 0
+    key: str = ""
     engine_requests: list[EngineRequestRecord] = field(default_factory=list)
 
     @property
@@ -95,3 +96,9 @@ def log_context() -> Mapping[str, str]:
     """What every log line includes: the id of the current HTTP request."""
     record = current_request.get()
     return {} if record is None else {"request_id": record.request_id}
+
+
+def waited() -> float:
+    """Seconds since the header of this task's HTTP request came; 0 outside of one."""
+    record = current_request.get(None)
+    return 0.0 if record is None else time.monotonic() - record.began

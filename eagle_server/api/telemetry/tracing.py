@@ -84,6 +84,8 @@ def attributes(request: RequestRecord, model_name: str) -> dict[str, AttributeVa
     ended = [each for each in request.engine_requests if each.ended is not None]
     if ended:
         values |= _latencies(max(ended, key=lambda each: each.ended or 0.0))
+    if request.key:
+        values["eagle_server.api_key_name"] = request.key
     spec = request.spec
     if spec is not None:
         values["eagle_server.accept_length"] = spec.mean_acceptance_length

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,8 @@ def _parser() -> argparse.ArgumentParser:
         "  floor     copy bandwidth, matmul rate, and the least time of a plain step\n"
         "  decode    batch 1: plain step and cycle against their goals\n"
         "  stages    batch 1: the kernels of each stage, and a verification against its goal\n"
-        "  batches   speculative over plain throughput at batch 1 to 64\n"
+        "  served    the server with its defaults, over HTTP, with and without drafts\n"
+        "  batches   speculative over plain throughput at batch 1 to 64, trees of one size and adaptive\n"
         "  peer      transformers' generate over the same weights\n"
         "  contexts  1k to 32k: the plain step and its floor\n"
         "  mask      1k to 32k: verify and draft under a mask\n"
@@ -110,14 +114,16 @@ class Parts:
 
 
 def _run_child(command: ChildCommand, limit: float | None) -> str:
-    """How the child ended, in words."""
-    process = subprocess.Popen(command.argv())
+    """How the child ended, in words. Nothing that it started, such as a server, outlives it."""
+    process = subprocess.Popen(command.argv(), start_new_session=True)
     try:
         status = process.wait(timeout=limit)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
         return "still running when the time budget was spent"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     return f"the process ended with status {status}; its last words are on stderr"
 
 

@@ -10,7 +10,7 @@ import torch
 
 from eagle_server.bench.gpu.engines import BenchEngines, Scale
 from eagle_server.bench.padding import DEMO
-from eagle_server.engine.backends import load_kernels
+from eagle_server.engine.backends import launch_kernel, load_kernels
 from eagle_server.models.checkpoints.load_target import read_model_config
 from eagle_server.models.config import MLAConfig, ModelConfig
 
@@ -19,6 +19,7 @@ DEEPSEEK_V3 = MLAConfig(1536, 512, 128, 64, 128, rope_interleaved=True)
 
 def build(engines: BenchEngines) -> dict[str, Any]:
     """Seconds for the modules of each model. Where FlashInfer is not installed there are none."""
+    launch_kernel(engines.device)
     if not engines.flashinfer:
         return {"seconds": {}}
     seconds = {}

@@ -24,6 +24,7 @@ from eagle_server.bench.gpu.engines import FULL, TINY, BenchEngines
 from eagle_server.bench.gpu.machine import brief, is_missing_module
 from eagle_server.bench.gpu.measurements import batches, decode, floor
 from eagle_server.bench.gpu.mla import mla
+from eagle_server.bench.gpu.served import served
 from eagle_server.bench.gpu.stages import stages
 from eagle_server.bench.gpu.transformers_peer import transformers_peer
 
@@ -32,6 +33,7 @@ MEASURES: dict[str, Callable[[BenchEngines], dict[str, Any]]] = {
     "floor": floor,
     "decode": decode,
     "stages": stages,
+    "served": served,
     "batches": batches,
     "peer": transformers_peer,
     "contexts": long_plain,

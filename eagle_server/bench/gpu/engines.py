@@ -24,6 +24,7 @@ from eagle_server.models.targets.decoder import TargetModel
 
 CONTEXT = 2048  # of engines for many requests
 CHUNK = 8192  # prompt rows per cycle
+AS_SERVED = {"adaptive": True, "estimating": True}  # settings of an engine with drafts that the server has by default
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Scale:
     topk: int = 8
     num_draft_tokens: int = 64
     cycles: int = 24  # measured per run
+    clients: tuple[int, ...] = (1, 8, 32)  # of a server
+    served_tokens: int = 128  # of an answer to them
     prompts: int = 6  # one after the other at batch 1
     copied_bytes: int = 4 << 30
     matmul: int = 8192
@@ -53,6 +56,8 @@ TINY = replace(
     batches=(1, 2),
     contexts=(64, 128, 256),
     cycles=4,
+    clients=(1, 2),
+    served_tokens=16,
     prompts=2,
     copied_bytes=16 << 20,
     matmul=256,
@@ -122,10 +127,24 @@ class BenchEngines:
         tokens = [token for prompt in self.prompts for token in prompt]
         return (tokens * (length // len(tokens) + 1))[:length]
 
+    def release(self) -> None:
+        """Give the device's memory back that this process only caches, so that another process has it."""
+        if self.machine.cuda:
+            torch.cuda.empty_cache()
+
     def make(self, *, speculative: bool, batches: Sequence[int] = (1,), **settings: Any) -> Engine:
-        """A new engine over the shared weights for these batch sizes, with CUDA graphs and FlashInfer if available."""
-        scale, pair = self.scale, self.pair
-        largest = max(batches)
+        """A new engine over the shared weights, with the numbers of `config`."""
+        pair = self.pair
+        target = copy.copy(pair.target)  # each engine sets which residual streams its target returns
+        config = self.config(speculative=speculative, batches=batches, **settings)
+        return assemble(target, pair.head if speculative else None, config, **self.stand_ins)
+
+    def config(self, *, speculative: bool, batches: Sequence[int] = (1,), **settings: Any) -> EngineConfig:
+        """For these batch sizes, with CUDA graphs and FlashInfer if available.
+
+        Trees are of one size, so that stages can be compared. With `AS_SERVED` they follow cost and load.
+        """
+        scale, largest = self.scale, max(batches)
         numbers: dict[str, Any] = {
             "context_length": CONTEXT,
             "max_total_tokens": CONTEXT + largest * 1024,
@@ -137,6 +156,4 @@ class BenchEngines:
         }
         if speculative:
             numbers["tree"] = TreeConfig(scale.num_steps, scale.topk, scale.num_draft_tokens)
-        target = copy.copy(pair.target)  # each engine sets which residual streams its target returns
-        config = EngineConfig(**{**numbers, **settings})
-        return assemble(target, pair.head if speculative else None, config, **self.stand_ins)
+        return EngineConfig(**{**numbers, **settings})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os.path
 from typing import Any
 
-from eagle_server.bench.gpu.engines import BenchEngines
+from eagle_server.bench.gpu.engines import AS_SERVED, BenchEngines
 from eagle_server.bench.gpu.machine import GIGA
 from eagle_server.bench.gpu.steady import Pace, Steady
 from eagle_server.engine.pools import bytes_per_slot
@@ -14,6 +14,7 @@ from eagle_server.models.layers import Linear
 Document = dict[str, Any]
 
 GOALS = {"plain step / floor": 1.15, "cycle / plain step": 1.40}
+ADAPTIVE: Document = {"speculative": True, **AS_SERVED}
 STEP_SECONDS = 6.0  # that must be left to begin a larger batch
 
 
@@ -77,24 +78,28 @@ def decode(engines: BenchEngines) -> Document:
 
 
 def batches(engines: BenchEngines) -> Document:
-    """Speculative over plain throughput for each batch size."""
+    """Throughput for each batch size: plain, with trees of one size, and with trees that follow the load."""
     rows: list[Document] = []
-    sizes = engines.scale.batches
-    both = [engines.make(speculative=speculative, batches=sizes) for speculative in (False, True)]
+    sizes, cycles = engines.scale.batches, engines.scale.cycles
+    settings: tuple[dict[str, Any], ...] = ({"speculative": False}, {"speculative": True}, ADAPTIVE)
+    made = [engines.make(batches=sizes, **each) for each in settings]
     for size in sizes:
         if rows and engines.seconds_left < STEP_SECONDS:
             return {"rows": rows, "note": f"no time left for batch {size} and more"}
         paces = []
-        for engine in both:
-            with Steady(engine, engines.batch_of(size), engines.scale.cycles) as run:
-                paces.append(run.cycles(engines.scale.cycles))
-        plain, fast = paces
+        for engine in made:
+            with Steady(engine, engines.batch_of(size), 2 * cycles) as run:
+                run.cycles(cycles)  # the budget settles
+                paces.append(run.cycles(cycles))
+        plain, fast, adaptive = paces
         rows.append(
             {
                 "batch": size,
                 "plain": plain.document(),
                 "speculative": fast.document(),
+                "adaptive": adaptive.document(),
                 "speedup": fast.tokens_per_second / plain.tokens_per_second,
+                "adaptive_speedup": adaptive.tokens_per_second / plain.tokens_per_second,
             }
         )
     return {"rows": rows}

@@ -36,12 +36,12 @@ def markdown(document: Document) -> str:
 
 def _summary(document: Document, results: Results) -> Iterator[str]:
     """A table short enough for a README."""
-    rows: list[tuple[str, ...]] = []
-    for row in results.get("batches", {}).get("rows", ()):
+    rows = [(f"{clients}, tokens/s", *rates) for clients, *rates in _served_rows(results)]
+    for row in results.get("batches", {}).get("rows", ()) if not rows else ():
         if row["batch"] in _SUMMARIZED:
-            rates = [f"{row[name]['tokens_per_second']:.0f}" for name in ("plain", "speculative")]
+            rates = [f"{row[name]['tokens_per_second']:.0f}" for name in ("plain", "adaptive")]
             who = "1 request" if row["batch"] == 1 else f"{row['batch']} requests"
-            rows.append((f"{who}, tokens/s", *rates, f"{row['speedup']:.2f} x"))
+            rows.append((f"{who}, tokens/s", *rates, f"{row['adaptive_speedup']:.2f} x"))
     if "decode" in results:
         plain, fast, floor = (results["decode"][name] for name in ("plain", "speculative", "floor_ms"))
         ratio = f"{fast['cycle_ms'] / plain['cycle_ms']:.2f} x"
@@ -123,6 +123,8 @@ def _batches(result: Document) -> Iterator[str]:
         (
             row["batch"],
             f"{row['plain']['tokens_per_second']:.0f}",
+            f"{row['adaptive']['tokens_per_second']:.0f}",
+            f"{row['adaptive_speedup']:.2f} x",
             f"{row['speculative']['tokens_per_second']:.0f}",
             f"{row['speedup']:.2f} x",
             f"{row['plain']['cycle_ms']:.2f}",
@@ -131,11 +133,29 @@ def _batches(result: Document) -> Iterator[str]:
         )
         for row in result["rows"]
     ]
-    yield from table(
-        ("batch", "plain tok/s", "speculative tok/s", "ratio", "step ms", "cycle ms", "tokens/cycle"), rows
-    )
+    yield "Adaptive trees follow cost and load, as in the server by default; the cycle is that of trees of one size."
+    yield ""
+    names = ("batch", "plain tok/s", "adaptive tok/s", "ratio", "one size tok/s", "ratio")
+    yield from table((*names, "step ms", "cycle ms", "tokens/cycle"), rows)
     if "note" in result:
         yield f"\n{result['note']}"
+
+
+def _served(result: Document) -> Iterator[str]:
+    yield "## The server with its defaults, over HTTP"
+    yield ""
+    yield from table(("clients", "plain tok/s", "speculative tok/s", "ratio"), _served_rows({"served": result}))
+
+
+def _served_rows(results: Results) -> list[tuple[str, ...]]:
+    """Clients, tokens/s of the plain server and of the one with drafts, and their ratio."""
+    rows = []
+    served = results.get("served", {"plain": (), "speculative": ()})
+    for slow, fast in zip(served["plain"], served["speculative"], strict=True):
+        rates = [each["tokens_per_second"] for each in (slow, fast)]
+        who = "1 client" if slow["clients"] == 1 else f"{slow['clients']} clients"
+        rows.append((who, *(f"{rate:.0f}" for rate in rates), f"{rates[1] / rates[0]:.2f} x"))
+    return rows
 
 
 def _contexts(results: Results) -> Iterator[str]:
@@ -193,6 +213,7 @@ _SECTIONS = {
     "floor": _floor,
     "decode": _decode,
     "stages": _stages,
+    "served": _served,
     "peer": _peer,
     "batches": _batches,
     "mla": _mla,
@@ -268,8 +289,9 @@ def _plot_stages(axis: Any, results: Results) -> None:
 
 def _plot_batches(axis: Any, results: Results) -> None:
     rows = results["batches"]["rows"]
-    sizes, ratios = [row["batch"] for row in rows], [row["speedup"] for row in rows]
-    axis.plot(sizes, ratios, "o-")
+    sizes, ratios = [row["batch"] for row in rows], [row["adaptive_speedup"] for row in rows]
+    axis.plot(sizes, ratios, "o-", label="adaptive")
+    axis.plot(sizes, [row["speedup"] for row in rows], "o:", label="one size")
     for size, ratio in zip(sizes, ratios, strict=True):
         axis.annotate(f"{ratio:.2f}", (size, ratio), textcoords="offset points", xytext=(0, 7), ha="center")
     axis.axhline(1.0, color="gray", linestyle=":")
@@ -278,6 +300,7 @@ def _plot_batches(axis: Any, results: Results) -> None:
     axis.set_ylim(0, 1.2 * max([*ratios, 1.0]))
     axis.set_xlabel("batch")
     axis.set_title("speculative / plain throughput")
+    axis.legend(fontsize=8)
 
 
 def _plot_contexts(axis: Any, results: Results) -> None:

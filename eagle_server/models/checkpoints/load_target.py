@@ -89,6 +89,7 @@ def load_target(  # noqa: PLR0913
     if config.native:
         found = with_dequantized(open_weights(directory), read_config(directory), str(directory / "config.json"))
         config, stored = _as_stored(config, _without_inert(found, config), directory)
+        _check_sizes(config, stored, directory)
     context = context or config.max_position
     config = _served(config, directory, dtype, context)
     cached = quantization_cache is not None
@@ -100,8 +101,13 @@ def load_target(  # noqa: PLR0913
         from eagle_server.models.checkpoints.load_transformers import load_transformers  # seconds of import
 
         return load_transformers(directory, config, context=context, device=device)
-    with created_as(config.dtype, device):
-        model = TargetModel(config, context + lookahead)
+    try:
+        with created_as(config.dtype, device):
+            model = TargetModel(config, context + lookahead)
+    except RuntimeError as error:
+        if "allocate" not in str(error):
+            raise
+        raise CheckpointError(f"{directory}: no memory for the model with texts of {context} tokens") from None
     cache = None
     if pack and quantization is not None and quantization_cache is not None:
         cache = PackedCache(quantization_cache, directory, stored, quantization, config.dtype)
@@ -127,6 +133,23 @@ def _share(
     if ranks.rank == 0 and (parts := replicated(share)):
         log.warning("%s: does not divide over --tp-size %d: every rank has all %s", directory, ranks.size, parts)
     return share, own_slices(stored, config, share.split)
+
+
+def _check_sizes(config: ModelConfig, stored: Weights, directory: Path) -> None:
+    """Compare the sizes of config.json with the tensors' shapes, before memory is taken for them."""
+    layers = len({name.split(".")[2] for name in stored if name.startswith("model.layers.")})
+    if layers < config.num_layers:
+        raise CheckpointError(
+            f"{directory}: num_hidden_layers is {config.num_layers} in config.json, and the files hold {layers} layers"
+        )
+    hidden = config.hidden_size
+    expected = {EMBED: (config.vocab_size, hidden), "model.layers.0.input_layernorm.weight": (hidden,)}
+    if config.moe is None:
+        expected["model.layers.0.mlp.up_proj.weight"] = (config.intermediate_size, hidden)
+    for name, shape in expected.items():
+        if name in stored and stored[name].shape != shape:
+            found = stored[name]
+            raise CheckpointError(f"{found.file}: {found.key}: expected shape {list(shape)}, found {list(found.shape)}")
 
 
 def _served(config: ModelConfig, directory: Path, dtype: DtypeName, context: int) -> ModelConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from eagle_server.ops import quantize
 from eagle_server.ops.build import SOURCES
 from eagle_server.ops.native_linear import CACHE_LINE, NativeWeight
 from eagle_server.ops.quantize import Quantization
+from eagle_server.ops.whole_file import put_whole
 
 _TYPES = {torch.uint8: "U8", torch.float32: "F32"}
 _DIGITS = 16  # of a file's name
@@ -37,7 +39,17 @@ class PackedCache:
     def __init__(  # noqa: PLR0913
         self, directory: Path, checkpoint: Path, stored: Weights, quantization: Quantization, dtype: torch.dtype
     ) -> None:
-        """`directory` keeps the files. Their names change with the checkpoint, and with how weights are rounded."""
+        """`directory` keeps the files. Their names change with the checkpoint, and with how weights are rounded.
+
+        Raises:
+            CheckpointError: the directory cannot be written.
+        """
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if not os.access(directory, os.W_OK | os.X_OK):
+                raise PermissionError(f"no permission to write in {directory}")
+        except OSError as error:
+            raise CheckpointError(f"--quantization-cache: {directory} cannot be used ({error})") from None
         digest = hashlib.sha256(f"{quantization} {dtype}".encode())
         for source in (Path(quantize.__file__), SOURCES / "packed.h", checkpoint / "config.json"):
             digest.update(source.read_bytes() if source.is_file() else b"")
@@ -64,28 +76,26 @@ class PackedCache:
         return found
 
     def write(self, model: nn.Module) -> None:
-        """Keep the packed weights of all linear layers.
-
-        Raises:
-            CheckpointError: the directory cannot be written.
-        """
+        """Keep the packed weights of all linear layers. Without them, on a full disk, the model serves all the same."""
         weights = {name: linear.native[0] for name, linear in _linears(model).items() if linear.native is not None}
         tensors = {
             f"{name}.{part}": tensor for name, each in weights.items() for part, tensor in each.tensors().items()
         }
         kinds = {name: [each.quantization, each.group] for name, each in weights.items()}
-        unfinished = self._path.with_suffix(".part")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("wb") as file:
-                # Zeros are no multiple of a cache line, so they come last.
-                ordered = dict(sorted(tensors.items(), key=lambda item: item[0].endswith(".zeros")))
+        # Zeros are no multiple of a cache line, so they come last.
+        ordered = dict(sorted(tensors.items(), key=lambda item: item[0].endswith(".zeros")))
+
+        def fill(path: Path) -> None:
+            with path.open("wb") as file:
                 file.write(_header(ordered, {"format": "pt", "linears": json.dumps(kinds)}))
                 for tensor in ordered.values():
                     file.write(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-            unfinished.replace(self._path)
+
+        try:
+            put_whole(self._path, fill)
         except OSError as error:
-            raise CheckpointError(f"--quantization-cache: {self._path} cannot be written ({error})") from None
+            log.warning("--quantization-cache: %s cannot be written (%s)", self._path, error)
+            return
         log.info("rounded weights are kept in %s (%.0f MB)", self._path, self._path.stat().st_size / 1e6)
 
 

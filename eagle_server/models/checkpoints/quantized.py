@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from eagle_server.models.checkpoints.weights import StoredTensor, Weights
 from eagle_server.models.config import CheckpointError
+from eagle_server.models.config_json import LARGEST_SIZE
 from eagle_server.models.layers import Linear, linear_views
 from eagle_server.ops.quantize import FP8, Quantization, QuantizedWeight
 
@@ -97,7 +98,7 @@ def read_quantization(raw: Mapping[str, Any], source: str) -> Quantized | None:
         known = "gptq, awq, compressed-tensors and fp8"
         raise CheckpointError(f"{where}: {method} is not supported; known are {known}")
     bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size", 128))
-    if bits not in (_BITS if method == "gptq" else (4,)) or not isinstance(group, int):
+    if bits not in (_BITS if method == "gptq" else (4,)) or type(group) is not int or not -1 <= group <= LARGEST_SIZE:
         raise CheckpointError(f"{where}: {method} with {bits} bits in groups of {group} is not supported")
     if method == "awq" and str(config.get("version", "gemm")).lower() != "gemm":
         raise CheckpointError(f"{where}: AWQ's layout {config['version']} is not supported, gemm is")
@@ -106,17 +107,32 @@ def read_quantization(raw: Mapping[str, Any], source: str) -> Quantized | None:
 
 
 def _compressed_tensors(config: Mapping[str, Any], where: str) -> Quantized:
-    groups = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
-    kinds = {(w.get("num_bits"), w.get("type"), w.get("strategy"), w.get("group_size")) for w in groups}
-    if len(kinds) != 1:
+    groups = list(_object(config, "config_groups", where).values())
+    if not all(isinstance(group, Mapping) for group in groups):
+        raise CheckpointError(f"{where}.config_groups: objects are expected, found {groups}")
+    weights = [_object(group, "weights", where) for group in groups]
+    kinds = [[w.get(key) for key in ("num_bits", "type", "strategy", "group_size")] for w in weights]
+    if not kinds or any(other != kinds[0] for other in kinds):
         raise CheckpointError(f"{where}: one group of weights is supported, found {len(kinds)}")
-    bits, kind, strategy, group = next(iter(kinds))
+    bits, kind, strategy, group = kinds[0]
     if bits not in _BITS or kind not in ("int", "float") or (kind == "float" and bits != 8):  # noqa: PLR2004
         raise CheckpointError(f"{where}: {kind} weights of {bits} bits are not supported; int4, int8 and fp8 are")
     if strategy not in ("tensor", "channel", "group", "block"):
         raise CheckpointError(f"{where}: the strategy {strategy} is not supported")
-    block = _block(groups[0].get("block_structure"), f"{where}.block_structure")
-    return Quantized("compressed-tensors", bits, int(group) if group and strategy == "group" else 0, block=block)
+    if strategy != "group":
+        group = 0
+    elif type(group) is not int or not 1 <= group <= LARGEST_SIZE:
+        raise CheckpointError(f"{where}: the strategy group needs a positive group_size, found {group}")
+    block = _block(weights[0].get("block_structure"), f"{where}.block_structure")
+    return Quantized("compressed-tensors", bits, group, block=block)
+
+
+def _object(raw: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    """The object under a key; absent or null: an empty one."""
+    value = raw.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise CheckpointError(f"{where}: {key} must be an object, found {value!r}")
+    return value or {}
 
 
 def _block(sizes: Any, where: str) -> tuple[int, int] | None:
@@ -130,19 +146,28 @@ def _block(sizes: Any, where: str) -> tuple[int, int] | None:
 
 def _weight_of(parts: Parts, found: Quantized) -> QuantizedTensor | None:
     """The weight whose parts these are. They are removed from `parts`. None: it is not quantized."""
+    shape: tuple[int, ...]
     if found.method in ("gptq", "awq") and "qweight" in parts:
         rows, columns = parts["qweight"].shape
         per_word = 32 // found.bits
         shape = (columns, rows * per_word) if found.method == "gptq" else (columns * per_word, rows)
         return _taken(parts, _gptq if found.method == "gptq" else _awq, shape, found, "qweight qzeros scales", "g_idx")
     if "weight_packed" in parts:
-        shape = tuple(parts["weight_shape"].read().tolist()) if "weight_shape" in parts else ()
+        shape = _stored_shape(parts["weight_shape"]) if "weight_shape" in parts else ()
         optional = "weight_zero_point weight_g_idx"
         return _taken(parts, _packed, shape, found, "weight_packed weight_scale weight_shape", optional)
     scale = next((part for part in ("weight_scale", "weight_scale_inv") if part in parts), None)
     if scale is None or "weight" not in parts:
         return None
     return _taken(parts, _scaled, parts["weight"].shape, found, f"weight {scale}", "weight_zero_point")
+
+
+def _stored_shape(stored: StoredTensor) -> tuple[int, ...]:
+    """The numbers of a one-dimensional tensor of integers."""
+    tensor = stored.read()
+    if tensor.dim() != 1 or tensor.is_floating_point():
+        raise CheckpointError(f"{stored.file}: {stored.key}: two integers are expected, found {tensor.tolist()}")
+    return tuple(tensor.tolist())
 
 
 Reader = Callable[[Mapping[str, Tensor], tuple[int, ...], Quantized], QuantizedWeight | Tensor]
@@ -163,7 +188,7 @@ def _taken(
         tensors = {part: tensor.read() for part, tensor in own.items()}
         try:
             return reader(tensors, shape, found)
-        except (RuntimeError, IndexError) as error:  # shapes that do not fit each other
+        except (RuntimeError, IndexError, ValueError) as error:  # shapes that do not fit each other
             sizes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in tensors.items())
             raise CheckpointError(f"{first.file}: {first.key}: the parts do not fit: {sizes} ({error})") from None
 
@@ -180,13 +205,15 @@ def _grouped(
     """codes [out, in], scales and zeros [groups, out]. Groups of inputs that are not neighbours become floats."""
     inputs = codes.shape[1]
     group = found.group or inputs
+    if (g_idx is None or int(g_idx.min()) < 0) and len(scales) != -(-inputs // group):
+        raise RuntimeError(f"groups of {group} inputs need {-(-inputs // group)} rows of scales: group_size is wrong")
     in_order = torch.arange(inputs) // group
     own = in_order if g_idx is None or int(g_idx.min()) < 0 else g_idx.long()  # -1: not set
     scales = scales.float().contiguous()
     if zeros.shape != scales.shape or scales.shape[1] != len(codes):
         raise RuntimeError("scales and zeros have one row for each group")
     whole = found.bits == 4 or (len(scales) == 1 and bool((zeros == _INT8_ZERO).all()))  # noqa: PLR2004
-    if own.equal(in_order) and group % 8 == 0 and whole and len(scales) == -(-inputs // group):
+    if own.equal(in_order) and group % 8 == 0 and whole:
         kind: Quantization = "int4" if found.bits == 4 else "int8"  # noqa: PLR2004
         return QuantizedWeight(kind, codes.contiguous(), scales, zeros.to(torch.uint8).contiguous(), group)
     return (codes - zeros.float()[own].t()) * scales[own].t()

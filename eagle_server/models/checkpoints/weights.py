@@ -17,11 +17,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from eagle_server.hub import HubError, hub_file, hub_snapshot
 from eagle_server.models.config import CheckpointError
 
 _NAMED = 8  # the number of keys that an error message lists
 _LOCAL_MARKS = ("/", ".", "~", "\\")
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja"]
+_HUB_PICKLES = ["*.bin", "*.bin.index.json", "*.pt"]
 _HUB_SKIPPED = ["*/*", "consolidated*"]
 
 
@@ -74,10 +76,11 @@ def resolve_file(name: str) -> Path:
     model, _, file = rest.partition("/")
     if name.startswith(_LOCAL_MARKS) or not file:
         raise CheckpointError(f"{name}: no such file")
-    from huggingface_hub import hf_hub_download
-
-    with _hub_errors(name):
-        return Path(hf_hub_download(f"{owner}/{model}", file))
+    with _checkpoint_errors():
+        path = hub_file(f"{owner}/{model}", file)
+    if path is None:
+        raise CheckpointError(f"{name}: no such file, and the model {owner}/{model} has none of this name")
+    return path
 
 
 def open_weights(directory: Path) -> Weights:
@@ -222,28 +225,19 @@ def _sharded(index: Path, reader: Callable[[Path], Weights]) -> Weights:
 
 
 def _download(repository: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    with _hub_errors(repository):
-        directory = Path(snapshot_download(repository, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SKIPPED))
+    with _checkpoint_errors():
+        directory = hub_snapshot(repository, allow=_HUB_FILES, ignore=_HUB_SKIPPED)
         if not any(directory.glob("*.safetensors")):
-            snapshot_download(
-                repository, allow_patterns=["*.bin", "*.bin.index.json", "*.pt"], ignore_patterns=_HUB_SKIPPED
-            )
+            hub_snapshot(repository, allow=_HUB_PICKLES, ignore=_HUB_SKIPPED)
     return directory
 
 
 @contextmanager
-def _hub_errors(name: str) -> Iterator[None]:
-    from huggingface_hub.errors import HfHubHTTPError
-
+def _checkpoint_errors() -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"{name}: not a local directory or file, and not available from the Hugging Face Hub ({reason})"
-        ) from None
+    except HubError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def _some(names: list[str]) -> str:

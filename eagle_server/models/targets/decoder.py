@@ -85,12 +85,12 @@ class TargetModel(nn.Module):
             self._native, lm_head, self.embed, residual=Residual.JOINED, feeds_normed=True, uses_hidden=False
         )
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab] in float32."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[rows, hidden] -> [rows, vocab] in float32, written to `out` if there is one."""
         logits: Tensor = self.lm_head(hidden)
         if self.ranks is not None:
             logits = self.ranks.gather(logits)[:, : self.config.vocab_size]  # without the padding of the last ranks
-        return logits.float()
+        return logits.float() if out is None else out.copy_(logits)
 
     def weight_views(self) -> Views:
         """Every checkpoint name with its view of a parameter."""

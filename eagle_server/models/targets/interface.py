@@ -49,8 +49,8 @@ class Target(Protocol):
         """tokens, positions [rows] -> hidden states of every row."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab] in float32."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[rows, hidden] -> [rows, vocab] in float32, written to `out` if there is one."""
         ...
 
 

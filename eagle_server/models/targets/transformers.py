@@ -137,9 +137,10 @@ class TransformersTarget(nn.Module):
         aux = [self._captured.pop(boundary) for boundary in self.aux_boundaries]
         return TargetOutput(out.last_hidden_state[0], torch.cat(aux, dim=-1) if aux else None)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[rows, hidden] -> [rows, vocab] in float32, by transformers' own head with its scales, caps and biases."""
-        return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()  # type: ignore[no-any-return]
+        logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits.float() if out is None else out.copy_(logits)
 
     def _capture(self, boundary: int) -> Any:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from eagle_server.attention.batches import (
     extend_layout,
 )
 from eagle_server.attention.interface import AttentionBackend, AttentionBatch, AttentionPlan, Layout
+from eagle_server.attention.native import BoundNative
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.models.drafts.interface import DraftHead, NativeDraftHead
 from eagle_server.ops.indices import window_slots
@@ -68,9 +69,12 @@ class EagleDrafter:
         """Draft KV of prompt rows, causally."""
         if prompts.pairs is None:
             return
-        batch = prompts.pairs.batch
+        batch, features = prompts.pairs.batch, prompts.pairs.features
         bound = self.attention.plan(batch.attention.layout).bind(batch.attention)
-        self.head(batch.tokens, self.head.combine(prompts.pairs.features), batch.positions, bound)
+        if self._native is not None and isinstance(bound, BoundNative):
+            self._native.prefill(batch.tokens, features, batch.positions, bound.rows)
+        else:
+            self.head(batch.tokens, self.head.combine(features), batch.positions, bound)
 
     def extend(self, batch: DecodeBatch) -> EagleDraftInput:
         """Draft-extend: rewrite the draft KV of accepted tokens from the target's features, causally.
@@ -88,7 +92,7 @@ class EagleDrafter:
         function = partial(self._extend, plan, layout, batch.accepted_tokens, batch.req_to_token, ranking)
         key = None if plan.graph_key is None else ("extend", plan.graph_key)
         inputs = (batch.req_pool_indices, batch.seq_lens, batch.verified_id, batch.extend_lens)
-        draft = self.graphs.run(key, function, *inputs, *ranking.tensors, apart=True)
+        draft = self.graphs.run(key, function, *inputs, *ranking.tensors)
         if not batch.ranking.has_grammars:
             return draft
         assert draft.normed is not None and draft.frontier is not None

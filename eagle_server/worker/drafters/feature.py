@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import EagleVerifyInput
 from eagle_server.worker.batch import DecodeBatch, Prompts
-from eagle_server.worker.graphs import Graphs
+from eagle_server.worker.graphs import GraphKey, Graphs
 
 
 class FeatureDrafter:
@@ -40,7 +40,7 @@ class FeatureDrafter:
     def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
         """Heads do not learn while serving."""
 
-    def graph_key(self, name: str, batch: DecodeBatch) -> Hashable | None:
+    def graph_key(self, name: str, batch: DecodeBatch) -> GraphKey | None:
         """The key of this batch's graph; None: it is not captured."""
         size = len(batch.seq_lens_host)
         captured = size in self.graph_sizes and not batch.ranking.has_grammars

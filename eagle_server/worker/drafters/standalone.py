@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from eagle_server.attention.native import BoundNative
 from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.speculation.draft_input import EagleDraftInput
 from eagle_server.speculation.tree import Candidates
@@ -24,7 +25,10 @@ class StandaloneDrafter(EagleDrafter):
         """Draft KV of prompt rows, causally."""
         batch = prompts.rows
         bound = self.attention.plan(batch.attention.layout).bind(batch.attention)
-        self.head.model(batch.tokens, batch.positions, bound)
+        if self._native is not None and isinstance(bound, BoundNative):
+            self._native.prefill(batch.tokens, None, batch.positions, bound.rows)
+        else:
+            self.head.model(batch.tokens, batch.positions, bound)
 
     def extend(self, batch: DecodeBatch) -> EagleDraftInput:
         """Recompute the accepted tokens and verified_id: drafting may have left another branch's KV in their slots."""

@@ -184,7 +184,7 @@ def test_each_head_size_asks_for_modules_that_have_its_kernels(
         with pytest.raises(ValueError, match="choose --attention-backend torch_native"):
             FlashInferAttention(pool, Workspace(CPU), **shape)
         return
-    load_modules(FlashInferAttention(pool, Workspace(CPU), draft="per_node", **shape))
+    load_modules(FlashInferAttention(pool, Workspace(CPU), draft="per_node", **shape), {4 * head_dim})
     assert kernels.backends == ({"fa2"} if head_dim == 512 else {"fa2", "fa3"})
     assert kernels.head_dims == {head_dim}
     supported = importlib.import_module("flashinfer.utils").is_fa3_prefill_head_dim_supported

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from subprocess import CalledProcessError
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 
 from eagle_server.attention import flashinfer as backend_module
 from eagle_server.attention import flashinfer_mla
-from eagle_server.attention.flashinfer_modules import MissingModuleError, why_not_loaded
+from eagle_server.attention.flashinfer_modules import MissingModuleError, warn_of_another_toolkit, why_not_loaded
 from eagle_server.config import ConfigError, parse_args
 from eagle_server.engine import backends, build, devices
 from eagle_server.models.config import ModelConfig
@@ -21,6 +23,8 @@ from eagle_server.ops import fused
 from tests.support.deepseek import DEEPSEEK
 from tests.support.engines import plain, random_target
 from tests.support.flashinfer_emulation import Emulation
+from tests.support.flashinfer_real import real_flashinfer
+from tests.support.fused_kernels import fake_flashinfer, use_kernel_branch
 from tests.support.paged import CPU
 
 CUDA = torch.device("cuda")
@@ -130,6 +134,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MissingModuleError("FlashInfer has no prebuilt kernels for this model, and no nvcc")
 
     monkeypatch.setattr(build, "resolve_device", lambda config: CUDA)
+    monkeypatch.setattr(backends, "launch_kernel", lambda device: None)
+    monkeypatch.setattr(devices, "warn_of_another_toolkit", lambda: None)
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(backends, "load_kernels", load_kernels)
 
@@ -139,6 +145,101 @@ def test_a_server_that_cannot_compile_refuses_before_it_loads_weights(monkeypatc
     monkeypatch.setattr(build, "load_target", lambda *a, **k: pytest.fail("the weights are loaded"))
     with pytest.raises(ConfigError, match="no nvcc; or choose --attention-backend torch_native"):
         build.load_models(served([]), progress=False)
+
+
+NO_COMPILER = RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+NO_HEADERS = CalledProcessError(1, ["/usr/bin/gcc", "/tmp/main.c", "-I/usr/include/python3.11"])  # Python.h is missing
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("backend", ["flashinfer", "torch_native"])
+@pytest.mark.parametrize("error", [NO_COMPILER, NO_HEADERS], ids=["no compiler", "no headers"])
+def test_a_gpu_without_a_c_compiler_is_refused_before_weights_are_loaded(
+    backend: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton compiles a part of its driver before the first launch. The stand-in is the first kernel."""
+
+    def launch(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.undo()
+    monkeypatch.setattr(build, "resolve_device", lambda config: torch.device("meta"))
+    monkeypatch.setattr(backends, "window_slots", launch)
+    monkeypatch.setattr(build, "load_target", lambda *a, **k: pytest.fail("the weights are loaded"))
+    with pytest.raises(ConfigError, match="install gcc and python3-dev") as found:
+        build.load_models(served(["--attention-backend", backend]), progress=False)
+    assert "\n" not in str(found.value)
+
+
+def test_other_errors_of_the_first_launch_are_not_explained_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*arguments: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(backends, "window_slots", launch)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        backends.launch_kernel(CPU)
+
+
+@pytest.mark.parametrize(("read", "sizes"), [(llama, {32}), (deepseek, {48, 32, 24})], ids=["heads", "latent"])
+def test_only_the_fused_operations_of_the_model_are_loaded(
+    read: Callable[[], ModelConfig], sizes: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads are rotated by a kernel of our own, so that FlashInfer's module for it need not be compiled."""
+    fake, seen, normed = fake_flashinfer(), set[str](), set[int]()
+
+    def recorded(name: str) -> Callable[..., Any]:
+        def call(x: Any, *arguments: Any, **named: Any) -> Any:
+            seen.add(name)
+            normed.update([x.shape[-1]] if "norm" in name else [])
+            return getattr(fake, name)(x, *arguments, **named)
+
+        return call
+
+    use_kernel_branch(monkeypatch, SimpleNamespace(**{name: recorded(name) for name in vars(fake)}))
+    monkeypatch.setattr(fused, "can_use_table", lambda *_: True)
+    backends.load_kernels(read(), CPU, Emulation())
+    rotates = {"apply_rope_with_cos_sin_cache_inplace"} if read is deepseek else set[str]()
+    assert seen == {"rmsnorm", "fused_add_rmsnorm", "silu_and_mul"} | rotates
+    assert normed == sizes
+
+
+@pytest.mark.parametrize(("release", "warned"), [("12.4", True), ("13.0", False)])
+def test_a_toolkit_of_another_cuda_than_torchs_is_warned_of(
+    release: str, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real_flashinfer()
+    from flashinfer.jit import cpp_ext
+
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.99'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for cached in (cpp_ext.get_cuda_path, cpp_ext.get_cuda_version):
+        cached.cache_clear()
+    warn_of_another_toolkit()
+    for cached in (cpp_ext.get_cuda_path, cpp_ext.get_cuda_version):
+        cached.cache_clear()
+    assert ("let CUDA_HOME name a toolkit of CUDA 13" in caplog.text) == warned
+
+
+def test_a_gpu_that_torch_cannot_use_is_no_reason_to_serve_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040). Please update")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(devices, "_DEVICE_NODES", tmp_path)
+    (tmp_path / "nvidiactl").touch()
+    assert devices.resolve_device(served([])) == CPU, "a driver without a GPU"
+    (tmp_path / "nvidia0").touch()
+    for flags in ([], ["--device", "cuda"]):
+        with pytest.raises(ConfigError, match=r"driver on your system is too old \(found version 12040\).*docs/gpu"):
+            devices.resolve_device(served(flags))
+    assert devices.resolve_device(served(["--device", "cpu"])) == CPU
 
 
 class LoadedError(Exception):

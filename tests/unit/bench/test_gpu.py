@@ -20,7 +20,7 @@ from eagle_server.bench.gpu.suite import counts, run_suite
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_tiny_shapes_on_a_cpu_give_a_whole_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = ["floor", "decode", "stages", "peer", "mask", "mla"]
+    parts = ["floor", "decode", "stages", "served", "peer", "mask", "mla"]
     arguments = ["--tiny", "--device", "cpu", "--no-tests", "--build", "--out", str(tmp_path), "--parts", *parts]
     assert gpu.main(arguments) == 0, capsys.readouterr().out
     document = json.loads((tmp_path / "gpu.json").read_text())
@@ -32,6 +32,9 @@ def test_tiny_shapes_on_a_cpu_give_a_whole_report(tmp_path: Path, capsys: pytest
     assert decode["speculative"]["tokens_per_cycle"] > 1 == decode["plain"]["tokens_per_cycle"]
     assert list(stages["speculative"]["ms"])[:4] == ["extend", "propose", "build_tree", "verify"]
     assert decode["tokens_alike"] == decode["tokens_compared"] > 0
+    served = document["parts"]["served"]["result"]
+    assert [row["clients"] for row in served["speculative"]] == [row["clients"] for row in served["plain"]] == [1, 2]
+    assert all(row["tokens_per_second"] > 0 for rows in served.values() for row in rows)
     assert peer["plain_tokens_alike"] == peer["speculative_tokens_alike"] == peer["tokens"], "transformers differs"
     assert all(row["tree of 64"]["device_ms"] > 0 for row in document["parts"]["mla"]["result"]["rows"])
     assert "**missed**" in capsys.readouterr().out
@@ -78,7 +81,13 @@ def test_a_report_names_missed_goals_and_what_was_not_measured(tmp_path: Path) -
     }
     missed = {"name": "verify / plain step", "measured": 1.25, "goal": 1.2, "met": False}
     stages = {"plain": kernels(3.9, 4.0), "speculative": kernels(4.9, 5.6), "goals": [missed]}
-    rows = [{"batch": n, "plain": pace(4.0, n), "speculative": pace(6.0, 4 * n), "speedup": 2.7} for n in (1, 2, 64)]
+    rows = [
+        {
+            **{"batch": n, "plain": pace(4.0, n), "speculative": pace(6.0, 4 * n), "adaptive": pace(5.0, 4 * n)},
+            **{"speedup": 2.7, "adaptive_speedup": 3.2},
+        }
+        for n in (1, 2, 64)
+    ]
     series = {"1024": 4.0, "32768": 5.0}
     ways = {
         name: {"verify": verify, "draft": draft, "verify_ms": series, "propose_ms": series, "cycle_ms": series}
@@ -114,10 +123,22 @@ def test_a_report_names_missed_goals_and_what_was_not_measured(tmp_path: Path) -
     assert "the padded demo 181 s" in text
     assert "3 passed, 1 failed" in text and "x::y - z" in text
     summary = text[text.index("| a GPU, Llama") :].partition("\n\n")[0]
-    assert "| 1 request, tokens/s | 250 | 667 | 2.70 x |" in summary and "| 64 requests, tokens/s |" in summary
+    assert "| 1 request, tokens/s | 250 | 800 | 3.20 x |" in summary and "| 64 requests, tokens/s |" in summary
+    assert "| 64 | 16000 | 51200 | 3.20 x | 42667 | 2.70 x |" in text
     assert len(summary.splitlines()) < 10 and max(map(len, summary.splitlines())) < 80, "it is for a README"
     plot(tmp_path / "all.png", whole)
     assert (tmp_path / "all.png").stat().st_size > 5000
+
+
+def test_a_summary_prefers_what_is_served() -> None:
+    rates = {"plain": (100.0, 700.0), "speculative": (310.0, 910.0)}
+    served = {
+        name: [{"clients": clients, "tokens_per_second": rate} for clients, rate in zip((1, 8), found, strict=True)]
+        for name, found in rates.items()
+    }
+    text = markdown(document(served={"status": "ok", "result": served}))
+    assert "| 1 client, tokens/s | 100 | 310 | 3.10 x |" in text, "the summary"
+    assert "| 8 clients | 700 | 910 | 1.30 x |" in text, "its own table"
 
 
 def test_a_report_of_nothing_is_a_report(tmp_path: Path) -> None:
@@ -164,6 +185,29 @@ def test_a_part_that_kills_its_process_costs_only_itself(tmp_path: Path, child: 
     known = measured(tmp_path, ["floor", "decode", "peer"], 30)
     assert {name: part["status"] for name, part in known.items()} == {"floor": "ok", "decode": "failed", "peer": "ok"}
     assert "status 77" in known["decode"]["reason"]
+
+
+STARTS_A_SERVER = """
+import json, subprocess, sys, time
+server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+json.dump({"served": {"status": "running", "server": server.pid}}, open(json.loads(sys.argv[1])["file"], "w"))
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_server_does_not_outlive_the_part_that_started_it(
+    tmp_path: Path, child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child(STARTS_A_SERVER)
+    monkeypatch.setattr(gpu, "GRACE", 1.0)
+    monkeypatch.setattr(gpu.Path, "write_text", lambda *_: 0)  # the server's number stays in the file
+    measured(tmp_path, ["served"], 5)
+    server = json.loads((tmp_path / "parts.json").read_text())["served"]["server"]
+    state, deadline = Path(f"/proc/{server}/stat"), time.monotonic() + 20  # it would sleep for longer
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,13 @@ import torch
 from eagle_server.bench.gpu import child
 from eagle_server.bench.gpu.child_command import BUILD, PARTS
 from eagle_server.bench.gpu.engines import TINY, BenchEngines, Pair
+from eagle_server.bench.gpu.measurements import ADAPTIVE
+from eagle_server.bench.gpu.served import server_flags
 from eagle_server.bench.gpu.stages import OUTSIDE, of_trace
+from eagle_server.config import parse_args
+from eagle_server.engine.build import load_models
+from eagle_server.engine.engine_config import EngineConfig
+from eagle_server.engine.resolve import resolve
 from eagle_server.plan import TRACED_STAGE
 from eagle_server.worker.clock import StageClock
 from tests.support.flashinfer_emulation import Emulation
@@ -30,7 +36,9 @@ SMALL = replace(
     topk=3,
     num_draft_tokens=8,
 )
-HOST = {"peer"}  # compares with transformers, which needs no FlashInfer
+HOST = {"peer", "served"}  # transformers needs no FlashInfer, and servers run in processes of their own
+SIZES = {"context_length", "max_total_tokens", "tree", "max_running_requests", "chunked_prefill_size", "graph_sizes"}
+CHOSEN = SIZES | {"disable_radix_cache", "backend", "algorithm"}  # by a part, for its machine and its question
 
 
 @cache
@@ -65,6 +73,23 @@ def test_every_part_runs_through_flashinfer_and_graphs(engines: BenchEngines, pa
             "cascade",
             "per_node",
         )
+
+
+def test_adaptive_engines_are_set_as_a_server_is_by_default(engines: BenchEngines) -> None:
+    config = parse_args([], environ={})
+    models = load_models(config, progress=False)
+    served, measured = resolve(config, models.target, models.draft), engines.config(**ADAPTIVE)
+    assert {field.name for field in fields(EngineConfig)} > CHOSEN
+    for field in fields(EngineConfig):
+        if field.name not in CHOSEN:
+            assert getattr(measured, field.name) == getattr(served, field.name), field.name
+    assert served.adaptive and served.estimating
+
+
+def test_the_measured_servers_get_no_flags_but_their_models() -> None:
+    for flags in server_flags("folder", "cuda").values():
+        names = {flag for flag in flags if flag.startswith("--")}
+        assert names <= {"--device", "--model-path", "--speculative-draft-model-path", "--speculative-algorithm"}
 
 
 def kernel(name: str, correlation: int, dur: float, cat: str = "kernel") -> dict[str, Any]:

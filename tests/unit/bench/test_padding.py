@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from eagle_server.bench.padding import DEMO, PaddedShape, load_demo, pad_checkpoint, pad_head, pad_target
+from eagle_server.bench.padding import DEMO, PaddedShape, load_demo, main, pad_checkpoint, pad_head, pad_target
 from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.drafts.eagle3 import Eagle3Head
@@ -163,3 +163,12 @@ def test_a_shape_that_cannot_hold_the_model_is_refused(demo: Pair) -> None:
             pad(demo, torch.float32, replace(SHAPE, **change))
     with pytest.raises(ValueError, match="draft_vocab_size 2600: 2048 are expected, and up to 500 more"):
         pad(demo, torch.float32, replace(SHAPE, draft_vocab_size=2600))
+
+
+@pytest.mark.slow
+def test_the_command_writes_checkpoints_that_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "--shape", "tiny"]) == 0
+    assert capsys.readouterr().out == f"written: {tmp_path / 'target'}, {tmp_path / 'eagle3'}\n"
+    target = load_target(tmp_path / "target", progress=False)
+    assert (target.config.num_layers, target.config.dtype) == (PaddedShape.tiny().num_layers, torch.bfloat16)
+    assert load_draft(tmp_path / "eagle3", target, context=REACH, progress=False).head.aux_boundaries

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -264,16 +264,8 @@ def test_other_environment_variables_are_not_looked_at():
             "--speculative-num-steps has no effect with --speculative-algorithm NONE",
         ),
         (
-            ["--speculative-num-steps", "3"],
-            "--speculative-num-steps needs --speculative-eagle-topk as well",
-        ),
-        (
-            ["--topk", "4", "--speculative-num-draft-tokens", "8"],
-            "--speculative-eagle-topk and --speculative-num-draft-tokens needs --speculative-num-steps as well",
-        ),
-        (
-            ["--speculative-num-draft-tokens", "8"],
-            "--speculative-num-draft-tokens needs --speculative-num-steps and --speculative-eagle-topk as well",
+            ["--speculative-num-draft-tokens", "1"],
+            "--speculative-num-draft-tokens 1: should be 2 or more: the root is one of them",
         ),
         (
             ["--speculative-num-steps", "3", "--topk", "4", "--speculative-num-draft-tokens", "38"],
@@ -360,6 +352,44 @@ def test_given_tree_parameters_win_over_the_architecture(given_values, expected)
     steps, topk, draft_tokens = given_values
     section = SpeculativeSection(num_steps=steps, eagle_topk=topk, num_draft_tokens=draft_tokens)
     assert section.tree_options("DeepseekV3ForCausalLM") == TreeOptions(*expected)
+
+
+@pytest.mark.parametrize(
+    ("given_values", "llama", "deepseek"),
+    [
+        ((3, None, None), (3, 4, 13), (3, 1, 4)),
+        ((None, 2, None), (5, 2, 11), (3, 2, 7)),
+        ((None, 1, None), (5, 1, 6), (3, 1, 4)),
+        ((None, None, 16), (5, 4, 16), (15, 1, 16)),
+        ((None, None, 3), (2, 4, 3), (2, 1, 3)),
+        ((None, None, 100), (7, 4, 100), (99, 1, 100)),
+        ((None, 1, 8), (7, 1, 8), (7, 1, 8)),
+        ((None, 2, 40), (11, 2, 40), (11, 2, 40)),
+        ((3, None, 8), (3, 4, 8), (3, 4, 8)),
+        ((3, None, 4), (3, 4, 4), (3, 1, 4)),
+    ],
+    ids=str,
+)
+def test_what_is_not_given_of_a_tree_fits_what_is(given_values, llama, deepseek):
+    steps, topk, draft_tokens = given_values
+    section = SpeculativeSection(num_steps=steps, eagle_topk=topk, num_draft_tokens=draft_tokens)
+    assert section.tree_options("LlamaForCausalLM") == TreeOptions(*llama)
+    assert section.tree_options("DeepseekV3ForCausalLM") == TreeOptions(*deepseek)
+
+
+@given(
+    steps=st.none() | st.integers(1, 12),
+    topk=st.none() | st.integers(1, 12),
+    nodes=st.none() | st.integers(2, 300),
+    architecture=st.sampled_from(["LlamaForCausalLM", "DeepseekV3ForCausalLM"]),
+)
+def test_some_tree_options_alone_keep_their_values(steps, topk, nodes, architecture):
+    """All but steps with draft tokens, which may contradict each other."""
+    assume(steps is None or nodes is None)
+    found = SpeculativeSection(num_steps=steps, eagle_topk=topk, num_draft_tokens=nodes).tree_options(architecture)
+    assert steps in (None, found.num_steps) and topk in (None, found.eagle_topk)
+    assert nodes in (None, found.num_draft_tokens)
+    assert 1 <= found.num_steps < found.num_draft_tokens
 
 
 def test_a_chain_verifies_its_steps_and_the_root():

@@ -184,7 +184,9 @@ def test_statistics_count_what_was_done(target: TargetModel) -> None:
     assert len(specs) == 2
     assert stats.accepted_tokens == sum(spec.accepted for spec in specs)
     assert stats.drafted_tokens == sum(spec.drafted for spec in specs)
-    assert all(spec.drafted == spec.cycles * (tree_size(3, 4) - 1) for spec in specs)
+    # Whole trees, but for the last cycles, in which fewer than 3 drafts could be kept.
+    most = tree_size(3, 4) - 1
+    assert all((spec.cycles - 3) * most < spec.drafted <= spec.cycles * most for spec in specs)
     assert stats.kv_slots_free == stats.kv_slots_total
     assert 0 < stats.kv_slots_cached < stats.kv_slots_total
     assert set(stats.stage_seconds) == {

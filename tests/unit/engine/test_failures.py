@@ -48,8 +48,8 @@ def test_a_dead_end_is_the_requests_own_even_where_the_model_gives_single_tokens
     target = engine.worker.verifier.target
     original = target.logits
 
-    def logits(hidden: torch.Tensor) -> torch.Tensor:
-        given = original(hidden)
+    def logits(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        given = original(hidden, out)
         given[..., 9] = -math.inf
         return given
 

@@ -23,7 +23,7 @@ from eagle_server.engine.grammar_sources import llguidance_source
 from eagle_server.engine.grammars import Grammars
 from eagle_server.plan import allows
 from eagle_server.request import Grammar
-from tests.support.grammars import ALTERNATIVES, VOCAB, json_tokenizer, unhurried
+from tests.support.grammars import ALTERNATIVES, GRAMMARS, VOCAB, json_tokenizer, unhurried
 
 Make = Callable[[], llguidance.LLMatcher]
 IDS = json_tokenizer().get_vocab()
@@ -261,3 +261,32 @@ def test_after_any_drafts_the_mask_of_the_text_is_a_new_matchers(
             text.extend(chance.choice(paths if paths and chance.random() < 0.5 else following))
     assert compared > 300
     assert anew > 10
+
+
+def test_a_text_that_reaches_a_limit_ends_its_request(tokenizer: llguidance.LLTokenizer) -> None:
+    matcher = new(maker(tokenizer, ALTERNATIVES))
+    assert not draft(matcher, spelled("b"), (IDS["("],)), "no mask, and no failure"
+    assert matcher.failure is None
+    mask = matcher.mask(spelled("b("))
+    assert mask is not None
+    assert not mask.any()
+    assert "Current row has 2041 items; max is 2000" in str(matcher.failure)
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_paths_that_no_grammar_allows_change_no_mask(tokenizer: llguidance.LLTokenizer, kind: str) -> None:
+    """Random tokens are forced on the matcher, as a limit that is reached half-way along a path leaves it."""
+    make = maker(tokenizer, GRAMMARS[kind])
+    for seed in range(8):
+        chance, matcher, text = random.Random(seed), new(make), list[int]()
+        for _ in range(6):
+            mask = matcher.mask(text)
+            assert mask is not None
+            assert allowed(mask) == plain_mask(make, text)
+            for _ in range(3):
+                matcher._move_to(tuple(chance.randrange(1, VOCAB) for _ in range(chance.randrange(1, 5))))
+            fitting = [token for token in allowed(mask) if token]
+            if not fitting:
+                break
+            text.append(chance.choice(fitting))
+        assert matcher.failure is None

@@ -92,6 +92,26 @@ def test_a_dry_run_downloads_nothing(capsys: pytest.CaptureFixture[str]) -> None
     }
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], (5, 4, 8)),
+        (["--topk", "2"], (5, 2, 11)),
+        (["--speculative-num-steps", "3"], (3, 4, 13)),
+        (["--speculative-num-draft-tokens", "16"], (5, 4, 16)),
+        (["--speculative-algorithm", "NGRAM", "--speculative-num-steps", "3"], (3, 0, 16)),
+        (["--speculative-algorithm", "MEDUSA"], (None, None, None)),
+        (["--model-path", "nobody/nothing", "--speculative-algorithm", "NEXTN", "--topk", "2"], (None, 2, None)),
+    ],
+    ids=str,
+)
+def test_a_dry_run_shows_the_tree_that_is_drafted(
+    flags: list[str], expected: tuple[int | None, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = printed(capsys, *flags)["speculative"]
+    assert (shown["num_steps"], shown["eagle_topk"], shown["num_draft_tokens"]) == expected
+
+
 def test_a_dry_run_of_a_damaged_checkpoint_says_what_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -194,8 +194,8 @@ def test_missing_files_are_named(directory: Path, tmp_path: Path) -> None:
         ("./models/mine", "no such directory"),
         (Path("models/mine"), "no such directory"),
         ("a/b/c", "no such directory"),
-        ("someone/some-model", "not a local directory or file, and not available from the Hugging Face Hub"),
-        ("not a repository", "not a local directory or file, and not available from the Hugging Face Hub"),
+        ("someone/some-model", "no such directory, and the model is not in the cache .*, and HF_HUB_OFFLINE is set"),
+        ("not a repository", "not a repository: https://huggingface.co refuses: Repo id must"),
     ],
 )
 def test_unknown_name_says_where_it_was_searched(name: str | Path, message: str) -> None:
@@ -208,7 +208,7 @@ def test_unknown_name_says_where_it_was_searched(name: str | Path, message: str)
     [
         ("freq.pt", "no such file"),
         ("./a/b/freq.pt", "no such file"),
-        ("owner/model/freq.pt", "not available from the Hugging Face Hub"),
+        ("owner/model/freq.pt", "owner/model: no such directory, and freq.pt is not in the cache"),
     ],
 )
 def test_unknown_file_says_where_it_was_searched(name: str, message: str) -> None:

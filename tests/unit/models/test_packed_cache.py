@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +87,57 @@ def test_a_damaged_file_is_named_and_made_again(
     assert file.read_bytes() == whole
 
 
-def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_used_is_named_before_anything_is_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"^--quantization-cache: .*file/.* cannot be written"):
+    monkeypatch.setattr(linear, "quantize", refuse_rounding)
+    with pytest.raises(CheckpointError, match=r"^--quantization-cache: .*file cannot be used"):
         load(checkpoint(tmp_path / "target"), tmp_path / "file")
+
+
+def test_a_full_disk_does_not_end_a_start(
+    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = checkpoint(tmp_path / "target")
+    expected = logits(load(directory, None))
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("eagle_server.ops.whole_file._sync", full)
+    assert logits(load(directory, kept)).equal(expected)
+    assert "cannot be written ([Errno 28] No space left on device)" in caplog.text
+    assert not list(kept.iterdir()), "and nothing stays behind"
+
+
+def test_starts_at_once_all_serve_and_leave_one_whole_file(tmp_path: Path, kept: Path) -> None:
+    """Every writer has a file of its own, and none is seen before it is complete."""
+    directory = checkpoint(tmp_path / "target")
+    expected = logits(load(directory, kept)).tolist()
+    (file,) = kept.iterdir()
+    whole = file.read_bytes()
+    file.unlink()
+    go = threading.Barrier(5)
+    found: list[Any] = []
+
+    def start() -> None:
+        go.wait()
+        found.append(logits(load(directory, kept)).tolist())
+
+    def watch() -> None:
+        go.wait()
+        while len(found) < 4:
+            if file.is_file() and file.read_bytes() != whole:
+                found.append("half of a file")
+
+    threads = [threading.Thread(target=each) for each in (start, start, start, start, watch)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 4
+    assert [each.name for each in kept.iterdir()] == [file.name]
 
 
 def test_the_option_needs_a_format(tmp_path: Path) -> None:

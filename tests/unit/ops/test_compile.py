@@ -59,7 +59,7 @@ KERNELS = [
     Kernel(
         "indices", "_kv_indices_kernel", "i32* i64* i64* i32* i32* i32", {"REQUESTS": 64, "SPLITS": 8, "BLOCK": 512}
     ),
-    Kernel("indices", "_window_kernel", "i32* i64* i64* i64* i32 i32 i32", {"BLOCK": 64}),
+    Kernel("indices", "_window_kernel", "i32* i64* i64* i64* i32 i32 i32", {"BLOCK": 128}),
     Kernel(
         "indices",
         "_draft_decode_kv_indices_kernel",

@@ -25,7 +25,7 @@ def page_table(bs: int, width: int) -> tuple[Tensor, Tensor]:
 
 @each_way
 @pytest.mark.parametrize("lens_type", [torch.int32, torch.int64])
-@pytest.mark.parametrize(("bs", "width"), [(1, 5), (3, 40), (5, 1100)])
+@pytest.mark.parametrize(("bs", "width"), [(1, 5), (3, 40), (5, 1100), (131, 3)])
 def test_the_slots_of_each_request_are_in_token_order(
     way: str, bs: int, width: int, lens_type: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

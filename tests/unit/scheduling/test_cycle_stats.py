@@ -47,7 +47,7 @@ def test_cycles_add_up_to_the_requests_under_preemption() -> None:
     verified = [pair for cycle in cycles for pair in cycle.verified]
     assert sum(drafted for drafted, _ in verified) == sum(delta.spec.drafted for delta in ends if delta.spec)
     assert sum(accepted for _, accepted in verified) == sum(delta.spec.accepted for delta in ends if delta.spec) > 0
-    assert len(verified) == sum(delta.spec.cycles for delta in ends if delta.spec)
+    assert sum(drafted > 0 for drafted, _ in verified) == sum(delta.spec.cycles for delta in ends if delta.spec)
     computed = sum(cycle.computed for cycle in cycles)
     assert computed > sum(cycle.prompt_tokens - cycle.cache_hits for cycle in cycles)  # more after preemptions
     assert set().union(*(cycle.stage_seconds for cycle in cycles)) == STAGES

@@ -294,6 +294,14 @@ def test_a_grammar_grows_with_the_number_of_parameters(format: str, monkeypatch:
     assert max(each) < 1.3 * min(each)  # the numbers of the rules grow, and for few parameters the rest counts
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_grammar_is_bounded_as_clients_own_are(format: str) -> None:
+    shared = {**ones(10_000), "$defs": {"a": {"description": "x" * 1_000_000}}}
+    for functions in ([("f", ones(30_000))], [("f", shared)], [(f"f{number}", ones(1)) for number in range(10_000)]):
+        with pytest.raises(ValueError, match="the grammar would have more than 262,144 characters; offer fewer"):
+            call_grammar(FORMATS[format], functions, {}, single=True)
+
+
 def test_a_grammar_that_is_too_long_is_not_written_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parameters share large definitions."""
     definitions, written = {"large": {"enum": ["a" * 50_000]}}, list[str]()
@@ -305,7 +313,7 @@ def test_a_grammar_that_is_too_long_is_not_written_to_its_end(monkeypatch: pytes
         return json_rule(name, value)
 
     monkeypatch.setattr(tool_grammars, "json_rule", counted)
-    with pytest.raises(ValueError, match="more than 262144 characters"):
+    with pytest.raises(ValueError, match="more than 262,144 characters"):
         call_grammar(FORMATS["pythonic"], [("f", schema)], {}, single=True)
     assert len(written) == 6
 

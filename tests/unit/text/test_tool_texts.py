@@ -16,6 +16,7 @@ from eagle_server.text.reasoning_formats import REASONING_FORMATS
 from eagle_server.text.tool_formats import FORMATS
 from eagle_server.text.tool_json import Functions
 from eagle_server.text.tool_parser import ParsedText, ToolCallParser
+from eagle_server.text.tool_text import XmlCall
 from eagle_server.text.tool_values import json_of_python, json_of_text, types_of
 
 ANY = {
@@ -154,6 +155,28 @@ def test_random_calls_in_random_pieces_come_back(format: str) -> None:
         assert all(call.is_complete for call in once.tool_calls)
         for pieces in (text, pieces_of(text, chance), pieces_of(text, chance)):
             assert without_ids(parse(format, pieces)) == without_ids(once), (text, pieces)
+
+
+class Searched(str):
+    """A text that counts the characters in which it is searched."""
+
+    count = 0
+
+    def find(self, wanted: str, start: int = 0, *rest: Any) -> int:  # type: ignore[override]
+        found = super().find(wanted, start, *rest)
+        Searched.count += (len(self) if found < 0 else found) - start
+        return found
+
+
+def test_the_end_of_a_value_is_looked_for_once_in_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Searched, "count", 0)
+    value = "a </par" * 2000
+    text = f"<function=f><parameter=text>{value}</parameter></function>"
+    call = XmlCall(0, FUNCTIONS)
+    for end in range(1, len(text) + 1):
+        call.read(Searched(text[:end]))
+    assert json.loads(call.whole(text)[1]) == {"text": value}
+    assert Searched.count < 20 * len(text)
 
 
 @pytest.mark.parametrize("format", FORMATS)

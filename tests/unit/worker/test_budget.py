@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ from eagle_server.worker.recent_trees import RecentTrees
 STEPS, TOPK, SIZE = 5, 4, 8
 
 
-def decode(index: int, temperature: float = 0.0, seq_len: int = 100) -> Decode:
+def decode(index: int, temperature: float = 0.0, seq_len: int = 100, **given: Any) -> Decode:
     params = SamplingParams(max_tokens=9, seed=0, temperature=temperature)
-    return Decode(index, seq_len, 7, RequestSampling(params, key=index), text=[1, 2, 3])
+    return Decode(index, seq_len, 7, RequestSampling(params, key=index), text=[1, 2, 3], **given)
 
 
 def costs(per_row: float, fixed: float = 8e-3, step: float = 5e-4, per_request: float = 0.0) -> CostModel:
@@ -152,5 +153,48 @@ def test_what_was_measured_to_be_slower_is_not_done_whatever_the_model_says() ->
         budget.took(16, drafted=drafted, tokens=30 if drafted else 16, seconds=30e-3 if drafted else 12e-3)
     assert sum(len(budget.choose(decodes, [True] * 16).drafting) > 1 for _ in range(50)) == 0
     assert budget.state().choice.startswith("off, because it was measured to be slower than plain decoding")
-    few = [len(budget.choose(decodes[:1], [True]).drafting) for _ in range(50)]
-    assert sum(few) > 35, "other loads are measured for themselves"
+    few = sum(len(each.drafting) for each in settled(budget, decodes[:1], 0.6, cycles=100)[50:])
+    assert few > 35, "other loads are measured for themselves"
+
+
+@pytest.mark.parametrize("left", [2, 3, 4])
+def test_no_deeper_tree_is_chosen_than_the_requests_may_keep(left: int) -> None:
+    budget = adaptive(costs(1e-5))
+    settled(budget, [decode(0)], 0.9)
+    assert settled(budget, [decode(0, tokens_left=left)], 0.9, cycles=20)[-1].num_steps == left - 1
+    assert budget.choose([decode(0)], [True]).num_steps == STEPS, "what was chosen for short ones holds for these only"
+
+
+def test_a_level_that_pays_only_with_those_below_it_is_not_drafted_for_the_last_tokens() -> None:
+    """Draft-extend costs more than the target: four more tokens pay for it, one does not."""
+    model = costs(1e-5, step=1e-3)
+    model.extend.fit({1: 14e-3, 1000: 14e-3})
+    budget = adaptive(model)
+    assert settled(budget, [decode(0)], 0.9, cycles=100)[-1].num_steps == STEPS
+    assert settled(budget, [decode(0, tokens_left=2)], 0.9, cycles=20)[-1].drafting == ()
+
+
+@pytest.mark.parametrize("apart", [1, 3])
+def test_what_was_lost_on_short_answers_is_noticed_between_their_prompts(apart: int) -> None:
+    """Cycles of either kind alternate, and their lengths differ: what is slower is found out all the same."""
+    budget, decodes = adaptive(costs(2e-4)), [decode(0, tokens_left=3)]
+    drafted = 0
+    for cycle in range(400):
+        if cycle % (apart + 1) == apart:  # the request's last token, which needs no draft
+            assert budget.choose([decode(0, tokens_left=1)], [False]) == NOTHING
+            budget.took(1, drafted=False, tokens=1, seconds=5e-3)
+            continue
+        chosen = budget.choose(decodes, [True])
+        draft(budget, decodes, chosen, {0: 0.9})
+        drafts = bool(chosen.drafting)
+        budget.took(1, drafted=drafts, tokens=2 if drafts else 1, seconds=12e-3 if drafts else 5e-3)
+        drafted += drafts and cycle >= 200
+    assert not drafted
+
+
+def test_plain_decoding_is_measured_where_drafting_promises_much() -> None:
+    budget, decodes = adaptive(costs(1e-5)), [decode(0)]
+    chosen = settled(budget, decodes, 0.9, cycles=1000)
+    plain = [not each.drafting for each in chosen]
+    assert 4 <= sum(plain) <= 16, "once, and no more"
+    assert budget._speed(1).cycles >= 4

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
+from eagle_server.worker.calibration import Calibration
+from eagle_server.worker.estimates import AcceptanceEstimates
 from eagle_server.worker.graphs import Graphs, bucket_sizes
+from tests.support.engines import random_head, random_target, request, run, speculative
+from tests.support.flashinfer_emulation import Emulation
 from tests.support.replay import FirstCallRecorder
 
 
 def test_without_a_recorder_a_function_is_simply_called() -> None:
     graphs = Graphs()
-    assert [graphs.run("key", lambda x, n=n: x + n, torch.ones(2)).tolist() for n in (1, 2)] == [[2, 2], [3, 3]]
+    assert [graphs.run(("sum",), lambda x, n=n: x + n, torch.ones(2)).tolist() for n in (1, 2)] == [[2, 2], [3, 3]]
     assert graphs.keys == ()
 
 
 def test_a_replay_computes_with_new_inputs_but_with_the_first_calls_host_values() -> None:
     graphs = Graphs(FirstCallRecorder())
-    outputs = [graphs.run("key", lambda x, n=n: x * n, torch.tensor([n])).clone() for n in (2, 3, 5)]
+    outputs = [graphs.run(("product", 1), lambda x, n=n: x * n, torch.tensor([n])).clone() for n in (2, 3, 5)]
     assert [out.tolist() for out in outputs] == [[4], [6], [10]]
-    assert graphs.keys == ("key",)
+    assert graphs.keys == (("product", 1),)
 
 
 def test_keys_have_graphs_of_their_own_and_none_is_never_captured() -> None:
@@ -28,14 +37,13 @@ def test_keys_have_graphs_of_their_own_and_none_is_never_captured() -> None:
     def double(x: Tensor) -> Tensor:
         return x * 2
 
-    first = graphs.run(1, double, torch.ones(1))
-    second = graphs.run(2, double, torch.ones(3))
-    again = graphs.run(1, double, torch.full((1,), 7.0))
+    first = graphs.run(("double", 1), double, torch.ones(1))
+    assert graphs.run(("double", 3), double, torch.ones(3)).tolist() == [2, 2, 2]
+    again = graphs.run(("double", 1), double, torch.full((1,), 7.0))
     assert first is again
     assert first.tolist() == [14]
-    assert second.tolist() == [2, 2, 2]
     assert graphs.run(None, double, torch.ones(5)).shape == (5,)
-    assert graphs.keys == (1, 2)
+    assert graphs.keys == (("double", 1), ("double", 3))
 
 
 def test_bucket_sizes_reach_the_largest_batch() -> None:
@@ -43,3 +51,43 @@ def test_bucket_sizes_reach_the_largest_batch() -> None:
     assert bucket_sizes(3) == (1, 2, 3)
     assert bucket_sizes(48) == (1, 2, 4, 8, 16, 24, 32, 40, 48)
     assert bucket_sizes(0) == ()
+
+
+def test_a_replay_leaves_the_outputs_of_functions_with_other_names() -> None:
+    """In one pool the outputs of later captures lie in memory that earlier captures use while they run."""
+    graphs = Graphs(FirstCallRecorder())
+
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    graphs.run(("verify", 4), double, torch.ones(4))
+    proposed = graphs.run(("propose", 2), double, torch.ones(2))
+    same = graphs.run(("verify", 2), double, torch.ones(2))
+    graphs.run(("verify", 4), double, torch.ones(4))
+    assert proposed.tolist() == [2, 2]
+    assert same.isnan().all()
+
+
+@pytest.mark.parametrize("drafts", ["EAGLE3", "EAGLE3+NGRAM"])
+def test_what_a_cycle_learns_from_outlives_its_verification(drafts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only some requests draft, their drafts are computed for a smaller batch than the verification."""
+    lessons: list[Any] = []
+    observe, join = AcceptanceEstimates.observe, Calibration.observe
+    monkeypatch.setattr(AcceptanceEstimates, "observe", lambda *args: (lessons.append(args[1]), observe(*args))[1])
+    monkeypatch.setattr(Calibration, "observe", lambda *args: (lessons.append(args[2].clone().numpy()), join(*args))[1])
+    target = random_target()
+    engine = speculative(
+        target,
+        random_head(target, "EAGLE3"),
+        3,
+        4,
+        backend="flashinfer",
+        graph_sizes=(1, 2, 4, 8),
+        max_running_requests=8,
+        stand_ins={"flashinfer": Emulation(), "recorder": FirstCallRecorder()},
+        estimating=drafts == "EAGLE3",
+        ngram_depth=3 if drafts == "EAGLE3+NGRAM" else 0,
+    )
+    asked = [request(i, range(1, 9 + i), ignore_eos=True) for i in range(6)]
+    run(engine, [structs.replace(each, speculative=i < 3) for i, each in enumerate(asked)])
+    assert lessons and all(np.isfinite(guesses).all() for guesses in lessons)

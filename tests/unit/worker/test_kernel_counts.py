@@ -77,22 +77,22 @@ def counted(monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], **setting
 
 TRUNCATED = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
 MASK = {
-    "propose": (129, 4),
+    "propose": (134, 4),
     "build_tree": (3, 0),
     "verify": (16, 4),
-    "layer": (9, 0),
+    "layer": (10, 0),
     "accept": (4, 0),
     "keep": (1, 0),
     "record": (1, 0),
     "emit": (1, 0),
     "after": (5, 0),
-    "extend": (36, 4),
+    "extend": (37, 4),
 }
 CASCADE = MASK | {
-    "propose": (135, 4),
+    "propose": (140, 4),
     "estimates": (2, 0),
     "verify": (15, 4),
-    "layer": (10, 0),
+    "layer": (11, 0),
     "accept": (5, 0),
     "emit": (2, 0),
 }

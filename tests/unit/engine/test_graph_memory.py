@@ -1,0 +1,39 @@
+"""The memory reserved for CUDA graphs is what their results take."""
+
+from __future__ import annotations
+
+import pytest
+
+from eagle_server.attention import flashinfer
+from eagle_server.engine.devices import graph_memory
+from eagle_server.engine.engine_config import TreeConfig
+from tests.support.engines import CONTEXT, random_head, random_target, speculative
+from tests.support.flashinfer_emulation import Emulation
+from tests.support.replay import FirstCallRecorder
+
+SIZES = (1, 2, 4)
+
+
+@pytest.mark.parametrize("adaptive", [False, True], ids=["fixed", "adaptive"])
+@pytest.mark.parametrize("cascades", [False, True], ids=["mask", "mask and cascade"])
+@pytest.mark.parametrize(("steps", "topk", "nodes"), [(4, 4, 13), (3, 1, 4)], ids=["tree", "chain"])
+def test_captures_keep_what_was_reserved(
+    steps: int, topk: int, nodes: int, monkeypatch: pytest.MonkeyPatch, *, cascades: bool, adaptive: bool
+) -> None:
+    monkeypatch.setattr(flashinfer, "CASCADE_FROM", CONTEXT if cascades else 2 * CONTEXT)
+    recorder, target = FirstCallRecorder(), random_target(vocab=2048)
+    speculative(
+        target,
+        random_head(target, "EAGLE3"),
+        steps,
+        topk,
+        num_draft_tokens=nodes,
+        backend="flashinfer",
+        graph_sizes=SIZES,
+        max_running_requests=max(SIZES),
+        adaptive=adaptive,
+        poison=False,
+        stand_ins={"flashinfer": Emulation(), "recorder": recorder},
+    )
+    reserved = graph_memory(SIZES, TreeConfig(steps, topk, nodes), target.config, streams=3, adaptive=adaptive)
+    assert recorder.kept_bytes <= reserved < 2 * recorder.kept_bytes

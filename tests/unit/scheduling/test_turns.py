@@ -1,0 +1,81 @@
+"""Clients take turns: no flood of one makes another wait for more than two requests of each."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+from msgspec.structs import replace
+
+from eagle_server.scheduling.scheduler import Scheduler
+from tests.support.engines import request
+from tests.unit.scheduling.test_scheduler import GREEDY, cycle, names, scheduler
+
+
+def send(it: Scheduler, client: str, name: str, **sampling: Any) -> None:
+    it.add(replace(request(name, range(4), **sampling), client=client), GREEDY, frozenset())
+
+
+def test_one_request_beside_a_flood_gets_the_first_slot_that_is_free() -> None:
+    it = scheduler(2000, max_running_requests=4)
+    for number in range(60):
+        send(it, "flood", f"flood {number}", max_tokens=20 + 10 * number)
+    cycle(it)
+    send(it, "other", "other", max_tokens=5)
+    while len(names(it)[0]) == 4 and "flood 0" in names(it)[0]:
+        cycle(it)
+    cycle(it)
+    assert names(it)[0] == ["flood 1", "flood 2", "flood 3", "other"]
+    assert names(it)[1][0] == "flood 4"
+
+
+def test_the_requests_of_one_client_start_as_they_came() -> None:
+    it = scheduler(2000, max_running_requests=1)
+    for number in range(6):
+        send(it, "ab"[number % 2], f"{number}", max_tokens=1)
+    started = []
+    while it.has_work():
+        cycle(it)
+        started += [name for name in names(it)[0] if name not in started]
+        started += [name for name in map(str, range(6)) if name not in started and name not in names(it)[1]]
+    assert started == ["0", "1", "2", "3", "4", "5"]
+
+
+@given(data=st.data())
+@settings(max_examples=150)
+def test_a_clients_next_request_waits_for_two_of_each_other_client_at_most(data: st.DataObject) -> None:
+    """Clients that send and abort whatever they like; one slot, so that requests start one after the other."""
+    it = scheduler(2000, max_running_requests=1)
+    owners: dict[str, str] = {}
+    waiting: dict[str, deque[str]] = {client: deque() for client in "abcd"}
+    passed: dict[str, Counter[str]] = {}
+    for step in range(data.draw(st.integers(5, 60))):
+        action = data.draw(st.sampled_from(["send", "send", "flood", "abort", "run", "run", "run"]))
+        client = data.draw(st.sampled_from("abcd"))
+        for number in range({"send": 1, "flood": 12}.get(action, 0)):
+            name = f"{step}-{number}"
+            owners[name] = client
+            send(it, client, name, max_tokens=data.draw(st.integers(1, 3)))
+            waiting[client].append(name)
+            if waiting[client][0] == name:
+                passed[name] = Counter()
+        if action == "abort" and waiting[client]:
+            victim = waiting[client].pop()
+            it.abort(victim)
+            passed.pop(victim, None)
+        if action == "run":
+            before = set(names(it)[1])
+            cycle(it)
+            for name in before - set(names(it)[1]):
+                own = owners[name]
+                assert waiting[own].popleft() == name, "in order of arrival"
+                passed.pop(name)
+                for other, queue in waiting.items():
+                    if other != own and queue:
+                        passed[queue[0]][own] += 1
+                        assert passed[queue[0]][own] <= 2
+                if waiting[own]:
+                    passed[waiting[own][0]] = Counter()
+    it.kv.check()

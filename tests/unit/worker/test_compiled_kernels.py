@@ -1,0 +1,96 @@
+"""No request waits for the compiler: every kernel that serving launches was launched before the engine is ready."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_server.engine import assemble as assemble_module
+from eagle_server.engine.engine import Engine
+from eagle_server.ops import indices, rope_kv
+from eagle_server.ops.fused import AngleTable
+from eagle_server.ops.triton_support import HAS_TRITON
+from eagle_server.request import Request
+from tests.support.engines import random_head, random_target, request, run, speculative
+from tests.support.flashinfer_emulation import Emulation
+from tests.support.kernel_counts import LaunchCounter, take_gpu_branches
+from tests.support.launches import launch_kernels, launched
+from tests.support.replay import FirstCallRecorder
+
+pytestmark = pytest.mark.skipif(
+    not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter"
+)
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "graphs, adaptive": {"backend": "flashinfer", "graph_sizes": (1, 3), "adaptive": True},
+    "without graphs": {"backend": "flashinfer"},
+    "torch_native": {"backend": "torch_native"},
+    "torch_native, adaptive": {"backend": "torch_native", "adaptive": True},
+}
+
+
+def engine(module: Emulation, **settings: Any) -> Engine:
+    target = random_target(layers=3)
+    recorder = FirstCallRecorder() if settings.get("graph_sizes") else None
+    return speculative(
+        target,
+        random_head(target, "EAGLE3"),
+        2,
+        2,
+        num_draft_tokens=4,
+        max_running_requests=5,
+        chunked_prefill_size=40,
+        estimating=True,
+        poison=False,
+        stand_ins={"flashinfer": module, "recorder": recorder},
+        **settings,
+    )
+
+
+def served() -> Iterator[list[Request]]:
+    """Rounds of requests: prompts of many lengths alone and together, each way of sampling, batches of every size."""
+    truncated = {"temperature": 0.9, "top_k": 5, "top_p": 0.8, "min_p": 0.01}
+    ways: list[dict[str, Any]] = [{}, {"temperature": 0.7}, truncated]
+    for number, length in enumerate((1, 2, 3, 16, 33, 41, 97)):
+        yield [request("a", range(1, length + 1), max_tokens=3, ignore_eos=True, seed=number, **ways[number % 3])]
+    for count in (2, 4, 5):
+        yield [request(i, range(1, 2 + 3 * i), max_tokens=3 + i, ignore_eos=True, **ways[i % 3]) for i in range(count)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_kernel_is_compiled_before_the_engine_is_ready(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = take_gpu_branches(monkeypatch, LaunchCounter())
+    monkeypatch.setattr(assemble_module, "on_gpu", lambda _: True)
+    seen = launched(monkeypatch)
+    ready = engine(module, **ENGINES[name])
+    compiled = set(seen)
+    seen.clear()
+    for requests in served():
+        run(ready, requests)
+    late = sorted(seen - compiled)
+    assert compiled and not late, f"{len(late)} of {len(seen)}:\n" + "\n".join(late)
+
+
+def test_prompts_of_all_lengths_have_few_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels whose arguments follow from the rows of a prompt and from the number of prompts."""
+    launch_kernels(monkeypatch, indices, rope_kv)
+    seen = launched(monkeypatch, run=False)
+    table, pool = torch.zeros(3, 8192 + 64, dtype=torch.int32), torch.zeros(4, 2, 64)
+    out, angles = torch.zeros(1, dtype=torch.int32), torch.zeros(8192, 64)
+    counted = []
+    for length in range(1, 8193):
+        bs = 1 + length % 48
+        numbers = torch.zeros(4, bs, dtype=torch.int64)  # one upload: every second row has an odd address
+        indices.window_slots(table, numbers[0], numbers[1], length)
+        indices.build_kv_indices(table, numbers[2], numbers[3], out)
+        rows = torch.zeros(2, length, dtype=torch.int64)
+        qkv = torch.zeros(1, 6, 64).expand(length, -1, -1)  # its memory is not read
+        rope_kv.rotate_and_write(qkv, 2, AngleTable(rows[1], angles), pool, pool, rows[0])
+        if length in (2, 8192):
+            counted.append(len(seen))
+    assert counted == [3, 3], sorted(seen)
