@@ -192,6 +192,7 @@ def _compile(worker: Worker, config: EngineConfig) -> None:
     drafting, tree = worker.drafting, config.tree
     largest, sizes = drafting.budget, sorted({1, min(2, config.max_running_requests), config.max_running_requests})
     shapes: set[tuple[int, int]] = {*tree.captured_shapes(adaptive=config.adaptive), (0, 1)}
+    shapes |= {(steps, tree.num_draft_tokens) for steps in range(1, tree.depth)}  # near a request's end
     lengths: tuple[int, ...] = (2,)
     if not worker.verifier.attention.ragged_trees:
         lengths = (2, config.context_length)  # as in `_capture`
