@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ from eagle_server.api.schemas.base import parse
 from eagle_server.api.schemas.completion import CompletionRequest
 from eagle_server.api.schemas.tokens import TokenizeRequest
 from eagle_server.api.service import Service
+from tests.api.conftest import PATIENCE
 from tests.api.fake_engine import FakeEngine
 
 CHAT = '{"messages": [{"role": "user", "content": "a"}], '
@@ -298,6 +300,15 @@ def clients(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> Iterato
     found = Clients(http, monkeypatch)
     yield found
     found.gate.set()
+
+
+async def test_the_memory_of_large_requests_is_given_back(clients: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back = threading.Event()
+    monkeypatch.setattr(body_module, "IDLE_SECONDS", 0.0)
+    library = SimpleNamespace(malloc_trim=lambda _: given_back.set())
+    monkeypatch.setattr(body_module.ctypes, "CDLL", lambda _: library)
+    assert (await clients.send("large", LARGE_BODY)).status_code == 200
+    assert await asyncio.to_thread(given_back.wait, PATIENCE)
 
 
 async def test_an_ordinary_prompt_does_not_wait_for_large_ones(clients: Clients) -> None:
