@@ -274,6 +274,8 @@ def _validate(given: Mapping[str, Given]) -> Config:
     message = re.sub(r"^(Value error, |(Input|String|Value) (?=should))", "", first["msg"])
     for name, entry in given.items():
         if first["loc"][:2] == (OPTIONS[name].section, OPTIONS[name].field):
+            if entry.value == "":  # as in a template of an environment file; that nothing is meant is a guess
+                raise ConfigError(f"{entry.place} is empty: give it a value, or leave it out")
             shown = "" if name in SECRET else f" {entry.value!r}"
             raise ConfigError(f"{entry.place}{shown}: {message}")
     raise ConfigError(message)  # a rule between options; its message names them
