@@ -9,15 +9,22 @@ import os
 import resource
 import signal
 import socket
+import ssl
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from eagle_server.api.admission import Admission
-from eagle_server.api.connections import BoundedConnection, CloseUnlessContinued, abort_all, close_overdue
+from eagle_server.api.connections import (
+    BoundedConnection,
+    CloseUnlessContinued,
+    abort_all,
+    close_overdue,
+    most_connections,
+)
 from eagle_server.api.unix_socket import UnixListener
 from eagle_server.client.client import EngineClient
 from eagle_server.client.supervisor import Supervisor
@@ -26,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that none sends into a closing one
-HANDSHAKE_SECONDS = 8.0
+HANDSHAKE_SECONDS = 8.0  # a client's time for its TLS handshake
+FEWEST_HANDSHAKES = 16  # that may run while all connections are in use; they take files from the reserved ones
+ACCEPTED_PER_TURN = 16  # connections, until everything else has a turn
+RETRY_SECONDS = 1.0  # after a connection could not be accepted
 GRACE_SECONDS = 20  # for clients to read their responses after the last one is generated
 ABORT_SECONDS = 5  # for what runs for the clients that did not
 INTERRUPTED_STATUS = 130
@@ -65,6 +75,63 @@ def listen(host: str, port: int, uds: str | None = None) -> socket.socket:
     # Without it a token waits until the client acknowledges the previous one, 40 ms on most systems.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+class Listener:
+    """Accepts connections. asyncio's own server does not count those in a TLS handshake, which each hold a file."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        connection: Callable[[], BoundedConnection],
+        tls: ssl.SSLContext | None,
+        room: Callable[[], int],
+    ) -> None:
+        """`room`: how many more connections may be open. In handshakes there may be as many, or FEWEST_HANDSHAKES."""
+        listening.settimeout(0)
+        self._listening, self._connection, self._tls, self._room = listening, connection, tls, room
+        self._beginning: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._loop = asyncio.get_running_loop()
+        self._accepting = self._loop.create_task(self._accept())
+
+    def close(self) -> None:
+        """Accept no more, and end what is not a connection yet."""
+        self._loop.remove_reader(self._listening)  # which may be closed before the task knows that it is cancelled
+        for task in (self._accepting, *self._beginning):
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        await asyncio.gather(self._accepting, *self._beginning, return_exceptions=True)
+
+    async def _accept(self) -> None:
+        is_warned, accepted = False, 0
+        while True:
+            try:
+                client, _ = await self._loop.sock_accept(self._listening)
+            except ConnectionError:
+                continue  # the client has left again
+            except OSError as error:  # no files, or no memory
+                if not is_warned:  # once, because clients could fill the log
+                    logger.warning("connections cannot be accepted now: %s; see ulimit -n", error.strerror)
+                is_warned = True
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            task = self._loop.create_task(self._begin(client))
+            self._beginning[task] = None
+            task.add_done_callback(self._beginning.pop)
+            if len(self._beginning) > max(self._room(), FEWEST_HANDSHAKES):
+                next(iter(self._beginning)).cancel()
+            accepted += 1
+            if accepted % ACCEPTED_PER_TURN == 0:
+                await asyncio.sleep(0)
+
+    async def _begin(self, client: socket.socket) -> None:
+        """Make a connection, after the handshake with TLS."""
+        seconds = None if self._tls is None else HANDSHAKE_SECONDS
+        with suppress(OSError):  # the client has left, is too slow, or speaks no TLS
+            await self._loop.connect_accepted_socket(
+                self._connection, client, ssl=self._tls, ssl_handshake_timeout=seconds
+            )
 
 
 class HttpServer(uvicorn.Server):
@@ -110,20 +177,13 @@ class HttpServer(uvicorn.Server):
             raise ValueError(f"--ssl-certfile, --ssl-keyfile: {error}") from None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, but a client has little time for its TLS handshake: until then no connection is counted."""
-        await self.lifespan.startup()
-        tls = self.config.ssl
-
-        def protocol() -> BoundedConnection:
+        def connection() -> BoundedConnection:
             return BoundedConnection(self.config, self.server_state, self.lifespan.state)
 
-        loop = asyncio.get_running_loop()
-        self.servers = [
-            await loop.create_server(
-                protocol, sock=each, ssl=tls, backlog=BACKLOG, ssl_handshake_timeout=HANDSHAKE_SECONDS if tls else None
-            )
-            for each in sockets or []
-        ]
+        def room() -> int:
+            return most_connections() - len(self.server_state.connections)
+
+        self.servers = [Listener(each, connection, self.config.ssl, room) for each in sockets or []]  # type: ignore[misc]
         self.started = True
 
     async def on_tick(self, counter: int) -> bool:

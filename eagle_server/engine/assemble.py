@@ -44,6 +44,7 @@ from eagle_server.worker.worker import Worker
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from eagle_server.engine.grammar_matcher import MaskBudget
     from eagle_server.engine.grammars import Grammars
     from eagle_server.engine.kv_events import KVEventPublisher
 
@@ -61,6 +62,7 @@ def assemble(  # noqa: PLR0913
     flashinfer: Any = None,
     recorder: Recorder | None = None,
     tokenizer: Callable[[], Tokenizer] | None = None,
+    mask_budget: MaskBudget | None = None,
     ranks: RankGroup | None = None,
     publisher: KVEventPublisher | None = None,
 ) -> Engine:
@@ -68,8 +70,8 @@ def assemble(  # noqa: PLR0913
 
     `document` is the resolved configuration for /v1/server_info. Tests replace the library `flashinfer` and the
     `recorder` of CUDA graphs. `tokenizer` is called when the first request with a grammar arrives; without it such
-    requests are refused. `ranks`: the target's; the others run `assemble_follower`. `publisher` gets the events of the
-    prefix cache.
+    requests are refused. `mask_budget` limits the time of their token masks. `ranks`: the target's; the others run
+    `assemble_follower`. `publisher` gets the events of the prefix cache.
     """
     device = target.embed.device
     _check(draft, config)
@@ -107,7 +109,7 @@ def assemble(  # noqa: PLR0913
     worker.overlaps = graphs.captures
     drafting.extends_ahead = drafter.extends_ahead and config.tree.depth < config.tree.num_lookahead_slots
     scheduler = Scheduler(_limits(config, uses_features=drafter.uses_features), kv)
-    grammars = _grammars(tokenizer, target.config)
+    grammars = _grammars(tokenizer, target.config, mask_budget)
     return Engine(scheduler, worker, _ready(config, target, kv, document), grammars, publisher)
 
 
@@ -190,6 +192,7 @@ def _compile(worker: Worker, config: EngineConfig) -> None:
     drafting, tree = worker.drafting, config.tree
     largest, sizes = drafting.budget, sorted({1, min(2, config.max_running_requests), config.max_running_requests})
     shapes: set[tuple[int, int]] = {*tree.captured_shapes(adaptive=config.adaptive), (0, 1)}
+    shapes |= {(steps, tree.num_draft_tokens) for steps in range(1, tree.depth)}  # near a request's end
     lengths: tuple[int, ...] = (2,)
     if not worker.verifier.attention.ragged_trees:
         lengths = (2, config.context_length)  # as in `_capture`
@@ -229,7 +232,9 @@ def _ready(config: EngineConfig, target: Target, kv: KVCacheManager, document: M
     )
 
 
-def _grammars(tokenizer: Callable[[], Tokenizer] | None, config: ModelConfig) -> Grammars | None:
+def _grammars(
+    tokenizer: Callable[[], Tokenizer] | None, config: ModelConfig, budget: MaskBudget | None
+) -> Grammars | None:
     """None for a model without an end-of-sequence token: a grammar could not end its text."""
     ends = [token for token in config.eos_token_ids if 0 <= token < config.vocab_size]
     if tokenizer is None or not ends:
@@ -237,4 +242,4 @@ def _grammars(tokenizer: Callable[[], Tokenizer] | None, config: ModelConfig) ->
     # Imported here because only engines with a tokenizer need llguidance and tokenizers.
     from eagle_server.engine.grammars import Grammars
 
-    return Grammars(tokenizer, config.vocab_size, ends)
+    return Grammars(tokenizer, config.vocab_size, ends, budget)

@@ -157,7 +157,7 @@ class Engine:
                 time.sleep(_MASK_WAIT)
                 return deltas
             if self._grammars is not None:
-                self._grammars.share_budget(sum(decode.grammar_matcher is not None for decode in plan.decodes))
+                self._grammars.budget.share(sum(decode.grammar_matcher is not None for decode in plan.decodes))
             with self.cores:
                 result = self.worker.run(plan, meanwhile)
             deltas.extend(self.scheduler.commit(result))

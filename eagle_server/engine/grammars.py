@@ -17,7 +17,7 @@ import llguidance
 import tokenizers
 
 from eagle_server.engine.grammar_check import GrammarCheck, limits
-from eagle_server.engine.grammar_matcher import PER_CYCLE, PER_REQUEST, LLGuidanceMatcher, MaskBudget
+from eagle_server.engine.grammar_matcher import LLGuidanceMatcher, MaskBudget
 from eagle_server.request import Grammar
 
 CACHED = 256  # grammars, as llguidance takes them
@@ -107,7 +107,13 @@ def _may_succeed_later(compiled: Future[CompiledGrammar]) -> bool:
 class Grammars:
     """Checks grammars on threads, and caches the latest ones. `read` loads the tokenizer and runs once."""
 
-    def __init__(self, read: Callable[[], tokenizers.Tokenizer], vocab_size: int, ends: Sequence[int]) -> None:
+    def __init__(
+        self,
+        read: Callable[[], tokenizers.Tokenizer],
+        vocab_size: int,
+        ends: Sequence[int],
+        budget: MaskBudget | None = None,
+    ) -> None:
         """`ends`: the model's end-of-sequence tokens, at least one."""
         self._read, self._vocab_size, self._ends = read, vocab_size, tuple(ends)
         self._checking = ThreadPoolExecutor(_CHECKS, thread_name_prefix="grammar")
@@ -115,7 +121,7 @@ class Grammars:
         for _ in range(_CHECKS):
             self._checks.put(GrammarCheck(vocab_size))
         self._masking = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="mask")
-        self._budget = MaskBudget()
+        self.budget = budget or MaskBudget()
         self._tokens: Future[tuple[llguidance.LLTokenizer, Vocabulary]] | None = None
         self._cache: OrderedDict[tuple[Grammar, str | None], Future[CompiledGrammar]] = OrderedDict()
 
@@ -144,10 +150,6 @@ class Grammars:
             self._tokens = self._checking.submit(self._read_tokens)
         return self._tokens
 
-    def share_budget(self, requests: int) -> None:
-        """A cycle begins that decodes this many requests with grammars."""
-        self._budget.each = min(PER_REQUEST, PER_CYCLE / max(requests, 1))
-
     def _read_tokens(self) -> tuple[llguidance.LLTokenizer, Vocabulary]:
         with self._borrowed_check() as check:
             check.start()
@@ -164,7 +166,7 @@ class Grammars:
                     source = check.check(grammar)
         except ValueError as error:
             raise ValueError(f"grammar: this {grammar.kind} cannot be followed: {error}") from error
-        return CompiledGrammar(source, *tokens.result(), self._ends, self._masking, self._budget)
+        return CompiledGrammar(source, *tokens.result(), self._ends, self._masking, self.budget)
 
     @contextmanager
     def _borrowed_check(self) -> Iterator[GrammarCheck]:

@@ -52,6 +52,7 @@ def best_candidates(scores: Tensor, tokens: Tensor, guesses: Tensor | None, coun
         tokens: int64 [bs, n].
         guesses: float32 [bs, n] or None, selected along with the tokens.
     """
+    assert count <= scores.shape[1]
     if on_gpu(scores) and count:
         return _launch_candidates(scores, tokens, guesses, count)
     return _candidates_torch(scores, tokens, guesses, count)

@@ -40,14 +40,14 @@ class CandidatePool:
         self._parents.append(chosen + self.topk + (self.levels - 2) * self.topk**2)
 
     def best(self, count: int) -> Candidates:
-        """The `count` candidates with the best cumulative scores, in ascending pool order.
+        """The `count` candidates with the best cumulative scores, or all if there are fewer, in ascending pool order.
 
         A child never scores above its parent, and ties go to the lower index. So the set is closed under ancestors, and
         parents come before children.
         """
         tokens, scores = torch.cat(self._tokens, dim=1), torch.cat(self._scores, dim=1)
         guesses = torch.cat(self._guesses, dim=1) if self._guesses else None
-        best = best_candidates(scores, tokens, guesses, count)
+        best = best_candidates(scores, tokens, guesses, min(count, scores.shape[1]))
         # Groups: one for the root, then one per frontier column of every expanded level.
         width = self.topk * (self.levels - 1) + 1
         return Candidates(

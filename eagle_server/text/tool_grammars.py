@@ -31,24 +31,9 @@ def call_grammar(
     `functions` are names with the schemas of their arguments. `tokens` has the ids of markers that are special tokens.
 
     Raises:
-        ValueError: a schema cannot be enforced in this format; the message begins after the name of the schema.
+        ValueError: a schema cannot be enforced in this format, or the grammar is too long; the message begins after the
+            name of the schema.
     """
-    rules, left = [], MAX_GRAMMAR_CHARACTERS
-    for rule in _rules(format, functions, tokens, single=single):
-        rules.append(rule)
-        left -= len(rule)
-        if left < 0:  # parts of a schema may be repeated, so the whole is not made first
-            raise ValueError(
-                f"the grammar would have more than {MAX_GRAMMAR_CHARACTERS:,} characters; "
-                "offer fewer functions or parameters, or let the model choose (tool_choice auto)"
-            )
-    return Grammar(kind="lark", source="".join(rules))
-
-
-def _rules(
-    format: ToolFormat, functions: Sequence[tuple[str, Mapping[str, Any]]], tokens: Mapping[str, int], *, single: bool
-) -> Iterator[str]:
-    """The lines of a grammar."""
     opening, closing = terminals(format.opening, tokens), terminals(format.closing, tokens)
     if format.separator is None:
         line = _text(_BREAK) if closing else ""
@@ -64,8 +49,23 @@ def _rules(
     else:  # one call at a time
         start = "call"
     calls = " | ".join(f"call_{number}" for number in range(len(functions)))
-    yield f"start: {start}\n"
-    yield f"call: {calls}\n"
+    rules = [f"start: {start}\n", f"call: {calls}\n"]
+    size = sum(map(len, rules))
+    for rule in _call_rules(format, functions, tokens):
+        rules.append(rule)
+        size += len(rule)
+        if size > MAX_GRAMMAR_CHARACTERS:  # before the others are written
+            raise ValueError(
+                f"the grammar would have more than {MAX_GRAMMAR_CHARACTERS:,} characters; "
+                "offer fewer functions or parameters, or let the model choose (tool_choice auto)"
+            )
+    return Grammar(kind="lark", source="".join(rules))
+
+
+def _call_rules(
+    format: ToolFormat, functions: Sequence[tuple[str, Mapping[str, Any]]], tokens: Mapping[str, int]
+) -> Iterator[str]:
+    """Lines of Lark; call_0 is a call of the first function."""
     for number, (name, schema) in enumerate(functions):
         _check_names(format, name, schema)
         if format.call is XmlCall:
@@ -135,24 +135,31 @@ def _raw_text(rule: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
 
 
 def _python_call(rule: str, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
-    """Keyword arguments, the required ones first, with JSON values.
-
-    first_i: one or more of the optional ones from i on. rest_i: any of them, each after a comma.
-    """
+    """Keyword arguments, the required ones first, with JSON values."""
     required, optional = list[str](), list[str]()
-    for number, (key, value, is_required) in enumerate(_parameters(schema)):
+    for number, (key, value, is_required) in enumerate(sorted(_parameters(schema), key=lambda each: not each[2])):
         own = f"{rule}_{number}"
         (required if is_required else optional).append(own)
         yield f"{own}: {_text(f'{key}=')} {own}_json\n" + json_rule(f"{own}_json", _with_root(value, schema))
-    inner, last = ' ", " '.join(required), len(optional) - 1
+    given = ' ", " '.join(required)
     if optional:
-        inner = f"{inner} {rule}_rest_0" if required else f"({rule}_first_0)?"
-    for number, own in enumerate(optional):
-        rest, first = (f" {rule}_{kind}_{number + 1}" if number < last else "" for kind in ("rest", "first"))
-        yield f'{rule}_rest_{number}: (", " {own})?{rest}\n'
-        if not required:
-            yield f"{rule}_first_{number}: {own}{rest}" + (f" |{first}\n" if first else "\n")
-    yield f"{rule}: {_text(f'{name}(')} {inner} {_text(')')}\n"
+        yield from _some(f"{rule}_some", optional)
+        given = f'{given} (", " {rule}_some)?' if given else f"{rule}_some?"
+    yield f"{rule}: {_text(f'{name}(')} {given} {_text(')')}\n"
+
+
+def _some(rule: str, items: Sequence[str]) -> Iterator[str]:
+    """One or more of the items, in their order, with commas between: of the first half, of the second, or of both.
+
+    As many rules as items, which nest only as deep as the logarithm of their number.
+    """
+    if len(items) == 1:
+        yield f"{rule}: {items[0]}\n"
+        return
+    half = len(items) // 2
+    yield f'{rule}: {rule}a (", " {rule}b)? | {rule}b\n'
+    yield from _some(f"{rule}a", items[:half])
+    yield from _some(f"{rule}b", items[half:])
 
 
 def _parameters(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
@@ -176,9 +183,11 @@ def _list(value: Any) -> list[Any]:
 
 
 def _with_root(schema: Any, root: Mapping[str, Any]) -> Any:
-    """A part of `root` with the definitions that its references may be about."""
+    """A part of `root`, with the definitions if it has references, which may be about them."""
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return {**definitions, **schema} if definitions and isinstance(schema, Mapping) else schema
+    if not definitions or not isinstance(schema, Mapping) or '"$ref": ' not in json.dumps(schema):
+        return schema
+    return {**definitions, **schema}
 
 
 def terminals(text: str, tokens: Mapping[str, int]) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -35,6 +37,34 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     byte_tokenizer().save(str(directory / "tokenizer.json"))
     return directory
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Of 127.0.0.1, and its encrypted key."""
+
+    file: Path
+    key: Path
+    password: str
+
+    @property
+    def trusted(self) -> ssl.SSLContext:
+        """For clients."""
+        return ssl.create_default_context(cafile=self.file)
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl on the PATH")
+    folder = tmp_path_factory.mktemp("certificate")
+    made = Certificate(folder / "certificate.pem", folder / "key.pem", "word")
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    files = ["-keyout", str(made.key), "-out", str(made.file), "-passout", f"pass:{made.password}"]
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", *subject, *files], check=True, capture_output=True
+    )
+    return made
 
 
 @pytest.fixture(scope="session")

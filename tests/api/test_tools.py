@@ -211,6 +211,8 @@ async def test_a_call_may_be_required(client: openai.AsyncOpenAI, engine: FakeEn
 
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 TEXT_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
+MANY = {f"p{n}": {} for n in range(8000)}  # all optional
+LARGE_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": MANY}}}
 
 
 @pytest.mark.parametrize(
@@ -234,6 +236,9 @@ TEXT_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"typ
             "exclude each other",
         ),
         ("hermes", {"tool_choice": "required", "tools": [TEXT_SCHEMA]}, "tools.0.function.parameters", "object"),
+        ("pythonic", {"tool_choice": "required", "tools": [LARGE_SCHEMA]}, "tools", "more than 262,144 characters"),
+        ("qwen3_coder", {"tool_choice": "required", "tools": [LARGE_SCHEMA]}, "tools", "more than 262,144 characters"),
+        ("hermes", {"tool_choice": "required", "tools": [LARGE_SCHEMA] * 3}, "tools", "more than 262,144 characters"),
     ],
 )
 async def test_what_cannot_be_enforced_is_refused(

@@ -201,7 +201,7 @@ def test_no_request_of_many_breaks_the_server_or_its_neighbour(app: App) -> None
         app.run(app.serve(asked))
 
     serve()
-    assert app.statuses.count(200) > len(app.statuses) / 2, "most bodies should be served"
+    assert app.statuses.count(200) > len(app.statuses) / 4, "many bodies should be served"
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -79,9 +79,14 @@ def test_counters_equal_the_sums_over_the_responses(served: Served) -> None:
         assert gained(f"vllm:request_success_total|{reason}") == reasons.count(reason)
     assert gained("vllm:e2e_request_latency_seconds_count") == len(answers)
     assert gained("vllm:request_params_max_tokens_sum") == sum(int(body["max_tokens"]) for body in bodies)
-    stages = ("extend", "propose", "build_tree", "verify", "accept", "keep")
     cycles = gained("eagle_server_batch_size_count")
-    assert {gained(f"eagle_server_stage_seconds_count|{stage}") for stage in stages} == {cycles}
+    verified, drafted = (
+        {gained(f"eagle_server_stage_seconds_count|{stage}") for stage in stages}
+        for stages in (("verify", "accept"), ("extend", "propose", "build_tree", "keep"))
+    )
+    assert verified == {cycles}
+    assert len(drafted) == 1, drafted
+    assert cycles / 2 < drafted.pop() <= cycles, "a request that may get one more token drafts nothing"
     assert after["eagle_server_engine_process_resident_memory_bytes"] > 0
 
 

@@ -212,6 +212,7 @@ def load(port: int, clients: int, **parameters: object) -> Iterator[list[bool]]:
             each.result()
 
 
+@pytest.mark.long
 def test_load_adds_a_replica_with_the_same_texts(alone):
     with cluster("max-replicas=2", *OPTIONS) as ray:
         assert len(ray.await_replicas(1)) == 1
@@ -254,6 +255,7 @@ def test_a_session_stays_with_its_replica_and_sessions_spread(two_replicas):
     assert min(others) < min(again) <= max(others), "other sessions go to either replica"
 
 
+@pytest.mark.long
 def test_a_redeployment_loses_no_request(alone, two_replicas):
     first = two_replicas.await_replicas(2)
     with load(two_replicas.port, 3, max_tokens=300, ignore_eos=True) as results:
@@ -273,6 +275,7 @@ def test_a_killed_replica_is_replaced_while_the_other_one_answers(alone, two_rep
     assert texts(two_replicas.port) == alone
 
 
+@pytest.mark.long
 def test_a_replica_ends_with_its_engine_and_is_replaced(alone, two_replicas):
     assert two_replicas.deploy(*TWO).wait(120) == 0  # both serve
     first = two_replicas.await_replicas(2)
@@ -285,6 +288,7 @@ def test_a_replica_ends_with_its_engine_and_is_replaced(alone, two_replicas):
     assert texts(two_replicas.port) == alone
 
 
+@pytest.mark.long
 def test_a_hung_replica_is_replaced(alone, two_replicas):
     first = two_replicas.await_replicas(2)
     os.kill(min(first), signal.SIGSTOP)

@@ -200,6 +200,7 @@ def test_a_worker_that_is_added_gets_requests(fleet: Fleet) -> None:
     assert added.completions() > 0
 
 
+@pytest.mark.long
 def test_500_requests_survive_the_death_of_every_worker_in_turn(fleet: Fleet) -> None:
     """Each ends with the text of a single server or with an error after which clients ask again."""
     if fleet.healthy() < len(fleet.workers):

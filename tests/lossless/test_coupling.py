@@ -31,6 +31,7 @@ from tests.support.engines import (
     speculative,
     tokens_of,
 )
+from tests.support.flashinfer_emulation import Emulation
 from tests.support.redrafter import random_redrafter
 from tests.support.scoring import logits_of
 from tests.unit.worker.test_no_host_sync import random_medusa
@@ -118,7 +119,9 @@ CAPTURED = [name for name, case in CASES.items() if case.steps or case.tree if n
 )
 def test_captured_functions_rank_by_the_noise_of_each_cycles_requests(drafting: Drafting) -> None:
     """Requests with other temperatures and keys take the places of others. Stale inputs would draft other tokens."""
-    captured, eager = (run_in_turn(drafting.engine(**settings)) for settings in (as_on_a_gpu(), {}))
+    # As captured functions do, both draft all steps near a request's end.
+    uncaptured = {**as_on_a_gpu(), "stand_ins": {"flashinfer": Emulation()}}
+    captured, eager = (run_in_turn(drafting.engine(**settings)) for settings in (as_on_a_gpu(), uncaptured))
     assert drafts_of(captured) == drafts_of(eager)
     uncoupled = run_in_turn(drafting.engine(**as_on_a_gpu(), coupling=False))
     assert tokens_of(uncoupled) == tokens_of(captured)

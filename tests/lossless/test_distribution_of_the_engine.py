@@ -147,12 +147,14 @@ def drafts_raise_the_logits_of_their_tokens(
 ) -> Accepted:
     """The draw depends on the draft: a child's score, shifted to 0 or more, is added to its token's logit."""
     bs, size = tree.parents.shape
-    given, requests = logits.view(bs, size, -1), torch.arange(bs)[:, None]
+    given, tokens = rules.padded_logits(tree, logits), tree.draft_token.view(bs, size)[:, 1:]
     assert tree.scores is not None
-    raised, places = given.clone(), (requests, tree.parents[:, 1:], tree.draft_token.view(bs, size)[:, 1:])
-    raised.index_put_(places, tree.scores - tree.scores.amin(), accumulate=True)
+    requests, nodes = torch.where(tokens >= 0)  # without padding
+    raised, places = given.clone(), (requests, tree.parents[:, 1:][requests, nodes], tokens[requests, nodes])
+    scores = tree.scores[requests, nodes]
+    raised.index_put_(places, scores - scores.amin(), accumulate=True)
     allowed = given >= given.topk(SAMPLING["top_k"]).values[..., -1:]
-    return accept(tree, torch.where(allowed, raised, given).view_as(logits), sampling)
+    return accept(replace(tree, counts=None), torch.where(allowed, raised, given).flatten(0, 1), sampling)
 
 
 MUTANTS = (

@@ -27,10 +27,10 @@ from tests.support.engines import (
     run,
     speculative,
 )
-from tests.support.grammars import GRAMMARS, VOCAB, json_tokenizer
+from tests.support.grammars import ALTERNATIVES, GRAMMARS, VOCAB, json_tokenizer, unhurried
 from tests.support.thinning import thinned
 
-TOKENIZER = {"tokenizer": json_tokenizer}
+TOKENIZER = {"tokenizer": json_tokenizer, "mask_budget": unhurried()}
 PROMPT = list(range(1, 40))
 KINDS = [*GRAMMARS, None]
 
@@ -144,6 +144,20 @@ def test_other_requests_run_and_aborts_are_answered_while_a_grammar_is_compiled(
     assert run(engine, [])["gone"].reason is FinishReason.ABORT
 
 
+def test_drafts_beyond_the_limits_of_a_grammar_end_no_request(target: TargetModel) -> None:
+    """The prompts offer brackets to n-grams. No text has one: the grammar is beyond the limits there."""
+    ids = json_tokenizer().get_vocab()
+    bias = ((ids["("], -100.0), *((ids[letter], 5.0) for letter in "abc"))
+    own: dict[str, Any] = {"grammar": ALTERNATIVES, "logit_bias": bias, "temperature": 1.0}
+    prompts = [[ids[letter] for letter in f"{'abc'[n % 3]}(" * 8] for n in range(6)]
+    asked = [request(n, prompt, seed=n, **own) for n, prompt in enumerate(prompts)]
+    outcome, expected = run(ngram(target), asked), run(plain(target, stand_ins=TOKENIZER), asked)
+    assert {n: (f.tokens, f.reason) for n, f in outcome.items()} == {
+        n: (f.tokens, f.reason) for n, f in expected.items()
+    }
+    assert {finished.reason for finished in outcome.values()} <= {FinishReason.STOP, FinishReason.LENGTH}
+
+
 LETTERS = Grammar(kind="regex", source="(([a-m][n-z]){1,2}[A-Z0-9]|[0-9]{2}[ab ]|[C-Z][c-x]{3}){12}")
 WITHOUT_GRAMMAR, WITH_GRAMMAR = [0, 1], [2, 3, 4]
 
@@ -169,7 +183,8 @@ def test_no_drafter_drafts_what_a_grammar_forbids(drafting: Drafting, monkeypatc
     """With emulated graphs: cycles without grammars are captured and replayed before, between and after the others."""
     file = str(drafting.pair.directory / "tokenizer.json")
     settings = as_on_a_gpu()
-    settings["stand_ins"]["tokenizer"] = reading = lambda: Tokenizer.from_file(file)
+    reading = {"tokenizer": lambda: Tokenizer.from_file(file), "mask_budget": unhurried()}
+    settings["stand_ins"].update(reading)
     engine = drafting.engine(**settings)
     trees: list[tuple[str, DraftTree | None, list[int]]] = []
     step = engine.step
@@ -184,10 +199,10 @@ def test_no_drafter_drafts_what_a_grammar_forbids(drafting: Drafting, monkeypatc
     captured = len(engine.worker.verifier.graphs.keys)
     outcome = run(engine, free, joining=joining)
     assert len(engine.worker.verifier.graphs.keys) == captured
-    slow = plain(drafting.pair.target, stand_ins={"tokenizer": reading})
+    slow = plain(drafting.pair.target, stand_ins=reading)
     expected = run(slow, [*free, *joining[3]])
     assert {n: f.tokens for n, f in outcome.items()} == {n: f.tokens for n, f in expected.items()}
-    compiled = Grammars(reading, 64, [63]).compile(LETTERS).result()
+    compiled = Grammars(lambda: Tokenizer.from_file(file), 64, [63]).compile(LETTERS).result()
     for number in map(str, WITH_GRAMMAR):
         text, drafted = list[int](), 0
         for tree, tokens in [(tree, tokens) for name, tree, tokens in trees if name == number]:

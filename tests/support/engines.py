@@ -118,7 +118,7 @@ def engine_config(**settings: Any) -> EngineConfig:
 
 
 def plain(target: TargetModel, *, stand_ins: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
-    """An engine without speculation. `stand_ins`: `flashinfer`, `recorder` and `tokenizer` of `assemble`."""
+    """An engine without speculation. `stand_ins`: as `assemble` has them."""
     return assemble(target, None, engine_config(**settings), **(stand_ins or {}))
 
 

@@ -7,6 +7,7 @@ import string
 
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from eagle_server.engine.grammar_matcher import MaskBudget
 from eagle_server.request import Grammar
 
 END = "<end>"
@@ -29,6 +30,14 @@ GRAMMARS = {
     "ebnf": Grammar(kind="ebnf", source='root ::= "(" root ")" root | [a-c]{0,2}'),
 }
 
+# llguidance's limit for a row of items is 2,000. After a bracket there are three for each alternative.
+ALTERNATIVES = Grammar(
+    kind="ebnf",
+    source='root ::= [a-c]* ("(" any)?\n'
+    + f"any ::= {' | '.join(f'r{n}' for n in range(680))}\n"
+    + "".join(f'r{n} ::= "{n}x" r{n} | "{n}y"\n' for n in range(680)),
+)
+
 
 def json_tokenizer() -> Tokenizer:
     """Token 0 is the end of sequence. The other tokens are single characters and PIECES."""
@@ -40,3 +49,8 @@ def json_tokenizer() -> Tokenizer:
 
 
 VOCAB = json_tokenizer().get_vocab_size()
+
+
+def unhurried() -> MaskBudget:
+    """For what is drafted or allowed: else the speed of the machine decides."""
+    return MaskBudget(slow=60.0, longest=60.0, per_cycle=60.0, per_request=60.0)

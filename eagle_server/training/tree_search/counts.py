@@ -14,7 +14,7 @@ class RankCounts:
 
     A (depth, rank) was tried if its parent is on the accepted path and has a child of that rank. Ranks follow the
     drafter's order of siblings. `leaves[d]` counts accepted parents at depth d (0: the root) without any drafted child,
-    where the tree was too small to measure.
+    where the tree was too small to measure. A root alone does not count: nothing is drafted where a text ends.
     """
 
     def __init__(self, depth: int, ranks: int) -> None:
@@ -30,6 +30,8 @@ class RankCounts:
 
     def _add(self, tree: DraftedTree) -> None:
         children = tree.children()
+        if not children[0]:
+            return
         self.cycles += 1
         self.emitted += len(tree.emitted)
         following = (*tree.path[1:], None)

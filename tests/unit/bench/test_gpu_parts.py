@@ -28,7 +28,7 @@ from tests.support.replay import FirstCallRecorder
 
 SMALL = replace(
     TINY,
-    batches=(1, 2),
+    batches=(2,),
     contexts=(64, 128),
     cycles=2,
     prompts=1,

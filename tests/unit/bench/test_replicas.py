@@ -210,6 +210,7 @@ def test_the_command_writes_a_picture_and_every_number(tmp_path, capsys):
     assert "hit rate" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_simulation_agrees_with_the_demo_that_it_measured(tmp_path):
     """Measure, then hold conversations and simulate them. Times have wide bounds: others may use the machine."""

@@ -182,7 +182,7 @@ def test_every_preset_is_valid_and_speculates(preset):
             "--speculative-algorithm 'eagle': should be 'NONE', 'EAGLE', 'EAGLE3', ",
         ),
         (["--model-path", "/no/such/place"], "--model-path '/no/such/place': no such directory"),
-        (["--model-path", ""], "--model-path '': should have at least 1 character"),
+        (["--model-path", ""], "--model-path is empty: give it a value, or leave it out"),
         (["--model-path", str(ROOT / "LICENSE")], f"--model-path '{ROOT / 'LICENSE'}': no such directory"),
         (["--speculative-token-map", "map.pt"], "--speculative-token-map 'map.pt': no such file"),
         (["--speculative-draft-config-override", "{"], "--speculative-draft-config-override '{': should be a JSON"),

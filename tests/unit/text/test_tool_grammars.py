@@ -6,14 +6,18 @@ import itertools
 import json
 import random
 import string
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import llguidance
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from eagle_server.engine.grammar_check import GrammarCheck
 from eagle_server.engine.grammars import Grammars
 from eagle_server.plan import GrammarMatcher, allows
+from eagle_server.text import tool_grammars
 from eagle_server.text.detokenizer import IncrementalDetokenizer
 from eagle_server.text.markers import special_markers
 from eagle_server.text.tokenizer import FastTokenizer
@@ -212,46 +216,112 @@ def test_what_a_format_cannot_enforce_is_refused(format: str, name: str, schema:
         call_grammar(FORMATS[format], [(name, schema)], {}, single=True)
 
 
-def optional(count: int, required: int = 0) -> dict[str, Any]:
-    properties = {f"p{number}": {"type": "integer"} for number in range(count)}
-    return {"type": "object", "properties": properties, "required": [f"p{n}" for n in range(required)]}
+def ones(optional: int, required: int = 0) -> dict[str, Any]:
+    """Parameters o0, r0, o1, r1, ...: as many optional and required ones. The value of each is 1."""
+    names = sorted(
+        [f"o{n}" for n in range(optional)] + [f"r{n}" for n in range(required)], key=lambda key: int(key[1:])
+    )
+    return {"properties": dict.fromkeys(names, {"const": 1}), "required": [key for key in names if key[0] == "r"]}
+
+
+def maker(schema: dict[str, Any], made: Tokenizer) -> Callable[[], llguidance.LLMatcher]:
+    grammar = call_grammar(FORMATS["pythonic"], [("f", schema)], {}, single=True)
+    return Grammars(lambda: made, made.get_vocab_size(), [0]).compile(grammar).result().make
+
+
+def texts_of(matcher: llguidance.LLMatcher, made: Tokenizer) -> Iterator[str]:
+    """All texts that may follow. The tokens are characters."""
+    mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32).copy()
+    if allows(mask, 0):
+        yield ""
+    for token in range(1, made.get_vocab_size()):
+        if allows(mask, token):
+            matcher.consume_token(token)
+            yield from (made.decode([token]) + rest for rest in texts_of(matcher, made))
+            matcher.rollback(1)
+            matcher.compute_bitmask()  # as LLGuidanceMatcher does
+
+
+@pytest.mark.parametrize(("optional", "required"), [(0, 0), (1, 0), (2, 0), (5, 0), (0, 2), (1, 1), (4, 2)])
+def test_python_arguments_are_the_required_ones_and_then_optional_ones_in_order(optional: int, required: int) -> None:
+    made, expected = tokenizer("ByteLevel", special=False), list[str]()
+    for chosen in itertools.product([True, False], repeat=optional):
+        given = [f"r{n}=1" for n in range(required)] + [f"o{n}=1" for n in range(optional) if chosen[n]]
+        expected.append(f"[f({', '.join(given)})]")
+    assert sorted(texts_of(maker(ones(optional, required), made)(), made)) == sorted(expected)
+
+
+@pytest.mark.parametrize("required", [0, 3])
+def test_damaged_python_arguments_match_no_grammar(required: int) -> None:
+    """Left out, repeated or moved arguments, commas, and single characters."""
+    made, chance = tokenizer("ByteLevel", special=False), random.Random(required)
+    make, seen = maker(ones(60, required), made), list[bool]()
+    order = {
+        f"{key}=1": number
+        for number, key in enumerate([f"r{n}" for n in range(required)] + [f"o{n}" for n in range(60)])
+    }
+    for _ in range(200):
+        first, rest = list(order)[:required], list(order)[required:]
+        given = first + sorted(chance.sample(rest, chance.randrange(8)), key=order.__getitem__)
+        match chance.randrange(5):
+            case 0 if given:
+                given.insert(chance.randrange(len(given) + 1), chance.choice(given))
+            case 1 if given:
+                given.append(given.pop(chance.randrange(len(given))))
+            case 2 if given:
+                given.pop(chance.randrange(len(given)))
+        text = f"[f({', '.join(given)})]"
+        if chance.random() < 0.3:
+            at = chance.randrange(len(text))
+            text = text[:at] + chance.choice(["", "", ", ", "1", "o", text[at] * 2]) + text[at + 1 :]
+        numbers = [order.get(each, -1) for each in text[3:-2].split(", ")] if text != "[f()]" else []
+        is_right = (
+            (text[:3], text[-2:]) == ("[f(", ")]")
+            and numbers == sorted(set(numbers))
+            and -1 not in numbers
+            and numbers[:required] == list(range(required))
+        )
+        matcher, tokens = make(), [made.token_to_id({" ": "Ġ"}.get(letter, letter)) for letter in text]
+        assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == is_right, text
+        seen.append(is_right)
+    assert 50 < sum(seen) < 150
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_grammar_grows_with_the_parameters_and_no_faster(format: str) -> None:
-    sizes = [len(call_grammar(FORMATS[format], [("f", optional(n))], {}, single=True).source) for n in (100, 200, 400)]
-    assert sizes[2] - sizes[1] < 2.2 * (sizes[1] - sizes[0])
+def test_a_grammar_grows_with_the_number_of_parameters(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool_grammars, "MAX_GRAMMAR_CHARACTERS", 1 << 30)
+    each = [len(call_grammar(FORMATS[format], [("f", ones(n))], {}, single=True).source) / n for n in (100, 1000, 8000)]
+    assert max(each) < 1.3 * min(each)  # the numbers of the rules grow, and for few parameters the rest counts
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_grammar_is_bounded_as_clients_own_are(format: str) -> None:
-    """The last is a megabyte of definitions beside ten thousand parameters, each of which would get a copy."""
-    many = [("f", optional(30_000))]
-    shared = [("f", {**optional(10_000), "$defs": {"a": {"description": "x" * 1_000_000}}})]
-    for functions in (many, shared, [(f"f{number}", optional(1)) for number in range(10_000)]):
+    shared = {**ones(10_000), "$defs": {"a": {"description": "x" * 1_000_000}}}
+    for functions in ([("f", ones(30_000))], [("f", shared)], [(f"f{number}", ones(1)) for number in range(10_000)]):
         with pytest.raises(ValueError, match="the grammar would have more than 262,144 characters; offer fewer"):
             call_grammar(FORMATS[format], functions, {}, single=True)
 
 
-@pytest.mark.parametrize(("count", "required"), [(0, 0), (1, 0), (1, 1), (2, 0), (4, 0), (4, 1), (4, 2), (4, 4)])
-def test_the_calls_in_python_are_those_with_the_arguments_in_order(count: int, required: int) -> None:
-    """All subsets of the optional arguments, each once and in order; nothing else of what has commas and arguments."""
-    made = tokenizer("ByteLevel", special=False)
-    grammar = call_grammar(FORMATS["pythonic"], [("f", optional(count, required))], {}, single=True)
-    compiled = Grammars(lambda: made, made.get_vocab_size(), [0]).compile(grammar).result()
-    names = [f"p{number}" for number in range(count)]
-    wanted = {
-        tuple(name for name in names if name in names[:required] or name in chosen)
-        for size in range(count + 1)
-        for chosen in itertools.combinations(names, size)
-    }
-    given = {order for size in range(count + 2) for order in itertools.product(names, repeat=size)}
-    texts = {order: "[f(" + ", ".join(f"{name}=1" for name in order) + ")]" for order in given | wanted}
-    texts[("a comma first",)] = "[f(, p0=1)]"
-    texts[("a comma last",)] = "[f(p0=1, )]"
-    texts[("no comma",)] = "[f(p0=1p1=1)]"
-    for order, text in texts.items():
-        matcher = compiled.make()
-        tokens = [made.token_to_id({" ": "Ġ"}.get(each, each)) for each in text]
-        accepted = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-        assert accepted == (order in wanted), text
+def test_a_grammar_that_is_too_long_is_not_written_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parameters share large definitions."""
+    definitions, written = {"large": {"enum": ["a" * 50_000]}}, list[str]()
+    schema = {"properties": {f"p{n}": {"$ref": "#/$defs/large"} for n in range(1000)}, "$defs": definitions}
+    json_rule = tool_grammars.json_rule
+
+    def counted(name: str, value: Any) -> str:
+        written.append(name)
+        return json_rule(name, value)
+
+    monkeypatch.setattr(tool_grammars, "json_rule", counted)
+    with pytest.raises(ValueError, match="more than 262,144 characters"):
+        call_grammar(FORMATS["pythonic"], [("f", schema)], {}, single=True)
+    assert len(written) == 6
+
+
+def test_only_parameters_with_references_have_the_definitions() -> None:
+    definitions = {"large": {"enum": ["a" * 50_000]}}
+    parameters = {"p": {"$ref": "#/$defs/large"}, **{f"q{n}": {"type": "integer"} for n in range(50)}}
+    grammar = call_grammar(
+        FORMATS["pythonic"], [("f", {"properties": parameters, "$defs": definitions})], {}, single=True
+    )
+    assert 50_000 < len(grammar.source) < 100_000
