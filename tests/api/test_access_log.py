@@ -133,6 +133,8 @@ def stats(running: int) -> EngineStats:
     return EngineStats(
         running=running,
         waiting=1,
+        waiting_clients=1,
+        longest_wait=0.5,
         kv_slots_total=100,
         kv_slots_free=75,
         kv_slots_cached=0,
