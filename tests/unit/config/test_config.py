@@ -223,6 +223,7 @@ def test_a_wrong_yaml_file_is_refused_with_its_name_and_key(capsys, yaml_file, t
         ("EAGLE_SERVER_PAGE_SIZE", "x", "EAGLE_SERVER_PAGE_SIZE 'x': should be a valid integer"),
         ("EAGLE_SERVER_DISABLE_RADIX_CACHE", "perhaps", "EAGLE_SERVER_DISABLE_RADIX_CACHE 'perhaps': should be a va"),
         ("EAGLE_SERVER_API_KEY", "", "EAGLE_SERVER_API_KEY is empty: give it a value, or leave it out"),
+        ("EAGLE_SERVER_CONFIG", "", "--config (EAGLE_SERVER_CONFIG) is empty: give it a value, or leave it out"),
         ("EAGLE_SERVER_PORT", "", "EAGLE_SERVER_PORT is empty: give it a value, or leave it out"),
     ],
 )
