@@ -242,11 +242,15 @@ class SpeculationState(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStats(msgspec.Struct, kw_only=True):
     """A snapshot of the engine: load, KV use, and totals since the start. Times are in seconds.
 
-    `speculation` is there from time to time; None: it is as before, or trees do not follow the load.
+    `waiting_clients` have requests that wait for their turn, the first of them for `longest_wait`. Both leave out the
+    requests whose grammars are being compiled, which `waiting` counts. `speculation` is there from time to time; None:
+    it is as before, or trees do not follow the load.
     """
 
     running: int
     waiting: int
+    waiting_clients: int
+    longest_wait: float
     kv_slots_total: int
     kv_slots_free: int
     kv_slots_cached: int

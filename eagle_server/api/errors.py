@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 RETRY_AFTER = {"retry-after": "1"}
+MESSAGE_CHARACTERS = 2000  # of an error's message: the client's names and values in it may be megabytes
+NAME_CHARACTERS = 200  # of a parameter, a path or a method
 
 
 KINDS: dict[int, str] = {
@@ -61,8 +63,14 @@ class AnthropicErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="err
     error: AnthropicErrorObject
 
 
+def shortened(text: str, most: int = NAME_CHARACTERS) -> str:
+    """At most `most` characters, an even number: of a longer text its beginning and its end."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[: half - 3]}...{text[-half:]}"
+
+
 class ApiError(Exception):
-    """A refused or failed request. `param` names the wrong parameter."""
+    """A refused or failed request. `param` names the wrong parameter. Long messages lose their middle."""
 
     def __init__(
         self,
@@ -73,10 +81,10 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = shortened(message, MESSAGE_CHARACTERS)
+        self.param = None if param is None else shortened(param)
+        super().__init__(self.message)
         self.code = code
         self.headers = headers
 

@@ -18,7 +18,6 @@ from eagle_server.api.errors import ApiError
 
 ALL = "*"
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
-_SHOWN = 100  # characters of a client's name in an error
 
 
 def is_loopback(host: str) -> bool:
@@ -52,7 +51,7 @@ class PagesOfThisServer:
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._serves(host):
             return _forbidden(
-                f"this server is not {host[:_SHOWN]!r}; if it is, start it with --allowed-hosts and that name",
+                f"this server is not {host!r}; if it is, start it with --allowed-hosts and that name",
                 "host_not_allowed",
             )
         if method in _READING or origin is None or self._origins & {origin, ALL}:
@@ -62,7 +61,7 @@ class PagesOfThisServer:
         if site in ("same-origin", "none") or (site is None and host is not None and _place(origin) == host.lower()):
             return None
         return _forbidden(
-            f"pages of {origin[:_SHOWN]!r} may not use this server; --cors-allow-origins names those that may",
+            f"pages of {origin!r} may not use this server; --cors-allow-origins names those that may",
             "origin_not_allowed",
         )
 

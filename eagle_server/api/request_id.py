@@ -11,7 +11,7 @@ from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eagle_server.api.errors import ANTHROPIC_PATHS, as_api_error
+from eagle_server.api.errors import ANTHROPIC_PATHS, as_api_error, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,8 @@ class RequestId:
         try:
             await self._app(scope, receive, send_named)
         except Exception as error:
-            logger.exception("request %s failed: %s %s", request_id, scope["method"], quote(scope["path"]))
+            path = quote(shortened(scope["path"]))
+            logger.exception("request %s failed: %s %s", request_id, shortened(scope["method"]), path)
             if status:
                 raise  # closes the connection, so that the client sees the response as incomplete
             await as_api_error(error).response(scope["path"])(scope, receive, send_named)

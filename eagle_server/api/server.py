@@ -12,6 +12,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -59,8 +60,13 @@ def listen(host: str, port: int, uds: str | None = None) -> socket.socket:
     if uds is not None:
         return UnixListener(uds, BACKLOG)
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        is_ipv6 = ":" in host
+        listener = socket.create_server(
+            (host, port),
+            family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
+            backlog=BACKLOG,
+            dualstack_ipv6=is_ipv6 and socket.has_dualstack_ipv6(),  # :: has IPv4's addresses too
+        )
     except OSError as error:
         reason = str(error.strerror).partition(" (while")[0]  # the rest repeats the address
         message = f"cannot listen on {host}:{port}: {reason}; choose another --port or --host"
@@ -131,8 +137,15 @@ class Listener:
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: `Lifecycle` handles signals, and drains before it stops."""
 
-    def __init__(self, app: ASGIApp, **tls: str | None) -> None:
-        """`tls`: uvicorn's ssl_certfile, ssl_keyfile and ssl_keyfile_password.
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        ssl_certfile: str | None = None,
+        ssl_keyfile: str | None = None,
+        ssl_keyfile_password: str | None = None,
+    ) -> None:
+        """The files and the password are uvicorn's.
 
         Raises:
             ValueError: they do not fit each other.
@@ -151,12 +164,16 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=GRACE_SECONDS + ABORT_SECONDS,
-                **tls,  # type: ignore[arg-type]
+                ssl_certfile=ssl_certfile,
+                ssl_keyfile=ssl_keyfile,
+                ssl_keyfile_password=ssl_keyfile_password,
             )
         )
         try:
+            if ssl_certfile is not None:
+                _check_pem(ssl_certfile, ssl_keyfile)
             self.config.load()  # reads the certificate
-        except (OSError, ssl.SSLError) as error:
+        except OSError as error:  # ssl.SSLError is one
             raise ValueError(f"--ssl-certfile, --ssl-keyfile: {error}") from None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -183,6 +200,20 @@ class HttpServer(uvicorn.Server):
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()
+
+
+def _check_pem(certfile: str, keyfile: str | None) -> None:
+    """
+    Raises:
+        ValueError: there is no certificate or no key, of which OpenSSL says "PEM lib" alone.
+    """
+    if b"CERTIFICATE-----" not in Path(certfile).read_bytes():
+        raise ValueError(f"--ssl-certfile {certfile}: there is no certificate (PEM) in it")
+    if b"PRIVATE KEY-----" in Path(keyfile or certfile).read_bytes():
+        return
+    if keyfile is None:
+        raise ValueError(f"--ssl-certfile {certfile}: there is no private key in it; name its file with --ssl-keyfile")
+    raise ValueError(f"--ssl-keyfile {keyfile}: there is no private key (PEM) in it")
 
 
 class Lifecycle:

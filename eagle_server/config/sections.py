@@ -128,7 +128,7 @@ class SchedulerSection(Section):
 class ServerSection(Section):
     """The HTTP server."""
 
-    host: Text = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0: all addresses")
+    host: Text = Field(default="127.0.0.1", description="address to listen on; all: 0.0.0.0 for IPv4, :: for both")
     port: Annotated[int, Field(ge=1, le=65535)] = Field(default=30000, description="port to listen on")
     uds: Text | None = Field(
         default=None,

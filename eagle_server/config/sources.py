@@ -134,7 +134,7 @@ def parse_args(
         if unknown:
             raise unknown_name("flag", unknown[0].partition("=")[0], [f"--{name}" for name in OPTIONS])
         given = _from_environment(environ)
-        given |= {} if file is None else _from_yaml(Path(file))
+        given |= {} if file is None else _from_yaml(file)
         if flags.get(_ALGORITHM) == "NONE":  # drop the drafting options of a preset
             given = {name: entry for name, entry in given.items() if OPTIONS[name].section != "speculative"}
         given |= {name: Given(f"--{name}", value) for name, value in flags.items()}
@@ -233,7 +233,10 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     return given
 
 
-def _from_yaml(path: Path) -> dict[str, Given]:
+def _from_yaml(file: str) -> dict[str, Given]:
+    if not file:
+        raise _empty(f"--config ({ENV_PREFIX}CONFIG)")
+    path = Path(file)
     try:
         content = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
     except OSError as error:
@@ -262,6 +265,11 @@ def unknown_name(kind: str, name: str, known: Collection[str]) -> ConfigError:
     return ConfigError(f"unknown {kind} {name}; {hint}")
 
 
+def _empty(place: str) -> ConfigError:
+    """As in a template of an environment file. It may mean nothing, or be a secret that did not arrive."""
+    return ConfigError(f"{place} is empty: give it a value, or leave it out")
+
+
 def _validate(given: Mapping[str, Given]) -> Config:
     values: dict[str, dict[str, Any]] = {}
     for name, entry in given.items():
@@ -274,6 +282,8 @@ def _validate(given: Mapping[str, Given]) -> Config:
     message = re.sub(r"^(Value error, |(Input|String|Value) (?=should))", "", first["msg"])
     for name, entry in given.items():
         if first["loc"][:2] == (OPTIONS[name].section, OPTIONS[name].field):
+            if entry.value == "":
+                raise _empty(entry.place)
             shown = "" if name in SECRET else f" {entry.value!r}"
             raise ConfigError(f"{entry.place}{shown}: {message}")
     raise ConfigError(message)  # a rule between options; its message names them

@@ -192,6 +192,8 @@ class Engine:
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting) + len(self._compiling),
+            waiting_clients=self.scheduler.queue.waiting_clients,
+            longest_wait=self.scheduler.queue.longest_wait,
             kv_slots_total=kv.allocator.num_pages * kv.page_size,
             kv_slots_free=kv.available_pages * kv.page_size,
             kv_slots_cached=(kv.radix.cached_pages if kv.radix else 0) * kv.page_size,

@@ -10,7 +10,9 @@ of one client start in order of arrival. There are three exceptions, all of them
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Sequence as Seq
 from operator import attrgetter
 
@@ -51,20 +53,34 @@ class RequestQueue:
     def __init__(self, limits: SchedulerLimits, kv: KVCacheManager) -> None:
         self.limits, self.kv = limits, kv
         self.waiting: list[Sequence] = []
+        self._since: dict[Sequence, float] = {}  # since when each waits, by time.monotonic(); the longest wait first
+        self._counts = Counter[str]()  # of waiting requests, by client
         self._turn = 0  # of the newest request that has started
         self._turns: dict[str, int] = {}  # by client, the last one that was given
         self.changed = False
         self.growth = OutputGrowth()
 
+    @property
+    def waiting_clients(self) -> int:
+        """How many clients have requests that wait."""
+        return len(self._counts)
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds for which the first of those that wait has waited by now, since its preemption if it had one."""
+        since = next(iter(self._since.values()), None)
+        return 0.0 if since is None else time.monotonic() - since
+
     def add(self, sequence: Sequence) -> None:
         """Queue a new or preempted request."""
-        sequence.leader = None
+        sequence.leader, client = None, sequence.request.client
         if self.kv.radix is not None and not sequence.request.prompt_logprobs:
             sequence.keys = bigrams(sequence.tokens)
         if sequence.turn is None:  # a preempted one keeps its own
-            client = sequence.request.client
             sequence.turn = self._turns[client] = max(self._turn, self._turns.get(client, -1) + 1)
         insort(self.waiting, sequence, key=TURN)
+        self._since[sequence] = time.monotonic()
+        self._counts[client] += 1
         self.changed = True
 
     def remove(self, sequence: Sequence) -> None:
@@ -77,6 +93,11 @@ class RequestQueue:
 
     def _take(self, sequence: Sequence) -> None:
         del self.waiting[bisect_left(self.waiting, TURN(sequence), key=TURN)]
+        del self._since[sequence]
+        client = sequence.request.client
+        self._counts[client] -= 1
+        if not self._counts[client]:
+            del self._counts[client]
         if not self.waiting:
             self._turns.clear()  # nobody waits for anybody
 

@@ -93,6 +93,7 @@ class FakeEngine:
         self._cycles = self._tokens = 0
         self._cycle: CycleStats | None = None
         self.cached = 0
+        self.waiting_clients, self.longest_wait = 0, 0.0  # what its statistics say: it lets nobody wait
 
     def preload(self) -> None:
         pass
@@ -150,6 +151,8 @@ class FakeEngine:
         return EngineStats(
             running=len(self.sequences),
             waiting=0,
+            waiting_clients=self.waiting_clients,
+            longest_wait=self.longest_wait,
             kv_slots_total=1000,
             kv_slots_free=1000 - len(self.sequences),
             kv_slots_cached=0,

@@ -86,6 +86,14 @@ async def test_a_path_cannot_write_lines_of_its_own(http: httpx.AsyncClient, jso
     assert line["message"].startswith("GET /x%0AERROR%1B%5B31m 404")
 
 
+async def test_a_long_path_or_method_does_not_fill_the_log(http: httpx.AsyncClient, json_lines: list[str]) -> None:
+    await http.request("X" * 10_000, f"/start{'%01' * 10_000}end")
+    [line] = [json.loads(line) for line in json_lines]
+    assert line["path"].startswith("/start%01%01")
+    assert line["path"].endswith("%01%01end")
+    assert max(len(line["path"]), len(line["method"])) <= 3 * 200
+
+
 async def test_what_is_polled_is_not_logged(http: httpx.AsyncClient, json_lines: list[str]) -> None:
     await http.get("/health")
     await http.get("/metrics")
@@ -125,6 +133,8 @@ def stats(running: int) -> EngineStats:
     return EngineStats(
         running=running,
         waiting=1,
+        waiting_clients=1,
+        longest_wait=0.5,
         kv_slots_total=100,
         kv_slots_free=75,
         kv_slots_cached=0,

@@ -198,6 +198,32 @@ async def test_an_unknown_model_is_not_found(http: httpx.AsyncClient) -> None:
     error_of(await http.get("/v1/models/gpt-9"), 404)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"model": "x" * 10**6, "prompt": "a"},
+        {"x" * 10**6: 1, "prompt": "a"},
+        {"prompt": "a", "structured_outputs": {"x" * 10**6: 1}},
+    ],
+    ids=["model", "parameter", "inner parameter"],
+)
+async def test_errors_repeat_only_the_ends_of_long_names(http: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    response = await http.post("/v1/completions", json=body)
+    error = error_of(response, 404 if "model" in body else 400)
+    assert len(error["message"]) <= 2000
+    assert len(error["param"]) <= 200
+
+
+async def test_a_shortened_error_still_says_what_is_wrong(http: httpx.AsyncClient) -> None:
+    error = error_of(await http.post("/v1/completions", json={"model": "x" * 10**6, "prompt": "a"}), 404)
+    assert error["message"].startswith("the model 'xxx")
+    assert error["message"].endswith("xxx' does not exist; this server has 'fake'")
+    for method in ("GET", "DELETE"):  # 404 and 405
+        response = await http.request(method, f"/v1/models/{'x' * 10**4}")
+        assert error_of(response, 404 if method == "GET" else 405)
+        assert len(response.content) < 3000
+
+
 async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
     assert "/v1/nothing" in error_of(await http.get("/v1/nothing"), 404)["message"]
     response = await http.get("/v1/completions")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from eagle_server.api import health
+from eagle_server.api.server import HttpServer
 from eagle_server.api.sse import COMMENT
 from eagle_server.config import parse_args
 from tests.api.conftest import PATIENCE, Certificate, Server, start_server
@@ -73,6 +76,26 @@ def test_a_key_without_a_certificate_is_refused(flag: str, tmp_path: Path, capsy
     with pytest.raises(SystemExit):
         parse_args([flag, str(tmp_path / "key")], environ={})
     assert f"{flag} needs --ssl-certfile" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (("certificate",), "--ssl-certfile certificate: there is no private key in it; name its file with --ssl-keyf"),
+        (("key",), "--ssl-certfile key: there is no certificate (PEM) in it"),
+        (("key", "certificate"), "--ssl-certfile key: there is no certificate (PEM) in it"),
+        (("certificate", "certificate"), "--ssl-keyfile certificate: there is no private key (PEM) in it"),
+    ],
+    ids=["no key", "no certificate", "exchanged", "the certificate twice"],
+)
+def test_a_missing_part_of_the_certificate_is_named(
+    files: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("certificate").write_text("-----BEGIN CERTIFICATE-----\nMAA=\n-----END CERTIFICATE-----\n")
+    Path("key").write_text("-----BEGIN PRIVATE KEY-----\nMAA=\n-----END PRIVATE KEY-----\n")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        HttpServer(FastAPI(), **dict(zip(("ssl_certfile", "ssl_keyfile"), files, strict=False)))
 
 
 def test_https(tokenizer_dir: Path, tmp_path: Path, certificate: Certificate) -> None:

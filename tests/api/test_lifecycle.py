@@ -265,6 +265,12 @@ def test_the_api_process_imports_neither_torch_nor_transformers(tokenizer_dir: P
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_every_address_means_those_of_ipv4_too(host: str) -> None:
+    with listen("::", 0) as listener, socket.create_connection((host, listener.getsockname()[1])):
+        listener.accept()[0].close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_a_token_never_waits_for_the_acknowledgement_of_the_one_before(host: str) -> None:
     with listen(host, 0) as listener, socket.create_connection(listener.getsockname()[:2]):
         connection, _ = listener.accept()

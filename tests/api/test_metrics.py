@@ -59,6 +59,7 @@ VLLM = {
     ],
 }
 OURS = {
+    "gauge": ["waiting_clients", "longest_wait_seconds"],
     "histogram": [
         "api_seconds",
         "accept_length",
@@ -121,6 +122,13 @@ async def test_openmetrics_where_the_client_prefers_it(http: httpx.AsyncClient) 
     assert response.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     names = {family.name for family in parse_openmetrics(response.text)}
     assert {"vllm:generation_tokens", "eagle_server_accept_length"} <= names
+
+
+async def test_who_waits_and_for_how_long_is_the_engines_word(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.waiting_clients, engine.longest_wait = 3, 12.5
+    await complete(http, prompt="abc", max_tokens=9)
+    found = await scrape(http)
+    assert (found["eagle_server_waiting_clients"], found["eagle_server_longest_wait_seconds"]) == (3, 12.5)
 
 
 async def test_counts_are_those_of_the_answers(http: httpx.AsyncClient) -> None:

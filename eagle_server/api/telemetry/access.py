@@ -12,7 +12,7 @@ from urllib.parse import quote
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eagle_server.api.errors import CLIENT_CLOSED_REQUEST
+from eagle_server.api.errors import CLIENT_CLOSED_REQUEST, shortened
 from eagle_server.api.telemetry.request_record import RequestRecord, current_request
 
 logger = logging.getLogger(__name__)
@@ -60,14 +60,15 @@ class AccessLog:
 
 def _log(record: RequestRecord) -> None:
     milliseconds = 1000 * (time.monotonic() - record.began)
-    path = quote(record.path)  # decoded it may have line breaks and control characters
+    path = quote(shortened(record.path))  # decoded it may have line breaks and control characters
+    method = shortened(record.method)
     fields: dict[str, Any] = {
-        "method": record.method,
+        "method": method,
         "path": path,
         "status": int(record.status),
         "ms": round(milliseconds, 1),
     }
-    line, values = "%s %s %d in %.1f ms", [record.method, path, record.status, milliseconds]
+    line, values = "%s %s %d in %.1f ms", [method, path, record.status, milliseconds]
     if record.engine_requests:
         fields |= {"prompt_tokens": record.prompt_tokens, "output_tokens": record.output_tokens}
         line += ", %d prompt tokens, %d output tokens"

@@ -49,6 +49,12 @@ class MetricDefinitions:
     def _add_state(self, ready: Ready) -> None:
         self.running = self._gauge("vllm:num_requests_running", "Requests being prefilled or decoded.")
         self.waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled.")
+        self.waiting_clients = self._gauge(
+            "eagle_server_waiting_clients", "Clients with requests that wait; they take turns."
+        )
+        self.longest_wait = self._gauge(
+            "eagle_server_longest_wait_seconds", "Time for which the request that waits longest has waited by now."
+        )
         self.kv_cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of the KV cache that is in use, 0 to 1.")
         cache = ready.resolved.get("cache", {})
         block_size, slots = cache.get("block_size", 1), cache.get("max_total_tokens") or 0

@@ -64,6 +64,8 @@ class ServerMetrics:
         self._definitions = MetricDefinitions(self.registry, self._model_name, ready)
         self._definitions.running.set_function(lambda: self._state(lambda stats: stats.running))
         self._definitions.waiting.set_function(lambda: self._state(lambda stats: stats.waiting))
+        self._definitions.waiting_clients.set_function(lambda: self._state(lambda stats: stats.waiting_clients))
+        self._definitions.longest_wait.set_function(lambda: self._state(lambda stats: stats.longest_wait))
         self._definitions.kv_cache_usage.set_function(lambda: self._state(kv_cache_usage))
 
     def _state(self, value: Callable[[EngineStats], float]) -> float:

@@ -182,7 +182,7 @@ def test_every_preset_is_valid_and_speculates(preset):
             "--speculative-algorithm 'eagle': should be 'NONE', 'EAGLE', 'EAGLE3', ",
         ),
         (["--model-path", "/no/such/place"], "--model-path '/no/such/place': no such directory"),
-        (["--model-path", ""], "--model-path '': should have at least 1 character"),
+        (["--model-path", ""], "--model-path is empty: give it a value, or leave it out"),
         (["--model-path", str(ROOT / "LICENSE")], f"--model-path '{ROOT / 'LICENSE'}': no such directory"),
         (["--speculative-token-map", "map.pt"], "--speculative-token-map 'map.pt': no such file"),
         (["--speculative-draft-config-override", "{"], "--speculative-draft-config-override '{': should be a JSON"),
@@ -222,11 +222,17 @@ def test_a_wrong_yaml_file_is_refused_with_its_name_and_key(capsys, yaml_file, t
         ("EAGLE_SERVER_PAGE_SIZ", "4", "unknown environment variable EAGLE_SERVER_PAGE_SIZ; did you mean EAGLE_SER"),
         ("EAGLE_SERVER_PAGE_SIZE", "x", "EAGLE_SERVER_PAGE_SIZE 'x': should be a valid integer"),
         ("EAGLE_SERVER_DISABLE_RADIX_CACHE", "perhaps", "EAGLE_SERVER_DISABLE_RADIX_CACHE 'perhaps': should be a va"),
-        ("EAGLE_SERVER_API_KEY", "", "EAGLE_SERVER_API_KEY: should have at least 1"),
+        ("EAGLE_SERVER_API_KEY", "", "EAGLE_SERVER_API_KEY is empty: give it a value, or leave it out"),
+        ("EAGLE_SERVER_CONFIG", "", "--config (EAGLE_SERVER_CONFIG) is empty: give it a value, or leave it out"),
+        ("EAGLE_SERVER_PORT", "", "EAGLE_SERVER_PORT is empty: give it a value, or leave it out"),
     ],
 )
 def test_a_wrong_environment_variable_is_refused_by_name(capsys, variable, value, message):
     assert refusal(capsys, **{variable: value}).startswith(message)
+
+
+def test_an_empty_flag_is_refused_by_name(capsys):
+    assert refusal(capsys, "--api-key", "").startswith("--api-key is empty: give it a value, or leave it out")
 
 
 def test_other_environment_variables_are_not_looked_at():

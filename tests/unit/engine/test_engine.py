@@ -174,9 +174,13 @@ def test_statistics_count_what_was_done(target: TargetModel) -> None:
     engine = build(target, "EAGLE")
     engine.add(request("a", [1, 2, 3], ignore_eos=True, max_tokens=12))
     engine.add(request("b", [4, 5], ignore_eos=True, max_tokens=12))
+    stats = engine.stats()
+    assert (stats.waiting, stats.waiting_clients) == (2, 1)
+    assert stats.longest_wait > 0
     engine.step()
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.generated_tokens) == (2, 0, 2)
+    assert (stats.waiting_clients, stats.longest_wait) == (0, 0.0)
     outcome = run(engine, ())
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.generated_tokens) == (0, 0, 24)

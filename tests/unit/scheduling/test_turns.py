@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace
 
+from eagle_server.scheduling import admission
 from eagle_server.scheduling.scheduler import Scheduler
 from tests.support.engines import request
 from tests.unit.scheduling.test_scheduler import GREEDY, cycle, names, scheduler
@@ -41,6 +44,51 @@ def test_the_requests_of_one_client_start_as_they_came() -> None:
         started += [name for name in names(it)[0] if name not in started]
         started += [name for name in map(str, range(6)) if name not in started and name not in names(it)[1]]
     assert started == ["0", "1", "2", "3", "4", "5"]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The queue's clock, which stands at `now`."""
+    found = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic=lambda: found.now))
+    return found
+
+
+def waits(it: Scheduler) -> tuple[int, float]:
+    return it.queue.waiting_clients, it.queue.longest_wait
+
+
+def test_the_queue_says_how_many_clients_wait_and_for_how_long(clock: SimpleNamespace) -> None:
+    it = scheduler(2000, max_running_requests=1)
+    send(it, "a", "a runs", max_tokens=50)
+    assert waits(it) == (1, 0.0)
+    cycle(it)
+    assert waits(it) == (0, 0.0)
+    for clock.now, client in ((10.0, "a"), (11.0, "b"), (12.0, "a")):
+        send(it, client, f"{client} from {clock.now:g}", max_tokens=5)
+    clock.now = 15.0
+    assert waits(it) == (2, 5.0)
+    it.abort("a from 10")
+    assert waits(it) == (2, 4.0)
+    it.abort("a runs")
+    cycle(it)
+    assert names(it)[0] == ["b from 11"]
+    assert waits(it) == (1, 3.0)
+    it.abort("a from 12")
+    assert waits(it) == (0, 0.0)
+
+
+def test_a_preempted_request_waits_from_its_preemption_on(clock: SimpleNamespace) -> None:
+    it = scheduler(40, reserve=False)
+    for client in "ab":
+        send(it, client, client, max_tokens=30)
+    while not it.totals.preemptions:
+        clock.now += 1.0
+        cycle(it)
+    assert names(it) == (["a"], ["b"])
+    assert waits(it) == (1, 0.0)
+    clock.now += 2.5
+    assert waits(it) == (1, 2.5)
 
 
 @given(data=st.data())
@@ -78,4 +126,5 @@ def test_a_clients_next_request_waits_for_two_of_each_other_client_at_most(data:
                         assert passed[queue[0]][own] <= 2
                 if waiting[own]:
                     passed[waiting[own][0]] = Counter()
+        assert it.queue.waiting_clients == sum(map(bool, waiting.values()))
     it.kv.check()
