@@ -12,6 +12,7 @@ No text depends on a budget, because no draw depends on a tree.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -114,7 +115,7 @@ class _Choice:
     """Steps and least chance with the best expected speed, for a number of requests."""
 
     requests: int
-    until: int  # the cycle in which to choose again
+    until: int = 0  # the cycle of its load in which to choose again
     plain: float = 0.0  # expected tokens per second without drafts
     rate: float = 0.0  # and with the best trees
     num_steps: int = 0
@@ -170,8 +171,9 @@ class AdaptiveBudget:
         self.num_steps, self.num_draft_tokens = trees.num_steps, trees.nodes + 1
         self._forwards = forwards
         self._cycle, self._credit = 0, 0.0
-        self._choice = _Choice(0, 0)
-        self._choices: dict[int, _Choice] = {}  # by reach
+        self._choice = _Choice(0)
+        self._choices: dict[tuple[int, int], _Choice] = {}  # by load: reach, and about the number of requests
+        self._loads: Counter[tuple[int, int]] = Counter()  # cycles of each
         # By the number of requests and the share that is sampled; those of drafting by reach, too.
         self._speeds: dict[tuple[int, ...], _Speed] = {}
         # Of the newest cycle: the share that is sampled, in halves; levels that its requests may keep, in the mean.
@@ -197,10 +199,12 @@ class AdaptiveBudget:
             return NOTHING
         kv = float(sum(decode.seq_len for decode in decodes))
         rows = self.trees.rows(drafters)
-        choice = self._choices.get(self._reach)
-        if choice is None or self._cycle >= choice.until or abs(requests - choice.requests) > requests // 8:
+        load = (self._reach, requests - requests % max(1, requests // 8))
+        choice, self._loads[load] = self._choices.get(load), self._loads[load] + 1
+        if choice is None or self._loads[load] >= choice.until:
             choice = (self._best_shape if self.shapes else self._best)(rows, levels, requests, kv)
-            self._choices[self._reach] = choice
+            until = self._loads[load] + (_EVERY if self._cycle < _FIRST else _LATER) + requests // 4
+            self._choices[load] = choice = replace(choice, until=until)
         self._choice = choice
         if self._learned[self._sampled] < _LEARNING:
             self._learned[self._sampled] += 1
@@ -310,8 +314,7 @@ class AdaptiveBudget:
         return self._if_it_pays(found)
 
     def _no_choice(self, requests: int, kv: float) -> _Choice:
-        until = self._cycle + (_EVERY if self._cycle < _FIRST else _LATER) + requests // 4
-        return _Choice(requests, until, plain=requests / self._plain(requests, kv))
+        return _Choice(requests, plain=requests / self._plain(requests, kv))
 
     @staticmethod
     def _if_it_pays(choice: _Choice) -> _Choice:
