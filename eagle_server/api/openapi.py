@@ -143,6 +143,26 @@ ENDPOINTS = (
 )
 
 
+DESCRIPTION = (
+    "Every parameter with its default, its limits and its errors is explained in the documentation's page *API*: "
+    "`docs/api.md` in the sources. [The playground](./) shows what speculation does."
+)
+TAGS = {
+    "generation": "Completions and conversations, in the shapes of OpenAI and Anthropic",
+    "tokens": "Prompts and texts as tokens",
+    "model and load": "What is served and how; most of it is asked by routers",
+    "health": "Whether the server works",
+}
+
+
+def _tag(endpoint: Endpoint) -> str:
+    if endpoint.errors is GENERATING:
+        return "generation"
+    if endpoint.answer in (inspection.Health, inspection.Version):
+        return "health"
+    return "model and load" if endpoint.answer.__module__ == inspection.__name__ else "tokens"
+
+
 @cache
 def openapi() -> Schema:
     """The document as a JSON-ready object."""
@@ -151,7 +171,8 @@ def openapi() -> Schema:
         paths.setdefault(endpoint.path, {})[endpoint.method] = _operation(endpoint)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "eagle_server", "version": version(), "description": "docs/api.md explains every parameter."},
+        "info": {"title": "eagle_server", "version": version(), "description": DESCRIPTION},
+        "tags": [{"name": name, "description": words} for name, words in TAGS.items()],
         "servers": [{"url": "./"}],  # relative to this document, which may lie below any path of a proxy
         "paths": paths,
         "components": {
@@ -176,7 +197,7 @@ def _operation(endpoint: Endpoint) -> Schema:
     for status in endpoint.errors:
         error = {"application/json": {"schema": _reference(endpoint.error)}}
         responses[status] = {"description": ERRORS[status], "content": error}
-    operation: Schema = {"summary": endpoint.summary, "responses": responses}
+    operation: Schema = {"tags": [_tag(endpoint)], "summary": endpoint.summary, "responses": responses}
     if endpoint.parameters:
         operation["parameters"] = list(endpoint.parameters)
     if endpoint.body is not None:

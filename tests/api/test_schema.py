@@ -77,5 +77,16 @@ def test_events_are_as_documented(described: Server, path: str, say: str) -> Non
     assert answer.headers["content-type"] == ["text/event-stream; charset=utf-8"]
 
 
+def test_every_path_has_a_group_that_is_explained() -> None:
+    document = openapi()
+    explained = {tag["name"] for tag in document["tags"]}
+    groups = {path: operation["tags"] for path, methods in document["paths"].items() for operation in methods.values()}
+    assert {name for names in groups.values() for name in names} == explained
+    assert groups["/v1/messages"] == ["generation"]
+    assert groups["/v1/messages/count_tokens"] == groups["/v1/completions/render"] == ["tokens"]
+    assert groups["/v1/models"] == groups["/get_load"] == ["model and load"]
+    assert groups["/ping"] == groups["/version"] == ["health"]
+
+
 def test_nothing_failed_unseen(described: Server) -> None:
     assert "Traceback" not in described.log.read_text()

@@ -6,6 +6,8 @@ import importlib.util
 import json
 import re
 import shutil
+import statistics
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,6 +95,8 @@ def test_a_run_shows_its_trees_and_the_same_text_from_plain_decoding(page: Any) 
     page.keyboard.press("Control+Enter")
     page.locator("#status", has_text="done").wait_for()
     assert re.match(r"Identical text, \d+\.\d\d ×$", page.inner_text("#verdict"))
+    note = r"the speed of plain decoding, in engine time: [2-5] pairs of runs, \d+\.\d\d to \d+\.\d\d ×"
+    assert re.match(note, page.inner_text("#verdict-note"))
     page.locator("#histogram b", has_text=re.compile(r"\d")).first.wait_for()
     cycles = int(page.inner_text("#count"))
     counts = [int(text or 0) for text in page.locator("#histogram b").all_inner_texts()]
@@ -100,7 +104,8 @@ def test_a_run_shows_its_trees_and_the_same_text_from_plain_decoding(page: Any) 
     assert 1 + sum(length * count for length, count in enumerate(counts)) / cycles == pytest.approx(
         float(page.inner_text("#length")), abs=0.01
     )
-    assert int(page.inner_text("#drafted")) == 12 * cycles  # the tree of README_FLAGS has 13 nodes, its root included
+    # The tree of README_FLAGS has 13 nodes, its root included. The last ones have only what the answer may keep.
+    assert 12 * (cycles - 3) <= int(page.inner_text("#drafted")) <= 12 * cycles
     assert int(page.inner_text("#accepted")) == sum(length * count for length, count in enumerate(counts))
     assert fits(page)
 
@@ -127,13 +132,60 @@ def test_speeds_are_those_of_the_engines_clock(page: Any) -> None:
     streams: list[Any] = []
     page.on("response", lambda response: streams.append(response) if "completions" in response.url else None)
     run(page, 24)
-    for name, stream in zip(("speculative", "plain"), streams, strict=True):
+    speeds = defaultdict[bool, list[float]](list)
+    for stream in streams:
         events = [json.loads(line.removeprefix("data: ")) for line in stream.text().split("\n\n")[:-2]]
         trees = [tree for event in events for choice in event["choices"] for tree in choice["trees"]]
         tokens = sum(len(tree["accepted"]) + (tree["bonus"] is not None) for tree in trees)
         assert tokens == 23  # the first token comes from the prompt
+        speculative = json.loads(stream.request.post_data).get("speculative", True)
+        speeds[speculative].append(tokens / trees[-1]["seconds"])
+    assert 2 <= len(speeds[True]) == len(speeds[False]) <= 5
+    for name, measured in (("speculative", speeds[True]), ("plain", speeds[False])):
         shown = float(page.inner_text(f"#speed-{name}").removesuffix(" tokens/s"))
-        assert shown == pytest.approx(tokens / trees[-1]["seconds"], rel=0.01)
+        assert shown == pytest.approx(statistics.median(measured), rel=0.01)
+
+
+JUDGED = (
+    """([speeds, perCycle]) => import("/playground/charts.js").then(({ comparison }) => comparison(speeds, perCycle))"""
+)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "per_cycle", "ratio", "says", "colour"),
+    [
+        ([[200, 100], [300, 100], [180, 120]], 3.5, 2.0, "3 pairs of runs, 1.50 to 3.00 ×", "good"),
+        ([[90, 100], [120, 100], [80, 100]], 3.5, 0.9, "they vary too much to tell", ""),
+        ([[90, 100], [92, 100]], 3.5, 0.91, "0.90 to 0.92 ×", ""),
+        ([[400, 100], [500, 100]], 3.5, 4.5, "more than 3.50 tokens per cycle explain", ""),
+        ([[400, 100]], 5.0, 4.0, "one pair of runs", ""),
+    ],
+)
+def test_a_verdict_is_a_median_with_its_spread_and_names_no_cause(
+    page: Any, speeds: list[list[float]], per_cycle: float, ratio: float, says: str, colour: str
+) -> None:
+    found, note, chosen = page.evaluate(JUDGED, [speeds, per_cycle])
+    assert (found, chosen) == (pytest.approx(ratio), colour)
+    assert note.startswith("the speed of plain decoding, in engine time: ") and says in note
+    assert "pay" not in note
+
+
+def test_stopping_the_repeats_keeps_the_verdict_so_far(page: Any) -> None:
+    page.fill("#max_tokens", "40")
+    page.click("#run")
+    page.locator("#status", has_text="measuring").wait_for()
+    page.keyboard.press("Escape")
+    page.locator("#status", has_text="done").wait_for()
+    assert page.inner_text("#verdict").startswith("Identical text")
+
+
+def test_what_cannot_be_taken_from_a_link_is_said(browser: Any, served: Served) -> None:
+    with opened(browser, f"{served.url}/#prompt=x&seed=9007199254740993") as page:
+        page.locator("#status", has_text="not taken from the link: seed 9007199254740993").wait_for()
+        assert page.input_value("#seed") == "7"
+    with opened(browser, f"{served.url}/#prompt=x&max_tokens=1000000000") as page:
+        page.locator("#status", has_text="tokens at most, not 1000000000").wait_for()
+        assert 1 < int(page.input_value("#max_tokens")) < 1_000_000_000
 
 
 def test_a_link_restores_prompt_parameters_and_view_and_has_no_key(page: Any, browser: Any) -> None:
@@ -187,7 +239,7 @@ def test_the_race_shows_both_answers_grow_by_the_engines_clock(page: Any) -> Non
     page.locator("#race-speculative-count", has_text="tokens/s").wait_for()
     assert page.text_content("#race-speculative") == page.text_content("#race-plain") == text != ""
     page.click("#race-again")
-    slow = page.locator("#race-speculative-count", has_text=re.compile(r"^\d+ tokens · \d"))
+    slow = page.locator("#race-speculative-count", has_text=re.compile(r"^(1 token|\d+ tokens) · \d"))
     slow.wait_for()
     assert text.startswith(page.text_content("#race-plain"))
     assert len(page.text_content("#race-plain")) < len(text)

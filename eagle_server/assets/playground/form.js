@@ -53,20 +53,24 @@ export function link(view) {
   return `${location.href.split("#")[0]}#${values}`;
 }
 
-/** Fill the form with what the page's URL says. Returns the view that it names. */
+/** Fill the form with what the page's URL says. Returns the view that it names, and the values that no field takes. */
 export function restore() {
   const values = new URLSearchParams(location.hash.slice(1));
   const old = FIELDS.map((name) => [name, $(name).value]);
+  const refused = [];
   if (values.has("prompt")) $("prompt").value = values.get("prompt");
   for (const [name, before] of old) {
     if (!values.has(name)) continue;
-    $(name).value = values.get(name); // the browser drops what is no number
-    if (!$(name).checkValidity()) $(name).value = before;
+    const given = values.get(name);
+    $(name).value = given; // the browser drops what is no number
+    if ($(name).checkValidity() && Boolean($(name).value) === Boolean(given)) continue;
+    $(name).value = before;
+    refused.push(`${name} ${given}`);
   }
   if (values.has("prompt")) $("compare").checked = values.get("compare") !== "0";
   if (values.get("mode") === "chat") document.querySelector("input[name=mode][value=chat]").checked = true;
   showExamples();
-  return values.get("view") === "race" ? "race" : "trees";
+  return { view: values.get("view") === "race" ? "race" : "trees", refused };
 }
 
 /** Show the example prompts of the chosen endpoint. */

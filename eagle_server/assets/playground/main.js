@@ -1,7 +1,7 @@
 // The playground: a run of the form's request, its verdict, and what is shown of it.
 
 import { Answer } from "./answer.js";
-import { drawHistogram, duration, rounded, speed } from "./charts.js";
+import { comparison, drawHistogram, duration, median, rounded, speed, tokens } from "./charts.js";
 import { changeMode, link, request, restore, seed, showExamples } from "./form.js";
 import { gif, png, save } from "./picture.js";
 import { Race } from "./race.js";
@@ -12,10 +12,13 @@ import { TextView } from "./text.js";
 const $ = (id) => document.getElementById(id);
 const SHOW_MS = 120;
 const LONGEST_LINK = 32_000; // characters
+const PAIRS = 5; // of runs, with speculation and without, whose median speeds are compared
+const MEASURING_MS = 6000; // after which no other pair begins
 
 const state = {
   answer: new Answer(), // the speculative one
   plain: null,
+  speeds: [], // of pairs of runs: [speculative, plain]
   deepest: 0, // levels that the server drafts at most, 0 without a drafter
   lossy: false, // whether the server's acceptance rule changes texts
   running: null, // the AbortController of a run
@@ -37,7 +40,7 @@ async function greet() {
     state.deepest = serving.num_steps ?? 0;
     state.lossy = info.config.speculative.acceptance !== "lossless";
     $("served").textContent = [info.model, serving.speculative_algorithm, state.deepest ? `up to ${state.deepest} steps` : ""].filter(Boolean).join(" · ");
-    if (serving.max_request_tokens) $("max_tokens").max = serving.max_request_tokens;
+    if (serving.max_request_tokens) limitTokens(serving.max_request_tokens);
     drawHistogram($("histogram"), [], state.deepest);
     const tokenizer = await get("tokenizer_info", key());
     $("mode").hidden = !tokenizer.chat_template;
@@ -46,6 +49,15 @@ async function greet() {
   } catch (error) {
     complain(error);
   }
+}
+
+/** A link may ask for more tokens than this server gives. */
+function limitTokens(most) {
+  const field = $("max_tokens");
+  field.max = most;
+  if (field.valueAsNumber <= most) return;
+  say(`this server gives ${tokens(most)} at most, not ${field.value}`);
+  field.value = most;
 }
 
 /** What an adaptive budget chooses now, in the server's words. */
@@ -94,6 +106,7 @@ async function run() {
       race.begin(state.answer, state.plain);
       if (state.view === "race") race.start();
       await take(state.plain, { speculative: false });
+      await measure(take).catch(unlessStopped); // with the pairs until then
     }
     show();
     conclude();
@@ -110,9 +123,29 @@ async function run() {
   }
 }
 
+/** Run both again and again, the other one first each time: one pair may have run while the machine was busy. */
+async function measure(take) {
+  const { answer, plain, speeds } = state;
+  if (!answer.drafted || !plain.speed || answer.everything !== plain.everything) return;
+  speeds.push([answer.speed, plain.speed]);
+  const began = performance.now();
+  for (let pair = 2; pair <= PAIRS && performance.now() - began < MEASURING_MS; pair++) {
+    conclude();
+    say(`measuring: pair ${pair} of ${PAIRS} …`);
+    const again = [new Answer(), new Answer()];
+    for (const place of pair % 2 ? [0, 1] : [1, 0]) await take(again[place], place ? { speculative: false } : {});
+    if (again[0].everything !== again[1].everything) return void ([state.answer, state.plain] = again); // the verdict shows it
+    speeds.push(again.map((each) => each.speed));
+  }
+}
+
+function unlessStopped(error) {
+  if (error.name !== "AbortError") throw error;
+}
+
 function begin() {
   complain(null);
-  Object.assign(state, { answer: new Answer(), plain: null, running: new AbortController() });
+  Object.assign(state, { answer: new Answer(), plain: null, speeds: [], running: new AbortController() });
   text.clear();
   stage.begin(state.answer.cycles);
   race.clear($("compare").checked ? "The race starts when the speculative answer is complete." : "A race needs “Compare with plain decoding”.");
@@ -144,7 +177,7 @@ function judge(verdict, note, className = "") {
 /** The verdict on a complete run. */
 function conclude() {
   const { answer, plain } = state;
-  const took = `${answer.decoded} tokens in ${duration(answer.seconds)} of engine time`;
+  const took = `${tokens(answer.decoded)} in ${duration(answer.seconds)} of engine time`;
   if (!plain) return judge(answer.speed ? `${speed(answer.speed)} tokens/s` : "Done", took);
   const [ours, theirs] = [answer.everything, plain.everything];
   if (ours !== theirs) {
@@ -153,9 +186,8 @@ function conclude() {
     return judge("The texts differ", state.lossy ? `${where}: this server's acceptance rule is lossy` : where, "bad");
   }
   if (!answer.drafted) return judge("Identical text", answer.speed ? `${took}; nothing was drafted` : "");
-  const ratio = answer.speed / plain.speed;
-  const note = `the speed of plain decoding, in engine time${ratio < 1 ? ": drafting did not pay" : ""}`;
-  judge(`Identical text, ${ratio.toFixed(2)} ×`, note, ratio >= 1 ? "good" : "");
+  const [ratio, note, className] = comparison(state.speeds, answer.meanLength);
+  judge(`Identical text, ${ratio.toFixed(2)} ×`, note, className);
 }
 
 const say = (words) => ($("status").textContent = words);
@@ -182,8 +214,11 @@ function show() {
   $("drafted").textContent = answer.cycles.length ? answer.drafted : "–";
   $("accepted").textContent = answer.cycles.length ? answer.accepted : "–";
   drawHistogram($("histogram"), answer.histogram, state.deepest);
-  const most = Math.max(answer.speed ?? 0, plain?.speed ?? 0, 1);
-  for (const [name, value] of [["speculative", answer.speed], ["plain", plain?.speed ?? null]]) {
+  const { speeds } = state;
+  const shown = speeds.length ? [0, 1].map((place) => median(speeds.map((pair) => pair[place]))) : [answer.speed, plain?.speed ?? null];
+  const most = Math.max(...shown, 1);
+  for (const [place, name] of ["speculative", "plain"].entries()) {
+    const value = shown[place];
     $(`bar-${name}`).style.width = `${(100 * (value ?? 0)) / most}%`;
     $(`speed-${name}`).textContent = value === null ? "–" : `${speed(value)} tokens/s`;
   }
@@ -216,6 +251,13 @@ function showLink() {
   if (url.length > LONGEST_LINK) return false;
   history.replaceState(null, "", url);
   return true;
+}
+
+/** Fill the form from the page's URL, and say what of it cannot be taken. */
+function restored() {
+  const { view, refused } = restore();
+  if (refused.length) say(`not taken from the link: ${refused.join(", ")}`);
+  return view;
 }
 
 async function share() {
@@ -272,7 +314,7 @@ document.addEventListener("keydown", (event) => {
   }
   if (event.key === "Escape") stop();
 });
-addEventListener("hashchange", () => choose(restore()));
+addEventListener("hashchange", () => choose(restored()));
 
-choose(restore());
+choose(restored());
 greet();

@@ -2,7 +2,7 @@
 //
 // Each ran alone on the engine: side by side they would share its cycles, and the plain one would pay for the drafts.
 
-import { duration, speed } from "./charts.js";
+import { duration, speed, tokens } from "./charts.js";
 import { pieceSpan } from "./text.js";
 import { switchOff } from "./stage.js";
 
@@ -89,7 +89,7 @@ export class Race {
     const seconds = ended ? answer.seconds : Math.min(clock, answer.seconds);
     $(`race-${name}-count`).textContent = ended
       ? `${speed(answer.speed)} tokens/s · ${duration(seconds)}`
-      : `${lane.tokens + 1} tokens · ${duration(seconds)}`;
+      : `${tokens(lane.tokens + 1)} · ${duration(seconds)}`;
   }
 }
 
