@@ -80,13 +80,11 @@ def test_counters_equal_the_sums_over_the_responses(served: Served) -> None:
     assert gained("vllm:e2e_request_latency_seconds_count") == len(answers)
     assert gained("vllm:request_params_max_tokens_sum") == sum(int(body["max_tokens"]) for body in bodies)
     cycles = gained("eagle_server_batch_size_count")
-    verified, drafted = (
-        {gained(f"eagle_server_stage_seconds_count|{stage}") for stage in stages}
-        for stages in (("verify", "accept"), ("extend", "propose", "build_tree", "keep"))
-    )
-    assert verified == {cycles}
-    assert len(drafted) == 1, drafted
-    assert cycles / 2 < drafted.pop() <= cycles, "a request that may get one more token drafts nothing"
+    stages = ("extend", "propose", "build_tree", "verify", "accept", "keep")
+    ran = {stage: gained(f"eagle_server_stage_seconds_count|{stage}") for stage in stages}
+    assert ran["verify"] == ran["accept"] == cycles
+    assert ran["propose"] == ran["build_tree"], "both are of cycles that draft"
+    assert cycles / 2 < min(ran.values()) <= max(ran.values()) == cycles, ran
     assert after["eagle_server_engine_process_resident_memory_bytes"] > 0
 
 
