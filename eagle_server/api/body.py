@@ -58,7 +58,7 @@ async def read_body(schema: type[B], request: Request) -> B:
         await _read(request, body)
         if len(body) <= SHORT_BODY:
             return parse(schema, bytes(body))
-        return await _on_thread(_PARSER, partial(parse, schema, bytes(body)))
+        return await while_connected(request.receive, _on_thread(_PARSER, partial(parse, schema, bytes(body))))
     finally:
         _held_bytes -= len(body)
 

@@ -28,9 +28,11 @@ READING_SECONDS = 10.0  # without reading, after which an answer may be cut wher
 RESERVED_FILES = 64  # descriptors for everything else: sockets to the engine, files, logs
 MOST_CONNECTIONS = 16384
 HTTP2_PREFACE = b"PRI * HTTP/2.0"
-TURN_SECONDS = 0.002  # of parsing for all connections together, between two turns of everything else
+TURN_SECONDS = 0.002  # of parsing for all connections together, before everything else has its turn
+REST_SECONDS = 0.004  # until the next one: long bodies take a third of a core at most
 PART = 2**16  # bytes of a body of known length that are parsed at once
 CHUNKED_PART = 256  # of one in chunks, which may be tiny: 40 of a byte each take 3 ms
+SHORT_BODY = 2**18  # bytes; a body that is longer, or of unknown length, is parsed in turns
 MOST_IGNORED = 2**16  # bytes of a body in chunks after an answer that did not wait for it
 _HEADER_END = re.compile(rb"\n\r?\n")
 _OVERLAP = 2  # bytes of the end of a header that may have come before
@@ -61,13 +63,13 @@ class _Turns:
         self._waiting: deque[BoundedConnection] = deque()
         self._is_scheduled = False
 
-    def add(self, connection: BoundedConnection) -> None:
+    def add(self, connection: BoundedConnection, delay: float = 0.0) -> None:
         """Go on with it later. It may be there already."""
         if connection not in self._waiting:
             self._waiting.append(connection)
         if not self._is_scheduled:
             self._is_scheduled = True
-            connection.loop.call_soon(self._run)
+            connection.loop.call_later(delay, self._run)
 
     def _run(self) -> None:
         self._is_scheduled, end = False, time.monotonic() + TURN_SECONDS
@@ -76,7 +78,7 @@ class _Turns:
             if connection.parse_part():
                 self._waiting.append(connection)
             if self._waiting and time.monotonic() >= end:
-                self.add(self._waiting[0])
+                self.add(self._waiting[0], REST_SECONDS)
                 return
 
 
@@ -109,8 +111,8 @@ class BoundedConnection(H11Protocol):
             self._since = time.monotonic()
         is_first = not self._received
         self._received += data
-        while is_first and not self._is_chunked and self.parse_part():
-            pass  # a request without chunks is parsed at once
+        while is_first and not self._is_long and self.parse_part():
+            pass
         if self._received:
             self.flow.pause_reading()
             self._wait_for_turn()
@@ -155,6 +157,11 @@ class BoundedConnection(H11Protocol):
             self._ignored += len(part)
             if self._ignored > MOST_IGNORED:
                 self.transport.abort()
+
+    @property
+    def _is_long(self) -> bool:
+        """Whether a long body is coming, or one of unknown length."""
+        return self._is_chunked or (self.conn.their_state is h11.SEND_BODY and self._body_left > SHORT_BODY)
 
     @property
     def _is_chunked(self) -> bool:

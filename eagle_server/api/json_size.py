@@ -32,6 +32,8 @@ class JsonSize:
         text = self._escape + chunk
         backslashes = len(text) - len(text.rstrip(b"\\"))
         self._escape = text[len(text) - backslashes % 2 :]
+        if self._is_in_string and b'"' not in text:
+            return  # a part of a long string, most of what large bodies have
         # Without escaped quotes, every second piece between quotes is outside of strings.
         text = text[: len(text) - backslashes % 2].replace(b"\\\\", b"").replace(b'\\"', b"")
         pieces = text.split(b'"')

@@ -118,12 +118,18 @@ class Listener:
                 continue
             task = self._loop.create_task(self._begin(client))
             self._beginning[task] = None
-            task.add_done_callback(self._beginning.pop)
+            task.add_done_callback(self._ended)
             if len(self._beginning) > max(self._room(), FEWEST_HANDSHAKES):
-                next(iter(self._beginning)).cancel()
+                await asyncio.sleep(0)  # all have begun, so each closes its socket
+                oldest = next(iter(self._beginning), task)
+                oldest.cancel()
+                self._ended(oldest)
             accepted += 1
             if accepted % ACCEPTED_PER_TURN == 0:
                 await asyncio.sleep(0)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._beginning.pop(task, None)
 
     async def _begin(self, client: socket.socket) -> None:
         """Make a connection, after the handshake with TLS."""

@@ -69,6 +69,14 @@ async def test_handshakes_count_as_connections_and_the_oldest_are_given_up(certi
         assert (await answer(port, certificate)).startswith(b"HTTP/1.1 200")
 
 
+async def test_handshakes_that_come_all_at_once_are_given_up_as_well(certificate: Certificate) -> None:
+    async with served(certificate) as port, asyncio.timeout(PATIENCE), contextlib.AsyncExitStack() as stack:
+        opened = await asyncio.gather(*(asyncio.open_connection("127.0.0.1", port) for _ in range(10 * MOST)))
+        for _, writer in opened:
+            stack.callback(writer.close)
+        assert len(await closed([reader for reader, _ in opened])) == 9 * MOST
+
+
 async def test_where_connections_fill_the_bound_few_handshakes_are_left(certificate: Certificate) -> None:
     async with served(certificate) as port, asyncio.timeout(PATIENCE), contextlib.AsyncExitStack() as stack:
         for _ in range(MOST):
