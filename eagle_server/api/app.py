@@ -115,7 +115,7 @@ def _add_middleware(app: FastAPI, config: Config, service: Service, tracing: Tra
         PagesOfThisServer,
         origins=config.server.cors_allow_origins,
         hosts=config.server.allowed_hosts,
-        local=is_loopback(config.server.host),
+        local=config.server.uds is None and is_loopback(config.server.host),
     )
     paths = {str(getattr(route, "path", "")) for module in MODULES for route in module.router.routes} | docs_page.PATHS
     app.add_middleware(

@@ -139,7 +139,9 @@ class BoundedConnection(H11Protocol):
             return b""
         size = len(self._received)
         if state is h11.SEND_BODY:
-            size = CHUNKED_PART if self._is_chunked else min(PART, self._body_left)
+            # The length is not known of a body whose header came with the end of the request before it.
+            known = self._body_left if self._body_left > 0 else PART
+            size = CHUNKED_PART if self._is_chunked else min(PART, known)
         elif state is h11.IDLE and (end := _HEADER_END.search(self._before + self._received)):
             size = max(1, end.end() - len(self._before))
         part = bytes(self._received[:size])

@@ -13,6 +13,7 @@ from eagle_server.api.rate_limits import ClientLimits
 
 logger = logging.getLogger(__name__)
 
+_SHORT = 16  # characters of a key behind a name; one that has a colon itself is read so
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64}):(.+)")
 
 
@@ -71,7 +72,7 @@ class ApiKeys:
     def find(self, headers: Mapping[str, str]) -> KeyHolder | None:
         """Who sends `authorization` or `x-api-key`; None: no holder of a key."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = (token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+        given = (token.strip(" \t") if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
         sent = [f"Bearer {each}".encode("latin-1") for each in given]
         # Each with all keys in constant time: the response time reveals nothing about them.
         pairs = ((each, key, holder) for key, holder in self._authorizations for each in sent)
@@ -95,6 +96,8 @@ def read_keys(path: Path) -> dict[str, str]:
             continue
         found = _NAMED.fullmatch(text)
         name, key = (found[1], found[2].strip()) if found else (f"key-{len(names) + 1}", text)
+        if found and len(key) < _SHORT:
+            logger.warning("%s: line %d is read as name:key, and the key of %s is short", path, number, name)
         if key in names:
             raise ValueError(f"--api-key-file {path}: line {number} has a key that an earlier line has")
         names[key] = name

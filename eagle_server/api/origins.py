@@ -38,7 +38,8 @@ class PagesOfThisServer:
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str], hosts: Sequence[str], *, local: bool) -> None:
-        self._app, self._origins, self._hosts, self._local = app, frozenset(origins), tuple(hosts), local
+        self._app, self._origins, self._local = app, frozenset(origins), local
+        self._hosts = tuple(each.lower().rstrip(".") for each in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
@@ -58,7 +59,7 @@ class PagesOfThisServer:
             return None
         # A page cannot set this header. It is right also where a proxy has replaced the host.
         site = headers.get("sec-fetch-site")
-        if site in ("same-origin", "none") or (site is None and host is not None and _place(origin) == host.lower()):
+        if site in ("same-origin", "none") or (site is None and host is not None and _is_of(origin, host)):
             return None
         return _forbidden(
             f"pages of {origin!r} may not use this server; --cors-allow-origins names those that may",
@@ -68,15 +69,25 @@ class PagesOfThisServer:
     def _serves(self, host: str) -> bool:
         if ALL in self._hosts or not (self._hosts or self._local):
             return True
-        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+        name = _split(f"//{host}")[0].rstrip(".")
         if any(name == each or (each.startswith("*.") and name.endswith(each[1:])) for each in self._hosts):
             return True
         return self._local and is_loopback(name)
 
 
-def _place(origin: str) -> str:
-    """Host and port of an origin, as its header `host` has them."""
-    return urlsplit(origin).netloc.lower()
+def _is_of(origin: str, host: str) -> bool:
+    """Whether a header `host` is that of an origin. Without a port, as many proxies pass it on, it is of all ports."""
+    (name, place), (ours, whole) = _split(origin), _split(f"//{host}")
+    return bool(ours) and (place == whole or (ours == whole and name == ours))
+
+
+def _split(url: str) -> tuple[str, str]:
+    """Its host, and that with its port, in lower case; empty for what is no URL."""
+    try:
+        parts = urlsplit(url)
+        return parts.hostname or "", parts.netloc.lower()
+    except ValueError:
+        return "", ""
 
 
 def _forbidden(message: str, code: str) -> ApiError:

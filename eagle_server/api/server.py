@@ -230,9 +230,9 @@ class Lifecycle:
     """
 
     def __init__(
-        self, supervisor: Supervisor, client: EngineClient, admission: Admission, hang_up: Callable[[], None]
+        self, supervisor: Supervisor, client: EngineClient, admission: Admission, hang_up: Callable[[], None] | None
     ) -> None:
-        """`hang_up`: what SIGHUP does."""
+        """`hang_up`: what SIGHUP does; None: it ends the server, as a terminal expects that closes."""
         self._supervisor, self._hang_up = supervisor, hang_up
         self._client = client
         self._admission = admission
@@ -247,7 +247,8 @@ class Lifecycle:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stopping.set)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
-        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+        if self._hang_up is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         engine = asyncio.create_task(self._supervisor.run())
         http = asyncio.create_task(server.serve(sockets=[listener]))
         stopping = asyncio.create_task(self._stopping.wait())

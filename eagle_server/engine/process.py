@@ -247,7 +247,7 @@ def _reporting_lost_ranks(report: Connection) -> Iterator[None]:
 
 
 def _set_up_child(directory: Path, logs: LogStyle) -> None:
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(directory,), name="exit-with-parent", daemon=True).start()
     configure_logging(logs)

@@ -1,8 +1,9 @@
 """Admission: which waiting requests start now.
 
 Clients take turns: after one request of a client those of all others that wait come before its next one. The requests
-of one client start in order of arrival. There are three exceptions, all of them bounded:
+of one client start in order of arrival. There are four exceptions, all of them bounded:
 
+- Age: after every eighth start the request that has waited longest is next, however many new clients come.
 - Reserve: a request starts only if the running ones are expected to find KV for the rest of their outputs too.
 - Hold: a request whose prompt begins as one that an older request is computing right now waits for that KV.
 - Passing: while the oldest request lacks KV, younger ones may start, with as many tokens in sum as it has itself.
@@ -26,6 +27,8 @@ from eagle_server.scheduling.sequence import Sequence
 
 ARRIVAL = attrgetter("arrival")
 TURN = attrgetter("turn", "arrival")
+_AGE_EVERY = 8  # starts
+_MOST_TURNS = 1024  # clients whose last turns are kept although they wait for nothing
 _LOOKED_AT = 16  # requests that lack KV, in one round of admission: each costs a lookup of its prefix
 
 
@@ -57,6 +60,7 @@ class RequestQueue:
         self._counts = Counter[str]()  # of waiting requests, by client
         self._turn = 0  # of the newest request that has started
         self._turns: dict[str, int] = {}  # by client, the last one that was given
+        self._starts = 0
         self.changed = False
         self.growth = OutputGrowth()
 
@@ -86,9 +90,14 @@ class RequestQueue:
     def remove(self, sequence: Sequence) -> None:
         """Drop a request that was aborted."""
         client = sequence.request.client
-        if self._turns.get(client) == sequence.turn:
-            self._turns[client] -= 1
+        assert sequence.turn is not None
         self._take(sequence)
+        for each in self.waiting:  # what did not start costs its client no turn
+            if each.request.client == client and each.turn is not None and each.turn > sequence.turn:
+                each.turn -= 1
+        self.waiting.sort(key=TURN)
+        if self._turns.get(client, -1) >= sequence.turn:
+            self._turns[client] -= 1
         self.changed = True
 
     def _take(self, sequence: Sequence) -> None:
@@ -100,6 +109,8 @@ class RequestQueue:
             del self._counts[client]
         if not self.waiting:
             self._turns.clear()  # nobody waits for anybody
+        elif len(self._turns) > len(self._counts) + _MOST_TURNS:
+            self._turns = {name: turn for name, turn in self._turns.items() if name in self._counts}
 
     def admit(self, running: list[Sequence]) -> None:
         """Move requests from `waiting` to `running`, which is in order of arrival."""
@@ -133,6 +144,21 @@ class RequestQueue:
             self._turn = max(self._turn, sequence.turn)
             insert(running, sequence)
             growth.append(self._growth(sequence))
+            self._starts += 1
+            if self._starts % _AGE_EVERY == 0:
+                self._prefer_the_oldest()
+
+    def _prefer_the_oldest(self) -> None:
+        """Let the request that has waited longest be looked at first from the next round on."""
+        oldest = next(iter(self._since), None)
+        if oldest is None or oldest is self.waiting[0]:
+            return
+        del self.waiting[bisect_left(self.waiting, TURN(oldest), key=TURN)]
+        first = self.waiting[0].turn
+        assert first is not None
+        oldest.turn = first - 1
+        self.waiting.insert(0, oldest)
+        self.changed = True
 
     def _hold(self, sequence: Sequence, match: Match | None, running: Seq[Sequence]) -> bool:
         """Whether to wait for the KV of an older request, because it saves half of the tokens or half of a cycle.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -224,6 +225,8 @@ def test_keys_have_names_and_are_read_again(tokenizer_dir: Path, tmp_path: Path)
             next(lines)
             assert (status("key-b"), status("key-c")) == (429, 200), "the keys of one name share its limits"
             keys.write_text("bob:key-d\n")
+            for pid in server.engine_pids():  # a terminal, or an init, signals the whole group
+                os.kill(pid, signal.SIGHUP)
             server.process.send_signal(signal.SIGHUP)
             until("1 API keys of bob")
             assert [status(key) for key in ("key-a", "key-d")] == [401, 200]
@@ -232,6 +235,8 @@ def test_keys_have_names_and_are_read_again(tokenizer_dir: Path, tmp_path: Path)
         server.process.send_signal(signal.SIGHUP)
         until("the API keys stay as they are")
         assert "line 2 has a key that an earlier line has" in server.log.read_text()
+        assert "the engine died" not in server.log.read_text()
+        assert "line 1 is read as name:key, and the key of alice is short" in server.log.read_text()
         assert status("key-d") == 200
         assert httpx.get(f"{server.url}/nothing/here", headers={"x-api-key": "key-d"}).status_code == 404
         answers, tokens = Counter[tuple[str, ...]](), Counter[str]()

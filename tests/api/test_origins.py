@@ -77,6 +77,8 @@ OTHERS = [
     "10.0.0.1",
     "[2001:db8::1]:30000",
     "127.0.0.1.nip.io",
+    "[::1",
+    "[zz]",
     "",
 ]
 OWN_NAMES = [
@@ -106,7 +108,7 @@ async def test_this_machines_own_names_are_answered(http: httpx.AsyncClient, nam
     assert (await http.get("/v1/server_info", headers={"host": name})).status_code == 200
 
 
-@flags("--allowed-hosts", "llm.example,*.inside.example")
+@flags("--allowed-hosts", "LLM.Example.,*.inside.example")
 @pytest.mark.parametrize(
     ("name", "status"),
     [
@@ -125,6 +127,20 @@ async def test_hosts_that_are_named_are_answered_too(http: httpx.AsyncClient, na
 async def test_a_server_for_other_machines_has_any_name(http: httpx.AsyncClient) -> None:
     assert await statuses(http, host="llm.example") == (200, 200)
     assert await statuses(http, host="llm.example", origin="https://evil.example") == (403, 403)
+
+
+@flags("--host", "0.0.0.0")
+async def test_a_page_behind_a_proxy_that_passes_the_host_without_its_port_is_the_servers_own(
+    http: httpx.AsyncClient,
+) -> None:
+    assert await statuses(http, host="box", origin="http://box:8080") == (200, 200)
+    assert await statuses(http, host="box:1", origin="http://box:8080") == (403, 403)
+    assert await statuses(http, host="box", origin="http://[") == (403, 403)
+
+
+@flags("--uds", "/run/eagle.sock")
+async def test_a_proxy_names_a_unix_socket_as_it_likes(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/health", headers={"host": "eagle"})).status_code == 200
 
 
 @flags("--host", "0.0.0.0", "--allowed-hosts", "llm.example")

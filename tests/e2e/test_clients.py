@@ -95,6 +95,7 @@ def test_pydantic_ai(server: Served) -> None:
 
 @pytest.mark.slow
 @installed
+@pytest.mark.long
 def test_aiperf(server: Served) -> None:
     result = result_of("aiperf_client", server)
     for endpoint in ("chat", "completions"):

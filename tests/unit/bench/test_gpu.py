@@ -17,6 +17,7 @@ from eagle_server.bench.gpu.report import markdown, plot
 from eagle_server.bench.gpu.suite import counts, run_suite
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_tiny_shapes_on_a_cpu_give_a_whole_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

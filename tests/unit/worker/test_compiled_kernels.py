@@ -62,7 +62,9 @@ def served() -> Iterator[list[Request]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name == "without graphs" else []) for name in ENGINES]
+)
 def test_every_kernel_is_compiled_before_the_engine_is_ready(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = take_gpu_branches(monkeypatch, LaunchCounter())
     monkeypatch.setattr(assemble_module, "on_gpu", lambda _: True)
