@@ -68,6 +68,7 @@ def test_without_a_template_texts_are_continued_and_this_is_said(server: Server)
     [
         (["--url", "{url}"], "wrong", 1, "this server has another API key"),
         (["--url", "http://127.0.0.1:9"], "sesame", 1, "the server at http://127.0.0.1:9 cannot be reached"),
+        (["http://127.0.0.1:9"], "sesame", 1, "the server at http://127.0.0.1:9 cannot be reached"),
         (["--url", "http://host:port"], "sesame", 1, "--url http://host:port: Invalid port"),
         (["--url", "{url}"], "k\u00e9y", 1, "this server has another API key"),
         (["--url", "unix:/no/such"], "sesame", 1, "the server at unix:/no/such cannot be reached"),

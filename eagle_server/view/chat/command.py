@@ -39,7 +39,7 @@ Where stdin is no terminal, all of it is one message, and only the answer is pri
 _EXAMPLES = """\
 examples:
   eagle-server chat meta-llama/Llama-3.1-8B-Instruct --speculative-draft-model-path yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
-  eagle-server chat --url http://127.0.0.1:30000 --colors
+  eagle-server chat http://127.0.0.1:30000 --colors
   eagle-server chat --url unix:/run/eagle.sock
   echo "def fibonacci(n):" | eagle-server chat --temperature 0
 
@@ -49,7 +49,9 @@ examples:
 def main(argv: Sequence[str]) -> int:
     """Chat until the user ends it; returns the exit status. A user's error is one line on stderr and status 2."""
     parser = _parser()
-    rest = ["--model-path", *argv] if argv and not argv[0].startswith("-") else list(argv)
+    rest = list(argv)
+    if argv and not argv[0].startswith("-"):
+        rest.insert(0, "--url" if argv[0].startswith(("http://", "https://", "unix:")) else "--model-path")
     own, flags = parser.split(rest, dict.fromkeys(flags_of("server"), SERVES_ALONE))
     if own.url is not None and flags:
         parser.error(f"{flags[0]}: --url names a server, which has its own options; drop one of them")
