@@ -8,27 +8,8 @@ export const rounded = (value, digits) => (value === null ? "–" : value.toFixe
 export const tokens = (count) => `${count} token${count === 1 ? "" : "s"}`;
 export const speed = (value) => (value === null ? "–" : value >= 100 ? value.toFixed(0) : value.toFixed(1));
 
-export function median(values) {
-  const sorted = [...values].sort((a, b) => a - b);
-  const middle = sorted.length >> 1;
-  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
-}
-
 /** Seconds with three digits, in ms below one second. */
 export const duration = (seconds) => (seconds < 1 ? `${(1000 * seconds).toPrecision(seconds < 0.1 ? 2 : 3)} ms` : `${seconds.toPrecision(3)} s`);
-
-/** The ratio of the median speeds, what it means, and its colour. No cause: the runs do not show one. */
-export function comparison(speeds, perCycle) {
-  const [ours, theirs] = [0, 1].map((place) => median(speeds.map((pair) => pair[place])));
-  const ratios = speeds.map(([one, other]) => one / other);
-  const [least, most] = [Math.min(...ratios), Math.max(...ratios)];
-  const ratio = ours / theirs;
-  if (speeds.length === 1) return [ratio, "the speed of plain decoding, in engine time: one pair of runs", ""];
-  const measured = `the speed of plain decoding, in engine time: ${speeds.length} pairs of runs, ${least.toFixed(2)} to ${most.toFixed(2)} ×`;
-  if (ratio > perCycle) return [ratio, `${measured}; more than ${perCycle.toFixed(2)} tokens per cycle explain, so something else used the machine`, ""];
-  if (least < 1 && most > 1) return [ratio, `${measured}: they vary too much to tell`, ""];
-  return [ratio, measured, least >= 1 ? "good" : ""];
-}
 
 /** Draw bars of how many cycles accepted 0, 1, ... tokens; deepest is the most there can be. */
 export function drawHistogram(element, counts, deepest) {

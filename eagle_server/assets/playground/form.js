@@ -64,8 +64,9 @@ export function restore() {
     const given = values.get(name);
     $(name).value = given; // the browser drops what is no number
     if ($(name).checkValidity() && Boolean($(name).value) === Boolean(given)) continue;
+    const why = $(name).validationMessage.replace(/\.$/, ""); // the browser's words
     $(name).value = before;
-    refused.push(`${name} ${given}`);
+    refused.push(`${name} ${given}${why && ` (${why})`}`);
   }
   if (values.has("prompt")) $("compare").checked = values.get("compare") !== "0";
   if (values.get("mode") === "chat") document.querySelector("input[name=mode][value=chat]").checked = true;

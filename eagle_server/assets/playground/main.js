@@ -1,7 +1,8 @@
 // The playground: a run of the form's request, its verdict, and what is shown of it.
 
 import { Answer } from "./answer.js";
-import { comparison, drawHistogram, duration, median, rounded, speed, tokens } from "./charts.js";
+import { drawHistogram, duration, rounded, speed, tokens } from "./charts.js";
+import { comparison, PAIRS, repeats, speeds } from "./comparison.js";
 import { changeMode, link, request, restore, seed, showExamples } from "./form.js";
 import { gif, png, save } from "./picture.js";
 import { Race } from "./race.js";
@@ -12,13 +13,11 @@ import { TextView } from "./text.js";
 const $ = (id) => document.getElementById(id);
 const SHOW_MS = 120;
 const LONGEST_LINK = 32_000; // characters
-const PAIRS = 5; // of runs, with speculation and without, whose median speeds are compared
-const MEASURING_MS = 6000; // after which no other pair begins
 
 const state = {
   answer: new Answer(), // the speculative one
   plain: null,
-  speeds: [], // of pairs of runs: [speculative, plain]
+  pairs: [], // of answers, [speculative, plain], that were not drawn while they came
   deepest: 0, // levels that the server drafts at most, 0 without a drafter
   lossy: false, // whether the server's acceptance rule changes texts
   running: null, // the AbortController of a run
@@ -55,16 +54,29 @@ async function greet() {
 function limitTokens(most) {
   const field = $("max_tokens");
   field.max = most;
-  if (field.valueAsNumber <= most) return;
-  say(`this server gives ${tokens(most)} at most, not ${field.value}`);
+  if (!(field.valueAsNumber > most)) return;
+  remark(`This server gives ${tokens(most)} at most, not ${field.value}.`);
   field.value = most;
 }
 
-/** What an adaptive budget chooses now, in the server's words. */
+/** Show what an adaptive budget chooses now, in the server's words. Returns how much faster than plain decoding it expects to be. */
 async function showBudget() {
   const { engine } = await get("v1/server_info", key());
+  const { choice, steps, tokens_per_second: rate, plain_tokens_per_second: plain } = engine.speculation ?? {};
   const fixed = state.deepest ? "Fixed budget" : "This server has no drafter";
-  $("budget-note").textContent = engine.speculation ? `Adaptive budget: ${engine.speculation.choice}` : fixed;
+  $("budget-note").textContent = choice ? `Adaptive budget: ${choice}` : fixed;
+  return steps && plain ? rate / plain : undefined;
+}
+
+/** Add a sentence about what the form could not take. */
+function remark(words) {
+  $("remark").append(`${words} `);
+  $("remark").hidden = false;
+}
+
+function clearRemarks() {
+  $("remark").replaceChildren();
+  $("remark").hidden = true;
 }
 
 function complain(error) {
@@ -90,29 +102,30 @@ async function run() {
   const [secret, compares] = [key(), $("compare").checked];
   showLink();
   begin();
-  const take = async (answer, extra) => {
-    for await (const event of events(path, { ...body, ...extra }, secret, state.running.signal)) {
+  const take = async (answer, speculative, onEvent = () => {}) => {
+    for await (const event of events(path, { ...body, speculative }, secret, state.running.signal)) {
       answer.take(event);
-      changed();
+      onEvent();
     }
     answer.done = true;
   };
+  const began = performance.now();
   try {
     judge("Decoding …", "with speculation");
-    await take(state.answer, {});
+    await take(state.answer, true, changed);
     if (compares) {
       judge("Decoding …", "the same request without speculation");
       state.plain = new Answer();
       race.begin(state.answer, state.plain);
       if (state.view === "race") race.start();
-      await take(state.plain, { speculative: false });
-      await measure(take).catch(unlessStopped); // with the pairs until then
+      await take(state.plain, false, changed);
+      show();
+      await measure(take, performance.now() - began).catch(unlessStopped); // with the pairs until then
     }
     show();
-    conclude();
+    conclude(await showBudget().catch(complain));
     stage.settle();
     say(`done, seed ${drawn}`);
-    await showBudget().catch(complain);
   } catch (error) {
     const stopped = error.name === "AbortError";
     say(stopped ? "stopped" : "failed");
@@ -123,19 +136,22 @@ async function run() {
   }
 }
 
-/** Run both again and again, the other one first each time: one pair may have run while the machine was busy. */
-async function measure(take) {
-  const { answer, plain, speeds } = state;
+/** Run both again: the first pair was drawn, by cores that the engine may need. took: milliseconds of that pair. */
+async function measure(take, took) {
+  const { answer, plain, pairs } = state;
   if (!answer.drafted || !plain.speed || answer.everything !== plain.everything) return;
-  speeds.push([answer.speed, plain.speed]);
-  const began = performance.now();
-  for (let pair = 2; pair <= PAIRS && performance.now() - began < MEASURING_MS; pair++) {
+  document.body.classList.remove("running"); // the answer is complete
+  const tell = () => {
     conclude();
-    say(`measuring: pair ${pair} of ${PAIRS} …`);
-    const again = [new Answer(), new Answer()];
-    for (const place of pair % 2 ? [0, 1] : [1, 0]) await take(again[place], place ? { speculative: false } : {});
-    if (again[0].everything !== again[1].everything) return void ([state.answer, state.plain] = again); // the verdict shows it
-    speeds.push(again.map((each) => each.speed));
+    $("verdict-note").append(" …");
+    say(`measuring: ${pairs.length} of ${PAIRS} pairs …`);
+  };
+  tell();
+  for await (const pair of repeats(take, took)) {
+    const other = pair.find((each) => each.everything !== answer.everything);
+    if (other) return void (state.plain = other); // the verdict shows where it differs
+    pairs.push(pair);
+    tell();
   }
 }
 
@@ -145,7 +161,8 @@ function unlessStopped(error) {
 
 function begin() {
   complain(null);
-  Object.assign(state, { answer: new Answer(), plain: null, speeds: [], running: new AbortController() });
+  clearRemarks();
+  Object.assign(state, { answer: new Answer(), plain: null, pairs: [], running: new AbortController() });
   text.clear();
   stage.begin(state.answer.cycles);
   race.clear($("compare").checked ? "The race starts when the speculative answer is complete." : "A race needs “Compare with plain decoding”.");
@@ -174,8 +191,11 @@ function judge(verdict, note, className = "") {
   $("verdict-note").textContent = note;
 }
 
-/** The verdict on a complete run. */
-function conclude() {
+/** The pairs whose speeds count: the first one only where no other ran. */
+const counted = () => (state.pairs.length ? state.pairs : [[state.answer, state.plain]]);
+
+/** The verdict on a complete run. expected: the speed over that of plain decoding by the engine's costs, if it knows. */
+function conclude(expected) {
   const { answer, plain } = state;
   const took = `${tokens(answer.decoded)} in ${duration(answer.seconds)} of engine time`;
   if (!plain) return judge(answer.speed ? `${speed(answer.speed)} tokens/s` : "Done", took);
@@ -186,8 +206,8 @@ function conclude() {
     return judge("The texts differ", state.lossy ? `${where}: this server's acceptance rule is lossy` : where, "bad");
   }
   if (!answer.drafted) return judge("Identical text", answer.speed ? `${took}; nothing was drafted` : "");
-  const [ratio, note, className] = comparison(state.speeds, answer.meanLength);
-  judge(`Identical text, ${ratio.toFixed(2)} ×`, note, className);
+  const { ratio, note, className } = comparison(counted(), expected);
+  judge(ratio === null ? "Identical text" : `Identical text, ${ratio.toFixed(2)} ×`, note, className);
 }
 
 const say = (words) => ($("status").textContent = words);
@@ -214,8 +234,7 @@ function show() {
   $("drafted").textContent = answer.cycles.length ? answer.drafted : "–";
   $("accepted").textContent = answer.cycles.length ? answer.accepted : "–";
   drawHistogram($("histogram"), answer.histogram, state.deepest);
-  const { speeds } = state;
-  const shown = speeds.length ? [0, 1].map((place) => median(speeds.map((pair) => pair[place]))) : [answer.speed, plain?.speed ?? null];
+  const shown = plain?.speed ? speeds(counted()) : [answer.speed, null];
   const most = Math.max(...shown, 1);
   for (const [place, name] of ["speculative", "plain"].entries()) {
     const value = shown[place];
@@ -256,7 +275,8 @@ function showLink() {
 /** Fill the form from the page's URL, and say what of it cannot be taken. */
 function restored() {
   const { view, refused } = restore();
-  if (refused.length) say(`not taken from the link: ${refused.join(", ")}`);
+  clearRemarks();
+  if (refused.length) remark(`Not taken from the link: ${refused.join(", ")}.`);
   return view;
 }
 
