@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eagle_server.llm import LLM, CompletionOutput, RequestOutput, SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "version"]
-
-
-@cache
-def version() -> str:
-    """Version of the installed package. Cached, because the look-up reads files."""
-    try:
-        return metadata.version("eagle-server")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return "0+unknown"
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

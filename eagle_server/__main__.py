@@ -21,10 +21,10 @@ import logging
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from eagle_server import version
 from eagle_server.api.app import create_app
 from eagle_server.api.banner import described
 from eagle_server.api.server import (
@@ -44,17 +44,19 @@ from eagle_server.engine.logs import LogStyle, configure_logging
 from eagle_server.engine.process import CONFIGURATION_STATUS, FAILURE_STATUS, EngineFactory, EngineProtocol, freeze
 from eagle_server.text.chat_template_files import load_chat_template
 from eagle_server.text.tokenizer import load_tokenizer
+from eagle_server.version import version
 
 signal.signal(signal.SIGINT, _on_interrupt)
 logger = logging.getLogger("eagle_server")
 
-# The modules of the other commands import torch, which the API process does not need.
+# Loaded by name: a server needs neither them nor their packages.
 COMMANDS = {
-    "chat": "eagle_server.view.chat.command",
-    "tree": "eagle_server.view.command",
-    "bench": "eagle_server.bench.__main__",
-    "train": "eagle_server.training.__main__",
+    "chat": "eagle_tools.chat.command",
+    "tree": "eagle_tools.tree.command",
+    "bench": "eagle_tools.bench.__main__",
+    "train": "eagle_tools.training.__main__",
 }
+TOOLS_NEED = ("httpx", "matplotlib", "rich")  # the extra "tools"
 SERVE, HELP = "serve", "help"
 EXAMPLE_BODY = r'{"prompt": "def fibonacci(n):\n", "max_tokens": 64, "temperature": 0}'
 
@@ -74,6 +76,9 @@ def _command(words: list[str]) -> int:
             return _fail(f"help is for one command, not for {' '.join(rest)}", CONFIGURATION_STATUS)
         return _command([*rest, "--help"])
     if first in COMMANDS:
+        if missing := [name for name in TOOLS_NEED if find_spec(name) is None]:
+            fix = "pip install 'eagle-server[tools]'"
+            return _fail(f"{first} needs {' and '.join(missing)}: {fix}", CONFIGURATION_STATUS)
         status: int = importlib.import_module(COMMANDS[first]).main(rest)
         return status
     if first == SERVE:

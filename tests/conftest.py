@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from eagle_server.ops import build
 
         build._FLAGS = (*build._FLAGS, *flags)
-    if importlib.util.find_spec("hypothesis") is None:  # python -m eagle_server.bench.gpu does not need it
+    if importlib.util.find_spec("hypothesis") is None:  # python -m eagle_tools.bench.gpu does not need it
         return
     import hypothesis
 

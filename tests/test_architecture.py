@@ -11,10 +11,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "eagle_server"
-MODULES = sorted(PACKAGE.rglob("*.py"))
+TOOLS = ROOT / "eagle_tools"
+MODULES = sorted([*PACKAGE.rglob("*.py"), *TOOLS.rglob("*.py")])
 
 # A part may import itself, the vocabulary, and what stands here: only what lies below it.
-VOCABULARY = {"request", "plan", "version", "hub"}  # version: a function of the package itself
+VOCABULARY = {"request", "plan", "version", "hub", "tools.DEMO"}  # DEMO: a name of the package itself
 LOWEST = {"ops"}
 PEERS = {"models", "attention", "speculation", "cache"}
 ARROWS: dict[str, set[str]] = {
@@ -23,6 +24,7 @@ ARROWS: dict[str, set[str]] = {
     "request": set(),
     "plan": set(),
     "hub": set(),
+    "version": set(),
     "ops": set(),
     **{peer: LOWEST | PEERS for peer in PEERS},
     "text": set(),
@@ -31,34 +33,37 @@ ARROWS: dict[str, set[str]] = {
     "engine": LOWEST | PEERS | {"text", "scheduling", "worker"},
     "client": {"engine"},
     "api": {"text", "client"},
-    "view": LOWEST | PEERS | {"text", "worker", "engine"},
-    "training": LOWEST | PEERS,
-    "training.tree_search": LOWEST | PEERS | {"text", "engine", "view"},  # it measures engines; the others do not
-    "bench": LOWEST | PEERS | {"text", "engine"},
     "llm": LOWEST | PEERS | {"text", "scheduling", "worker", "engine", "client", "api"},
-    "__main__": LOWEST | PEERS | {"text", "scheduling", "worker", "engine", "client", "api", "view"},
+    "__main__": LOWEST | PEERS | {"text", "scheduling", "worker", "engine", "client", "api"},
+    "tools": set(),  # eagle_tools/__init__.py
+    "tools.chat": set(),
+    "tools.tree": LOWEST | PEERS | {"text", "worker", "engine"},
+    "tools.training": LOWEST | PEERS,
+    "tools.training.tree_search": LOWEST | PEERS | {"text", "engine", "tools.tree"},  # it measures engines
+    "tools.bench": LOWEST | PEERS | {"text", "engine"},
 }
 SEE_CONFIG = {
     "__main__",
     "api.app",
-    "bench.__main__",
-    "bench.demo",
     "engine.build",
     "engine.devices",
     "engine.memory_estimate",
     "engine.resolve",
     "llm",
-    "training",
-    "view.chat.command",
-    "view.command",
+    "tools.bench.__main__",
+    "tools.bench.demo",
+    "tools.chat.command",
+    "tools.training",
+    "tools.tree.command",
 }  # the composition roots
 COPIES_TO_HOST = PACKAGE / "worker" / "host.py"
 ON_CPUS = PACKAGE / "ops" / "grouped.py"  # its twin loops over groups
 
 
 def name(path: Path) -> str:
-    """Module name below eagle_server: "worker.drafters.eagle"; "" is the package itself."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    """Module name below eagle_server: "worker.drafters.eagle", or with "tools." before it: "tools.bench.load"."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1:] if parts[0] == "eagle_server" else ("tools", *parts[1:])
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -81,10 +86,15 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def own_imports(path: Path) -> Iterator[str]:
-    """What the file imports of eagle_server, below eagle_server."""
+    """What the file imports of ours, named as by `name`."""
     for imported in imports(path):
-        if imported.startswith("eagle_server."):
-            yield imported.removeprefix("eagle_server.")
+        if imported.startswith(("eagle_server.", "eagle_tools.")):
+            yield imported.removeprefix("eagle_server.").removeprefix("eagle_")
+
+
+def part_of(module: str) -> str:
+    """The folder: "worker", or "tools.bench"."""
+    return ".".join(module.split(".")[: 2 if module.startswith("tools.") else 1])
 
 
 def calls(path: Path) -> Iterator[ast.Call]:
@@ -121,7 +131,7 @@ def each_module(check: Callable[[Path], None]) -> Callable[[], None]:
             try:
                 check(path)
             except AssertionError as error:
-                offenders.append(f"{path.relative_to(PACKAGE)}: {error}")
+                offenders.append(f"{path.relative_to(ROOT)}: {error}")
         assert not offenders, "\n".join(offenders)
 
     test.__name__, test.__doc__ = check.__name__, check.__doc__
@@ -131,11 +141,11 @@ def each_module(check: Callable[[Path], None]) -> Callable[[], None]:
 @each_module
 def test_imports_point_down(path):
     module = name(path)
-    part = module.partition(".")[0]
+    part = part_of(module)
     arrows = next((ARROWS[place] for place in sorted(ARROWS, reverse=True) if is_in(module, place)), None)
     assert part in ARROWS, f"{part} is new: give it a place in ARROWS and in docs/architecture.md"
     for imported in own_imports(path):
-        target = imported.partition(".")[0]
+        target = part_of(imported)
         if target == "config" and part != "config":
             assert is_in(module, *SEE_CONFIG), f"{module} imports config; only {sorted(SEE_CONFIG)} may, pass values"
         elif target not in {part} | VOCABULARY:
@@ -211,7 +221,7 @@ def test_no_foreign_code_is_run_from_a_checkpoint(path):
 
 @each_module
 def test_only_programs_print(path):
-    if path.name != "__main__.py" and not is_in(name(path), "bench", "training"):
+    if path.name != "__main__.py" and not is_in(name(path), "tools.bench", "tools.training"):
         assert not [at(path, call) for call in calls(path) if called(call) == "print"]
 
 
@@ -242,7 +252,7 @@ def test_kernels_holds_sources_only():
 def test_every_package_and_no_other_is_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     listed = project["tool"]["setuptools"]["packages"]
-    found = {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")}
+    found = {".".join(path.parent.relative_to(ROOT).parts) for path in MODULES if path.name == "__init__.py"}
     assert sorted(listed) == sorted(found | {"eagle_server.ops.kernels"})
     assert found == {".".join(path.parent.relative_to(ROOT).parts) for path in MODULES}, "a package lacks __init__.py"
 

@@ -75,7 +75,7 @@ def module_accepts(name: str, arguments: Sequence[str]) -> None:
 
 
 def python(arguments: Sequence[str]) -> None:
-    if arguments[0] == "-m" and arguments[1].startswith("eagle_server"):
+    if arguments[0] == "-m" and arguments[1].startswith(("eagle_server", "eagle_tools")):
         module_accepts(arguments[1], arguments[2:])
     elif arguments[0] == "-m":
         assert arguments[1] in ("venv", "build", "sglang_router.launch_router")
@@ -176,7 +176,7 @@ def test_a_wrong_command_is_found(arguments: list[str]) -> None:
 def flags_of_the_project(capsys: pytest.CaptureFixture[str]) -> set[str]:
     """Every flag in the help of every program of the package and of the repository."""
     helps = [["-m", "eagle_server", "--help"], ["docker/check.py", "--help"]]
-    for path in sorted((ROOT / "eagle_server").rglob("*.py")):
+    for path in sorted(path for folder in ("eagle_server", "eagle_tools") for path in (ROOT / folder).rglob("*.py")):
         if re.search(r"^def main\(arg\w*: ", path.read_text(encoding="utf-8"), re.MULTILINE):
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
             helps.append(["-m", module, "--help"])

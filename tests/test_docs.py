@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "eagle_server"
+PACKAGE, TOOLS = ROOT / "eagle_server", ROOT / "eagle_tools"
 PAGES = sorted(
     chain(
         ROOT.glob("*.md"),
@@ -56,15 +56,15 @@ def test_every_relative_link_leads_somewhere(page):
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_source_file_and_folder_that_is_named_exists(page):
-    """`worker/worker.py` is short for `eagle_server/worker/worker.py`; <name> stands for a file to be written."""
+    """`worker/worker.py` is in eagle_server, `bench/load.py` in eagle_tools; <name> is a file to be written."""
     names = {name for name in re.findall(r"`(\w[\w./<>*-]*(?:\.py|/))`", prose(page)) if "<" not in name}
-    missing = [name for name in sorted(names) if not [*ROOT.glob(name), *PACKAGE.glob(name)]]
+    missing = [name for name in sorted(names) if not [*ROOT.glob(name), *PACKAGE.glob(name), *TOOLS.glob(name)]]
     assert not missing
 
 
 @each_page
 def test_every_module_that_is_run_exists(page):
-    for module in re.findall(r"python -m (eagle_server[\w.]*\w)", page.read_text(encoding="utf-8")):
+    for module in re.findall(r"python -m (eagle_(?:server|tools)[\w.]*\w)", page.read_text(encoding="utf-8")):
         assert find_spec(module) is not None, module
 
 
@@ -72,7 +72,7 @@ def test_the_table_of_trees_names_classes_of_these_files():
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| `(\S+\.py)` \|", prose(ROOT / "docs/design/trees.md"), re.MULTILINE)
     assert len(rows) > 10
     for names, file in rows:
-        source = (PACKAGE / file).read_text(encoding="utf-8")
+        source = next(folder / file for folder in (PACKAGE, TOOLS) if (folder / file).exists()).read_text("utf-8")
         for name in re.findall(r"\w+", names):
             assert re.search(rf"^(class {name}\b|{name} = )", source, re.MULTILINE), f"{name} is not in {file}"
 

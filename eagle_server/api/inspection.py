@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from eagle_server import version
 from eagle_server.api import playground
 from eagle_server.api.errors import ApiError, unavailable
 from eagle_server.api.response_parts import HeadRoute, json_response
@@ -21,6 +20,7 @@ from eagle_server.api.sse import while_connected
 from eagle_server.client.client import EngineClient
 from eagle_server.request import Ready, SamplingParams
 from eagle_server.request import Request as EngineRequest
+from eagle_server.version import version
 
 SERVING = ("context_length", "max_request_tokens", "vocab_size", "speculative_algorithm", "num_steps")
 PATHS = [

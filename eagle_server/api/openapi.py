@@ -10,7 +10,6 @@ from typing import Any, get_args
 import msgspec
 from pydantic.json_schema import models_json_schema
 
-from eagle_server import version
 from eagle_server.api import inspection, render, tokens
 from eagle_server.api.chat import ChatBody, ChunkBody
 from eagle_server.api.completions import CompletionBody
@@ -23,6 +22,7 @@ from eagle_server.api.schemas.completion import CompletionRequest
 from eagle_server.api.schemas.messages import CountTokensRequest, MessagesRequest
 from eagle_server.api.schemas.responses import ResponsesRequest
 from eagle_server.api.schemas.tokens import DetokenizeRequest, TokenizeRequest
+from eagle_server.version import version
 
 Schema = dict[str, Any]
 

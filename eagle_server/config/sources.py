@@ -17,10 +17,10 @@ import yaml
 from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
-from eagle_server import version
 from eagle_server.config.base import ConfigError, Section
 from eagle_server.config.other_names import OTHER_NAMES
 from eagle_server.config.sections import Config
+from eagle_server.version import version
 
 ENV_PREFIX = "EAGLE_SERVER_"
 

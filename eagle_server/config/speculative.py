@@ -98,7 +98,7 @@ class SpeculativeSection(Section):
         default=None,
         description="a static tree for an EAGLE or MTP head: the nodes that it drafts, whatever their scores, each as "
         "a list of ranks: [(0,), (0, 0), (1,)], or a file with such a list (python -m "
-        "eagle_server.training.tree_search writes one); instead of steps, topk and draft tokens",
+        "eagle_tools.training.tree_search writes one); instead of steps, topk and draft tokens",
     )
     ngram_share: bool = Field(
         default=False,

@@ -1,7 +1,7 @@
 """Times of a cycle's stages: by the host's clock, or on a GPU by events, without waiting for the device.
 
 On a GPU a stage begins before the host plans its forwards. If the device is idle meanwhile, that time counts too: the
-budget wants what a stage costs. `python -m eagle_server.bench.gpu` sums the times of the stage's kernels instead. For
+budget wants what a stage costs. `python -m eagle_tools.bench.gpu` sums the times of the stage's kernels instead. For
 that, each stage is named in a profiler's trace.
 """
 

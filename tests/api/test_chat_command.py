@@ -188,8 +188,8 @@ def test_colours_tell_drafts_from_the_targets_own_tokens(templated: Server) -> N
 def start_own(tokenizer_dir: Path, tmp_path: Path) -> tuple[subprocess.Popen[str], int]:
     """A process that starts its own server, and the server's process id."""
     code = (
-        "import os, time; from eagle_server.view.chat.connection import Connection;"
-        "from eagle_server.view.chat.own_server import OwnServer; from eagle_server.view.chat.screen import Screen;"
+        "import os, time; from eagle_tools.chat.connection import Connection;"
+        "from eagle_tools.chat.own_server import OwnServer; from eagle_tools.chat.screen import Screen;"
         f"own = OwnServer(['--model-path', {str(tokenizer_dir)!r}], os.environ, {FAKE!r}).__enter__();"
         "own.wait(Connection(own.url, None), Screen(colors=False), 'fake');"
         "print(own._process.pid, own.url, flush=True); time.sleep(600)"

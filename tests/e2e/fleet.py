@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from eagle_server.bench.routers import command_of
+from eagle_tools.bench.routers import command_of
 from tests.e2e.conftest import Served, free_port, start, until_healthy
 
 PATIENCE = 60  # seconds

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("build") is None, reason="needs build: pip install -e '.[test]'"),
 ]
-SOURCES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "kernels", "eagle_server")
+SOURCES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "kernels", "eagle_server", "eagle_tools")
 VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
 
 
@@ -74,7 +74,7 @@ def test_both_have_every_file_of_the_package_and_of_the_kernels(built: Path) -> 
         files = run("git", "ls-files", folder, cwd=REPOSITORY).split()
         return {name for name in files if not Path(name).name.startswith(".")}
 
-    package, kernels = below("eagle_server"), below("kernels")
+    package, kernels = below("eagle_server") | below("eagle_tools"), below("kernels")
     wheel = set(zipfile.ZipFile(next(built.glob("*.whl"))).namelist())
     assert package | {f"eagle_server/ops/{name}" for name in kernels} <= wheel
     with tarfile.open(next(built.glob("*.tar.gz"))) as sources:

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle_server.bench.servers import running
 from eagle_server.config import parse_args
+from eagle_tools.bench.servers import running
 
 pytest.importorskip("ray.serve", reason="pip install -e '.[ray]'")
 

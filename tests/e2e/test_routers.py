@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from eagle_server.bench.routers import FAILOVER, MODULES, is_installed
+from eagle_tools.bench.routers import FAILOVER, MODULES, is_installed
 from tests.e2e.conftest import FIXED_TREES, PROMPTS, README_FLAGS, REPOSITORY
 from tests.e2e.fleet import PATIENCE, Fleet, Worker, fleet_of
 from tests.e2e.test_tool_calls import PAINT, TEMPLATE, TOOLS, asking, calls_of

@@ -10,8 +10,8 @@ from eagle_server.__main__ import main
 from eagle_server.config import parse_args
 from eagle_server.engine.build import build_engine
 from eagle_server.text.tokenizer import load_tokenizer
-from eagle_server.view.command import DEFAULT_PROMPT, Story, tell
-from eagle_server.view.spelling import visible
+from eagle_tools.tree.command import DEFAULT_PROMPT, Story, tell
+from eagle_tools.tree.spelling import visible
 from tests.support.engines import request, run, tokens_of
 
 FLAGS = ["--max-total-tokens", "512", "--max-running-requests", "2", "--cpu-threads", "1"]

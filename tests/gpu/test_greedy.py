@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_server.bench.padding import PaddedShape, pad_demo
 from eagle_server.request import Request
+from eagle_tools.bench.padding import PaddedShape, pad_demo
 from tests.gpu.conftest import flashinfer_on
 from tests.gpu.pairs import Pair, demo_pair, demo_requests
 from tests.gpu.ties import MARGIN, judge

@@ -18,8 +18,8 @@ from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
-from eagle_server.training.heads import Kind
-from eagle_server.training.tiny import tiny_medusa, tiny_pair
+from eagle_tools.training.heads import Kind
+from eagle_tools.training.tiny import tiny_medusa, tiny_pair
 from tests.lossless.scenes import REQUESTS
 from tests.support import deepseek
 from tests.support.engines import MARGIN, plain, run, tokens_of

@@ -17,8 +17,8 @@ from eagle_server.models.checkpoints.load_standalone import load_standalone
 from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.plan import CyclePlan, CycleResult
-from eagle_server.training.tiny import tiny_pair
 from eagle_server.worker.worker import Worker
+from eagle_tools.training.tiny import tiny_pair
 from tests.lossless.pairs import Pair, Pairs, standalone
 from tests.lossless.scenes import REQUESTS, as_on_a_gpu
 from tests.support import deepseek

@@ -16,8 +16,8 @@ from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.mtp import MtpConfig, MtpHead
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
-from eagle_server.training.generate import continue_texts
-from eagle_server.training.ttt import teach, ttt_loss
+from eagle_tools.training.generate import continue_texts
+from eagle_tools.training.ttt import teach, ttt_loss
 
 LAYERS = 2
 DEEPSEEK: dict[str, Any] = {

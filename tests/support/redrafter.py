@@ -7,10 +7,10 @@ from torch import Tensor
 
 from eagle_server.models.drafts.redrafter import RedrafterHead
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_server.training.generate import continue_texts
-from eagle_server.training.loop import Optimizers
-from eagle_server.training.redrafter import NewRedrafter, new_redrafter, rollout_loss
-from eagle_server.training.ttt import teach
+from eagle_tools.training.generate import continue_texts
+from eagle_tools.training.loop import Optimizers
+from eagle_tools.training.redrafter import NewRedrafter, new_redrafter, rollout_loss
+from eagle_tools.training.ttt import teach
 
 
 def random_redrafter(

@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from eagle_server.__main__ import main
+from eagle_server.__main__ import TOOLS_NEED, main
 from eagle_server.api.banner import described
 
 REPOSITORY = Path(__file__).parents[2]
@@ -112,3 +114,21 @@ def test_the_banner_names_model_drafts_and_kv() -> None:
     resolved["speculative"] = {"algorithm": "NONE"}
     assert described(resolved)[1] == "drafts      none: plain decoding"
     assert described({"dtype": "float32"}) == []
+
+
+def test_a_tool_whose_packages_are_missing_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("eagle_server.__main__.find_spec", lambda name: None if name == "rich" else find_spec(name))
+    assert main(["bench"]) == 2
+    expected = "eagle_server: error: bench needs rich: pip install 'eagle-server[tools]'"
+    assert capsys.readouterr().err.strip() == expected
+    needed = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]["tools"]
+    assert {requirement.partition(">")[0] for requirement in needed} == set(TOOLS_NEED)
+
+
+def test_a_server_imports_no_tools() -> None:
+    """Neither those nor their packages, in the process of the API or in that of the engine."""
+    blocked = dict.fromkeys(("eagle_tools", "rich", "matplotlib"))
+    program = f"import sys; sys.modules.update({blocked!r}); import eagle_server.__main__, eagle_server.engine.build"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=REPOSITORY)

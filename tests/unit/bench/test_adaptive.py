@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from eagle_server.bench import adaptive
-from eagle_server.bench.demo import held_out
-from eagle_server.bench.load import Answer, Arrival, Measurement, Workload, answer_arrivals, ask
-from eagle_server.bench.report import equal_texts, percentile, plot_ratios, ratios, stream_times
-from eagle_server.bench.servers import BenchError, Server
+from eagle_tools.bench import adaptive
+from eagle_tools.bench.demo import held_out
+from eagle_tools.bench.load import Answer, Arrival, Measurement, Workload, answer_arrivals, ask
+from eagle_tools.bench.report import equal_texts, percentile, plot_ratios, ratios, stream_times
+from eagle_tools.bench.servers import BenchError, Server
 
 
 def measurement(label: str, concurrency: int, seconds: float, *texts: str) -> Measurement:

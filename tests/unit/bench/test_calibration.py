@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from eagle_server.bench import calibration
-from eagle_server.bench.calibration import Reliability, estimates, mean_error
 from eagle_server.request import DraftTree
+from eagle_tools.bench import calibration
+from eagle_tools.bench.calibration import Reliability, estimates, mean_error
 
 #         0
 #       /   \

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from eagle_server.bench.gpu import __main__ as gpu
-from eagle_server.bench.gpu.child_command import ChildCommand
-from eagle_server.bench.gpu.report import markdown, plot
-from eagle_server.bench.gpu.suite import counts, run_suite
+from eagle_tools.bench.gpu import __main__ as gpu
+from eagle_tools.bench.gpu.child_command import ChildCommand
+from eagle_tools.bench.gpu.report import markdown, plot
+from eagle_tools.bench.gpu.suite import counts, run_suite
 
 
 @pytest.mark.long

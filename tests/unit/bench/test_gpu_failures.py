@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle_server.bench.gpu.machine import is_fatal
-from eagle_server.bench.gpu.suite import ROOT, SUITE, run_suite
+from eagle_tools.bench.gpu.machine import is_fatal
+from eagle_tools.bench.gpu.suite import ROOT, SUITE, run_suite
 
 DISTRIBUTIONS = {"pyyaml": "yaml", "pyzmq": "zmq"}  # whose module has another name
 
@@ -24,8 +24,9 @@ def missing_packages() -> set[str]:
     assert needed is not None
     listed = {name.lower() for name in re.findall(r"\w+", needed[1])}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    names = [re.split(r"[<>=~;\[ ]", each)[0].lower() for each in project["dependencies"]]
-    modules = {DISTRIBUTIONS.get(name, name).replace("-", "_") for name in [*names, "hypothesis", "scipy", "httpx"]}
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["tools"]]
+    names = [re.split(r"[<>=~;\[ ]", each)[0].lower() for each in requirements]
+    modules = {DISTRIBUTIONS.get(name, name).replace("-", "_") for name in [*names, "hypothesis", "scipy"]}
     assert listed & modules == {"torch", "numpy", "safetensors", "tqdm", "msgspec", "matplotlib"}
     return modules - listed - {"jinja2"}  # torch brings it
 
@@ -40,14 +41,14 @@ def run_bare(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_benchmark_imports_no_more_than_docs_gpu_md_lists() -> None:
-    parts = sorted((ROOT / "eagle_server" / "bench" / "gpu").glob("*.py"))
-    ended = run_bare("\n".join(f"import eagle_server.bench.gpu.{part.stem}" for part in parts))
+    parts = sorted((ROOT / "eagle_tools" / "bench" / "gpu").glob("*.py"))
+    ended = run_bare("\n".join(f"import eagle_tools.bench.gpu.{part.stem}" for part in parts))
     assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.slow
 def test_the_gpu_suite_imports_no_more_than_docs_gpu_md_lists(tmp_path: Path) -> None:
-    from eagle_server.bench.gpu.suite import _INI, _command
+    from eagle_tools.bench.gpu.suite import _INI, _command
 
     settings = tmp_path / "pytest.ini"
     settings.write_text(_INI + f"pythonpath = {ROOT}\n")

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_server.bench.gpu import child
-from eagle_server.bench.gpu.child_command import BUILD, PARTS
-from eagle_server.bench.gpu.engines import TINY, BenchEngines, Pair
-from eagle_server.bench.gpu.measurements import ADAPTIVE
-from eagle_server.bench.gpu.served import server_flags
-from eagle_server.bench.gpu.stages import OUTSIDE, of_trace
 from eagle_server.config import parse_args
 from eagle_server.engine.build import load_models
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.engine.resolve import resolve
 from eagle_server.plan import TRACED_STAGE
 from eagle_server.worker.clock import StageClock
+from eagle_tools.bench.gpu import child
+from eagle_tools.bench.gpu.child_command import BUILD, PARTS
+from eagle_tools.bench.gpu.engines import TINY, BenchEngines, Pair
+from eagle_tools.bench.gpu.measurements import ADAPTIVE
+from eagle_tools.bench.gpu.served import server_flags
+from eagle_tools.bench.gpu.stages import OUTSIDE, of_trace
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.paged import CPU
 from tests.support.replay import FirstCallRecorder

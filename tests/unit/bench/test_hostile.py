@@ -10,9 +10,9 @@ import pytest
 
 from eagle_server.api.schemas.base import parse
 from eagle_server.api.schemas.completion import CompletionRequest
-from eagle_server.bench import hostile
-from eagle_server.bench.attacks import LOADS
-from eagle_server.bench.hostile import SERVERS, Effect, Phase, effects_of
+from eagle_tools.bench import hostile
+from eagle_tools.bench.attacks import LOADS
+from eagle_tools.bench.hostile import SERVERS, Effect, Phase, effects_of
 
 ATTACK, BASELINE = "schema: 45 objects deep", "plain"
 

@@ -12,11 +12,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from eagle_server.bench.padding import DEMO, PaddedShape, load_demo, main, pad_checkpoint, pad_head, pad_target
 from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.drafts.eagle3 import Eagle3Head
 from eagle_server.models.targets.decoder import TargetModel
+from eagle_tools import DEMO
+from eagle_tools.bench.padding import PaddedShape, load_demo, main, pad_checkpoint, pad_head, pad_target
 from tests.support.dense import Recording, features_of, follow_path
 from tests.support.engines import CONTEXT, MARGIN, request, run, speculative
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from eagle_server.bench import peers
-from eagle_server.bench.demo import DIRECTORY
-from eagle_server.bench.peer_engines import OPENVINO, OURS, VLLM, Spec
-from eagle_server.bench.peers import PeerSpeeds
+from eagle_tools import DEMO
+from eagle_tools.bench import peers
+from eagle_tools.bench.peer_engines import OPENVINO, OURS, VLLM, Spec
+from eagle_tools.bench.peers import PeerSpeeds
 
 ENGINE = f"""#!{sys.executable}
 import json, sys
@@ -31,7 +31,7 @@ def program(path: Path, text: str) -> str:
 
 
 def flags(tmp_path: Path, *more: str) -> list[str]:
-    pair = ["--target", str(DIRECTORY / "target"), "--draft", str(DIRECTORY / "eagle3"), "--out", str(tmp_path)]
+    pair = ["--target", str(DEMO / "target"), "--draft", str(DEMO / "eagle3"), "--out", str(tmp_path)]
     return [*pair, *more, "--rounds", "1", "--tokens", "6", "--threads", "1"]
 
 
@@ -92,6 +92,6 @@ def test_ratios_are_to_the_best_of_the_same_format(capsys: pytest.CaptureFixture
 def test_prompts_are_texts_or_token_ids_of_one_length(tmp_path: Path) -> None:
     path = tmp_path / "prompts.json"
     path.write_text(json.dumps([list(range(80)), [1, 2, 3]]))
-    assert peers.read_prompts(path, str(DIRECTORY / "target")) == [list(range(peers.LENGTH))]
+    assert peers.read_prompts(path, str(DEMO / "target")) == [list(range(peers.LENGTH))]
     path.write_text(json.dumps(["def f(x):\n"]))
-    assert {len(each) for each in peers.read_prompts(path, str(DIRECTORY / "target"))} == {peers.LENGTH}
+    assert {len(each) for each in peers.read_prompts(path, str(DEMO / "target"))} == {peers.LENGTH}

@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eagle_server.bench.replicas.__main__ import main
-from eagle_server.bench.replicas.conversations import BURSTY, POISSON, Dialogue, Habits, Turn, converse
-from eagle_server.bench.replicas.costs import DEMO, ReplicaCosts, read_costs
-from eagle_server.bench.replicas.replica import Replica, SimulatedCache, TurnRequest
-from eagle_server.bench.replicas.routing import POLICIES, BoundedHashing, RoundRobin
-from eagle_server.bench.replicas.simulation import simulate
-from eagle_server.bench.servers import BenchError, running
+from eagle_tools.bench.replicas.__main__ import main
+from eagle_tools.bench.replicas.conversations import BURSTY, POISSON, Dialogue, Habits, Turn, converse
+from eagle_tools.bench.replicas.costs import DEMO_COSTS, ReplicaCosts, read_costs
+from eagle_tools.bench.replicas.replica import Replica, SimulatedCache, TurnRequest
+from eagle_tools.bench.replicas.routing import POLICIES, BoundedHashing, RoundRobin
+from eagle_tools.bench.replicas.simulation import simulate
+from eagle_tools.bench.servers import BenchError, running
 
 CYCLE = 0.01  # seconds
 
@@ -60,7 +60,7 @@ def test_a_replica_of_batch_one_waits_as_long_as_a_queue_with_one_server(utilisa
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_turn_ends_once_and_has_no_more_cached_tokens_than_its_prompt(policy):
-    model = read_costs(DEMO)
+    model = read_costs(DEMO_COSTS)
     tight = replace(model, kv_tokens=6000, max_running_requests=6)
     for arrivals in (POISSON, BURSTY):
         talks = converse(Habits(beginnings=20, think=1.0, arrivals=arrivals), 4.0, 60.0, model.context_length, seed=3)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eagle_server.bench import scale
-from eagle_server.bench.load import Answer
-from eagle_server.bench.routers import is_installed
+from eagle_tools.bench import scale
+from eagle_tools.bench.load import Answer
+from eagle_tools.bench.routers import is_installed
 
 
 def test_the_numbers_of_a_pass() -> None:
@@ -36,7 +36,7 @@ def test_conversations_of_a_group_begin_alike_and_rounds_do_not() -> None:
 def test_a_router_that_is_missing_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("eagle_server.bench.routers.is_installed", lambda _: False)
+    monkeypatch.setattr("eagle_tools.bench.routers.is_installed", lambda _: False)
     assert scale.main(["--routers", "vllm-router"]) == 2
     assert capsys.readouterr().err == "scale: vllm-router is not installed: pip install -e '.[routers]'\n"
 

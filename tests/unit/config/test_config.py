@@ -14,7 +14,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from eagle_server import version
 from eagle_server.config import (
     DEMO_DRAFT,
     DEMO_TARGET,
@@ -27,6 +26,7 @@ from eagle_server.config import (
 )
 from eagle_server.config.other_names import OTHER_NAMES
 from eagle_server.config.sources import COMMON, OPTIONS, changed_options
+from eagle_server.version import version
 
 ROOT = Path(__file__).parents[3]
 SECRET = "sesame-open"

@@ -15,9 +15,9 @@ from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.speculation.static_tree import PRESETS, truncated
-from eagle_server.training.__main__ import main
-from eagle_server.training.medusa import export_medusa, new_heads
-from eagle_server.training.tiny import TinyPair, tiny_pair
+from eagle_tools.training.__main__ import main
+from eagle_tools.training.medusa import export_medusa, new_heads
+from eagle_tools.training.tiny import TinyPair, tiny_pair
 from tests.support.engines import FIXED_TREES, request, run
 
 HEADS = 3

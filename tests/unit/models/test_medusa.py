@@ -17,7 +17,7 @@ from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_server.training.medusa import export_medusa, medusa_lesson, medusa_loss, new_heads
+from eagle_tools.training.medusa import export_medusa, medusa_lesson, medusa_loss, new_heads
 from tests.unit.models import draft_checkpoints as dc
 from tests.unit.models.draft_checkpoints import CONFIG, CONTEXT, LAYERS, H, Tensors, V
 

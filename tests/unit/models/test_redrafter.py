@@ -17,10 +17,10 @@ from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.redrafter import RedrafterHead
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.speculation.tree import TreeNodes, build_tree
-from eagle_server.training.redrafter import accept_length, new_redrafter, rollout, rollout_loss
-from eagle_server.training.ttt import teach
 from eagle_server.worker.draft_ranking import BY_PROBABILITY
 from eagle_server.worker.drafters.redrafter import RedrafterDrafter, beam_search
+from eagle_tools.training.redrafter import accept_length, new_redrafter, rollout, rollout_loss
+from eagle_tools.training.ttt import teach
 from tests.support.redrafter import random_redrafter, reference_logits
 from tests.unit.models import draft_checkpoints as dc
 from tests.unit.models.draft_checkpoints import CONTEXT, H, Tensors, V

@@ -6,8 +6,8 @@ import torch
 
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Candidates, TreeNodes, build_tree
-from eagle_server.training.tree_search.counts import RankCounts
-from eagle_server.view.record import DraftedTree, drafted_trees
+from eagle_tools.training.tree_search.counts import RankCounts
+from eagle_tools.tree.record import DraftedTree, drafted_trees
 
 #        0: root
 #   1: a      2: b      3: c

@@ -9,9 +9,9 @@ import pytest
 
 from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
-from eagle_server.training.__main__ import main
-from eagle_server.training.loop import read_history
-from eagle_server.training.tiny import tiny_pair
+from eagle_tools.training.__main__ import main
+from eagle_tools.training.loop import read_history
+from eagle_tools.training.tiny import tiny_pair
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_server.speculation.static_tree import checked
-from eagle_server.training.tree_search.growth import (
+from eagle_tools.training.tree_search.growth import (
     comb_tree,
     expected_tokens,
     grow,

@@ -14,10 +14,10 @@ from eagle_server.engine.build import build_engine
 from eagle_server.engine.static_trees import TOKEN_TREE, read_choices
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.text.tokenizer import load_tokenizer
-from eagle_server.training.__main__ import main as train
-from eagle_server.training.tiny import TinyPair, tiny_medusa, tiny_pair
-from eagle_server.training.tree_search.__main__ import main
-from eagle_server.training.tree_search.texts import PIECE, prompts_of
+from eagle_tools.training.__main__ import main as train
+from eagle_tools.training.tiny import TinyPair, tiny_medusa, tiny_pair
+from eagle_tools.training.tree_search.__main__ import main
+from eagle_tools.training.tree_search.texts import PIECE, prompts_of
 from tests.support.engines import request, run, tokens_of
 
 pytestmark = pytest.mark.slow
@@ -182,4 +182,4 @@ def test_a_file_that_holds_no_tree_is_named(tmp_path, content, message):
 def test_the_training_mentions_the_search(capsys):
     with pytest.raises(SystemExit):
         train(["--help"])
-    assert "python -m eagle_server.training.tree_search" in capsys.readouterr().out
+    assert "python -m eagle_tools.training.tree_search" in capsys.readouterr().out

@@ -20,8 +20,8 @@ from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.speculation.static_tree import PRESETS, truncated
 from eagle_server.speculation.typical import Typical
-from eagle_server.training.medusa import new_heads
 from eagle_server.worker.output_processing import OutputCopy
+from eagle_tools.training.medusa import new_heads
 from tests.support.engines import random_head, random_target, request, run, speculative
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.redrafter import random_redrafter

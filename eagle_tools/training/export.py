@@ -1,0 +1,129 @@
+"""The demo as files: checkpoint directories in the published formats, a model card, and training curves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from eagle_server.models.checkpoints.load_target import load_native_target
+from eagle_server.models.checkpoints.save import save_checkpoint
+from eagle_tools.training.corpus import END_OF_TEXT, standard_library_files
+from eagle_tools.training.fingerprint import target_fingerprint
+from eagle_tools.training.heads import NewHead
+from eagle_tools.training.loop import read_history, restore
+from eagle_tools.training.model_card import CardFacts, HeadFacts, heads_card, model_card
+from eagle_tools.training.prompts import write_prompts
+from eagle_tools.training.redrafter import NewRedrafter
+from eagle_tools.training.target import DEMO_TARGET, build_target
+
+MAX_DEMO_BYTES = 24_000_000
+_EVALUATION = "training/evaluation.json"
+_OTHER_HEADS = ("medusa", "redrafter")
+
+
+def export_target(work: Path, directory: Path) -> None:
+    """Write the trained demo target of `work` and its tokenizer. Weights are stored in bfloat16, served in float32."""
+    model = build_target()
+    restore(model, work / "target-checkpoint.pt")
+    save_checkpoint(model, directory, DEMO_TARGET, torch.bfloat16)
+    _write_json(directory / "config.json", DEMO_TARGET)  # its dtype is that of serving, float32
+    shutil.copyfile(work / "tokenizer.json", directory / "tokenizer.json")
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": DEMO_TARGET["max_position_embeddings"],
+    }
+    _write_json(directory / "tokenizer_config.json", names)
+    _write_json(directory / "generation_config.json", {"eos_token_id": DEMO_TARGET["eos_token_id"]})
+
+
+def export_head(new: NewHead | NewRedrafter, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write a trained head: config.json and model.safetensors."""
+    save_checkpoint(new.head, directory, new.config_json, dtype)
+
+
+def write_evaluation(directory: Path, numbers: Mapping[str, float]) -> None:
+    """Write what `evaluate_head` found for the head in `directory`, for the model card."""
+    (directory / _EVALUATION).parent.mkdir(exist_ok=True)
+    _write_json(directory / _EVALUATION, numbers)
+
+
+def export_demo(work: Path, assets: Path, parts: Sequence[str]) -> int:
+    """Assemble `assets` from `work`, which holds the trained target and head. Returns its size in bytes.
+
+    parts: the directories of the heads whose mean is the head, below `work`. They hold the curves.
+
+    Raises:
+        ValueError: the head is for another target, or the files are larger than a repository should carry.
+    """
+    _check_trained_for(work / "target", *(work / part for part in parts))
+    for name in ("target", "eagle3"):
+        _copy_files(work / name, assets / name)
+    shutil.copyfile(work / "target-loss.png", assets / "target-loss.png")
+    for part in parts:
+        shutil.copyfile(work / part / "training" / "eagle3-loss.png", assets / f"{part}-loss.png")
+    write_prompts(assets / "prompts.json")
+    (assets / "README.md").write_text(model_card(_facts(work, assets, parts)))
+    return _checked_size(assets)
+
+
+def export_demo_heads(work: Path, assets: Path) -> int:
+    """Add the trained Medusa and ReDrafter heads of `work` and their card to `assets`. Returns the new size in bytes.
+
+    Raises:
+        ValueError: a head is for another target, or the files are larger than a repository should carry.
+    """
+    _check_trained_for(assets / "target", *(work / name for name in _OTHER_HEADS))
+    facts = {}
+    for name in _OTHER_HEADS:
+        _copy_files(work / name, assets / name)
+        training = work / name / "training"
+        shutil.copyfile(training / f"{name}-loss.png", assets / f"{name}-loss.png")
+        size = sum(path.stat().st_size for path in (assets / name).iterdir())
+        facts[name] = HeadFacts(read_history(training / f"{name}-history.json"), size)
+    (assets / "HEADS.md").write_text(heads_card(facts))
+    return _checked_size(assets)
+
+
+def _check_trained_for(target: Path, *heads: Path) -> None:
+    key = target_fingerprint(load_native_target(target, dtype="float32", progress=False, pack=False))
+    for head in heads:
+        if json.loads((head / "training" / "recipe.json").read_text()).get("target") != key:
+            raise ValueError(f"{head}: was trained for another target than {target}; train it again")
+
+
+def _copy_files(source: Path, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file():
+            shutil.copyfile(path, directory / path.name)
+
+
+def _checked_size(assets: Path) -> int:
+    size = sum(path.stat().st_size for path in assets.rglob("*") if path.is_file())
+    if size > MAX_DEMO_BYTES:
+        raise ValueError(f"{assets}: {size / 1e6:.1f} MB are too many, at most {MAX_DEMO_BYTES / 1e6:.0f} MB")
+    return size
+
+
+def _facts(work: Path, assets: Path, parts: Sequence[str]) -> CardFacts:
+    recipes = (work / part / "training" / "recipe.json" for part in parts)
+    _, held_out = standard_library_files()
+    return CardFacts(
+        target=read_history(work / "target-history.json"),
+        head=json.loads((work / "eagle3" / _EVALUATION).read_text()),
+        recipes=[json.loads(recipe.read_text()) for recipe in recipes],
+        held_out_files=[path.relative_to(sysconfig.get_paths()["stdlib"]).as_posix() for path in held_out],
+        target_bytes=(assets / "target" / "model.safetensors").stat().st_size,
+        head_bytes=(assets / "eagle3" / "model.safetensors").stat().st_size,
+    )
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

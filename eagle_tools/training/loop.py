@@ -1,0 +1,204 @@
+"""The training loop of all models: it resumes, shows a progress bar, and plots loss curves."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from eagle_tools.training.fingerprint import differences
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up to `peak`, then a cosine down to a twentieth of it."""
+
+    steps: int
+    peak: float
+    warmup: int = 100
+
+    @classmethod
+    def of(cls, steps: int, peak: float) -> Schedule:
+        """Warms up for 100 steps, or for a fifth of a short training."""
+        return cls(steps, peak, warmup=min(100, steps // 5 + 1))
+
+    def rate(self, step: int) -> float:
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.peak * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+
+@dataclass(frozen=True)
+class Optimizers:
+    """Muon for hidden matrices (orthogonalized momentum), AdamW for embeddings, heads, norms and biases."""
+
+    muon: torch.optim.Optimizer
+    adam: torch.optim.Optimizer
+
+    @classmethod
+    def of(cls, model: nn.Module, adam_names: tuple[str, ...] = ("embed", "lm_head")) -> Optimizers:
+        plain: list[nn.Parameter] = []
+        hidden: list[nn.Parameter] = []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                is_plain = parameter.dim() == 1 or any(part in name for part in adam_names)
+                (plain if is_plain else hidden).append(parameter)
+        return cls(
+            torch.optim.Muon(hidden, lr=0.0, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(plain, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0),
+        )
+
+    def step(self, rate: float) -> None:
+        for optimizer in (self.muon, self.adam):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, object]:
+        return {"muon": self.muon.state_dict(), "adam": self.adam.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, dict[str, object]]) -> None:
+        self.muon.load_state_dict(state["muon"])
+        self.adam.load_state_dict(state["adam"])
+
+
+@dataclass
+class History:
+    """The curves to plot: (step, value) pairs by curve name."""
+
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.curves.setdefault(name, []).append((step, value))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run. `loss(step)` returns the loss and numbers to plot; `evaluate()` returns more numbers.
+
+    inputs: what the result depends on besides the number of steps, in plain values. A checkpoint from other inputs is
+        not continued.
+    """
+
+    name: str
+    model: nn.Module
+    directory: Path
+    schedule: Schedule
+    loss: Callable[[int], tuple[Tensor, dict[str, float]]]
+    evaluate: Callable[[], dict[str, float]]
+    inputs: Mapping[str, Any]
+    log_every: int = 10
+    save_every: int = 100
+
+
+def train(job: Job) -> History:
+    """Run `job` to its last step. It resumes from a checkpoint in `directory`, if there is one.
+
+    Raises:
+        ValueError: the checkpoint is of a training from other inputs, or of more steps.
+    """
+    job.directory.mkdir(parents=True, exist_ok=True)
+    optimizers, history = Optimizers.of(job.model), History()
+    first = _resume(job, optimizers, history)
+    bar = tqdm(range(first, job.schedule.steps), initial=first, total=job.schedule.steps, desc=job.name, unit="step")
+    parameters = [p for p in job.model.parameters() if p.requires_grad]
+    for step in bar:
+        loss, numbers = job.loss(step)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizers.step(job.schedule.rate(step))
+        if step % job.log_every == 0:
+            values = {"train loss": float(loss.detach()), **numbers}
+            history.add(step, values)
+            bar.set_postfix({name: f"{value:.3f}" for name, value in values.items()})
+        if (step + 1) % job.save_every == 0 or step + 1 == job.schedule.steps:
+            history.add(step + 1, job.evaluate())
+            _save(job, optimizers, history, step + 1)
+            plot(history, job.directory / f"{job.name}-loss.png", job.name)
+    return history
+
+
+def plot(history: History, path: Path, title: str) -> None:
+    """The curves as a PNG with one panel each for losses, lengths, and rates in [0, 1]."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels: dict[str, list[str]] = {"cross-entropy": [], "rate": [], "tokens": []}
+    for name in history.curves:
+        panels["cross-entropy" if "loss" in name else "tokens" if "length" in name else "rate"].append(name)
+    shown = {label: names for label, names in panels.items() if names}
+    figure, axes = plt.subplots(1, len(shown), figsize=(5 * len(shown), 4), dpi=80, squeeze=False)
+    for axis, (label, names) in zip(axes[0], shown.items(), strict=True):
+        for name in names:
+            points = history.curves[name]
+            axis.plot(*zip(*points, strict=True), label=f"{name}: {points[-1][1]:.3f}", linewidth=1)
+        axis.set_xlabel("step")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+        axis.legend(
+            fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=2
+        )  # outside, so that it covers no curve
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _checkpoint(job: Job) -> Path:
+    return job.directory / f"{job.name}-checkpoint.pt"
+
+
+def _save(job: Job, optimizers: Optimizers, history: History, step: int) -> None:
+    trained = {name: p.detach() for name, p in job.model.named_parameters() if p.requires_grad}
+    state = {"step": step, "inputs": dict(job.inputs), "model": trained, "optimizers": optimizers.state_dict()}
+    temporary = _checkpoint(job).with_suffix(".tmp")
+    torch.save(state, temporary)
+    temporary.replace(_checkpoint(job))
+    (job.directory / f"{job.name}-history.json").write_text(json.dumps(history.curves))
+
+
+def restore(model: nn.Module, checkpoint: Path) -> dict[str, Any]:
+    """Load the parameters of `model` from a training checkpoint; returns the checkpoint."""
+    state: dict[str, Any] = torch.load(checkpoint, weights_only=True)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in state["model"].items():
+            parameters[name].copy_(value)
+    return state
+
+
+def read_history(path: Path) -> History:
+    """The curves saved with a checkpoint."""
+    curves = json.loads(path.read_text())
+    return History({name: [(int(step), float(value)) for step, value in points] for name, points in curves.items()})
+
+
+def _resume(job: Job, optimizers: Optimizers, history: History) -> int:
+    if not _checkpoint(job).is_file():
+        return 0
+    _check_checkpoint(job)
+    state = restore(job.model, _checkpoint(job))
+    optimizers.load_state_dict(state["optimizers"])
+    history.curves.update(read_history(job.directory / f"{job.name}-history.json").curves)
+    return int(state["step"])
+
+
+def _check_checkpoint(job: Job) -> None:
+    path = _checkpoint(job)
+    state: dict[str, Any] = torch.load(path, weights_only=True, mmap=True)
+    if changed := differences(state.get("inputs", {}), job.inputs):
+        raise ValueError(f"{path}: the checkpoint of a training with other inputs ({', '.join(changed)}); delete it")
+    if state["step"] > job.schedule.steps:
+        raise ValueError(f"{path}: already at step {state['step']}, beyond the {job.schedule.steps} asked for")

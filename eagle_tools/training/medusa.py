@@ -1,0 +1,158 @@
+"""Training of Medusa-1 heads: all heads learn together from the last hidden state of a frozen target.
+
+    loss = sum over heads i of 0.8^i * mean over positions t of -sum over v of p(v) log q_i(v), over the sum of weights
+
+or with another of `losses` in place of the cross-entropy. q_i is head i's distribution at t, and p the target's
+distribution of the token at t + 2 + i, given the text before it. The Medusa paper's cross-entropy has p = 1 at the
+token that came. Its mean over texts is the same, but noisier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle_server.attention.dense import DenseCausal
+from eagle_server.models.checkpoints.save import save_checkpoint
+from eagle_server.models.drafts.interface import TargetWeights
+from eagle_server.models.drafts.medusa import MedusaConfig, MedusaHeads
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_tools.training.corpus import Corpus
+from eagle_tools.training.eagle3 import OwnTexts, at_most, begin, text_window, written_part
+from eagle_tools.training.loop import Job, Schedule, train
+from eagle_tools.training.losses import LossName, draft_loss
+from eagle_tools.training.target import evenly_spaced
+from eagle_tools.training.ttt import accuracies, chain_length
+
+HEAD_DECAY = 0.8
+FILE = "medusa_lm_head.safetensors"
+_EVALUATED = 8  # texts per forward
+
+
+@dataclass(frozen=True)
+class MedusaRecipe:
+    """The shape of the heads and the length of their training. For `length` and `sampled_texts` see `eagle3.Recipe`.
+
+    shared_lm_head: the heads use the target's lm_head; a head is then only its residual blocks.
+    texts: maximum texts of `length` per step; fewer if the texts are longer.
+    """
+
+    heads: int = 4
+    layers: int = 1
+    shared_lm_head: bool = False
+    steps: int = 1200
+    peak: float = 3e-3
+    texts: int = 24
+    length: int = 256
+    sampled_texts: int = 4096
+    loss: LossName = "kl"
+    compiled: bool = False
+    kind: str = "medusa"
+
+
+@dataclass(frozen=True)
+class MedusaLesson:
+    """Texts, and the target's features and distributions for all tokens except the last."""
+
+    features: Tensor  # [batch, length - 1, H], the target's last hidden state at t
+    probs: Tensor  # float32 [batch, length - 1, V], distribution of the token at t + 1
+    window: Tensor  # int64 [batch, length]
+
+
+def new_heads(target: TargetModel, heads: int, layers: int, *, shared_lm_head: bool = False) -> MedusaHeads:
+    """New heads with zero residual blocks and the target's lm_head: each predicts the target's next token at first."""
+    config = MedusaConfig(heads, layers, target.config.hidden_size, target.config.vocab_size, not shared_lm_head)
+    with torch.device(target.embed.device):
+        model = MedusaHeads(config, TargetWeights(target.embed.detach(), target.lm_head))
+    own = target.lm_head.dense_weight().detach()
+    with torch.no_grad():
+        for name, view in model.weight_views():
+            if name.endswith(f".{layers}.weight"):
+                view.copy_(own)
+            else:
+                view.zero_()
+    target.aux_boundaries = ()
+    return model
+
+
+@torch.no_grad()
+def medusa_lesson(target: TargetModel, window: Tensor) -> MedusaLesson:
+    """The lesson of texts `window` int64 [batch, length]."""
+    seen = window[:, :-1]
+    batch, length = seen.shape
+    places = torch.arange(length, device=window.device).repeat(batch)
+    hidden = target(seen.reshape(-1), places, DenseCausal(batch)).hidden
+    probs = target.logits(hidden).softmax(-1)
+    return MedusaLesson(hidden.unflatten(0, (batch, -1)), probs.unflatten(0, (batch, -1)), window)
+
+
+def medusa_loss(model: MedusaHeads, lesson: MedusaLesson, loss: LossName = "kl") -> tuple[Tensor, Tensor]:
+    """(loss, hits bool [heads, batch, length - 2]).
+
+    hits[i, :, t] says whether head i, at position t - i, predicts the token at t + 2. It is False for t < i.
+    """
+    heads, length = model.config.heads, lesson.window.shape[1]
+    logits = model(lesson.features[:, :-1].flatten(0, 1)).unflatten(1, (-1, length - 2))  # [heads, batch, length-2, V]
+    total, hits = logits.new_zeros(()), torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    for i in range(heads):
+        guessed, rows = logits[i, :, : length - 2 - i], slice(i, length - 2)
+        total = total + HEAD_DECAY**i * draft_loss(loss, lesson.probs[:, i + 1 : length - 1], guessed)
+        hits[i, :, rows] = guessed.argmax(-1) == lesson.window[:, 2 + i :]
+    return total / sum(HEAD_DECAY**i for i in range(heads)), hits
+
+
+def train_medusa(target: TargetModel, corpus: Corpus, recipe: MedusaRecipe, directory: Path) -> MedusaHeads:
+    """Train heads in `directory`, or finish their training. `target` is frozen."""
+    inputs, own = begin(target, corpus, recipe, directory)
+    model = new_heads(target, recipe.heads, recipe.layers, shared_lm_head=recipe.shared_lm_head)
+    device = target.embed.device
+    narrow = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()  # other CPUs emulate bfloat16
+    lesson_of = torch.compile(medusa_lesson) if recipe.compiled else medusa_lesson
+    loss_of = torch.compile(medusa_loss) if recipe.compiled else medusa_loss
+
+    def loss(step: int) -> tuple[Tensor, dict[str, float]]:
+        window = text_window(corpus, own, recipe, target.config.max_position, step).to(device)
+        window = at_most(recipe.texts, window, recipe.length)
+        with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
+            return loss_of(model, lesson_of(target, window), recipe.loss)[0], {}
+
+    @torch.no_grad()
+    def evaluate() -> dict[str, float]:
+        return evaluate_medusa(target, model, corpus, own)
+
+    schedule = Schedule.of(recipe.steps, recipe.peak)
+    train(Job("medusa", model, directory, schedule, loss, evaluate, inputs))
+    return model
+
+
+@torch.no_grad()
+def evaluate_medusa(target: TargetModel, model: MedusaHeads, corpus: Corpus, own: OwnTexts) -> dict[str, float]:
+    """The loss on held-out text; each head's accuracy and the accept length of chains on the target's own texts."""
+    device, length = target.embed.device, own.greedy.shape[1] - 1
+    held_out = torch.cat(evenly_spaced(corpus.held_out, length, 24)).to(device)
+    losses = [medusa_loss(model, medusa_lesson(target, part))[0] for part in held_out.split(_EVALUATED)]
+    numbers = {"held-out loss": float(torch.stack(losses).mean())}
+    for label, texts in (("T=0", own.greedy), ("T=1", own.sampled)):
+        window = torch.from_numpy(texts.astype(np.int64)).to(device)
+        parts = [medusa_loss(model, medusa_lesson(target, part))[1] for part in window.split(_EVALUATED)]
+        written = written_part(torch.cat(parts, dim=1), length)
+        for index, accuracy in enumerate(accuracies(written)):
+            numbers[f"{label} head {index + 1}"] = accuracy
+        numbers[f"{label} accept length"] = chain_length(written)
+    return numbers
+
+
+def export_medusa(model: MedusaHeads, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write trained heads in the format of Medusa-1: config.json and medusa_lm_head.safetensors."""
+    config = model.config
+    described = {
+        "medusa_num_heads": config.heads,
+        "medusa_num_layers": config.layers,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+    }
+    save_checkpoint(model, directory, described, dtype, file=FILE)

@@ -1,0 +1,174 @@
+"""Training of a ReDrafter head: rollouts along a text, with the frozen target's distributions as labels.
+
+At row t of a text the head reads the target's feature of t and then the tokens from t+1 on, one per step. After k
+tokens its logits predict the token at t+k+1. The texts are the corpus and, in every second step, texts that the target
+wrote. This is the paper's distillation (arXiv 2403.09919, section 3.3), but the label at each place is the target's
+whole distribution instead of one token drawn from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from eagle_server.models.drafts.interface import TargetWeights
+from eagle_server.models.drafts.redrafter import RedrafterConfig, RedrafterHead
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_tools.training.corpus import Corpus
+from eagle_tools.training.eagle3 import OwnTexts, at_most, begin, text_window, written_part
+from eagle_tools.training.loop import Job, Schedule, train
+from eagle_tools.training.losses import LossName, draft_loss
+from eagle_tools.training.target import evenly_spaced
+from eagle_tools.training.ttt import PASS_DECAY, Lesson, teach
+
+
+@dataclass(frozen=True)
+class RedrafterRecipe:
+    """The shape of a ReDrafter head and the length of its training.
+
+    exit_dim: None takes twice the target's width, which needs no input projection.
+    rollout: draft steps that are trained; serving may use more, with lower acceptance.
+    sampled_texts: number of texts that the target writes, used in every second step; 0 trains on the corpus alone.
+    texts: maximum texts of `length` per step; fewer if the texts are longer.
+    """
+
+    kind: str = "redrafter"
+    steps: int = 1200
+    rollout: int = 5
+    peak: float = 4e-3
+    exit_dim: int | None = None
+    draft_layers: int = 2
+    rnn: bool = True
+    texts: int = 24
+    length: int = 256
+    sampled_texts: int = 4096
+    loss: LossName = "kl"
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class NewRedrafter:
+    """A head to train, and its config.json as a dict, which a loader reads."""
+
+    head: RedrafterHead
+    config_json: dict[str, Any]
+
+
+def new_redrafter(
+    target: TargetModel, *, exit_dim: int | None = None, draft_layers: int = 2, rnn: bool = True
+) -> NewRedrafter:
+    """A new head. Its residual blocks are zero; `target` gets no aux boundaries.
+
+    A head of the target's width starts with the target's lm_head over its feature: it predicts the target's next token.
+    """
+    hidden = target.config.hidden_size
+    config = RedrafterConfig(target.config.vocab_size, hidden, exit_dim or 2 * hidden, draft_layers, rnn)
+    with torch.device(target.embed.device):
+        head = RedrafterHead(config, TargetWeights(target.embed.detach(), target.lm_head))
+    for parameter in head.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+        else:
+            nn.init.zeros_(parameter)
+    for block in head.blocks:
+        nn.init.zeros_(block.weight)  # type: ignore[arg-type]
+    if head.input_proj is not None and config.exit_dim == hidden:
+        with torch.no_grad():
+            nn.init.eye_(head.input_proj.weight)
+            head.lm_head.weight.copy_(target.lm_head.dense_weight())
+    published = {
+        "architectures": ["Drafter"],
+        "model_type": "recurrent_drafting_drafter",
+        "vocab_size": config.vocab_size,
+        "hidden_size": hidden,
+        "exit_dim": config.exit_dim,
+        "num_draft_layers": draft_layers,
+        "rnn": rnn,
+    }
+    target.aux_boundaries = ()
+    return NewRedrafter(head, published)
+
+
+def train_redrafter(target: TargetModel, corpus: Corpus, recipe: RedrafterRecipe, directory: Path) -> NewRedrafter:
+    """Train a head in `directory`, or finish its training. `target` is frozen."""
+    if any(target.config.windows):
+        raise ValueError("heads cannot be trained for sliding-window targets yet")
+    inputs, own = begin(target, corpus, recipe, directory)
+    torch.manual_seed(0)
+    new = new_redrafter(target, exit_dim=recipe.exit_dim, draft_layers=recipe.draft_layers, rnn=recipe.rnn)
+    device = target.embed.device
+    everything = torch.arange(target.config.vocab_size, device=device)
+    lesson_of = torch.compile(teach) if recipe.compiled else teach
+    loss_of = torch.compile(rollout_loss) if recipe.compiled else rollout_loss
+
+    def loss(step: int) -> tuple[Tensor, dict[str, float]]:
+        window = text_window(corpus, own, recipe, target.config.max_position, step).to(device)
+        window = at_most(recipe.texts, window, recipe.length)
+        with torch.autocast(device.type, torch.bfloat16):
+            return loss_of(new.head, lesson_of(target, window, everything), recipe.rollout, recipe.loss)[0], {}
+
+    @torch.no_grad()
+    def evaluate() -> dict[str, float]:
+        return evaluate_redrafter(target, new.head, corpus, own, recipe.rollout)
+
+    train(Job(recipe.kind, new.head, directory, Schedule.of(recipe.steps, recipe.peak), loss, evaluate, inputs))
+    return new
+
+
+@torch.no_grad()
+def evaluate_redrafter(
+    target: TargetModel, head: RedrafterHead, corpus: Corpus, own: OwnTexts, steps: int
+) -> dict[str, float]:
+    """The loss on held-out text; accuracy per step and accept length of chains on the target's continuations of it."""
+    device, length = target.embed.device, own.greedy.shape[1] - 1
+    everything = torch.arange(target.config.vocab_size, device=device)
+    held_out = torch.cat(evenly_spaced(corpus.held_out, length, 24)).to(device)
+    numbers = {"held-out loss": float(rollout_loss(head, teach(target, held_out, everything), steps)[0])}
+    for label, texts in (("T=0", own.greedy), ("T=1", own.sampled)):
+        window = torch.from_numpy(texts.astype(np.int64)).to(device)
+        _, hits = rollout_loss(head, teach(target, window, everything), steps)
+        written = written_part(hits, length)
+        numbers |= {f"{label} step {k + 1}": rate for k, rate in enumerate(accuracies(written))}
+        numbers[f"{label} accept length"] = accept_length(written)
+    return numbers
+
+
+def rollout(head: RedrafterHead, lesson: Lesson, steps: int) -> Iterator[Tensor]:
+    """The logits [batch * rows, V] of each step, for every row of a text with at least `steps` tokens after it."""
+    tokens, features = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.tokens, lesson.features))
+    rows = tokens.shape[1] - steps + 1
+    context, state = features[:, :rows].flatten(0, 1), None
+    for step in range(steps):
+        state = head.state(tokens[:, step : step + rows].flatten(), state)
+        yield head.logits(context, state)
+
+
+def rollout_loss(head: RedrafterHead, lesson: Lesson, steps: int, loss: LossName = "kl") -> tuple[Tensor, Tensor]:
+    """(loss, hits bool [steps, batch, rows]): hits says where the head's best token is the next token.
+
+    loss = sum over k of 0.8^k * mean over rows of `loss` between p and q_k, over the sum of the weights.
+    """
+    probs, following = (x.unflatten(0, (lesson.batch, -1)) for x in (lesson.probs, lesson.following))
+    rows = following.shape[1] - steps + 1
+    total, hits = probs.new_zeros(()), []
+    for step, logits in enumerate(rollout(head, lesson, steps)):
+        here = slice(step, step + rows)
+        total = total + PASS_DECAY**step * draft_loss(loss, probs[:, here].flatten(0, 1), logits)
+        hits.append(logits.detach().argmax(-1).view(lesson.batch, rows) == following[:, here])
+    return total / sum(PASS_DECAY**step for step in range(steps)), torch.stack(hits)
+
+
+def accuracies(hits: Tensor) -> list[float]:
+    """The share of hits in each step."""
+    return [float(rows.float().mean()) for rows in hits]
+
+
+def accept_length(hits: Tensor) -> float:
+    """Mean tokens per target forward, bonus included, of chains with one step per row of `hits`."""
+    return 1.0 + float(hits.long().cumprod(0).sum(0).float().mean())
