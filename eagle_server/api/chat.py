@@ -171,10 +171,7 @@ def chat_handler(body: ChatRequest, service: Service, ready: Ready, response_id:
 
 def translated_handler(body: TranslatedBody, service: Service, ready: Ready, response_id: str) -> GenerationHandler:
     """The generation of the answer to another API's body."""
-    try:
-        return chat_handler(body.chat, service, ready, response_id)
-    except ApiError as error:
-        raise error.renamed(body.renamed) from None
+    return chat_handler(body.chat, service, ready, response_id)
 
 
 def _prompts(text: str, body: ChatRequest, service: Service, ready: Ready) -> list[Prompt]:
@@ -184,9 +181,9 @@ def _prompts(text: str, body: ChatRequest, service: Service, ready: Ready) -> li
         ApiError: it is too long.
     """
     limit, tokenizer = token_limit(body, ready), service.spelling.tokenizer
-    token_ids = encode(text, tokenizer, limit, "messages", special=service.chat_template.adds_special)
+    token_ids = encode(text, tokenizer, limit, body.name("messages"), special=service.chat_template.adds_special)
     if not token_ids:
-        raise bad_request("the prompt is empty: it has no tokens", "messages", "invalid_value")
+        raise bad_request("the prompt is empty: it has no tokens", body.name("messages"), "invalid_value")
     return [Prompt(token_ids)]
 
 

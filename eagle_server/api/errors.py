@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
@@ -94,11 +94,6 @@ class ApiError(Exception):
         if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             return "server_error"
         return KINDS.get(self.status, "invalid_request_error")
-
-    def renamed(self, rename: Callable[[str], str]) -> ApiError:
-        """The same error with other names of parameters."""
-        param = None if self.param is None else rename(self.param)
-        return ApiError(self.status, rename(self.message), param=param, code=self.code, headers=self.headers)
 
     @property
     def body(self) -> bytes:

@@ -99,7 +99,7 @@ def _max_tokens(body: GenerationBody, prompts: Sequence[Prompt], ready: Ready) -
     wanted = body.max_output_tokens
     max_tokens = room if wanted is None else wanted
     if max_tokens > room or (wanted is None and room < 1):
-        raise too_long(longest, max(max_tokens, 1), ready.max_request_tokens, body.prompt_param)
+        raise too_long(longest, max(max_tokens, 1), ready.max_request_tokens, body)
     if body.min_tokens > max_tokens:
         raise bad_request(f"min_tokens exceeds the {max_tokens} tokens that fit", "min_tokens", "invalid_value")
     return max_tokens

@@ -32,7 +32,7 @@ def render(messages: Sequence[Message], rendering: Rendering, template: ChatTemp
     try:
         return template.render(conversation)
     except TemplateError as error:
-        raise bad_request(str(error), error.param, "invalid_value") from None
+        raise bad_request(str(error), rendering.name(error.param), "invalid_value") from None
 
 
 def token_limit(body: GenerationBody, ready: Ready) -> int:
@@ -68,14 +68,15 @@ def encode(
         raise bad_request(message, param, "context_length_exceeded") from None
 
 
-def too_long(tokens: int, max_tokens: int, limit: int, param: str) -> ApiError:
+def too_long(tokens: int, max_tokens: int, limit: int, body: GenerationBody) -> ApiError:
     """The error for a prompt that leaves no room for the output."""
+    wanted = body.name("max_tokens")
     message = (
         f"this model's maximum context length is {limit} tokens, however you requested "
         f"{tokens + max_tokens} tokens ({tokens} in your prompt; {max_tokens} for the completion); "
-        f"reduce the prompt or max_tokens"
+        f"reduce the prompt or {wanted}"
     )
-    return bad_request(message, param if tokens >= limit else "max_tokens", "context_length_exceeded")
+    return bad_request(message, body.name(body.prompt_param) if tokens >= limit else wanted, "context_length_exceeded")
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:

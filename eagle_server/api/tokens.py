@@ -6,7 +6,6 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from eagle_server.api.body import process_text, read_body
-from eagle_server.api.errors import ApiError
 from eagle_server.api.prompts import check_token_ids, encode, render
 from eagle_server.api.response_parts import HeadRoute, json_response
 from eagle_server.api.schemas.messages import CountTokensRequest
@@ -119,10 +118,7 @@ def _tokenized(body: TokenizeRequest, service: Service, limit: int) -> Tokenized
 
 def _counted(body: CountTokensRequest, service: Service) -> CountedTokens:
     template, tokenizer = service.chat_template, service.spelling.tokenizer
-    try:
-        text = render(body.chat.messages, body.chat, template)
-    except ApiError as error:
-        raise error.renamed(body.renamed) from None
+    text = render(body.chat.messages, body.chat, template)
     special = template.adds_special
     tokens = encode(text, tokenizer, MAX_TEXT_TOKENS, "messages", special=special, limited=LIMITED)
     return CountedTokens(len(tokens))

@@ -53,7 +53,7 @@ def tool_use(body: ChatRequest, syntax: CallSyntax | None) -> ToolUse | None:
         return None
     if syntax is None:
         if body.must_call or not body.parallel_tool_calls:
-            raise _no_parser("tool_choice" if body.must_call else "parallel_tool_calls")
+            raise _no_parser(body.name("tool_choice" if body.must_call else "parallel_tool_calls"))
         return None
     functions = [tool["function"] for tool in body.offered_tools]
     schemas = {function["name"]: function.get("parameters") or {} for function in functions}
@@ -69,7 +69,7 @@ def _grammar(body: ChatRequest, syntax: CallSyntax, functions: list[dict[str, An
             try:
                 callable_functions.append((function["name"], argument_schema(function.get("parameters"))))
             except ValueError as error:
-                param = f"tools.{number}.function.parameters"
+                param = f"tools.{number}.{body.name('function.parameters')}"
                 raise bad_request(f"{param} {error}", param, "invalid_value") from None
     tokens = {text: token for token, text in syntax.markers.items()}
     try:

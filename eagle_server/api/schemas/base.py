@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, ClassVar, TypeVar
 
@@ -48,11 +48,16 @@ class Body(Part):
     expected: ClassVar[dict[str, str]] = {}
 
     _size: int = PrivateAttr(0)
+    _names: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     @property
     def size(self) -> int:
         """Size of the JSON text in bytes."""
         return self._size
+
+    def name(self, parameter: str) -> str:
+        """What errors call a parameter. It differs if the client sent another API's body, which became this one."""
+        return self._names.get(parameter, parameter)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Violated rules between parameters, as (parameter, problem)."""

@@ -245,7 +245,7 @@ class ChatRequest(GenerationBody, Rendering):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             yield "max_tokens", f"differs from max_completion_tokens, {self.max_completion_tokens}; drop one of them"
         if self.max_output_tokens is not None and self.min_tokens > self.max_output_tokens:
-            yield "min_tokens", f"exceeds max_completion_tokens, {self.max_output_tokens}"
+            yield "min_tokens", f"exceeds {self.name('max_completion_tokens')}, {self.max_output_tokens}"
         if self.top_logprobs is not None and not self.logprobs:
             yield "top_logprobs", "needs logprobs: true"
         yield from self._problems_of_tools()
@@ -260,4 +260,4 @@ class ChatRequest(GenerationBody, Rendering):
             yield "tool_choice", f"names {name!r}, which is none of the tools"
         if self.must_call and self.grammar is not None:
             param = "response_format" if self.structured_outputs is None else "structured_outputs"
-            yield param, "and a tool_choice that asks for a call exclude each other"
+            yield self.name(param), "and a tool_choice that asks for a call exclude each other"

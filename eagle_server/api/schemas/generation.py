@@ -181,4 +181,4 @@ class GenerationBody(SamplingBody):
             yield "stream_pacing", "needs stream: true and a single choice"
         asks_for_format = self.response_format is not None and self.response_format.type != "text"
         if asks_for_format and self.structured_outputs is not None:
-            yield "structured_outputs", "and response_format ask for two things; drop one of them"
+            yield "structured_outputs", f"and {self.name('response_format')} ask for two things; drop one of them"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
@@ -16,11 +15,10 @@ from eagle_server.api.schemas.chat import ChatRequest, Message, Values
 from eagle_server.api.schemas.generation import SamplingBody
 
 LONGEST_TYPE = 40  # characters of a type that an error repeats
-_NAMES = re.compile(r"[a-z_]+(\.[a-z_]+)*")
 
 
 class TranslatedBody(Body):
-    """A body that has a chat's meaning. `names` has its parameters' names by those of the chat, for errors."""
+    """A body that has a chat's meaning. `names` maps the chat's parameters to its own, for errors."""
 
     names: ClassVar[Mapping[str, str]] = {}
 
@@ -37,19 +35,15 @@ class TranslatedBody(Body):
     def chat(self) -> ChatRequest:
         shared = self.model_fields_set & SamplingBody.model_fields.keys()
         sampling = {name: getattr(self, name) for name in shared}
-        return ChatRequest.model_validate({**sampling, **self.chat_parameters, "messages": self.messages_of_chat})
-
-    @classmethod
-    def renamed(cls, text: str) -> str:
-        """A text of the chat's errors with this body's names."""
-        return _NAMES.sub(lambda name: cls.names.get(name[0], name[0]), text)
+        chat = ChatRequest.model_validate({**sampling, **self.chat_parameters, "messages": self.messages_of_chat})
+        chat._names = self.names
+        return chat
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
         if not self.messages_of_chat:
-            yield self.renamed("messages"), "has nothing to answer"
-        for name, problem in self.chat.problems():
-            yield self.renamed(name), self.renamed(problem)
+            yield self.names.get("messages", "messages"), "has nothing to answer"
+        yield from self.chat.problems()
 
 
 def typed(
