@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from eagle_server.api.app import create_app
 from eagle_server.api.chat import ToolCall, chat_handler, tool_calls_of
 from eagle_server.api.completions import completion_handler
 from eagle_server.api.errors import ApiError
@@ -119,7 +118,7 @@ class LLM:
         location = config.model.tokenizer_path or config.target_path
         tokenizer = load_tokenizer(location)
         template = load_chat_template(location, tokenizer, config.model.chat_template)
-        self._service: Service = create_app(config, EngineClient(), tokenizer, template).state.service
+        self._service = Service.of(config, EngineClient(), tokenizer, template)
         self._engine = build_engine(config, progress=progress)
 
     def generate(

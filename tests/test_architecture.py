@@ -45,6 +45,7 @@ ARROWS: dict[str, set[str]] = {
 SEE_CONFIG = {
     "__main__",
     "api.app",
+    "api.service",
     "engine.build",
     "engine.devices",
     "engine.memory_estimate",

@@ -10,15 +10,11 @@ from http import HTTPStatus
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eagle_server.api import docs_page, playground
 from eagle_server.api.errors import ApiError, as_api_error, unavailable
 from eagle_server.api.keys import ApiKeys, KeyHolder
 from eagle_server.api.rate_limits import ClientLimits
 from eagle_server.api.telemetry.request_record import current_request
 from eagle_server.client.client import EngineClient, QueueFull
-
-# Paths that need no key: for load balancers, probes and browsers.
-OPEN_PATHS = docs_page.PATHS | playground.PATHS | {"/", "/health", "/ping", "/metrics", "/health_generate", "/version"}
 
 DRAIN_SECONDS = 5.0  # for the bodies that are arriving when the server is told to stop
 
@@ -79,7 +75,7 @@ class Admission:
 
 
 class AdmissionMiddleware:
-    """ASGI middleware. `generating_paths` submit requests to the engine."""
+    """ASGI middleware. `generating_paths` submit requests to the engine, `open_paths` need no key."""
 
     def __init__(
         self,
@@ -87,12 +83,13 @@ class AdmissionMiddleware:
         admission: Admission,
         client: EngineClient,
         generating_paths: Collection[str],
+        open_paths: Collection[str],
         keys: ApiKeys,
     ) -> None:
         self._app = app
         self._admission = admission
         self._client = client
-        self._generating_paths = frozenset(generating_paths)
+        self._generating_paths, self._open_paths = frozenset(generating_paths), frozenset(open_paths)
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,7 +136,7 @@ class AdmissionMiddleware:
         Raises:
             ApiError: status 401, nobody who has a key.
         """
-        if not self._keys.are_needed or scope["path"] in OPEN_PATHS:
+        if not self._keys.are_needed or scope["path"] in self._open_paths:
             return self._keys.nobody
         headers = Headers(scope=scope)
         holder = self._keys.find(headers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -10,7 +9,6 @@ from starlette.middleware.cors import CORSMiddleware
 
 from eagle_server.api import chat, completions, docs_page, inspection, messages, playground, render, responses, tokens
 from eagle_server.api.admission import AdmissionMiddleware
-from eagle_server.api.answer_format import ReasoningSyntax
 from eagle_server.api.errors import RETRY_AFTER, install_handlers
 from eagle_server.api.keys import ApiKeys
 from eagle_server.api.openapi import openapi
@@ -23,69 +21,37 @@ from eagle_server.api.telemetry.access import AccessLog
 from eagle_server.api.telemetry.metrics import ServerMetrics
 from eagle_server.api.telemetry.observer import Telemetry
 from eagle_server.api.telemetry.summary import Summary
-from eagle_server.api.tools import CallSyntax
 from eagle_server.client.client import EngineClient
 from eagle_server.config import Config
 from eagle_server.text.chat_template import ChatTemplate
-from eagle_server.text.reasoning_formats import find_reasoning_format
-from eagle_server.text.token_spelling import TokenSpelling
 from eagle_server.text.tokenizer import Tokenizer
-from eagle_server.text.tool_formats import find_format
 
 if TYPE_CHECKING:
     from eagle_server.api.telemetry.tracing import Tracing
 
-
-logger = logging.getLogger(__name__)
-
 GENERATING = (completions, chat, responses, messages)  # the endpoint modules that submit requests to the engine
 MODULES = (*GENERATING, render, tokens, inspection, exposition, playground)
+# Paths that need no key: for load balancers, probes and browsers.
+OPEN_PATHS = docs_page.PATHS | playground.PATHS | {"/", "/health", "/ping", "/metrics", "/health_generate", "/version"}
 
 
 def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate) -> FastAPI:
-    """The application for `client`. Its `state.service` holds what the routes share.
+    """The application for `client`. Its `state.service` holds what the routes share, `state.metrics` what they count.
 
     `state.tracing` must be closed at the end if it is not None. `state.keys` may be read again.
 
     Raises:
         ValueError: an option needs a package that is not installed.
     """
+    service = Service.of(config, client, tokenizer, chat_template)
     metrics = ServerMetrics(config.served_model_name, lambda: client.stats)
     client.observe(Telemetry(metrics, Summary(config.observability.log_stats_interval)))
     tracing = _tracing(config)
-    service = _service(config, client, tokenizer, chat_template, metrics)
     app = _application()
-    app.state.service = service
-    app.state.tracing = tracing
-    _add_middleware(app, config, service, tracing)
+    app.state.service, app.state.metrics, app.state.tracing = service, metrics, tracing
+    _add_middleware(app, config, service, metrics, tracing)
     install_handlers(app)
     return app
-
-
-def _service(
-    config: Config, client: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate, metrics: ServerMetrics
-) -> Service:
-    """What the routes share."""
-    format = find_format(config.model.tool_call_parser, chat_template)
-    thinking = find_reasoning_format(config.model.reasoning_parser, chat_template)
-    found = {"tool_call_parser": format, "reasoning_parser": thinking}
-    parsers = {name: "none" if each is None else each.name for name, each in found.items()}
-    own = "the model's" if chat_template.built_in is None else f"built-in: {chat_template.built_in}"
-    parsers["chat_template"] = config.model.chat_template or own
-    logger.debug("%s", parsers)
-    return Service(
-        client=client,
-        spelling=TokenSpelling(tokenizer),
-        chat_template=chat_template,
-        call_syntax=None if format is None else CallSyntax.of(format, tokenizer),
-        reasoning_syntax=None if thinking is None else ReasoningSyntax.of(thinking, tokenizer),
-        model_name=config.served_model_name,
-        metrics=metrics,
-        timeout=config.server.request_timeout,
-        keep_alive=config.server.sse_keep_alive or None,
-        configuration=config.public_dict(),
-        parsers=parsers,
-    )
 
 
 def _application() -> FastAPI:
@@ -99,7 +65,9 @@ def _application() -> FastAPI:
     return app
 
 
-def _add_middleware(app: FastAPI, config: Config, service: Service, tracing: Tracing | None) -> None:
+def _add_middleware(
+    app: FastAPI, config: Config, service: Service, metrics: ServerMetrics, tracing: Tracing | None
+) -> None:
     """The middleware that is added last sees a request first."""
     given = config.server.api_key
     key = None if given is None else given.get_secret_value()
@@ -110,6 +78,7 @@ def _add_middleware(app: FastAPI, config: Config, service: Service, tracing: Tra
         client=service.client,
         generating_paths=[route.path for module in GENERATING for route in module.router.routes],
         keys=keys,
+        open_paths=OPEN_PATHS,
     )
     app.add_middleware(
         PagesOfThisServer,
@@ -120,8 +89,8 @@ def _add_middleware(app: FastAPI, config: Config, service: Service, tracing: Tra
     paths = {str(getattr(route, "path", "")) for module in MODULES for route in module.router.routes} | docs_page.PATHS
     app.add_middleware(
         AccessLog,
-        on_generated=[service.metrics.answered, *([tracing.record] if tracing else [])],
-        on_answered=lambda record: service.metrics.responded(record, paths),
+        on_generated=[metrics.answered, *([tracing.record] if tracing else [])],
+        on_answered=lambda record: metrics.responded(record, paths),
     )
     if config.server.cors_allow_origins:
         app.add_middleware(

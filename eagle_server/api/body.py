@@ -11,7 +11,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
 
-from fastapi import Request
+from starlette.requests import Request
 
 from eagle_server.api.errors import ApiError, as_api_error, bad_request, unavailable
 from eagle_server.api.json_size import JsonSize, TooManyValues

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from eagle_server.client.client import EngineUnavailable, GenerationTimeout, QueueFull, SlowReader
 
@@ -146,7 +147,7 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; the server's log has the details")
 
 
-def install_handlers(app: FastAPI) -> None:
+def install_handlers(app: Starlette) -> None:
     """Make the app answer every exception with an error object."""
 
     async def answer(request: Request, error: Exception) -> Response:

@@ -7,8 +7,8 @@ import re
 import uuid
 from urllib.parse import quote
 
-from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagle_server.api.errors import ANTHROPIC_PATHS, as_api_error, shortened

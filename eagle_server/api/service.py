@@ -1,28 +1,34 @@
-"""What the routes share: the engine client, the tokenizer, the chat template and the metrics."""
+"""What all requests share: the engine client, the tokenizer, the chat template and the formats of answers."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import Request
+from starlette.requests import Request
 
 from eagle_server.api.admission import Admission
 from eagle_server.api.answer_format import ReasoningSyntax
 from eagle_server.api.errors import ApiError
-from eagle_server.api.telemetry.metrics import ServerMetrics
 from eagle_server.api.tools import CallSyntax
 from eagle_server.client.client import EngineClient, EngineUnavailable
+from eagle_server.config import Config
 from eagle_server.request import Ready
 from eagle_server.text.chat_template import ChatTemplate
+from eagle_server.text.reasoning_formats import find_reasoning_format
 from eagle_server.text.token_spelling import TokenSpelling
+from eagle_server.text.tokenizer import Tokenizer
+from eagle_server.text.tool_formats import find_format
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Service:
-    """State that the routes share. `spelling` holds the tokenizer.
+    """State that all requests share, with or without an HTTP server. `spelling` holds the tokenizer.
 
     `call_syntax` is the format of the model's tool calls, None if tool calls are not recognized, and `reasoning_syntax`
     that of its thinking. `configuration` has no secrets. `timeout` is the server's limit for any request in seconds,
@@ -35,12 +41,34 @@ class Service:
     call_syntax: CallSyntax | None
     reasoning_syntax: ReasoningSyntax | None
     model_name: str
-    metrics: ServerMetrics
     timeout: float | None = None
     keep_alive: float | None = None
     configuration: Mapping[str, Any] = field(default_factory=dict)
     parsers: Mapping[str, str] = field(default_factory=dict)  # and the chat template, by their options' names
     admission: Admission = field(default_factory=Admission)
+
+    @classmethod
+    def of(cls, config: Config, client: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate) -> Service:
+        """The service that a configuration asks for."""
+        calls = find_format(config.model.tool_call_parser, chat_template)
+        thinking = find_reasoning_format(config.model.reasoning_parser, chat_template)
+        found = {"tool_call_parser": calls, "reasoning_parser": thinking}
+        parsers = {name: "none" if each is None else each.name for name, each in found.items()}
+        own = "the model's" if chat_template.built_in is None else f"built-in: {chat_template.built_in}"
+        parsers["chat_template"] = config.model.chat_template or own
+        logger.debug("%s", parsers)
+        return cls(
+            client=client,
+            spelling=TokenSpelling(tokenizer),
+            chat_template=chat_template,
+            call_syntax=None if calls is None else CallSyntax.of(calls, tokenizer),
+            reasoning_syntax=None if thinking is None else ReasoningSyntax.of(thinking, tokenizer),
+            model_name=config.served_model_name,
+            timeout=config.server.request_timeout,
+            keep_alive=config.server.sse_keep_alive or None,
+            configuration=config.public_dict(),
+            parsers=parsers,
+        )
 
     def ready_for(self, model: str | None) -> Ready:
         """What the engine serves.

@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Response
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")

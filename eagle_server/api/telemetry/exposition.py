@@ -18,5 +18,5 @@ async def metrics(request: Request) -> Response:
     encoding = openmetrics if content_type.startswith("application/openmetrics-text") else text
     # Our names need no escaping. With OpenMetrics the chosen encoder would still rename the samples from vllm:x to
     # vllm_x, and no query would find them: prometheus-client 0.26 escapes samples but not names.
-    body = encoding.generate_latest(request.app.state.service.metrics.registry, escaping=openmetrics.ALLOWUTF8)
+    body = encoding.generate_latest(request.app.state.metrics.registry, escaping=openmetrics.ALLOWUTF8)
     return Response(body, headers={"content-type": content_type})
