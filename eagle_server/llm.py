@@ -9,18 +9,17 @@ Prompts, parameters and answers go through the code of the HTTP endpoints, so eq
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import msgspec
 from tqdm import tqdm
 
-from eagle_server.api.chat import ToolCall, chat_handler, tool_calls_of
-from eagle_server.api.completions import completion_handler
+from eagle_server.api.chat import CHAT_COMPLETIONS, ToolCall, tool_calls_of
+from eagle_server.api.completions import COMPLETIONS
+from eagle_server.api.endpoint import Answer, Endpoint
 from eagle_server.api.errors import ApiError
-from eagle_server.api.generate import GenerationHandler
 from eagle_server.api.request_state import OutputDelta, RequestState, ScoredToken
 from eagle_server.api.response_parts import SpeculativeMetrics
 from eagle_server.api.schemas.base import parse
@@ -43,7 +42,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 class GenerationParams:
     """How to sample: the endpoints' parameters by name, see docs/api.md. max_tokens is 16 unless given.
 
-    Those of chats alone, like tools, are for `LLM.chat`; logprobs is the number of alternatives in both.
+    Parameters of chats alone, like tools, are for `LLM.chat`; logprobs is the number of alternatives in both.
 
     Raises:
         ValueError: an unknown parameter or a value that is not allowed; the message names it.
@@ -78,7 +77,7 @@ SamplingParams = GenerationParams  # vLLM's name, which the engine's own struct 
 class CompletionOutput:
     """One choice. logprobs: for each token its alternatives by id, and itself; None unless they were asked for.
 
-    `reasoning` and `tool_calls` are those of a chat; its `text` has neither.
+    `reasoning` and `tool_calls` belong to chats, whose `text` has neither.
     """
 
     index: int
@@ -146,8 +145,7 @@ class LLM:
             for prompt, params in zip(several, given, strict=True)
         ]
         texts = [prompt if isinstance(prompt, str) else None for prompt in several]
-        handler = partial(self._handler, CompletionRequest, completion_handler)
-        return self._run(handler, bodies, texts, use_tqdm=use_tqdm)
+        return self._run(COMPLETIONS, bodies, texts, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -169,30 +167,28 @@ class LLM:
         given = _for_each(several, sampling_params, parameters)
         offered = {} if tools is None else {"tools": list(tools)}
         bodies = [{**params.of_chat(each), **offered} for each, params in zip(several, given, strict=True)]
-        handler = partial(self._handler, ChatRequest, chat_handler)
-        return self._run(handler, bodies, [None] * len(bodies), use_tqdm=use_tqdm)
+        return self._run(CHAT_COMPLETIONS, bodies, [None] * len(bodies), use_tqdm=use_tqdm)
 
-    def _handler(self, schema: Any, prepare: Any, body: dict[str, Any], name: str) -> GenerationHandler:
+    def _answer(self, endpoint: Endpoint[Any], body: dict[str, Any], name: str) -> Answer:
+        parsed = _parsed(endpoint.schema, {**body, "return_token_ids": True})
         try:
-            parsed = _parsed(schema, {**body, "return_token_ids": True})
-            handler: GenerationHandler = prepare(parsed, self._service, self._engine.ready(), name)
+            return endpoint.answer(parsed, self._service, self._engine.ready(), name)
         except ApiError as error:
             raise ValueError(str(error)) from None
-        return handler
 
     def _run(
         self,
-        handler_of: Callable[[dict[str, Any], str], GenerationHandler],
+        endpoint: Endpoint[Any],
         bodies: Sequence[dict[str, Any]],
         texts: Sequence[str | None],
         *,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        handlers = [handler_of(body, f"llm-{number}") for number, body in enumerate(bodies)]
-        states = [state for handler in handlers for state in handler.states]
+        answers = [self._answer(endpoint, body, f"llm-{number}") for number, body in enumerate(bodies)]
+        states = [state for answer in answers for state in answer.states]
         whole = {state.request.request_id: OutputDelta(state.index) for state in states}
         self._finish({state.request.request_id: state for state in states}, whole, use_tqdm=use_tqdm)
-        return [_output(handler, text, whole) for handler, text in zip(handlers, texts, strict=True)]
+        return [_output(answer, text, whole) for answer, text in zip(answers, texts, strict=True)]
 
     def _finish(self, running: dict[str, RequestState], whole: Mapping[str, OutputDelta], *, use_tqdm: bool) -> None:
         """Run the engine until all requests have ended, and append their output to `whole`."""
@@ -224,15 +220,15 @@ class LLM:
             self._engine.abort(delta.request_id)
 
 
-def _output(handler: GenerationHandler, text: str | None, whole: Mapping[str, OutputDelta]) -> RequestOutput:
-    scored, choices = handler.body.num_logprobs is not None, []
-    outputs = [whole[state.request.request_id] for state in handler.states]
-    for index, own in enumerate(handler.best(outputs)):
+def _output(answer: Answer, text: str | None, whole: Mapping[str, OutputDelta]) -> RequestOutput:
+    scored, choices = answer.body.num_logprobs is not None, []
+    outputs = [whole[state.request.request_id] for state in answer.states]
+    for index, own in enumerate(answer.best(outputs)):
         logprobs = [_scores(token) for token in own.tokens] if scored else None
         parts = own.text, own.token_ids, logprobs, own.finish_reason, own.reasoning, tool_calls_of(own)
         choices.append(CompletionOutput(index, *parts))
-    metrics = SpeculativeMetrics.of(handler.states[0].spec) if len(handler.states) == 1 else None
-    return RequestOutput(handler.id, text, handler.states[0].prompt.token_ids, choices, metrics)
+    metrics = SpeculativeMetrics.of(answer.states[0].spec) if len(answer.states) == 1 else None
+    return RequestOutput(answer.id, text, answer.states[0].prompt.token_ids, choices, metrics)
 
 
 def _scores(token: ScoredToken) -> dict[int, float]:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from eagle_server.api import chat, completions, docs_page, inspection, messages, playground, render, responses, tokens
+from eagle_server.api import docs_page, inspection, playground, render, tokens
 from eagle_server.api.admission import AdmissionMiddleware
+from eagle_server.api.chat import CHAT_COMPLETIONS
+from eagle_server.api.completions import COMPLETIONS
 from eagle_server.api.errors import RETRY_AFTER, install_handlers
 from eagle_server.api.keys import ApiKeys
+from eagle_server.api.messages import MESSAGES
 from eagle_server.api.openapi import openapi
 from eagle_server.api.origins import PagesOfThisServer, is_loopback
 from eagle_server.api.rate_limits import LIMIT_HEADERS, ClientLimits
 from eagle_server.api.request_id import ANTHROPIC_HEADER, HEADER, RequestId
+from eagle_server.api.responses import RESPONSES
+from eagle_server.api.routes import generating_route
 from eagle_server.api.service import Service
 from eagle_server.api.telemetry import exposition
 from eagle_server.api.telemetry.access import AccessLog
@@ -29,8 +34,11 @@ from eagle_server.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from eagle_server.api.telemetry.tracing import Tracing
 
-GENERATING = (completions, chat, responses, messages)  # the endpoint modules that submit requests to the engine
-MODULES = (*GENERATING, render, tokens, inspection, exposition, playground)
+GENERATING = (COMPLETIONS, CHAT_COMPLETIONS, RESPONSES, MESSAGES)  # they submit requests to the engine
+ROUTERS = (
+    APIRouter(routes=[generating_route(endpoint) for endpoint in GENERATING]),
+    *(module.router for module in (render, tokens, inspection, exposition, playground)),
+)
 # Paths that need no key: for load balancers, probes and browsers.
 OPEN_PATHS = docs_page.PATHS | playground.PATHS | {"/", "/health", "/ping", "/metrics", "/health_generate", "/version"}
 
@@ -60,8 +68,8 @@ def _application() -> FastAPI:
     app = FastAPI(title="eagle_server", openapi_url=docs_page.DOCUMENT, docs_url=None, redoc_url=None)
     docs_page.add_docs_page(app)
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's way to replace the document
-    for module in MODULES:
-        app.include_router(module.router)
+    for router in ROUTERS:
+        app.include_router(router)
     return app
 
 
@@ -76,7 +84,7 @@ def _add_middleware(
         AdmissionMiddleware,
         admission=service.admission,
         client=service.client,
-        generating_paths=[route.path for module in GENERATING for route in module.router.routes],
+        generating_paths=[endpoint.path for endpoint in GENERATING],
         keys=keys,
         open_paths=OPEN_PATHS,
     )
@@ -86,7 +94,7 @@ def _add_middleware(
         hosts=config.server.allowed_hosts,
         local=config.server.uds is None and is_loopback(config.server.host),
     )
-    paths = {str(getattr(route, "path", "")) for module in MODULES for route in module.router.routes} | docs_page.PATHS
+    paths = {str(getattr(route, "path", "")) for router in ROUTERS for route in router.routes} | docs_page.PATHS
     app.add_middleware(
         AccessLog,
         on_generated=[metrics.answered, *([tracing.record] if tracing else [])],

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from eagle_server.api.errors import ApiError, as_api_error, bad_request, unavailable
 from eagle_server.api.json_size import JsonSize, TooManyValues
 from eagle_server.api.schemas.base import Body, parse
+from eagle_server.api.schemas.generation import SamplingBody
 from eagle_server.api.service import service_of
 from eagle_server.api.sse import while_connected
 from eagle_server.api.telemetry.request_record import waited
@@ -84,11 +85,10 @@ async def _read(request: Request, body: bytearray) -> None:
         raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="slow_body") from None
 
 
-async def process(request: Request, body: Body, timeout: float | None, function: Callable[[], T]) -> T:
+async def process(request: Request, body: SamplingBody, function: Callable[[], T]) -> T:
     """The result of `function`, which prepares generation: called in place for a short body, else on a thread.
 
     What waits for a thread counts as a waiting request, and is dropped if its client leaves or the server stops.
-    `timeout`: what the body asks for, in seconds.
 
     Raises:
         ApiError: status 429, too many large requests wait, or 503, the server is shutting down.
@@ -101,7 +101,7 @@ async def process(request: Request, body: Body, timeout: float | None, function:
     service, is_large = service_of(request), body.size > LARGE_BODY
     if is_large and _large >= MAX_LARGE:
         raise as_api_error(QueueFull(f"{_large} large requests are being prepared already"))
-    seconds = service.timeout_of(timeout)
+    seconds = service.timeout_of(body.timeout)
 
     def begin() -> T:
         if service.admission.is_draining:

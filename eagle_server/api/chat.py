@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import cast
+from collections.abc import Iterator, Sequence
 
 import msgspec
-from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
-from starlette.routing import Route
 
-from eagle_server.api.answer_format import answer_format
-from eagle_server.api.body import process, read_body
-from eagle_server.api.errors import ApiError, bad_request
-from eagle_server.api.generate import GenerationHandler
-from eagle_server.api.prepare import prepare
-from eagle_server.api.prompts import encode, render, token_limit
-from eagle_server.api.request_id import request_id_of
-from eagle_server.api.request_state import OutputDelta, Prompt, ScoredToken
-from eagle_server.api.response_parts import Metrics, PromptLogprobs, Tree, Usage, encoded, finite
+from eagle_server.api.endpoint import Answer, Endpoint
+from eagle_server.api.errors import ApiError
+from eagle_server.api.prepare import prepare_chat
+from eagle_server.api.request_state import OutputDelta, ScoredToken
+from eagle_server.api.response_parts import Encoded, Metrics, PromptLogprobs, Tree, Usage, encoded, finite
 from eagle_server.api.schemas.chat import ChatRequest
-from eagle_server.api.schemas.translated import TranslatedBody
-from eagle_server.api.service import Service, service_of
+from eagle_server.api.service import Service
 from eagle_server.api.sse import DONE, event
-from eagle_server.api.tools import tool_use
 from eagle_server.request import Ready
 from eagle_server.text.tool_parser import ToolCallDelta
 
@@ -46,11 +36,8 @@ class ChatLogprob(ChatToken):
 class ChatLogprobs(msgspec.Struct):
     """One entry per token."""
 
-    content: list[ChatLogprob]
+    content: list[Encoded[ChatLogprob]]
     refusal: None = None
-
-    def extend(self, other: ChatLogprobs) -> None:
-        self.content += other.content
 
 
 class CalledFunction(msgspec.Struct):
@@ -92,7 +79,7 @@ class ChatChoice(msgspec.Struct):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
-    trees: list[Tree] | UnsetType = UNSET
+    trees: list[Encoded[Tree]] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -124,7 +111,7 @@ class ChunkChoice(msgspec.Struct):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    trees: list[Tree] | UnsetType = UNSET
+    trees: list[Encoded[Tree]] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -141,111 +128,87 @@ class ChunkBody(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-async def create_chat_completion(request: Request) -> Response:
-    body = await read_body(ChatRequest, request)
-    service = service_of(request)
-    ready = service.ready_for(body.model)
-    response_id = f"chatcmpl-{request_id_of(request)}"
-    handler = await process(request, body, body.timeout, lambda: chat_handler(body, service, ready, response_id))
-    return await handler.respond(
-        request,
-        build_logprobs=_logprobs,
-        build_response=build_response,
-        build_events=build_events,
-        build_end=build_end,
-    )
+class ChatAnswer(Answer):
+    """The answers to a conversation."""
+
+    def __init__(self, body: ChatRequest, service: Service, ready: Ready, response_id: str) -> None:
+        super().__init__(body, service, response_id, prepare_chat(body, service, ready, response_id))
+        self._logprobs: list[list[Encoded[ChatLogprob]]] = [[] for _ in self.states]
+
+    def keep(self, delta: OutputDelta) -> None:
+        self._logprobs[delta.index] += self._scored(delta.tokens)
+        super().keep(delta)
+
+    def response(self, outputs: Sequence[OutputDelta]) -> ChatBody:
+        return ChatBody(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=[
+                ChatChoice(
+                    output.index,
+                    _message(output),
+                    self._shown(self._logprobs[output.index]),
+                    output.finish_reason,
+                    self.trees(output),
+                    self.token_ids(output),
+                )
+                for output in outputs
+            ],
+            usage=self.usage,
+            metrics=self.metrics,
+            prompt_logprobs=self.prompt_logprobs(0),  # all choices share the one prompt
+            prompt_token_ids=self.prompt_token_ids(0),
+        )
+
+    def events(self, output: OutputDelta) -> bytes:
+        """The role once per choice, then content, then the finish reason, each in a chunk of its own."""
+        choices = []
+        if output.is_first:
+            choices.append(ChunkChoice(output.index, Delta(role=ROLE, content="")))
+        delta = _delta(output)
+        token_ids = self.token_ids(output)
+        if delta is not None or output.tokens or output.trees or token_ids:
+            logprobs = self._shown([*self._scored(output.tokens)])
+            delta = delta or Delta(content="")
+            choices.append(ChunkChoice(output.index, delta, logprobs, trees=self.trees(output), token_ids=token_ids))
+        if output.finish_reason is not None:
+            choices.append(ChunkChoice(output.index, Delta(), finish_reason=output.finish_reason))
+        chunks = [self._chunk([choice], self.chunk_usage) for choice in choices]
+        if output.is_first:
+            chunks[0].prompt_token_ids = self.prompt_token_ids(output.index)
+        return b"".join(map(event, chunks))
+
+    def end(self, error: ApiError | None) -> bytes:
+        """The error, or the usage if the request asks for it; then [DONE]."""
+        if error is not None:
+            return event(error.body) + DONE
+        return (event(self._chunk([], self.usage, self.metrics)) if self.include_usage else b"") + DONE
+
+    def _chunk(
+        self, choices: list[ChunkChoice], usage: Usage | None | UnsetType, metrics: Metrics | UnsetType = UNSET
+    ) -> ChunkBody:
+        return ChunkBody(
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage, metrics=metrics
+        )
+
+    def _scored(self, tokens: Sequence[ScoredToken]) -> Iterator[msgspec.Raw]:
+        """The log-probabilities of tokens, if the request asks for them."""
+        count = self.body.num_logprobs
+        for token in () if count is None else tokens:
+            assert token.logprob is not None  # only a prompt's first token has none, and chats do not echo
+            chosen = self._token(token.token_id, token.logprob)
+            top = [self._token(token_id, logprob) for token_id, logprob in token.top[:count]]
+            yield encoded(ChatLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
+
+    def _token(self, token_id: int, logprob: float) -> ChatToken:
+        return ChatToken(self.spell(token_id), finite(logprob), list(self.service.spelling.raw(token_id)))
+
+    def _shown(self, scores: list[Encoded[ChatLogprob]]) -> ChatLogprobs | None:
+        return None if self.body.num_logprobs is None else ChatLogprobs(scores)
 
 
-# A Starlette route: the handler reads the body itself, and FastAPI's parsing would only add latency.
-router = APIRouter(routes=[Route("/v1/chat/completions", create_chat_completion, methods=["POST"])])
-
-
-def chat_handler(body: ChatRequest, service: Service, ready: Ready, response_id: str) -> GenerationHandler:
-    """The generation of a conversation's answer; see `prepare`."""
-    template = service.chat_template
-    tools, text = tool_use(body, service.call_syntax), render(body.messages, body, template)
-    answer = answer_format(body, text, service.reasoning_syntax, tools)
-    prompts = partial(_prompts, text, body, service, ready)
-    return prepare(body, service, ready, response_id, prompts, template.stops, answer)
-
-
-def translated_handler(body: TranslatedBody, service: Service, ready: Ready, response_id: str) -> GenerationHandler:
-    """The generation of the answer to another API's body."""
-    return chat_handler(body.chat, service, ready, response_id)
-
-
-def _prompts(text: str, body: ChatRequest, service: Service, ready: Ready) -> list[Prompt]:
-    """The conversation's text in tokens, as a list of one prompt.
-
-    Raises:
-        ApiError: it is too long.
-    """
-    limit, tokenizer = token_limit(body, ready), service.spelling.tokenizer
-    token_ids = encode(text, tokenizer, limit, body.name("messages"), special=service.chat_template.adds_special)
-    if not token_ids:
-        raise bad_request("the prompt is empty: it has no tokens", body.name("messages"), "invalid_value")
-    return [Prompt(token_ids)]
-
-
-def build_response(handler: GenerationHandler, outputs: Sequence[OutputDelta]) -> ChatBody:
-    return ChatBody(
-        id=handler.id,
-        created=handler.created,
-        model=handler.model,
-        choices=[
-            ChatChoice(
-                output.index,
-                _message(output),
-                cast(ChatLogprobs | None, output.logprobs),
-                output.finish_reason,
-                handler.trees(output),
-                handler.token_ids(output),
-            )
-            for output in outputs
-        ],
-        usage=handler.usage,
-        metrics=handler.metrics,
-        prompt_logprobs=handler.prompt_logprobs(handler.states[0]),  # all choices share the one prompt
-        prompt_token_ids=handler.prompt_token_ids(0),
-    )
-
-
-def build_events(handler: GenerationHandler, output: OutputDelta) -> bytes:
-    """The role once per choice, then content, then the finish reason, each in a chunk of its own."""
-    choices = []
-    if output.is_first:
-        choices.append(ChunkChoice(output.index, Delta(role=ROLE, content="")))
-    delta = _delta(output)
-    token_ids = handler.token_ids(output)
-    if delta is not None or output.tokens or output.trees or token_ids:
-        logprobs = _logprobs(handler, output.tokens)
-        delta = delta or Delta(content="")
-        choices.append(ChunkChoice(output.index, delta, logprobs, trees=handler.trees(output), token_ids=token_ids))
-    if output.finish_reason is not None:
-        choices.append(ChunkChoice(output.index, Delta(), finish_reason=output.finish_reason))
-    chunks = [_chunk(handler, [choice], handler.chunk_usage) for choice in choices]
-    if output.is_first:
-        chunks[0].prompt_token_ids = handler.prompt_token_ids(output.index)
-    return b"".join(map(event, chunks))
-
-
-def build_end(handler: GenerationHandler, error: ApiError | None) -> bytes:
-    """The error, or the usage if the request asks for it; then [DONE]."""
-    if error is not None:
-        return event(error.body) + DONE
-    usage = event(_chunk(handler, [], handler.usage, handler.metrics)) if handler.include_usage else b""
-    return usage + DONE
-
-
-def _chunk(
-    handler: GenerationHandler,
-    choices: list[ChunkChoice],
-    usage: Usage | None | UnsetType,
-    metrics: Metrics | UnsetType = UNSET,
-) -> ChunkBody:
-    return ChunkBody(
-        id=handler.id, created=handler.created, model=handler.model, choices=choices, usage=usage, metrics=metrics
-    )
+CHAT_COMPLETIONS = Endpoint("/v1/chat/completions", ChatRequest, "chatcmpl-", ChatAnswer)
 
 
 def tool_calls_of(output: OutputDelta) -> list[ToolCall]:
@@ -277,20 +240,3 @@ def _tool_call_chunk(call: ToolCallDelta) -> ToolCallChunk:
         return ToolCallChunk(index=call.index, function=CalledFunction(arguments=call.arguments))
     function = CalledFunction(call.name, call.arguments)
     return ToolCallChunk(index=call.index, id=call.id, type="function", function=function)
-
-
-def _logprobs(handler: GenerationHandler, tokens: Sequence[ScoredToken]) -> ChatLogprobs | None:
-    count = handler.body.num_logprobs
-    if count is None:
-        return None
-
-    def spelled(token_id: int, logprob: float) -> ChatToken:
-        return ChatToken(handler.spell(token_id), finite(logprob), list(handler.spelling.raw(token_id)))
-
-    content = []
-    for token in tokens:
-        assert token.logprob is not None  # only a prompt's first token has none, and chats do not echo
-        chosen = spelled(token.token_id, token.logprob)
-        top = [spelled(token_id, logprob) for token_id, logprob in token.top[:count]]
-        content.append(encoded(ChatLogprob(chosen.token, chosen.logprob, chosen.bytes, top)))
-    return ChatLogprobs(content)

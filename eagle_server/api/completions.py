@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import cast
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
-from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
-from starlette.routing import Route
 
-from eagle_server.api.body import process, read_body
+from eagle_server.api.endpoint import Answer, Endpoint
 from eagle_server.api.errors import ApiError, bad_request
-from eagle_server.api.generate import GenerationHandler
 from eagle_server.api.prepare import prepare
 from eagle_server.api.prompts import check_token_ids, encode, token_limit
-from eagle_server.api.request_id import request_id_of
 from eagle_server.api.request_state import OutputDelta, Prompt, ScoredToken
-from eagle_server.api.response_parts import Metrics, PromptLogprobs, Tree, Usage, encoded, finite
+from eagle_server.api.response_parts import Encoded, Metrics, PromptLogprobs, Tree, Usage, encoded, finite
 from eagle_server.api.schemas.completion import CompletionRequest
-from eagle_server.api.service import Service, service_of
+from eagle_server.api.service import Service
 from eagle_server.api.sse import DONE, event
 from eagle_server.request import Ready
 
@@ -30,12 +24,8 @@ class Logprobs(msgspec.Struct):
 
     tokens: list[str] = msgspec.field(default_factory=list)
     token_logprobs: list[float | None] = msgspec.field(default_factory=list)
-    top_logprobs: list[dict[str, float] | None] = msgspec.field(default_factory=list)
+    top_logprobs: list[Encoded[dict[str, float]] | None] = msgspec.field(default_factory=list)
     text_offset: list[int] = msgspec.field(default_factory=list)
-
-    def extend(self, other: Logprobs) -> None:
-        for name in self.__struct_fields__:
-            getattr(self, name).extend(getattr(other, name))
 
 
 class ChoiceBody(msgspec.Struct):
@@ -48,7 +38,7 @@ class ChoiceBody(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    trees: list[Tree] | UnsetType = UNSET
+    trees: list[Encoded[Tree]] | UnsetType = UNSET
 
 
 class CompletionBody(msgspec.Struct, kw_only=True):
@@ -63,109 +53,88 @@ class CompletionBody(msgspec.Struct, kw_only=True):
     metrics: Metrics | UnsetType = UNSET
 
 
-async def create_completion(request: Request) -> Response:
-    body = await read_body(CompletionRequest, request)
-    service = service_of(request)
-    ready = service.ready_for(body.model)
-    response_id = f"cmpl-{request_id_of(request)}"
-    handler = await process(request, body, body.timeout, lambda: completion_handler(body, service, ready, response_id))
-    return await handler.respond(
-        request,
-        build_logprobs=_logprobs,
-        build_response=build_response,
-        build_events=build_events,
-        build_end=build_end,
-    )
+class CompletionAnswer(Answer):
+    """The continuations of a request's prompts."""
+
+    def __init__(self, body: CompletionRequest, service: Service, ready: Ready, response_id: str) -> None:
+        prompts = _prompts(body, service, ready)
+        super().__init__(body, service, response_id, prepare(body, service, ready, response_id, prompts))
+        self._logprobs = [Logprobs() for _ in self.states]
+
+    def keep(self, delta: OutputDelta) -> None:
+        self._add(delta.tokens, self._logprobs[delta.index])
+        super().keep(delta)
+
+    def response(self, outputs: Sequence[OutputDelta]) -> CompletionBody:
+        choices = [self._choice(output, self._logprobs[output.index]) for output in outputs]
+        for number, choice in enumerate(choices):
+            choice.prompt_logprobs = self.prompt_logprobs(choice.index)
+            choice.prompt_token_ids = self.prompt_token_ids(choice.index)
+            choice.index = number  # `best_of` has more sequences than choices
+        return self._body(choices, self.usage, self.metrics)
+
+    def events(self, output: OutputDelta) -> bytes:
+        logprobs = Logprobs()
+        self._add(output.tokens, logprobs)
+        choice = self._choice(output, logprobs)
+        if output.is_first:
+            choice.prompt_token_ids = self.prompt_token_ids(output.index)
+        return event(self._body([choice], self.chunk_usage))
+
+    def end(self, error: ApiError | None) -> bytes:
+        """The error, or the usage if the request asks for it; then [DONE]."""
+        if error is not None:
+            return event(error.body) + DONE
+        return (event(self._body([], self.usage, self.metrics)) if self.include_usage else b"") + DONE
+
+    def _body(
+        self, choices: list[ChoiceBody], usage: Usage | None | UnsetType, metrics: Metrics | UnsetType = UNSET
+    ) -> CompletionBody:
+        return CompletionBody(
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage, metrics=metrics
+        )
+
+    def _choice(self, output: OutputDelta, logprobs: Logprobs) -> ChoiceBody:
+        shown = None if self.body.num_logprobs is None else logprobs
+        choice = ChoiceBody(output.index, output.text, shown, output.finish_reason, trees=self.trees(output))
+        choice.token_ids = self.token_ids(output)
+        return choice
+
+    def _add(self, tokens: Iterable[ScoredToken], logprobs: Logprobs) -> None:
+        """Append the scores of tokens, if the request asks for them.
+
+        `top_logprobs` gets the alternatives and the token itself, so it may have one entry more than was asked for."""
+        count = self.body.num_logprobs
+        for token in () if count is None else tokens:
+            logprobs.tokens.append(self.spell(token.token_id))
+            logprobs.text_offset.append(token.offset)
+            if token.logprob is None:
+                logprobs.token_logprobs.append(None)
+                logprobs.top_logprobs.append(None)
+                continue
+            top: dict[str, float] = {}
+            for token_id, value in (*token.top[:count], (token.token_id, token.logprob)):
+                top.setdefault(self.spell(token_id), finite(value))
+            logprobs.token_logprobs.append(finite(token.logprob))
+            logprobs.top_logprobs.append(encoded(top))
 
 
-# A Starlette route: the handler reads the body itself, and FastAPI's parsing would only add latency.
-router = APIRouter(routes=[Route("/v1/completions", create_completion, methods=["POST"])])
-
-
-def completion_handler(body: CompletionRequest, service: Service, ready: Ready, response_id: str) -> GenerationHandler:
-    """The generation of prompts' continuations; see `prepare`."""
-    return prepare(body, service, ready, response_id, partial(_prompts, body, service, ready))
-
-
-def _prompts(body: CompletionRequest, service: Service, ready: Ready) -> list[Prompt]:
+def _prompts(body: CompletionRequest, service: Service, ready: Ready) -> Iterator[Prompt]:
     """The prompts in tokens.
 
     Raises:
         ApiError: a prompt is empty or too long, or has a token outside the vocabulary.
     """
     tokenizer = service.spelling.tokenizer
-    prompts, limit = [], token_limit(body, ready)
     for source in body.prompts:
         if isinstance(source, str):
-            token_ids, text = encode(source, tokenizer, limit, "prompt", special=True), source
+            token_ids, text = encode(source, tokenizer, token_limit(body, ready), "prompt", special=True), source
         else:
             check_token_ids("prompt", source, ready.vocab_size)
             token_ids, text = source, tokenizer.decode(source) if body.echo else ""
         if not token_ids:
             raise bad_request("the prompt is empty: it has no tokens", "prompt", "invalid_value")
-        prompts.append(Prompt(token_ids, text if body.echo else None))
-    return prompts
+        yield Prompt(token_ids, text if body.echo else None)
 
 
-def build_response(handler: GenerationHandler, outputs: Sequence[OutputDelta]) -> CompletionBody:
-    choices = [_choice(handler, output, cast(Logprobs | None, output.logprobs)) for output in outputs]
-    for number, choice in enumerate(choices):
-        choice.prompt_logprobs = handler.prompt_logprobs(handler.states[choice.index])
-        choice.prompt_token_ids = handler.prompt_token_ids(choice.index)
-        choice.index = number  # `best_of` has more sequences than choices
-    return _body(handler, choices, handler.usage, handler.metrics)
-
-
-def build_events(handler: GenerationHandler, output: OutputDelta) -> bytes:
-    choice = _choice(handler, output, _logprobs(handler, output.tokens))
-    if output.is_first:
-        choice.prompt_token_ids = handler.prompt_token_ids(output.index)
-    return event(_body(handler, [choice], handler.chunk_usage))
-
-
-def build_end(handler: GenerationHandler, error: ApiError | None) -> bytes:
-    """The error, or the usage if the request asks for it; then [DONE]."""
-    if error is not None:
-        return event(error.body) + DONE
-    usage = event(_body(handler, [], handler.usage, handler.metrics)) if handler.include_usage else b""
-    return usage + DONE
-
-
-def _body(
-    handler: GenerationHandler,
-    choices: list[ChoiceBody],
-    usage: Usage | None | UnsetType,
-    metrics: Metrics | UnsetType = UNSET,
-) -> CompletionBody:
-    return CompletionBody(
-        id=handler.id, created=handler.created, model=handler.model, choices=choices, usage=usage, metrics=metrics
-    )
-
-
-def _choice(handler: GenerationHandler, output: OutputDelta, logprobs: Logprobs | None) -> ChoiceBody:
-    choice = ChoiceBody(output.index, output.text, logprobs, output.finish_reason, trees=handler.trees(output))
-    choice.token_ids = handler.token_ids(output)
-    return choice
-
-
-def _logprobs(handler: GenerationHandler, tokens: Iterable[ScoredToken]) -> Logprobs | None:
-    """None unless the request asks for them.
-
-    `top_logprobs` holds the alternatives and the token itself, so it may have one entry more than was asked for."""
-    spell, count = handler.spell, handler.body.num_logprobs
-    if count is None:
-        return None
-    logprobs = Logprobs()
-    for token in tokens:
-        logprobs.tokens.append(spell(token.token_id))
-        logprobs.text_offset.append(token.offset)
-        if token.logprob is None:
-            logprobs.token_logprobs.append(None)
-            logprobs.top_logprobs.append(None)
-            continue
-        top: dict[str, float] = {}
-        for token_id, value in (*token.top[:count], (token.token_id, token.logprob)):
-            top.setdefault(spell(token_id), finite(value))
-        logprobs.token_logprobs.append(finite(token.logprob))
-        logprobs.top_logprobs.append(encoded(top))
-    return logprobs
+COMPLETIONS = Endpoint("/v1/completions", CompletionRequest, "cmpl-", CompletionAnswer)

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 
 from eagle_server.api import playground
 from eagle_server.api.errors import ApiError, unavailable
-from eagle_server.api.response_parts import HeadRoute, json_response
+from eagle_server.api.routes import HeadRoute, json_response
 from eagle_server.api.service import Service, service_of
 from eagle_server.api.sse import while_connected
 from eagle_server.client.client import EngineClient

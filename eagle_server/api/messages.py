@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import msgspec
-from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
-from starlette.routing import Route
 
-from eagle_server.api.body import process, read_body
-from eagle_server.api.chat import translated_handler
+from eagle_server.api.endpoint import Answer, Endpoint
 from eagle_server.api.errors import ApiError
-from eagle_server.api.generate import GenerationHandler, no_logprobs
 from eagle_server.api.output_items import ItemBegins, ItemChange, ItemEnds, ItemGrows, OutputItem, OutputItems
-from eagle_server.api.request_id import request_id_of
+from eagle_server.api.prepare import prepare_chat
 from eagle_server.api.request_state import OutputDelta
 from eagle_server.api.response_parts import Metrics, Usage
 from eagle_server.api.schemas.messages import MessagesRequest
-from eagle_server.api.service import service_of
+from eagle_server.api.service import Service
 from eagle_server.api.sse import event
+from eagle_server.request import Ready
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
@@ -128,85 +125,65 @@ class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
 MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageEnd | MessageStop
 
 
-async def create_message(request: Request) -> Response:
-    body = await read_body(MessagesRequest, request)
-    service = service_of(request)
-    ready = service.ready_for(body.model)
-    message_id = f"msg_{request_id_of(request)}"
-    handler = await process(
-        request, body, body.chat.timeout, lambda: translated_handler(body, service, ready, message_id)
-    )
-    builder = MessageBuilder(body)
-    return await handler.respond(
-        request,
-        build_logprobs=no_logprobs,
-        build_response=builder.response,
-        build_events=builder.events,
-        build_end=builder.end,
-    )
+class MessageAnswer(Answer):
+    """The answer to a conversation as a message with content blocks."""
 
-
-# A Starlette route, as in `chat.py`.
-router = APIRouter(routes=[Route("/v1/messages", create_message, methods=["POST"])])
-
-
-class MessageBuilder:
-    """Builds the answer to one request, or the events of its stream."""
-
-    def __init__(self, body: MessagesRequest) -> None:
-        self._body = body
+    def __init__(self, body: MessagesRequest, service: Service, ready: Ready, response_id: str) -> None:
+        super().__init__(body.chat, service, response_id, prepare_chat(body.chat, service, ready, response_id))
+        self._asked = body
         self._items = OutputItems()
         self._has_begun = False
 
-    def response(self, handler: GenerationHandler, outputs: Sequence[OutputDelta]) -> MessageBody:
+    def response(self, outputs: Sequence[OutputDelta]) -> MessageBody:
         [output] = outputs
         for _ in self._changes(output):
             pass
-        content = [_block(item, item.content) for item in self._items.items]
-        stop = self._stop(handler)
+        stop = self._stop()
         return MessageBody(
-            id=handler.id,
-            model=handler.model,
-            content=content,
+            id=self.id,
+            model=self.model,
+            content=[_block(item, item.content) for item in self._items.items],
             stop_reason=stop.stop_reason,
             stop_sequence=stop.stop_sequence,
-            usage=MessageUsage.of(handler.usage),
-            metrics=handler.metrics,
+            usage=MessageUsage.of(self.usage),
+            metrics=self.metrics,
         )
 
-    def events(self, handler: GenerationHandler, output: OutputDelta) -> bytes:
-        begin = self._begin(handler)
-        return begin + b"".join(_encoded(_event_of(change)) for change in self._changes(output))
+    def events(self, output: OutputDelta) -> bytes:
+        return self._begin() + b"".join(_encoded(_event_of(change)) for change in self._changes(output))
+
+    def end(self, error: ApiError | None) -> bytes:
+        if error is not None:
+            return event(error.anthropic_body, "error")
+        end = MessageEnd(self._stop(), MessageUsage.of(self.usage), self.metrics)
+        return self._begin() + _encoded(end) + _encoded(MessageStop())
 
     def _changes(self, output: OutputDelta) -> Iterator[ItemChange]:
-        if self._body.omits_thinking:
+        if self._asked.omits_thinking:
             output.reasoning = ""
         return self._items.add(output)
 
-    def end(self, handler: GenerationHandler, error: ApiError | None) -> bytes:
-        if error is not None:
-            return event(error.anthropic_body, "error")
-        end = MessageEnd(self._stop(handler), MessageUsage.of(handler.usage), handler.metrics)
-        return self._begin(handler) + _encoded(end) + _encoded(MessageStop())
-
-    def _begin(self, handler: GenerationHandler) -> bytes:
+    def _begin(self) -> bytes:
         """The first event, unless it was sent."""
         if self._has_begun:
             return b""
         self._has_begun = True
-        message = MessageBody(id=handler.id, model=handler.model, content=[], usage=MessageUsage.of(handler.usage))
+        message = MessageBody(id=self.id, model=self.model, content=[], usage=MessageUsage.of(self.usage))
         return _encoded(MessageStart(message))
 
-    def _stop(self, handler: GenerationHandler) -> StopReason:
+    def _stop(self) -> StopReason:
         match self._items.finish_reason:
             case "length":
                 return StopReason("max_tokens", None)
             case "tool_calls":
                 return StopReason("tool_use", None)
-        found = handler.states[0].stop_string
-        if found in self._body.stop_sequences:
+        found = self.states[0].stop_string
+        if found in self._asked.stop_sequences:
             return StopReason("stop_sequence", found)
         return StopReason("end_turn", None)  # the model ended it, or a stop string of the chat template
+
+
+MESSAGES = Endpoint("/v1/messages", MessagesRequest, "msg_", MessageAnswer)
 
 
 def _event_of(change: ItemChange) -> MessageEvent:

@@ -42,7 +42,7 @@ GENERATING = tuple(ERRORS)
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class Operation:
     """`answer` is the response's type. `events` has the types of a stream's events; none: it has no streams.
 
     `is_list`: the response is a list of `answer`. `last_data` is the data of a stream's last event where that is no
@@ -63,8 +63,8 @@ class Endpoint:
 
 
 MODEL_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-ENDPOINTS = (
-    Endpoint(
+OPERATIONS = (
+    Operation(
         "post",
         "/v1/completions",
         "Continue a prompt",
@@ -74,7 +74,7 @@ ENDPOINTS = (
         (CompletionBody,),
         last_data="[DONE]",
     ),
-    Endpoint(
+    Operation(
         "post",
         "/v1/chat/completions",
         "Answer a conversation",
@@ -84,7 +84,7 @@ ENDPOINTS = (
         (ChunkBody,),
         last_data="[DONE]",
     ),
-    Endpoint(
+    Operation(
         "post",
         "/v1/responses",
         "Answer a conversation, in the shape of OpenAI's Responses API",
@@ -93,7 +93,7 @@ ENDPOINTS = (
         ResponsesRequest,
         get_args(ResponseEvent),
     ),
-    Endpoint(
+    Operation(
         "post",
         "/v1/messages",
         "Answer a conversation, in the shape of Anthropic's Messages API",
@@ -103,7 +103,7 @@ ENDPOINTS = (
         get_args(MessageEvent),
         error=AnthropicErrorBody,
     ),
-    Endpoint(
+    Operation(
         "post",
         "/v1/messages/count_tokens",
         "Count the tokens of a conversation",
@@ -112,7 +112,7 @@ ENDPOINTS = (
         CountTokensRequest,
         error=AnthropicErrorBody,
     ),
-    Endpoint(
+    Operation(
         "post",
         "/v1/completions/render",
         "Prompts in tokens",
@@ -121,25 +121,25 @@ ENDPOINTS = (
         CompletionRequest,
         is_list=True,
     ),
-    Endpoint(
+    Operation(
         "post", "/v1/chat/completions/render", "A conversation in tokens", render.Rendered, WITH_BODY, ChatRequest
     ),
-    Endpoint("post", "/tokenize", "Tokens of a text or of messages", tokens.Tokenized, WITH_BODY, TokenizeRequest),
-    Endpoint("post", "/detokenize", "Text of tokens", tokens.Detokenized, WITH_BODY, DetokenizeRequest),
-    Endpoint("get", "/tokenizer_info", "Vocabulary and chat template", tokens.TokenizerInfo, ("401", "503")),
-    Endpoint("get", "/v1/models", "What is served", inspection.Models, ("401",)),
-    Endpoint("get", "/v1/models/{name}", "One model", inspection.Model, ("401", "404"), parameters=(MODEL_NAME,)),
-    Endpoint("get", "/v1/server_info", "Configuration and load", inspection.ServerInfo, ("401",)),
-    Endpoint("get", "/server_info", "The same", inspection.ServerInfo, ("401",)),
-    Endpoint("get", "/get_server_info", "The same", inspection.ServerInfo, ("401",)),
-    Endpoint("get", "/model_info", "What routers ask about the model", inspection.ModelInfo, ("401",)),
-    Endpoint("get", "/get_model_info", "The same", inspection.ModelInfo, ("401",)),
-    Endpoint("get", "/get_load", "What routers ask about the load", inspection.WorkerLoad, ("401",), is_list=True),
-    Endpoint("post", "/flush_cache", "Drop the prefix cache", inspection.CacheFlushed, ("400", "401", "503")),
-    Endpoint("get", "/health", "Whether completions are served", inspection.Health, ("503",)),
-    Endpoint("get", "/ping", "The same, for SageMaker", inspection.Health, ("503",)),
-    Endpoint("get", "/health_generate", "Whether a token can be generated", inspection.Health, ("429", "503")),
-    Endpoint("get", "/version", "The server's version", inspection.Version),
+    Operation("post", "/tokenize", "Tokens of a text or of messages", tokens.Tokenized, WITH_BODY, TokenizeRequest),
+    Operation("post", "/detokenize", "Text of tokens", tokens.Detokenized, WITH_BODY, DetokenizeRequest),
+    Operation("get", "/tokenizer_info", "Vocabulary and chat template", tokens.TokenizerInfo, ("401", "503")),
+    Operation("get", "/v1/models", "What is served", inspection.Models, ("401",)),
+    Operation("get", "/v1/models/{name}", "One model", inspection.Model, ("401", "404"), parameters=(MODEL_NAME,)),
+    Operation("get", "/v1/server_info", "Configuration and load", inspection.ServerInfo, ("401",)),
+    Operation("get", "/server_info", "The same", inspection.ServerInfo, ("401",)),
+    Operation("get", "/get_server_info", "The same", inspection.ServerInfo, ("401",)),
+    Operation("get", "/model_info", "What routers ask about the model", inspection.ModelInfo, ("401",)),
+    Operation("get", "/get_model_info", "The same", inspection.ModelInfo, ("401",)),
+    Operation("get", "/get_load", "What routers ask about the load", inspection.WorkerLoad, ("401",), is_list=True),
+    Operation("post", "/flush_cache", "Drop the prefix cache", inspection.CacheFlushed, ("400", "401", "503")),
+    Operation("get", "/health", "Whether completions are served", inspection.Health, ("503",)),
+    Operation("get", "/ping", "The same, for SageMaker", inspection.Health, ("503",)),
+    Operation("get", "/health_generate", "Whether a token can be generated", inspection.Health, ("429", "503")),
+    Operation("get", "/version", "The server's version", inspection.Version),
 )
 
 
@@ -155,20 +155,20 @@ TAGS = {
 }
 
 
-def _tag(endpoint: Endpoint) -> str:
-    if endpoint.errors is GENERATING:
+def _tag(operation: Operation) -> str:
+    if operation.errors is GENERATING:
         return "generation"
-    if endpoint.answer in (inspection.Health, inspection.Version):
+    if operation.answer in (inspection.Health, inspection.Version):
         return "health"
-    return "model and load" if endpoint.answer.__module__ == inspection.__name__ else "tokens"
+    return "model and load" if operation.answer.__module__ == inspection.__name__ else "tokens"
 
 
 @cache
 def openapi() -> Schema:
     """The document as a JSON-ready object."""
     paths: dict[str, dict[str, Schema]] = {}
-    for endpoint in ENDPOINTS:
-        paths.setdefault(endpoint.path, {})[endpoint.method] = _operation(endpoint)
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
     return {
         "openapi": "3.1.0",
         "info": {"title": "eagle_server", "version": version(), "description": DESCRIPTION},
@@ -186,32 +186,32 @@ def openapi() -> Schema:
     }
 
 
-def _operation(endpoint: Endpoint) -> Schema:
-    answer = _reference(endpoint.answer)
+def _operation(operation: Operation) -> Schema:
+    answer = _reference(operation.answer)
     content: Schema = {
-        "application/json": {"schema": {"type": "array", "items": answer} if endpoint.is_list else answer}
+        "application/json": {"schema": {"type": "array", "items": answer} if operation.is_list else answer}
     }
-    if endpoint.events:
-        content["text/event-stream"] = {"schema": _event(endpoint)}
-    responses: Schema = {"200": {"description": endpoint.summary, "content": content}}
-    for status in endpoint.errors:
-        error = {"application/json": {"schema": _reference(endpoint.error)}}
+    if operation.events:
+        content["text/event-stream"] = {"schema": _event(operation)}
+    responses: Schema = {"200": {"description": operation.summary, "content": content}}
+    for status in operation.errors:
+        error = {"application/json": {"schema": _reference(operation.error)}}
         responses[status] = {"description": ERRORS[status], "content": error}
-    operation: Schema = {"tags": [_tag(endpoint)], "summary": endpoint.summary, "responses": responses}
-    if endpoint.parameters:
-        operation["parameters"] = list(endpoint.parameters)
-    if endpoint.body is not None:
-        schema = {"application/json": {"schema": _reference(endpoint.body)}}
-        operation["requestBody"] = {"required": True, "content": schema}
-    return operation
+    described: Schema = {"tags": [_tag(operation)], "summary": operation.summary, "responses": responses}
+    if operation.parameters:
+        described["parameters"] = list(operation.parameters)
+    if operation.body is not None:
+        schema = {"application/json": {"schema": _reference(operation.body)}}
+        described["requestBody"] = {"required": True, "content": schema}
+    return described
 
 
-def _event(endpoint: Endpoint) -> Schema:
+def _event(operation: Operation) -> Schema:
     """The schema of one server-sent event; docs/api.md says in which order they come."""
-    types = [_reference(each) for each in (*endpoint.events, endpoint.error)]
+    types = [_reference(each) for each in (*operation.events, operation.error)]
     data: Schema = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": types}}
-    if endpoint.last_data is not None:
-        data = {"anyOf": [{"const": endpoint.last_data}, data]}
+    if operation.last_data is not None:
+        data = {"anyOf": [{"const": operation.last_data}, data]}
     return {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
 
 
@@ -220,12 +220,26 @@ def _reference(model: type[Any]) -> Schema:
 
 
 def _schemas() -> dict[str, Schema]:
-    bodies = [(endpoint.body, "validation") for endpoint in ENDPOINTS if endpoint.body is not None]
+    bodies = [(operation.body, "validation") for operation in OPERATIONS if operation.body is not None]
     _, definitions = models_json_schema(bodies, ref_template=f"{REFERENCE}{{model}}")  # type: ignore[arg-type]
-    structs = [each for endpoint in ENDPOINTS for each in (endpoint.answer, endpoint.error, *endpoint.events)]
+    structs = [each for operation in OPERATIONS for each in (operation.answer, operation.error, *operation.events)]
     _, answers = msgspec.json.schema_components(structs, ref_template=f"{REFERENCE}{{name}}")
     taken: Mapping[str, Schema] = definitions["$defs"]
-    return {name: _with_nulls(schema) for name, schema in taken.items()} | answers
+    asked = {name: _with_nulls(schema) for name, schema in taken.items()}
+    return asked | {name: _without_raw(schema) for name, schema in answers.items()}
+
+
+def _without_raw(schema: Any) -> Any:
+    """Drop alternatives that may be anything: so msgspec describes the JSON of `Encoded` parts."""
+    if isinstance(schema, list):
+        return [_without_raw(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    parts = {name: _without_raw(value) for name, value in schema.items()}
+    if {} not in parts.get("anyOf", ()):
+        return parts
+    types = [each for each in parts["anyOf"] if each]
+    return {**parts, "anyOf": types} if len(types) > 1 else types[0]
 
 
 def _with_nulls(schema: Schema) -> Schema:

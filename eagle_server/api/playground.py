@@ -7,7 +7,7 @@ from importlib import resources
 
 from fastapi import APIRouter, Request, Response
 
-from eagle_server.api.response_parts import HeadRoute
+from eagle_server.api.routes import HeadRoute
 
 TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _ASSETS = resources.files("eagle_server").joinpath("assets", "playground")

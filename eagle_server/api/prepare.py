@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 
-from eagle_server.api.answer_format import PLAIN, AnswerFormat
+from eagle_server.api.answer_format import PLAIN, AnswerFormat, answer_format
 from eagle_server.api.errors import bad_request
-from eagle_server.api.generate import GenerationHandler
-from eagle_server.api.prompts import check_token_ids, too_long
+from eagle_server.api.prompts import check_token_ids, encode, render, token_limit, too_long
 from eagle_server.api.request_state import Prompt, RequestState, TextOptions
 from eagle_server.api.response_parts import check_scores, possible_scores
 from eagle_server.api.sampling_params import sampling_params
+from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.api.schemas.generation import GenerationBody
 from eagle_server.api.service import Service
+from eagle_server.api.tools import tool_use
 from eagle_server.request import Ready, Request, SamplingParams
 from eagle_server.text.chat_template import NO_STOPS, TemplateStops
 
@@ -27,15 +28,14 @@ def prepare(
     service: Service,
     ready: Ready,
     response_id: str,
-    tokenize: Callable[[], Sequence[Prompt]],
+    prompts: Iterable[Prompt],
     stops: TemplateStops = NO_STOPS,
     answer: AnswerFormat = PLAIN,
-) -> GenerationHandler:
-    """Tokenize the prompts, check the limits and make one engine request per choice. Nothing is submitted yet.
+) -> list[RequestState]:
+    """One state per sequence, with its engine request: `body.candidates` for each prompt in turn.
 
-    Endpoints call it with `body.process`, because long prompts take seconds.
-
-    `stops` end the answer in addition to the body's own. `answer`: what the output may have besides content.
+    Long prompts take seconds, so routes call it through `body.process`. `prompts` is read after the checks that need no
+    tokens. `stops` end the answer in addition to the body's own. `answer`: what the output may have besides content.
 
     Raises:
         ApiError: the request cannot be served.
@@ -43,27 +43,52 @@ def prepare(
     _check_count(body, service)
     for field in ("stop_token_ids", "allowed_token_ids"):
         check_token_ids(field, getattr(body, field) or [], ready.vocab_size)
-    prompts = [prompt.truncated(body.truncate_prompt_tokens) for prompt in tokenize()]
+    truncated = [prompt.truncated(body.truncate_prompt_tokens) for prompt in prompts]
     tokenizer = service.spelling.tokenizer
     sampling = sampling_params(
         body,
         tokenizer,
         ready.vocab_size,
-        max_tokens=_max_tokens(body, prompts, ready),
+        max_tokens=_max_tokens(body, truncated, ready),
         stop_token_ids=stops.token_ids,
         grammar=answer.grammar(body.grammar),
     )
-    check_scores(body, possible_scores(body, sum(len(prompt.token_ids) for prompt in prompts)))
+    check_scores(body, possible_scores(body, sum(len(prompt.token_ids) for prompt in truncated)))
     end_token_ids = frozenset((*sampling.stop_token_ids, *(() if body.ignore_eos else ready.eos_token_ids)))
     special = {} if body.skip_special_tokens else tokenizer.special
     options = TextOptions(
         [*body.stops, *stops.strings], body.include_stop_str_in_output, special, body.return_token_ids
     )
-    states = [
-        RequestState(index, request, prompts[index // body.candidates], tokenizer, options, end_token_ids, answer)
-        for index, request in enumerate(_requests(body, response_id, prompts, sampling))
+    return [
+        RequestState(index, request, truncated[index // body.candidates], tokenizer, options, end_token_ids, answer)
+        for index, request in enumerate(_requests(body, response_id, truncated, sampling))
     ]
-    return GenerationHandler(service, body, response_id, states)
+
+
+def prepare_chat(body: ChatRequest, service: Service, ready: Ready, response_id: str) -> list[RequestState]:
+    """The states of a conversation's answers, see `prepare`.
+
+    Raises:
+        ApiError: the request cannot be served.
+    """
+    template = service.chat_template
+    tools, text = tool_use(body, service.call_syntax), render(body.messages, body, template)
+    answer = answer_format(body, text, service.reasoning_syntax, tools)
+    prompt = _conversation(text, body, service, ready)
+    return prepare(body, service, ready, response_id, prompt, template.stops, answer)
+
+
+def _conversation(text: str, body: ChatRequest, service: Service, ready: Ready) -> Iterator[Prompt]:
+    """The conversation's text in tokens, as the only prompt.
+
+    Raises:
+        ApiError: it is too long.
+    """
+    param, special = body.name("messages"), service.chat_template.adds_special
+    token_ids = encode(text, service.spelling.tokenizer, token_limit(body, ready), param, special=special)
+    if not token_ids:
+        raise bad_request("the prompt is empty: it has no tokens", param, "invalid_value")
+    yield Prompt(token_ids)
 
 
 def _requests(

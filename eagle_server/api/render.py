@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from starlette.routing import Route
 
-from eagle_server.api.body import process_text, read_body
-from eagle_server.api.chat import chat_handler
-from eagle_server.api.completions import completion_handler
-from eagle_server.api.generate import GenerationHandler
-from eagle_server.api.request_id import request_id_of
-from eagle_server.api.response_parts import json_response
-from eagle_server.api.schemas.chat import ChatRequest
-from eagle_server.api.schemas.completion import CompletionRequest
-from eagle_server.api.schemas.generation import GenerationBody
-from eagle_server.api.service import service_of
+from eagle_server.api.body import process_text
+from eagle_server.api.chat import CHAT_COMPLETIONS
+from eagle_server.api.completions import COMPLETIONS
+from eagle_server.api.endpoint import Endpoint
+from eagle_server.api.routes import checked, json_response
 from eagle_server.api.sse import while_connected
 
 
@@ -32,34 +26,28 @@ class Rendered(msgspec.Struct):
 
 async def render_completion(request: Request) -> Response:
     """A list with one entry per prompt."""
-    return json_response(await _rendered(request, CompletionRequest, completion_handler, "cmpl"))
+    return json_response(await _rendered(request, COMPLETIONS))
 
 
 async def render_chat_completion(request: Request) -> Response:
-    [conversation] = await _rendered(request, ChatRequest, chat_handler, "chatcmpl")
+    [conversation] = await _rendered(request, CHAT_COMPLETIONS)
     return json_response(conversation)
 
 
 router = APIRouter(
     routes=[
-        Route("/v1/completions/render", render_completion, methods=["POST"]),
-        Route("/v1/chat/completions/render", render_chat_completion, methods=["POST"]),
+        Route(f"{COMPLETIONS.path}/render", render_completion, methods=["POST"]),
+        Route(f"{CHAT_COMPLETIONS.path}/render", render_chat_completion, methods=["POST"]),
     ]
 )
 
 
-async def _rendered(
-    request: Request, kind: type[Any], prepared: Callable[..., GenerationHandler], prefix: str
-) -> list[Rendered]:
+async def _rendered(request: Request, endpoint: Endpoint[Any]) -> list[Rendered]:
     """The prompts of a body that the generating endpoint would accept.
 
     Raises:
         ApiError: it would refuse the body.
     """
-    body: GenerationBody = await read_body(kind, request)
-    service = service_of(request)
-    ready = service.ready_for(body.model)
-    response_id = f"{prefix}-{request_id_of(request)}"
-    work = process_text(body, lambda: prepared(body, service, ready, response_id))
-    handler = await while_connected(request.receive, work)
-    return [Rendered(handler.id, handler.model, state.prompt.token_ids) for state in handler.states[:: body.candidates]]
+    body, prepare = await checked(endpoint, request)
+    answer = await while_connected(request.receive, process_text(body, prepare))
+    return [Rendered(answer.id, answer.model, state.prompt.token_ids) for state in answer.first_states]

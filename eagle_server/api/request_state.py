@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import Any, Protocol
 
 from eagle_server.api.answer_format import PLAIN, AnswerFormat
 from eagle_server.api.errors import ApiError, bad_request, unavailable
-from eagle_server.api.response_parts import PromptLogprobs, Tree
 from eagle_server.request import DraftTree, FinishReason, Request, SpecStats, TokenDelta, TokenLogprob
 from eagle_server.text.detokenizer import IncrementalDetokenizer
 from eagle_server.text.reasoning_parser import ReasoningParser
@@ -43,14 +41,6 @@ class ScoredToken:
     offset: int
 
 
-class LogprobParts(Protocol):
-    """An endpoint's log-probabilities of successive tokens."""
-
-    def extend(self, other: Any) -> None:
-        """Append those of the next tokens, of the same type."""
-        ...
-
-
 @dataclass(frozen=True)
 class TextOptions:
     """What ends an output, and what it shows: the stop itself, special tokens by their spelling, token ids."""
@@ -66,8 +56,7 @@ class OutputDelta:
     """What one token delta added to a choice. `text` has neither thinking nor tool calls.
 
     `token_ids` are those asked for. `is_first` marks the choice's first delta that is not empty. `trees` is empty
-    unless the request asked for trees. `logprobs` and `encoded_trees` are what the response shows of earlier `tokens`
-    and `trees`, which are dropped: they take several times the memory.
+    unless the request asked for trees.
     """
 
     index: int
@@ -77,8 +66,6 @@ class OutputDelta:
     tokens: list[ScoredToken] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     trees: list[DraftTree] = field(default_factory=list)
-    logprobs: LogprobParts | None = None
-    encoded_trees: list[Tree] = field(default_factory=list)
     finish_reason: str | None = None
     is_first: bool = False
 
@@ -95,11 +82,6 @@ class OutputDelta:
         self.tokens += other.tokens
         self.token_ids += other.token_ids
         self.trees += other.trees
-        self.encoded_trees += other.encoded_trees
-        if self.logprobs is None:
-            self.logprobs = other.logprobs
-        elif other.logprobs is not None:
-            self.logprobs.extend(other.logprobs)
         self.finish_reason = other.finish_reason
 
     def add_parsed(self, parsed: ParsedText) -> None:
@@ -136,7 +118,6 @@ class RequestState:
         self.cached_tokens = 0
         self.spec: SpecStats | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.prompt_scores: PromptLogprobs | None = None  # as the response shows them
         self._tokenizer = tokenizer
         self._parser = answer.parser()
         self._reasoning = self._parser if isinstance(self._parser, ReasoningParser) else None

@@ -1,14 +1,12 @@
-"""What the endpoints' responses share: usage, metrics, prompt log-probabilities, draft trees, and answers to HEAD."""
+"""What the endpoints' responses share: usage, metrics, log-probabilities and draft trees."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TypeAlias, TypeVar
 
 import msgspec
-from fastapi import Response
-from fastapi.routing import APIRoute
 
 from eagle_server.api.errors import bad_request
 from eagle_server.api.schemas.generation import GenerationBody
@@ -88,8 +86,11 @@ class PromptLogprob(msgspec.Struct):
     decoded_token: str
 
 
+# A part of a response, or its JSON: the encoder copies it, and it takes less memory.
+T = TypeVar("T")
+Encoded: TypeAlias = T | msgspec.Raw
 # One entry per prompt token, null for the first one. An entry has the token and its alternatives, by token id.
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
+PromptLogprobs = list[Encoded[dict[str, PromptLogprob]] | None]
 
 
 class Tree(msgspec.Struct):
@@ -104,19 +105,14 @@ class Tree(msgspec.Struct):
     seconds: float
 
 
-S = TypeVar("S")
-
-
-def encoded(part: S) -> S:
-    """The JSON of a part of a response in the place of the part. The encoder copies it, and it takes less memory."""
-    return cast(S, msgspec.Raw(msgspec.json.encode(part)))
+def encoded(part: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(part))
 
 
 def possible_scores(body: GenerationBody, prompt_tokens: int) -> Counter[str]:
-    """How many scores the response will have by what the body says, by parameter.
+    """How many scores the response may have, by parameter: for all `prompt_tokens`, and for the longest outputs.
 
-    Those of the prompts, of `prompt_tokens` in all, are certain. How long an output gets whose length the body does not
-    limit is known when it is generated, so it does not count.
+    An output without a limit on its length counts nothing: its scores are counted when they come.
     """
     prompts = body.candidates * prompt_tokens
     output = body.sequences * (body.max_output_tokens or 0)
@@ -189,16 +185,3 @@ def trees_of(trees: Sequence[DraftTree], spell: Callable[[int], str]) -> list[Tr
         )
         for tree in trees
     ]
-
-
-class HeadRoute(APIRoute):
-    """A route that answers HEAD as it answers GET. FastAPI's do not, Starlette's do. The HTTP server drops the body."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.methods and "GET" in self.methods:
-            self.methods.add("HEAD")
-
-
-def json_response(content: object) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")

@@ -6,16 +6,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
-from starlette.routing import Route
 
-from eagle_server.api.body import process, read_body
-from eagle_server.api.chat import translated_handler
+from eagle_server.api.endpoint import Answer, Endpoint
 from eagle_server.api.errors import ApiError
-from eagle_server.api.generate import GenerationHandler, no_logprobs
 from eagle_server.api.output_items import ItemBegins, ItemChange, ItemEnds, ItemGrows, OutputItem, OutputItems
-from eagle_server.api.request_id import request_id_of
+from eagle_server.api.prepare import prepare_chat
 from eagle_server.api.request_state import OutputDelta
 from eagle_server.api.response_objects import (
     ArgumentsEvent,
@@ -38,62 +34,41 @@ from eagle_server.api.response_objects import (
 )
 from eagle_server.api.schemas.base import Part
 from eagle_server.api.schemas.responses import ResponsesRequest
-from eagle_server.api.service import service_of
+from eagle_server.api.service import Service
 from eagle_server.api.sse import event
+from eagle_server.request import Ready
 
 ID_PREFIX = "resp_"
 
 
-async def create_response(request: Request) -> Response:
-    body = await read_body(ResponsesRequest, request)
-    service = service_of(request)
-    ready = service.ready_for(body.model)
-    response_id = f"{ID_PREFIX}{request_id_of(request)}"
-    handler = await process(
-        request, body, body.chat.timeout, lambda: translated_handler(body, service, ready, response_id)
-    )
-    builder = ResponseBuilder(body, response_id)
-    return await handler.respond(
-        request,
-        build_logprobs=no_logprobs,
-        build_response=builder.response,
-        build_events=builder.events,
-        build_end=builder.end,
-    )
+class ResponseAnswer(Answer):
+    """The answer to a conversation as a response with items. The last event of a stream has the same response."""
 
-
-# A Starlette route, as in `chat.py`.
-router = APIRouter(routes=[Route("/v1/responses", create_response, methods=["POST"])])
-
-
-class ResponseBuilder:
-    """Builds the response to one request, or the events of its stream. The last event has the same response."""
-
-    def __init__(self, body: ResponsesRequest, response_id: str) -> None:
-        self._body = body
-        self._id = response_id
+    def __init__(self, body: ResponsesRequest, service: Service, ready: Ready, response_id: str) -> None:
+        super().__init__(body.chat, service, response_id, prepare_chat(body.chat, service, ready, response_id))
+        self._asked = body
         self._items = OutputItems()
         self._sent = 0  # events
 
-    def response(self, handler: GenerationHandler, outputs: Sequence[OutputDelta]) -> ResponseBody:
+    def response(self, outputs: Sequence[OutputDelta]) -> ResponseBody:
         [output] = outputs
         for _ in self._items.add(output):
             pass
-        return self._ended(handler, None)
+        return self._ended(None)
 
-    def events(self, handler: GenerationHandler, output: OutputDelta) -> bytes:
+    def events(self, output: OutputDelta) -> bytes:
         changes = (each for change in self._items.add(output) for each in self._events_of(change))
-        return self._begin(handler) + b"".join(map(self._send, changes))
+        return self._begin() + b"".join(map(self._send, changes))
 
-    def end(self, handler: GenerationHandler, error: ApiError | None) -> bytes:
-        response = self._ended(handler, error)
-        return self._begin(handler) + self._send(LifecycleEvent(f"response.{response.status}", response))
+    def end(self, error: ApiError | None) -> bytes:
+        response = self._ended(error)
+        return self._begin() + self._send(LifecycleEvent(f"response.{response.status}", response))
 
-    def _begin(self, handler: GenerationHandler) -> bytes:
+    def _begin(self) -> bytes:
         """The first events, unless they were sent."""
         if self._sent:
             return b""
-        response = self._response(handler, "in_progress")
+        response = self._in_state("in_progress")
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._send(LifecycleEvent(kind, response)) for kind in kinds)
 
@@ -137,18 +112,18 @@ class ResponseBuilder:
             return ReasoningItem(item_id, status, [ReasoningText(item.content)] if item.content else [])
         if item.call is None:
             return MessageItem(item_id, status, [OutputText(item.content)] if item.content else [])
-        namespace, name = self._body.name_of(item.call.name or "")
+        namespace, name = self._asked.name_of(item.call.name or "")
         return FunctionCallItem(item_id, status, item.call.id or "", name, item.content, namespace or UNSET)
 
     def _item_id(self, item: OutputItem) -> str:
         kind = "fc" if item.call is not None else "rs" if item.is_thinking else "msg"
-        return f"{kind}_{self._id.removeprefix(ID_PREFIX)}_{item.index}"
+        return f"{kind}_{self.id.removeprefix(ID_PREFIX)}_{item.index}"
 
-    def _ended(self, handler: GenerationHandler, error: ApiError | None) -> ResponseBody:
+    def _ended(self, error: ApiError | None) -> ResponseBody:
         is_cut = self._items.finish_reason == "length"
-        response = self._response(handler, "failed" if error else "incomplete" if is_cut else "completed")
+        response = self._in_state("failed" if error else "incomplete" if is_cut else "completed")
         response.output = [self._item(item) for item in self._items.items]
-        response.usage, response.metrics = ResponseUsage.of(handler.usage), handler.metrics
+        response.usage, response.metrics = ResponseUsage.of(self.usage), self.metrics
         if error is not None:
             response.error = FailureReason(error.code or error.kind, error.message)
         elif is_cut:
@@ -157,13 +132,13 @@ class ResponseBuilder:
             response.completed_at = int(time.time())
         return response
 
-    def _response(self, handler: GenerationHandler, status: str) -> ResponseBody:
-        body = self._body
+    def _in_state(self, status: str) -> ResponseBody:
+        body = self._asked
         return ResponseBody(
-            id=self._id,
-            created_at=handler.created,
+            id=self.id,
+            created_at=self.created,
             status=status,
-            model=handler.model,
+            model=self.model,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
@@ -178,6 +153,9 @@ class ResponseBuilder:
             safety_identifier=body.safety_identifier,
             prompt_cache_key=body.prompt_cache_key,
         )
+
+
+RESPONSES = Endpoint("/v1/responses", ResponsesRequest, ID_PREFIX, ResponseAnswer)
 
 
 def _part(item: OutputItem, content: str) -> OutputText | ReasoningText:

@@ -66,7 +66,7 @@ class EventStream(Response):
     """Sends `first`, then what `events` yields: encoded events, and whether more will follow.
 
     `events` is closed as soon as the client disconnects. `first` may still be awaited: its error becomes an event by
-    `failed`. Where nothing was sent for `keep_alive` seconds, at most for twice as long, a comment is; None: none is.
+    `failed`. An idle stream gets a comment after 1 to 2 times `keep_alive` seconds; None: no comments.
     """
 
     media_type = "text/event-stream"

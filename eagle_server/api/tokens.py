@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 
 from eagle_server.api.body import process_text, read_body
 from eagle_server.api.prompts import check_token_ids, encode, render
-from eagle_server.api.response_parts import HeadRoute, json_response
+from eagle_server.api.routes import HeadRoute, json_response
 from eagle_server.api.schemas.messages import CountTokensRequest
 from eagle_server.api.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from eagle_server.api.service import Service, service_of

@@ -275,7 +275,7 @@ class Clients:
     def __init__(self, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
         self.http, self.gate, self.begun = http, threading.Event(), list[str]()
         self.service: Service = http._transport.app.state.service  # type: ignore[attr-defined]
-        original = completions.completion_handler
+        original = completions.prepare
 
         def held(body: CompletionRequest, *given: Any) -> Any:
             self.begun.append(str(body.user)[:10])
@@ -283,7 +283,7 @@ class Clients:
                 assert self.gate.wait(60)
             return original(body, *given)
 
-        monkeypatch.setattr(completions, "completion_handler", held)
+        monkeypatch.setattr(completions, "prepare", held)
 
     def send(self, user: str, size: int = 2 * SHORT_BODY, **body: Any) -> asyncio.Task[httpx.Response]:
         content = {"prompt": "abc", "user": user + "x" * size, "max_tokens": 3, **body}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -160,3 +162,19 @@ def test_a_prompt_may_be_a_dict_as_in_vllm(llm: LLM) -> None:
     assert own.outputs == text.outputs
     assert ids.outputs == text.outputs
     assert "UNSET" not in repr(text)
+
+
+def test_it_needs_no_application(llm: LLM) -> None:
+    """Nor its packages: the service of the endpoints is made without them."""
+    code = (
+        "import sys\n"
+        "for name in ('fastapi', 'prometheus_client', 'uvicorn'):\n"
+        "    sys.modules[name] = None\n"
+        "from eagle_server import LLM\n"
+        "llm = LLM('demo', cpu_threads=1, progress=False)\n"
+        f"[output] = llm.generate({PROMPTS[0]!r}, temperature=0, max_tokens=4, use_tqdm=False)\n"
+        "print(repr(output.outputs[0].text))"
+    )
+    [output] = llm.generate(PROMPTS[0], temperature=0, max_tokens=4, use_tqdm=False)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.stdout.strip() == repr(output.outputs[0].text), ran.stderr

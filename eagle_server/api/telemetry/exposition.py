@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import exposition as text
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from eagle_server.api.response_parts import HeadRoute
+from eagle_server.api.routes import HeadRoute
 
 router = APIRouter(route_class=HeadRoute)
 
