@@ -183,13 +183,6 @@ def test_no_class_name_stands_twice():
 
 
 @each_module
-def test_serving_does_not_import_the_reference(path):
-    """speculation/reference.py is what tests hold serving against; trees show their retrive links by it."""
-    if name(path) not in ("speculation.tree", "speculation.reference"):
-        assert not [i for i in own_imports(path) if i.startswith("speculation.reference")]
-
-
-@each_module
 def test_imports_are_absolute(path):
     relative = [at(path, n) for n in ast.walk(tree(path)) if isinstance(n, ast.ImportFrom) and n.level]
     assert not relative

@@ -19,7 +19,7 @@ from eagle_server.api.prepare import prepare
 from eagle_server.api.prompts import encode, render, token_limit
 from eagle_server.api.request_id import request_id_of
 from eagle_server.api.request_state import OutputDelta, Prompt, ScoredToken
-from eagle_server.api.response_parts import Metrics, PromptLogprobs, Tree, Usage, encoded, finite
+from eagle_server.api.response_parts import Metrics, PromptLogprobs, TreeBody, Usage, encoded, finite
 from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.api.schemas.translated import TranslatedBody
 from eagle_server.api.service import Service, service_of
@@ -92,7 +92,7 @@ class ChatChoice(msgspec.Struct):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
-    trees: list[Tree] | UnsetType = UNSET
+    trees: list[TreeBody] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -124,7 +124,7 @@ class ChunkChoice(msgspec.Struct):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    trees: list[Tree] | UnsetType = UNSET
+    trees: list[TreeBody] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 

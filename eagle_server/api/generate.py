@@ -30,7 +30,7 @@ from eagle_server.api.response_parts import (
     Metrics,
     PromptLogprobs,
     SpeculativeMetrics,
-    Tree,
+    TreeBody,
     Usage,
     check_scores,
     encoded,
@@ -151,7 +151,7 @@ class GenerationHandler:
         """Speculative-decoding metrics. vLLM gives them for a single choice only."""
         return Metrics(SpeculativeMetrics.of(self.states[0].spec)) if len(self.states) == 1 else UNSET
 
-    def trees(self, output: OutputDelta) -> list[Tree] | UnsetType:
+    def trees(self, output: OutputDelta) -> list[TreeBody] | UnsetType:
         """The draft trees of an output, if the request asks for trees."""
         return output.encoded_trees + trees_of(output.trees, self.spelling) if self.body.return_trees else UNSET
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from eagle_server.api.answer_format import PLAIN, AnswerFormat
 from eagle_server.api.errors import ApiError, bad_request, unavailable
-from eagle_server.api.response_parts import PromptLogprobs, Tree
+from eagle_server.api.response_parts import PromptLogprobs, TreeBody
 from eagle_server.request import DraftTree, FinishReason, Request, SpecStats, TokenDelta, TokenLogprob
 from eagle_server.text.detokenizer import IncrementalDetokenizer
 from eagle_server.text.reasoning_parser import ReasoningParser
@@ -78,7 +78,7 @@ class OutputDelta:
     token_ids: list[int] = field(default_factory=list)
     trees: list[DraftTree] = field(default_factory=list)
     logprobs: LogprobParts | None = None
-    encoded_trees: list[Tree] = field(default_factory=list)
+    encoded_trees: list[TreeBody] = field(default_factory=list)
     finish_reason: str | None = None
     is_first: bool = False
 

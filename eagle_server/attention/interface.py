@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor
 
 from eagle_server.cache.pool import Pool
+from eagle_server.ops.captured import in_place
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,15 @@ class Layout:
         return first if all(n == first for n in self.q_lens) else None
 
 
+@dataclass(frozen=True)
+class PagedRequests:
+    """Requests of a batch: their rows in the page table, and their lengths."""
+
+    req_pool_indices: Tensor  # int64 [bs], rows of req_to_token
+    seq_lens: Tensor  # int64 [bs]
+    req_to_token: Tensor = in_place()  # int32 [max requests, width]
+
+
 AttnArgs = tuple[Tensor, Tensor, Tensor, TreeMask | None]  # kv_indices, kv_indptr, qo_indptr, custom mask
 
 
@@ -87,32 +97,7 @@ class SpecInput(Protocol):
         kv_lens_sum: int | None = None,
         out: Tensor | None = None,
     ) -> AttnArgs:
-        """All query rows of a request read one list of slots. kv_lens_sum and out: see `batches.kv_arguments`."""
-        ...
-
-
-class VerifyInput(SpecInput, Protocol):
-    """A `SpecInput` that may compute different numbers of nodes: EagleVerifyInput."""
-
-    @property
-    def counts(self) -> Tensor | None:
-        """Nodes that are computed, int64 [bs], the first of each tree; None: all."""
-        ...
-
-    @property
-    def rows(self) -> Tensor | None:
-        """The same nodes as places in the flat batch of all nodes, int64 [n]; None: all."""
-        ...
-
-
-@runtime_checkable
-class DraftStepInput(SpecInput, Protocol):
-    """A `SpecInput` that can also run each query row as a decode query of its own."""
-
-    def generate_attn_arg_decode(
-        self, req_pool_indices: Tensor, paged_kernel_lens: Tensor, req_to_token: Tensor, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """kv_indices, kv_indptr and qo_indptr. Every query row has its own list of slots."""
+        """All query rows of a request read one list of slots. kv_lens_sum and out: see `spec_info.kv_arguments`."""
         ...
 
 

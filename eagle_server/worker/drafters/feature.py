@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch import DecodeBatch, Prompts
 from eagle_server.worker.graphs import GraphKey, Graphs
 
@@ -37,7 +37,7 @@ class FeatureDrafter:
         """One for all levels."""
         return 0
 
-    def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
+    def observe(self, batch: DecodeBatch, tree: Tree, accepted: Accepted) -> None:
         """Heads do not learn while serving."""
 
     def graph_key(self, name: str, batch: DecodeBatch) -> GraphKey | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol, TypeVar
 
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import EagleVerifyInput, Proposal
+from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch import DecodeBatch, Prompts
 
 State = TypeVar("State")
@@ -29,8 +29,8 @@ class Drafter(Protocol[State]):
         """Feed the newly accepted tokens, `batch.accepted_tokens`; returns the state to propose from."""
         ...
 
-    def propose(self, draft: State, batch: DecodeBatch) -> Proposal:
-        """The candidate nodes of each decoding request, ranked by `batch.ranking`, with scores.
+    def propose(self, draft: State, batch: DecodeBatch) -> Tree:
+        """The tree of each decoding request under verified_id, ranked by `batch.ranking`, with scores.
 
         A model drafts `batch.num_steps` levels. A tree has at most `batch.num_draft_tokens` nodes, root included.
         """
@@ -40,10 +40,10 @@ class Drafter(Protocol[State]):
         """Forwards that `propose` needs for trees of `num_steps` levels; 0: its time does not depend on them."""
         ...
 
-    def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
-        """What was accepted of the last proposal. All of it is still on the device.
+    def observe(self, batch: DecodeBatch, tree: Tree, accepted: Accepted) -> None:
+        """What was accepted of the last trees. All of it is still on the device.
 
-        The trees may be compacted; `tree.proposed` are the nodes' places in the proposal.
+        The trees may be compacted; `tree.proposed` are the nodes' places in the drafted ones.
         """
         ...
 

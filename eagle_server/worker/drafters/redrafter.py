@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from eagle_server.models.drafts.redrafter import RedrafterHead
-from eagle_server.speculation.prefix_tree import pack, pack_like, tree_nodes
-from eagle_server.speculation.tree import TreeNodes
+from eagle_server.speculation.prefix_tree import beam_tree
+from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.draft_ranking import BY_PROBABILITY, DraftRanking
 from eagle_server.worker.drafters.feature import FeatureDrafter
@@ -41,29 +40,24 @@ class RedrafterDrafter(FeatureDrafter):
     def forwards(self, num_steps: int) -> int:
         return num_steps
 
-    def propose(self, draft: Tensor, batch: DecodeBatch) -> TreeNodes:
+    def propose(self, draft: Tensor, batch: DecodeBatch) -> Tree:
         key = self.graph_key("redrafter", batch)
         size = min(self.num_draft_tokens, batch.num_draft_tokens)
-        function = partial(self._propose, batch.ranking, batch.num_steps, size)
-        return self.graphs.run(key, function, draft, batch.verified_id, *batch.ranking.tensors)
+        function = partial(self._propose, batch.num_steps, size)
+        return self.graphs.run(key, function, draft, batch.verified_id, batch.seq_lens, batch.ranking)
 
-    def _propose(
+    def _propose(  # noqa: PLR0913, PLR0917
         self,
-        ranking: DraftRanking,
         num_steps: int,
         num_draft_tokens: int,
         context: Tensor,
         verified_id: Tensor,
-        *of_ranking: Tensor,
-    ) -> TreeNodes:
-        ranking = ranking.with_tensors(*of_ranking)
+        seq_lens: Tensor,
+        ranking: DraftRanking,
+    ) -> Tree:
         beam, scores = beam_search(self.head, context, verified_id, num_steps, self.beam_width, ranking)
-        places = self.beam_width * num_steps + 1  # all beams share the root
-        packed = pack(beam, places)
-        worth = pack_like(scores, packed.unpack_map, places, padding=float("-inf"))
-        tree = tree_nodes(packed, num_draft_tokens, worth)
-        assert tree.scores is not None
-        return replace(tree, tokens=ranking.without_refused(tree.tokens, tree.scores))
+        tree = beam_tree(beam, scores, seq_lens, num_draft_tokens)
+        return ranking.without_refused(tree)
 
 
 def beam_search(  # noqa: PLR0913, PLR0917

@@ -16,7 +16,6 @@ from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.redrafter import RedrafterHead
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_server.speculation.tree import TreeNodes, build_tree
 from eagle_server.worker.draft_ranking import BY_PROBABILITY
 from eagle_server.worker.drafters.redrafter import RedrafterDrafter, beam_search
 from eagle_tools.training.redrafter import accept_length, new_redrafter, rollout, rollout_loss
@@ -215,17 +214,16 @@ def test_the_drafter_proposes_the_best_nodes_of_its_beams(target: TargetModel, s
     head = random_redrafter(target)
     drafter = RedrafterDrafter(head, num_steps=3, beam_width=4, num_draft_tokens=size)
     contexts, roots = torch.randn(2, H, generator=torch.Generator().manual_seed(7)), torch.tensor([9, 1])
-    nodes = drafter._propose(BY_PROBABILITY, 3, size, contexts, roots)
-    assert isinstance(nodes, TreeNodes)
-    tree = build_tree(nodes, roots, torch.tensor([3, 8]))
+    tree = drafter._propose(3, size, contexts, roots, torch.tensor([3, 8]), BY_PROBABILITY)
+    assert tree.tokens[:, 0].equal(roots)
     beams, scores = beam_search(head, contexts, roots, 3, 4)
     for row in range(2):
         worth = {
             tuple(beams[row, i, : j + 1].tolist()): float(scores[row, i, j]) for i in range(4) for j in range(1, 4)
         }
         best = sorted(worth, key=lambda prefix: -worth[prefix])[: size - 1]
-        tokens = tree.draft_token.view(2, -1)[row]
-        found = {tuple(tokens[tree.custom_mask[row, i]].tolist()) for i in range(1, size) if int(tokens[i]) >= 0}
+        tokens = tree.tokens[row]
+        found = {tuple(tokens[tree.mask[row, i]].tolist()) for i in range(1, size) if int(tokens[i]) >= 0}
         assert found == set(best)
 
 
