@@ -179,7 +179,7 @@ def test_a_verdict_is_a_median_with_its_spread_and_names_no_cause(
 
 
 def stream_of(text: str, seconds: float, accepted: int) -> str:
-    """A made-up completion of 13 tokens: the prompt's, then cycles of so many accepted tokens and a bonus token each."""
+    """A made-up completion of 13 tokens: the prompt's, then cycles of that many accepted tokens and a bonus token."""
     parents, nodes = list(range(-1, accepted)), list(range(1, accepted + 1))
     chain = {"tokens": ["a"] * (accepted + 1), "parents": parents, "scores": None, "steps": accepted, "bonus": "a"}
     cycles = 12 // (accepted + 1)
