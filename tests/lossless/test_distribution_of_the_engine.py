@@ -135,7 +135,7 @@ def fresh_bonus_after_a_miss(tree: Tree, logits: Tensor, sampling: SamplingBatch
 
 
 def root_and_first_level_share_their_noise(tree: Tree, logits: Tensor, sampling: SamplingBatch) -> Accepted:
-    return accept(replace(tree, positions=tree.positions - (tree.depths > 0).view(-1).long()), logits, sampling)
+    return accept(replace(tree, positions=tree.positions - (tree.depths > 0).long()), logits, sampling)
 
 
 def noise_of_the_position_before(tree: Tree, logits: Tensor, sampling: SamplingBatch) -> Accepted:
