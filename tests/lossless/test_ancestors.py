@@ -17,6 +17,7 @@ from tests.lossless.conftest import eagle_is_slow
 from tests.lossless.pairs import Pair
 from tests.support.dense import Recording, extend, features_of, follow_path
 from tests.support.engines import request, run, speculative
+from tests.support.wrapped_head import WrappedHead
 
 TOLERANCE = 1e-4
 STEPS, TOPK = 4, 3
@@ -31,20 +32,19 @@ class Call:
     out: DraftOutput
 
 
-class SpyHead:
-    """A `DraftHead` that records its passes. Each run begins with `combine`: a draft-extend or a prefill."""
+class SpyHead(WrappedHead):
+    """Records its passes. Each run begins with `combine`: a draft-extend or a prefill."""
 
     def __init__(self, head: DraftHead) -> None:
-        self.head, self.config, self.aux_boundaries = head, head.config, head.aux_boundaries
-        self.logits, self.target_ids, self.draft_vocab_size = head.logits, head.target_ids, head.draft_vocab_size
+        super().__init__(head)
         self.runs: list[list[Call]] = []
 
     def combine(self, features: Tensor) -> Tensor:
         self.runs.append([])
-        return self.head.combine(features)
+        return super().combine(features)
 
-    def __call__(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: object) -> DraftOutput:
-        out = self.head(tokens, hidden, positions, attention)  # type: ignore[arg-type]
+    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: object) -> DraftOutput:
+        out = super().forward(tokens, hidden, positions, attention)
         self.runs[-1].append(Call(tokens, hidden, out))
         return out
 

@@ -59,7 +59,7 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(PostNormHead):
-    """A `DraftHead`."""
+    algorithm = "EAGLE"
 
     def __init__(self, config: EagleConfig, context: int, target: TargetWeights) -> None:
         super().__init__(config.layers, target, own_embed=config.own_embed, own_lm_head=config.own_lm_head)
@@ -89,7 +89,6 @@ class EagleHead(PostNormHead):
         self._native = native_decoder(self.layers, None, self.rope)
 
     def native_weights(self) -> HeadWeights | None:
-        """See `NativeDraftHead`."""
         return self.joined_weights(self._native, self.fc)
 
     def weight_views(self) -> Views:

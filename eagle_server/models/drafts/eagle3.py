@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from eagle_server.attention.interface import BoundAttention
 from eagle_server.attention.native import BoundNative
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.drafts.interface import DraftOutput, TargetWeights
+from eagle_server.models.drafts.interface import DraftHead, DraftOutput, TargetWeights
 from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views, native_decoder
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.llama import llama_layer
@@ -96,8 +96,10 @@ class Eagle3Layer(nn.Module):
         yield from self.mlp.weight_views(f"{prefix}mlp.")
 
 
-class Eagle3Head(nn.Module):
-    """A `DraftHead`. Weights shared with the target are not registered, so they are not trained or saved."""
+class Eagle3Head(DraftHead):
+    """Weights shared with the target are not registered, so they are not trained or saved."""
+
+    algorithm = "EAGLE3"
 
     def __init__(self, config: Eagle3Config, context: int, target: TargetWeights) -> None:
         super().__init__()
@@ -129,7 +131,6 @@ class Eagle3Head(nn.Module):
         self._native = native_decoder(self.layers, self.norm, self.rope)
 
     def native_weights(self) -> HeadWeights | None:
-        """See `NativeDraftHead`."""
         first, embed = self.layers[0], self._target.embed if self.embed is None else self.embed
         assert isinstance(first, Eagle3Layer)
         lm_head = (self._target.lm_head if self.lm_head is None else self.lm_head).native

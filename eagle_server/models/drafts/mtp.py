@@ -43,7 +43,7 @@ class MtpConfig:
 
 
 class MtpHead(PostNormHead):
-    """A `DraftHead`."""
+    algorithm = "NEXTN"
 
     def __init__(self, config: MtpConfig, context: int, target: TargetWeights) -> None:
         super().__init__(config.layers, target, own_embed=config.own_embed, own_lm_head=config.own_lm_head)
@@ -71,7 +71,6 @@ class MtpHead(PostNormHead):
         return DraftOutput(normed, normed)
 
     def native_weights(self) -> HeadWeights | None:
-        """See `NativeDraftHead`."""
         return self.joined_weights(self._native, self.eh_proj, self.embed_norm, self.hidden_norm)
 
     def weight_views(self) -> Views:

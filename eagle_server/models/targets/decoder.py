@@ -77,7 +77,7 @@ class TargetModel(nn.Module):
         self._native = native_decoder(self.layers, self.norm, self.rope)
 
     def native_weights(self) -> HeadWeights | None:
-        """The model as a draft, see `NativeDraftHead`."""
+        """The model as a draft, see `DraftHead`."""
         lm_head = self.lm_head.native
         if self._native is None or lm_head is None:
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,11 +16,11 @@ from eagle_server.attention.batches import (
     extend_batch,
     extend_layout,
 )
-from eagle_server.attention.interface import AttentionBackend, AttentionBatch, AttentionPlan, Layout, PagedRequests
+from eagle_server.attention.interface import AttentionBatch, AttentionPlan, Layout, PagedRequests
 from eagle_server.attention.native import BoundNative
 from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput
 from eagle_server.attention.torch_native import TorchNativeAttention
-from eagle_server.models.drafts.interface import DraftHead, NativeDraftHead
+from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.ops.indices import window_slots
 from eagle_server.ops.native_drafting import DraftRequests, NativeHead
 from eagle_server.speculation.accept import Accepted
@@ -29,38 +29,30 @@ from eagle_server.speculation.tree import Tree
 from eagle_server.worker.accepted_tokens import AcceptedTokens
 from eagle_server.worker.batch import DecodeBatch, Prompts
 from eagle_server.worker.draft_ranking import DraftRanking
-from eagle_server.worker.graphs import Graphs
+from eagle_server.worker.drafters.interface import DrafterSetup
 
 
 class EagleDrafter:
-    """Multi-step top-k drafting (EAGLE-2) with any `DraftHead`.
-
-    `per_node`: attention computes each node of a step as a decode query of its own, and every step is planned.
-    """
+    """Multi-step top-k drafting (EAGLE-2) with any `DraftHead`."""
 
     uses_features = extends_ahead = True
 
-    def __init__(  # noqa: PLR0913  the shape of its trees, and what it runs on
-        self,
-        head: DraftHead,
-        attention: AttentionBackend,
-        *,
-        num_steps: int,
-        topk: int,
-        num_draft_tokens: int,
-        graphs: Graphs | None = None,
-        per_node: bool = False,
-    ) -> None:
-        self.head, self.attention = head, attention
-        self.num_steps, self.topk, self.num_draft_tokens = num_steps, topk, num_draft_tokens
-        self.window, self.first_rows = (num_steps - 1) * topk, topk  # slots of all draft steps, and of the first one
-        self.graphs, self.per_node = graphs or Graphs(), per_node
-        device = attention.pool.keys[0].device
-        self._draft_window = DraftWindow.of(topk, self.window, device)
-        own = torch.arange(head.draft_vocab_size, device=device)
+    def __init__(self, head: DraftHead, setup: DrafterSetup) -> None:
+        tree = setup.tree
+        self.head, self.attention = head, setup.attention(self.graph_rows(setup))
+        self.num_steps, self.topk, self.num_draft_tokens = tree.num_steps, tree.topk, tree.num_draft_tokens
+        self.window = (tree.num_steps - 1) * tree.topk  # slots of all draft steps
+        self.first_rows = tree.topk  # and of the first one
+        self.graphs, self.per_node = setup.graphs, setup.per_node
+        self._draft_window = DraftWindow.of(tree.topk, self.window, setup.device)
+        own = torch.arange(head.draft_vocab_size, device=setup.device)
         ids = head.target_ids(own)
         self.vocabulary = None if ids.equal(own) else ids  # int64 [draft vocabulary], target ids
         self._native = self._native_head()
+
+    def graph_rows(self, setup: DrafterSetup) -> Collection[int]:
+        """Rows per request of draft-extend and of a draft step."""
+        return setup.tree.depth + 1, setup.tree.topk
 
     def forget(self, req_pool_index: int) -> None:
         """The only state is KV, which the next request overwrites."""
@@ -127,7 +119,7 @@ class EagleDrafter:
         """Native kernels draft with this head over this pool; None: they do not."""
         attention, head = self.attention, self.head
         caches = attention.caches if isinstance(attention, TorchNativeAttention) else None
-        weights = head.native_weights() if isinstance(head, NativeDraftHead) else None
+        weights = head.native_weights()
         return None if caches is None or weights is None else NativeHead(weights, caches, self.topk, self.vocabulary)
 
     def _propose_native(self, native: NativeHead, draft: EagleDraftInput, batch: DecodeBatch) -> Tree:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.speculation.static_tree import (
-    Choices,
     choice_parents,
     depth_of,
     ranks_of,
@@ -22,26 +20,17 @@ from eagle_server.speculation.tree import Tree, build_tree
 from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.draft_ranking import DraftRanking, finite_or_off
 from eagle_server.worker.drafters.feature import FeatureDrafter
-from eagle_server.worker.graphs import Graphs
+from eagle_server.worker.drafters.interface import DrafterSetup
 
 
 class MedusaDrafter(FeatureDrafter):
-    """Drafts the static tree `choices` for every request. The node of choice (.., r) at depth d is rank r of head d -
-    1.
-
-    `graph_sizes`: batch sizes that graphs are captured for.
+    """Drafts the static tree of `choices` for every request: the node of choice (.., r) at depth d has rank r of head
+    d - 1.
     """
 
-    def __init__(
-        self,
-        heads: MedusaHeads,
-        choices: Choices,
-        *,
-        device: torch.device,
-        graphs: Graphs | None = None,
-        graph_sizes: Collection[int] = (),
-    ) -> None:
-        super().__init__(graphs, graph_sizes)
+    def __init__(self, heads: MedusaHeads, setup: DrafterSetup) -> None:
+        super().__init__(setup)
+        choices, device = setup.tree.choices, setup.device
         self.heads, self.num_steps, self.ranks = heads, depth_of(choices), ranks_of(choices)
         # Each node's path as indices into the heads' best tokens, [head * ranks + rank], its own token last. Shorter
         # paths are padded in front with an index past all of them, whose score is 0.

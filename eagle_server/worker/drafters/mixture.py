@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Generic
 
-import torch
 from torch import Tensor
 
 from eagle_server.ops.upload import upload
@@ -16,33 +14,24 @@ from eagle_server.speculation.merge import best, join_trees
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch import DecodeBatch, Prompts
 from eagle_server.worker.calibration import Calibration
-from eagle_server.worker.drafters.interface import ModelDrafter, State
+from eagle_server.worker.drafters.interface import DrafterSetup, ModelDrafter, State
 from eagle_server.worker.drafters.ngram.drafter import NgramTries, packed, trie_tree
-from eagle_server.worker.graphs import Graphs
 
 
 class MixtureDrafter(Generic[State]):
     """Joins a model's tree and the tries, and keeps the nodes with the highest calibrated chance of acceptance.
 
     The model is not run while the tries of all requests are almost certain: its forwards could not pay then. `depth` is
-    the larger of the two depths. Joining uses tensors only, and is captured for the batch sizes in `graph_sizes`.
+    the larger of the two depths. Joining uses tensors only, and is captured.
     """
 
     uses_features, extends_ahead = True, False
 
-    def __init__(  # noqa: PLR0913
-        self,
-        model: ModelDrafter[State],
-        tries: NgramTries,
-        *,
-        device: torch.device,
-        graphs: Graphs | None = None,
-        graph_sizes: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, model: ModelDrafter[State], tries: NgramTries, setup: DrafterSetup) -> None:
         self.model, self.tries = model, tries
         self.depth = max(model.num_steps, tries.depth)
-        self.graphs, self.graph_sizes = graphs or Graphs(), frozenset(graph_sizes)
-        self.calibration = Calibration(device)
+        self.graphs, self.graph_sizes = setup.graphs, frozenset(setup.graph_sizes)
+        self.calibration = Calibration(setup.device)
         self._proposed: tuple[Tensor, Tensor] | None = None  # bins and priors of the nodes proposed last
 
     def forget(self, req_pool_index: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -14,28 +13,30 @@ from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.draft_ranking import BY_PROBABILITY, DraftRanking
 from eagle_server.worker.drafters.feature import FeatureDrafter
-from eagle_server.worker.graphs import Graphs
+from eagle_server.worker.drafters.interface import DrafterSetup
 
 
 class RedrafterDrafter(FeatureDrafter):
-    """Packs `beam_width` beams of `num_steps` tokens to a prefix tree, and keeps its best num_draft_tokens - 1 nodes.
+    """Packs topk beams of num_steps tokens to a prefix tree, and keeps its best num_draft_tokens - 1 nodes.
 
-    `graph_sizes`: batch sizes that graphs are captured for.
+    Raises:
+        ValueError: the beams have fewer nodes than the tree should have, and no n-grams fill it.
     """
 
-    def __init__(  # noqa: PLR0913  the shape of its trees, and what it runs on
-        self,
-        head: RedrafterHead,
-        *,
-        num_steps: int,
-        beam_width: int,
-        num_draft_tokens: int,
-        graphs: Graphs | None = None,
-        graph_sizes: Collection[int] = (),
-    ) -> None:
-        super().__init__(graphs, graph_sizes)
-        self.head = head
-        self.num_steps, self.beam_width, self.num_draft_tokens = num_steps, beam_width, num_draft_tokens
+    def __init__(self, head: RedrafterHead, setup: DrafterSetup) -> None:
+        super().__init__(setup)
+        self.head, tree = head, setup.tree
+        most = tree.num_steps * tree.topk + 1
+        if tree.num_draft_tokens > most and not tree.ngram_depth:
+            raise ValueError(
+                f"--speculative-num-draft-tokens {tree.num_draft_tokens}: {tree.topk} beams of {tree.num_steps} tokens "
+                f"have at most {most} nodes, the root included"
+            )
+        self.num_steps, self.beam_width, self.num_draft_tokens = (
+            tree.num_steps,
+            tree.topk,
+            min(tree.num_draft_tokens, most),
+        )
 
     def forwards(self, num_steps: int) -> int:
         return num_steps

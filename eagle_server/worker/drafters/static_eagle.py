@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,28 +10,30 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.batches import static_level_batch, static_level_layout
-from eagle_server.attention.interface import AttentionBackend, AttentionPlan, Layout, PagedRequests, TreeMask
+from eagle_server.attention.interface import AttentionPlan, Layout, PagedRequests, TreeMask
 from eagle_server.attention.spec_info import EagleDraftInput
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.ops.indices import window_slots
-from eagle_server.speculation.static_tree import Level, StaticTree
+from eagle_server.speculation.static_tree import Level, static_tree
 from eagle_server.speculation.tree import Tree, build_tree
 from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.draft_ranking import DraftRanking, finite_or_off
 from eagle_server.worker.drafters.eagle import EagleDrafter
-from eagle_server.worker.graphs import Graphs
+from eagle_server.worker.drafters.interface import DrafterSetup
 
 
 class StaticEagleDrafter(EagleDrafter):
     """Extends like `EagleDrafter`. Each level takes the children whose ranks the tree lists, whatever their scores."""
 
-    def __init__(
-        self, head: DraftHead, attention: AttentionBackend, tree: StaticTree, graphs: Graphs | None = None
-    ) -> None:
-        depth, size = len(tree.levels), tree.size + 1
-        super().__init__(head, attention, num_steps=depth, topk=tree.topk, num_draft_tokens=size, graphs=graphs)
-        self.tree = tree
+    def __init__(self, head: DraftHead, setup: DrafterSetup) -> None:
+        self.tree = tree = static_tree(setup.tree.choices, setup.device)
+        super().__init__(head, replace(setup, tree=replace(setup.tree, topk=tree.topk)))
+        self.num_steps, self.num_draft_tokens = len(tree.levels), tree.size + 1
         self.window, self.first_rows = tree.window, tree.rows[0] if tree.rows else 0
+
+    def graph_rows(self, setup: DrafterSetup) -> Collection[int]:
+        """Rows per request of draft-extend and of every level."""
+        return {setup.tree.num_steps + 1, *self.tree.rows}
 
     def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> Tree:
         """One forward for each level that has children. Draft-extend has already found the first level."""

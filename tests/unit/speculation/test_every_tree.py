@@ -19,8 +19,10 @@ from eagle_server.speculation.merge import best, join_trees
 from eagle_server.speculation.prefix_tree import beam_tree
 from eagle_server.speculation.static_tree import Choices, depth_of, ranks_of, sorted_choices, static_tree
 from eagle_server.speculation.tree import Tree, build_tree
+from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.draft_ranking import BY_PROBABILITY
+from eagle_server.worker.drafters.interface import DrafterSetup
 from eagle_server.worker.drafters.medusa import MedusaDrafter
 from eagle_server.worker.drafters.ngram.drafter import NgramDrafter, NgramTries
 from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts
@@ -74,7 +76,7 @@ def medusa(draw: st.DrawFn) -> Tree:
     def heads(features: torch.Tensor, depth: int) -> torch.Tensor:
         return torch.rand(depth, len(features), VOCAB, generator=torch.Generator().manual_seed(3))
 
-    drafter = MedusaDrafter(cast(Any, heads), tree, device=CPU)
+    drafter = MedusaDrafter(cast(Any, heads), DrafterSetup(TreeConfig(choices=tree), CPU))
     return drafter.propose(torch.zeros(bs, 1), batch_of(bs, num_steps=99, num_draft_tokens=999))
 
 
