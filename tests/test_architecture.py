@@ -140,6 +140,16 @@ def each_module(check: Callable[[Path], None]) -> Callable[[], None]:
 
 
 @each_module
+def test_models_and_drafters_ask_for_no_backend(path):
+    """What a backend does in a better way is a method of the contract, see docs/design/attention.md."""
+    for call in calls(path) if is_in(name(path), "models", "worker") else ():
+        if called(call) == "isinstance":
+            types = {each.id for each in ast.walk(call.args[1]) if isinstance(each, ast.Name)}
+            found = {each for each in types if each.startswith("Bound") or each.endswith("Attention")}
+            assert not found, f"{at(path, call)}: isinstance of {sorted(found)}"
+
+
+@each_module
 def test_imports_point_down(path):
     module = name(path)
     part = part_of(module)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.interface import BoundAttention
-from eagle_server.attention.native import BoundNative
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.interface import DraftOutput, TargetWeights
 from eagle_server.models.drafts.post_norm_head import PostNormHead
@@ -64,8 +63,9 @@ class MtpHead(PostNormHead):
         """tokens, positions [rows], hidden [rows, H] -> feedback and normed [rows, H], equal in this head."""
         pair = torch.cat([self.embed_norm(self.embedded(tokens)), self.hidden_norm(hidden)], dim=-1)  # [rows, 2H]
         x = self.eh_proj(pair)
-        if self._native is not None and isinstance(attention, BoundNative):
-            normed = self._native(x, None, positions, attention.rows)[0]
+        at_once = attention.decode(self._native, x, None, positions)
+        if at_once is not None:
+            normed, _, _ = at_once
             return DraftOutput(normed.to(x.dtype), normed)
         normed, _ = self.norm.after_add(*self.layer(x, None, self.rope(positions, x.dtype), attention))
         return DraftOutput(normed, normed)

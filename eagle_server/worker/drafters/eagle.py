@@ -17,9 +17,7 @@ from eagle_server.attention.batches import (
     extend_layout,
 )
 from eagle_server.attention.interface import AttentionBatch, AttentionPlan, Layout, PagedRequests
-from eagle_server.attention.native import BoundNative
 from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput
-from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.ops.indices import window_slots
 from eagle_server.ops.native_drafting import DraftRequests, NativeHead
@@ -63,8 +61,8 @@ class EagleDrafter:
             return
         batch, features = prompts.pairs.batch, prompts.pairs.features
         bound = self.attention.plan(batch.attention.layout).bind(batch.attention)
-        if self._native is not None and isinstance(bound, BoundNative):
-            self._native.prefill(batch.tokens, features, batch.positions, bound.rows)
+        if self._native is not None and bound.native_rows is not None:
+            self._native.prefill(batch.tokens, features, batch.positions, bound.native_rows)
         else:
             self.head(batch.tokens, self.head.combine(features), batch.positions, bound)
 
@@ -118,7 +116,7 @@ class EagleDrafter:
     def _native_head(self) -> NativeHead | None:
         """Native kernels draft with this head over this pool; None: they do not."""
         attention, head = self.attention, self.head
-        caches = attention.caches if isinstance(attention, TorchNativeAttention) else None
+        caches = attention.native_caches
         weights = head.native_weights()
         return None if caches is None or weights is None else NativeHead(weights, caches, self.topk, self.vocabulary)
 

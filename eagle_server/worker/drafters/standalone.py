@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from eagle_server.attention.native import BoundNative
 from eagle_server.attention.spec_info import EagleDraftInput
 from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.speculation.tree import Tree
@@ -27,8 +26,8 @@ class StandaloneDrafter(EagleDrafter):
         """Draft KV of prompt rows, causally."""
         batch = prompts.rows
         bound = self.attention.plan(batch.attention.layout).bind(batch.attention)
-        if self._native is not None and isinstance(bound, BoundNative):
-            self._native.prefill(batch.tokens, None, batch.positions, bound.rows)
+        if self._native is not None and bound.native_rows is not None:
+            self._native.prefill(batch.tokens, None, batch.positions, bound.native_rows)
         else:
             self.head.model(batch.tokens, batch.positions, bound)
 

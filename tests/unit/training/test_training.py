@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
-from eagle_server.attention.interface import LayerSpec
+from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_native_target, load_target
 from eagle_server.models.drafts.eagle3 import Eagle3Head
@@ -61,7 +61,7 @@ def random_head(target: TargetModel, kind: str) -> NewHead:
     return new
 
 
-class OneByOne:
+class OneByOne(BoundAttention):
     """Attention of one sequence that is extended row by row, as in serving; every earlier row is visible."""
 
     def __init__(self) -> None:
