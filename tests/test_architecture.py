@@ -15,12 +15,13 @@ TOOLS = ROOT / "eagle_tools"
 MODULES = sorted([*PACKAGE.rglob("*.py"), *TOOLS.rglob("*.py")])
 
 # A part may import itself, the vocabulary, and what stands here: only what lies below it.
-VOCABULARY = {"request", "plan", "version", "hub", "tools.DEMO"}  # DEMO: a name of the package itself
+VOCABULARY = {"algorithms", "request", "plan", "version", "hub", "tools.DEMO"}  # DEMO: a name of the package itself
 LOWEST = {"ops"}
 PEERS = {"models", "attention", "speculation", "cache"}
 ARROWS: dict[str, set[str]] = {
     "": {"llm"},  # eagle_server/__init__.py
     "config": set(),
+    "algorithms": set(),
     "request": set(),
     "plan": set(),
     "hub": set(),
@@ -140,6 +141,16 @@ def each_module(check: Callable[[Path], None]) -> Callable[[], None]:
 
 
 @each_module
+def test_models_and_drafters_ask_for_no_backend(path):
+    """What a backend does in a better way is a method of the contract, see docs/design/attention.md."""
+    for call in calls(path) if is_in(name(path), "models", "worker") else ():
+        if called(call) == "isinstance":
+            types = {each.id for each in ast.walk(call.args[1]) if isinstance(each, ast.Name)}
+            found = {each for each in types if each.startswith("Bound") or each.endswith("Attention")}
+            assert not found, f"{at(path, call)}: isinstance of {sorted(found)}"
+
+
+@each_module
 def test_imports_point_down(path):
     module = name(path)
     part = part_of(module)
@@ -151,7 +162,7 @@ def test_imports_point_down(path):
             assert is_in(module, *SEE_CONFIG), f"{module} imports config; only {sorted(SEE_CONFIG)} may, pass values"
         elif target not in {part} | VOCABULARY:
             assert target in (arrows or set()), f"{module} may not import {imported}"
-    foundation = {"config": {"config", "version"}, "request": set(), "plan": {"request"}, "hub": set()}
+    foundation = {"config": {"config", "algorithms", "version"}, "request": set(), "plan": {"request"}, "hub": set()}
     if part in foundation:
         assert {imported.partition(".")[0] for imported in own_imports(path)} <= foundation[part]
 
@@ -181,13 +192,6 @@ def test_no_class_name_stands_twice():
                 places.setdefault(node.name, []).append(at(path, node))
     twice = {class_name: found for class_name, found in places.items() if len(found) > 1}
     assert not twice, f"one name, one class: {twice}"
-
-
-@each_module
-def test_serving_does_not_import_the_reference(path):
-    """speculation/reference.py is what tests hold serving against; trees show their retrive links by it."""
-    if name(path) not in ("speculation.tree", "speculation.reference"):
-        assert not [i for i in own_imports(path) if i.startswith("speculation.reference")]
 
 
 @each_module

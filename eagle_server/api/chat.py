@@ -11,7 +11,7 @@ from eagle_server.api.endpoint import Answer, Endpoint
 from eagle_server.api.errors import ApiError
 from eagle_server.api.prepare import prepare_chat
 from eagle_server.api.request_state import OutputDelta, ScoredToken
-from eagle_server.api.response_parts import Encoded, Metrics, PromptLogprobs, Tree, Usage, encoded, finite
+from eagle_server.api.response_parts import Encoded, Metrics, PromptLogprobs, TreeBody, Usage, encoded, finite
 from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.api.service import Service
 from eagle_server.api.sse import DONE, event
@@ -79,7 +79,7 @@ class ChatChoice(msgspec.Struct):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
-    trees: list[Encoded[Tree]] | UnsetType = UNSET
+    trees: list[Encoded[TreeBody]] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -111,7 +111,7 @@ class ChunkChoice(msgspec.Struct):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    trees: list[Encoded[Tree]] | UnsetType = UNSET
+    trees: list[Encoded[TreeBody]] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 

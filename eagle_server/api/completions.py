@@ -12,7 +12,7 @@ from eagle_server.api.errors import ApiError, bad_request
 from eagle_server.api.prepare import prepare
 from eagle_server.api.prompts import check_token_ids, encode, token_limit
 from eagle_server.api.request_state import OutputDelta, Prompt, ScoredToken
-from eagle_server.api.response_parts import Encoded, Metrics, PromptLogprobs, Tree, Usage, encoded, finite
+from eagle_server.api.response_parts import Encoded, Metrics, PromptLogprobs, TreeBody, Usage, encoded, finite
 from eagle_server.api.schemas.completion import CompletionRequest
 from eagle_server.api.service import Service
 from eagle_server.api.sse import DONE, event
@@ -38,7 +38,7 @@ class ChoiceBody(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    trees: list[Encoded[Tree]] | UnsetType = UNSET
+    trees: list[Encoded[TreeBody]] | UnsetType = UNSET
 
 
 class CompletionBody(msgspec.Struct, kw_only=True):

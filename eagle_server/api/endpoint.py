@@ -29,7 +29,7 @@ from eagle_server.api.response_parts import (
     Metrics,
     PromptLogprobs,
     SpeculativeMetrics,
-    Tree,
+    TreeBody,
     Usage,
     encoded,
     prompt_logprobs_of,
@@ -59,7 +59,7 @@ class Answer(ABC):
         self.states = states
         self.first_states = states[:: body.candidates]  # one per prompt
         self._stream_options = body.stream_options or StreamOptions()
-        self._trees: list[list[Encoded[Tree]]] = [[] for _ in states]
+        self._trees: list[list[Encoded[TreeBody]]] = [[] for _ in states]
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}  # by choice
 
     # --- What an endpoint writes. ---
@@ -117,7 +117,7 @@ class Answer(ABC):
         """Speculative-decoding metrics. vLLM gives them for a single choice only."""
         return Metrics(SpeculativeMetrics.of(self.states[0].spec)) if len(self.states) == 1 else UNSET
 
-    def trees(self, output: OutputDelta) -> list[Encoded[Tree]] | UnsetType:
+    def trees(self, output: OutputDelta) -> list[Encoded[TreeBody]] | UnsetType:
         """The draft trees of an output, if the request asks for trees."""
         if not self.body.return_trees:
             return UNSET

@@ -93,7 +93,7 @@ Encoded: TypeAlias = T | msgspec.Raw
 PromptLogprobs = list[Encoded[dict[str, PromptLogprob]] | None]
 
 
-class Tree(msgspec.Struct):
+class TreeBody(msgspec.Struct):
     """The draft tree of one cycle: `request.DraftTree` with spelled tokens."""
 
     tokens: list[str]
@@ -171,10 +171,10 @@ def prompt_logprobs_of(entries: list[TokenLogprob], count: int, spell: Callable[
     return scores
 
 
-def trees_of(trees: Sequence[DraftTree], spell: Callable[[int], str]) -> list[Tree]:
+def trees_of(trees: Sequence[DraftTree], spell: Callable[[int], str]) -> list[TreeBody]:
     """The trees of successive cycles."""
     return [
-        Tree(
+        TreeBody(
             tokens=[spell(token_id) for token_id in tree.token_ids],
             parents=tree.parents,
             scores=None if tree.scores is None else [finite(score) for score in tree.scores],

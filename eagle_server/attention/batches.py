@@ -8,9 +8,8 @@
     verify          draft_token_num, or   prefix and the tree's window      the tree's mask; causal for a chain
                     the tree's own nodes
 
-The host plans a forward from its `Layout`. The batch holds the device tensors. As in SGLang, draft-extend, draft steps
-and verify have a `spec_info`, which computes qo_indptr, kv_indptr and kv_indices (`attn_args_prefill`,
-`attn_args_decode`).
+The host plans a forward from its `Layout`. The batch holds the device tensors. As in SGLang, draft steps and verify
+have a `spec_info`, which computes qo_indptr, kv_indptr and kv_indices (`attn_args_prefill`, `attn_args_decode`).
 """
 
 from __future__ import annotations
@@ -21,17 +20,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from eagle_server.attention.interface import (
-    AttentionBatch,
-    AttnArgs,
-    Causal,
-    DraftStepInput,
-    Layout,
-    SpecInput,
-    TreeMask,
-    VerifyInput,
+from eagle_server.attention.interface import AttentionBatch, AttnArgs, Causal, Layout, PagedRequests, TreeMask
+from eagle_server.attention.spec_info import (
+    EagleDraftInput,
+    EagleVerifyInput,
+    draft_decode_arguments,
+    even_indptr,
+    kv_arguments,
 )
-from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices, indptr_of, window_slots
+from eagle_server.ops.indices import indptr_of, window_slots
 from eagle_server.ops.upload import upload
 
 # Arguments of FlashInfer's plan and run, computed on the device.
@@ -52,7 +49,7 @@ def attn_args_prefill(batch: AttentionBatch, out: Tensor | None = None) -> AttnA
 
 def attn_args_decode(batch: AttentionBatch, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """kv_indices, kv_indptr and qo_indptr of a draft step. Each node is a decode query. `out`: see `kv_arguments`."""
-    if isinstance(batch.spec_info, DraftStepInput):
+    if isinstance(batch.spec_info, EagleDraftInput):
         return batch.spec_info.generate_attn_arg_decode(
             batch.req_pool_indices, batch.spec_lens, batch.req_to_token, out
         )
@@ -61,58 +58,6 @@ def attn_args_decode(batch: AttentionBatch, out: Tensor | None = None) -> tuple[
     return draft_decode_arguments(
         batch.req_pool_indices, prefix, batch.req_to_token, ancestor_mask, batch.layout.num_visible, out
     )
-
-
-def kv_arguments(
-    req_pool_indices: Tensor,
-    kv_lens: Tensor,
-    req_to_token: Tensor,
-    kv_lens_sum: int | None = None,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """kv_indptr int32 [bs + 1] and kv_indices int32 [sum of kv_lens]: the slots of each request, page size 1.
-
-    Args:
-        kv_lens: int64 [bs], how many slots each request reads.
-        kv_lens_sum: their sum, if the host knows it. Without it the sum is read from the device, which synchronizes.
-        out: int32 buffer of at least that size. The index kernel fills it from the front. The whole buffer is returned:
-            its shape depends on no length, so a CUDA graph can capture the call.
-    """
-    if out is not None:
-        return build_kv_indices(req_to_token, req_pool_indices, kv_lens, out), out
-    kv_indptr = indptr_of(kv_lens)
-    if len(kv_lens) == 1 and kv_lens_sum is not None:
-        return kv_indptr, req_to_token[req_pool_indices, :kv_lens_sum][0]
-    starts = req_pool_indices * req_to_token.shape[1] - kv_indptr[:-1]  # in the flat table, less what stands before
-    places = torch.repeat_interleave(starts, kv_lens, output_size=kv_lens_sum)
-    places += torch.arange(len(places), device=kv_lens.device)
-    return kv_indptr, req_to_token.view(-1).index_select(0, places)
-
-
-def draft_decode_arguments(
-    req_pool_indices: Tensor,
-    seq_lens: Tensor,
-    req_to_token: Tensor,
-    ancestor_mask: Tensor,
-    num_visible: int,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """kv_indices, kv_indptr and qo_indptr of bs * topk decode queries, each with its own list of slots.
-
-    Query (b, k) reads seq_lens[b] + num_visible slots: the prefix, then the window slots marked in ancestor_mask bool
-    [bs, topk, W]. Each ancestor_mask row marks `num_visible` slots. Without a buffer `out` the result has its exact
-    size, and that size is read from the device, which synchronizes.
-    """
-    bs, topk, _ = ancestor_mask.shape
-    if out is None:
-        out = req_to_token.new_empty(int((seq_lens + num_visible).sum()) * topk)
-    kv_indptr = build_draft_decode_kv_indices(req_to_token, req_pool_indices, seq_lens, ancestor_mask, num_visible, out)
-    return out, kv_indptr, even_indptr(bs * topk, 1, seq_lens.device)
-
-
-def even_indptr(count: int, rows: int, device: torch.device) -> Tensor:
-    """Prefix sums of `count` equal lengths, int32 [count + 1]."""
-    return torch.arange(0, count * rows + 1, rows, dtype=torch.int32, device=device)
 
 
 # The batch and layout of each forward.
@@ -142,12 +87,10 @@ def extend_layout(seq_lens: Sequence[int], extend_lens: Sequence[int], width: in
     return Layout((width,) * len(seq_lens), tuple(n - count + width for n, count in lens))
 
 
-def extend_batch(
-    draft: SpecInput, first: Tensor, req_pool_indices: Tensor, req_to_token: Tensor, layout: Layout
-) -> AttentionBatch:
-    """Draft-extend of an EagleDraftInput, causal. The rows start at position first, int64 [bs]."""
-    width = layout.q_lens[0]
-    return _speculative(draft, req_pool_indices, first + width, first + width, first, req_to_token, layout)
+def extend_batch(requests: PagedRequests, first: Tensor, layout: Layout) -> AttentionBatch:
+    """Draft-extend, causal. The rows start at position first, int64 [bs]."""
+    kv_lens = first + layout.q_lens[0]
+    return prefill_batch(requests.req_pool_indices, kv_lens, requests.req_to_token, Causal(), layout)
 
 
 def draft_layout(seq_lens: Sequence[int], forwards: int, topk: int) -> Layout:
@@ -166,26 +109,25 @@ def draft_decode_layout(seq_lens: Sequence[int], step: int, topk: int) -> Layout
     return Layout((topk,) * len(lens), lens, mask_width=window, num_visible=step + 1)
 
 
-def draft_step_batch(  # noqa: PLR0913, PLR0917
-    draft: SpecInput,
+def draft_step_batch(
+    draft: EagleDraftInput,
     out_cache_loc: Tensor,
-    req_pool_indices: Tensor,
-    seq_lens: Tensor,
-    req_to_token: Tensor,
+    requests: PagedRequests,
     layout: Layout,
     before: AttentionBatch | None = None,
 ) -> AttentionBatch:
-    """A draft step of an EagleDraftInput: topk rows that write the window slots out_cache_loc int64 [bs * topk].
+    """A draft step: topk rows that write the window slots out_cache_loc int64 [bs * topk].
 
     `before`: the previous step's batch. With the same layout it has listed the slots already.
     """
     assert layout.mask_width is not None
     mask = draft.tree_mask
-    assert mask is not None
     if before is not None and before.layout is layout:
         return replace(before, spec_info=draft, mask=mask, out_cache_loc=out_cache_loc, keeps_slots=True)
-    kv_lens = seq_lens + layout.mask_width
-    return AttentionBatch(req_pool_indices, kv_lens, req_to_token, out_cache_loc, mask, layout, draft, seq_lens)
+    indices, lens, req_to_token = requests.req_pool_indices, requests.seq_lens, requests.req_to_token
+    return AttentionBatch(
+        indices, lens + layout.mask_width, req_to_token, out_cache_loc, mask, layout, draft, paged_kernel_lens=lens
+    )
 
 
 def static_level_layout(seq_lens: Sequence[int], rows: int, window: int) -> Layout:
@@ -193,13 +135,12 @@ def static_level_layout(seq_lens: Sequence[int], rows: int, window: int) -> Layo
     return Layout((rows,) * len(seq_lens), tuple(length + window for length in seq_lens), mask_width=window)
 
 
-def static_level_batch(  # noqa: PLR0913, PLR0917  `start` belongs to the mask
-    mask: TreeMask, start: int, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor, layout: Layout
-) -> AttentionBatch:
+def static_level_batch(mask: TreeMask, start: int, requests: PagedRequests, layout: Layout) -> AttentionBatch:
     """A level of a static tree. Its fed nodes write the window slots from `start` on."""
     assert layout.mask_width is not None
-    out_cache_loc = cache_locations(req_pool_indices, seq_lens + start, layout.q_lens[0], req_to_token)
-    return AttentionBatch(req_pool_indices, seq_lens + layout.mask_width, req_to_token, out_cache_loc, mask, layout)
+    indices, lens, req_to_token = requests.req_pool_indices, requests.seq_lens, requests.req_to_token
+    out_cache_loc = cache_locations(indices, lens + start, layout.q_lens[0], req_to_token)
+    return AttentionBatch(indices, lens + layout.mask_width, req_to_token, out_cache_loc, mask, layout)
 
 
 def verify_layout(
@@ -211,32 +152,24 @@ def verify_layout(
     return Layout(q_lens, kv_lens, mask_width=None if topk == 1 else draft_token_num)
 
 
-def verify_batch(
-    tree: VerifyInput, req_pool_indices: Tensor, seq_lens: Tensor, req_to_token: Tensor, layout: Layout
-) -> AttentionBatch:
-    """The verify forward of an EagleVerifyInput: node i writes window slot i."""
-    kv_lens = seq_lens + (layout.q_lens[0] if tree.counts is None else tree.counts)
-    batch = _speculative(tree, req_pool_indices, seq_lens, kv_lens, seq_lens, req_to_token, layout)
-    return batch if tree.rows is None else replace(batch, out_cache_loc=batch.out_cache_loc.index_select(0, tree.rows))
+def verify_batch(verify: EagleVerifyInput, requests: PagedRequests, layout: Layout) -> AttentionBatch:
+    """The verify forward: node i writes window slot i."""
+    tree, mask = verify.tree, verify.tree_mask
+    indices, lens, req_to_token = requests.req_pool_indices, requests.seq_lens, requests.req_to_token
+    slots = cache_locations(indices, lens, max(layout.q_lens), req_to_token)
+    kv_lens = lens + (layout.q_lens[0] if tree.counts is None else tree.counts)
+    return AttentionBatch(
+        indices,
+        kv_lens,
+        req_to_token,
+        slots if tree.rows is None else slots.index_select(0, tree.rows),
+        Causal() if mask is None or layout.mask_width is None else mask,
+        layout,
+        verify,
+        paged_kernel_lens=lens,
+    )
 
 
 def cache_locations(req_pool_indices: Tensor, first: Tensor, count: int, req_to_token: Tensor) -> Tensor:
     """Slots int64 [bs * count] of `count` positions per request, starting at first, int64 [bs]."""
     return window_slots(req_to_token, req_pool_indices, first, count).view(-1)
-
-
-def _speculative(  # noqa: PLR0913, PLR0917
-    spec_info: SpecInput,
-    req_pool_indices: Tensor,
-    paged_kernel_lens: Tensor,
-    kv_lens: Tensor,
-    first: Tensor,
-    req_to_token: Tensor,
-    layout: Layout,
-) -> AttentionBatch:
-    out_cache_loc = cache_locations(req_pool_indices, first, max(layout.q_lens), req_to_token)
-    mask = Causal() if layout.mask_width is None else spec_info.tree_mask
-    assert mask is not None
-    return AttentionBatch(
-        req_pool_indices, kv_lens, req_to_token, out_cache_loc, mask, layout, spec_info, paged_kernel_lens
-    )

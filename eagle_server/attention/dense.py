@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_server.attention.interface import LayerSpec
+from eagle_server.attention.interface import BoundAttention, LayerSpec
 
 
 @dataclass(frozen=True)
-class DenseCausal:
+class DenseCausal(BoundAttention):
     """The rows are `batch` concatenated sequences of equal length. `bias` [length, length] replaces the causal mask."""
 
     batch: int

@@ -22,9 +22,11 @@ from torch import Tensor
 from eagle_server.attention.flashinfer_modules import LONG_ROWS
 from eagle_server.attention.flashinfer_scratch import AttentionLimits, Mode, Scratch, TreeBlock, window_of
 from eagle_server.attention.flashinfer_wrappers import Fence, Lengths
-from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, Layout, TreeMask
+from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, LayerSpec, Layout, TreeMask
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import Pool
+from eagle_server.ops.fused import AngleTable, Rotation
+from eagle_server.ops.rope_kv import HeadNorms, rotate_and_write
 from eagle_server.ops.tree_attention import tree_block_attention
 
 
@@ -54,6 +56,7 @@ class FlashInferBackend(ABC):
     """`AttentionBackend` over one pool. A subclass chooses how a forward is computed and makes the wrappers."""
 
     ragged_trees: ClassVar[bool] = False  # captured graphs have fixed shapes
+    native_caches: ClassVar[None] = None
 
     def __init__(
         self, pool: Pool, workspace: Workspace, specs: Collection[tuple[float, int]], limits: AttentionLimits
@@ -186,7 +189,7 @@ class FlashInferPlan:
 
 
 @dataclass(frozen=True)
-class BoundFlashInfer:
+class BoundFlashInfer(BoundAttention):
     """See `BoundAttention`."""
 
     plan: FlashInferPlan
@@ -195,16 +198,22 @@ class BoundFlashInfer:
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
         """See `BoundAttention.run`."""
-        self.pool.write(layer.index, self.out_cache_loc, k, v)
-        return self.attend(q, layer)
+        self.plan.backend.pool.write(layer.index, self.out_cache_loc, k, v)
+        return self._attend(q, layer)
 
-    @property
-    def pool(self) -> Pool:
-        return self.plan.backend.pool
+    def rotate_and_attend(
+        self, qkv: Tensor, heads: int, rotation: Rotation, norms: HeadNorms | None, layer: LayerSpec
+    ) -> Tensor:
+        """Norms, rotation and the write to the pool in one kernel, if the rotation is by a table."""
+        if not isinstance(rotation, AngleTable):
+            return super().rotate_and_attend(qkv, heads, rotation, norms, layer)
+        pool = self.plan.backend.pool
+        keys, values = pool.keys[layer.index], pool.values[layer.index]
+        return self._attend(rotate_and_write(qkv, heads, rotation, keys, values, self.out_cache_loc, norms), layer)
 
-    def attend(self, q: Tensor, layer: LayerSpec) -> Tensor:
-        """`run` for a layer that has written its keys and values to `pool` at `out_cache_loc`."""
-        backend, pool = self.plan.backend, self.pool
+    def _attend(self, q: Tensor, layer: LayerSpec) -> Tensor:
+        """Attend, after the layer's keys and values are in the pool."""
+        backend, pool = self.plan.backend, self.plan.backend.pool
         if backend.scratch.owner is not self.plan.token:
             raise RuntimeError("another forward of this backend was bound meanwhile; bind it after this one has run")
         keys, values = pool.keys[layer.index], pool.values[layer.index]

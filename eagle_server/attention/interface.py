@@ -1,19 +1,26 @@
 """The attention interface: ragged queries over paged KV, causal or with a tree mask.
 
 A forward is set up in two steps. `plan(layout)` takes the lengths that the host knows and returns an `AttentionPlan`.
-`bind(batch)` takes the device tensors and returns a `BoundAttention`. The model calls its `run(q, k, v, layer)` once
-per layer. A model uses nothing else of attention, so one model file works with every backend and in training.
+`bind(batch)` takes the device tensors and returns a `BoundAttention`. The model asks it to `decode` all layers at once,
+or calls `run` or `rotate_and_attend` once per layer. A model uses nothing else of attention, so one model file works
+with every backend and in training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from eagle_server.cache.pool import Pool
+from eagle_server.ops.captured import in_place
+from eagle_server.ops.fused import Rotation, apply_rope, rms_norm
+from eagle_server.ops.native_decoder import NativeDecoder, NativeRows
+from eagle_server.ops.rope_kv import HeadNorms
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,15 @@ class Layout:
         return first if all(n == first for n in self.q_lens) else None
 
 
+@dataclass(frozen=True)
+class PagedRequests:
+    """Requests of a batch: their rows in the page table, and their lengths."""
+
+    req_pool_indices: Tensor  # int64 [bs], rows of req_to_token
+    seq_lens: Tensor  # int64 [bs]
+    req_to_token: Tensor = in_place()  # int32 [max requests, width]
+
+
 AttnArgs = tuple[Tensor, Tensor, Tensor, TreeMask | None]  # kv_indices, kv_indptr, qo_indptr, custom mask
 
 
@@ -87,32 +103,7 @@ class SpecInput(Protocol):
         kv_lens_sum: int | None = None,
         out: Tensor | None = None,
     ) -> AttnArgs:
-        """All query rows of a request read one list of slots. kv_lens_sum and out: see `batches.kv_arguments`."""
-        ...
-
-
-class VerifyInput(SpecInput, Protocol):
-    """A `SpecInput` that may compute different numbers of nodes: EagleVerifyInput."""
-
-    @property
-    def counts(self) -> Tensor | None:
-        """Nodes that are computed, int64 [bs], the first of each tree; None: all."""
-        ...
-
-    @property
-    def rows(self) -> Tensor | None:
-        """The same nodes as places in the flat batch of all nodes, int64 [n]; None: all."""
-        ...
-
-
-@runtime_checkable
-class DraftStepInput(SpecInput, Protocol):
-    """A `SpecInput` that can also run each query row as a decode query of its own."""
-
-    def generate_attn_arg_decode(
-        self, req_pool_indices: Tensor, paged_kernel_lens: Tensor, req_to_token: Tensor, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """kv_indices, kv_indptr and qo_indptr. Every query row has its own list of slots."""
+        """All query rows of a request read one list of slots. kv_lens_sum and out: see `spec_info.kv_arguments`."""
         ...
 
 
@@ -143,16 +134,49 @@ class AttentionBatch:
         return self.kv_lens if self.paged_kernel_lens is None else self.paged_kernel_lens
 
 
-class BoundAttention(Protocol):
-    """The attention of one forward, planned and bound to its tensors."""
+class BoundAttention(ABC):
+    """The attention of one forward, planned and bound to its tensors. All but `run` has a default.
 
+    native_rows: the forward's rows as native kernels take them; None: they do not attend here.
+    """
+
+    native_rows: NativeRows | None = None
+
+    @abstractmethod
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
         """Write k and v to the pool, then attend.
 
         q [T, heads, head_dim], k [T, kv_heads, head_dim], v [T, kv_heads, value_dim] -> [T, heads, value_dim]. With a
         `LatentPool` v is the first part of k, and only k is stored.
         """
-        ...
+
+    def rotate_and_attend(
+        self, qkv: Tensor, heads: int, rotation: Rotation, norms: HeadNorms | None, layer: LayerSpec
+    ) -> Tensor:
+        """`run` after the norms and the rotation of queries and keys, which a backend may fuse with the write.
+
+        qkv [T, heads + 2 * kv_heads, head_dim] -> [T, heads, head_dim]. May overwrite qkv.
+        """
+        kv_heads = (qkv.shape[1] - heads) // 2
+        queries_keys, v = qkv.split_with_sizes([heads + kv_heads, kv_heads], dim=1)
+        if norms is not None:
+            q, k = queries_keys.split_with_sizes([heads, kv_heads], dim=1)
+            normed = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
+            queries_keys = torch.cat(normed, dim=1)
+        q, k = apply_rope(queries_keys, rotation).split_with_sizes([heads, kv_heads], dim=1)
+        return self.run(q, k, v, layer)
+
+    def decode(
+        self,
+        decoder: NativeDecoder | None,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        aux_boundaries: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """All layers in one native call (see `NativeDecoder`); None: the model computes them one by one."""
+        rows = self.native_rows
+        return None if decoder is None or rows is None else decoder(x, residual, positions, rows, aux_boundaries)
 
 
 class AttentionPlan(Protocol):
@@ -179,6 +203,11 @@ class AttentionBackend(Protocol):
     @property
     def ragged_trees(self) -> bool:
         """Whether requests may have different numbers of rows under a tree mask. If not, padding is computed too."""
+        ...
+
+    @property
+    def native_caches(self) -> Sequence[tuple[Tensor, Tensor]] | None:
+        """Keys and values of each layer, if native kernels attend to them in every forward; else None."""
         ...
 
     def plan(self, layout: Layout) -> AttentionPlan:

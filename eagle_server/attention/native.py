@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec
+from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, LayerSpec
 from eagle_server.cache.pool import Pool
 from eagle_server.ops.native_decoder import AttentionShape, NativeRows, attends
 
@@ -35,14 +35,14 @@ class NativePlan:
 
 
 @dataclass(frozen=True)
-class BoundNative:
-    """See `BoundAttention`. Fused decoders take `rows` instead of calling `run` for each layer."""
+class BoundNative(BoundAttention):
+    """See `BoundAttention`."""
 
-    rows: NativeRows
+    native_rows: NativeRows
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
         """See `BoundAttention.run`."""
         sizes = (q.shape[1], k.shape[1], q.shape[2])
-        return self.rows.attend(
+        return self.native_rows.attend(
             q, k, v, layer.index, AttentionShape(*sizes, layer.scale, layer.softcap, layer.sliding_window)
         )

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_server.attention.batches import attn_args_prefill
-from eagle_server.attention.interface import AttentionBatch, LayerSpec, Layout, TreeMask
+from eagle_server.attention.interface import AttentionBatch, BoundAttention, LayerSpec, Layout, TreeMask
 from eagle_server.attention.native import NativePlan
 from eagle_server.cache.pool import Pool
 from eagle_server.ops.upload import upload
@@ -66,8 +66,8 @@ class TorchNativeAttention:
         return self.pool.keys[0].device.type == "cpu"
 
     @property
-    def caches(self) -> tuple[tuple[Tensor, Tensor], ...] | None:
-        """Keys and values of each layer, if native kernels attend to them."""
+    def native_caches(self) -> tuple[tuple[Tensor, Tensor], ...] | None:
+        """On a CPU with a compiler, where the kernels take this pool's head size and dtype."""
         return self._plan.caches if isinstance(self._plan, NativePlan) else None
 
     def plan(self, layout: Layout) -> TorchNativePlan | NativePlan:  # noqa: ARG002  the batch has the layout too
@@ -86,7 +86,7 @@ class TorchNativePlan:
 
 
 @dataclass(frozen=True)
-class BoundTorchNative:
+class BoundTorchNative(BoundAttention):
     """See `BoundAttention`."""
 
     pool: Pool

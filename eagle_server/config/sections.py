@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
+from eagle_server.algorithms import NGRAM, NONE
 from eagle_server.config.base import (
     ConfigError,
     Count,
@@ -26,7 +27,6 @@ from eagle_server.config.speculative import SpeculativeSection
 _DEMO = Path(__file__).parents[1] / "assets" / "demo"
 DEMO_TARGET = _DEMO / "target"
 DEMO_DRAFT = _DEMO / "eagle3"
-_OTHER_DEMO_DRAFTS = {"MEDUSA": _DEMO / "medusa", "REDRAFTER": _DEMO / "redrafter"}
 
 
 class ModelSection(Section):
@@ -217,10 +217,10 @@ class Config(BaseModel):
     @property
     def speculates(self) -> bool:
         """Whether anything is drafted."""
-        algorithm, draft = self.speculative.algorithm, self.speculative.draft_model_path
-        own = algorithm == "NGRAM" or self.speculative.head_algorithm == "NEXTN"
-        has_draft = self.model.model_path is None or draft is not None or own
-        return has_draft and algorithm != "NONE"
+        algorithm, draft, row = self.speculative.algorithm, self.speculative.draft_model_path, self.speculative.drafts
+        needs_none = algorithm == NGRAM or (row is not None and row.stored == "in the target")
+        has_draft = self.model.model_path is None or draft is not None or needs_none
+        return has_draft and algorithm != NONE
 
     @property
     def target_path(self) -> str:
@@ -230,12 +230,12 @@ class Config(BaseModel):
     @property
     def draft_path(self) -> str | None:
         """Hugging Face id or directory of the draft, None if no model drafts."""
-        if not self.speculates or self.speculative.algorithm == "NGRAM":
+        if not self.speculates or self.speculative.algorithm == NGRAM:
             return None
-        algorithm = self.speculative.head_algorithm
-        demo = _OTHER_DEMO_DRAFTS.get(algorithm or "", DEMO_DRAFT)
-        own = self.target_path if algorithm == "NEXTN" else str(demo)
-        return self.speculative.draft_model_path or own
+        row = self.speculative.drafts
+        if row is not None and row.stored == "in the target":
+            return self.speculative.draft_model_path or self.target_path
+        return self.speculative.draft_model_path or str(DEMO_DRAFT if row is None else _DEMO / row.demo)
 
     @property
     def served_model_name(self) -> str:
@@ -263,22 +263,22 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _options_agree(self) -> Self:
         target, draft = self.model.model_path, self.speculative.draft_model_path
-        algorithm = self.speculative.head_algorithm
+        row = self.speculative.drafts
         if draft is not None and target is None:
             raise ConfigError(
                 "--speculative-draft-model-path needs --model-path: without it the demo is served with its own draft"
             )
-        if algorithm == "NEXTN" and target is None:
-            raise ConfigError("--speculative-algorithm NEXTN needs --model-path: the demo's target has no MTP layer")
-        if algorithm == "STANDALONE" and draft is None:
+        flag = f"--speculative-algorithm {self.speculative.head_algorithm}"
+        if row is not None and row.stored == "in the target" and target is None:
+            raise ConfigError(f"{flag} needs --model-path: the demo's target does not hold {row.holds}")
+        if row is not None and row.is_model and draft is None:
             raise ConfigError(
-                "--speculative-algorithm STANDALONE needs --model-path and, for the smaller model that drafts, "
-                "--speculative-draft-model-path"
+                f"{flag} needs --model-path and, for the smaller model that drafts, --speculative-draft-model-path"
             )
         same = draft is not None and target is not None and Path(draft).resolve() == Path(target).resolve()
-        if same and algorithm in ("EAGLE", "EAGLE3", "REDRAFTER"):
+        if same and row is not None and row.stored == "alone" and not row.is_model:
             raise ConfigError(
-                f"--speculative-draft-model-path {draft}: should differ from --model-path, which is no {algorithm} head"
+                f"--speculative-draft-model-path {draft}: should differ from --model-path, which is no {row.name} head"
             )
         if self.model.quantization_cache is not None and self.model.quantization in (None, "fp8"):
             raise ConfigError("--quantization-cache needs --quantization int8 or int4: nothing else is kept")
@@ -290,8 +290,8 @@ class Config(BaseModel):
         values = self.speculative.model_dump(exclude={"algorithm"}, exclude_defaults=True)
         flags = [f"--speculative-{field.replace('_', '-')}" for field in values]
         algorithm = self.speculative.algorithm
-        if algorithm == "NONE" and flags:
+        if algorithm == NONE and flags:
             raise ConfigError(f"{flags[0]} has no effect with --speculative-algorithm NONE: drop one of them")
-        if algorithm != "NONE" and (algorithm or flags):
+        if algorithm != NONE and (algorithm or flags):
             needy = f"--speculative-algorithm {algorithm}" if algorithm else flags[0]
             raise ConfigError(f"{needy} needs --speculative-draft-model-path, or a target with an MTP layer and NEXTN")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from eagle_server.algorithms import ALGORITHMS, ALIASES, NAMES, NGRAM, NONE, Algorithm
 from eagle_server.config.base import ConfigError, Count, ModelLocation, Section, Text, file_location, json_object
 from eagle_server.config.trees import TreeOptions, automatic, completed, head_tree, mixture, refuse_root_alone, tries
 
@@ -22,22 +23,10 @@ def _as_switch(value: object) -> object:
 
 
 Switch = Annotated[Literal["on", "off"], BeforeValidator(_as_switch)]
-Algorithm = Literal[
-    "NONE",
-    "EAGLE",
-    "EAGLE3",
-    "MEDUSA",
-    "NEXTN",
-    "REDRAFTER",
-    "STANDALONE",
-    "NGRAM",
-    "EAGLE+NGRAM",
-    "EAGLE3+NGRAM",
-    "MEDUSA+NGRAM",
-    "NEXTN+NGRAM",
-    "REDRAFTER+NGRAM",
-    "STANDALONE+NGRAM",
-]
+if TYPE_CHECKING:
+    AlgorithmName = str
+else:
+    AlgorithmName = Literal[NAMES]
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -47,7 +36,7 @@ class SpeculativeSection(Section):
 
     prefix: ClassVar[str] = "speculative-"
 
-    algorithm: Algorithm | None = Field(
+    algorithm: AlgorithmName | None = Field(
         default=None,
         description="NONE: plain decoding; NEXTN (or MTP): the MTP layer in the target's own files; STANDALONE: a "
         "smaller language model with the same vocabulary; NGRAM: the tokens that followed the same tokens earlier in "
@@ -135,17 +124,23 @@ class SpeculativeSection(Section):
     @field_validator("algorithm", mode="before")
     @classmethod
     def _name_of_alias(cls, value: object) -> object:
-        return {"MTP": "NEXTN", "MTP+NGRAM": "NEXTN+NGRAM"}.get(value, value) if isinstance(value, str) else value
+        return ALIASES.get(value, value) if isinstance(value, str) else value
 
     @property
     def drafts_ngrams(self) -> bool:
         """Whether n-grams are drafted, alone or together with a head's tree."""
-        return self.algorithm is not None and self.algorithm.endswith("NGRAM")
+        return self.algorithm is not None and self.algorithm.endswith(NGRAM)
 
     @property
     def head_algorithm(self) -> str | None:
         """The kind of draft that the files must hold; None: any kind, or there are no files."""
-        return None if self.algorithm in (None, "NONE", "NGRAM") else str(self.algorithm).removesuffix("+NGRAM")
+        name = (self.algorithm or NONE).removesuffix(f"+{NGRAM}")
+        return name if name in ALGORITHMS else None
+
+    @property
+    def drafts(self) -> Algorithm | None:
+        """The row of `head_algorithm`."""
+        return ALGORITHMS.get(self.head_algorithm or "")
 
     @property
     def shared_tokens(self) -> int:
@@ -173,12 +168,16 @@ class SpeculativeSection(Section):
     @model_validator(mode="after")
     def _options_agree(self) -> Self:
         self.given_tree_options()
-        if self.medusa_choices is not None and (self.head_algorithm or self.algorithm) not in (None, "NONE", "MEDUSA"):
-            raise ConfigError(f"--medusa-choices has no effect with --speculative-algorithm {self.algorithm}: drop one")
+        for row in ALGORITHMS.values():
+            given = row.tree_option is not None and getattr(self, row.tree_option) is not None
+            if given and (self.head_algorithm or self.algorithm) not in (None, NONE, row.name):
+                raise ConfigError(
+                    f"{row.tree_flag} has no effect with --speculative-algorithm {self.algorithm}: drop one"
+                )
         if self.token_tree is not None:
             self._token_tree_stands_alone()
         self._refuse_without("ngram_share_tokens", "--speculative-ngram-share", given=self.ngram_share)
-        if self.algorithm != "NONE" and self.ngram_share and not self.drafts_ngrams:
+        if self.algorithm != NONE and self.ngram_share and not self.drafts_ngrams:
             raise ConfigError("--speculative-ngram-share needs --speculative-algorithm NGRAM or one with +NGRAM")
         if self.ngram_share and self.acceptance == "typical":
             raise ConfigError(
@@ -197,7 +196,8 @@ class SpeculativeSection(Section):
             raise ConfigError(f"{_flag(field)} needs {needed}")
 
     def _token_tree_stands_alone(self) -> None:
-        if self.algorithm not in (None, "NONE", "EAGLE", "EAGLE3", "NEXTN"):
+        takes_it = self.drafts is not None and self.drafts.static_drafter is not None and not self.drafts_ngrams
+        if self.algorithm not in (None, NONE) and not takes_it:
             flag = f"--speculative-algorithm {self.algorithm}"
             raise ConfigError(f"--speculative-token-tree has no effect with {flag}: drop one of them")
         for field in ("num_steps", "eagle_topk", "num_draft_tokens"):
@@ -215,11 +215,11 @@ class SpeculativeSection(Section):
         Raises:
             ConfigError: no tree has the given options together.
         """
-        kind = "STANDALONE" if self.head_algorithm == "STANDALONE" else architecture
-        base = automatic(kind, ngrams=self.drafts_ngrams)
+        row = self.drafts
+        base = automatic(architecture, is_model=row is not None and row.is_model, ngrams=self.drafts_ngrams)
         if (whole := self.given_tree_options()) is not None:
             return whole
-        if self.head_algorithm == "MEDUSA" or not self.shapes_tree:
+        if (row is not None and row.tree_option is not None) or not self.shapes_tree:
             return base
         return completed(base, self.num_steps, self.eagle_topk, self.num_draft_tokens)
 
@@ -229,15 +229,15 @@ class SpeculativeSection(Section):
         Raises:
             ConfigError: options contradict each other.
         """
-        steps, topk = self.num_steps, self.eagle_topk
-        if self.head_algorithm == "MEDUSA":
-            self._refuse_tree_parameters()
+        steps, topk, row = self.num_steps, self.eagle_topk, self.drafts
+        if row is not None and row.tree_option is not None:
+            self._refuse_tree_parameters(row)
             return None
-        if self.algorithm == "NGRAM":
+        if self.algorithm == NGRAM:
             self._refuse("draft_model_path", "eagle_topk", "token_map", "draft_config_override")
             return tries(steps, self.num_draft_tokens)
-        if self.head_algorithm == "STANDALONE":
-            self._refuse("token_map", "draft_config_override")
+        if row is not None:
+            self._refuse(*row.refuses)
         refuse_root_alone(self.num_draft_tokens)
         if steps is None or topk is None:
             return None
@@ -251,12 +251,12 @@ class SpeculativeSection(Section):
                 algorithm = f"--speculative-algorithm {self.algorithm}"
                 raise ConfigError(f"{_flag(field)} has no effect with {algorithm}: drop one of them")
 
-    def _refuse_tree_parameters(self) -> None:
-        """Medusa's trees have no such options. Only MEDUSA+NGRAM takes the number of nodes of both together."""
+    def _refuse_tree_parameters(self, row: Algorithm) -> None:
+        """Static trees have no such options. Only with n-grams is there a number of nodes of both together."""
         shaping = ("num_steps", "eagle_topk") if self.drafts_ngrams else ("num_steps", "eagle_topk", "num_draft_tokens")
         for field in shaping:
             if getattr(self, field) is not None:
-                raise ConfigError(f"{_flag(field)}: Medusa's trees follow from --medusa-choices alone; drop it")
+                raise ConfigError(f"{_flag(field)}: {row.trees_follow}; drop it")
         refuse_root_alone(self.num_draft_tokens)
 
 

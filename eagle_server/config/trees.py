@@ -22,16 +22,16 @@ class TreeOptions:
 # SGLang's choice: a tree of 8 nodes, but a short chain for targets with an MTP layer. A draft language model gets the
 # short chain too, because its forwards cost more than a head's.
 _SHORT = TreeOptions(3, 1, 4)
-_AUTO = {"DeepseekV2ForCausalLM": _SHORT, "DeepseekV3ForCausalLM": _SHORT, "STANDALONE": _SHORT}
+_AUTO = {"DeepseekV2ForCausalLM": _SHORT, "DeepseekV3ForCausalLM": _SHORT}
 _AUTO_OTHERWISE = TreeOptions(5, 4, 8)  # Llama, Grok and all others
 
 
-def automatic(architecture: str, *, ngrams: bool) -> TreeOptions:
-    """The tree for a target of this architecture (`architectures[0]`), or "STANDALONE" for a draft language model.
+def automatic(architecture: str, *, is_model: bool = False, ngrams: bool = False) -> TreeOptions:
+    """The tree for a target of this architecture (`architectures[0]`).
 
-    With `ngrams`, a short chain gets more nodes, so that tries have room beside it.
+    `is_model`: a language model drafts. `ngrams`: a short chain gets more nodes, so that tries have room beside it.
     """
-    options = _AUTO.get(architecture, _AUTO_OTHERWISE)
+    options = _SHORT if is_model else _AUTO.get(architecture, _AUTO_OTHERWISE)
     if not ngrams:
         return options
     nodes = max(options.num_draft_tokens, _AUTO_OTHERWISE.num_draft_tokens)

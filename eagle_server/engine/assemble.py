@@ -22,8 +22,9 @@ from eagle_server.engine.drafters import make_drafter
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.engine.follow import send_setup
-from eagle_server.engine.pools import DraftModel, make_pool
+from eagle_server.engine.pools import make_pool
 from eagle_server.models.config import ModelConfig
+from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target
 from eagle_server.ops.triton_support import on_gpu

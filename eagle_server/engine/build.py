@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -20,10 +20,10 @@ from eagle_server.engine.follow import assemble_follower
 from eagle_server.engine.limits import stay_on_one_node
 from eagle_server.engine.process import Rank
 from eagle_server.engine.resolve import context_length, lookahead_bound, resolve, server_info
-from eagle_server.models.checkpoints.load_draft import Algorithm, LoadedDraft, load_draft
+from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target, read_model_config
 from eagle_server.models.checkpoints.weights import resolve_checkpoint, resolve_file
-from eagle_server.models.drafts.standalone import DraftLM
+from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target
 from eagle_server.ops.native import set_threads, use_native
@@ -41,7 +41,7 @@ class LoadedModels:
     """A target and its draft. Engines with different trees can share them."""
 
     target: Target
-    draft: LoadedDraft | None
+    draft: DraftModel | None
 
 
 def build_engine(config: Config, *, progress: bool = True) -> Engine:
@@ -115,8 +115,7 @@ def load_models(
     set_threads(threads, fused=False)
     drafts = config.draft_path is not None and (ranks is None or ranks.rank == 0)
     draft = _load_draft(config, target, context, lookahead, progress=progress) if drafts else None
-    model = draft.head.model if draft is not None and isinstance(draft.head, DraftLM) else target
-    set_threads(threads, fused=target.is_fused and model.is_fused)
+    set_threads(threads, fused=target.is_fused and (draft is None or draft.is_fused))
     if device.type == "cpu" and config.speculates and not target.is_fused and (ranks is None or ranks.rank == 0):
         logger.warning(
             "texts with speculation may differ in near-ties from those without: torch computes all or part of this "
@@ -125,13 +124,13 @@ def load_models(
     return LoadedModels(target, draft)
 
 
-def _load_draft(config: Config, target: Target, context: int, lookahead: int, *, progress: bool) -> LoadedDraft:
+def _load_draft(config: Config, target: Target, context: int, lookahead: int, *, progress: bool) -> DraftModel:
     assert config.draft_path is not None
     token_map, began = config.speculative.token_map, time.perf_counter()
     draft = load_draft(
         config.draft_path,
         target,
-        algorithm=cast("Algorithm | None", config.speculative.head_algorithm),
+        algorithm=config.speculative.head_algorithm,
         context=context,
         lookahead=lookahead,
         token_map=None if token_map is None else resolve_file(token_map),
@@ -176,7 +175,7 @@ def engine_over(
     logger.debug("resolved configuration: %s", document)
     return assemble(
         target,
-        None if draft is None else draft.head,
+        draft,
         resolved,
         document=document,
         tokenizer=partial(read_tokenizer_file, config.model.tokenizer_path or config.target_path),

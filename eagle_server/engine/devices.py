@@ -13,11 +13,12 @@ import torch
 from eagle_server.attention.flashinfer_modules import HEAD_DIMS, MissingModuleError, warn_of_another_toolkit
 from eagle_server.config import Config, ConfigError
 from eagle_server.engine import backends
-from eagle_server.engine.engine_config import Backend, TreeConfig
+from eagle_server.engine.engine_config import Backend
 from eagle_server.engine.limits import usable_cores, usable_memory
 from eagle_server.models.checkpoints.load_target import serving_dtype
 from eagle_server.models.config import ModelConfig
 from eagle_server.ops.triton_support import NoCompilerError
+from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.worker.graphs import bucket_sizes
 
 SMALL_MODEL = 50_000_000  # parameters; a smaller target is small

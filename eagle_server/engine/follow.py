@@ -8,10 +8,11 @@ import torch
 
 from eagle_server.cache.page_table import PageTable
 from eagle_server.engine.backends import Backends
-from eagle_server.engine.engine_config import Backend, EngineConfig, TreeConfig
+from eagle_server.engine.engine_config import Backend, EngineConfig
 from eagle_server.engine.pools import make_pool
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target
+from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.worker.follower import Follower
 from eagle_server.worker.rank_messages import RankMessage
 from eagle_server.worker.verifier import Verifier

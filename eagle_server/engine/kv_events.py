@@ -99,6 +99,7 @@ class KVEventPublisher:
         with self._lock:
             newest = list(self._newest)
         frames = [(self._topic, number, batch) for number, batch in newest if number >= first]
+        replays.getsockopt(zmq.EVENTS)  # learn now what the client has read; else ZeroMQ does so at times only
         try:
             for each in (*frames, (b"", END_OF_REPLAY, b"")):
                 replays.send_multipart((client, b"", *each), zmq.NOBLOCK)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from eagle_server.algorithms import Algorithm
 from eagle_server.config import Config
 from eagle_server.engine.devices import (
     GPU_MEMORY,
@@ -18,10 +19,10 @@ from eagle_server.engine.devices import (
     resolve_backend,
     resolve_device,
 )
-from eagle_server.engine.engine_config import TreeConfig
 from eagle_server.engine.limits import usable_memory
 from eagle_server.engine.pools import bytes_per_slot
 from eagle_server.engine.resolve import context_length, dynamic_tree, lookahead_bound
+from eagle_server.models.checkpoints.load_draft import detect, draft_files
 from eagle_server.models.checkpoints.load_target import read_model_config, serving_dtype
 from eagle_server.models.checkpoints.quantized import QuantizedTensor, read_quantization, with_dequantized
 from eagle_server.models.checkpoints.rank_slices import share_of
@@ -29,6 +30,7 @@ from eagle_server.models.checkpoints.weights import open_weights
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.config_json import read_config
 from eagle_server.ops.quantize import Quantization
+from eagle_server.speculation.tree_config import TreeConfig
 
 _BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.4}  # with the scales and zeros of groups of 128
 _MOST_STREAMS = 3  # in the feature of a node: those of an EAGLE-3 head
@@ -92,13 +94,13 @@ def given_tree(config: Config) -> dict[str, int]:
         ValueError: the checkpoint is not supported, or no tree has the given options.
     """
     section = config.speculative
-    static = section.token_tree is not None or section.head_algorithm == "MEDUSA"
-    if not config.speculates or static or not _is_here(config.target_path):
+    if not config.speculates or section.token_tree is not None or not _is_here(config.target_path):
         return {}
-    if section.algorithm is None and config.draft_path is not None:  # the draft's files say what it is
-        raw = _config_of(Path(config.draft_path).expanduser())
-        if not raw or "medusa_num_heads" in raw:
-            return {}
+    row = _draft_row(config)
+    if row is not None and row.tree_option is not None:
+        return {}
+    if row is None and section.algorithm is None:
+        return {}
     target = read_model_config(Path(config.target_path).expanduser())
     return asdict(section.tree_options(target.architecture))
 
@@ -147,18 +149,26 @@ def _draft_bytes_per_slot(config: Config, target: ModelConfig, dtype: torch.dtyp
     """A draft's KV: as many layers as its config.json says, with the target's heads where it says nothing else."""
     if config.draft_path is None:
         return 0
-    raw = _config_of(Path(config.draft_path).expanduser())
-    kind = config.speculative.algorithm
-    if "medusa_num_heads" in raw or kind in ("MEDUSA", "REDRAFTER") or "exit_dim" in raw:
+    raw, row = _config_of(Path(config.draft_path).expanduser()), _draft_row(config)
+    if row is not None and not row.has_kv:
         return 0
     layers, heads = raw.get("num_hidden_layers", 1), raw.get("num_key_value_heads", target.num_kv_heads)
-    if kind == "NEXTN" or config.draft_path == config.target_path:
+    if row is not None and row.stored == "in the target":
         layers = 1
     return int(2 * layers * heads * target.head_dim * dtype.itemsize)
 
 
+def _draft_row(config: Config) -> Algorithm | None:
+    """The kind of draft, by its option or by its files; None: its files are not here."""
+    if config.draft_path is None or config.speculative.drafts is not None:
+        return config.speculative.drafts
+    if not _is_here(config.draft_path):
+        return None
+    return detect(draft_files(config.draft_path, config.target_path if _is_here(config.target_path) else None))
+
+
 def _config_of(directory: Path) -> dict[str, Any]:
-    """config.json; {} where there is none, as beside Medusa heads."""
+    """config.json; {} where there is none."""
     return read_config(directory) if (directory / "config.json").is_file() else {}
 
 

@@ -6,17 +6,6 @@ import torch
 
 from eagle_server.cache.pool import KVPool, LatentPool
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.drafts.interface import DraftHead
-from eagle_server.models.drafts.medusa import MedusaHeads
-from eagle_server.models.drafts.redrafter import RedrafterHead
-from eagle_server.models.drafts.standalone import DraftLM
-
-DraftModel = DraftHead | DraftLM | MedusaHeads | RedrafterHead
-
-
-def kv_config(draft: DraftModel) -> ModelConfig | None:
-    """The layers whose KV a draft model writes, None if it writes no KV."""
-    return None if isinstance(draft, MedusaHeads | RedrafterHead) else draft.config
 
 
 def make_pool(config: ModelConfig, slots: int, device: torch.device) -> KVPool | LatentPool:

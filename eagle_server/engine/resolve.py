@@ -6,26 +6,27 @@ import logging
 import math
 from typing import Any
 
+from eagle_server.algorithms import ALGORITHMS, NGRAM, NONE
 from eagle_server.cache.block_events import block_size_of
 from eagle_server.config import Config, ConfigError, SpeculativeSection
 from eagle_server.engine.backends import caps_scores
 from eagle_server.engine.devices import graph_memory, graph_sizes, load_kernels, memory_for_kv, resolve_backend
-from eagle_server.engine.engine_config import EngineConfig, TreeConfig
-from eagle_server.engine.pools import bytes_per_slot, kv_config
-from eagle_server.engine.static_trees import MEDUSA_CHOICES, TOKEN_TREE, read_choices
-from eagle_server.models.checkpoints.load_draft import LoadedDraft
+from eagle_server.engine.engine_config import EngineConfig
+from eagle_server.engine.pools import bytes_per_slot
+from eagle_server.engine.static_trees import TOKEN_TREE, read_choices
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.drafts.medusa import MedusaHeads
+from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.models.targets.interface import Target
 from eagle_server.ops.native import available, threads
 from eagle_server.speculation.accept import Acceptance, Lossless
 from eagle_server.speculation.static_tree import Choices, depth_of, ranks_of, truncated
+from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.speculation.typical import Typical
 
 logger = logging.getLogger(__name__)
 
 
-def resolve(config: Config, target: Target, draft: LoadedDraft | None) -> EngineConfig:
+def resolve(config: Config, target: Target, draft: DraftModel | None) -> EngineConfig:
     """The EngineConfig of `config` for these loaded models. `draft` is None if no draft model is loaded.
 
     Raises:
@@ -33,18 +34,17 @@ def resolve(config: Config, target: Target, draft: LoadedDraft | None) -> Engine
     """
     device = target.embed.device
     models = [target.config]
-    draft_kv = None if draft is None else kv_config(draft.head)
-    if draft_kv is not None:
-        models.append(draft_kv)
+    if draft is not None and draft.kv is not None:
+        models.append(draft.kv)
     context = context_length(config, target.config)
     tree = _tree(config, target.config, draft)
-    capped = caps_scores(target) or (draft is not None and caps_scores(draft.head))
+    capped = caps_scores(target) or (draft is not None and caps_scores(draft))
     backend = resolve_backend(config, device, target.config, capped=capped)
     if backend == "flashinfer":
         load_kernels(device, *models)
     sizes = graph_sizes(config, backend, native=all(model.native for model in models))
     adaptive = config.speculates and config.speculative.adapts
-    streams = 0 if draft is None else len(draft.head.aux_boundaries)
+    streams = 0 if draft is None else len(draft.aux_boundaries)
     graphs = graph_memory(sizes, tree, target.config, streams=streams, adaptive=adaptive)
     memory = memory_for_kv(config, device, graphs)
     fitting = memory // sum(map(bytes_per_slot, models))
@@ -106,12 +106,15 @@ def lookahead_bound(config: Config, target: ModelConfig) -> int:
     window = dynamic_tree(section, target).num_lookahead_slots
     if section.token_tree is not None:
         return max(window, len(read_choices(section.token_tree, TOKEN_TREE)) + 1)
-    if (section.head_algorithm or section.algorithm) not in (None, "MEDUSA"):
-        return window
-    return max(window, len(read_choices(section.medusa_choices, MEDUSA_CHOICES)) + 1, section.num_draft_tokens or 0)
+    kind = section.head_algorithm or section.algorithm
+    for row in ALGORITHMS.values():
+        if row.tree_option is not None and kind in (None, row.name):
+            choices = read_choices(getattr(section, row.tree_option), row.tree_flag)
+            window = max(window, len(choices) + 1, section.num_draft_tokens or 0)
+    return window
 
 
-def _tree(config: Config, target: ModelConfig, draft: LoadedDraft | None) -> TreeConfig:
+def _tree(config: Config, target: ModelConfig, draft: DraftModel | None) -> TreeConfig:
     """The tree of the options that fit the draft; options for other kinds of drafts are refused."""
     if not config.speculates:
         return TreeConfig()
@@ -130,7 +133,7 @@ def _tree(config: Config, target: ModelConfig, draft: LoadedDraft | None) -> Tre
     return TreeConfig(
         num_steps=depth_of(choices),
         topk=ranks_of(choices),
-        num_draft_tokens=section.num_draft_tokens or len(choices) + 1,  # given only for MEDUSA+NGRAM
+        num_draft_tokens=section.num_draft_tokens or len(choices) + 1,  # given only with n-grams
         choices=choices,
         ngram_depth=tree.ngram_depth,
         ngram_share_tokens=tree.ngram_share_tokens,
@@ -149,30 +152,34 @@ def dynamic_tree(section: SpeculativeSection, target: ModelConfig) -> TreeConfig
     )
 
 
-def _static_choices(section: SpeculativeSection, draft: LoadedDraft | None) -> Choices:
+def _static_choices(section: SpeculativeSection, draft: DraftModel | None) -> Choices:
     """The static tree that this draft drafts; () if its trees are dynamic."""
-    choices: Choices = ()
-    if draft is not None and isinstance(draft.head, MedusaHeads):
-        choices = _medusa_choices(section, draft.head.config.heads)
-    elif section.medusa_choices is not None:
-        raise ConfigError("--medusa-choices: the draft's files hold no Medusa heads; drop it")
+    drafts = None if draft is None else ALGORITHMS[draft.algorithm]
+    for row in ALGORITHMS.values():
+        if row is not drafts and row.tree_option is not None and getattr(section, row.tree_option) is not None:
+            raise ConfigError(f"{row.tree_flag}: the draft's files hold no {row.holds}; drop it")
     if section.token_tree is None:
-        return choices
-    if draft is None or draft.kind not in ("EAGLE", "EAGLE3", "NEXTN"):
-        found = "there is no draft" if draft is None else f"the files hold a {draft.kind} draft"
+        return _own_choices(section, draft) if draft is not None else ()
+    if drafts is None or drafts.static_drafter is None:
+        found = "there is no draft" if drafts is None else f"the files hold a {drafts.name} draft"
         raise ConfigError(f"--speculative-token-tree is for EAGLE and MTP heads, but {found}; drop it")
     return read_choices(section.token_tree, TOKEN_TREE)
 
 
-def _medusa_choices(section: SpeculativeSection, heads: int) -> Choices:
-    """The tree of --medusa-choices. The default tree is cut to the number of heads."""
-    if section.head_algorithm != "MEDUSA" and section.shapes_tree:
-        raise ConfigError("--speculative-num-steps, --topk: Medusa's trees follow from --medusa-choices alone; drop it")
-    choices = read_choices(section.medusa_choices, MEDUSA_CHOICES)
-    if section.medusa_choices is None:
-        return truncated(choices, heads)
-    if depth_of(choices) > heads:
-        raise ConfigError(f"--medusa-choices: a tree of depth {depth_of(choices)} needs as many heads, found {heads}")
+def _own_choices(section: SpeculativeSection, draft: DraftModel) -> Choices:
+    """The tree of the draft's own option, if it has one. The default tree is cut to what the draft can draft."""
+    row = ALGORITHMS[draft.algorithm]
+    if row.tree_option is None or draft.max_steps is None:
+        return ()
+    if section.head_algorithm != row.name and section.shapes_tree:
+        raise ConfigError(f"--speculative-num-steps, --topk: {row.trees_follow}; drop it")
+    given = getattr(section, row.tree_option)
+    choices = read_choices(given, row.tree_flag)
+    if given is None:
+        return truncated(choices, draft.max_steps)
+    if depth_of(choices) > draft.max_steps:
+        depth = depth_of(choices)
+        raise ConfigError(f"{row.tree_flag}: a tree of depth {depth} needs as many heads, found {draft.max_steps}")
     return choices
 
 
@@ -186,9 +193,9 @@ def _acceptance(section: SpeculativeSection) -> Acceptance:
     return Typical(*section.posterior)
 
 
-def _algorithm(config: Config, draft: LoadedDraft | None) -> str:
-    names = [draft.kind] if draft is not None else []
-    return "+".join([*names, *(["NGRAM"] if config.speculative.drafts_ngrams else [])]) or "NONE"
+def _algorithm(config: Config, draft: DraftModel | None) -> str:
+    names = [draft.algorithm] if draft is not None else []
+    return "+".join([*names, *([NGRAM] if config.speculative.drafts_ngrams else [])]) or NONE
 
 
 def _slots_that_fit(config: Config, per_request: int, most: int) -> int:
@@ -224,7 +231,7 @@ def server_info(config: Config, resolved: EngineConfig, target: Target) -> dict[
             coupling="on" if resolved.coupling else "off",
         )
     if tree.choices:
-        name = "medusa_choices" if config.speculative.token_tree is None else "token_tree"
-        speculative[name] = [list(node) for node in tree.choices]
+        own = ALGORITHMS[resolved.algorithm.removesuffix(f"+{NGRAM}")].tree_option
+        speculative[own or "token_tree"] = [list(node) for node in tree.choices]
     values["cache"].update(max_total_tokens=resolved.max_total_tokens, block_size=block_size_of(resolved.page_size))
     return values

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from eagle_server.speculation.static_tree import DEFAULT, PRESETS, Choices, parse_choices
 
-MEDUSA_CHOICES, TOKEN_TREE = "--medusa-choices", "--speculative-token-tree"
+TOKEN_TREE = "--speculative-token-tree"
 
 
 def read_choices(text: str | None, option: str) -> Choices:
-    """The tree that `option` was given; None is Medusa's default tree.
+    """The tree that `option` was given; None is the default one.
 
     Raises:
         ValueError: not a tree; the message names the option, and the file if there is one.

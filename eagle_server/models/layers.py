@@ -14,17 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from eagle_server.attention.flashinfer_forward import BoundFlashInfer
 from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.ranks import summed
 from eagle_server.models.rope import RotaryEmbedding
-from eagle_server.ops.fused import AngleTable, Rotation, add_rms_norm, apply_rope, rms_norm, silu_mul
+from eagle_server.ops.fused import Rotation, add_rms_norm, rms_norm, silu_mul
 from eagle_server.ops.linear import PackedWeight, pack_weight, packed_linear, unpack_weight, why_not_computed
 from eagle_server.ops.native_decoder import AttentionShape, LayerWeights, NativeDecoder
 from eagle_server.ops.native_linear import NativeWeight
 from eagle_server.ops.quantize import Quantization, QuantizedWeight
-from eagle_server.ops.rope_kv import HeadNorms, rotate_and_write
+from eagle_server.ops.rope_kv import HeadNorms
 
 Views = Iterator[tuple[str, Tensor]]
 
@@ -121,29 +120,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Rotation, attention: BoundAttention) -> Tensor:
         rows = x.shape[0]
         qkv = self.qkv(x).view(rows, self.heads + 2 * self.kv_heads, self.head_dim)
-        if isinstance(rope, AngleTable) and isinstance(attention, BoundFlashInfer):
-            mixed = self._attend_fused(qkv, rope, attention)
-        else:
-            mixed = self._attend(qkv, rope, attention)
+        mixed = attention.rotate_and_attend(qkv, self.heads, rope, self._head_norms(), self.spec)
         return summed(self.ranks, self.o(mixed.reshape(rows, -1)))
 
-    def _attend(self, qkv: Tensor, rope: Rotation, attention: BoundAttention) -> Tensor:
-        """Norms, rotation and attention. qkv [rows, heads + 2 * kv_heads, dim] -> [rows, heads, dim]."""
-        queries_keys, v = qkv.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = queries_keys.split_with_sizes([self.heads, self.kv_heads], dim=1)
-            queries_keys = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
-        q, k = apply_rope(queries_keys, rope).split_with_sizes([self.heads, self.kv_heads], dim=1)
-        return attention.run(q, k, v, self.spec)
-
-    def _attend_fused(self, qkv: Tensor, rope: AngleTable, attention: BoundFlashInfer) -> Tensor:
-        """`_attend` with one kernel for norms, rotation and the write to the KV pool."""
-        norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        keys, values = attention.pool.keys[self.spec.index], attention.pool.values[self.spec.index]
-        q = rotate_and_write(qkv, self.heads, rope, keys, values, attention.out_cache_loc, norms)
-        return attention.attend(q, self.spec)
+    def _head_norms(self) -> HeadNorms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     def weight_views(self, prefix: str) -> Views:
         yield from self.qkv.weight_views(prefix)

@@ -13,6 +13,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from eagle_server.ops.candidates import BestCandidates
 from eagle_server.ops.native import check_inside, empty, floats, functions, pointer, session
 from eagle_server.ops.native_decoder import NativeDecoder, NativeRows
 from eagle_server.ops.native_linear import NativeWeight
@@ -157,7 +158,7 @@ class NativeHead:
         logp: Tensor,
         tokens: Tensor,
         hidden: Tensor,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[BestCandidates, Tensor]:
         """All draft steps after draft-extend, and at most `count` candidates, the best.
 
         Args:
@@ -165,7 +166,7 @@ class NativeHead:
             logp, tokens: [bs, topk], the first level. hidden: float32 [bs * topk, H], the feedback at its parents.
 
         Returns:
-            tokens, selected_index, parent_list, scores and guesses of `Candidates`.
+            The candidates, and the parent_list of `link_tree`.
         """
         bs = len(tokens)
         count = min(count, self.topk + steps * self.topk**2)
@@ -184,9 +185,8 @@ class NativeHead:
             *(*map(pointer, given), byref(candidates)),
         )
         check_inside(outside=size < 0)
-        nodes = (each.view(-1)[: bs * size].view(bs, size) for each in (found, selected, scores, guesses))
-        found, selected, scores, guesses = nodes
-        return found, selected, parents, scores, guesses
+        best = (each.view(-1)[: bs * size].view(bs, size) for each in (selected, found, scores, guesses))
+        return BestCandidates(*best), parents
 
     def _over_caches(self) -> HeadStruct:
         self._struct.decoder = self.weights.decoder.struct(self.caches)  # a forward may have bound other caches

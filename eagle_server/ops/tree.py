@@ -15,7 +15,7 @@ def link_tree(selected_index: Tensor, parent_list: Tensor, topk: int, spec_steps
     """Link each request's selected tokens into a tree of D = n + 1 nodes. Node 0 is the root.
 
     Args:
-        selected_index: int64 [bs, n], pool indices, ascending and closed under ancestors (see `Candidates`).
+        selected_index: int64 [bs, n], numbers of candidates, ascending and closed under ancestors.
         parent_list: int64 [bs, P]. Pool entries come in groups of `topk` siblings; this is the pool index of each
             group's parent, -1 for the root.
         spec_steps: the largest depth of a node.

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from eagle_server.ops.accept import walk_tree
 from eagle_server.speculation.sampling import SamplingBatch, draw, draw_rows
-from eagle_server.speculation.transforms import Paths
-from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Acceptance(Protocol):
     @property
     def lossy(self) -> str | None: ...
 
-    def accept(self, tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
+    def accept(self, tree: Tree, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
         """The accepted path of each tree. target_logits float32 [n, vocab] has one row per computed node."""
         ...
 
@@ -52,36 +51,35 @@ class Lossless:
 
     lossy: ClassVar[None] = None
 
-    def accept(self, tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
+    def accept(self, tree: Tree, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
         return accept(tree, target_logits, sampling)
 
 
-def paths_of(tree: EagleVerifyInput) -> Paths | None:
-    """The drafted tokens between the text so far and each node. None for trees of one node."""
-    tokens = tree.draft_token.view_as(tree.parents)
-    return Paths(tokens, tree.parents, tree.custom_mask) if tree.draft_token_num > 1 else None
+def drafted_of(tree: Tree) -> Tree | None:
+    """The tree for `draw`, None if it is the root alone."""
+    return tree if tree.size > 1 else None
 
 
-def padded_logits(tree: EagleVerifyInput, target_logits: Tensor) -> Tensor:
+def padded_logits(tree: Tree, target_logits: Tensor) -> Tensor:
     """The logits of all nodes, [bs, D, vocab], from those of the computed nodes. Padding has its root's."""
     if tree.rows is not None:
         target_logits = target_logits.index_select(0, tree.retrive_index.view(-1))
     return target_logits.view(*tree.parents.shape, -1)
 
 
-def draw_nodes(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
+def draw_nodes(tree: Tree, target_logits: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
     """`draw` at every node: tokens int64 [bs, D] and scores float32 [bs, D]. Those of padding mean nothing.
 
     Only computed nodes are drawn, except that transforms and truncation take rows by request, hence with padding.
     """
-    positions = tree.positions.view_as(tree.parents) + 1
+    positions = tree.positions + 1
     if tree.rows is None or sampling.edits_logits:
-        return draw(padded_logits(tree, target_logits), positions, sampling, paths_of(tree))
+        return draw(padded_logits(tree, target_logits), positions, sampling, drafted_of(tree))
     tokens, scores = draw_rows(target_logits, positions, tree.rows, sampling)
     return tokens.take(tree.retrive_index), scores.take(tree.retrive_index)
 
 
-def accept(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
+def accept(tree: Tree, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
     """Walk each tree along the tokens that the target draws.
 
     The rule is the same for greedy and stochastic decoding. Draw y = argmax(log p + Gumbel(key, position)) once per
@@ -90,13 +88,11 @@ def accept(tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatc
     plain decoding, whatever the tree contains.
 
     Args:
-        target_logits: float32 [n, vocab], one row per computed node, see `EagleVerifyInput.retrive_index`.
+        target_logits: float32 [n, vocab], one row per computed node, see `Tree.retrive_index`.
     """
-    bs, size = tree.parents.shape
-    tokens_of = tree.draft_token.view(bs, size)
     drawn, scores = draw_nodes(tree, target_logits, sampling)
-    if size == 1:
+    if tree.size == 1:
         root = torch.zeros_like(drawn)
         return Accepted(root, root[:, 0], drawn, root[:, 0], scores.isfinite()[:, 0], scores)
-    walk = walk_tree(tokens_of, tree.parents, tree.depths, tree.custom_mask, drawn, scores, tree.spec_steps)
+    walk = walk_tree(tree.tokens, tree.parents, tree.depths, tree.mask, drawn, scores, tree.steps)
     return Accepted(*walk, scores)

@@ -1,61 +1,55 @@
-"""The candidate pool of one multi-step draft: all scored children, and the selection of the best."""
+"""The candidates of a multi-step draft: all scored children, of which the best become the tree (EAGLE-2)."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from eagle_server.ops.candidates import best_candidates
-from eagle_server.speculation.tree import Candidates
+from eagle_server.ops.candidates import BestCandidates, best_candidates
+from eagle_server.ops.tree import link_tree
+from eagle_server.speculation.tree import Tree
 
 
-class CandidatePool:
-    """Collects topk first-level nodes and topk * topk children per draft step. `best` re-ranks all of them.
+class Children(NamedTuple):
+    """The children that one draft step has scored: of the root [bs, K], then of K nodes [bs, K, K]."""
 
-    Pool indices: level 1 has 0..topk-1. Step i adds the child of column f and rank c at topk + i*topk^2 + f*topk + c.
+    tokens: Tensor  # int64
+    scores: Tensor  # float32, log chances of paths
+    guesses: Tensor  # float32, the drafter's own log chances of the last step
+
+
+def organize_draft_results(
+    verified_id: Tensor, seq_lens: Tensor, levels: Sequence[Children], chosen: Sequence[Tensor], draft_token_num: int
+) -> Tree:
+    """The tree of the draft_token_num - 1 candidates with the best scores, or of all if there are fewer.
+
+    A child never scores above its parent, and ties go to the lower index. So the best are closed under ancestors, and
+    parents come before children.
+
+    Args:
+        verified_id, seq_lens: int64 [bs], the roots and their positions.
+        chosen: int64 [bs, K] for every level that was expanded after the first: its nodes, as flat indices into the
+            K * K children that were scored last.
+
+    Candidates are numbered by level: the first has 0..K-1, the child of node f and rank c in step i has number
+    K + i * K^2 + f * K + c.
     """
+    topk = levels[0].tokens.shape[1]
+    tokens, scores, guesses = (torch.cat([part.flatten(1) for part in parts], 1) for parts in zip(*levels, strict=True))
+    best = best_candidates(scores, tokens, guesses, min(draft_token_num - 1, scores.shape[1]))
+    # The parent of each K siblings: the root, the first level's nodes, then those that later steps expanded.
+    first = torch.arange(-1, topk if len(levels) > 1 else 0, device=tokens.device).expand(len(tokens), -1)
+    later = [nodes + topk + step * topk**2 for step, nodes in enumerate(chosen)]
+    return selected_tree(verified_id, seq_lens, best, torch.cat([first, *later], dim=1), topk, len(levels))
 
-    def __init__(self, tokens: Tensor, scores: Tensor, guesses: Tensor | None = None) -> None:
-        """The first level, [bs, topk]. Scores are log chances of paths, guesses the drafter's own of the last step.
 
-        Without guesses the scores are not corrected ones, and no level has any.
-        """
-        bs, self.topk = tokens.shape
-        self.levels = 1
-        self._tokens, self._scores = [tokens], [scores]
-        self._guesses = [] if guesses is None else [guesses]
-        first = torch.arange(-1, self.topk, device=tokens.device).expand(bs, -1)
-        self._parents = [first]
-
-    def add(self, tokens: Tensor, scores: Tensor, guesses: Tensor | None = None) -> None:
-        """Add the children [bs, topk, topk] of the current frontier."""
-        self._tokens.append(tokens.flatten(1))
-        self._scores.append(scores.flatten(1))
-        if guesses is not None:
-            self._guesses.append(guesses.flatten(1))
-        self.levels += 1
-
-    def expand(self, chosen: Tensor) -> None:
-        """Set the frontier to `chosen` [bs, topk], flat indices into the children added last."""
-        self._parents.append(chosen + self.topk + (self.levels - 2) * self.topk**2)
-
-    def best(self, count: int) -> Candidates:
-        """The `count` candidates with the best cumulative scores, or all if there are fewer, in ascending pool order.
-
-        A child never scores above its parent, and ties go to the lower index. So the set is closed under ancestors, and
-        parents come before children.
-        """
-        tokens, scores = torch.cat(self._tokens, dim=1), torch.cat(self._scores, dim=1)
-        guesses = torch.cat(self._guesses, dim=1) if self._guesses else None
-        best = best_candidates(scores, tokens, guesses, min(count, scores.shape[1]))
-        # Groups: one for the root, then one per frontier column of every expanded level.
-        width = self.topk * (self.levels - 1) + 1
-        return Candidates(
-            tokens=best.tokens,
-            selected_index=best.selected,
-            parent_list=torch.cat(self._parents, dim=1)[:, :width],
-            topk=self.topk,
-            spec_steps=self.levels,
-            scores=best.scores,
-            guesses=best.guesses,
-        )
+def selected_tree(  # noqa: PLR0913, PLR0917
+    verified_id: Tensor, seq_lens: Tensor, best: BestCandidates, parent_list: Tensor, topk: int, steps: int
+) -> Tree:
+    """The trees of selected candidates, whose scores are corrected ones. For `parent_list` see `link_tree`."""
+    parents, depths, mask = link_tree(best.selected, parent_list, topk, steps)
+    tokens = torch.cat([verified_id[:, None], best.tokens], dim=1)
+    return Tree(tokens, parents, depths, mask, seq_lens[:, None] + depths, steps, topk, best.scores, best.guesses)

@@ -19,7 +19,8 @@ from eagle_server.ops.truncate import NO_TOP_K, has_truncation_kernel, truncate_
 from eagle_server.ops.upload import upload
 from eagle_server.plan import TEMPERATURE_EDGES, RequestSampling
 from eagle_server.request import SamplingParams
-from eagle_server.speculation.transforms import Paths, PenalizerState, Rows, Transform, transforms_of
+from eagle_server.speculation.transforms import PenalizerState, Rows, Transform, transforms_of
+from eagle_server.speculation.tree import Tree
 
 _SORTED_ROWS = 64  # rows of logits sorted at a time on a GPU; sorting takes about 56 bytes per row and vocabulary entry
 
@@ -74,21 +75,19 @@ class SamplingBatch:
         )
 
 
-def draw(
-    logits: Tensor, positions: Tensor, sampling: SamplingBatch, paths: Paths | None = None
-) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, positions: Tensor, sampling: SamplingBatch, tree: Tree | None = None) -> tuple[Tensor, Tensor]:
     """One token per row, and its score. The score is not finite if the row has NaN or inf, or allows no token.
 
     Args:
         logits: float32 [bs, rows, vocab]. They are not modified, because log-probabilities are read from them later.
         positions: int64 [bs, rows], the sequence position of each row's draw. The noise depends on it, so rows with the
             same position in the same request get the same noise.
-        paths: the tokens between the text so far and each row, if there is more than one row.
+        tree: whose nodes the rows are, if there is more than one.
 
     Returns:
         tokens int64 [bs, rows] and scores float32 [bs, rows].
     """
-    logits = _truncated(transformed(logits, positions, sampling, paths), sampling).flatten(0, 1)
+    logits = _truncated(transformed(logits, positions, sampling, tree), sampling).flatten(0, 1)
     tokens, scores = draw_tokens(logits, sampling.all_keys, positions.flatten(), sampling.all_temperature)
     return tokens.view_as(positions), scores.view_as(positions)
 
@@ -109,24 +108,24 @@ def draw_rows(logits: Tensor, positions: Tensor, rows: Tensor, sampling: Samplin
     return draw_tokens(logits, keys, positions.take(rows), temperature)
 
 
-def sampling_probs(logits: Tensor, positions: Tensor, sampling: SamplingBatch, paths: Paths | None = None) -> Tensor:
+def sampling_probs(logits: Tensor, positions: Tensor, sampling: SamplingBatch, tree: Tree | None = None) -> Tensor:
     """The probabilities [s, rows, vocab] that `draw` samples from, after all transforms, for the stochastic requests.
 
     Arguments: see `draw`. At least one request must be stochastic.
     """
     assert sampling.stochastic is not None
-    kept = _truncated(transformed(logits, positions, sampling, paths), sampling)
+    kept = _truncated(transformed(logits, positions, sampling, tree), sampling)
     return (kept.index_select(0, sampling.stochastic) / sampling.temperature[:, None, None]).softmax(-1)
 
 
-def transformed(logits: Tensor, positions: Tensor, sampling: SamplingBatch, paths: Paths | None = None) -> Tensor:
+def transformed(logits: Tensor, positions: Tensor, sampling: SamplingBatch, tree: Tree | None = None) -> Tensor:
     """The logits after all transforms that come before temperature. The same tensor if no request has any.
 
     Arguments: see `draw`.
     """
     if not sampling.transforms:
         return logits
-    logits, rows = logits.clone(), Rows(positions, paths, sampling.penalizer_state)
+    logits, rows = logits.clone(), Rows(positions, tree, sampling.penalizer_state)
     for transform in sampling.transforms:
         transform.apply(logits, rows)
     return logits

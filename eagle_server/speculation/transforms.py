@@ -18,26 +18,11 @@ from torch import Tensor
 from eagle_server.ops.upload import upload
 from eagle_server.plan import MASK_WORD, RequestSampling
 from eagle_server.speculation.bad_words import ANY, PATH_START, short_words
+from eagle_server.speculation.tree import Tree
 
 _OFF = float("-inf")
 _WORD_ROWS = 1 << 18  # rows times words compared at a time, about 50 bytes each
 _PENALIZED_ROWS = 256  # rows of logits at a time; penalties take about 20 bytes per row and vocabulary entry
-
-
-@dataclass(frozen=True)
-class Paths:
-    """The drafted tokens of each row: row j's text is the text so far, then the tokens of its ancestors and its own.
-
-    Row 0 is the root. Its token is the last token of the text so far.
-    """
-
-    tokens: Tensor  # int64 [bs, rows], -1: padding, which is never an ancestor of another row
-    parents: Tensor  # int64 [bs, rows], -1 at row 0
-    ancestors: Tensor  # bool [bs, rows, rows], ancestors and self
-
-    def of(self, requests: Tensor) -> Paths:
-        """The paths of some requests, int64 [n]."""
-        return Paths(*(part.index_select(0, requests) for part in (self.tokens, self.parents, self.ancestors)))
 
 
 @dataclass(frozen=True)
@@ -55,10 +40,14 @@ class PenalizerState:
 
 @dataclass(frozen=True)
 class Rows:
-    """Positions and texts of rows of logits [bs, rows, vocab]. Without `paths` every row's text is the text so far."""
+    """Positions and texts of rows of logits [bs, rows, vocab].
+
+    Row j is node j of `tree`: its text is the text so far, then the drafted tokens on the path to the node. Without a
+    tree every row's text is the text so far.
+    """
 
     positions: Tensor  # int64 [bs, rows], positions of the tokens to draw
-    paths: Paths | None
+    tree: Tree | None
     penalizer_state: PenalizerState
 
 
@@ -156,13 +145,13 @@ class BadWords:
         return cls(spec_steps, upload(table, device), upload(np.concatenate(columns, axis=1), device))
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
-        latest = latest_drafted(rows.paths, logits.shape[:2], self.spec_steps + 1, logits.device)
+        latest = latest_drafted(rows.tree, logits.shape[:2], self.spec_steps + 1, logits.device)
         if rows.penalizer_state.begun is not None:
             step = max(1, _WORD_ROWS // logits.shape[1])
             for requests, last, *before in zip(*(part.split(step) for part in rows.penalizer_state.begun), strict=True):
                 ends = _ends_with(latest, requests, [tokens[:, None] for tokens in before])
                 _add(logits, requests, last[:, None], torch.where(ends, _OFF, 0.0))
-        if self.words is not None and rows.paths is not None:
+        if self.words is not None and rows.tree is not None:
             self._apply_short(logits, latest)
 
     def _apply_short(self, logits: Tensor, latest: Sequence[Tensor]) -> None:
@@ -232,8 +221,8 @@ class Penalties:
         for requests, strength, count, prompt in zip(*parts, strict=True):
             given = logits.index_select(0, requests)
             penalized = _penalized(given, count[:, None], prompt[:, None], strength)
-            if rows.paths is not None:
-                _count_paths(penalized, given, rows.paths.of(requests), count, prompt, strength)
+            if rows.tree is not None:
+                _count_drafted(penalized, given, rows.tree.of(requests), count, prompt, strength)
             logits.index_copy_(0, requests, penalized)
 
 
@@ -251,17 +240,17 @@ def transforms_of(settings: Sequence[RequestSampling], device: torch.device, spe
     return tuple(transform for transform in found if transform is not None)
 
 
-def latest_drafted(paths: Paths | None, shape: Sequence[int], width: int, device: torch.device) -> list[Tensor]:
+def latest_drafted(tree: Tree | None, shape: Sequence[int], width: int, device: torch.device) -> list[Tensor]:
     """The drafted tokens on each row's path, newest first, and PATH_START before the first: `width` times int64 [bs,
     rows], which is `shape`.
     """
-    if paths is None:
+    if tree is None:
         return [torch.full(tuple(shape), PATH_START, device=device)] * width
-    tokens, place, found = paths.tokens.clone(), torch.arange(shape[1], device=device).expand(*shape), []
+    tokens, place, found = tree.tokens.clone(), torch.arange(shape[1], device=device).expand(*shape), []
     tokens[:, 0] = PATH_START
     for _ in range(width):
         found.append(tokens.gather(1, place))
-        place = paths.parents.gather(1, place).clamp(min=0)
+        place = tree.parents.gather(1, place).clamp(min=0)
     return found
 
 
@@ -287,18 +276,18 @@ def _penalized(logits: Tensor, counts: Tensor, prompts: Tensor, strength: Tensor
     return torch.where(prompts | occurs, scaled, logits) - subtracted
 
 
-def _count_paths(
-    penalized: Tensor, given: Tensor, paths: Paths, counts: Tensor, prompts: Tensor, strength: Tensor
+def _count_drafted(
+    penalized: Tensor, given: Tensor, tree: Tree, counts: Tensor, prompts: Tensor, strength: Tensor
 ) -> None:
     """Add the tokens on each row's path to the counts, and recompute penalized [n, rows, vocab] for them in place.
 
     Only the rows - 1 drafted tokens of a tree can have higher counts than in the output so far. A token that is not on
     a row's path keeps its value in that row.
     """
-    tokens = paths.tokens[:, 1:]  # [n, rows - 1]
+    tokens = tree.tokens[:, 1:]  # [n, rows - 1]
     place = tokens.clamp(min=0)
     same = tokens[:, :, None] == place[:, None]  # padding (-1) equals no token
-    more = paths.ancestors[:, :, 1:].float() @ same.float()  # [n, rows, rows - 1]
+    more = tree.mask[:, :, 1:].float() @ same.float()  # [n, rows, rows - 1]
     everywhere = place[:, None].expand(-1, given.shape[1], -1)
     total = counts.gather(1, place)[:, None] + more
     values = _penalized(given.gather(2, everywhere), total, prompts.gather(1, place)[:, None], strength)

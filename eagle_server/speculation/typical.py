@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.accept import path_to
-from eagle_server.speculation.accept import Accepted, draw_nodes, padded_logits, paths_of
+from eagle_server.speculation.accept import Accepted, drafted_of, draw_nodes, padded_logits
 from eagle_server.speculation.sampling import SamplingBatch, sampling_probs, typical_threshold
-from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.tree import Tree
 
 _ROWS = 64  # rows of probabilities at a time, because the entropy takes two copies of them
 
@@ -35,21 +35,19 @@ class Typical:
     posterior_alpha: float
     lossy: ClassVar[str] = "typical"
 
-    def accept(self, tree: EagleVerifyInput, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
+    def accept(self, tree: Tree, target_logits: Tensor, sampling: SamplingBatch) -> Accepted:
         """As `Lossless.accept`, except that `tokens` are the path's drafted tokens, then one drawn bonus."""
-        bs, size = tree.parents.shape
         drawn, scores = draw_nodes(tree, target_logits, sampling)
-        tokens, parents = tree.draft_token.view(bs, size), tree.parents[:, 1:]
+        tokens, parents = tree.tokens, tree.parents[:, 1:]
         agrees = tokens[:, 1:] == drawn.gather(1, parents)  # [bs, D - 1], the rule of greedy requests
         logp = torch.zeros_like(agrees, dtype=torch.float32)
         if sampling.stochastic is not None:
             some = sampling.stochastic
-            logits, positions = padded_logits(tree, target_logits), tree.positions.view(bs, size) + 1
-            p = sampling_probs(logits, positions, sampling, paths_of(tree))
+            p = sampling_probs(padded_logits(tree, target_logits), tree.positions + 1, sampling, drafted_of(tree))
             likely = self._likely(p, tokens[some], parents[some])
             agrees, logp = (old.index_copy(0, some, new) for old, new in zip((agrees, logp), likely, strict=True))
         last = _best_end(tree, agrees, logp)
-        path, on_path = path_to(last, tree.depths, tree.custom_mask, tree.spec_steps)
+        path, on_path = path_to(last, tree.depths, tree.mask, tree.steps)
         following = torch.cat([path[:, 1:], torch.full_like(path[:, :1], -1)], dim=1)
         drafted, own = tokens.gather(1, following.clamp(min=0)), drawn.gather(1, path.clamp(min=0))
         emitted = torch.where(path < 0, -1, torch.where(following < 0, own, drafted))
@@ -71,9 +69,9 @@ class Typical:
         return (own > needed) & (drafted >= 0), own.log()
 
 
-def _best_end(tree: EagleVerifyInput, agrees: Tensor, logp: Tensor) -> Tensor:
+def _best_end(tree: Tree, agrees: Tensor, logp: Tensor) -> Tensor:
     """The last node int64 [bs] of the longest path of acceptable nodes; of several, the most probable one."""
-    above = tree.custom_mask[:, :, 1:]  # [bs, D, D - 1]
+    above = tree.mask[:, :, 1:]  # [bs, D, D - 1]
     reached = ~(above & ~agrees[:, None]).any(dim=2)
     depth = tree.depths.masked_fill(~reached, -1)
     likelihood = torch.where(above, logp[:, None], 0.0).sum(2)

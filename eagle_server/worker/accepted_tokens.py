@@ -11,7 +11,7 @@ from torch import Tensor
 from eagle_server.ops.accepted import store_accepted
 from eagle_server.plan import Decode
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.tree import Tree
 
 _BACKLOG_BYTES = 256 << 20  # features kept for requests that do not draft
 _MERGE = 32  # segments that become one, so that a segment does not keep the rows of other requests in memory
@@ -78,7 +78,7 @@ class AcceptedTokens:
         self,
         starts: Sequence[tuple[int, int]],
         req_pool_indices: Tensor,
-        tree: EagleVerifyInput,
+        tree: Tree,
         accepted: Accepted,
         features: Tensor,
     ) -> None:
@@ -88,7 +88,7 @@ class AcceptedTokens:
             chosen = store_accepted(features, accepted.path, accepted.tokens, req_pool_indices, self._tokens, stored)
             self._remember(starts, chosen)
             return
-        if tree.draft_token_num == 1:
+        if tree.size == 1:
             features = features[:, None].clone()  # a replayed graph overwrites its outputs
         else:
             rows = tree.retrive_index.gather(1, accepted.path.clamp(min=0))

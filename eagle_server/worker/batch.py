@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.batches import prefill_batch
-from eagle_server.attention.interface import AttentionBatch, Causal, Layout
+from eagle_server.attention.interface import AttentionBatch, Causal, Layout, PagedRequests
 from eagle_server.cache.page_table import PageTable
 from eagle_server.models.ranks import RankGroup
 from eagle_server.ops.upload import upload
@@ -59,6 +59,10 @@ class DecodeBatch:
     num_steps: int = 0  # levels that a draft model drafts in this cycle
     num_draft_tokens: int = 1  # the most nodes of a tree, root included
     least_logp: float = -math.inf  # a drafter may leave out nodes whose score is lower
+
+    @property
+    def requests(self) -> PagedRequests:
+        return PagedRequests(self.req_pool_indices, self.seq_lens, self.req_to_token)
 
     def past_verified(self) -> DecodeBatch:
         """The same requests as if verified_id were computed: every length is one more."""

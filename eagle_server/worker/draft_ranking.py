@@ -22,6 +22,7 @@ from eagle_server.ops.upload import upload
 from eagle_server.plan import Decode
 from eagle_server.speculation.sampling import SamplingBatch, above_min_ps, transformed
 from eagle_server.speculation.transforms import allowed_by
+from eagle_server.speculation.tree import Tree, without
 from eagle_server.worker.estimates import AcceptanceEstimates
 from eagle_server.worker.host import HostCopy
 
@@ -54,23 +55,6 @@ class DraftRanking:
     def is_plain(self) -> bool:
         """Whether children rank by their logits, with or without noise, and by nothing else."""
         return not self._may_refuse
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What a captured function must take as inputs; see `with_tensors`."""
-        keyed = (self.noise.keys, self.noise.temperature) if self.noise is not None else ()
-        return tuple(each for each in (self.positions, self.temperature_bin, *keyed) if each is not None)
-
-    def with_tensors(self, *tensors: Tensor) -> DraftRanking:
-        """The same ranking with other `tensors`."""
-        if not tensors:
-            return self
-        given = iter(tensors)
-        positions, temperature_bin = (
-            None if each is None else next(given) for each in (self.positions, self.temperature_bin)
-        )
-        noise = None if self.noise is None else KeyedNoise(*given)
-        return replace(self, positions=positions, temperature_bin=temperature_bin, noise=noise)
 
     def without_grammars(self) -> DraftRanking:
         return replace(self, grammars=None)
@@ -116,9 +100,10 @@ class DraftRanking:
         """The ranking one level further, for drafters without grammars that need no tokens of the level."""
         return replace(self, level=self.level + 1)
 
-    def without_refused(self, tokens: Tensor, scores: Tensor) -> Tensor:
-        """The drafted tokens, with padding (-1) where the score -inf says that a token is not allowed."""
-        return tokens.masked_fill(scores.isneginf(), -1) if self._may_refuse else tokens
+    def without_refused(self, tree: Tree) -> Tree:
+        """The tree with padding where the score -inf says that a token is not allowed."""
+        assert tree.scores is not None
+        return without(tree, tree.scores.isneginf()) if self._may_refuse else tree
 
     @property
     def _may_refuse(self) -> bool:

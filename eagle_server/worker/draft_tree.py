@@ -10,15 +10,15 @@ from torch import Tensor
 
 from eagle_server.plan import SequenceOutput
 from eagle_server.request import DraftTree
-from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.tree import Tree
 
 PADDING = -1
 
 
-def drafted_nodes(tree: EagleVerifyInput) -> tuple[Tensor, ...]:
+def drafted_nodes(tree: Tree) -> tuple[Tensor, ...]:
     """The tensors that `draft_tree` needs: tokens and parents [bs, D], and scores [bs, D - 1] if the drafter has
     any."""
-    nodes = (tree.draft_token.view_as(tree.parents), tree.parents)
+    nodes = (tree.tokens, tree.parents)
     return nodes if tree.scores is None else (*nodes, tree.scores)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from eagle_server.ops.upload import upload
 from eagle_server.plan import CycleDrafting, CyclePlan, CycleResult, Decode
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import Candidates, EagleVerifyInput, build_tree, root_alone, spread, without
+from eagle_server.speculation.tree import Tree, root_alone, spread, without
 from eagle_server.worker.ahead import UNUSED, ForwardAhead
 from eagle_server.worker.batch import Batches, DecodeBatch
 from eagle_server.worker.budget import Budget, CycleBudget
@@ -39,7 +39,7 @@ class Drafts:
     cycle.
     """
 
-    tree: EagleVerifyInput
+    tree: Tree
     budget: CycleBudget
     batch: DecodeBatch | None = None
     requests: Tensor | None = None
@@ -47,7 +47,7 @@ class Drafts:
     extended: int = 0
     teaches: bool = False
 
-    def to_copy(self, tree: EagleVerifyInput, accepted: Accepted) -> tuple[Tensor, ...]:
+    def to_copy(self, tree: Tree, accepted: Accepted) -> tuple[Tensor, ...]:
         """What `TreeDrafting.finish` reads on the host. `tree` and `accepted` are those of `batch`, as verified."""
         if self.estimates is None:
             return ()
@@ -56,7 +56,7 @@ class Drafts:
         estimates, guesses = self.estimates, self.estimates.guesses
         if tree.proposed is not None:
             guesses = guesses.gather(1, tree.proposed)
-        verified = (tree.depths[:, 1:], tree.draft_token.view_as(tree.parents), tree.parents, accepted.path)
+        verified = (tree.depths[:, 1:], tree.tokens, tree.parents, accepted.path)
         return (estimates.path_logp, estimates.depths, guesses, *verified)
 
 
@@ -75,7 +75,7 @@ class TreeDrafting:
         self.extended: ForwardAhead[Any] = ForwardAhead()  # of the drafter's State
         self._cycles = self._drafted = 0  # how many there were, and those with drafts
         self._ended = 0.0  # when the last one ended
-        self.observers: list[Callable[[EagleVerifyInput, Accepted, int], None]] = []  # get trees, paths, requests
+        self.observers: list[Callable[[Tree, Accepted, int], None]] = []  # get trees, paths, requests
 
     def adapt(self, budget: Budget, costs: CostModel) -> None:
         """Go on with an adaptive budget."""
@@ -112,18 +112,14 @@ class TreeDrafting:
             for decode in drafting.decodes:
                 self.batches.accepted_tokens.taken(decode.req_pool_index)
         with clock.stage("propose"):
-            proposal = self.drafter.propose(state, drafting)
+            tree = self.drafter.propose(state, drafting)
         with clock.stage("build_tree"):
-            tree = build_tree(proposal, drafting.verified_id, drafting.seq_lens)
-            estimates, is_cut = None, False
+            estimates = None
             if self.estimates is not None and tree.scores is not None:
-                guesses = None
-                if isinstance(proposal, Candidates):
-                    guesses, is_cut = proposal.guesses, proposal.is_cut and not lesson
                 assert drafting.ranking.temperature_bin is not None
-                estimates = self.estimates.of(tree, guesses, drafting.ranking.temperature_bin)
+                estimates = self.estimates.of(tree, drafting.ranking.temperature_bin)
                 tree = replace(tree, scores=estimates.path_logp)
-                if budget.least_logp > -math.inf and not is_cut:
+                if budget.least_logp > -math.inf and (lesson or not tree.is_cut):
                     tree = without(tree, estimates.path_logp < budget.least_logp)
             tree = _within_reach(tree, drafting)
             requests = None
@@ -192,9 +188,7 @@ class TreeDrafting:
                 room -= length
         return tuple(kept)
 
-    def observe(
-        self, batch: DecodeBatch, drafts: Drafts, tree: EagleVerifyInput, accepted: Accepted
-    ) -> tuple[Tensor, ...]:
+    def observe(self, batch: DecodeBatch, drafts: Drafts, tree: Tree, accepted: Accepted) -> tuple[Tensor, ...]:
         """Let the drafter see what was accepted of `tree`, the one that was verified for `batch`.
 
         Returns what `finish` must have on the host.
@@ -281,13 +275,13 @@ class TreeDrafting:
         return predicted
 
 
-def _within_reach(tree: EagleVerifyInput, batch: DecodeBatch) -> EagleVerifyInput:
+def _within_reach(tree: Tree, batch: DecodeBatch) -> Tree:
     """The trees without the nodes that their requests could not keep: each level is one token more."""
     left = [decode.tokens_left for decode in batch.decodes]
-    if min(left) > tree.spec_steps:
+    if min(left) > tree.steps:
         return tree
     left += [1] * (len(tree.depths) - len(left))  # padding
-    reach = upload([min(each, tree.spec_steps + 1) for each in left], tree.depths.device)
+    reach = upload([min(each, tree.steps + 1) for each in left], tree.depths.device)
     return without(tree, tree.depths[:, 1:] >= reach[:, None])
 
 

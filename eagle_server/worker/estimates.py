@@ -19,7 +19,7 @@ from eagle_server.ops.correction import correct_guesses
 from eagle_server.ops.native_drafting import Correction
 from eagle_server.ops.upload import upload
 from eagle_server.plan import TEMPERATURE_BINS
-from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.tree import Tree
 
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96)
 _BINS = len(_EDGES) + 1
@@ -72,21 +72,19 @@ class AcceptanceEstimates:
         """`corrected` for the native kernels."""
         return Correction(self._ratios, self._edges, temperature_bin, _DEPTHS, _MOST)
 
-    def of(self, tree: EagleVerifyInput, guesses: Tensor | None, temperature_bin: Tensor) -> Estimates:
-        """The estimates of trees with scores.
+    def of(self, tree: Tree, temperature_bin: Tensor) -> Estimates:
+        """The estimates of trees with scores. With guesses the scores are corrected already.
 
-        Args:
-            guesses: float32 [bs, n], logarithms, if the scores are corrected already; None: as the scores say.
-            temperature_bin: int64 [bs], see `RequestSampling.temperature_bin`.
+        temperature_bin int64 [bs]: see `RequestSampling.temperature_bin`.
         """
         assert tree.scores is not None, "a budget needs the drafter's scores"
-        depths, path_logp = tree.depths[:, 1:], tree.scores
+        depths, path_logp, guesses = tree.depths[:, 1:], tree.scores, tree.guesses
         if guesses is None:
             above = torch.cat([torch.zeros_like(path_logp[:, :1]), path_logp], dim=1).gather(1, tree.parents[:, 1:])
             guesses = (path_logp - above).nan_to_num_(nan=_LEAST).clamp_(_LEAST, 0.0)
             chances = self._corrected(guesses, depths.clamp(max=_DEPTHS) - 1 + _DEPTHS * temperature_bin[:, None])
-            path_logp = (tree.custom_mask[:, 1:, 1:] * chances[:, None]).sum(-1)
-        padding = tree.draft_token.view_as(tree.parents)[:, 1:] < 0
+            path_logp = (tree.mask[:, 1:, 1:] * chances[:, None]).sum(-1)
+        padding = tree.tokens[:, 1:] < 0
         return Estimates(guesses, path_logp.masked_fill(padding, float("-inf")), depths)
 
     def _corrected(self, guesses: Tensor, groups: Tensor) -> Tensor:

@@ -6,16 +6,17 @@ It has no requests, no drafter and no clock: what to compute comes with each mes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from eagle_server.attention.batches import verify_layout
+from eagle_server.attention.interface import PagedRequests
 from eagle_server.models.ranks import RankGroup
-from eagle_server.ops.tree import ancestors
 from eagle_server.ops.upload import upload
-from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch import Piece, prompt_batch
 from eagle_server.worker.rank_messages import RankMessage
 from eagle_server.worker.req_to_token import write_changes
@@ -61,22 +62,13 @@ class Follower:
         self._verifier.run_prefill(prompt_batch(pieces, self._req_to_token), rows)
 
     def _verify(self, numbers: Sequence[int], tensors: Tensor) -> None:
-        requests, size, topk, spec_steps, *lens = numbers
+        requests, size, topk, steps, *lens = numbers
         seq_lens_host, counts = tuple(lens[:requests]), lens[requests:] or None
         req_pool_indices, tokens, parents = tensors.split([requests, requests * size, requests * size])
-        seq_lens, parents = upload(seq_lens_host, tensors.device), parents.view(requests, size)
-        mask, depths = ancestors(parents, spec_steps)
-        tree = EagleVerifyInput(
-            draft_token=tokens,
-            custom_mask=mask,
-            positions=(seq_lens[:, None] + depths).view(-1),
-            parents=parents,
-            depths=depths,
-            spec_steps=spec_steps,
-            topk=topk,
-            draft_token_num=size,
-            counts=None if counts is None else upload(counts, tensors.device),
-        )
+        seq_lens = upload(seq_lens_host, tensors.device)
+        tree = Tree.linked(tokens.view(requests, size), parents.view(requests, size), seq_lens, steps, topk)
+        if counts is not None:
+            tree = replace(tree, counts=upload(counts, tensors.device))
         self._verified = seq_lens, req_pool_indices
         layout = verify_layout(seq_lens_host, size, topk, counts)
-        self._verifier.run(layout, tree, self._req_to_token, req_pool_indices, seq_lens)
+        self._verifier.run(layout, tree, PagedRequests(req_pool_indices, seq_lens, self._req_to_token))

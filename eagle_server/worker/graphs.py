@@ -1,8 +1,9 @@
 """CUDA graphs: a function of tensors is captured once per key and then replayed, without launches from the CPU.
 
-A function can be captured if its shapes follow from the key alone, if it reads no host value that changes between calls
-with an equal key, and if it never waits for the device. A replay copies the inputs into the captured input tensors and
-writes the same output tensors.
+Inputs are tensors, or dataclasses that hold some (`ops/captured.py`). A function can be captured if its shapes follow
+from the key alone, if it reads no host value that changes between calls with an equal key, and if it never waits for
+the device. A replay copies the inputs' tensors into the captured ones and writes the same output tensors. Inputs and
+outputs are new objects in each call, because objects keep what they have computed (cached_property).
 
 A key begins with its function's name. Captures with one name share a memory pool, so a replay may write to the outputs
 of any of them: read these before the next call with that name. Calls with other names leave them as they are.
@@ -17,6 +18,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from eagle_server.ops.captured import restored, tensors_of
 
 Output = TypeVar("Output")
 GraphKey = tuple[str, *tuple[Hashable, ...]]  # the function's name, and what its shapes follow from
@@ -54,19 +57,19 @@ class Graphs:
         """Whether there is a recorder: the device runs what the host has only launched."""
         return self._recorder is not None
 
-    def run(self, key: GraphKey | None, function: Callable[..., Output], *inputs: Tensor) -> Output:
+    def run(self, key: GraphKey | None, function: Callable[..., Output], *inputs: Any) -> Output:
         """function(*inputs). A key of None is never captured."""
         if self._recorder is None or key is None or self.paused:
             return function(*inputs)
-        captured = self._captured.get(key)
+        captured, tensors = self._captured.get(key), tuple(tensors_of(inputs))
         if captured is None:
-            own = tuple(tensor.clone() for tensor in inputs)
-            call, outputs = self._recorder.record(lambda: function(*own), key[0])
+            own = tuple(tensor.clone() for tensor in tensors)
+            call, outputs = self._recorder.record(lambda: function(*restored(inputs, iter(own))), key[0])
             captured = self._captured[key] = _Captured(own, call, outputs)
         else:
-            _refill(captured.inputs, inputs)
+            _refill(captured.inputs, tensors)
         captured.call.replay()
-        return captured.outputs  # type: ignore[no-any-return]
+        return restored(captured.outputs, tensors_of(captured.outputs))  # type: ignore[no-any-return]
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:

@@ -16,7 +16,7 @@ from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, CyclePlan, Decode, Failure, SequenceOutput
 from eagle_server.request import FinishReason, TokenLogprob
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.tree import Tree
 from eagle_server.worker.draft_tree import draft_tree, drafted_nodes
 from eagle_server.worker.host import HostCopy, is_finite, leading_finite, logprobs_to_host, to_host
 
@@ -41,7 +41,7 @@ class Decoded:
 
     logits: Tensor
     accepted: Accepted
-    tree: EagleVerifyInput
+    tree: Tree
     restricted: bool = False
     estimates: tuple[Tensor, ...] = ()  # more to copy, which `outputs` returns
 
@@ -115,10 +115,10 @@ def _decodes(
     return tuple(out)
 
 
-def _root_rows(tree: EagleVerifyInput) -> Sequence[int]:
+def _root_rows(tree: Tree) -> Sequence[int]:
     """The row of each request's root."""
     if tree.counts is None:
-        return range(0, tree.parents.numel(), tree.draft_token_num)
+        return range(0, tree.parents.numel(), tree.size)
     return to_host(tree.retrive_index[:, 0])[0]  # type: ignore[no-any-return]
 
 

@@ -3,7 +3,7 @@
 kind      numbers                                                         tensors
 CHANGES   rows, positions and slots that the page table got               -
 PREFILL   chunks, logit rows; request, start, length per chunk; tokens    -
-VERIFY    requests, nodes, topk, depth; lengths; nodes per tree, or none  requests, draft_token, parents
+VERIFY    requests, nodes, topk, depth; lengths; nodes per tree, or none  requests, tokens, parents
 KEEP      requests                                                        accepted path
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eagle_server.models.ranks import RankGroup
 from eagle_server.plan import Chunk
-from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.tree import Tree
 
 
 class RankMessage(IntEnum):
@@ -48,12 +48,12 @@ def send_verify(
     ranks: RankGroup,
     seq_lens: Sequence[int],
     req_pool_indices: Tensor,
-    tree: EagleVerifyInput,
+    tree: Tree,
     counts: Sequence[int] | None,
 ) -> None:
     """Trees without their masks and positions, which follow from parents and lengths."""
-    numbers = [len(seq_lens), tree.draft_token_num, tree.topk, tree.spec_steps, *seq_lens, *(counts or ())]
-    ranks.send(RankMessage.VERIFY, numbers, req_pool_indices, tree.draft_token, tree.parents)
+    numbers = [len(seq_lens), tree.size, tree.topk, tree.steps, *seq_lens, *(counts or ())]
+    ranks.send(RankMessage.VERIFY, numbers, req_pool_indices, tree.tokens, tree.parents)
 
 
 def send_keep(ranks: RankGroup, path: Tensor) -> None:

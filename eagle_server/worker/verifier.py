@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.batches import verify_batch, verify_layout
-from eagle_server.attention.interface import AttentionBackend, AttentionPlan, Layout
+from eagle_server.attention.interface import AttentionBackend, AttentionPlan, Layout, PagedRequests
+from eagle_server.attention.spec_info import EagleVerifyInput
 from eagle_server.cache.pool import Pool
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target, TargetOutput
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import EagleVerifyInput, compacted
+from eagle_server.speculation.tree import Tree, compacted
 from eagle_server.worker.batch import DecodeBatch, PromptBatch
 from eagle_server.worker.graphs import Graphs
 from eagle_server.worker.host import to_host
@@ -65,43 +66,32 @@ class Verifier:
         size = (captured_rows, target.config.vocab_size)
         self._logits = torch.empty(size, dtype=torch.float32, device=target.embed.device)
 
-    def compacted(self, tree: EagleVerifyInput) -> EagleVerifyInput:
+    def compacted(self, tree: Tree) -> Tree:
         """The trees as `verify` computes them: without the padding, if the attention backend allows that."""
         return compacted(tree) if self.attention.ragged_trees else tree
 
-    def verify(self, batch: DecodeBatch, tree: EagleVerifyInput) -> Verified:
+    def verify(self, batch: DecodeBatch, tree: Tree) -> Verified:
         """All nodes of all trees in one forward, under the tree mask."""
         counts = None if tree.counts is None else to_host(tree.counts)[0]
         if self.ranks is not None:
             send_verify(self.ranks, batch.seq_lens_host, batch.req_pool_indices, tree, counts)
-        layout = verify_layout(batch.seq_lens_host, tree.draft_token_num, tree.topk, counts)
-        return self.run(layout, tree, batch.req_to_token, batch.req_pool_indices, batch.seq_lens)
+        layout = verify_layout(batch.seq_lens_host, tree.size, tree.topk, counts)
+        return self.run(layout, tree, batch.requests)
 
-    def run(
-        self, layout: Layout, tree: EagleVerifyInput, req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor
-    ) -> Verified:
+    def run(self, layout: Layout, tree: Tree, requests: PagedRequests) -> Verified:
         """The verify forward of this rank."""
         plan = self.attention.plan(layout)
         key = None if plan.graph_key is None else ("verify", plan.graph_key)
         logits = None if key is None else self._logits[: sum(layout.q_lens)]
-        function = partial(self._verify, plan, layout, tree, req_to_token, logits)
-        return self.graphs.run(key, function, req_pool_indices, seq_lens, *tree.tensors)
+        function = partial(self._verify, plan, layout, logits)
+        return self.graphs.run(key, function, tree.without_estimates(), requests)
 
-    def _verify(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
-        self,
-        plan: AttentionPlan,
-        layout: Layout,
-        tree: EagleVerifyInput,
-        req_to_token: Tensor,
-        logits: Tensor | None,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        *tensors: Tensor,
+    def _verify(
+        self, plan: AttentionPlan, layout: Layout, logits: Tensor | None, tree: Tree, requests: PagedRequests
     ) -> Verified:
-        """`tree` gives its numbers only; `tensors` are those of the trees to verify."""
-        tree = tree.with_tensors(*tensors)
-        bound = plan.bind(verify_batch(tree, req_pool_indices, seq_lens, req_to_token, layout))
-        tokens, positions = tree.draft_token.clamp(min=0), tree.positions
+        verify = EagleVerifyInput(tree)
+        bound = plan.bind(verify_batch(verify, requests, layout))
+        tokens, positions = verify.draft_token.clamp(min=0), verify.positions
         if tree.rows is not None:
             tokens, positions = tokens.index_select(0, tree.rows), positions.index_select(0, tree.rows)
         out = self.target(tokens, positions, bound)
@@ -129,7 +119,7 @@ class Verifier:
         hidden = out.hidden.index_select(0, upload(rows, out.hidden.device))
         return self._features(out), self.target.logits(hidden)
 
-    def keep(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
+    def keep(self, batch: DecodeBatch, tree: Tree, accepted: Accepted) -> None:
         """Move the accepted nodes' KV to the front of each window. The next cycle overwrites the rest.
 
         The draft's KV does not move: draft-extend rewrites those slots.

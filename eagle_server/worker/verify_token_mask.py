@@ -17,10 +17,10 @@ from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, Decode, GrammarMatcher
 from eagle_server.speculation.sampling import SamplingBatch
 from eagle_server.speculation.transforms import Masks
-from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.tree import Tree
 from eagle_server.worker.host import HostCopy
 
-Tree = TypeVar("Tree", EagleVerifyInput, None)
+Verified = TypeVar("Verified", Tree, None)
 _NO_TREE: tuple[list[int], list[int]] = ([-1], [-1])  # tokens and parents of a root alone
 
 
@@ -33,20 +33,18 @@ class VerifyTokenMask:
     trees: HostCopy | None = None  # tokens and parents [bs, D]; None: there are only roots
 
     @classmethod
-    def of(
-        cls, scheduled: Sequence[Decode | Chunk], device: torch.device, tree: EagleVerifyInput | None = None
-    ) -> VerifyTokenMask:
+    def of(cls, scheduled: Sequence[Decode | Chunk], device: torch.device, tree: Tree | None = None) -> VerifyTokenMask:
         """Starts the copy of the trees; there is none where no request has a grammar."""
         masked = tuple((n, each) for n, each in enumerate(scheduled) if each.grammar_matcher is not None)
-        if not masked or tree is None or tree.draft_token_num == 1:
+        if not masked or tree is None or tree.size == 1:
             return cls(masked, device)
-        return cls(masked, device, HostCopy(tree.draft_token.view_as(tree.parents), tree.parents))
+        return cls(masked, device, HostCopy(tree.tokens, tree.parents))
 
     def sampling(self, sampling: SamplingBatch) -> SamplingBatch:
         """`sampling` with the masks before its other transforms, for requests without trees."""
         return self.masked(None, sampling)[1]
 
-    def masked(self, tree: Tree, sampling: SamplingBatch) -> tuple[Tree, SamplingBatch]:
+    def masked(self, tree: Verified, sampling: SamplingBatch) -> tuple[Verified, SamplingBatch]:
         """The tree without the nodes that have no mask, and `sampling` with the masks before its other transforms.
 
         Waits for the copy of the trees.
@@ -63,7 +61,7 @@ class VerifyTokenMask:
             if tokens is not None and kept != tokens[number]:
                 tokens[number], is_cut = kept, True
         if tree is not None and is_cut:
-            tree = replace(tree, draft_token=upload(tokens, self.device).view_as(tree.draft_token))
+            tree = replace(tree, tokens=upload(tokens, self.device))
         masks = Masks(tuple(number for number, _ in self.scheduled), upload(np.stack(bits), self.device, torch.int32))
         return tree, replace(sampling, transforms=(masks, *sampling.transforms))
 

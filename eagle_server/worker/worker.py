@@ -13,7 +13,7 @@ from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, CyclePlan, CycleResult
 from eagle_server.speculation.accept import Acceptance, Accepted
 from eagle_server.speculation.sampling import draw
-from eagle_server.speculation.tree import EagleVerifyInput, root_alone
+from eagle_server.speculation.tree import Tree, root_alone
 from eagle_server.worker.ahead import ForwardAhead
 from eagle_server.worker.batch import Batches, DecodeBatch, PromptBatch
 from eagle_server.worker.clock import StageClock
@@ -131,7 +131,7 @@ class Worker:
         requests = [(decode.req_pool_index, decode.seq_len) for decode in batch.decodes]
         return self._verified.take(requests, len(batch.seq_lens_host), clock)
 
-    def _record(self, batch: DecodeBatch, tree: EagleVerifyInput, verified: Verified, accepted: Accepted) -> None:
+    def _record(self, batch: DecodeBatch, tree: Tree, verified: Verified, accepted: Accepted) -> None:
         """Record the accepted tokens for the next draft-extend, each with its parent node's feature."""
         if not self.drafter.uses_features:
             return

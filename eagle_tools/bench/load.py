@@ -19,7 +19,7 @@ from eagle_tools.bench.servers import BenchError, ServerAddress
 
 
 @dataclass(frozen=True)
-class StreamedAnswer:
+class TimedAnswer:
     """One streamed completion. `first_token` is seconds after the request was sent, NaN if no tokens came.
 
     `seconds` is the time until its end. `cached_tokens` of the `prompt_tokens` were in the prefix cache. `gaps` are the
@@ -93,7 +93,7 @@ def measure(server: ServerAddress, workload: Workload, concurrency: int) -> Meas
     waiting: SimpleQueue[tuple[int, str | list[int]]] = SimpleQueue()
     for item in enumerate(workload.prompts):
         waiting.put(item)
-    answers: dict[int, StreamedAnswer] = {}
+    answers: dict[int, TimedAnswer] = {}
     errors: list[Exception] = []
 
     def client() -> None:
@@ -119,11 +119,11 @@ def measure(server: ServerAddress, workload: Workload, concurrency: int) -> Meas
     return _summary(server, concurrency, seconds, [answers[i] for i in sorted(answers)], before)
 
 
-def answer_arrivals(server: ServerAddress, arrivals: Sequence[Arrival]) -> tuple[list[StreamedAnswer], float]:
+def answer_arrivals(server: ServerAddress, arrivals: Sequence[Arrival]) -> tuple[list[TimedAnswer], float]:
     """Send every request at its time, whether or not earlier ones are answered; also the seconds until the last end."""
     start = time.perf_counter()
 
-    def client(arrival: Arrival) -> StreamedAnswer:
+    def client(arrival: Arrival) -> TimedAnswer:
         time.sleep(max(0.0, start + arrival.seconds - time.perf_counter()))
         workload = Workload((), arrival.max_tokens, arrival.temperature, arrival.seed)
         return ask(server, arrival.prompt, workload)
@@ -146,7 +146,7 @@ def ask(
     workload: Workload,
     leave_after: int | None = None,
     timeout: float = 600,
-) -> StreamedAnswer:
+) -> TimedAnswer:
     """One streamed completion that runs to max_tokens.
 
     Raises:
@@ -178,7 +178,7 @@ def ask(
         connection.close()
 
 
-def _read_stream(response: http.client.HTTPResponse, start: float, leave_after: int | None) -> StreamedAnswer:
+def _read_stream(response: http.client.HTTPResponse, start: float, leave_after: int | None) -> TimedAnswer:
     times, counts, pieces, speculative, events = list[float](), [0], list[str](), None, 0
     usage: dict[str, Any] = {}
     for line in response:
@@ -199,7 +199,7 @@ def _read_stream(response: http.client.HTTPResponse, start: float, leave_after: 
         speculative = (event.get("metrics") or {}).get("speculative_decoding")
     if not usage:
         raise BenchError("a stream ended early")
-    return StreamedAnswer(
+    return TimedAnswer(
         tokens=counts[-1],
         prompt_tokens=usage["prompt_tokens"],
         cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
@@ -213,7 +213,7 @@ def _read_stream(response: http.client.HTTPResponse, start: float, leave_after: 
 
 
 def _summary(
-    server: ServerAddress, concurrency: int, seconds: float, answers: Sequence[StreamedAnswer], before: dict[str, Any]
+    server: ServerAddress, concurrency: int, seconds: float, answers: Sequence[TimedAnswer], before: dict[str, Any]
 ) -> Measurement:
     after = server.stats()
     stages = {k: v - before["stage_seconds"].get(k, 0.0) for k, v in after["stage_seconds"].items()}

@@ -156,7 +156,7 @@ def pad_demo(
 def load_demo(context: int) -> tuple[TargetModel, Eagle3Head]:
     """The embedded demo without padding, in float32 on the CPU."""
     target = load_native_target(DEMO / "target", dtype="float32", context=context, progress=False)
-    head = load_draft(DEMO / "eagle3", target, context=context, progress=False).head
+    head = load_draft(DEMO / "eagle3", target, context=context, progress=False)
     assert isinstance(head, Eagle3Head)
     target.aux_boundaries = head.aux_boundaries
     return target, head

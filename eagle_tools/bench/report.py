@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eagle_tools.bench.load import Measurement, StreamedAnswer
+from eagle_tools.bench.load import Measurement, TimedAnswer
 
 SPECULATIVE, PLAIN = "speculative", "plain"
 
@@ -78,7 +78,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[round(share * (len(values) - 1))]
 
 
-def stream_times(answers: Sequence[StreamedAnswer], seconds: float) -> dict[str, float]:
+def stream_times(answers: Sequence[TimedAnswer], seconds: float) -> dict[str, float]:
     """Tokens per second over `seconds`, and percentiles in ms over all answers.
 
     TTFT: time to the first token; token gap: per token after the first event; event gap: between two events.

@@ -27,7 +27,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from eagle_tools import DEMO
-from eagle_tools.bench.load import StreamedAnswer, Workload, ask
+from eagle_tools.bench.load import TimedAnswer, Workload, ask
 from eagle_tools.bench.report import percentile, write_json
 from eagle_tools.bench.routers import MODULES, require, routing
 from eagle_tools.bench.servers import BenchError, Server, running
@@ -50,7 +50,7 @@ class Pass:
     """All conversations once, in one setup. `seconds` is the whole time; `shares` of the tokens by worker."""
 
     seconds: float
-    answers: tuple[StreamedAnswer, ...]
+    answers: tuple[TimedAnswer, ...]
     shares: tuple[float, ...]
 
     @property
@@ -84,7 +84,7 @@ def converse(setup: Setup, turn: int, arguments: argparse.Namespace) -> Pass:
     for worker in workers:
         worker.flush_cache()
 
-    def conversation(text: str) -> list[StreamedAnswer]:
+    def conversation(text: str) -> list[TimedAnswer]:
         answers = []
         for number in range(arguments.turns):
             answers.append(ask(server, text, requests))

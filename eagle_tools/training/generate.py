@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from eagle_server.attention.interface import LayerSpec
+from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.targets.decoder import TargetModel
 
 
-class GrowingCausal:
+class GrowingCausal(BoundAttention):
     """A `BoundAttention` of `batch` sequences that grow together: first a prompt, then one row per call."""
 
     def __init__(self, batch: int, capacity: int) -> None:

@@ -91,7 +91,7 @@ def existing_head(target: TargetModel, path: str | Path, kind: Kind) -> NewHead:
     """
     algorithm: Literal["EAGLE", "EAGLE3"] = "EAGLE" if kind == "eagle" else "EAGLE3"
     directory, context = resolve_checkpoint(path), target.rope.cos.shape[0]
-    head = load_draft(directory, target, context=context, algorithm=algorithm, progress=False, pack=False).head
+    head = load_draft(directory, target, context=context, algorithm=algorithm, progress=False, pack=False)
     assert isinstance(head, Eagle3Head | EagleHead)
     if any(head.config.windows):
         raise ValueError(f"{path}: heads with sliding windows cannot be trained yet")

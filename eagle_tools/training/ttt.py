@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
-from eagle_server.attention.interface import LayerSpec
+from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_tools.training.losses import LossName, coupled_acceptance, draft_loss, overlap
@@ -24,7 +24,7 @@ from eagle_tools.training.losses import LossName, coupled_acceptance, draft_loss
 PASS_DECAY = 0.8
 
 
-class RolloutAttention:
+class RolloutAttention(BoundAttention):
     """A `BoundAttention` for all passes over `batch` sequences of one length. It keeps the keys of earlier passes.
 
     In pass s, row t sees the keys of pass 0 at rows 0..t-s (the prefix), and those of pass j at row t-s+j for j = 1..s

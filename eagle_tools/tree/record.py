@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from eagle_server.request import DraftTree
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.tree import Tree
 from eagle_server.worker.draft_tree import draft_tree, drafted_nodes
 from eagle_server.worker.worker import Worker
 
@@ -68,7 +68,7 @@ def recorded(worker: Worker, record: Callable[[list[DraftedTree]], None]) -> Ite
     They are copied to the host, which waits for the device in every cycle. So this is for inspection, not for serving.
     """
 
-    def observe(tree: EagleVerifyInput, accepted: Accepted, requests: int) -> None:
+    def observe(tree: Tree, accepted: Accepted, requests: int) -> None:
         record(drafted_trees(tree, accepted, requests))
 
     worker.drafting.observers.append(observe)
@@ -78,7 +78,7 @@ def recorded(worker: Worker, record: Callable[[list[DraftedTree]], None]) -> Ite
         worker.drafting.observers.remove(observe)
 
 
-def drafted_trees(tree: EagleVerifyInput, accepted: Accepted, requests: int) -> list[DraftedTree]:
+def drafted_trees(tree: Tree, accepted: Accepted, requests: int) -> list[DraftedTree]:
     """The trees of the first `requests` of a batch; the others are padding."""
     tokens, parents, *scores = (each[:requests].tolist() for each in drafted_nodes(tree))
     paths, drawn = accepted.path[:requests].tolist(), accepted.tokens[:requests].tolist()

@@ -77,7 +77,7 @@ def demo_pair(device: torch.device) -> Pair:
     """The demo's target and head in float32."""
     target = load_target(DEMO / "target", dtype="float32", lookahead=64, device=device, progress=False)
     draft = load_draft(DEMO / "eagle3", target, context=target.config.max_position, lookahead=64, progress=False)
-    return Pair(target, draft.head)
+    return Pair(target, draft)
 
 
 def demo_requests(count: int, max_tokens: int, **sampling: Any) -> list[Request]:

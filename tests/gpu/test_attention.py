@@ -18,7 +18,7 @@ from torch import Tensor
 from eagle_server.attention.flashinfer import FlashInferAttention
 from eagle_server.attention.flashinfer_forward import AttentionLimits
 from eagle_server.attention.flashinfer_mla import FlashInferMLAAttention
-from eagle_server.attention.interface import AttentionBackend, AttentionBatch, TreeMask
+from eagle_server.attention.interface import AttentionBackend, AttentionBatch, BoundAttention, TreeMask
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool, LatentPool
@@ -84,7 +84,7 @@ class OnDevice:
 
 
 @dataclass
-class Cast:
+class Cast(BoundAttention):
     """`BoundAttention` for callers on the CPU."""
 
     bound: Any

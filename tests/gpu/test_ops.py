@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle_server.attention.spec_info import retrive_links
 from eagle_server.ops.accept import walk_tree
 from eagle_server.ops.draw import draw_tokens
 from eagle_server.ops.gumbel import gumbel
@@ -19,11 +20,11 @@ from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_ind
 from eagle_server.ops.kv_move import keep_accepted
 from eagle_server.ops.mask import pack_tree_mask
 from eagle_server.ops.topk import coupled_topk_logprobs, topk_logprobs
-from eagle_server.ops.tree import ancestors, link_tree
-from eagle_server.speculation.candidates import CandidatePool
-from eagle_server.speculation.reference import retrive_links, verify_tree_greedy
-from eagle_server.speculation.tree import Candidates
+from eagle_server.ops.tree import ancestors
+from eagle_server.speculation.tree import Tree
 from tests.gpu.conftest import moved, on_cpu
+from tests.support.drafts import Pool, scored
+from tests.support.reference import verify_tree_greedy
 
 TREES = [(1, 1, 1, 2), (3, 2, 3, 7), (2, 4, 3, 13), (5, 8, 6, 64), (2, 10, 7, 129)]  # bs, topk, steps, nodes
 
@@ -32,19 +33,19 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def candidates(bs: int, topk: int, steps: int, nodes: int, vocab: int = 9) -> Candidates:
-    """A proposal as from a drafter: random children, expanded by score."""
+def pool(bs: int, topk: int, steps: int, nodes: int, vocab: int = 9) -> Pool:
+    """A draft as from a drafter: random children, expanded by score."""
     random_ = generator(nodes)
     scores = -torch.rand(bs, topk, generator=random_).cumsum(1)
-    pool = CandidatePool(_siblings(bs, topk, vocab, random_), scores)
+    found = Pool([scored(_siblings(bs, topk, vocab, random_), scores)], [])
     for step in range(steps - 1):
         tokens = torch.stack([_siblings(bs, topk, vocab, random_) for _ in range(topk)], dim=1)
         children = scores[:, :, None] - torch.rand(bs, topk, topk, generator=random_)
-        pool.add(tokens, children)
+        found.levels.append(scored(tokens, children))
         if step < steps - 2:
             scores, chosen = children.flatten(1).topk(topk, dim=1)
-            pool.expand(chosen)
-    return pool.best(nodes - 1)
+            found.chosen.append(chosen)
+    return found
 
 
 def _siblings(bs: int, topk: int, vocab: int, random_: torch.Generator) -> Tensor:
@@ -63,21 +64,22 @@ def assert_same(found: object, expected: object) -> None:
 
 @pytest.mark.parametrize(("bs", "topk", "steps", "nodes"), TREES)
 def test_trees_are_linked_alike(device: torch.device, bs: int, topk: int, steps: int, nodes: int) -> None:
-    drafted = candidates(bs, topk, steps, nodes)
-    arguments = (drafted.selected_index, drafted.parent_list)
-    expected = link_tree(*arguments, topk, steps)
-    assert_same(link_tree(*moved(arguments, device), topk, steps), expected)
-    assert_same(retrive_links(moved(expected[0], device)), retrive_links(expected[0]))
-    mask, depths = ancestors(expected[0], steps)
-    assert torch.equal(mask, expected[2]) and torch.equal(depths, expected[1])
+    drafted = pool(bs, topk, steps, nodes)
+    expected, there = drafted.tree(nodes - 1), drafted.to(device).tree(nodes - 1)
+    assert_same(parts_of(there), parts_of(expected))
+    assert_same(retrive_links(moved(expected.parents, device)), retrive_links(expected.parents))
+    mask, depths = ancestors(expected.parents, steps)
+    assert torch.equal(mask, expected.mask) and torch.equal(depths, expected.depths)
+
+
+def parts_of(tree: Tree) -> tuple[Tensor, ...]:
+    return tree.tokens, tree.parents, tree.depths, tree.mask
 
 
 @pytest.mark.parametrize(("bs", "topk", "steps", "nodes"), TREES)
 def test_trees_are_walked_alike(device: torch.device, bs: int, topk: int, steps: int, nodes: int) -> None:
     random_ = generator(bs)
-    drafted = candidates(bs, topk, steps, nodes, vocab=max(topk, 3))
-    parents, depths, mask = link_tree(drafted.selected_index, drafted.parent_list, topk, steps)
-    tokens = torch.cat([torch.zeros(bs, 1, dtype=torch.int64), drafted.tokens], dim=1)
+    tokens, parents, depths, mask = parts_of(pool(bs, topk, steps, nodes, vocab=max(topk, 3)).tree(nodes - 1, 0))
     drawn = torch.randint(0, max(topk, 3), (bs, nodes), generator=random_)
     scores = torch.where(torch.rand(bs, nodes, generator=random_) < 0.9, -1.0, math.nan)
     arguments = (tokens, parents, depths, mask, drawn, scores)

@@ -151,5 +151,5 @@ def loaded_head(kind: str, directory: Path, draft: Path, target: TargetModel) ->
     loaded = load_draft(
         draft, target, algorithm=algorithm, context=context, lookahead=MARGIN, target_path=directory, progress=False
     )
-    assert loaded.kind == kind
-    return loaded.head
+    assert loaded.algorithm == kind
+    return loaded

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle_server.attention.spec_info import EagleDraftInput
 from eagle_server.engine.engine import Engine
 from eagle_server.models.drafts.interface import DraftHead, DraftOutput
 from eagle_server.plan import CyclePlan, CycleResult
-from eagle_server.speculation.draft_input import Frontier
 from tests.lossless.conftest import eagle_is_slow
 from tests.lossless.pairs import Pair
 from tests.support.dense import Recording, extend, features_of, follow_path
 from tests.support.engines import request, run, speculative
+from tests.support.wrapped_head import WrappedHead
 
 TOLERANCE = 1e-4
 STEPS, TOPK = 4, 3
@@ -31,20 +32,19 @@ class Call:
     out: DraftOutput
 
 
-class SpyHead:
-    """A `DraftHead` that records its passes. Each run begins with `combine`: a draft-extend or a prefill."""
+class SpyHead(WrappedHead):
+    """Records its passes. Each run begins with `combine`: a draft-extend or a prefill."""
 
     def __init__(self, head: DraftHead) -> None:
-        self.head, self.config, self.aux_boundaries = head, head.config, head.aux_boundaries
-        self.logits, self.target_ids, self.draft_vocab_size = head.logits, head.target_ids, head.draft_vocab_size
+        super().__init__(head)
         self.runs: list[list[Call]] = []
 
     def combine(self, features: Tensor) -> Tensor:
         self.runs.append([])
-        return self.head.combine(features)
+        return super().combine(features)
 
-    def __call__(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: object) -> DraftOutput:
-        out = self.head(tokens, hidden, positions, attention)  # type: ignore[arg-type]
+    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: object) -> DraftOutput:
+        out = super().forward(tokens, hidden, positions, attention)
         self.runs[-1].append(Call(tokens, hidden, out))
         return out
 
@@ -128,12 +128,14 @@ def test_drafting_a_tree_equals_drafting_each_of_its_paths_alone(pair: Pair, siz
 @eagle_is_slow
 def test_attending_to_columns_instead_of_ancestors_is_caught(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layout of a known server: column c of a level attends to column c of the levels above, not to ancestors."""
-    advance = Frontier.advance
+    advance = EagleDraftInput.advance
 
-    def by_column(self: Frontier, tokens: Tensor, scores: Tensor, feedback: Tensor) -> tuple[Frontier, Tensor]:
+    def by_column(
+        self: EagleDraftInput, tokens: Tensor, scores: Tensor, feedback: Tensor
+    ) -> tuple[EagleDraftInput, Tensor]:
         frontier, chosen = advance(self, tokens, scores, feedback)
         own = frontier.ancestor_mask & (frontier.window.levels == frontier.step)
         return replace(frontier, ancestor_mask=self.ancestor_mask | own), chosen
 
-    monkeypatch.setattr(Frontier, "advance", by_column)
+    monkeypatch.setattr(EagleDraftInput, "advance", by_column)
     assert largest_error(pair, 13) > 100 * TOLERANCE

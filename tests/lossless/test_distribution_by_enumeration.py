@@ -21,7 +21,7 @@ import torch
 from eagle_server.speculation.accept import accept
 from eagle_server.speculation.sampling import SamplingBatch
 from tests.support.sampling import request_sampling
-from tests.support.trees import tree_input
+from tests.support.trees import tree_of
 
 LENGTH = 3  # tokens in the joint distribution
 GREEDY = request_sampling(temperature=0.0)
@@ -142,7 +142,7 @@ def node_draw(problem: Problem, text: Text, node: Node, point: Point, key: Key) 
 def production(tree: list[Node], draws: list[list[int]]) -> list[Walk]:
     """`accept`, with greedy sampling and logits that are largest at the given draws."""
     parents, tokens = [node.parent for node in tree], [(0, *node.path)[-1] for node in tree]
-    inputs = tree_input([parents] * len(draws), [tokens] * len(draws), [0] * len(draws), LENGTH)
+    inputs = tree_of([parents] * len(draws), [tokens] * len(draws), [0] * len(draws), LENGTH)
     logits = torch.nn.functional.one_hot(torch.tensor(draws).view(-1)).float()
     accepted = accept(inputs, logits, SamplingBatch.of([GREEDY] * len(draws), logits.device))
     lengths, tokens = accepted.accept_length.tolist(), accepted.tokens.tolist()

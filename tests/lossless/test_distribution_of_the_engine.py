@@ -27,7 +27,7 @@ from eagle_server.request import Request
 from eagle_server.speculation import accept as rules
 from eagle_server.speculation.accept import Accepted, accept
 from eagle_server.speculation.sampling import SamplingBatch, draw
-from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.tree import Tree
 from eagle_server.speculation.typical import Typical
 from tests.lossless.conftest import Drafting
 from tests.lossless.drafters import CASES
@@ -123,31 +123,29 @@ def accepted(outcome: Mapping[str, Finished]) -> list[int]:
     return [sum(counts) for counts in zip(*histograms, strict=True)]
 
 
-def fresh_bonus_after_a_miss(tree: EagleVerifyInput, logits: Tensor, sampling: SamplingBatch) -> Accepted:
+def fresh_bonus_after_a_miss(tree: Tree, logits: Tensor, sampling: SamplingBatch) -> Accepted:
     """A wrong rule: it draws the bonus again, with other noise."""
     accepted = accept(tree, logits, sampling)
     bs, size = tree.parents.shape
     elsewhere = tree.positions.view(bs, size) + 1_000_000
-    again, _ = draw(rules.padded_logits(tree, logits), elsewhere, sampling, tree.spec_steps + 1)
+    again, _ = draw(rules.padded_logits(tree, logits), elsewhere, sampling, tree.steps + 1)
     place = accepted.accept_length[:, None]
     bonus = again.gather(1, accepted.path.gather(1, place))
     return replace(accepted, tokens=accepted.tokens.scatter(1, place, bonus))
 
 
-def root_and_first_level_share_their_noise(tree: EagleVerifyInput, logits: Tensor, sampling: SamplingBatch) -> Accepted:
-    return accept(replace(tree, positions=tree.positions - (tree.depths > 0).view(-1).long()), logits, sampling)
+def root_and_first_level_share_their_noise(tree: Tree, logits: Tensor, sampling: SamplingBatch) -> Accepted:
+    return accept(replace(tree, positions=tree.positions - (tree.depths > 0).long()), logits, sampling)
 
 
-def noise_of_the_position_before(tree: EagleVerifyInput, logits: Tensor, sampling: SamplingBatch) -> Accepted:
+def noise_of_the_position_before(tree: Tree, logits: Tensor, sampling: SamplingBatch) -> Accepted:
     return accept(replace(tree, positions=tree.positions - 1), logits, sampling)
 
 
-def drafts_raise_the_logits_of_their_tokens(
-    tree: EagleVerifyInput, logits: Tensor, sampling: SamplingBatch
-) -> Accepted:
+def drafts_raise_the_logits_of_their_tokens(tree: Tree, logits: Tensor, sampling: SamplingBatch) -> Accepted:
     """The draw depends on the draft: a child's score, shifted to 0 or more, is added to its token's logit."""
     bs, size = tree.parents.shape
-    given, tokens = rules.padded_logits(tree, logits), tree.draft_token.view(bs, size)[:, 1:]
+    given, tokens = rules.padded_logits(tree, logits), tree.tokens[:, 1:]
     assert tree.scores is not None
     requests, nodes = torch.where(tokens >= 0)  # without padding
     raised, places = given.clone(), (requests, tree.parents[:, 1:][requests, nodes], tokens[requests, nodes])

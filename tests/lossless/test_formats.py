@@ -68,7 +68,7 @@ def in_format(pairs: Pairs, maker: Any, name: str) -> Pair:
         progress=False,
         quantization=chosen.get("quantization"),
     )
-    return replace(pair, target=target, head=draft.head)
+    return replace(pair, target=target, head=draft)
 
 
 @cache

@@ -12,7 +12,7 @@ import pytest
 from eagle_server.engine.engine import Engine
 from eagle_server.plan import CyclePlan, CycleResult
 from eagle_server.request import FinishReason, Request
-from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.drafters.ngram.drafter import NgramTries
 from eagle_server.worker.verifier import Verified
@@ -86,14 +86,14 @@ def fail_now_and_then(engine: Engine, every: int) -> None:
     """Once per `every` cycles, the target's logits of the youngest decoding request become NaN."""
     verifier, original, cycles = engine.worker.verifier, engine.worker.verifier.verify, 0
 
-    def failing(batch: DecodeBatch, tree: EagleVerifyInput) -> Verified:
+    def failing(batch: DecodeBatch, tree: Tree) -> Verified:
         nonlocal cycles
         cycles += 1
         verified = original(batch, tree)
         if cycles % every:
             return verified
         logits = verified.logits.clone()
-        last, size = len(batch.decodes), tree.draft_token_num
+        last, size = len(batch.decodes), tree.size
         logits[(last - 1) * size : last * size] = float("nan")
         return replace(verified, logits=logits)
 

@@ -75,7 +75,7 @@ def test_shared_lm_head_drafts_too(medusa: Pair, texts: Mapping[str, Sequence[in
     assert medusa.draft is not None
     own = load_file(medusa.draft / "medusa_lm_head.safetensors")
     save_file({name: tensor for name, tensor in own.items() if ".linear." in name}, tmp_path / "medusa.safetensors")
-    heads = load_draft(tmp_path, medusa.target, context=256, progress=False).head
+    heads = load_draft(tmp_path, medusa.target, context=256, progress=False)
     assert isinstance(heads, MedusaHeads)
     assert not heads.config.own_lm_heads
     outcome = run(engine_of(medusa.target, heads, MC_SIM), REQUESTS)

@@ -9,7 +9,7 @@ from torch import Tensor
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.config import parse_args
 from eagle_server.engine.build import build_engine
-from eagle_server.speculation.tree import TreeNodes
+from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.drafters.redrafter import RedrafterDrafter
 from tests.lossless.pairs import Pair, Pairs, redrafter
@@ -27,7 +27,7 @@ def test_the_context_is_the_feature_before_each_verified_token(pair: Pair, monke
     seen: list[tuple[int, int, Tensor]] = []
     propose = RedrafterDrafter.propose
 
-    def recorded(self: RedrafterDrafter, draft: Tensor, batch: DecodeBatch) -> TreeNodes:
+    def recorded(self: RedrafterDrafter, draft: Tensor, batch: DecodeBatch) -> Tree:
         seen.append((batch.seq_lens_host[0], int(batch.verified_id[0]), draft[0].clone()))
         return propose(self, draft, batch)
 

@@ -18,6 +18,7 @@ from tests.lossless.conftest import eagle_is_slow
 from tests.lossless.pairs import Pair
 from tests.support.engines import Finished, admit_without_reserve, plain, request, run, speculative
 from tests.support.scoring import in_float64, logits_of
+from tests.support.wrapped_head import WrappedHead
 
 pytestmark = eagle_is_slow
 each_temperature = pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
@@ -242,20 +243,15 @@ def test_a_broken_head_only_lowers_acceptance(pair: Pair) -> None:
     """NaN from a head never reaches a text."""
     requests = [request(i, prompt(20, i), seed=i, **SAMPLED) for i in range(4)]
 
-    class Broken:
-        def __init__(self) -> None:
-            self.config, self.aux_boundaries = pair.head.config, pair.head.aux_boundaries
-            self.combine, self.target_ids = pair.head.combine, pair.head.target_ids
-            self.draft_vocab_size = pair.head.draft_vocab_size
-
-        def __call__(self, *args: Any) -> DraftOutput:
-            out = pair.head(*args)
+    class Broken(WrappedHead):
+        def forward(self, *args: Any) -> DraftOutput:
+            out = super().forward(*args)
             return DraftOutput(out.feedback * float("nan"), out.normed)
 
         def logits(self, normed: Tensor) -> Tensor:
-            return pair.head.logits(normed) * float("nan")
+            return super().logits(normed) * float("nan")
 
-    engine = speculative(pair.target, Broken(), 4, 4)
+    engine = speculative(pair.target, Broken(pair.head), 4, 4)
     outcome, expected = run(engine, requests), run(plain(pair.target), requests)
     assert all(same(outcome[name], expected[name]) for name in expected)
     assert engine.stats().drafted_tokens > 0

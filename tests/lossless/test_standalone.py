@@ -13,7 +13,7 @@ import torch
 
 from eagle_server.config import Config, parse_args
 from eagle_server.engine.build import build_engine
-from eagle_server.models.checkpoints.load_standalone import load_standalone
+from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.plan import CyclePlan, CycleResult
@@ -148,14 +148,21 @@ def test_a_head_is_no_model(directory: Path) -> None:
 def test_another_vocabulary_is_refused(directory: Path, target: TargetModel, tmp_path: Path) -> None:
     files = tiny_pair(tmp_path, kind="eagle", steps=0, vocab=60).target
     with pytest.raises(ValueError, match="vocab_size 60, but the target's is 64"):
-        load_standalone(files, target, context=256, progress=False)
+        load_draft(files, target, algorithm="STANDALONE", context=256, progress=False)
     shutil.copytree(directory / "smaller", tmp_path / "renamed")
     tokenizer = tmp_path / "renamed" / "tokenizer.json"
     values = json.loads(tokenizer.read_text())
     values["model"]["vocab"] |= {"a": 1, "b": 0}
     tokenizer.write_text(json.dumps(values))
     with pytest.raises(ValueError, match="another vocabulary than .*: token 'a' is 1 there and 0 in the target's"):
-        load_standalone(tmp_path / "renamed", target, target_path=directory / "target", context=256, progress=False)
+        load_draft(
+            tmp_path / "renamed",
+            target,
+            algorithm="STANDALONE",
+            target_path=directory / "target",
+            context=256,
+            progress=False,
+        )
 
 
 @pytest.mark.parametrize(

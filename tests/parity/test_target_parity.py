@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from eagle_server.attention.batches import prefill_batch
 from eagle_server.attention.dense import DenseCausal
-from eagle_server.attention.interface import Causal, LayerSpec, Layout
+from eagle_server.attention.interface import BoundAttention, Causal, LayerSpec, Layout
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.engine.pools import make_pool
 from eagle_server.models.checkpoints.load_target import load_target
@@ -40,7 +40,7 @@ def pair(
     return theirs, load_target(directory, dtype="float32", progress=False)
 
 
-class DenseWindows:
+class DenseWindows(BoundAttention):
     """`BoundAttention`: dense causal attention, with a mask for each layer's sliding window."""
 
     def __init__(self, batch: int, length: int) -> None:

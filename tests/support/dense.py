@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
-from eagle_server.attention.interface import LayerSpec
+from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.drafts.interface import DraftHead, DraftOutput
 from eagle_server.models.targets.decoder import TargetModel
 
 
-class Recording:
+class Recording(BoundAttention):
     """`BoundAttention`: plain causal attention over one sequence. It records the keys and values of every layer."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from eagle_server.cache.pool import KVPool
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.engine_config import EngineConfig, TreeConfig
+from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.models.drafts.eagle import EagleConfig, EagleHead
 from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
 from eagle_server.models.drafts.interface import DraftHead, TargetWeights
@@ -19,6 +19,7 @@ from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
 from eagle_server.request import FinishReason, Request, SamplingParams, SpecStats, TokenDelta, TokenLogprob
 from eagle_server.scheduling.scheduler import Scheduler
+from eagle_server.speculation.tree_config import TreeConfig
 
 CONTEXT = 256
 MARGIN = 64  # RoPE rows past the context, for the trees

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
-from eagle_server.attention.interface import LayerSpec
+from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops.gumbel import gumbel
 from eagle_server.request import Request, SamplingParams
@@ -19,7 +19,7 @@ from eagle_server.speculation.random import request_key
 NEAR_TIE = 1e-4  # two best scores closer than this may swap between kernels: the only reason for different texts
 
 
-class Windowed:
+class Windowed(BoundAttention):
     """`BoundAttention`: dense causal attention over one sequence, with every layer's sliding window."""
 
     def __init__(self, length: int) -> None:

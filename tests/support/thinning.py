@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from eagle_server.engine.engine import Engine
 from eagle_server.models.targets.interface import TargetOutput
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import EagleVerifyInput, Proposal, build_tree
+from eagle_server.speculation.tree import Tree, without
 from eagle_server.worker.batch import DecodeBatch, Prompts
 from eagle_server.worker.clock import StageClock
 from eagle_server.worker.drafters.interface import Drafter
@@ -40,20 +39,18 @@ class ThinningDrafter:
     def extend(self, batch: DecodeBatch) -> Any:
         return self.drafter.extend(batch)
 
-    def propose(self, draft: Any, batch: DecodeBatch) -> Proposal:
-        proposal = self.drafter.propose(draft, batch)
-        tree = build_tree(proposal, batch.verified_id, batch.seq_lens)
-        dropped = self._random(*proposal.tokens.shape) < self._share_dropped(len(proposal.tokens))
-        below = (tree.custom_mask[:, 1:, 1:] & dropped[:, None]).any(dim=2)
-        tokens = proposal.tokens.masked_fill(below, -1)
-        counts, before = ((each >= 0).sum(1) + 1 for each in (tokens, proposal.tokens))
+    def propose(self, draft: Any, batch: DecodeBatch) -> Tree:
+        tree = self.drafter.propose(draft, batch)
+        dropped = self._random(len(tree.tokens), tree.size - 1) < self._share_dropped(len(tree.tokens))
+        thin = without(tree, (tree.mask[:, 1:, 1:] & dropped[:, None]).any(dim=2))
+        counts, before = ((each.tokens >= 0).sum(1) for each in (thin, tree))
         self.sizes.append((int(counts.max()), int(before.max())))
-        return replace(proposal, tokens=tokens)
+        return thin
 
     def forwards(self, num_steps: int) -> int:
         return self.drafter.forwards(num_steps)
 
-    def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
+    def observe(self, batch: DecodeBatch, tree: Tree, accepted: Accepted) -> None:
         self.drafter.observe(batch, tree, accepted)
 
     def _random(self, *size: int) -> Tensor:
@@ -74,7 +71,7 @@ def thinned(engine: Engine, seed: int = 0) -> Engine:
 
     def watched(batch: DecodeBatch, clock: StageClock) -> Drafts:
         drafts = draft(batch, clock)
-        drafter.nodes.append(int((drafts.tree.draft_token >= 0).sum()))
+        drafter.nodes.append(int((drafts.tree.tokens >= 0).sum()))
         return drafts
 
     drafting.draft = watched  # type: ignore[method-assign]

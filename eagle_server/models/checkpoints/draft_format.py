@@ -1,37 +1,16 @@
-"""Detects the format of a draft checkpoint from its files alone, never from a flag.
-
-The order of `_RULES` matters. An EAGLE-3 head over two aux streams has the `fc` shape of an EAGLE-1 head, and P-EAGLE
-and DFlash drafts use some of EAGLE-3's names.
-"""
+"""A draft checkpoint by canonical names, whichever trainer wrote it."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from eagle_server.models.checkpoints.weights import Weights
 from eagle_server.models.config import CheckpointError
-
-
-class DraftKind(StrEnum):
-    """A recognized draft format, by the name that error messages use."""
-
-    EAGLE = "EAGLE"
-    EAGLE3 = "EAGLE3"
-    MEDUSA = "Medusa"
-    HYDRA = "Hydra"
-    REDRAFTER = "ReDrafter"
-    MTP = "MTP (NextN)"
-    DFLASH = "DFlash or DSpark"
-    PARALLEL = "P-EAGLE or PARD"
-    MLP_SPECULATOR = "MLPSpeculator"
-    EAGLE_MLA = "EAGLE-3 with MLA attention"
-    DRAFT_LM = "a causal language model (standalone draft)"
 
 
 @dataclass(frozen=True)
@@ -82,15 +61,13 @@ class DraftFiles:
         return (rows, columns) if columns else (0, 0)
 
 
-MEDUSA_2 = "medusa_head."  # prefix of Medusa heads stored in the target's own files
 _TRAINER_PREFIXES = ("draft_model.", "module.", "_orig_mod.", "_fsdp_wrapped_module.")
 _LEGACY_NAMES = {f"aux_norm_{part}.weight": f"fc_norm.{i}.weight" for i, part in enumerate(("low", "mid", "high"))}
 _MIDLAYER = re.compile(r"midlayer\.(?:(\d+)\.)?")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _DEEP_HIDDEN_NORM = re.compile(r"layers\.([1-9]\d*)\.hidden_norm\.")
-_MEDUSA_LAYER = re.compile(r"\d+\.\d+\.(linear\.)?(weight|bias)")
 _INERT = re.compile(r".*rotary_emb\.inv_freq|verifier_.*")
-_PARALLEL_HEADS = "parallel_draft_heads."  # ModelOpt's Medusa heads after an EAGLE-3 head that is complete without them
+_PARALLEL_HEADS = "parallel_draft_heads."  # ModelOpt's further heads after an EAGLE-3 head that is complete without
 
 log = logging.getLogger(__name__)
 
@@ -164,78 +141,3 @@ def flatten(files: DraftFiles) -> dict[str, Any]:
         both = isinstance(value, Mapping) and isinstance(raw.get(key), Mapping)
         raw[key] = {**raw[key], **value} if both else value
     return raw
-
-
-def detect(files: DraftFiles) -> DraftKind:
-    """The format of a draft checkpoint.
-
-    Raises:
-        CheckpointError: the format is unknown, or a speculators type that is not supported.
-    """
-    declared = files.config.get("speculators_model_type")
-    if declared is not None:
-        if declared != "eagle3":
-            raise CheckpointError(
-                f"{files.config_source}: speculators_model_type {declared!r} is not supported yet, only 'eagle3' is"
-            )
-        return DraftKind.EAGLE3
-    found = find(files)
-    if found is not None:
-        return found
-    some = ", ".join(sorted(files.tensors)[:8])
-    raise CheckpointError(f"{files.directory}: not a draft format known here; its tensors are {some}, ...")
-
-
-def find(files: DraftFiles) -> DraftKind | None:
-    """The format by `_RULES` alone; None if none applies."""
-    return next((kind for kind, matches in _RULES if matches(files)), None)
-
-
-def is_causal_lm(files: DraftFiles) -> bool:
-    """Whether these are the tensors of a language model with Llama's names."""
-    needed = {"embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.weight"}
-    return needed <= set(files.tensors) and "fc.weight" not in files.tensors
-
-
-def _is_medusa(files: DraftFiles) -> bool:
-    named = "medusa_num_heads" in files.config or files.has_prefix("medusa_lm_head.", "medusa_head.", "medusa_heads.")
-    return named or (bool(files.tensors) and all(_MEDUSA_LAYER.fullmatch(name) for name in files.tensors))
-
-
-def _is_redrafter(files: DraftFiles) -> bool:
-    return (
-        files.config.get("model_type") == "recurrent_drafting_drafter"
-        or "rnn_u.weight" in files.tensors
-        or ("lm_head.0.linear.weight" in files.tensors and "exit_dim" in files.config)
-    )
-
-
-def _is_eagle3(files: DraftFiles) -> bool:
-    _, q_width = files.matrix("layers.0.self_attn.q_proj.weight")
-    hidden, _ = files.matrix("layers.0.self_attn.o_proj.weight")
-    return q_width == 2 * hidden > 0 or "d2t" in files.tensors or files.has_prefix("layers.0.hidden_norm.")
-
-
-def _is_eagle(files: DraftFiles) -> bool:
-    hidden, width = files.matrix("fc.weight")
-    return width == 2 * hidden > 0 and not files.has_prefix("layers.0.input_layernorm.")
-
-
-def _is_other_lm(files: DraftFiles) -> bool:
-    """Whether the class name is that of a language model. Other families have other tensor names."""
-    return any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in files.config.get("architectures") or ())
-
-
-_RULES: tuple[tuple[DraftKind, Callable[[DraftFiles], bool]], ...] = (
-    (DraftKind.MEDUSA, _is_medusa),
-    (DraftKind.HYDRA, lambda f: "hydra_num_heads" in f.config or f.has_prefix("hydra_")),
-    (DraftKind.REDRAFTER, _is_redrafter),
-    (DraftKind.MTP, lambda f: f.has_prefix("mtp.", "mtp_layers.") or f.has_part("eh_proj")),
-    (DraftKind.DFLASH, lambda f: "target_layer_ids" in f.config or "dflash_config" in f.config),
-    (DraftKind.PARALLEL, lambda f: "pard_token" in f.config or f.has_part("mask_hidden")),
-    (DraftKind.MLP_SPECULATOR, lambda f: "n_predict" in f.config or f.has_prefix("emb.", "proj.")),
-    (DraftKind.EAGLE_MLA, lambda f: _is_eagle3(f) and f.has_part("qkv_a", "kv_a_proj", "q_a_proj")),
-    (DraftKind.EAGLE3, _is_eagle3),
-    (DraftKind.EAGLE, _is_eagle),
-    (DraftKind.DRAFT_LM, lambda f: is_causal_lm(f) or _is_other_lm(f)),
-)

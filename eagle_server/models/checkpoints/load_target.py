@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from eagle_server.models.checkpoints.draft_format import MEDUSA_2
+from eagle_server.algorithms import ALGORITHMS
 from eagle_server.models.checkpoints.packed_cache import PackedCache
 from eagle_server.models.checkpoints.quantized import (
     Rounded,
@@ -296,7 +296,8 @@ def _as_stored(config: ModelConfig, stored: Weights, directory: Path) -> tuple[M
 
 def _without_inert(stored: Weights, config: ModelConfig) -> Weights:
     """The target's tensors without draft heads and RoPE frequencies."""
-    drafting = (MEDUSA_2, *(f"model.layers.{config.num_layers + k}." for k in range(config.nextn_layers)))
+    heads = (row.prefix for row in ALGORITHMS.values() if row.prefix)
+    drafting = (*heads, *(f"model.layers.{config.num_layers + k}." for k in range(config.nextn_layers)))
     return {
         name: tensor
         for name, tensor in stored.items()

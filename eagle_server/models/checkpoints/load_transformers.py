@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, Layout
+from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, LayerSpec, Layout
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.cache.pool import KVPool
 from eagle_server.models.checkpoints.transformers_config import TESTED, check_rope, read_theirs, window_of
@@ -102,7 +102,7 @@ def _said(key: Any) -> str:
     return f"{name} (expected shape {list(expected)}, found {list(stored)})"
 
 
-class _NoAttention:
+class _NoAttention(BoundAttention):
     """`BoundAttention` of the survey. It never runs, because `attend` returns zeros for layers without a spec."""
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:

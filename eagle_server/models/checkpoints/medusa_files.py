@@ -10,16 +10,34 @@ from __future__ import annotations
 import logging
 import re
 
-from eagle_server.models.checkpoints.draft_format import MEDUSA_2, DraftFiles
-from eagle_server.models.checkpoints.weights import Weights
+from eagle_server.algorithms import ALGORITHMS
+from eagle_server.models.checkpoints.draft_format import DraftFiles
+from eagle_server.models.checkpoints.draft_loading import Loading, shared_weights
+from eagle_server.models.checkpoints.weights import Weights, copy_weights
 from eagle_server.models.config import CheckpointError, ModelConfig
-from eagle_server.models.drafts.medusa import MedusaConfig
+from eagle_server.models.drafts.medusa import MedusaConfig, MedusaHeads
+from eagle_server.models.targets.interface import DraftedTarget
 
-_PREFIXES = (MEDUSA_2, "medusa_lm_head.")
+_PREFIXES = (ALGORITHMS["MEDUSA"].prefix, "medusa_lm_head.")
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(?:weight|bias)")
+_TENSOR = re.compile(r"\d+\.\d+\.(linear\.)?(weight|bias)")
 _LM_HEAD = re.compile(r"(\d+)\.(\d+)\.weight")
 
 log = logging.getLogger(__name__)
+
+
+def recognizes(files: DraftFiles) -> bool:
+    """Whether config.json, a prefix or all names are Medusa's. config.json may be missing."""
+    named = "medusa_num_heads" in files.config or files.has_prefix(*_PREFIXES, "medusa_heads.")
+    return named or (bool(files.tensors) and all(_TENSOR.fullmatch(name) for name in files.tensors))
+
+
+def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> MedusaHeads:
+    """All heads of the files."""
+    config, tensors = medusa_files(files, target.config)
+    heads = MedusaHeads(config, shared_weights(target))
+    copy_weights(dict(heads.weight_views()), tensors, source=files.directory, progress=how.progress)
+    return heads
 
 
 def medusa_files(files: DraftFiles, target: ModelConfig) -> tuple[MedusaConfig, Weights]:

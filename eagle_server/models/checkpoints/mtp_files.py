@@ -5,12 +5,34 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from eagle_server.models.checkpoints.draft_format import DraftFiles, DraftKind, flatten
+from eagle_server.models.checkpoints.draft_format import DraftFiles, canonical_name, flatten
+from eagle_server.models.checkpoints.draft_loading import Loading, as_loaded, shared_weights
+from eagle_server.models.checkpoints.draft_vocabulary import check_vocabulary, without_copies
+from eagle_server.models.checkpoints.weights import copy_weights
 from eagle_server.models.config import CheckpointError, ModelConfig
-from eagle_server.models.drafts.mtp import MtpConfig
+from eagle_server.models.drafts.mtp import MtpConfig, MtpHead
+from eagle_server.models.targets.interface import DraftedTarget
 from eagle_server.models.targets.registry import read_target_config
 
 _PROJECTION = re.compile(r"layers\.(\d+)\.eh_proj\.weight")
+
+
+def recognizes(files: DraftFiles) -> bool:
+    """Whether there is an MTP layer under any of its published names."""
+    return files.has_prefix("mtp.", "mtp_layers.") or files.has_part("eh_proj")
+
+
+def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> MtpHead:
+    """The MTP layer, with the target's embedding or lm_head where the files have no other."""
+    index, files = mtp_layer(files, target.config.num_layers)
+    config = mtp_config(files, target.config, index)
+    check_vocabulary(files, target, target.config.vocab_size)
+    files = without_copies(files, target)
+    config = as_loaded(config, files, how)
+    head = MtpHead(config, how.positions, shared_weights(target, config))
+    views = {mtp_name(canonical_name(name), index): view for name, view in head.weight_views()}
+    copy_weights(views, files.tensors, source=files.directory, progress=how.progress)
+    return head
 
 
 def mtp_layer(files: DraftFiles, target_layers: int) -> tuple[int, DraftFiles]:
@@ -29,7 +51,7 @@ def mtp_layer(files: DraftFiles, target_layers: int) -> tuple[int, DraftFiles]:
         )
     if not found:
         raise CheckpointError(
-            f"{files.directory}: recognized as {DraftKind.MTP} under other names than model.layers.*.eh_proj.weight; "
+            f"{files.directory}: recognized as MTP (NextN) under other names than model.layers.*.eh_proj.weight; "
             "this draft format is not supported yet"
         )
     if len(found) > 1:

@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 from eagle_server.models.checkpoints.draft_format import DraftFiles, flatten
+from eagle_server.models.checkpoints.draft_loading import Loading, filled, shared_weights
 from eagle_server.models.config import CheckpointError, ModelConfig
-from eagle_server.models.drafts.redrafter import RedrafterConfig
+from eagle_server.models.drafts.redrafter import RedrafterConfig, RedrafterHead
+from eagle_server.models.targets.interface import DraftedTarget
+
+
+def recognizes(files: DraftFiles) -> bool:
+    """Whether config.json names the format, or the tensors are those of a recurrent head."""
+    return (
+        files.config.get("model_type") == "recurrent_drafting_drafter"
+        or "rnn_u.weight" in files.tensors
+        or ("lm_head.0.linear.weight" in files.tensors and "exit_dim" in files.config)
+    )
+
+
+def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> RedrafterHead:
+    """The head, which embeds with the target's embedding."""
+    return filled(RedrafterHead(redrafter_config(files, target.config), shared_weights(target)), files, how)
 
 
 def redrafter_config(files: DraftFiles, target: ModelConfig) -> RedrafterConfig:

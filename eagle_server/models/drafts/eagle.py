@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
-from eagle_server.attention.native import BoundNative
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.interface import DraftOutput, TargetWeights
 from eagle_server.models.drafts.post_norm_head import PostNormHead
@@ -59,7 +58,7 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(PostNormHead):
-    """A `DraftHead`."""
+    algorithm = "EAGLE"
 
     def __init__(self, config: EagleConfig, context: int, target: TargetWeights) -> None:
         super().__init__(config.layers, target, own_embed=config.own_embed, own_lm_head=config.own_lm_head)
@@ -73,8 +72,9 @@ class EagleHead(PostNormHead):
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: BoundAttention) -> DraftOutput:
         """tokens, positions [rows], hidden [rows, H] -> feedback and normed [rows, H], equal in this head."""
         joined = self.fc(torch.cat([self.embedded(tokens), hidden], dim=-1))
-        if self._native is not None and isinstance(attention, BoundNative):
-            stream = self._native(joined, joined, positions, attention.rows)[1]
+        at_once = attention.decode(self._native, joined, joined, positions)
+        if at_once is not None:
+            _, stream, _ = at_once
             return DraftOutput(stream.to(joined.dtype), stream)
         rope = self.rope(positions, joined.dtype)
         first, *rest = self.layers
@@ -89,7 +89,6 @@ class EagleHead(PostNormHead):
         self._native = native_decoder(self.layers, None, self.rope)
 
     def native_weights(self) -> HeadWeights | None:
-        """See `NativeDraftHead`."""
         return self.joined_weights(self._native, self.fc)
 
     def weight_views(self) -> Views:

@@ -22,9 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
-from eagle_server.attention.native import BoundNative
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.drafts.interface import DraftOutput, TargetWeights
+from eagle_server.models.drafts.interface import DraftHead, DraftOutput, TargetWeights
 from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views, native_decoder
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.llama import llama_layer
@@ -75,10 +74,9 @@ class Eagle3Layer(nn.Module):
         self.mlp = GatedMLP(config)
 
     def forward(
-        self, embedded: Tensor, hidden: Tensor, rope: Rotation, attention: BoundAttention
+        self, pair: Tensor, residual: Tensor, rope: Rotation, attention: BoundAttention
     ) -> tuple[Tensor, Tensor]:
-        """embedded, hidden [rows, H] -> two summands of the residual stream [rows, H]. Overwrites no argument."""
-        pair, residual = self.inputs(embedded, hidden)
+        """What `inputs` returns -> two summands of the residual stream [rows, H]. Overwrites no argument."""
         residual = residual + self.attention(pair, rope, attention)  # not in place: the caller may use hidden again
         return self.mlp(self.post_norm(residual)), residual
 
@@ -96,8 +94,10 @@ class Eagle3Layer(nn.Module):
         yield from self.mlp.weight_views(f"{prefix}mlp.")
 
 
-class Eagle3Head(nn.Module):
-    """A `DraftHead`. Weights shared with the target are not registered, so they are not trained or saved."""
+class Eagle3Head(DraftHead):
+    """Weights shared with the target are not registered, so they are not trained or saved."""
+
+    algorithm = "EAGLE3"
 
     def __init__(self, config: Eagle3Config, context: int, target: TargetWeights) -> None:
         super().__init__()
@@ -129,7 +129,6 @@ class Eagle3Head(nn.Module):
         self._native = native_decoder(self.layers, self.norm, self.rope)
 
     def native_weights(self) -> HeadWeights | None:
-        """See `NativeDraftHead`."""
         first, embed = self.layers[0], self._target.embed if self.embed is None else self.embed
         assert isinstance(first, Eagle3Layer)
         lm_head = (self._target.lm_head if self.lm_head is None else self.lm_head).native
@@ -166,14 +165,15 @@ class Eagle3Head(nn.Module):
         """tokens, positions [rows], hidden [rows, H] -> feedback and normed [rows, H]."""
         embedded = F.embedding(tokens, self._target.embed if self.embed is None else self.embed)
         first, *rest = self.layers
-        if self._native is not None and isinstance(attention, BoundNative):
-            assert isinstance(first, Eagle3Layer)
-            pair, residual = first.inputs(embedded, hidden)
-            normed, stream, _ = self._native(pair, residual, positions, attention.rows)
+        assert isinstance(first, Eagle3Layer)
+        pair, residual = first.inputs(embedded, hidden)
+        at_once = attention.decode(self._native, pair, residual, positions)
+        if at_once is not None:
+            normed, stream, _ = at_once
             feedback = normed if self.eagle.norm_output else stream
             return DraftOutput(feedback.to(embedded.dtype), normed)
         rope = self.rope(positions, embedded.dtype)
-        x, residual = first(embedded, hidden, rope, attention)
+        x, residual = first(pair, residual, rope, attention)
         for layer in rest:
             x, residual = layer(x, residual, rope, attention)
         normed, stream = self.norm.after_add(x, residual)

@@ -1,11 +1,12 @@
-"""The interface of draft heads, the same for all published formats."""
+"""What all draft models are, whichever published format they come from."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.config import ModelConfig
@@ -32,43 +33,60 @@ class DraftOutput:
     normed: Tensor
 
 
-class DraftHead(Protocol):
-    """A small decoder over pairs (embedding of token t+1, target feature at t).
+class DraftModel(nn.Module, ABC):
+    """The base class of all models that draft.
 
-    config: gives the shape of the head's KV pool.
+    algorithm: its row of `ALGORITHMS`.
     aux_boundaries: the residual streams of the target that form the feature (boundary b: after b layers). If empty, the
         feature is the target's post-norm hidden state.
+    max_steps: the deepest tree that it can draft; None: any depth.
     """
 
-    config: ModelConfig
-    aux_boundaries: tuple[int, ...]
+    algorithm: ClassVar[str]
+    aux_boundaries: tuple[int, ...] = ()
+    max_steps: int | None = None
 
     @property
+    @abstractmethod
     def draft_vocab_size(self) -> int:
         """The size of the vocabulary that it drafts from."""
-        ...
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether native calls compute it, as in `Target`."""
+        return True
+
+    @property
+    def kv(self) -> ModelConfig | None:
+        """The layers whose KV it writes; None: it writes none."""
+        return None
+
+
+class DraftHead(DraftModel):
+    """A small decoder over pairs (embedding of token t+1, target feature at t)."""
+
+    config: ModelConfig
+
+    @property
+    def kv(self) -> ModelConfig:
+        return self.config
+
+    @abstractmethod
     def combine(self, features: Tensor) -> Tensor:
         """Target features [rows, n * Ht] -> hidden [rows, H]. For the first pass only, not for feedback."""
-        ...
 
-    def __call__(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: BoundAttention) -> DraftOutput:
+    @abstractmethod
+    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: BoundAttention) -> DraftOutput:
         """tokens, positions [rows], hidden [rows, H] -> the next feedback and the input of the logits."""
-        ...
 
+    @abstractmethod
     def logits(self, normed: Tensor) -> Tensor:
         """[rows, H] -> [rows, draft vocabulary], in the dtype of the lm_head's product or in float32."""
-        ...
 
+    @abstractmethod
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Ids of the draft vocabulary, any shape -> ids of the target's vocabulary, int64."""
-        ...
-
-
-@runtime_checkable
-class NativeDraftHead(DraftHead, Protocol):
-    """A `DraftHead` that the native kernels may draft with."""
 
     def native_weights(self) -> HeadWeights | None:
-        """Its weights, after they are packed; None: the kernels do not compute this head."""
-        ...
+        """Its weights, after they are packed; None: the native kernels do not draft with it."""
+        return None

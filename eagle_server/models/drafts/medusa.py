@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagle_server.models.drafts.interface import TargetWeights
+from eagle_server.models.drafts.interface import DraftModel, TargetWeights
 from eagle_server.models.layers import Linear, Views
 
 
@@ -31,13 +31,15 @@ class MedusaConfig:
     own_lm_heads: bool = True
 
 
-class MedusaHeads(nn.Module):
+class MedusaHeads(DraftModel):
     """All heads of a target. They have no KV. Shared weights are not registered, so they are not trained or saved."""
+
+    algorithm = "MEDUSA"
 
     def __init__(self, config: MedusaConfig, target: TargetWeights) -> None:
         super().__init__()
         self.config = config
-        self.aux_boundaries: tuple[int, ...] = ()
+        self.max_steps = config.heads
         self._target = target
         hidden, each = config.hidden_size, range(config.heads)
 

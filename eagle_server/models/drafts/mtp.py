@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.interface import BoundAttention
-from eagle_server.attention.native import BoundNative
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.interface import DraftOutput, TargetWeights
 from eagle_server.models.drafts.post_norm_head import PostNormHead
@@ -43,7 +42,7 @@ class MtpConfig:
 
 
 class MtpHead(PostNormHead):
-    """A `DraftHead`."""
+    algorithm = "NEXTN"
 
     def __init__(self, config: MtpConfig, context: int, target: TargetWeights) -> None:
         super().__init__(config.layers, target, own_embed=config.own_embed, own_lm_head=config.own_lm_head)
@@ -64,14 +63,14 @@ class MtpHead(PostNormHead):
         """tokens, positions [rows], hidden [rows, H] -> feedback and normed [rows, H], equal in this head."""
         pair = torch.cat([self.embed_norm(self.embedded(tokens)), self.hidden_norm(hidden)], dim=-1)  # [rows, 2H]
         x = self.eh_proj(pair)
-        if self._native is not None and isinstance(attention, BoundNative):
-            normed = self._native(x, None, positions, attention.rows)[0]
+        at_once = attention.decode(self._native, x, None, positions)
+        if at_once is not None:
+            normed, _, _ = at_once
             return DraftOutput(normed.to(x.dtype), normed)
         normed, _ = self.norm.after_add(*self.layer(x, None, self.rope(positions, x.dtype), attention))
         return DraftOutput(normed, normed)
 
     def native_weights(self) -> HeadWeights | None:
-        """See `NativeDraftHead`."""
         return self.joined_weights(self._native, self.eh_proj, self.embed_norm, self.hidden_norm)
 
     def weight_views(self) -> Views:

@@ -11,19 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.drafts.interface import TargetWeights
+from eagle_server.models.drafts.interface import DraftHead, TargetWeights
 from eagle_server.models.layers import Linear, RMSNorm
 from eagle_server.ops.native_decoder import NativeDecoder
 from eagle_server.ops.native_drafting import HeadWeights, Residual
 
 
-class PostNormHead(nn.Module):
+class PostNormHead(DraftHead):
     """A `DraftHead` without its layers. Shared weights are not registered, so they are not trained or saved."""
 
     def __init__(self, config: ModelConfig, target: TargetWeights, *, own_embed: bool, own_lm_head: bool) -> None:
         super().__init__()
         self.config = config
-        self.aux_boundaries: tuple[int, ...] = ()
         self._target = target
         vocab, hidden = config.vocab_size, config.hidden_size
         self.embed = nn.Parameter(torch.empty(vocab, hidden)) if own_embed else None

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagle_server.models.drafts.interface import TargetWeights
+from eagle_server.models.drafts.interface import DraftModel, TargetWeights
 from eagle_server.models.layers import Linear, Views
 
 
@@ -33,13 +33,14 @@ class RedrafterConfig:
     rnn: bool
 
 
-class RedrafterHead(nn.Module):
+class RedrafterHead(DraftModel):
     """The head has no KV. Its recurrent state starts at zero in every cycle."""
+
+    algorithm = "REDRAFTER"
 
     def __init__(self, config: RedrafterConfig, target: TargetWeights) -> None:
         super().__init__()
         self.config = config
-        self.aux_boundaries: tuple[int, ...] = ()  # so the feature is the post-norm hidden state
         self._target = target
         hidden, exit_dim, layers = config.hidden_size, config.exit_dim, config.num_draft_layers
         self.rnn_u = Linear(hidden, [("rnn_u", hidden)], bias=True) if config.rnn else None

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from eagle_server.attention.interface import BoundAttention
-from eagle_server.models.drafts.interface import DraftOutput
+from eagle_server.models.drafts.interface import DraftHead, DraftOutput
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.interface import Target
 from eagle_server.ops.native_drafting import HeadWeights
 
 
-class DraftLM(nn.Module):
-    """A `DraftHead` that reads only the text. It ignores features and feedback."""
+class DraftLM(DraftHead):
+    """Reads only the text. It ignores features and feedback."""
 
-    aux_boundaries: tuple[int, ...] = ()
+    algorithm = "STANDALONE"
 
     def __init__(self, model: Target) -> None:
         super().__init__()
         self.model, self.config = model, model.config
+
+    @property
+    def is_fused(self) -> bool:
+        return self.model.is_fused
 
     @property
     def draft_vocab_size(self) -> int:
@@ -33,7 +37,6 @@ class DraftLM(nn.Module):
         return DraftOutput(out.hidden, out.hidden)
 
     def native_weights(self) -> HeadWeights | None:
-        """See `NativeDraftHead`."""
         return self.model.native_weights() if isinstance(self.model, TargetModel) else None
 
     def logits(self, normed: Tensor) -> Tensor:

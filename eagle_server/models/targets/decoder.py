@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
-from eagle_server.attention.native import BoundNative
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.layers import Linear, RMSNorm, Views, native_decoder
 from eagle_server.models.rope import RotaryEmbedding
@@ -43,8 +42,9 @@ class TargetModel(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, attention: BoundAttention) -> TargetOutput:
         """tokens, positions [rows] -> hidden states of every row."""
         x = self._embedded(tokens)
-        if self._native is not None and isinstance(attention, BoundNative):
-            hidden, _, aux = self._native(x, None, positions, attention.rows, self.aux_boundaries)
+        at_once = attention.decode(self._native, x, None, positions, self.aux_boundaries)
+        if at_once is not None:
+            hidden, _, aux = at_once
             return TargetOutput(hidden, None if aux is None else aux.to(x.dtype))
         rope = self.rope(positions, x.dtype)
         captured: list[Tensor] = []
@@ -77,7 +77,7 @@ class TargetModel(nn.Module):
         self._native = native_decoder(self.layers, self.norm, self.rope)
 
     def native_weights(self) -> HeadWeights | None:
-        """The model as a draft, see `NativeDraftHead`."""
+        """The model as a draft, see `DraftHead`."""
         lm_head = self.lm_head.native
         if self._native is None or lm_head is None:
             return None

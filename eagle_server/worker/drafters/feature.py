@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch import Tensor
 
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch import DecodeBatch, Prompts
-from eagle_server.worker.graphs import GraphKey, Graphs
+from eagle_server.worker.drafters.interface import DrafterSetup
+from eagle_server.worker.graphs import GraphKey
 
 
 class FeatureDrafter:
-    """All of a `Drafter` but `propose`. `graph_sizes`: batch sizes that graphs are captured for."""
+    """All of a `Drafter` but `propose`."""
 
     uses_features, extends_ahead = True, False
 
-    def __init__(self, graphs: Graphs | None, graph_sizes: Collection[int]) -> None:
-        self.graphs, self.graph_sizes = graphs or Graphs(), frozenset(graph_sizes)
+    def __init__(self, setup: DrafterSetup) -> None:
+        self.graphs, self.graph_sizes = setup.graphs, frozenset(setup.graph_sizes)
 
     def forget(self, req_pool_index: int) -> None:
         """There is no state per request."""
@@ -37,7 +36,7 @@ class FeatureDrafter:
         """One for all levels."""
         return 0
 
-    def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
+    def observe(self, batch: DecodeBatch, tree: Tree, accepted: Accepted) -> None:
         """Heads do not learn while serving."""
 
     def graph_key(self, name: str, batch: DecodeBatch) -> GraphKey | None:

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+import torch
+
+from eagle_server.attention.interface import AttentionBackend
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import EagleVerifyInput, Proposal
+from eagle_server.speculation.tree import Tree
+from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.worker.batch import DecodeBatch, Prompts
+from eagle_server.worker.graphs import Graphs
 
 State = TypeVar("State")
+
+
+def _no_kv(graph_rows: Collection[int]) -> AttentionBackend:
+    raise ValueError(f"a model without KV has no attention, not even over {graph_rows} rows")
+
+
+@dataclass(frozen=True)
+class DrafterSetup:
+    """What a drafter is made from, beside its model.
+
+    graph_sizes: batch sizes that graphs are captured for.
+    attention: the backend over the model's KV, whose forwards of these numbers of rows per request are captured.
+    per_node: attention computes each node of a step as a decode query of its own, and every step is planned.
+    """
+
+    tree: TreeConfig
+    device: torch.device
+    graphs: Graphs = field(default_factory=Graphs)
+    graph_sizes: Collection[int] = ()
+    attention: Callable[[Collection[int]], AttentionBackend] = _no_kv
+    per_node: bool = False
 
 
 class Drafter(Protocol[State]):
@@ -29,8 +57,8 @@ class Drafter(Protocol[State]):
         """Feed the newly accepted tokens, `batch.accepted_tokens`; returns the state to propose from."""
         ...
 
-    def propose(self, draft: State, batch: DecodeBatch) -> Proposal:
-        """The candidate nodes of each decoding request, ranked by `batch.ranking`, with scores.
+    def propose(self, draft: State, batch: DecodeBatch) -> Tree:
+        """The tree of each decoding request under verified_id, ranked by `batch.ranking`, with scores.
 
         A model drafts `batch.num_steps` levels. A tree has at most `batch.num_draft_tokens` nodes, root included.
         """
@@ -40,10 +68,10 @@ class Drafter(Protocol[State]):
         """Forwards that `propose` needs for trees of `num_steps` levels; 0: its time does not depend on them."""
         ...
 
-    def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
-        """What was accepted of the last proposal. All of it is still on the device.
+    def observe(self, batch: DecodeBatch, tree: Tree, accepted: Accepted) -> None:
+        """What was accepted of the last trees. All of it is still on the device.
 
-        The trees may be compacted; `tree.proposed` are the nodes' places in the proposal.
+        The trees may be compacted; `tree.proposed` are the nodes' places in the drafted ones.
         """
         ...
 

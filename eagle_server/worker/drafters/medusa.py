@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -11,37 +10,27 @@ from torch import Tensor
 
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.speculation.static_tree import (
-    Choices,
     choice_parents,
     depth_of,
     ranks_of,
     sorted_choices,
     static_tree,
 )
-from eagle_server.speculation.tree import TreeNodes
+from eagle_server.speculation.tree import Tree, build_tree
 from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.draft_ranking import DraftRanking, finite_or_off
 from eagle_server.worker.drafters.feature import FeatureDrafter
-from eagle_server.worker.graphs import Graphs
+from eagle_server.worker.drafters.interface import DrafterSetup
 
 
 class MedusaDrafter(FeatureDrafter):
-    """Drafts the static tree `choices` for every request. The node of choice (.., r) at depth d is rank r of head d -
-    1.
-
-    `graph_sizes`: batch sizes that graphs are captured for.
+    """Drafts the static tree of `choices` for every request: the node of choice (.., r) at depth d has rank r of head
+    d - 1.
     """
 
-    def __init__(
-        self,
-        heads: MedusaHeads,
-        choices: Choices,
-        *,
-        device: torch.device,
-        graphs: Graphs | None = None,
-        graph_sizes: Collection[int] = (),
-    ) -> None:
-        super().__init__(graphs, graph_sizes)
+    def __init__(self, heads: MedusaHeads, setup: DrafterSetup) -> None:
+        super().__init__(setup)
+        choices, device = setup.tree.choices, setup.device
         self.heads, self.num_steps, self.ranks = heads, depth_of(choices), ranks_of(choices)
         # Each node's path as indices into the heads' best tokens, [head * ranks + rank], its own token last. Shorter
         # paths are padded in front with an index past all of them, whose score is 0.
@@ -54,22 +43,20 @@ class MedusaDrafter(FeatureDrafter):
         depths = [len(choice) for choice in sorted_choices(choices)]
         self._counts = [sum(depth <= steps for depth in depths) for steps in range(self.num_steps + 1)]
 
-    def propose(self, draft: Tensor, batch: DecodeBatch) -> TreeNodes:
+    def propose(self, draft: Tensor, batch: DecodeBatch) -> Tree:
         """The levels of the static tree that the cycle wants."""
         steps = min(batch.num_steps, self.num_steps)
         if batch.ranking.has_grammars:
             tokens, scores = self._grow(steps, draft, batch.ranking)
         else:
-            function = partial(self._best, steps, batch.ranking)
-            tokens, scores = self.graphs.run(self.graph_key("medusa", batch), function, draft, *batch.ranking.tensors)
+            function = partial(self._best, steps)
+            tokens, scores = self.graphs.run(self.graph_key("medusa", batch), function, draft, batch.ranking)
         parents = self._parents[:, : tokens.shape[1]].expand(len(tokens), -1)
-        return TreeNodes(tokens, parents, spec_steps=steps, scores=scores)
+        tree = build_tree(batch.verified_id, batch.seq_lens, tokens, parents, steps, scores)
+        return batch.ranking.without_refused(tree)
 
-    def _best(
-        self, num_steps: int, ranking: DraftRanking, feature: Tensor, *of_ranking: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _best(self, num_steps: int, feature: Tensor, ranking: DraftRanking) -> tuple[Tensor, Tensor]:
         """The tokens of the tree's nodes down to depth num_steps, and the scores of their paths, [bs, n]."""
-        ranking = ranking.with_tensors(*of_ranking)
         logp, ids = list[Tensor](), list[Tensor]()
         logits: Tensor = self.heads(feature, num_steps)  # [num_steps, bs, V]
         for of_head in logits:
@@ -82,7 +69,7 @@ class MedusaDrafter(FeatureDrafter):
         paths = self._paths[: self._counts[num_steps]]
         steps = each.index_select(1, paths.reshape(-1)).unflatten(1, paths.shape)
         tokens, scores = torch.cat(ids, dim=1).index_select(1, paths[:, -1]), steps.sum(-1)
-        return ranking.without_refused(tokens, scores), scores
+        return tokens, scores
 
     def _grow(self, num_steps: int, feature: Tensor, ranking: DraftRanking) -> tuple[Tensor, Tensor]:
         """The same level by level under grammars: each node has its own best tokens of a head."""
@@ -99,5 +86,4 @@ class MedusaDrafter(FeatureDrafter):
             paths = above[:, :, None] + logp.view(bs, -1, self.ranks)
             tokens.append(ids.view(bs, -1).index_select(1, level.picks))
             scores.append(paths.flatten(1).index_select(1, level.picks))
-        found, worth = torch.cat(tokens, dim=1), torch.cat(scores, dim=1)
-        return ranking.without_refused(found, worth), worth
+        return torch.cat(tokens, dim=1), torch.cat(scores, dim=1)

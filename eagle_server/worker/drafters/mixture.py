@@ -3,47 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import fields, replace
-from functools import partial
-from typing import Any, Generic
+from dataclasses import replace
+from typing import Generic
 
-import torch
 from torch import Tensor
 
 from eagle_server.ops.upload import upload
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.merge import ScoredNodes, best, join_trees
-from eagle_server.speculation.tree import EagleVerifyInput, Proposal, TreeNodes
+from eagle_server.speculation.merge import best, join_trees
+from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch import DecodeBatch, Prompts
 from eagle_server.worker.calibration import Calibration
-from eagle_server.worker.drafters.interface import ModelDrafter, State
-from eagle_server.worker.drafters.ngram.drafter import NgramTries, packed, trie_nodes
-from eagle_server.worker.graphs import Graphs
+from eagle_server.worker.drafters.interface import DrafterSetup, ModelDrafter, State
+from eagle_server.worker.drafters.ngram.drafter import NgramTries, packed, trie_tree
 
 
 class MixtureDrafter(Generic[State]):
     """Joins a model's tree and the tries, and keeps the nodes with the highest calibrated chance of acceptance.
 
     The model is not run while the tries of all requests are almost certain: its forwards could not pay then. `depth` is
-    the larger of the two depths. Joining uses tensors only, and is captured for the batch sizes in `graph_sizes`.
+    the larger of the two depths. Joining uses tensors only, and is captured.
     """
 
     uses_features, extends_ahead = True, False
 
-    def __init__(  # noqa: PLR0913
-        self,
-        model: ModelDrafter[State],
-        tries: NgramTries,
-        *,
-        device: torch.device,
-        graphs: Graphs | None = None,
-        graph_sizes: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, model: ModelDrafter[State], tries: NgramTries, setup: DrafterSetup) -> None:
         self.model, self.tries = model, tries
         self.depth = max(model.num_steps, tries.depth)
-        self.graphs, self.graph_sizes = graphs or Graphs(), frozenset(graph_sizes)
-        self.calibration = Calibration(device)
+        self.graphs, self.graph_sizes = setup.graphs, frozenset(setup.graph_sizes)
+        self.calibration = Calibration(setup.device)
         self._proposed: tuple[Tensor, Tensor] | None = None  # bins and priors of the nodes proposed last
 
     def forget(self, req_pool_index: int) -> None:
@@ -57,7 +45,7 @@ class MixtureDrafter(Generic[State]):
     def extend(self, batch: DecodeBatch) -> State:
         return self.model.extend(batch)
 
-    def propose(self, draft: State, batch: DecodeBatch) -> TreeNodes:
+    def propose(self, draft: State, batch: DecodeBatch) -> Tree:
         """The model's candidates and the tries, joined."""
         self.tries.read(batch.decodes)
         tries = [self.tries.of(decode) for decode in batch.decodes]
@@ -65,41 +53,29 @@ class MixtureDrafter(Generic[State]):
         numbers = upload(packed(tries, size, self.tries.max_nodes), batch.seq_lens.device)
         if all(map(self.tries.is_certain, tries)):
             self._proposed = None
-            return trie_nodes(numbers, self.depth)
+            return trie_tree(batch.verified_id, batch.seq_lens, numbers, self.depth)
         levels = min(batch.num_steps, self.model.num_steps)
         # What is worth its time follows from both sources, so nothing is cut before they are joined.
         found = self.model.propose(draft, replace(batch, num_steps=levels, least_logp=-math.inf))
-        key, tensors = ("join", size) if size in self.graph_sizes else None, _tensors(found)
-        function = partial(self._join, found, tuple(tensors))
-        nodes, bins, priors = self.graphs.run(key, function, *tensors.values(), numbers)
+        key = ("join", size) if size in self.graph_sizes else None
+        tree, bins, priors = self.graphs.run(key, self._join, found, numbers)
         self._proposed = (bins, priors)
-        return nodes
+        return tree
 
     def forwards(self, num_steps: int) -> int:
         return self.model.forwards(min(num_steps, self.model.num_steps))
 
-    def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
+    def observe(self, batch: DecodeBatch, tree: Tree, accepted: Accepted) -> None:
         """Calibrate by what was accepted, if both sources proposed. Padding does not count."""
         if self._proposed is None:
             return
         served = sum(bool(decode.text) for decode in batch.decodes)  # warm-up has no text
         self.calibration.observe(*self._proposed, tree, accepted, served)
 
-    def _join(self, kind: Proposal, names: Sequence[str], *captured: Tensor) -> tuple[TreeNodes, Tensor, Tensor]:
-        """The tree, and the bins and priors of its nodes, [bs, max_nodes].
-
-        `captured`: the tensors of a proposal like `kind`, whose fields are `names`, and then the tries' numbers.
-        """
-        *proposed, numbers = captured
-        named: dict[str, Any] = dict(zip(names, proposed, strict=True))
-        found = replace(kind, **named)
-        union = join_trees(ScoredNodes.of(found), ScoredNodes.of(trie_nodes(numbers, self.depth)), self.depth)
-        chances, bins, priors = self.calibration.chances(union)
-        nodes, order = best(union, chances, self.tries.max_nodes, self.depth)
-        return nodes, bins.gather(1, order), priors.gather(1, order)
-
-
-def _tensors(proposal: Proposal) -> dict[str, Tensor]:
-    """The tensors of a proposal by field name; they are what differs between proposals of one kind and shape."""
-    values = {each.name: getattr(proposal, each.name) for each in fields(proposal)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    def _join(self, found: Tree, numbers: Tensor) -> tuple[Tree, Tensor, Tensor]:
+        """The tree, and the bins and priors of its nodes, [bs, max_nodes]. `numbers`: the tries', packed."""
+        tries = trie_tree(found.tokens[:, 0], found.start, numbers, self.depth)
+        union, estimates = join_trees(found, tries, self.depth)
+        chances, bins, priors = self.calibration.chances(estimates, union.depths[:, 1:])
+        tree, order = best(union, chances, self.tries.max_nodes)
+        return tree, bins.gather(1, order), priors.gather(1, order)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import Candidates, EagleVerifyInput
+from eagle_server.speculation.tree import Tree, root_alone
 from eagle_server.worker.batch import DecodeBatch, Prompts
 
 
@@ -21,12 +21,11 @@ class NoDrafter:
     def extend(self, batch: DecodeBatch) -> None:
         return None
 
-    def propose(self, draft: None, batch: DecodeBatch) -> Candidates:
-        empty = batch.req_pool_indices.new_empty(len(batch.seq_lens_host), 0)
-        return Candidates(empty, empty, empty, topk=1, spec_steps=0, scores=empty.float())
+    def propose(self, draft: None, batch: DecodeBatch) -> Tree:
+        return root_alone(batch.verified_id, batch.seq_lens)
 
     def forwards(self, num_steps: int) -> int:  # noqa: ARG002
         return 0
 
-    def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
+    def observe(self, batch: DecodeBatch, tree: Tree, accepted: Accepted) -> None:
         return None

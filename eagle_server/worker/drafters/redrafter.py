@@ -2,68 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from eagle_server.models.drafts.redrafter import RedrafterHead
-from eagle_server.speculation.prefix_tree import pack, pack_like, tree_nodes
-from eagle_server.speculation.tree import TreeNodes
+from eagle_server.speculation.prefix_tree import beam_tree
+from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.draft_ranking import BY_PROBABILITY, DraftRanking
 from eagle_server.worker.drafters.feature import FeatureDrafter
-from eagle_server.worker.graphs import Graphs
+from eagle_server.worker.drafters.interface import DrafterSetup
 
 
 class RedrafterDrafter(FeatureDrafter):
-    """Packs `beam_width` beams of `num_steps` tokens to a prefix tree, and keeps its best num_draft_tokens - 1 nodes.
+    """Packs topk beams of num_steps tokens to a prefix tree, and keeps its best num_draft_tokens - 1 nodes.
 
-    `graph_sizes`: batch sizes that graphs are captured for.
+    Raises:
+        ValueError: the beams have fewer nodes than the tree should have, and no n-grams fill it.
     """
 
-    def __init__(  # noqa: PLR0913  the shape of its trees, and what it runs on
-        self,
-        head: RedrafterHead,
-        *,
-        num_steps: int,
-        beam_width: int,
-        num_draft_tokens: int,
-        graphs: Graphs | None = None,
-        graph_sizes: Collection[int] = (),
-    ) -> None:
-        super().__init__(graphs, graph_sizes)
-        self.head = head
-        self.num_steps, self.beam_width, self.num_draft_tokens = num_steps, beam_width, num_draft_tokens
+    def __init__(self, head: RedrafterHead, setup: DrafterSetup) -> None:
+        super().__init__(setup)
+        self.head, tree = head, setup.tree
+        most = tree.num_steps * tree.topk + 1
+        if tree.num_draft_tokens > most and not tree.ngram_depth:
+            raise ValueError(
+                f"--speculative-num-draft-tokens {tree.num_draft_tokens}: {tree.topk} beams of {tree.num_steps} tokens "
+                f"have at most {most} nodes, the root included"
+            )
+        self.num_steps, self.beam_width, self.num_draft_tokens = (
+            tree.num_steps,
+            tree.topk,
+            min(tree.num_draft_tokens, most),
+        )
 
     def forwards(self, num_steps: int) -> int:
         return num_steps
 
-    def propose(self, draft: Tensor, batch: DecodeBatch) -> TreeNodes:
+    def propose(self, draft: Tensor, batch: DecodeBatch) -> Tree:
         key = self.graph_key("redrafter", batch)
         size = min(self.num_draft_tokens, batch.num_draft_tokens)
-        function = partial(self._propose, batch.ranking, batch.num_steps, size)
-        return self.graphs.run(key, function, draft, batch.verified_id, *batch.ranking.tensors)
+        function = partial(self._propose, batch.num_steps, size)
+        return self.graphs.run(key, function, draft, batch.verified_id, batch.seq_lens, batch.ranking)
 
-    def _propose(
+    def _propose(  # noqa: PLR0913, PLR0917
         self,
-        ranking: DraftRanking,
         num_steps: int,
         num_draft_tokens: int,
         context: Tensor,
         verified_id: Tensor,
-        *of_ranking: Tensor,
-    ) -> TreeNodes:
-        ranking = ranking.with_tensors(*of_ranking)
+        seq_lens: Tensor,
+        ranking: DraftRanking,
+    ) -> Tree:
         beam, scores = beam_search(self.head, context, verified_id, num_steps, self.beam_width, ranking)
-        places = self.beam_width * num_steps + 1  # all beams share the root
-        packed = pack(beam, places)
-        worth = pack_like(scores, packed.unpack_map, places, padding=float("-inf"))
-        tree = tree_nodes(packed, num_draft_tokens, worth)
-        assert tree.scores is not None
-        return replace(tree, tokens=ranking.without_refused(tree.tokens, tree.scores))
+        tree = beam_tree(beam, scores, seq_lens, num_draft_tokens)
+        return ranking.without_refused(tree)
 
 
 def beam_search(  # noqa: PLR0913, PLR0917

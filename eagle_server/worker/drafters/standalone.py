@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from eagle_server.attention.native import BoundNative
+from dataclasses import replace
+
+from eagle_server.attention.spec_info import EagleDraftInput
 from eagle_server.models.drafts.standalone import DraftLM
-from eagle_server.speculation.draft_input import EagleDraftInput
-from eagle_server.speculation.tree import Candidates
+from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch import DecodeBatch, Prompts
 from eagle_server.worker.drafters.eagle import EagleDrafter
 
@@ -25,8 +26,8 @@ class StandaloneDrafter(EagleDrafter):
         """Draft KV of prompt rows, causally."""
         batch = prompts.rows
         bound = self.attention.plan(batch.attention.layout).bind(batch.attention)
-        if self._native is not None and isinstance(bound, BoundNative):
-            self._native.prefill(batch.tokens, None, batch.positions, bound.rows)
+        if self._native is not None and bound.native_rows is not None:
+            self._native.prefill(batch.tokens, None, batch.positions, bound.native_rows)
         else:
             self.head.model(batch.tokens, batch.positions, bound)
 
@@ -34,5 +35,6 @@ class StandaloneDrafter(EagleDrafter):
         """Recompute the accepted tokens and verified_id: drafting may have left another branch's KV in their slots."""
         return super().extend(batch.past_verified())
 
-    def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> Candidates:
-        return super().propose(draft, batch.past_verified())
+    def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> Tree:
+        tree = super().propose(draft, batch.past_verified())
+        return replace(tree, positions=batch.seq_lens[:, None] + tree.depths)

@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from eagle_server.attention.batches import static_level_batch, static_level_layout
-from eagle_server.attention.interface import AttentionBackend, AttentionPlan, Layout, TreeMask
+from eagle_server.attention.interface import AttentionPlan, Layout, PagedRequests, TreeMask
+from eagle_server.attention.spec_info import EagleDraftInput
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.ops.indices import window_slots
-from eagle_server.speculation.draft_input import EagleDraftInput
-from eagle_server.speculation.static_tree import Level, StaticTree
-from eagle_server.speculation.tree import TreeNodes
+from eagle_server.speculation.static_tree import Level, static_tree
+from eagle_server.speculation.tree import Tree, build_tree
 from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.draft_ranking import DraftRanking, finite_or_off
 from eagle_server.worker.drafters.eagle import EagleDrafter
-from eagle_server.worker.graphs import Graphs
+from eagle_server.worker.drafters.interface import DrafterSetup
 
 
 class StaticEagleDrafter(EagleDrafter):
     """Extends like `EagleDrafter`. Each level takes the children whose ranks the tree lists, whatever their scores."""
 
-    def __init__(
-        self, head: DraftHead, attention: AttentionBackend, tree: StaticTree, graphs: Graphs | None = None
-    ) -> None:
-        depth, size = len(tree.levels), tree.size + 1
-        super().__init__(head, attention, num_steps=depth, topk=tree.topk, num_draft_tokens=size, graphs=graphs)
-        self.tree = tree
+    def __init__(self, head: DraftHead, setup: DrafterSetup) -> None:
+        self.tree = tree = static_tree(setup.tree.choices, setup.device)
+        super().__init__(head, replace(setup, tree=replace(setup.tree, topk=tree.topk)))
+        self.num_steps, self.num_draft_tokens = len(tree.levels), tree.size + 1
         self.window, self.first_rows = tree.window, tree.rows[0] if tree.rows else 0
 
-    def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> TreeNodes:  # type: ignore[override]
+    def graph_rows(self, setup: DrafterSetup) -> Collection[int]:
+        """Rows per request of draft-extend and of every level."""
+        return {setup.tree.num_steps + 1, *self.tree.rows}
+
+    def propose(self, draft: EagleDraftInput, batch: DecodeBatch) -> Tree:
         """One forward for each level that has children. Draft-extend has already found the first level."""
-        frontier = draft.frontier
-        assert frontier is not None
         layouts = [
             static_level_layout(batch.seq_lens_host, rows, self.tree.window)
             for rows in self.tree.rows[: batch.num_steps - 1]
@@ -44,35 +45,32 @@ class StaticEagleDrafter(EagleDrafter):
         keys = tuple(each.graph_key for each in distinct.values())
         key = None if None in keys or not keys or batch.ranking.has_grammars else ("propose", keys)
         plans = [distinct[layout] for layout in layouts]
-        function = partial(self._grow, plans, layouts, batch.req_to_token, batch.ranking)
-        hidden = frontier.hidden_states[:: self.topk].to(self.head.config.dtype)  # [bs, H], the root's
-        inputs = (batch.req_pool_indices, batch.seq_lens, frontier.topk_logp, frontier.topk_index, hidden)
-        return self.graphs.run(key, function, *inputs, *batch.ranking.tensors)
+        function = partial(self._grow, plans, layouts)
+        first = replace(draft, normed=None)
+        return self.graphs.run(key, function, first, batch.verified_id, batch.requests, batch.ranking)
 
-    def _grow(  # noqa: PLR0913, PLR0917  bound arguments first, then the captured inputs
+    def _grow(  # noqa: PLR0913, PLR0917
         self,
         plans: Sequence[AttentionPlan],
         layouts: Sequence[Layout],
-        req_to_token: Tensor,
+        draft: EagleDraftInput,
+        verified_id: Tensor,
+        requests: PagedRequests,
         ranking: DraftRanking,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        topk_logp: Tensor,
-        topk_index: Tensor,
-        hidden: Tensor,
-        *of_ranking: Tensor,
-    ) -> TreeNodes:
-        bs, ranking = len(seq_lens), ranking.with_tensors(*of_ranking)
+    ) -> Tree:
+        seq_lens = requests.seq_lens
+        bs = len(seq_lens)
         if len(layouts) > 1:
-            self._clear(window_slots(req_to_token, req_pool_indices, seq_lens, self.window))
+            slots = window_slots(requests.req_to_token, requests.req_pool_indices, seq_lens, self.window)
+            self._clear(slots)
         first, *deeper = self.tree.levels
-        tokens, scores = [topk_index.index_select(1, first.picks)], [topk_logp.index_select(1, first.picks)]
-        feedback = hidden[:, None]
+        tokens, scores = [draft.topk_index.index_select(1, first.picks)], [draft.topk_logp.index_select(1, first.picks)]
+        feedback = draft.hidden_states[:: self.topk].to(self.head.config.dtype)[:, None]  # [bs, 1, H], the root's
         for step, (level, below) in enumerate(zip(self.tree.levels, deeper[: len(layouts)], strict=False)):
             count, fed = len(level.fed), tokens[-1].index_select(1, level.fed)
             ranking = ranking.advance(fed, level.parents.expand(bs, -1))
             mask, layout = self._mask(level, step, bs), layouts[step]
-            attention = static_level_batch(mask, level.start, req_pool_indices, seq_lens, req_to_token, layout)
+            attention = static_level_batch(mask, level.start, requests, layout)
             out = self.head(
                 fed.view(-1),
                 feedback.index_select(1, level.parents).flatten(0, 1),
@@ -86,7 +84,8 @@ class StaticEagleDrafter(EagleDrafter):
             feedback = out.feedback.unflatten(0, (bs, count))
         found, worth = torch.cat(tokens, dim=1), finite_or_off(torch.cat(scores, dim=1))
         parents = self.tree.parents[: found.shape[1]].expand(bs, -1)
-        return TreeNodes(ranking.without_refused(found, worth), parents, spec_steps=len(tokens), scores=worth)
+        tree = build_tree(verified_id, seq_lens, found, parents, len(tokens), worth)
+        return ranking.without_refused(tree)
 
     def _mask(self, level: Level, step: int, bs: int) -> TreeMask:
         """The fed nodes of a level see their ancestors and themselves."""

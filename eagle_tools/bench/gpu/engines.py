@@ -15,9 +15,10 @@ import torch
 
 from eagle_server.engine.assemble import assemble
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.engine_config import EngineConfig, TreeConfig
+from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.speculation.tree_config import TreeConfig
 from eagle_tools import DEMO
 from eagle_tools.bench.gpu.machine import Machine
 from eagle_tools.bench.gpu.packages import installed

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle_tools.bench.load import StreamedAnswer, Workload, ask
+from eagle_tools.bench.load import TimedAnswer, Workload, ask
 from eagle_tools.bench.replicas.costs import ReplicaCosts
 from eagle_tools.bench.servers import BenchError, ServerAddress
 
@@ -124,7 +124,7 @@ def _piece(tokens: Sequence[int], number: int, count: int, length: int) -> list[
 def _decode(server: ServerAddress, prompts: Sequence[list[int]], answer: int) -> list[tuple[float, int]]:
     """Seconds of each cycle of each request, and the request's tokens in it, while all of them decode."""
 
-    def client(prompt: list[int], tokens: int = answer) -> tuple[float, StreamedAnswer]:
+    def client(prompt: list[int], tokens: int = answer) -> tuple[float, TimedAnswer]:
         return time.perf_counter(), ask(server, prompt, Workload((), tokens, 0.0))
 
     with ThreadPoolExecutor(len(prompts)) as clients:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eagle_tools.bench.load import StreamedAnswer, Workload, ask
+from eagle_tools.bench.load import TimedAnswer, Workload, ask
 from eagle_tools.bench.replicas.conversations import Dialogue, Turn
 from eagle_tools.bench.replicas.simulation import TurnTimes
 from eagle_tools.bench.servers import BenchError, ServerAddress
@@ -21,7 +21,7 @@ class Replayed:
 
     sent: float
     seconds: float
-    answer: StreamedAnswer
+    answer: TimedAnswer
 
 
 def replay(

@@ -6,22 +6,17 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from eagle_server.algorithms import ALGORITHMS
 from eagle_server.config import Config, ConfigError, parse_args
 from eagle_server.config.commands import without_drafting
 from eagle_server.engine.build import LoadedModels, engine_over, load_models
 from eagle_server.engine.engine import Engine
-from eagle_server.models.drafts.medusa import MedusaHeads
+from eagle_server.engine.static_trees import TOKEN_TREE
 from eagle_server.request import Request, SamplingParams
 from eagle_tools.training.tree_search.growth import Accuracies, Choice, wide_tree
 from eagle_tools.tree.record import DraftedTree, recorded
 
 WIDE = 256  # nodes of a static tree to measure with
-_SERVED_BY = {
-    "EAGLE": "--speculative-token-tree",
-    "EAGLE3": "--speculative-token-tree",
-    "NEXTN": "--speculative-token-tree",
-    "MEDUSA": "--medusa-choices",
-}
 
 
 @dataclass(frozen=True)
@@ -56,15 +51,17 @@ class TreeEngines:
             )
         self.models: LoadedModels = load_models(config, lookahead=self._window)
         draft = self.models.draft
-        kind = "" if draft is None else draft.kind
+        kind = "" if draft is None else draft.algorithm
         self.algorithm = "+".join(filter(None, (kind, "NGRAM" if config.speculative.drafts_ngrams else "")))
-        heads = draft.head.config.heads if draft is not None and isinstance(draft.head, MedusaHeads) else depth
-        self.depth = min(depth, heads)
+        self.depth = min(depth, depth if draft is None or draft.max_steps is None else draft.max_steps)
 
     @property
     def option(self) -> str | None:
         """The server's option for a static tree of this drafter; None if it makes its own trees."""
-        return _SERVED_BY.get(self.algorithm)
+        row = ALGORITHMS.get(self.algorithm)
+        if row is None or (row.tree_option is None and row.static_drafter is None):
+            return None
+        return TOKEN_TREE if row.tree_option is None else row.tree_flag
 
     def make(self, *flags: str) -> Engine:
         """An engine with these trees, for a batch of the task's requests."""

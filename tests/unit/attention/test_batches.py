@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from eagle_server.attention.batches import kv_arguments, prefill_batch
-from eagle_server.attention.interface import Causal, Layout
-from eagle_server.speculation.draft_input import EagleDraftInput
+from eagle_server.attention.batches import attn_args_prefill, extend_batch, extend_layout, prefill_batch
+from eagle_server.attention.interface import Causal, Layout, PagedRequests
+from eagle_server.attention.spec_info import kv_arguments
 
 REQ_TO_TOKEN = torch.arange(300, 360, dtype=torch.int32).view(3, 20)
 
@@ -29,15 +29,16 @@ def test_a_batch_writes_its_last_slots() -> None:
     assert batch.out_cache_loc.tolist() == [323, 324, 301, 302]
 
 
-def test_draft_extend_has_one_query_per_accepted_token_and_one_for_the_bonus() -> None:
-    """Section 13 of the reference: qo_indptr is cumsum(a + 1), not one query per request. It is causal: no mask."""
-    draft = EagleDraftInput(
-        verified_id=torch.tensor([7, 8, 9]),
-        extend_lens=torch.tensor([1, 4, 2]),  # rows: accepted drafts and the bonus
-    )
-    req_pool_indices, lens = torch.tensor([0, 1, 2]), torch.tensor([5, 9, 2])
-    kv_indices, kv_indptr, qo_indptr, mask = draft.generate_attn_arg_prefill(req_pool_indices, lens, REQ_TO_TOKEN)
-    assert qo_indptr.tolist() == [0, 1, 5, 7]
-    assert kv_indptr.tolist() == [0, 5, 14, 16]
-    assert kv_indices.tolist() == [*range(300, 305), *range(320, 329), 340, 341]
+def test_draft_extend_has_a_query_for_every_row_that_may_be_accepted() -> None:
+    """As many for every request, so that its shapes depend on no acceptance: those that count come first."""
+    extend_lens, lens = (1, 4, 2), (5, 9, 2)  # accepted drafts and the bonus
+    layout = extend_layout(lens, extend_lens, width=4)
+    assert (layout.q_lens, layout.kv_lens) == ((4, 4, 4), (8, 9, 4))
+    requests = PagedRequests(torch.tensor([0, 1, 2]), torch.tensor(lens), REQ_TO_TOKEN)
+    batch = extend_batch(requests, requests.seq_lens - torch.tensor(extend_lens), layout)
+    kv_indices, kv_indptr, qo_indptr, mask = attn_args_prefill(batch)
+    assert qo_indptr.tolist() == [0, 4, 8, 12]
+    assert kv_indptr.tolist() == [0, 8, 17, 21]
+    assert kv_indices.tolist() == [*range(300, 308), *range(320, 329), *range(340, 344)]
+    assert batch.out_cache_loc.tolist() == [*range(304, 308), *range(325, 329), *range(340, 344)]
     assert mask is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import pytest
@@ -21,13 +21,13 @@ from eagle_server.attention.batches import (
     verify_batch,
     verify_layout,
 )
-from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, Layout
+from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, Layout, PagedRequests
+from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput, EagleVerifyInput
 from eagle_server.attention.torch_native import SHORT_QUERY, TorchNativeAttention
 from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.pool import KVPool
-from eagle_server.ops.tree import ancestors
-from eagle_server.speculation.draft_input import DraftWindow, EagleDraftInput, Frontier
-from eagle_server.speculation.tree import EagleVerifyInput, compacted
+from eagle_server.speculation.tree import Tree, compacted
+from tests.support.trees import tree_of
 
 DIM, LAYERS, WIDTH = 8, 2, 192
 CPU = torch.device("cpu")
@@ -73,6 +73,9 @@ class Paged:
     @property
     def req_pool_indices(self) -> Tensor:
         return torch.arange(len(self.kv_lens))
+
+    def requests(self, seq_lens: Tensor) -> PagedRequests:
+        return PagedRequests(self.req_pool_indices, seq_lens, self.req_to_token)
 
     def store(self, row: int, positions: Sequence[int]) -> None:
         """Write K and V of positions that earlier forwards would have written."""
@@ -159,13 +162,12 @@ def test_tree_attention_sees_prefix_and_ancestors_and_measures_windows_by_depth(
     size, rng = 9, random.Random(len(prefixes))
     paged = Paged(4, 2, page, [n + size for n in prefixes])
     parents = [[-1, *(rng.randrange(node) for node in range(1, size))] for _ in prefixes]
-    mask, depths = ancestors(torch.tensor(parents), size)
     for row, length in enumerate(prefixes):
         paged.store(row, range(length))
     layout = verify_layout(tuple(prefixes), size, topk=2)
     lens = torch.tensor(prefixes)
-    tree = EagleVerifyInput(lens, mask, lens, torch.tensor(parents), depths, size, topk=2, draft_token_num=size)
-    batch = verify_batch(tree, paged.req_pool_indices, lens, paged.req_to_token, layout)
+    tree = tree_of(parents, [[5] * size] * len(prefixes), prefixes, size)
+    batch = verify_batch(EagleVerifyInput(tree), paged.requests(lens), layout)
     queries = paged.normal(size * len(prefixes), 4, DIM)
     found = attend(paged, batch, queries, [range(n, n + size) for n in prefixes], window)
     expected = []
@@ -203,10 +205,8 @@ def test_rows_of_compacted_trees_equal_those_of_the_padded_trees(
     size, counts, rng = 9, COUNTS[kept], random.Random(heads)
     lens, bs = torch.tensor(PREFIXES), len(PREFIXES)
     parents = [[-1, *(node - 1 if topk == 1 else rng.randrange(node) for node in range(1, size))] for _ in range(bs)]
-    mask, depths = ancestors(torch.tensor(parents), size)
-    tokens = torch.where(torch.arange(size) < torch.tensor(counts)[:, None], 5, -1).view(-1)
-    places = (lens[:, None] + depths).view(-1)
-    padded = EagleVerifyInput(tokens, mask, places, torch.tensor(parents), depths, size, topk, draft_token_num=size)
+    tokens = torch.where(torch.arange(size) < torch.tensor(counts)[:, None], 5, -1)
+    padded = Tree.linked(tokens, torch.tensor(parents), lens, size, topk)
     tree = compacted(padded)
     found = []
     for each, rows in ((padded, [size] * bs), (tree, counts)):
@@ -216,12 +216,12 @@ def test_rows_of_compacted_trees_equal_those_of_the_padded_trees(
         queries = paged.normal(bs, size, heads, DIM)
         chosen = torch.cat([queries[row, :count] for row, count in enumerate(rows)])
         given = None if each.counts is None else rows
-        layout = verify_layout(PREFIXES, each.draft_token_num, each.topk, given)
+        layout = verify_layout(PREFIXES, each.size, each.topk, given)
         assert sum(layout.q_lens) == sum(rows)
-        batch = verify_batch(each, paged.req_pool_indices, lens, paged.req_to_token, layout)
+        batch = verify_batch(EagleVerifyInput(each), paged.requests(lens), layout)
         new = [range(n, n + count) for n, count in zip(PREFIXES, rows, strict=True)]
         found.append(attend(paged, batch, chosen, new, window, softcap))
-    computed = (tokens >= 0).nonzero()[:, 0]
+    computed = (tokens.view(-1) >= 0).nonzero()[:, 0]
     assert error(found[1], list(found[0][computed].double())) < tolerance
 
 
@@ -234,7 +234,7 @@ def test_a_draft_step_as_masked_pass_and_as_explicit_decodes_is_the_same(prefixe
     paged = Paged(4, 2, 4, [n + topk * steps for n in prefixes])
     lens = torch.tensor(prefixes)
     start = torch.zeros(bs, topk), torch.zeros(bs, topk, dtype=torch.int64)
-    frontier = Frontier.first(*start, torch.zeros(bs * topk, 1), DraftWindow.of(topk, steps * topk, CPU))
+    draft = EagleDraftInput.first(*start, torch.zeros(bs * topk, 1), DraftWindow.of(topk, steps * topk, CPU))
     moved = 0
     for row, length in enumerate(prefixes):
         paged.store(row, range(length))
@@ -243,14 +243,13 @@ def test_a_draft_step_as_masked_pass_and_as_explicit_decodes_is_the_same(prefixe
         new = [range(n + step * topk, n + (step + 1) * topk) for n in prefixes]
         alone = draft_decode_layout(tuple(prefixes), step, topk)
         assert alone.num_visible == step + 1
-        draft = EagleDraftInput(torch.zeros(bs).long(), torch.ones(bs).long(), frontier=frontier)
-        ends = replace(draft, frontier=frontier.cut((step + 1) * topk))
+        ends = draft.cut((step + 1) * topk)
         slots = cache_locations(paged.req_pool_indices, lens + step * topk, topk, paged.req_to_token)
-        batch = draft_step_batch(ends, slots, paged.req_pool_indices, lens, paged.req_to_token, alone)
+        batch = draft_step_batch(ends, slots, paged.requests(lens), alone)
         masked = attend(paged, batch, queries, new, window)
         paged.pool.clear(torch.cat([paged.req_to_token[r, p.stop :].long() for r, p in enumerate(new)]))
         together = draft_layout(tuple(prefixes), steps, topk)
-        batch = draft_step_batch(draft, slots, paged.req_pool_indices, lens, paged.req_to_token, together)
+        batch = draft_step_batch(draft, slots, paged.requests(lens), together)
         assert float((attend(paged, batch, queries, new, window) - masked).abs().max()) < TOLERANCE
         kv_indices, kv_indptr, qo_indptr = draft.generate_attn_arg_decode(
             paged.req_pool_indices, lens, paged.req_to_token
@@ -268,7 +267,7 @@ def test_a_draft_step_as_masked_pass_and_as_explicit_decodes_is_the_same(prefixe
         if step == steps - 1:
             break
         scores = torch.randn(bs, topk, topk, generator=generator)
-        frontier, chosen = frontier.advance(torch.zeros_like(scores).long(), scores, torch.zeros(bs * topk, 1))
+        draft, chosen = draft.advance(torch.zeros_like(scores).long(), scores, torch.zeros(bs * topk, 1))
         moved += int((chosen // topk != torch.arange(topk)).sum())
     assert moved > 0
 
@@ -276,10 +275,9 @@ def test_a_draft_step_as_masked_pass_and_as_explicit_decodes_is_the_same(prefixe
 def test_a_draft_step_reads_the_slots_of_the_worked_example() -> None:
     """cycle.md, section 5: node 21 reads prefix, 4, 6 and node 22 reads prefix, 4, 7."""
     ancestor_mask = torch.tensor([[[True, False, True, False], [True, False, False, True]]])
-    frontier = Frontier(
+    draft = EagleDraftInput(
         1, torch.tensor([[21, 22]]), torch.zeros(1, 2), torch.zeros(2, 1), ancestor_mask, DraftWindow.of(2, 4, CPU)
     )
-    draft = EagleDraftInput(torch.tensor([99]), torch.tensor([1]), frontier=frontier)
     req_to_token = torch.arange(12, dtype=torch.int32)[None]
     kv_indices, kv_indptr, qo_indptr = draft.generate_attn_arg_decode(
         torch.tensor([0]), torch.tensor([4]), req_to_token

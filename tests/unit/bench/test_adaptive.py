@@ -14,7 +14,7 @@ import pytest
 
 from eagle_tools.bench import adaptive
 from eagle_tools.bench.demo import held_out
-from eagle_tools.bench.load import Arrival, Measurement, StreamedAnswer, Workload, answer_arrivals, ask
+from eagle_tools.bench.load import Arrival, Measurement, TimedAnswer, Workload, answer_arrivals, ask
 from eagle_tools.bench.report import equal_texts, percentile, plot_ratios, ratios, stream_times
 from eagle_tools.bench.servers import BenchError, Server
 
@@ -40,8 +40,8 @@ def test_ratios_and_equal_texts_compare_each_server_with_plain() -> None:
 
 def test_a_gap_of_several_tokens_counts_once_per_token() -> None:
     answers = [
-        StreamedAnswer(6, 1, 0, 1.0, first_token=0.5, text="", speculative=None, gaps=(0.4, 0.1), gap_tokens=(4, 1)),
-        StreamedAnswer(1, 1, 0, 0.7, first_token=0.7, text="", speculative=None, gaps=(), gap_tokens=()),
+        TimedAnswer(6, 1, 0, 1.0, first_token=0.5, text="", speculative=None, gaps=(0.4, 0.1), gap_tokens=(4, 1)),
+        TimedAnswer(1, 1, 0, 0.7, first_token=0.7, text="", speculative=None, gaps=(), gap_tokens=()),
     ]
     assert answers[0].token_gaps == pytest.approx([0.1] * 5)
     times = stream_times(answers, 2.0)

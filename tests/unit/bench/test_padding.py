@@ -146,8 +146,8 @@ def test_checkpoint_is_one_for_transformers_and_for_this_server(
     target = load_target(tmp_path / "target", progress=False)
     assert torch.equal(target_logits(target, prompts[0]), ours)
     draft = load_draft(tmp_path / "eagle3", target, context=REACH, progress=False)
-    assert draft.head.aux_boundaries == padded.head.aux_boundaries
-    read = dict(draft.head.weight_views())
+    assert draft.aux_boundaries == padded.head.aux_boundaries
+    read = dict(draft.weight_views())
     for name, weight in padded.head.weight_views():
         assert torch.equal(read[name], weight), name
 
@@ -172,4 +172,4 @@ def test_the_command_writes_checkpoints_that_load(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out == f"written: {tmp_path / 'target'}, {tmp_path / 'eagle3'}\n"
     target = load_target(tmp_path / "target", progress=False)
     assert (target.config.num_layers, target.config.dtype) == (PaddedShape.tiny().num_layers, torch.bfloat16)
-    assert load_draft(tmp_path / "eagle3", target, context=REACH, progress=False).head.aux_boundaries
+    assert load_draft(tmp_path / "eagle3", target, context=REACH, progress=False).aux_boundaries

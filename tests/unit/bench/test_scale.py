@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from eagle_tools.bench import scale
-from eagle_tools.bench.load import StreamedAnswer
+from eagle_tools.bench.load import TimedAnswer
 from eagle_tools.bench.routers import is_installed
 
 
 def test_the_numbers_of_a_pass() -> None:
     answers = tuple(
-        StreamedAnswer(8, 100, 25 * number, seconds, seconds / 10, "", None, (), ())
+        TimedAnswer(8, 100, 25 * number, seconds, seconds / 10, "", None, (), ())
         for number, seconds in enumerate((1.0, 2.0, 4.0))
     )
     numbers = scale.Pass(6.0, answers, (0.75, 0.25)).numbers

@@ -255,7 +255,7 @@ def test_other_environment_variables_are_not_looked_at():
         ),
         (
             ["--speculative-algorithm", "NEXTN"],
-            "--speculative-algorithm NEXTN needs --model-path: the demo's target has no MTP layer",
+            "--speculative-algorithm NEXTN needs --model-path: the demo's target does not hold an MTP layer",
         ),
         (
             ["--model-path", "owner/model", "--speculative-algorithm", "EAGLE"],

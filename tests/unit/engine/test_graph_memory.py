@@ -6,7 +6,7 @@ import pytest
 
 from eagle_server.attention import flashinfer
 from eagle_server.engine.devices import graph_memory
-from eagle_server.engine.engine_config import TreeConfig
+from eagle_server.speculation.tree_config import TreeConfig
 from tests.support.engines import CONTEXT, random_head, random_target, speculative
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.replay import FirstCallRecorder

@@ -95,8 +95,8 @@ def test_choices_for_another_draft_are_refused(files: TinyPair) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["MEDUSA", "--speculative-num-steps", "3"], "--speculative-num-steps: Medusa's trees follow from"),
-        (["MEDUSA", "--speculative-num-draft-tokens", "3"], "--speculative-num-draft-tokens: Medusa's trees"),
+        (["MEDUSA", "--speculative-num-steps", "3"], "--speculative-num-steps: MEDUSA's trees follow from"),
+        (["MEDUSA", "--speculative-num-draft-tokens", "3"], "--speculative-num-draft-tokens: MEDUSA's trees"),
         (["EAGLE3", "--medusa-choices", "zephyr_stage2"], "--medusa-choices has no effect with"),
         (["NONE", "--medusa-choices", "zephyr_stage2"], "--speculative-medusa-choices has no effect with"),
     ],
@@ -123,6 +123,6 @@ def test_the_command_line_trains_heads_and_resumes(
     assert "choose another --out" in capsys.readouterr().err
     assert main([*command, "--heads", "0"]) == 2
     loaded = load_draft(tmp_path / "heads", load_target(files.target, progress=False), context=512, progress=False)
-    assert isinstance(loaded.head, MedusaHeads)
-    assert loaded.head.config.heads == 2
+    assert isinstance(loaded, MedusaHeads)
+    assert loaded.config.heads == 2
     assert (tmp_path / "heads" / "training" / "medusa-loss.png").is_file()

@@ -42,7 +42,7 @@ def test_kv_is_that_of_target_and_draft() -> None:
     config = parse_args([], environ={})
     models = load_models(config, progress=False)
     assert models.draft is not None
-    both = bytes_per_slot(models.target.config) + bytes_per_slot(models.draft.head.config)  # type: ignore[union-attr]
+    both = bytes_per_slot(models.target.config) + bytes_per_slot(models.draft.config)  # type: ignore[union-attr]
     assert memory_estimate(config)["kv_per_token"] == both
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from eagle_server.config import parse_args
 from eagle_server.engine.build import load_models
-from eagle_server.engine.engine_config import TreeConfig
 from eagle_server.engine.resolve import lookahead_bound, resolve, server_info
+from eagle_server.speculation.tree_config import TreeConfig
 
 CASES = {
     "NONE": (["--speculative-algorithm", "NONE"], TreeConfig()),

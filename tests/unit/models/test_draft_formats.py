@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
-from eagle_server.models.checkpoints.load_draft import LoadedDraft, load_draft
+from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.drafts.eagle3 import Eagle3Head
-from eagle_server.models.drafts.interface import DraftHead
+from eagle_server.models.drafts.interface import DraftHead, DraftModel
 from eagle_server.models.targets.decoder import TargetModel
 from tests.unit.models import draft_checkpoints as dc
 from tests.unit.models.draft_checkpoints import CONFIG, CONTEXT, VD, D, H, Semantics, Tensors, V
@@ -31,7 +31,7 @@ def target() -> TargetModel:
     return dc.target()
 
 
-def load(path: Path, target: TargetModel, **options: Any) -> LoadedDraft:
+def load(path: Path, target: TargetModel, **options: Any) -> DraftModel:
     return load_draft(path, target, context=CONTEXT, progress=False, **options)
 
 
@@ -89,16 +89,16 @@ def test_eagle_computes_its_formula(tmp_path: Path, target: TargetModel, bias: b
     if form == "prefixed":
         written = {f"model.{name}": tensor for name, tensor in tensors.items()}
     loaded = load(dc.write(tmp_path, written, config, "pytorch_model.bin" if form == "bin" else None), target)
-    assert loaded.kind == "EAGLE"
-    assert loaded.head.aux_boundaries == ()
-    close(passes(loaded.head), expected_eagle(tensors, target, loaded.head))
+    assert loaded.algorithm == "EAGLE"
+    assert loaded.aux_boundaries == ()
+    close(passes(loaded), expected_eagle(tensors, target, loaded))
 
 
 def test_eagle_token_map_selects_rows_of_the_targets_head(tmp_path: Path, target: TargetModel) -> None:
     ids = [7, 3, 40, 11]
     directory = dc.write(tmp_path / "draft", tensors := dc.eagle_tensors(bias=True), CONFIG)
     torch.save(ids, tmp_path / "freq.pt")
-    head = load(directory, target, token_map=tmp_path / "freq.pt").head
+    head = load(directory, target, token_map=tmp_path / "freq.pt")
     close(passes(head), [logits[:, ids] for logits in expected_eagle(tensors, target, head)])
     assert head.target_ids(torch.tensor([[2, 0]])).tolist() == [[40, 7]]
 
@@ -106,7 +106,7 @@ def test_eagle_token_map_selects_rows_of_the_targets_head(tmp_path: Path, target
 def test_eagle_keeps_its_own_embedding_and_head_where_they_differ(tmp_path: Path, target: TargetModel) -> None:
     tensors = dc.eagle_tensors(bias=True)
     own = {"embed_tokens.weight": torch.randn(V, H), "lm_head.weight": torch.randn(V, H)}
-    head = load(dc.write(tmp_path, tensors | own, CONFIG), target).head
+    head = load(dc.write(tmp_path, tensors | own, CONFIG), target)
     tokens, features, *_ = inputs(head)
     _, y = dc.reference_eagle(tensors, own["embed_tokens.weight"], tokens, features)
     close(passes(head)[:1], [y @ own["lm_head.weight"].T])
@@ -188,15 +188,15 @@ def test_eagle3_variant_computes_its_formula(tmp_path: Path, target: TargetModel
     prefix = "midlayer." if form == "midlayer" else "layers.0."
     written = {key.replace("midlayer.", prefix): tensor for key, tensor in tensors.items()}
     loaded = load(dc.write(tmp_path, written, config), target)
-    assert loaded.kind == "EAGLE3"
-    close(passes(loaded.head), expected_eagle3(tensors, target, loaded.head, how))
+    assert loaded.algorithm == "EAGLE3"
+    close(passes(loaded), expected_eagle3(tensors, target, loaded, how))
 
 
 @pytest.mark.parametrize("norm", ["input_layernorm", "hidden_norm"])
 def test_second_layers_norm_has_two_names(tmp_path: Path, target: TargetModel, norm: str) -> None:
     tensors = dc.eagle3_tensors() | dc.layer_tensors("layers.1.", norms=(norm,))
     written = {key.replace("midlayer.", "layers.0."): tensor for key, tensor in tensors.items()}
-    head = load(dc.write(tmp_path, written, {**EAGLE3, "num_hidden_layers": 2}), target).head
+    head = load(dc.write(tmp_path, written, {**EAGLE3, "num_hidden_layers": 2}), target)
     close(passes(head), expected_eagle3(tensors, target, head, Semantics(deep_norm=norm)))
 
 
@@ -204,21 +204,21 @@ def test_legacy_aux_norms_are_fc_norms(tmp_path: Path, target: TargetModel) -> N
     tensors = tensors_of(VARIANTS["fc-norm"])
     names = dict(zip(_FC_NORMS, ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"), strict=True))
     written = {names.get(key, key): tensor for key, tensor in tensors.items()}
-    head = load(dc.write(tmp_path, written, {**EAGLE3, "use_aux_norm": True}), target).head
+    head = load(dc.write(tmp_path, written, {**EAGLE3, "use_aux_norm": True}), target)
     close(passes(head), expected_eagle3(tensors, target, head))
 
 
 def test_narrower_draft_brings_its_own_embedding(tmp_path: Path, target: TargetModel) -> None:
     tensors = dc.eagle3_tensors(hidden=16) | {"embed_tokens.weight": torch.randn(V, 16)}
     config = {**EAGLE3, "hidden_size": 16, "target_hidden_size": H}
-    head = load(dc.write(tmp_path, tensors, config), target).head
+    head = load(dc.write(tmp_path, tensors, config), target)
     close(passes(head), expected_eagle3(tensors, target, head))
 
 
 def test_copies_of_the_target_are_shared(tmp_path: Path, target: TargetModel) -> None:
     tensors = tensors_of(VARIANTS["shared-head"])
     copies = {"embed_tokens.weight": target.embed.detach(), "lm_head.weight": target.lm_head.weight.detach()}
-    head = load(dc.write(tmp_path, tensors | copies, {**EAGLE3, "draft_vocab_size": V}), target).head
+    head = load(dc.write(tmp_path, tensors | copies, {**EAGLE3, "draft_vocab_size": V}), target)
     assert isinstance(head, Eagle3Head)
     assert head.embed is None
     assert head.lm_head is None
@@ -233,7 +233,7 @@ def test_specforge_norm_output_warns_and_an_override_decides(
     with caplog.at_level(logging.WARNING):
         load(directory, target)
     assert "override norm_output" in caplog.text
-    head = load(directory, target, overrides={"norm_output": True}).head
+    head = load(directory, target, overrides={"norm_output": True})
     close(passes(head), expected_eagle3(tensors, target, head, Semantics(norm_output=True)))
 
 
@@ -241,37 +241,37 @@ def test_rope_theta_override_reaches_either_place(tmp_path: Path, target: Target
     tensors, rope = dc.eagle3_tensors(), {"rope_type": "default", "rope_theta": 5.0}
     for number, extra in enumerate(({}, {"rope_parameters": rope}, {"rope_scaling": rope})):
         directory = dc.write(tmp_path / str(number), tensors, {**EAGLE3, **extra})
-        head = load(directory, target, overrides={"rope_theta": 300.0}).head
+        head = load(directory, target, overrides={"rope_theta": 300.0})
         close(passes(head), expected_eagle3(tensors, target, head, Semantics(theta=300.0)))
 
 
 def test_token_map_is_ignored_for_eagle3(tmp_path: Path, target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
     directory = dc.write(tmp_path, dc.eagle3_tensors(), EAGLE3)
     with caplog.at_level(logging.WARNING):
-        head = load(directory, target, token_map=tmp_path / "freq.pt").head
+        head = load(directory, target, token_map=tmp_path / "freq.pt")
     assert "ignored" in caplog.text
     assert head.target_ids(torch.arange(VD)).shape == (VD,)
 
 
 def test_draft_ids_map_by_offset(tmp_path: Path, target: TargetModel) -> None:
     tensors = dc.eagle3_tensors()
-    head = load(dc.write(tmp_path, tensors, EAGLE3), target).head
+    head = load(dc.write(tmp_path, tensors, EAGLE3), target)
     assert head.target_ids(torch.arange(VD)).tolist() == tensors["t2d"].nonzero().flatten().tolist()
 
 
 def test_exported_head_loads_again_with_equal_logits(tmp_path: Path, target: TargetModel) -> None:
     variant = VARIANTS["eagle-3.1"]
     config = {**EAGLE3, **variant.config}
-    head = load(dc.write(tmp_path / "a", tensors_of(variant), config), target).head
+    head = load(dc.write(tmp_path / "a", tensors_of(variant), config), target)
     assert isinstance(head, Eagle3Head)
     save_checkpoint(head, tmp_path / "b", config, torch.float32)
-    close(passes(load(tmp_path / "b", target).head), passes(head))
+    close(passes(load(tmp_path / "b", target)), passes(head))
 
 
 def test_head_follows_the_targets_dtype(tmp_path: Path) -> None:
     target = dc.target().to(torch.bfloat16)
     tensors = {k: t.half() if t.is_floating_point() else t for k, t in dc.eagle3_tensors().items()}
-    head = load(dc.write(tmp_path, tensors, EAGLE3), target).head
+    head = load(dc.write(tmp_path, tensors, EAGLE3), target)
     assert isinstance(head, Eagle3Head)
     assert {p.dtype for p in head.parameters()} == {torch.bfloat16}
     tokens, features, positions, _ = inputs(head)

@@ -57,9 +57,9 @@ def features() -> Tensor:
 
 def load(path: Path, target: TargetModel, **options: Any) -> MedusaHeads:
     loaded = load_draft(path, target, context=CONTEXT, progress=False, **options)
-    assert loaded.kind == "MEDUSA"
-    assert isinstance(loaded.head, MedusaHeads)
-    return loaded.head
+    assert loaded.algorithm == "MEDUSA"
+    assert isinstance(loaded, MedusaHeads)
+    return loaded
 
 
 @torch.inference_mode()

@@ -67,11 +67,11 @@ def exported(tensors: Tensors, first: str, deep: str = "", deep_norm: str = "inp
 @pytest.mark.parametrize("first", ["midlayer.", "layers.0."])
 def test_modelopt_head_of_one_layer_computes_the_formula(tmp_path: Path, target: TargetModel, first: str) -> None:
     tensors = dc.eagle3_tensors()
-    head = load(dc.write(tmp_path / "modelopt", exported(tensors, first), MODELOPT), target).head
+    head = load(dc.write(tmp_path / "modelopt", exported(tensors, first), MODELOPT), target)
     assert isinstance(head, Eagle3Head)
     assert head.aux_boundaries == (2, LAYERS // 2, LAYERS - 3)
     close(passes(head), expected_eagle3(tensors, target, head, MODELOPT_ROPE))
-    usual = load(dc.write(tmp_path / "usual", tensors, {**EAGLE3, "rope_theta": 300.0}), target).head
+    usual = load(dc.write(tmp_path / "usual", tensors, {**EAGLE3, "rope_theta": 300.0}), target)
     assert isinstance(usual, Eagle3Head)
     for mine, theirs in zip(passes(head), passes(usual), strict=True):
         assert torch.equal(mine, theirs)
@@ -94,7 +94,7 @@ def test_modelopt_head_of_two_layers_computes_the_formula(
     tensors = dc.eagle3_tensors() | dc.layer_tensors("layers.1.", norms=("input_layernorm",))
     written = exported(tensors, first, deep, deep_norm)
     assert any(key.startswith(deep) for key in written)
-    head = load(dc.write(tmp_path, written, {**MODELOPT, "num_hidden_layers": 2}), target).head
+    head = load(dc.write(tmp_path, written, {**MODELOPT, "num_hidden_layers": 2}), target)
     assert head.config.num_layers == 2
     close(passes(head), expected_eagle3(tensors, target, head, MODELOPT_ROPE))
 
@@ -105,7 +105,7 @@ def test_modelopts_parallel_heads_are_ignored_with_a_warning(
     tensors = dc.eagle3_tensors()
     more = {"parallel_draft_heads.0.medusa_layers.0.linear.weight": torch.ones(H, H)}
     with caplog.at_level(logging.WARNING):
-        head = load(dc.write(tmp_path, exported(tensors, "midlayer.") | more, MODELOPT), target).head
+        head = load(dc.write(tmp_path, exported(tensors, "midlayer.") | more, MODELOPT), target)
     assert "1 tensors of parallel heads are ignored" in caplog.text
     close(passes(head), expected_eagle3(tensors, target, head, MODELOPT_ROPE))
 
@@ -114,7 +114,7 @@ def test_undeclared_draft_vocabulary_is_that_of_the_tensors(tmp_path: Path, targ
     tensors = dc.eagle3_tensors()
     for number, edit in enumerate((dict[str, Any](), {"draft_vocab_size": None})):
         config = {**CONFIG, **edit}
-        head = load(dc.write(tmp_path / str(number), exported(tensors, "midlayer."), config), target).head
+        head = load(dc.write(tmp_path / str(number), exported(tensors, "midlayer."), config), target)
         assert head.draft_vocab_size == VD
         close(passes(head), expected_eagle3(tensors, target, head))
 
@@ -181,7 +181,7 @@ def test_eagle3_head_follows_its_tensors(
         config.update(hidden_size=16, target_hidden_size=H)
     tensors |= more
     with caplog.at_level(logging.WARNING, logger="eagle_server"):
-        head = load(dc.write(tmp_path, tensors, config), target).head
+        head = load(dc.write(tmp_path, tensors, config), target)
     assert caplog.text.count("the tensors count") == (1 if warning else 0)
     assert warning in caplog.text
     close(passes(head), _with_fc_bias(tensors, target, head))
@@ -203,7 +203,7 @@ def test_eagle_fc_bias_follows_the_tensors(
 ) -> None:
     tensors = dc.eagle_tensors(bias=held)
     with caplog.at_level(logging.WARNING):
-        head = load(dc.write(tmp_path, tensors, {**CONFIG, "bias": not held}), target).head
+        head = load(dc.write(tmp_path, tensors, {**CONFIG, "bias": not held}), target)
     assert f"bias is {str(not held).lower()}, but the files {'hold' if held else 'lack'} fc.bias" in caplog.text
     close(passes(head), expected_eagle(tensors, target, head))
 
@@ -218,7 +218,7 @@ def test_deep_head_is_served_with_the_texts_of_plain_decoding(tmp_path: Path, ta
     """Each layer of the head has KV of its own; prompts come in chunks."""
     tensors = dc.eagle3_tensors() | dc.layer_tensors("layers.1.", norms=("input_layernorm",))
     written = exported(tensors, "midlayer.0.", "midlayer.1.")
-    head = load(dc.write(tmp_path, written, {**MODELOPT, "num_hidden_layers": 2}), target).head
+    head = load(dc.write(tmp_path, written, {**MODELOPT, "num_hidden_layers": 2}), target)
     requests = [request(i, range(1, 5 + 4 * i), max_tokens=20, ignore_eos=True) for i in range(3)]
     settings = {"context_length": 40, "chunked_prefill_size": 5}
     expected = tokens_of(run(plain(target, **settings), requests))

@@ -14,11 +14,11 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
 
 from eagle_server.attention.dense import DenseCausal
-from eagle_server.models.checkpoints.load_draft import LoadedDraft, load_draft
+from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.config import CheckpointError
-from eagle_server.models.drafts.interface import DraftHead
+from eagle_server.models.drafts.interface import DraftHead, DraftModel
 from eagle_server.models.drafts.mtp import MtpHead
 from eagle_server.models.targets.decoder import TargetModel
 from tests.support import deepseek
@@ -50,11 +50,11 @@ def served(directory: Path) -> TargetModel:
     return load_target(directory, dtype="float32", context=CONTEXT, progress=False)
 
 
-def load(path: Path, target: TargetModel, **options: Any) -> LoadedDraft:
+def load(path: Path, target: TargetModel, **options: Any) -> DraftModel:
     return load_draft(path, target, context=CONTEXT, progress=False, **options)
 
 
-def own(directory: Path, target: TargetModel, **options: Any) -> LoadedDraft:
+def own(directory: Path, target: TargetModel, **options: Any) -> DraftModel:
     return load(directory, target, target_path=directory, **options)
 
 
@@ -122,12 +122,12 @@ def test_mtp_layer_of_the_targets_own_files_computes_its_formula(directory: Path
     """Copies of the target's embedding and lm_head are not stored twice."""
     target = served(directory)
     loaded = own(directory, target, algorithm=algorithm)
-    assert loaded.kind == "NEXTN"
-    assert loaded.head.aux_boundaries == ()
-    assert isinstance(loaded.head, MtpHead)
-    assert loaded.head.embed is None
-    assert loaded.head.lm_head is None
-    close(passes(loaded.head), expected(directory))
+    assert loaded.algorithm == "NEXTN"
+    assert loaded.aux_boundaries == ()
+    assert isinstance(loaded, MtpHead)
+    assert loaded.embed is None
+    assert loaded.lm_head is None
+    close(passes(loaded), expected(directory))
 
 
 @pytest.mark.parametrize("index", [0, LAYERS])
@@ -142,16 +142,16 @@ def test_exported_mtp_layer_computes_the_same(tmp_path: Path, directory: Path, i
     }
     config = {**DEEPSEEK, "architectures": ["DeepseekV3ForCausalLMNextN"], "num_hidden_layers": 1}
     loaded = load(dc.write(tmp_path / "draft", tensors, config), served(directory), algorithm="NEXTN")
-    assert loaded.kind == "NEXTN"
-    close(passes(loaded.head), expected(directory))
+    assert loaded.algorithm == "NEXTN"
+    close(passes(loaded), expected(directory))
 
 
 def test_saved_mtp_layer_loads_again_with_equal_logits(tmp_path: Path, directory: Path) -> None:
     target = served(directory)
-    head = own(directory, target).head
+    head = own(directory, target)
     assert isinstance(head, MtpHead)
     save_checkpoint(head, tmp_path / "draft", DEEPSEEK, torch.float32)
-    close(passes(load(tmp_path / "draft", target).head), passes(head))
+    close(passes(load(tmp_path / "draft", target)), passes(head))
 
 
 def test_saved_target_loads_again_with_equal_logits(tmp_path: Path, directory: Path) -> None:
@@ -166,7 +166,7 @@ def test_saved_target_loads_again_with_equal_logits(tmp_path: Path, directory: P
 def test_own_embedding_and_head_are_kept_where_they_differ(directory: Path) -> None:
     head_weight = torch.randn(VOCAB, 48)
     edit(directory, lambda t: t.update({f"{PREFIX}shared_head.head.weight": head_weight}))
-    head = own(directory, served(directory)).head
+    head = own(directory, served(directory))
     assert isinstance(head, MtpHead)
     assert head.lm_head is not None
     wanted = expected(directory)
@@ -178,7 +178,7 @@ def test_own_embedding_and_head_are_kept_where_they_differ(directory: Path) -> N
 def test_token_map_selects_rows_of_the_shared_head(tmp_path: Path, directory: Path) -> None:
     ids = [7, 3, 40, 11]
     torch.save(ids, tmp_path / "freq.pt")
-    head = own(directory, served(directory), token_map=tmp_path / "freq.pt").head
+    head = own(directory, served(directory), token_map=tmp_path / "freq.pt")
     close(passes(head), [logits[:, ids] for logits in expected(directory)])
     assert head.target_ids(torch.tensor([[2, 0]])).tolist() == [[40, 7]]
     assert head.draft_vocab_size == 4
@@ -219,7 +219,7 @@ def test_mtp_layer_is_refused(directory: Path, name: str) -> None:
 
 def test_another_targets_config_is_refused(tmp_path: Path, directory: Path) -> None:
     target = served(directory)
-    save_checkpoint(own(directory, target).head, tmp_path / "draft", {**DEEPSEEK, "vocab_size": 99}, torch.float32)  # type: ignore[arg-type]
+    save_checkpoint(own(directory, target), tmp_path / "draft", {**DEEPSEEK, "vocab_size": 99}, torch.float32)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="vocab_size: an MTP layer has its target's, expected 64, found 99"):
         load(tmp_path / "draft", target)
 

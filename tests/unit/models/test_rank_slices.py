@@ -153,18 +153,11 @@ def test_a_quantized_vocabulary_that_does_not_divide_ends_with_zeros() -> None:
     assert loaded.equal(torch.cat([torch.full((2, 32), 2.0), torch.zeros(1, 32)]))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_both_ways_through_attention_sum_over_the_ranks(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001
-    """Under FlashInfer norm, rotation and the write of keys and values are one kernel, stubbed here."""
+def test_attention_sums_over_the_ranks_once() -> None:
     summed = list[Tensor]()
     ranks = SimpleNamespace(rank=0, size=2, sum=lambda x: summed.append(x) or x)
     attention = layers.Attention(split_over(read_target_config(CONFIG), ranks), 0, 32)  # type: ignore[arg-type]
-    monkeypatch.setattr(layers, "apply_rope", lambda x, _: x)
-    monkeypatch.setattr(attention, "_attend_fused", lambda qkv, *_: qkv[:, : attention.heads])
-    bound, rope = SimpleNamespace(run=lambda q, *_: q), object()
-    if fused:
-        monkeypatch.setattr(layers, "AngleTable", object)
-        monkeypatch.setattr(layers, "BoundFlashInfer", SimpleNamespace)
+    bound = SimpleNamespace(rotate_and_attend=lambda qkv, heads, *_: qkv[:, :heads])
     with torch.no_grad():
-        attention(torch.randn(3, 32), rope, bound)
+        attention(torch.randn(3, 32), object(), bound)
     assert len(summed) == 1

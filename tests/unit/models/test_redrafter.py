@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.models.checkpoints.load_draft import LoadedDraft, load_draft
+from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.config import CheckpointError
+from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.models.drafts.redrafter import RedrafterHead
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_server.speculation.tree import TreeNodes, build_tree
+from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.worker.draft_ranking import BY_PROBABILITY
+from eagle_server.worker.drafters.interface import DrafterSetup
 from eagle_server.worker.drafters.redrafter import RedrafterDrafter, beam_search
 from eagle_tools.training.redrafter import accept_length, new_redrafter, rollout, rollout_loss
 from eagle_tools.training.ttt import teach
@@ -55,7 +57,7 @@ def tensors(*, exit_dim: int = 2 * H, layers: int = 2, rnn: bool = True) -> Tens
     return {name: torch.randn(shape) * 0.3 for name, shape in shapes.items()}
 
 
-def load(path: Path, target: TargetModel, **options: Any) -> LoadedDraft:
+def load(path: Path, target: TargetModel, **options: Any) -> DraftModel:
     return load_draft(path, target, context=CONTEXT, progress=False, **options)
 
 
@@ -87,8 +89,8 @@ def test_a_checkpoint_computes_its_formula(tmp_path: Path, target: TargetModel, 
         declared = {"exit_dim": made.get("exit_dim", 2 * H), "num_draft_layers": made.get("layers", 2)}
         config = {**CONFIG, **declared, "rnn": made.get("rnn", True)}
     loaded = load(dc.write(tmp_path, w, config), target, algorithm="REDRAFTER")
-    head = loaded.head
-    assert loaded.kind == "REDRAFTER"
+    head = loaded
+    assert loaded.algorithm == "REDRAFTER"
     assert isinstance(head, RedrafterHead)
     assert (head.aux_boundaries, head.draft_vocab_size) == ((), V)
     tokens, contexts = torch.randint(V, (5, 4)), torch.randn(5, H)
@@ -100,15 +102,15 @@ def test_a_checkpoint_computes_its_formula(tmp_path: Path, target: TargetModel, 
 
 
 def test_a_head_is_recognized_by_its_tensors(tmp_path: Path, target: TargetModel) -> None:
-    assert load(dc.write(tmp_path / "a", tensors(), {}), target).kind == "REDRAFTER"
+    assert load(dc.write(tmp_path / "a", tensors(), {}), target).algorithm == "REDRAFTER"
     plain = dc.write(tmp_path / "b", tensors(rnn=False), {"exit_dim": 2 * H})
-    assert load(plain, target).kind == "REDRAFTER"
+    assert load(plain, target).algorithm == "REDRAFTER"
 
 
 def test_an_exported_head_loads_again_with_equal_logits(tmp_path: Path, target: TargetModel) -> None:
     new = new_redrafter(target, exit_dim=40, draft_layers=1)
     save_checkpoint(new.head, tmp_path, new.config_json, torch.float32)
-    head = load(tmp_path, target).head
+    head = load(tmp_path, target)
     assert isinstance(head, RedrafterHead)
     contexts, tokens = torch.randn(3, H), torch.randint(V, (3, 3))
     for mine, theirs in zip(
@@ -119,7 +121,7 @@ def test_an_exported_head_loads_again_with_equal_logits(tmp_path: Path, target: 
 
 def test_the_head_shares_the_embedding_and_follows_the_targets_dtype(tmp_path: Path) -> None:
     target = dc.target().to(torch.bfloat16)
-    head = load(dc.write(tmp_path, {k: t.half() for k, t in tensors().items()}, CONFIG), target).head
+    head = load(dc.write(tmp_path, {k: t.half() for k, t in tensors().items()}, CONFIG), target)
     assert isinstance(head, RedrafterHead)
     assert {p.dtype for p in head.parameters()} == {torch.bfloat16}
     assert not any(p.shape == target.embed.shape for p in head.parameters())
@@ -213,19 +215,18 @@ def test_beam_search_is_the_textbooks(target: TargetModel, steps: int, width: in
 @torch.inference_mode()
 def test_the_drafter_proposes_the_best_nodes_of_its_beams(target: TargetModel, size: int) -> None:
     head = random_redrafter(target)
-    drafter = RedrafterDrafter(head, num_steps=3, beam_width=4, num_draft_tokens=size)
+    drafter = RedrafterDrafter(head, DrafterSetup(TreeConfig(3, 4, size), torch.device("cpu")))
     contexts, roots = torch.randn(2, H, generator=torch.Generator().manual_seed(7)), torch.tensor([9, 1])
-    nodes = drafter._propose(BY_PROBABILITY, 3, size, contexts, roots)
-    assert isinstance(nodes, TreeNodes)
-    tree = build_tree(nodes, roots, torch.tensor([3, 8]))
+    tree = drafter._propose(3, size, contexts, roots, torch.tensor([3, 8]), BY_PROBABILITY)
+    assert tree.tokens[:, 0].equal(roots)
     beams, scores = beam_search(head, contexts, roots, 3, 4)
     for row in range(2):
         worth = {
             tuple(beams[row, i, : j + 1].tolist()): float(scores[row, i, j]) for i in range(4) for j in range(1, 4)
         }
         best = sorted(worth, key=lambda prefix: -worth[prefix])[: size - 1]
-        tokens = tree.draft_token.view(2, -1)[row]
-        found = {tuple(tokens[tree.custom_mask[row, i]].tolist()) for i in range(1, size) if int(tokens[i]) >= 0}
+        tokens = tree.tokens[row]
+        found = {tuple(tokens[tree.mask[row, i]].tolist()) for i in range(1, size) if int(tokens[i]) >= 0}
         assert found == set(best)
 
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle_server.attention.spec_info import retrive_links
 from eagle_server.ops import accept
 from eagle_server.ops.accept import walk_tree
 from eagle_server.ops.tree import ancestors
-from eagle_server.speculation.reference import retrive_links, verify_tree_greedy
 from tests.support.covering import covering
 from tests.support.kernels import climb, every_way, generator, on_device, random_parents, take
+from tests.support.reference import verify_tree_greedy
 
 SIZES = [(1, 1, 0), (3, 1, 2), (3, 2, 1), (5, 6, 5), (5, 13, 4), (3, 64, 7), (2, 256, 10)]
 

@@ -12,10 +12,10 @@ from eagle_server.ops import draw, gumbel
 from eagle_server.speculation import sampling
 from eagle_server.speculation.bad_words import ANY, PATH_START
 from eagle_server.speculation.random import request_key
-from eagle_server.speculation.transforms import Paths, PenalizerState
+from eagle_server.speculation.transforms import PenalizerState
 from tests.support.kernels import DEVICE, every_way, generator, on_device, take
 from tests.support.sampling import request_sampling
-from tests.support.trees import tree_input
+from tests.support.trees import tree_of
 
 NEAR_TIE = 1e-4  # scores this close may be rounded either way (docs/architecture.md)
 INF = float("inf")
@@ -121,13 +121,12 @@ def test_transformed_and_truncated_logits_are_drawn_alike_by_every_kernel(
     ]
     source = generator(8)
     logits = torch.randn(4, 6, 50, generator=source)
-    tree = tree_input([[-1, 0, 0, 1, 1, 3]] * 4, torch.randint(8, (4, 6), generator=source).tolist(), [9] * 4, 3)
-    paths = Paths(tree.draft_token.view(4, 6), tree.parents, tree.custom_mask)
+    tree = tree_of([[-1, 0, 0, 1, 1, 3]] * 4, torch.randint(8, (4, 6), generator=source).tolist(), [9] * 4, 3)
     counts, prompts = torch.randint(3, (2, 50), generator=source).float(), torch.rand(2, 50, generator=source) < 0.3
     begun = torch.tensor([[0, 2, PATH_START, ANY, ANY, ANY]]).T  # the first request's text ends with the token 1
     batch = sampling.SamplingBatch.of(settings, torch.device("cpu"), spec_steps=3)
     batch = replace(batch, penalizer_state=PenalizerState(counts, prompts, begun))
-    rows = (logits, tree.positions.view(4, 6) + 1, batch, paths)
+    rows = (logits, tree.positions + 1, batch, tree)
     take("twin", monkeypatch, draw)
     expected_tokens, expected_scores = sampling.draw(*rows)
     take(way, monkeypatch, draw)

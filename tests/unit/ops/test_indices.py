@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput
 from eagle_server.ops import indices
 from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices, window_slots
-from eagle_server.speculation.draft_input import DraftWindow, EagleDraftInput, Frontier
 from tests.support.kernels import DEVICE, each_way, generator, on_device
 
 UNTOUCHED = -7
@@ -98,9 +98,7 @@ def test_draft_step_queries_read_the_prefix_their_ancestors_and_themselves(
     assert out[: ends[-1]].tolist() == torch.cat(expected).tolist()
     assert set(out[ends[-1] :].tolist()) <= {UNTOUCHED}
 
-    draft = EagleDraftInput(
-        lens, lens, frontier=Frontier(step, lens, lens, lens, ancestor_mask, DraftWindow.of(topk, window, DEVICE))
-    )
+    draft = EagleDraftInput(step, lens, lens, lens, ancestor_mask, DraftWindow.of(topk, window, DEVICE))
     slots, indptr, _ = draft.generate_attn_arg_decode(req_pool_indices, lens, table)
     assert torch.equal(out[: ends[-1]], slots)
     assert torch.equal(kv_indptr, indptr)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eagle_server.attention.spec_info import retrive_links
 from eagle_server.ops.accept import walk_tree
 from eagle_server.ops.accepted import store_accepted
 from eagle_server.ops.candidates import best_candidates, best_children
@@ -19,7 +20,7 @@ from eagle_server.ops.kv_move import keep_accepted
 from eagle_server.ops.mask import pack_tree_mask
 from eagle_server.ops.topk import coupled_topk_logprobs, topk_logprobs
 from eagle_server.ops.tree import link_tree
-from eagle_server.speculation.reference import retrive_links, verify_tree_greedy
+from tests.support.reference import verify_tree_greedy
 
 
 def valueless(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from eagle_server.attention.spec_info import retrive_links
 from eagle_server.ops import tree
 from eagle_server.ops.tree import link_tree
-from eagle_server.speculation.reference import retrive_links
 from tests.support.drafts import example_pool
 from tests.support.kernels import DEVICE, climb, every_way, generator, on_device, random_parents, take
 
@@ -69,8 +69,9 @@ def test_every_node_is_linked_to_its_pool_parent(
 @every_way
 def test_the_worked_example_and_a_root_alone(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     take(way, monkeypatch, tree)
-    one = example_pool()[0].best(5)
-    parents, depths, _ = link_tree(*on_device(one.selected_index, one.parent_list), one.topk, one.spec_steps)
+    selected, parent_list = torch.tensor([[0, 1, 2, 3, 8]]), torch.tensor([[-1, 0, 1, 2, 3]])
+    assert example_pool()[0].tree(5).tokens.tolist() == [[77, 11, 12, 21, 22, 33]]
+    parents, depths, _ = link_tree(*on_device(selected, parent_list), 2, 3)
     assert parents.tolist() == [[-1, 0, 0, 1, 1, 4]]
     assert depths.tolist() == [[0, 1, 1, 2, 2, 3]]
     next_token, next_sibling = retrive_links(parents)

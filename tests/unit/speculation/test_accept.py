@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from eagle_server.speculation.accept import Acceptance, Accepted, Lossless, accept
 from eagle_server.speculation.sampling import SamplingBatch
-from eagle_server.speculation.tree import EagleVerifyInput, compacted
+from eagle_server.speculation.tree import Tree, compacted
 from eagle_server.speculation.typical import Typical
 from tests.support.sampling import request_sampling
-from tests.support.trees import children, path_to, pruned, tree_input
+from tests.support.trees import children, path_to, pruned, tree_of
 
 GREEDY = request_sampling(temperature=0.0)
 VOCAB = 5
-EXAMPLE = tree_input([[-1, 0, 0, 1, 1, 4]], [[99, 11, 12, 21, 22, 33]], [4], 3)
+EXAMPLE = tree_of([[-1, 0, 0, 1, 1, 4]], [[99, 11, 12, 21, 22, 33]], [4], 3)
 
 
-def accepted(tree: EagleVerifyInput, draws: list[list[int]], vocab: int = VOCAB) -> Accepted:
+def accepted(tree: Tree, draws: list[list[int]], vocab: int = VOCAB) -> Accepted:
     """`accept` with logits that are largest at `draws`."""
     logits = torch.nn.functional.one_hot(torch.tensor(draws).view(-1), vocab).float()
     return accept(tree, logits, SamplingBatch.of([GREEDY] * len(draws), logits.device))
@@ -48,7 +48,7 @@ def test_a_node_that_agrees_below_a_refused_one_is_not_reached() -> None:
 
 
 @st.composite
-def trees(draw_value: st.DrawFn, *, distinct: bool) -> tuple[EagleVerifyInput, list[list[int]]]:
+def trees(draw_value: st.DrawFn, *, distinct: bool) -> tuple[Tree, list[list[int]]]:
     """Random trees of random shapes, with random draws that often agree. With `distinct`, siblings' tokens differ."""
     bs, size = draw_value(st.integers(1, 3)), draw_value(st.integers(1, 9))
     parents, tokens, draws = [], [], []
@@ -67,7 +67,7 @@ def trees(draw_value: st.DrawFn, *, distinct: bool) -> tuple[EagleVerifyInput, l
         draws.append(draw_value(st.lists(st.integers(0, VOCAB - 1), min_size=size, max_size=size)))
     deepest = max(len(path_to(links, node)) - 1 for links in parents for node in range(size))
     spec_steps = deepest + (draw_value(st.integers(0, 2)) if size > 1 else 0)
-    return tree_input(parents, tokens, [3 + r for r in range(bs)], spec_steps), draws
+    return tree_of(parents, tokens, [3 + r for r in range(bs)], spec_steps), draws
 
 
 @given(trees(distinct=True))
@@ -75,12 +75,12 @@ def test_the_path_is_the_walk_along_the_links(drawn) -> None:
     tree, draws = drawn
     result = accepted(tree, draws)
     bs, size = tree.parents.shape
-    tokens = tree.draft_token.view(bs, size)
+    tokens = tree.tokens
     for r in range(bs):
         path = [0]
         while following := [c for c in children(tree, r, path[-1]) if int(tokens[r, c]) == draws[r][path[-1]]]:
             path.append(following[0])
-        padding = [-1] * (tree.spec_steps + 1 - len(path))
+        padding = [-1] * (tree.steps + 1 - len(path))
         assert result.path[r].tolist() == path + padding
         assert int(result.accept_length[r]) == len(path) - 1
         assert result.tokens[r].tolist() == [draws[r][node] for node in path] + padding
@@ -91,7 +91,7 @@ def test_among_siblings_with_one_token_the_longest_path_is_taken(drawn) -> None:
     tree, draws = drawn
     result = accepted(tree, draws)
     bs, size = tree.parents.shape
-    tokens = tree.draft_token.view(bs, size)
+    tokens = tree.tokens
     for r in range(bs):
         links = tree.parents[r].tolist()
         reached = [
@@ -109,11 +109,11 @@ def test_a_chain_and_a_tree_of_its_path_emit_the_same() -> None:
     """The tree decides how many tokens are accepted, but never which."""
     generator = torch.Generator().manual_seed(0)
     target = torch.randint(10, (10, 10), generator=generator)  # the draw after tokens a, b
-    chain = tree_input([[-1, 0, 1, 2]], [[3, int(target[0, 3]), 5, 6]], [7], 3)
-    tree = tree_input([[-1, 0, 0, 2]], [[3, 9, int(target[0, 3]), int(target[3, target[0, 3]])]], [7], 3)
+    chain = tree_of([[-1, 0, 1, 2]], [[3, int(target[0, 3]), 5, 6]], [7], 3)
+    tree = tree_of([[-1, 0, 0, 2]], [[3, 9, int(target[0, 3]), int(target[3, target[0, 3]])]], [7], 3)
     texts = []
     for each in (chain, tree):
-        tokens, links = each.draft_token.tolist(), each.parents[0].tolist()
+        tokens, links = each.tokens[0].tolist(), each.parents[0].tolist()
         before = [0, *(tokens[parent] for parent in links[1:])]
         draws = [int(target[a, b]) for a, b in zip(before, tokens, strict=True)]
         result = accepted(each, [draws], vocab=10)
@@ -127,7 +127,7 @@ def test_a_chain_and_a_tree_of_its_path_emit_the_same() -> None:
 def test_logits_that_are_not_finite_fail_their_own_request_where_they_are_on_its_path(
     temperature: float, value: float
 ) -> None:
-    tree = tree_input([[-1, 0, 0]] * 4, [[1, 2, 3]] * 4, [3, 4, 5, 6], 1)
+    tree = tree_of([[-1, 0, 0]] * 4, [[1, 2, 3]] * 4, [3, 4, 5, 6], 1)
     logits = torch.zeros(4, 3, VOCAB)
     logits[:, 0, 2] = 90.0  # node 1 is accepted, node 2 refused
     logits[1, 0, 4] = value
@@ -159,14 +159,14 @@ def test_compacted_trees_are_accepted_bit_for_bit_as_padded_ones(name: str, rule
     for _ in range(60):
         links = [[-1, 0, 0, 0, *(int(x) for x in torch.randint(1, 4, (3,), generator=generator)), 4, 5]] * bs
         tokens = torch.randint(VOCAB, (bs, size), generator=generator)
-        whole = tree_input(links, tokens.tolist(), [3, 9, 40, 5], steps)
+        whole = tree_of(links, tokens.tolist(), [3, 9, 40, 5], steps)
         share = torch.tensor([[0.0], [0.2], [0.5], [1.0]])[torch.randperm(bs, generator=generator)]
         padded = pruned(whole, torch.rand(bs, size - 1, generator=generator) < share)
         tree = compacted(padded)
         logits = 2 * torch.randn(bs * size, VOCAB, generator=generator)
-        computed = (padded.draft_token >= 0).nonzero()[:, 0]
+        computed = (padded.tokens.view(-1) >= 0).nonzero()[:, 0]
         expected, found = rule.accept(padded, logits, sampling), rule.accept(tree, logits[computed], sampling)
-        width, nodes = tree.spec_steps + 1, computed.view(-1)
+        width, nodes = tree.steps + 1, computed.view(-1)
         rows = tree.retrive_index.gather(1, found.path.clamp(min=0))
         path = torch.where(found.path < 0, -1, nodes[rows] % size)
         assert torch.equal(path, expected.path[:, :width])

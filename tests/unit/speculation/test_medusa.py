@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle_server.speculation.reference import TOPK, evaluate_posterior, generate_candidates, generate_medusa_buffers
 from eagle_server.speculation.static_tree import (
     PRESETS,
     Choices,
@@ -20,6 +19,7 @@ from eagle_server.speculation.static_tree import (
     sorted_choices,
     truncated,
 )
+from tests.support.reference import TOPK, evaluate_posterior, generate_candidates, generate_medusa_buffers
 
 SMALL = ((0,), (1,), (0, 0), (0, 1))
 UNEVEN = ((0,), (0, 0), (0, 1), (1,), (1, 0))

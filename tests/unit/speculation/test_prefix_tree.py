@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eagle_server.speculation.prefix_tree import PADDING, PackedBeam, pack, pack_like, tree_nodes, unpack
-from eagle_server.speculation.tree import build_tree
+from eagle_server.speculation.prefix_tree import PADDING, beam_tree, pack, pack_like, unpack
+from tests.support.trees import path_to
 
 # The published example of the beam-to-prefix-tree conversion, two requests.
 EXAMPLE = [
@@ -37,32 +37,33 @@ def prefixes(beam: Tensor) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(tuple(row[: j + 1]) for row in beam.tolist() for j in range(len(row))))
 
 
-def text(packed: PackedBeam, request: int, place: int) -> tuple[int, ...]:
-    """The tokens that a place attends to, in ascending order of places."""
-    seen = packed.attention_mask[request, place].nonzero().flatten()
-    return tuple(packed.packed_beam[request, seen].tolist())
+def text(packed: Tensor, parents: Tensor, place: int) -> tuple[int, ...]:
+    """The tokens on the path to a place of one request's tree."""
+    return tuple(packed[path_to(parents.tolist(), place)].tolist())
 
 
 def test_the_published_example() -> None:
-    packed = pack(torch.tensor(EXAMPLE), 9)
-    assert packed.packed_beam.tolist() == [
+    packed, parents, unpack_map = pack(torch.tensor(EXAMPLE), 9)
+    assert packed.tolist() == [
         [91, 92, 93, 95, 94, 96, 97, PADDING, PADDING],
         [93, 94, 95, 92, 95, 96, 93, 97, 96],
     ]
-    assert packed.unpack_map.tolist() == [
+    assert unpack_map.tolist() == [
         [[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 2, 6]],
         [[0, 1, 2, 3], [0, 4, 5, 6], [0, 1, 7, 8]],
     ]
-    assert packed.position_offsets.tolist() == [[0, 1, 2, 3, 2, 3, 3, 0, 0], [0, 1, 2, 3, 1, 2, 3, 2, 3]]
-    assert text(packed, 0, 6) == (91, 92, 93, 97)
-    assert text(packed, 1, 8) == (93, 94, 97, 96)
+    assert parents.tolist() == [[-1, 0, 1, 2, 1, 4, 2, -1, -1], [-1, 0, 1, 2, 0, 4, 5, 1, 7]]
+    assert text(packed[0], parents[0], 6) == (91, 92, 93, 97)
+    assert text(packed[1], parents[1], 8) == (93, 94, 97, 96)
 
 
 def test_the_sentences_of_the_prefix_tree_document() -> None:
     """Mars is a red / Mars is reddish when / Mars is dark red: the nodes and mask of the document."""
-    packed = pack(torch.tensor([[[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 6, 3]]]))
-    assert packed.packed_beam[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 3] + [PADDING] * 4
-    assert [mask.nonzero().flatten().tolist() for mask in packed.attention_mask[0, :8]] == [
+    beam = torch.tensor([[[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 6, 3]]])
+    tree = beam_tree(beam, torch.zeros(beam.shape), torch.tensor([5]), 12)
+    assert tree.tokens[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 3] + [PADDING] * 4
+    assert tree.positions[0, :8].tolist() == [5, 6, 7, 8, 7, 8, 7, 8]
+    assert [mask.nonzero().flatten().tolist() for mask in tree.mask[0, :8]] == [
         [0],
         [0, 1],
         [0, 1, 2],
@@ -77,50 +78,40 @@ def test_the_sentences_of_the_prefix_tree_document() -> None:
 @settings(deadline=None)
 @given(beam=beams())
 def test_packing_keeps_every_prefix_once_and_unpacking_restores_the_beam(beam: Tensor) -> None:
-    packed = pack(beam)
+    packed, parents, unpack_map = pack(beam)
     batch, count, width = beam.shape
-    assert packed.packed_beam.shape == (batch, count * width)
-    assert unpack(packed.packed_beam, packed.unpack_map).equal(beam)
-    row = torch.arange(batch)[:, None, None]
-    assert packed.packed_beam[row, packed.unpack_map].equal(beam)
-    depths = torch.arange(width).expand_as(beam)
-    assert unpack(packed.position_offsets, packed.unpack_map).equal(depths)
+    assert packed.shape == parents.shape == (batch, count * width)
+    assert unpack(packed, unpack_map).equal(beam)
     for request in range(batch):
         expected = prefixes(beam[request])
-        real = [p for p in range(count * width) if packed.packed_beam[request, p] != PADDING]
+        real = [p for p in range(count * width) if packed[request, p] != PADDING]
         assert real == list(range(len(expected)))  # padding comes last
-        assert [text(packed, request, place) for place in real] == expected
+        assert [text(packed[request], parents[request], place) for place in real] == expected
         for i in range(count):
             for j in range(width):
-                place = int(packed.unpack_map[request, i, j])
-                assert expected[place] == tuple(beam[request, i, : j + 1].tolist())
+                assert expected[int(unpack_map[request, i, j])] == tuple(beam[request, i, : j + 1].tolist())
 
 
 @settings(deadline=None)
 @given(beam=beams())
-def test_ancestors_come_first_and_padding_is_alone(beam: Tensor) -> None:
-    packed = pack(beam, beam.shape[1] * beam.shape[2] + 2)
-    mask = packed.attention_mask
-    assert mask.diagonal(dim1=1, dim2=2).all()
-    assert not mask.triu(1).any()
-    padding = packed.packed_beam == PADDING
+def test_parents_come_first_and_padding_has_none(beam: Tensor) -> None:
+    packed, parents, _ = pack(beam, beam.shape[1] * beam.shape[2] + 2)
+    padding = packed == PADDING
     assert padding[:, -2:].all()
-    others = mask & ~torch.eye(mask.shape[1], dtype=torch.bool)
-    assert not others[padding].any()
-    assert not others.transpose(1, 2)[padding].any()
-    assert (mask.sum(-1) - 1).equal(packed.position_offsets)
+    assert (parents < torch.arange(parents.shape[1])).all()
+    assert (parents[padding] == -1).all()
 
 
 @settings(deadline=None)
 @given(beam=beams())
 def test_values_are_packed_and_unpacked_like_tokens(beam: Tensor) -> None:
-    packed = pack(beam)
+    packed, _, unpack_map = pack(beam)
     total = beam.cumsum(-1).float()  # equal where prefixes are
-    values = pack_like(total, packed.unpack_map, packed.packed_beam.shape[1], padding=-1.0)
-    assert unpack(values, packed.unpack_map).equal(total)
-    assert ((values == -1) == (packed.packed_beam == PADDING)).all()
+    values = pack_like(total, unpack_map, packed.shape[1], padding=-1.0)
+    assert unpack(values, unpack_map).equal(total)
+    assert ((values == -1) == (packed == PADDING)).all()
     vectors = torch.stack([values, 2 * values], dim=-1)
-    assert unpack(vectors, packed.unpack_map).equal(torch.stack([total, 2 * total], dim=-1))
+    assert unpack(vectors, unpack_map).equal(torch.stack([total, 2 * total], dim=-1))
 
 
 @settings(deadline=None)
@@ -128,18 +119,14 @@ def test_values_are_packed_and_unpacked_like_tokens(beam: Tensor) -> None:
 def test_a_packed_beam_becomes_the_same_tree(beam: Tensor, spare: int) -> None:
     batch, count, width = beam.shape
     size = count * (width - 1) + 1
-    packed = pack(beam, size)
-    nodes = tree_nodes(packed, size + spare)
-    tree = build_tree(nodes, beam[:, 0, 0], torch.full((batch,), 4))
-    assert nodes.spec_steps == width - 1
-    assert tree.draft_token_num == size + spare
-    tokens = tree.draft_token.view(batch, -1)
-    assert tokens[:, :size].equal(packed.packed_beam)
-    assert (tokens[:, size:] == PADDING).all()
-    real = packed.packed_beam != PADDING
-    assert tree.custom_mask[:, :size, :size][real].equal(packed.attention_mask[real])
-    assert tree.depths[:, :size][real].equal(packed.position_offsets[real])
-    assert (tree.parents[tokens == PADDING] == 0).all()
+    packed, parents, _ = pack(beam, size)
+    tree = beam_tree(beam, torch.zeros(beam.shape), torch.full((batch,), 4), size + spare)
+    assert (tree.steps, tree.size) == (width - 1, size + spare)
+    assert tree.tokens[:, :size].equal(packed)
+    assert (tree.tokens[:, size:] == PADDING).all()
+    real = packed != PADDING
+    assert tree.parents[:, :size][real].equal(parents[real])
+    assert (tree.parents[tree.tokens == PADDING] == 0).all()
 
 
 @settings(deadline=None)
@@ -147,53 +134,44 @@ def test_a_packed_beam_becomes_the_same_tree(beam: Tensor, spare: int) -> None:
 def test_the_best_nodes_are_kept_with_their_ancestors(beam: Tensor, data: Any) -> None:
     batch, count, width = beam.shape
     size = count * (width - 1) + 1
-    packed = pack(beam, size)
     kept = data.draw(st.integers(1, size))
     # A score that follows from the prefix alone, falls with every token and has ties.
     place = torch.arange(1, width + 1)
     scores = -((beam * place) % 3).cumsum(-1).float()
-    worth = pack_like(scores - scores[:, :, :1], packed.unpack_map, size, padding=float("-inf"))
-    tree = build_tree(tree_nodes(packed, kept, worth), beam[:, 0, 0], torch.zeros(batch, dtype=torch.int64))
+    scores = scores - scores[:, :, :1]
+    worth = pack_like(scores, pack(beam, size)[2], size, padding=float("-inf"))
+    tree = beam_tree(beam, scores, torch.zeros(batch, dtype=torch.int64), kept)
     for request in range(batch):
         known = prefixes(beam[request])
         order = sorted(range(len(known)), key=lambda p: (-float(worth[request, p]), p))
         expected = [known[p] for p in sorted(order[:kept])]
-        tokens = tree.draft_token.view(batch, -1)[request]
+        tokens = tree.tokens[request]
         real = [i for i in range(kept) if i == 0 or int(tokens[i]) != PADDING]
-        found = [tuple(tokens[tree.custom_mask[request, i]].tolist()) for i in real]
+        found = [tuple(tokens[tree.mask[request, i]].tolist()) for i in real]
         assert found == expected
 
 
-def test_without_scores_the_first_nodes_are_kept() -> None:
-    nodes = tree_nodes(pack(torch.tensor(EXAMPLE), 9), 4)
-    assert nodes.tokens.tolist() == [[92, 93, 95], [94, 95, 92]]
-    assert nodes.parents.tolist() == [[0, 1, 2], [0, 1, 2]]
-
-
 def test_nan_scores_keep_the_tree_whole() -> None:
-    packed = pack(torch.tensor(EXAMPLE), 9)
-    nodes = tree_nodes(packed, 5, torch.full((2, 9), torch.nan))
-    assert nodes.tokens.tolist() == [[92, 93, 95, 94], [94, 95, 92, 95]]
-    assert nodes.parents.tolist() == [[0, 1, 2, 1], [0, 1, 2, 0]]
+    beam = torch.tensor(EXAMPLE)
+    tree = beam_tree(beam, torch.full(beam.shape, torch.nan), torch.tensor([3, 4]), 5)
+    assert tree.tokens.tolist() == [[91, 92, 93, 95, 94], [93, 94, 95, 92, 95]]
+    assert tree.parents.tolist() == [[-1, 0, 1, 2, 1], [-1, 0, 1, 2, 0]]
 
 
 @pytest.mark.parametrize("length", [3, 7])
 def test_nodes_beyond_the_length_are_dropped(length: int) -> None:
     whole, short = pack(torch.tensor(EXAMPLE)), pack(torch.tensor(EXAMPLE), length)
-    assert short.packed_beam.equal(whole.packed_beam[:, :length])
-    assert short.attention_mask.equal(whole.attention_mask[:, :length, :length])
-    assert short.unpack_map.equal(whole.unpack_map)
+    assert [part.tolist() for part in short[:2]] == [part[:, :length].tolist() for part in whole[:2]]
+    assert short[2].equal(whole[2])
 
 
 def test_scores_go_with_their_nodes() -> None:
     beam = torch.tensor([[[7, 1, 2], [7, 1, 3], [7, 4, 5]]])
     scores = torch.tensor([[[0.0, -0.5, -2.0], [0.0, -0.5, -1.0], [0.0, -1.5, -3.0]]])
-    packed = pack(beam, 7)
-    worth = pack_like(scores, packed.unpack_map, 7, padding=float("-inf"))
-    few, all_of_them = tree_nodes(packed, 4, worth), tree_nodes(packed, 8, worth)
-    assert few.tokens.tolist() == [[1, 3, 4]]
+    few, all_of_them = (beam_tree(beam, scores, torch.tensor([4]), count) for count in (4, 8))
+    assert few.tokens.tolist() == [[7, 1, 3, 4]]
     assert few.scores is not None
     assert few.scores.tolist() == [[-0.5, -1.0, -1.5]]
     assert all_of_them.scores is not None
-    assert all_of_them.tokens.tolist() == [[1, 2, 3, 4, 5, -1, -1]]
+    assert all_of_them.tokens.tolist() == [[7, 1, 2, 3, 4, 5, -1, -1]]
     assert all_of_them.scores.tolist() == [[-0.5, -2.0, -1.0, -1.5, -3.0, float("-inf"), float("-inf")]]

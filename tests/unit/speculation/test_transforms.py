@@ -22,11 +22,10 @@ from eagle_server.request import SamplingParams
 from eagle_server.speculation import transforms
 from eagle_server.speculation.bad_words import PATH_START, WordBeginnings
 from eagle_server.speculation.sampling import SamplingBatch, above_min_p, draw, transformed
-from eagle_server.speculation.transforms import Paths
 from eagle_server.worker.penalizer_state import PenalizerStates
 from tests.support import sampling_reference as reference
 from tests.support.sampling import request_sampling
-from tests.support.trees import path_to, tree_input
+from tests.support.trees import path_to, tree_of
 
 VOCAB, CPU = 8, torch.device("cpu")
 TOKENS = st.integers(0, VOCAB - 1)
@@ -93,14 +92,14 @@ def test_every_node_is_transformed_given_its_own_text(batch, seed: int) -> None:
     logits = 3 * torch.randn(bs, size, VOCAB, generator=torch.Generator().manual_seed(seed))
     texts = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
     tokens = [[text[-1], *drafted] for text, drafted in zip(texts, drafts, strict=True)]
-    tree = tree_input(links, tokens, [len(text) - 1 for text in texts], size)
+    tree = tree_of(links, tokens, [len(text) - 1 for text in texts], size)
     settings = [sampling(*each) for each in zip(asked, prompts, strict=True)]
     scheduled = [Decode(row, 0, 0, setting, texts[row]) for row, setting in enumerate(settings)]
     penalizer_state = PenalizerStates(bs, VOCAB, CPU, spec_steps).of(scheduled)
-    paths = Paths(tree.draft_token.view(bs, size), tree.parents, tree.custom_mask) if size > 1 else None
+    paths = tree if size > 1 else None
     given_logits = logits.clone()
     batch_sampling = replace(SamplingBatch.of(settings, CPU, spec_steps), penalizer_state=penalizer_state)
-    found = transformed(given_logits, tree.positions.view(bs, size) + 1, batch_sampling, paths)
+    found = transformed(given_logits, tree.positions + 1, batch_sampling, paths)
     assert torch.equal(given_logits, logits), "log-probabilities are read from these"
     for request in range(bs):
         for node in range(size):
@@ -194,15 +193,15 @@ def test_bad_words_are_forbidden_exactly_after_their_other_tokens(batch, deeper:
     words, texts, links, drafts = batch
     bs, size = len(texts), len(links[0])
     tokens = [[text[-1], *drafted] for text, drafted in zip(texts, drafts, strict=True)]
-    tree = tree_input(links, tokens, [len(text) - 1 for text in texts], size)
+    tree = tree_of(links, tokens, [len(text) - 1 for text in texts], size)
     spec_steps = int(tree.depths.max()) + deeper
     settings = [request_sampling(bad_words=each) for each in words]
     scheduled = [Decode(row, 0, 0, setting, texts[row]) for row, setting in enumerate(settings)]
     penalizer_state = PenalizerStates(bs, 3, CPU, spec_steps).of(scheduled)
     sampled = replace(SamplingBatch.of(settings, CPU, spec_steps), penalizer_state=penalizer_state)
-    paths = Paths(tree.draft_token.view(bs, size), tree.parents, tree.custom_mask) if size > 1 else None
+    paths = tree if size > 1 else None
     with patch.object(transforms, "_WORD_ROWS", at_once):
-        found = transformed(torch.zeros(bs, size, 3), tree.positions.view(bs, size) + 1, sampled, paths)
+        found = transformed(torch.zeros(bs, size, 3), tree.positions + 1, sampled, paths)
     for request, text in enumerate(texts):
         for node in range(size):
             before = (*text, *(tokens[request][n] for n in path_to(links[request], node)[1:]))
@@ -243,14 +242,13 @@ def test_a_long_word_costs_nothing_where_the_text_does_not_end_with_its_beginnin
     texts = [[*numbers[:1990], number] for number in (1, numbers[2000])]
     links = [[-1, 0, 0, 0, 0, *range(1, 13)]] * bs
     drafts = [[text[-1], *numbers[100 : 99 + size]] for text in texts]
-    tree = tree_input(links, drafts, [len(text) - 1 for text in texts], spec_steps)
-    paths = Paths(tree.draft_token.view(bs, size), tree.parents, tree.custom_mask)
-    logits, positions = torch.zeros(bs, size, vocab), tree.positions.view(bs, size) + 1
+    tree = tree_of(links, drafts, [len(text) - 1 for text in texts], spec_steps)
+    logits, positions = torch.zeros(bs, size, vocab), tree.positions + 1
     penalizers = PenalizerStates(bs, vocab, CPU, spec_steps)
     with Allocations() as allocations:
         sampled = SamplingBatch.of(settings, CPU, spec_steps)
         scheduled = [Decode(row, 0, 0, setting, texts[row]) for row, setting in enumerate(settings)]
-        found = transformed(logits, positions, replace(sampled, penalizer_state=penalizers.of(scheduled)), paths)
+        found = transformed(logits, positions, replace(sampled, penalizer_state=penalizers.of(scheduled)), tree)
     assert found[1, 0, numbers[2200]] == -math.inf
     assert 0 < allocations.largest <= logits.numel()
 

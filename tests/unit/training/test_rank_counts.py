@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import Candidates, TreeNodes, build_tree
+from eagle_server.speculation.tree import build_tree
 from eagle_tools.training.tree_search.counts import RankCounts
 from eagle_tools.tree.record import DraftedTree, drafted_trees
 
@@ -56,12 +56,9 @@ def accepted(path: list[list[int]], tokens: list[list[int]]) -> Accepted:
 
 
 def test_padding_of_trees_and_of_the_batch_is_left_out():
-    proposal = TreeNodes(
-        tokens=torch.tensor([[5, -1, 6, -1], [7, 8, 9, 4], [1, 1, 1, 1]]),
-        parents=torch.tensor([[0, 0, 1, 0], [0, 0, 2, 3], [0, 0, 0, 0]]),
-        spec_steps=3,
-    )
-    tree = build_tree(proposal, torch.tensor([1, 2, 3]), torch.tensor([4, 4, 1]))
+    tokens = torch.tensor([[5, -1, 6, -1], [7, 8, 9, 4], [1, 1, 1, 1]])
+    parents = torch.tensor([[0, 0, 1, 0], [0, 0, 2, 3], [0, 0, 0, 0]])
+    tree = build_tree(torch.tensor([1, 2, 3]), torch.tensor([4, 4, 1]), tokens, parents, 3)
     outcome = accepted(
         [[0, 1, 3, -1], [0, -1, -1, -1], [0, -1, -1, -1]], [[5, 6, 2, -1], [3, -1, -1, -1], [0, -1, -1, -1]]
     )
@@ -77,15 +74,9 @@ def test_padding_of_trees_and_of_the_batch_is_left_out():
 
 
 def test_chances_are_those_given_the_parent():
-    candidates = Candidates(
-        tokens=torch.tensor([[5, 6, 7]]),
-        selected_index=torch.tensor([[0, 1, 2]]),
-        parent_list=torch.tensor([[-1, 0, 1]]),
-        topk=2,
-        spec_steps=2,
-        scores=torch.tensor([[0.5, 0.25, 0.1]]).log(),
-    )
-    tree = build_tree(candidates, torch.tensor([1]), torch.tensor([4]))
+    tokens, parents = torch.tensor([[5, 6, 7]]), torch.tensor([[0, 0, 1]])
+    scores = torch.tensor([[0.5, 0.25, 0.1]]).log()
+    tree = build_tree(torch.tensor([1]), torch.tensor([4]), tokens, parents, 2, scores)
     [found] = drafted_trees(tree, accepted([[0, 1, -1]], [[5, 3, -1]]), requests=1)
     assert found.parents == (-1, 0, 0, 1)
     chances = [found.chance(node) for node in range(4)]

@@ -43,6 +43,6 @@ def test_a_head_is_trained_in_two_sittings(tmp_path: Path, capsys: pytest.Captur
     assert {"train loss", "T=0 step 3", "T=1 accept length"} <= set(curves)
     assert json.loads((out / "config.json").read_text())["model_type"] == "recurrent_drafting_drafter"
     target = load_target(pair.target, dtype="float32", progress=False)
-    assert load_draft(out, target, context=64, progress=False).kind == "REDRAFTER"
+    assert load_draft(out, target, context=64, progress=False).algorithm == "REDRAFTER"
     assert main([*command, *settings, "--steps", "3", "--draft-layers", "1"]) == 2
     assert "another --out" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
-from eagle_server.attention.interface import LayerSpec
+from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.checkpoints.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_native_target, load_target
 from eagle_server.models.drafts.eagle3 import Eagle3Head
@@ -61,7 +61,7 @@ def random_head(target: TargetModel, kind: str) -> NewHead:
     return new
 
 
-class OneByOne:
+class OneByOne(BoundAttention):
     """Attention of one sequence that is extended row by row, as in serving; every earlier row is visible."""
 
     def __init__(self) -> None:
@@ -161,8 +161,8 @@ def test_a_tiny_pair_loads_and_its_drafts_are_partly_right(tmp_path: Path, kind:
     pair = tiny_pair(tmp_path, kind=kind)
     target = load_target(pair.target, progress=False)
     draft = load_draft(pair.draft, target, context=512, progress=False)
-    assert draft.kind == kind.upper()
-    head = draft.head
+    assert draft.algorithm == kind.upper()
+    head = draft
     target.aux_boundaries = head.aux_boundaries
     prompts = torch.randint(64, (48, 5), generator=torch.Generator().manual_seed(7))
     for temperature in (0.0, 1.0):
@@ -217,7 +217,7 @@ def test_the_command_line_trains_a_head_for_a_target_of_ones_own(
     assert "choose another --out" in capsys.readouterr().err.splitlines()[-1]
     assert main([*command, head + "2", *sizes, *layers, "--device", "cpu"]) == 0
     loaded = load_draft(head + "2", load_target(pair.target, progress=False), context=512, progress=False)
-    assert loaded.head.aux_boundaries == (0, 2, 3)
+    assert loaded.aux_boundaries == (0, 2, 3)
     capsys.readouterr()
     further = ["--init", head + "2", "--loss", "kl+tv", "--temperatures", "1", "0.7", "--texts", "8"]
     assert main([*command, head + "3", *sizes[:-2], *further, "--device", "cpu"]) == 0
@@ -270,5 +270,5 @@ def test_the_demo_is_exported_in_the_published_formats(tmp_path: Path) -> None:
     assert loaded.config.dtype == torch.float32
     torch.testing.assert_close(loaded.embed, target.embed.detach().bfloat16().float(), rtol=0, atol=0)
     draft = load_draft(assets / "eagle3", loaded, context=1024, algorithm="EAGLE3", progress=False)
-    assert draft.head.aux_boundaries == (2, 8, 13)
-    assert draft.head.target_ids(torch.tensor([0, 1, 2047])).tolist() == [0, 2, 4094]
+    assert draft.aux_boundaries == (2, 8, 13)
+    assert draft.target_ids(torch.tensor([0, 1, 2047])).tolist() == [0, 2, 4094]

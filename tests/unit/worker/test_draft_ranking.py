@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from eagle_server.cache.page_table import PageTable
+from eagle_server.ops.captured import restored, tensors_of
 from eagle_server.ops.gumbel import gumbel
 from eagle_server.ops.topk import topk_logprobs
 from eagle_server.plan import MASK_WORD, CyclePlan, Decode
 from eagle_server.speculation.random import request_key
 from eagle_server.speculation.sampling import draw
+from eagle_server.speculation.tree import build_tree
 from eagle_server.worker.batch import Batches, DecodeBatch
 from eagle_server.worker.budget import CycleBudget
 from eagle_server.worker.draft_ranking import DraftRanking
@@ -132,7 +134,9 @@ def test_a_parameter_that_allows_no_drafted_token_leaves_padding() -> None:
     scores, tokens = batch.ranking.best(logits_of(2)[:, VOCABULARY], 3, VOCABULARY)
     assert scores[:NODES].isneginf().all()
     assert scores[NODES:].isfinite().all()
-    assert (batch.ranking.without_refused(tokens, scores) < 0).tolist() == [[True] * 3] * NODES + [[False] * 3] * NODES
+    roots, parents = torch.zeros(len(tokens), dtype=torch.int64), torch.zeros_like(tokens)
+    tree = batch.ranking.without_refused(build_tree(roots, roots, tokens, parents, 1, scores))
+    assert (tree.tokens[:, 1:] < 0).tolist() == [[True] * 3] * NODES + [[False] * 3] * NODES
 
 
 class OnlyEven:
@@ -161,7 +165,7 @@ def test_rankings_of_further_cycles_come_in_as_tensors() -> None:
     """What a graph captured must work for other requests, with other keys, temperatures and positions."""
     first, second = batch_of(*MIXED).ranking, batch_of(*MIXED[::-1]).ranking
     logits = logits_of(len(MIXED))
-    renewed = at_level(first.with_tensors(*second.tensors), 2)
+    renewed = at_level(restored(first, tensors_of(second)), 2)
     for mine, theirs in zip(renewed.best(logits, 4), at_level(second, 2).best(logits, 4), strict=True):
         assert torch.equal(mine, theirs)
 

@@ -5,23 +5,22 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from eagle_server.speculation.tree import EagleVerifyInput, TreeNodes, build_tree
+from eagle_server.speculation.tree import Tree, build_tree
 from eagle_server.worker.estimates import AcceptanceEstimates
 
 CPU = torch.device("cpu")
 
 
-def chain(guesses: list[float]) -> EagleVerifyInput:
+def chain(guesses: list[float]) -> Tree:
     """One request whose tree is a chain with these conditional guesses; -1 is padding."""
     count = len(guesses)
     tokens = torch.tensor([[5 if guess >= 0 else -1 for guess in guesses]])
     scores = torch.tensor([guesses]).clamp(min=0).log().cumsum(1)
-    nodes = TreeNodes(tokens, torch.arange(count)[None], spec_steps=count, scores=scores)
-    return build_tree(nodes, torch.tensor([1]), torch.tensor([10]))
+    return build_tree(torch.tensor([1]), torch.tensor([10]), tokens, torch.arange(count)[None], count, scores)
 
 
 def test_before_any_count_an_estimate_is_the_guess() -> None:
-    found = AcceptanceEstimates(CPU).of(chain([0.9, 0.5]), None, torch.tensor([0]))
+    found = AcceptanceEstimates(CPU).of(chain([0.9, 0.5]), torch.tensor([0]))
     torch.testing.assert_close(found.path_logp.exp(), torch.tensor([[0.9, 0.45]]))
     torch.testing.assert_close(found.guesses.exp(), torch.tensor([[0.9, 0.5]]))
 
@@ -38,13 +37,11 @@ def test_estimates_become_what_is_observed_in_each_bin() -> None:
     }  # by temperature and depth, all guessed as 0.55
     for _ in range(400):
         for temperature_bin in (0, 1, 2):
-            found = estimates.of(chain([0.55, 0.55]), None, torch.tensor([temperature_bin]))
+            found = estimates.of(chain([0.55, 0.55]), torch.tensor([temperature_bin]))
             accepted = random.random(2) < [chances[temperature_bin, 1], chances[temperature_bin, 2]]
             estimates.observe(found.guesses[0].numpy(), np.array([1, 2]), np.full(2, temperature_bin), accepted)
     for temperature_bin in (0, 1, 2):
-        first, second = (
-            estimates.of(chain([0.55, 0.55]), None, torch.tensor([temperature_bin])).path_logp[0].exp().tolist()
-        )
+        first, second = estimates.of(chain([0.55, 0.55]), torch.tensor([temperature_bin])).path_logp[0].exp().tolist()
         assert abs(first - chances[temperature_bin, 1]) < 0.06
         assert abs(second / first - chances[temperature_bin, 2]) < 0.1
 
@@ -52,13 +49,13 @@ def test_estimates_become_what_is_observed_in_each_bin() -> None:
 def test_a_child_never_outranks_its_parent() -> None:
     estimates = AcceptanceEstimates(CPU)
     for _ in range(200):
-        found = estimates.of(chain([0.5, 0.95, 0.95]), None, torch.tensor([0]))
+        found = estimates.of(chain([0.5, 0.95, 0.95]), torch.tensor([0]))
         accepted = np.array([False, True, True])
         estimates.observe(found.guesses[0].numpy(), np.array([1, 2, 3]), np.zeros(3, dtype=int), accepted)
-    logp = estimates.of(chain([0.5, 0.95, 0.95]), None, torch.tensor([0])).path_logp[0]
+    logp = estimates.of(chain([0.5, 0.95, 0.95]), torch.tensor([0])).path_logp[0]
     assert (logp.diff() < 0).all()
 
 
 def test_padding_is_never_worth_a_row() -> None:
-    found = AcceptanceEstimates(CPU).of(chain([0.9, -1.0]), None, torch.tensor([0]))
+    found = AcceptanceEstimates(CPU).of(chain([0.9, -1.0]), torch.tensor([0]))
     assert found.path_logp[0, 1] == -torch.inf

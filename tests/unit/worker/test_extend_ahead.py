@@ -127,11 +127,10 @@ def test_what_was_computed_ahead_is_what_the_cycle_would_compute(monkeypatch: py
             found[0] += 1
             state, count = own(state), len(batch.decodes)  # a copy: captured functions write the same tensors
             expected = drafting.drafter.extend(batch)
-            rows = count * state.frontier.topk_index.shape[1]
-            assert state.verified_id[:count].equal(expected.verified_id[:count])
-            assert state.frontier.topk_index[:count].equal(expected.frontier.topk_index[:count])
-            torch.testing.assert_close(state.frontier.topk_logp[:count], expected.frontier.topk_logp[:count])
-            hidden, others = state.frontier.hidden_states, expected.frontier.hidden_states
+            rows = count * state.topk_index.shape[1]
+            assert state.topk_index[:count].equal(expected.topk_index[:count])
+            torch.testing.assert_close(state.topk_logp[:count], expected.topk_logp[:count])
+            hidden, others = state.hidden_states, expected.hidden_states
             torch.testing.assert_close(hidden[:rows], others[:rows], rtol=1e-4, atol=1e-5)
         return state
 

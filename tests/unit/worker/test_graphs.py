@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from eagle_server.ops.captured import in_place, restored, tensors_of
 from eagle_server.worker.calibration import Calibration
 from eagle_server.worker.estimates import AcceptanceEstimates
 from eagle_server.worker.graphs import Graphs, bucket_sizes
@@ -91,3 +94,49 @@ def test_what_a_cycle_learns_from_outlives_its_verification(drafts: str, monkeyp
     asked = [request(i, range(1, 9 + i), ignore_eos=True) for i in range(6)]
     run(engine, [structs.replace(each, speculative=i < 3) for i, each in enumerate(asked)])
     assert lessons and all(np.isfinite(guesses).all() for guesses in lessons)
+
+
+@dataclass(frozen=True)
+class Pair:
+    left: torch.Tensor
+    right: torch.Tensor | None
+    table: torch.Tensor = in_place()
+    steps: int = 1
+
+    @cached_property
+    def total(self) -> torch.Tensor:
+        return self.left.sum() + self.table.sum()
+
+
+def test_dataclasses_are_captured_with_their_tensors_copied_and_what_is_in_place_left() -> None:
+    graphs, table = Graphs(FirstCallRecorder()), torch.ones(1)
+    pairs = [Pair(torch.full((2,), value), None, table) for value in (1.0, 5.0)]
+    found = [
+        graphs.run(("total",), lambda pair, more: pair.total + more[0], each, (torch.ones(1),)).clone()
+        for each in pairs
+    ]
+    assert [each.tolist() for each in found] == [[4.0], [12.0]], "nothing is kept from the first call"
+    table.fill_(3.0)
+    assert graphs.run(("total",), lambda *_: None, pairs[0], (torch.ones(1),)).tolist() == [6.0]
+    with pytest.raises(ValueError, match="2 inputs were captured, not 3"):
+        graphs.run(("total",), lambda *_: None, replace(pairs[0], right=table), (torch.ones(1),))
+
+
+def test_a_result_keeps_nothing_that_an_earlier_call_has_computed() -> None:
+    graphs, table = Graphs(FirstCallRecorder()), torch.ones(1)
+    results = [
+        graphs.run(("same",), lambda x: Pair(x + 0, None, table), torch.full((2,), value)) for value in (1.0, 5.0)
+    ]
+    assert results[0].left is results[1].left
+    assert [each.total.tolist() for each in results] == [11.0, 11.0]
+    graphs.run(("same",), lambda x: Pair(x + 0, None, table), torch.zeros(2))
+    assert graphs.run(("same",), lambda x: Pair(x + 0, None, table), torch.ones(2)).total.tolist() == 3.0
+
+
+def test_what_is_flattened_is_restored_in_order() -> None:
+    pair = Pair(torch.zeros(1), torch.ones(1), torch.ones(1), 7)
+    tensors = list(tensors_of((pair, torch.full((1,), 2.0))))
+    assert [each.tolist() for each in tensors] == [[0.0], [1.0], [2.0]]
+    again, last = restored((pair, torch.zeros(1)), iter(tensors[::-1]))
+    assert (again.left.tolist(), again.right.tolist(), last.tolist(), again.steps) == ([2.0], [1.0], [0.0], 7)
+    assert again.table is pair.table

@@ -15,8 +15,8 @@ from eagle_server.engine import assemble
 from eagle_server.models.layers import DecoderLayer
 from eagle_server.ops.triton_support import HAS_TRITON
 from eagle_server.speculation.accept import Lossless
-from eagle_server.worker import drafting
 from eagle_server.worker.batch import DecodeBatch
+from eagle_server.worker.drafters import eagle
 from eagle_server.worker.drafters.eagle import EagleDrafter
 from eagle_server.worker.estimates import AcceptanceEstimates
 from eagle_server.worker.output_processing import OutputCopy
@@ -40,7 +40,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], **setting
         "extend": (EagleDrafter, "extend"),
         "after": (DecodeBatch, "after"),
         "propose": (EagleDrafter, "propose"),
-        "build_tree": (drafting, "build_tree"),
+        "build_tree": (eagle, "organize_draft_results"),
         "estimates": (AcceptanceEstimates, "of"),
         "verify": (Verifier, "verify"),
         "layer": (DecoderLayer, "forward"),
@@ -77,8 +77,8 @@ def counted(monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], **setting
 
 TRUNCATED = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
 MASK = {
-    "propose": (134, 4),
-    "build_tree": (3, 0),
+    "propose": (120, 4),
+    "build_tree": (17, 0),
     "verify": (16, 4),
     "layer": (10, 0),
     "accept": (4, 0),
@@ -89,7 +89,7 @@ MASK = {
     "extend": (37, 4),
 }
 CASCADE = MASK | {
-    "propose": (140, 4),
+    "propose": (126, 4),
     "estimates": (2, 0),
     "verify": (15, 4),
     "layer": (11, 0),

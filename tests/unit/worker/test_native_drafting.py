@@ -18,7 +18,7 @@ from eagle_server.models.layers import pack_linears
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops.native import available
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import EagleVerifyInput
+from eagle_server.speculation.tree import Tree
 from eagle_server.worker.drafters.eagle import EagleDrafter
 from tests.support.engines import CONTEXT, MARGIN, random_head, random_target, randomized, request, run, speculative
 
@@ -60,11 +60,11 @@ def trees_of(engine: Engine, temperature: float) -> list[tuple[Tensor, ...]]:
     """Every tree that the engine verifies, without its text."""
     found: list[tuple[Tensor, ...]] = []
 
-    def observe(tree: EagleVerifyInput, accepted: Accepted, count: int) -> None:
-        if tree.draft_token_num == 1:
+    def observe(tree: Tree, accepted: Accepted, count: int) -> None:
+        if tree.size == 1:
             return  # a request's last token needs no draft
         assert tree.scores is not None and count
-        found.append((tree.draft_token, tree.parents, tree.scores))
+        found.append((tree.tokens, tree.parents, tree.scores))
 
     engine.worker.drafting.observers.append(observe)
     prompts = torch.randint(1, 48, (3, 30), generator=torch.Generator().manual_seed(2)).tolist()

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from eagle_server.plan import Chunk, Decode
-from eagle_server.speculation.merge import ScoredNodes
+from eagle_server.speculation.merge import estimates
 from eagle_server.worker.batch import DecodeBatch
 from eagle_server.worker.drafters.ngram import drafter as ngram_drafter
-from eagle_server.worker.drafters.ngram.drafter import _GROWTH, _PER_CYCLE, NgramDrafter, NgramTries, packed, trie_nodes
+from eagle_server.worker.drafters.ngram.drafter import _GROWTH, _PER_CYCLE, NgramDrafter, NgramTries, packed, trie_tree
 from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts
 from eagle_server.worker.drafters.ngram.suffix_automaton import SuffixAutomaton, Trie
 from tests.support.sampling import request_sampling
@@ -69,9 +69,10 @@ def tokens_read(tries: NgramTries) -> int:
 def propose(tries: NgramTries, decodes: Sequence[Decode]) -> list[list[int]]:
     """The tokens that a cycle drafts for these requests."""
     lens = tuple(len(decode.text) for decode in decodes)
-    batch = SimpleNamespace(decodes=tuple(decodes), seq_lens_host=lens, seq_lens=torch.tensor(lens))
+    seq_lens = torch.tensor(lens)
+    batch = SimpleNamespace(decodes=tuple(decodes), seq_lens_host=lens, seq_lens=seq_lens, verified_id=seq_lens)
     nodes = NgramDrafter(tries).propose(None, cast(DecodeBatch, cast(Any, batch)))
-    return [[token for token in row if token >= 0] for row in nodes.tokens.tolist()]
+    return [[token for token in row[1:] if token >= 0] for row in nodes.tokens.tolist()]
 
 
 def long_text(length: int) -> list[int]:
@@ -121,26 +122,27 @@ def test_requests_without_a_match_and_padding_draft_nothing() -> None:
     """Of a batch of 4 the first finds something; the second does not, and the others are padding."""
     drafter = NgramDrafter(NgramTries(DEPTH, BUDGET + 1))
     decodes = (scheduled(0, [1, 2, 1]), scheduled(1, [1, 2, 3]))
-    batch = SimpleNamespace(decodes=decodes, seq_lens_host=(2, 2, 1, 1), seq_lens=torch.tensor([2, 2, 1, 1]))
+    seq_lens, roots = torch.tensor([2, 2, 1, 1]), torch.full((4,), 9)
+    batch = SimpleNamespace(decodes=decodes, seq_lens_host=(2, 2, 1, 1), seq_lens=seq_lens, verified_id=roots)
     nodes = drafter.propose(None, cast(DecodeBatch, cast(Any, batch)))
-    assert nodes.tokens.shape == nodes.parents.shape == (4, BUDGET)
-    assert nodes.spec_steps == DEPTH
-    assert nodes.tokens[0].tolist() == [2, 1, 2, 1, -1, -1]
-    assert nodes.parents[0].tolist() == [0, 1, 2, 3, 0, 0]
-    assert (nodes.tokens[1:] == -1).all()
-    assert (nodes.parents[1:] == 0).all()
+    assert nodes.tokens.shape == nodes.parents.shape == (4, BUDGET + 1)
+    assert nodes.steps == DEPTH
+    assert nodes.tokens[0].tolist() == [9, 2, 1, 2, 1, -1, -1]
+    assert nodes.parents[0].tolist() == [-1, 0, 1, 2, 3, 0, 0]
+    assert (nodes.tokens[1:, 1:] == -1).all()
+    assert (nodes.parents[1:, 1:] == 0).all()
 
 
 def test_a_trie_travels_as_integers_and_scores_are_those_of_paths() -> None:
     trie = Trie([5, 6, 9], [0, 1, 0], [0.25, 0.999, 0.125])
-    nodes = trie_nodes(torch.from_numpy(packed([trie], size=2, width=4)), DEPTH)
-    assert nodes.tokens.tolist() == [[5, 6, 9, -1], [-1] * 4]
-    assert nodes.parents.tolist() == [[0, 1, 0, 0], [0] * 4]
+    numbers = torch.from_numpy(packed([trie], size=2, width=4))
+    nodes = trie_tree(torch.tensor([8, 9]), torch.tensor([3, 4]), numbers, DEPTH)
+    assert nodes.tokens.tolist() == [[8, 5, 6, 9, -1], [9, *[-1] * 4]]
+    assert nodes.parents.tolist() == [[-1, 0, 1, 0, 0], [-1, *[0] * 4]]
     assert nodes.scores is not None
     expected = torch.tensor([[0.25, 0.25 * 0.999, 0.125, 0.0], [0.0] * 4])
     torch.testing.assert_close(nodes.scores.exp(), expected, rtol=1e-5, atol=0)
-    estimates = ScoredNodes.of(nodes).estimates
-    torch.testing.assert_close(estimates[0], torch.tensor([0.25, 0.999, 0.125, 0.0]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(estimates(nodes)[0], torch.tensor([0.25, 0.999, 0.125, 0.0]), rtol=1e-5, atol=0)
 
 
 def test_what_is_expected_of_a_trie_is_the_sum_of_its_paths_chances() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, Decode, GrammarMatcher, allows
 from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import EagleVerifyInput, TreeNodes
+from eagle_server.speculation.tree import Tree, build_tree
 from eagle_server.worker.batch import DecodeBatch, Prompts
 from eagle_server.worker.drafters.ngram.coupled_estimates import coupled_estimates
 from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts, blended
@@ -151,16 +151,16 @@ class NgramDrafter:
     def extend(self, batch: DecodeBatch) -> None:
         return None
 
-    def propose(self, draft: None, batch: DecodeBatch) -> TreeNodes:
+    def propose(self, draft: None, batch: DecodeBatch) -> Tree:
         self.tries.read(batch.decodes)
         tries = [self.tries.of(decode) for decode in batch.decodes]
         numbers = upload(packed(tries, len(batch.seq_lens_host), self.tries.max_nodes), batch.seq_lens.device)
-        return trie_nodes(numbers, self.tries.depth)
+        return trie_tree(batch.verified_id, batch.seq_lens, numbers, self.tries.depth)
 
     def forwards(self, num_steps: int) -> int:  # noqa: ARG002
         return 0
 
-    def observe(self, batch: DecodeBatch, tree: EagleVerifyInput, accepted: Accepted) -> None:
+    def observe(self, batch: DecodeBatch, tree: Tree, accepted: Accepted) -> None:
         return None
 
 
@@ -200,8 +200,8 @@ def packed(tries: Sequence[Trie], size: int, width: int) -> NDArray[np.int64]:
     return numbers
 
 
-def trie_nodes(numbers: Tensor, depth: int) -> TreeNodes:
-    """What `packed` has packed, as a proposal."""
+def trie_tree(verified_id: Tensor, seq_lens: Tensor, numbers: Tensor, depth: int) -> Tree:
+    """What `packed` has packed, under verified_id [bs] at positions seq_lens [bs]."""
     tokens, parents, scaled = numbers
     scores = (scaled.float() / _SCALE).masked_fill(tokens < 0, -math.inf)
-    return TreeNodes(tokens, parents, spec_steps=depth, scores=scores)
+    return build_tree(verified_id, seq_lens, tokens, parents, depth, scores)

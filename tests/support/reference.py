@@ -1,9 +1,7 @@
-"""Functions and buffers of other systems, as a reference. No request runs them; tests compare with them.
-
-`EagleVerifyInput.retrive_next_token` and its sibling compute `retrive_links` when a reader asks for them.
+"""Functions and buffers of other systems, which tests compare ours with.
 
     reference                                                     serving path
-    verify_tree_greedy, retrive_links (SGLang)                    ops.accept.walk_tree: the walk by parents and masks
+    verify_tree_greedy (SGLang)                                   ops.accept.walk_tree: the walk by parents and masks
     flat_custom_mask, page_arguments (FlashInfer's plan)          ops.mask.pack_tree_mask, and pages of one slot
     generate_medusa_buffers, generate_candidates (Medusa)         static_tree.static_tree, drafters.medusa
     evaluate_posterior (Medusa)                                   accept.accept; typical.Typical, which is lossy
@@ -18,8 +16,8 @@ from typing import Literal, TypedDict
 import torch
 from torch import Tensor
 
-from eagle_server.attention.batches import kv_arguments
 from eagle_server.attention.interface import TreeMask
+from eagle_server.attention.spec_info import kv_arguments
 from eagle_server.speculation.sampling import typical_threshold
 from eagle_server.speculation.static_tree import Choices, sorted_choices
 
@@ -36,14 +34,6 @@ class MedusaBuffers(TypedDict):
     medusa_position_ids: Tensor  # int64 [n], depths
     retrieve_indices: Tensor  # int64 [P, depth + 1], nodes of each path, -1: padding
     sorted_medusa_choices: list[tuple[int, ...]]  # choice i is node i + 1
-
-
-def retrive_links(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """First child and next sibling of each node, -1 if none: int64 [bs, D] each, from parents int64 [bs, D]."""
-    nodes = torch.arange(parents.shape[1], device=parents.device)
-    is_child = parents[:, None, :] == nodes[None, :, None]  # [bs, node, child]
-    same = (parents[:, :, None] == parents[:, None, :]) & (nodes[None, None, :] > nodes[None, :, None])
-    return _first(is_child), _first(same)
 
 
 def verify_tree_greedy(
@@ -239,8 +229,3 @@ def _shared_draws(probs: Tensor, seen: Tensor, generator: torch.Generator | None
     drawn = torch.multinomial(probs.flatten(0, 1), 1, generator=generator).view(seen.shape)
     same = (seen[:, None] == seen[None]).long().cumprod(-1).bool()  # [path, other, depth]
     return drawn.gather(0, same.int().argmax(1))
-
-
-def _first(marks: Tensor) -> Tensor:
-    """The index of the first True in the last dimension, -1 if there is none."""
-    return torch.where(marks.any(-1), marks.int().argmax(-1), -1)

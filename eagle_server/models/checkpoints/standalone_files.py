@@ -6,36 +6,42 @@ import logging
 from pathlib import Path
 from typing import cast
 
+from eagle_server.algorithms import ALGORITHMS
+from eagle_server.models.checkpoints.draft_format import DraftFiles
+from eagle_server.models.checkpoints.draft_loading import Loading, format_of
 from eagle_server.models.checkpoints.load_target import DtypeName, load_target, read_model_config
 from eagle_server.models.checkpoints.weights import resolve_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.standalone import DraftLM
-from eagle_server.models.targets.interface import Target
-from eagle_server.ops.quantize import Quantization
+from eagle_server.models.targets.interface import DraftedTarget
 
 _TOKENIZER = "tokenizer.json"
 
 log = logging.getLogger(__name__)
 
 
-def load_standalone(
-    path: str | Path,
-    target: Target,
-    *,
-    target_path: str | Path | None = None,
-    context: int,
-    lookahead: int = 0,
-    progress: bool = True,
-    quantization: Quantization | None = None,
-) -> DraftLM:
-    """Load the language model of a checkpoint directory or Hub id, in the target's dtype and on its device.
+def recognizes(files: DraftFiles) -> bool:
+    """Whether the tensors or the class name are those of a language model. Other families have other tensor names."""
+    names = files.config.get("architectures") or ()
+    return _has_llamas_names(files) or any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names)
 
-    With `target_path`, the tokenizers are compared too.
+
+def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> DraftLM:
+    """The language model, in the target's dtype and on its device.
+
+    With `how.target_path`, the tokenizers are compared too.
 
     Raises:
-        CheckpointError: the model cannot be loaded as a target, or its vocabulary is not the target's.
+        CheckpointError: the files hold a head, the model cannot be loaded as a target, or its vocabulary is not the
+            target's.
     """
-    directory = resolve_checkpoint(path)
+    heads = (row for row in ALGORITHMS.values() if not row.is_model and format_of(row).recognizes(files))
+    head = None if _has_llamas_names(files) else next(heads, None)
+    if head is not None:
+        raise CheckpointError(
+            f"{files.directory}: --speculative-algorithm STANDALONE was asked for, but the files hold {head.holds}"
+        )
+    directory = files.directory
     config = read_model_config(directory)
     wanted = target.config.vocab_size
     if config.vocab_size != wanted:
@@ -43,23 +49,28 @@ def load_standalone(
             f"{directory}: vocab_size {config.vocab_size}, but the target's is {wanted}: a draft model must have the "
             "target's vocabulary; choose a smaller model of the same family"
         )
-    if target_path is not None:
-        _check_tokenizers(directory, resolve_checkpoint(target_path))
-    if config.max_position < context:
+    if how.target_path is not None:
+        _check_tokenizers(directory, resolve_checkpoint(how.target_path))
+    if config.max_position < how.context:
         log.warning(
             "%s: trained for %d positions and the target is served with %d: beyond them few drafts will be accepted",
-            *(directory, config.max_position, context),
+            *(directory, config.max_position, how.context),
         )
     model = load_target(
         directory,
         dtype=cast(DtypeName, str(target.config.dtype).removeprefix("torch.")),
-        context=context,
-        lookahead=lookahead,
+        context=how.context,
+        lookahead=how.lookahead,
         device=target.embed.device,
-        progress=progress,
-        quantization=quantization,
+        progress=how.progress,
+        quantization=how.quantization,
     )
     return DraftLM(model)
+
+
+def _has_llamas_names(files: DraftFiles) -> bool:
+    needed = {"embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.weight"}
+    return needed <= set(files.tensors) and "fc.weight" not in files.tensors
 
 
 def _check_tokenizers(draft: Path, target: Path) -> None:

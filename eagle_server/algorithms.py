@@ -1,0 +1,89 @@
+"""The table of drafting algorithms. No other module that serves tells them apart.
+
+Options, loader and engine read its rows. A row names modules, because options are checked before torch is imported.
+N-grams are no row: they need no files, and any row can be joined with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+NONE, NGRAM = "NONE", "NGRAM"
+_FILES, _DRAFTERS = "eagle_server.models.checkpoints", "eagle_server.worker.drafters"
+_EAGLE, _STATIC_EAGLE = f"{_DRAFTERS}.eagle:EagleDrafter", f"{_DRAFTERS}.static_eagle:StaticEagleDrafter"
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One kind of draft model."""
+
+    name: str  # of --speculative-algorithm, and of the head's class attribute `algorithm`
+    holds: str  # what its files hold, for messages
+    files: str  # the module that reads them, see `DraftFormat`
+    drafter: str  # the class that drafts, made from the model and a `DrafterSetup`
+    static_drafter: str | None = None  # the same for --speculative-token-tree; None: that option is refused
+    tree_option: str | None = None  # the option with its static tree; it has no steps and topk
+    refuses: tuple[str, ...] = ()  # options that have no effect on it
+    stored: Literal["alone", "in the target", "both"] = "alone"  # where its tensors may stand
+    prefix: str = ""  # of its tensors in the target's own files
+    needs_config: bool = True  # a config.json
+    is_model: bool = False  # a language model of its own, no head over the target's features
+    has_kv: bool = True
+    demo: str = "eagle3"  # the directory of the demo's draft for it
+
+    @property
+    def tree_flag(self) -> str:
+        """The flag of `tree_option`."""
+        return f"--{self.tree_option}".replace("_", "-")
+
+    @property
+    def trees_follow(self) -> str:
+        """Why the options of dynamic trees are refused."""
+        return f"{self.name}'s trees follow from {self.tree_flag} alone"
+
+
+# In the order in which files are tried: heads often carry the class name of a language model.
+_ROWS = (
+    Algorithm(
+        "MEDUSA",
+        "Medusa heads",
+        files=f"{_FILES}.medusa_files",
+        drafter=f"{_DRAFTERS}.medusa:MedusaDrafter",
+        tree_option="medusa_choices",
+        stored="both",
+        prefix="medusa_head.",
+        needs_config=False,
+        has_kv=False,
+        demo="medusa",
+    ),
+    Algorithm(
+        "REDRAFTER",
+        "a ReDrafter head",
+        files=f"{_FILES}.redrafter_files",
+        drafter=f"{_DRAFTERS}.redrafter:RedrafterDrafter",
+        has_kv=False,
+        demo="redrafter",
+    ),
+    Algorithm(
+        "NEXTN",
+        "an MTP layer (NEXTN)",
+        files=f"{_FILES}.mtp_files",
+        drafter=_EAGLE,
+        static_drafter=_STATIC_EAGLE,
+        stored="in the target",
+    ),
+    Algorithm("EAGLE3", "an EAGLE3 head", files=f"{_FILES}.eagle3_files", drafter=_EAGLE, static_drafter=_STATIC_EAGLE),
+    Algorithm("EAGLE", "an EAGLE head", files=f"{_FILES}.eagle_files", drafter=_EAGLE, static_drafter=_STATIC_EAGLE),
+    Algorithm(
+        "STANDALONE",
+        "a language model",
+        files=f"{_FILES}.standalone_files",
+        drafter=f"{_DRAFTERS}.standalone:StandaloneDrafter",
+        refuses=("token_map", "draft_config_override"),
+        is_model=True,
+    ),
+)
+ALGORITHMS = {row.name: row for row in _ROWS}
+ALIASES = {"MTP": "NEXTN", f"MTP+{NGRAM}": f"NEXTN+{NGRAM}"}
+NAMES = (NONE, *sorted(ALGORITHMS), NGRAM, *(f"{name}+{NGRAM}" for name in sorted(ALGORITHMS)))
