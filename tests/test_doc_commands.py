@@ -142,6 +142,8 @@ CHECKS = {
     "pytest": run_pytest,
     "docker": docker,
     "curl": known,
+    "git": known,
+    "cd": known,
     "lm_eval": known,  # tests/e2e/test_lm_eval.py
     ".": known,
 }

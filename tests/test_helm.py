@@ -18,6 +18,7 @@ from eagle_server.config import parse_args
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "deploy" / "helm" / "eagle-server"
 RENDERER = ROOT / "tests" / "support" / "helm_template.go"
+pytestmark = pytest.mark.third_party
 PROFILES = {"cpu": (), "gpu": ("gpu",), "tensor parallel": ("gpu", "tp")}
 EVERYTHING: dict[str, Any] = {
     "replicas": 3,

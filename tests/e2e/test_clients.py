@@ -18,6 +18,7 @@ from tests.e2e.test_tool_calls import TEMPLATE
 
 CLIENTS = os.environ.get("TEST_CLIENTS")  # the folder that tests/clients/install.py was given
 PAGE = (REPOSITORY / "docs" / "clients.md").read_text(encoding="utf-8")
+pytestmark = pytest.mark.third_party
 installed = pytest.mark.skipif(
     CLIENTS is None, reason="needs its client: tests/clients/install.py FOLDER, then TEST_CLIENTS=FOLDER"
 )

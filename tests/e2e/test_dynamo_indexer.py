@@ -17,6 +17,7 @@ from tests.e2e.conftest import PROMPTS, Served, free_port, serving
 from tests.e2e.test_kv_events import BLOCK, PATIENCE, complete, enabled, kill_engine
 
 pytestmark = [
+    pytest.mark.third_party,
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("dynamo") is None, reason="needs ai-dynamo-runtime"),
 ]

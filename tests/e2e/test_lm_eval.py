@@ -21,6 +21,7 @@ ONE_THREAD = ("--cpu-threads", "1")  # two servers and lm-eval share the machine
 RUNS = REPOSITORY / "tests" / "support" / "lm_eval_runs.py"
 
 pytestmark = [
+    pytest.mark.third_party,
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("lm_eval") is None, reason="needs lm-eval: pip install -e '.[lm-eval]'"

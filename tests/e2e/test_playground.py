@@ -31,6 +31,7 @@ ARGUMENTS = [
 PATIENCE = 60_000  # ms
 
 pytestmark = [
+    pytest.mark.third_party,
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium on the PATH"),
     pytest.mark.skipif(importlib.util.find_spec("playwright") is None, reason="needs the package playwright"),
 ]

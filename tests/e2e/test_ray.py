@@ -31,7 +31,7 @@ pytest.importorskip("ray.serve", reason="pip install -e '.[ray]'")
 
 from deploy.ray.application import OWN, app, deployment_options  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.third_party, pytest.mark.slow, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parents[2]
 REPLICA = "ray::ServeReplica:default:eagle-server"

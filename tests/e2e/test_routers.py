@@ -21,7 +21,7 @@ from tests.e2e.conftest import FIXED_TREES, PROMPTS, README_FLAGS, REPOSITORY
 from tests.e2e.fleet import PATIENCE, Fleet, Worker, fleet_of
 from tests.e2e.test_tool_calls import PAINT, TEMPLATE, TOOLS, asking, calls_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.third_party, pytest.mark.slow]
 FLAGS = (*README_FLAGS, *FIXED_TREES)
 ROUTERS = [
     pytest.param(

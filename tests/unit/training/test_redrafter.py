@@ -14,6 +14,7 @@ from eagle_tools.training.loop import read_history
 from eagle_tools.training.tiny import tiny_pair
 
 
+@pytest.mark.training
 @pytest.mark.slow
 def test_a_head_is_trained_in_two_sittings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair, out = tiny_pair(tmp_path, kind="eagle", steps=1, context=64), tmp_path / "head"

@@ -155,6 +155,7 @@ def test_continuations_follow_the_distribution_of_the_target() -> None:
     assert float((found - distribution).abs().sum()) / 2 < 0.06  # total variation; sampling noise gives about 0.03
 
 
+@pytest.mark.training
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
 def test_a_tiny_pair_loads_and_its_drafts_are_partly_right(tmp_path: Path, kind: Kind) -> None:
@@ -189,6 +190,7 @@ def small_job(directory: Path, steps: int, fails_at: int | None = None) -> Job:
     return Job("small", model, directory, schedule, loss, lambda: {"held-out loss": 0.0}, {}, log_every=1, save_every=5)
 
 
+@pytest.mark.training
 @pytest.mark.slow
 def test_an_interrupted_training_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     whole = small_job(tmp_path / "whole", 12)
@@ -202,6 +204,7 @@ def test_an_interrupted_training_ends_as_if_it_had_not_been(tmp_path: Path) -> N
     assert (tmp_path / "parts" / "small-loss.png").stat().st_size > 1000
 
 
+@pytest.mark.training
 @pytest.mark.slow
 def test_the_command_line_trains_a_head_for_a_target_of_ones_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -232,6 +235,7 @@ def test_the_command_line_trains_a_head_for_a_target_of_ones_own(
     assert "no such directory" in capsys.readouterr().err
 
 
+@pytest.mark.training
 @pytest.mark.slow
 def test_the_demo_is_exported_in_the_published_formats(tmp_path: Path) -> None:
     torch.manual_seed(0)
