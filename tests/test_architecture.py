@@ -59,6 +59,10 @@ SEE_CONFIG = {
     "tools.tree.command",
 }  # the composition roots
 COPIES_TO_HOST = PACKAGE / "worker" / "host.py"
+READ_SIZES = {  # functions that read sizes from the device, and why that costs no cycle on a GPU
+    "speculation.tree": {"compacted": "only where trees are ragged, which no GPU backend takes"},
+    "attention.spec_info": {"draft_decode_arguments": "only without a buffer, which serving always gives"},
+}
 ON_CPUS = PACKAGE / "ops" / "grouped.py"  # its twin loops over groups
 
 
@@ -212,6 +216,28 @@ def test_only_one_module_of_the_cycle_copies_to_the_host(path):
         return
     copies = [at(path, c) for c in calls(path) if called(c).endswith((".item", ".tolist", ".cpu", ".numpy"))]
     assert not copies, f"a device sync outside {COPIES_TO_HOST.relative_to(ROOT)}"
+    if "numpy" in imports(path):  # an array's numbers are the host's, and cannot be told from a tensor's here
+        return
+    read = {
+        function.name: at(path, call)
+        for function in ast.walk(tree(path))
+        if isinstance(function, ast.FunctionDef)
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call) and called(call) in ("int", "bool", "float") and reads_a_tensor(call)
+    }
+    reasons = READ_SIZES.get(name(path), {})
+    assert read.keys() == reasons.keys(), f"reads a tensor as a number: {read}; with a reason here: {reasons}"
+
+
+def reads_a_tensor(call: ast.Call) -> bool:
+    """Whether the argument of int, bool or float is a reduction or an entry, as of a tensor."""
+    reductions = {"max", "min", "sum", "any", "all", "mean", "argmax", "argmin"}
+    return any(
+        isinstance(node, ast.Subscript)
+        or (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in reductions)
+        for argument in call.args
+        for node in ast.walk(argument)
+    )
 
 
 @each_module

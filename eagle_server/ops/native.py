@@ -7,7 +7,7 @@ every batch, and a node of a tree the same as its token in plain decoding.
 from __future__ import annotations
 
 import logging
-from ctypes import c_int64, c_void_p
+from ctypes import c_char_p, c_int64, c_void_p
 from functools import cache
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from eagle_server.ops.build import BuildError, library
+from eagle_server.ops.native_structs import check_layout
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ def _compiles() -> bool:
 def functions() -> Any:
     """The library's functions, with the types of their results."""
     loaded = library()
+    loaded.eagle_layout.restype = c_char_p
+    check_layout(loaded.eagle_layout().decode())
     loaded.eagle_session_new.restype = c_void_p
     loaded.eagle_packed_bytes.restype = c_int64
     for name in ("eagle_pack", "eagle_unpack", "eagle_linear", "eagle_attention"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p, sizeof
 
 
 class PackedStruct(Structure):
@@ -170,3 +171,44 @@ class CandidatesStruct(Structure):
         ("count", c_int32),
         ("least", c_float),
     )
+
+
+_STRUCTS = (
+    PackedStruct,
+    BatchStruct,
+    CacheStruct,
+    LayerStruct,
+    DecoderStruct,
+    ScoringStruct,
+    TreeStruct,
+    HeadStruct,
+    RequestsStruct,
+    AcceptedStruct,
+    EstimatesStruct,
+    CandidatesStruct,
+)
+
+
+def check_layout(table: str, structs: Sequence[type[Structure]] = _STRUCTS) -> None:
+    """Compare sizes and offsets with those of the compiled kernels: lines `name size field:offset:size ...`.
+
+    Raises:
+        RuntimeError: a structure differs; the message names it and its first field that does.
+    """
+    lines = {words[0]: words[1:] for line in table.splitlines() if (words := line.split())}
+    for struct in structs:
+        name = struct.__name__.removesuffix("Struct")
+        size, *compiled = lines.pop(name, ["0"])
+        own = [(field[0], getattr(struct, field[0])) for field in struct._fields_]
+        for number, (field, place) in enumerate(own):
+            theirs = compiled[number] if number < len(compiled) else "nothing"
+            if not theirs.endswith(f":{place.offset}:{place.size}"):
+                raise RuntimeError(
+                    f"kernels/cpu: {name}.{field}: offset {place.offset} and size {place.size} here, but the kernels "
+                    f"have {theirs}; native_structs.py and the header must agree"
+                )
+        if len(compiled) != len(own) or int(size) != sizeof(struct):
+            here, there = f"{len(own)} fields in {sizeof(struct)} bytes", f"{len(compiled)} in {size}"
+            raise RuntimeError(f"kernels/cpu: {name}: {here} here, {there} there")
+    if lines:
+        raise RuntimeError(f"kernels/cpu: {', '.join(lines)}: not in native_structs.py")

@@ -1,9 +1,16 @@
 // The plain C interface. Python calls it in eagle_server/ops/native_linear.py, native_decoder.py, native_drafting.py and in
 // the twins of gumbel.py, draw.py, topk.py, tree.py and accept.py.
 #include "drafting.h"
+#include "layout.h"
 #include "tree.h"
 
 extern "C" {
+
+// See `layout`.
+const char* eagle_layout() {
+    static const std::string text = layout();
+    return text.c_str();
+}
 
 Session* eagle_session_new(int threads) { return new Session(threads); }
 

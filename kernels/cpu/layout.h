@@ -1,0 +1,101 @@
+// Where the fields of the interface's structures are. eagle_server/ops/native_structs.py compares its own with these when
+// the library is loaded, so a field that was added on one side alone ends the start, and is no memory corruption.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include "drafting.h"
+#include "tree.h"
+
+namespace {
+
+struct Anything {
+    template <class T> operator T() const;
+};
+
+template <class T, class... Given> auto takes(int) -> decltype(T{std::declval<Given>()...}, std::true_type{});
+template <class T, class...> auto takes(...) -> std::false_type;
+
+// How many fields a structure has, so that a table cannot forget one.
+template <class T, class... Given> constexpr int count_fields() {
+    if constexpr (decltype(takes<T, Given..., Anything>(0))::value)
+        return count_fields<T, Given..., Anything>();
+    else
+        return sizeof...(Given);
+}
+
+struct Field {
+    const char* name;
+    size_t offset, size;
+};
+
+// A line: the structure's name and size, then name:offset:size of each field.
+template <class T, size_t count> std::string described(const char* name, const Field (&fields)[count]) {
+    static_assert(count == count_fields<T>(), "every field of the structure stands in its table");
+    std::string line = std::string(name) + " " + std::to_string(sizeof(T));
+    for (const Field& field : fields)
+        line += std::string(" ") + field.name + ":" + std::to_string(field.offset) + ":" + std::to_string(field.size);
+    return line + "\n";
+}
+
+#define FIELD(type, name) Field{#name, offsetof(type, name), sizeof(type::name)}
+
+std::string layout() {
+    std::string text;
+    {
+        using T = Packed;
+        text += described<T>("Packed", {FIELD(T, data), FIELD(T, bias), FIELD(T, scales), FIELD(T, zeros), FIELD(T, kind), FIELD(T, in), FIELD(T, out), FIELD(T, quant_group)});
+    }
+    {
+        using T = Batch;
+        text += described<T>("Batch", {FIELD(T, rows), FIELD(T, requests), FIELD(T, positions), FIELD(T, out_cache_loc), FIELD(T, qo_indptr), FIELD(T, req_pool_indices), FIELD(T, kv_lens), FIELD(T, req_to_token), FIELD(T, visible), FIELD(T, row_depths), FIELD(T, column_depths), FIELD(T, mask_rows), FIELD(T, mask_columns), FIELD(T, table_width)});
+    }
+    {
+        using T = Cache;
+        text += described<T>("Cache", {FIELD(T, keys), FIELD(T, values), FIELD(T, is_bf16), FIELD(T, heads), FIELD(T, kv_heads), FIELD(T, head_dim), FIELD(T, scale), FIELD(T, softcap), FIELD(T, window), FIELD(T, slots)});
+    }
+    {
+        using T = Layer;
+        text += described<T>("Layer", {FIELD(T, qkv), FIELD(T, o), FIELD(T, gate_up), FIELD(T, down), FIELD(T, input_norm), FIELD(T, post_norm), FIELD(T, q_norm), FIELD(T, k_norm), FIELD(T, cache)});
+    }
+    {
+        using T = Decoder;
+        text += described<T>("Decoder", {FIELD(T, layers), FIELD(T, norm), FIELD(T, cos), FIELD(T, sin), FIELD(T, aux_boundaries), FIELD(T, count), FIELD(T, hidden), FIELD(T, boundaries), FIELD(T, context), FIELD(T, eps)});
+    }
+    {
+        using T = Scoring;
+        text += described<T>("Scoring", {FIELD(T, logits), FIELD(T, keys), FIELD(T, positions), FIELD(T, temperature), FIELD(T, ids), FIELD(T, stride), FIELD(T, rows), FIELD(T, vocab)});
+    }
+    {
+        using T = Tree;
+        text += described<T>("Tree", {FIELD(T, tokens), FIELD(T, parents), FIELD(T, depths), FIELD(T, mask), FIELD(T, drawn), FIELD(T, finite), FIELD(T, nodes), FIELD(T, steps)});
+    }
+    {
+        using T = Head;
+        text += described<T>("Head", {FIELD(T, decoder), FIELD(T, combine), FIELD(T, joined), FIELD(T, lm_head), FIELD(T, embed), FIELD(T, embed_norm), FIELD(T, hidden_norm), FIELD(T, ids), FIELD(T, embed_is_bf16), FIELD(T, uses_hidden), FIELD(T, residual), FIELD(T, feeds_normed)});
+    }
+    {
+        using T = Requests;
+        text += described<T>("Requests", {FIELD(T, count), FIELD(T, topk), FIELD(T, seq_lens), FIELD(T, extend_lens), FIELD(T, req_pool_indices), FIELD(T, req_to_token), FIELD(T, table_width), FIELD(T, keys), FIELD(T, positions), FIELD(T, temperature)});
+    }
+    {
+        using T = Accepted;
+        text += described<T>("Accepted", {FIELD(T, tokens), FIELD(T, features), FIELD(T, features_are_bf16), FIELD(T, width), FIELD(T, feature_size)});
+    }
+    {
+        using T = Estimates;
+        text += described<T>("Estimates", {FIELD(T, ratios), FIELD(T, edges), FIELD(T, temperature_bin), FIELD(T, depths), FIELD(T, edge_count), FIELD(T, most)});
+    }
+    {
+        using T = Candidates;
+        text += described<T>("Candidates", {FIELD(T, tokens), FIELD(T, selected_index), FIELD(T, parent_list), FIELD(T, scores), FIELD(T, guesses), FIELD(T, count), FIELD(T, least)});
+    }
+    return text;
+}
+
+#undef FIELD
+
+}  // namespace
