@@ -31,8 +31,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """A grammar that the output must match.
 
     `source` is a JSON schema, a regular expression, a grammar in EBNF (GBNF) or Lark, a JSON list of texts, or, as
-    `lark`, tool calls in llguidance's Lark. `json_object` allows any JSON object; its source is empty. `thinking` has
-    rules of llguidance's Lark; one of this name is what comes before. Empty: nothing does.
+    `lark`, tool calls in llguidance's Lark. `json_object` allows any JSON object; its source is empty. `thinking` is
+    the grammar of the text before the answer: llguidance's Lark with a rule `thinking`. Empty: the answer comes first.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "lark"]

@@ -251,6 +251,14 @@ def test_no_foreign_code_is_run_from_a_checkpoint(path):
 
 
 @each_module
+def test_docstrings_name_what_they_are_about(path):
+    for node in ast.walk(tree(path)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node) or ""
+            assert not re.match(r"(Those|That) of\b", text), f"{at(path, node)}: {text.splitlines()[0]}"
+
+
+@each_module
 def test_only_programs_print(path):
     if path.name != "__main__.py" and not is_in(name(path), "tools.bench", "tools.training"):
         assert not [at(path, call) for call in calls(path) if called(call) == "print"]

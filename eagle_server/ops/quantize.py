@@ -76,7 +76,7 @@ def quantize(weight: Tensor, quantization: Quantization) -> QuantizedWeight:
         ValueError: a number in it is not finite.
     """
     if not weight.isfinite().all():
-        raise ValueError(f"--quantization {quantization}: a weight is infinite or no number; serve it without")
+        raise ValueError(f"--quantization {quantization}: a weight is infinite or NaN; serve it without")
     round_rows = {"int8": _int8, "int4": _int4, "fp8": _fp8}[quantization]
     group = weight.shape[1]
     if quantization == "int4":

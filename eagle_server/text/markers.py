@@ -10,7 +10,7 @@ WHITESPACE = 64  # most characters that are held back; without a limit each toke
 
 
 def special_markers(markers: Iterable[str], tokenizer: Tokenizer) -> Mapping[int, str]:
-    """Those of `markers` that are special tokens of this tokenizer, which decoding leaves out, by id."""
+    """The markers that are special tokens of this tokenizer, by token id. Decoding leaves special tokens out."""
     ids = {marker: tokenizer.token_id(marker) for marker in markers if marker}
     return {token: marker for marker, token in ids.items() if token is not None and not tokenizer.decode([token])}
 

@@ -21,7 +21,7 @@ class ByRequest(Protocol):
     """A forward's results for the requests of a batch."""
 
     def of(self, requests: Tensor) -> Self:
-        """Those of some requests, int64 [n]."""
+        """The results for some requests, int64 [n]."""
         ...
 
 

@@ -24,22 +24,36 @@ from eagle_server.request import SpeculationState
 from eagle_server.worker.cost_model import CostModel, draft_steps
 from eagle_server.worker.recent_trees import TREES, Floats, Ints, RecentTrees
 
-_EVERY, _LATER = 8, 32  # cycles that a choice holds at first and later, and two more for each 8 requests
-_FIRST = 500  # cycles in which estimates and costs still move much
-_TRY = 0.8  # drafting must promise this part of the speed of plain decoding; then measurements decide
-_LOSS = 0.98  # drafting with less than this part of it has lost
-_CLOSE = 1.3  # with less gain than this, some cycles are plain, so that both speeds are measured:
-_BURST, _COMPARE = 8, 300  # so many at once, out of so many
-_WARM = 3  # cycles of a kind that are not counted after it was absent, because the first are slow
-_ABSENT = 4  # cycles without one of a kind after which it was absent
-_ENOUGH = 4  # plain cycles that are compared, and a quarter of the cycles with drafts
-_LEARNING = 30  # first cycles with drafts, which are as large as can be and not compared: nothing is known yet
-_LEARNERS = 8  # requests that draft in these
-_VALID = 500  # cycles after which drafting may try again
-_OUTLIER = 3.0  # a cycle counts as this many times the mean at most: another process had the core
-_MEMORY = 100  # cycles that a measured speed is the mean of
-_PROBE_SHARE = 0.004  # part of the time that requests may draft although nothing is expected of it
-_PROBED = math.log(0.5)  # what a request must expect of a node to verify it, while drafting does not pay
+
+@dataclass(frozen=True)
+class BudgetPolicy:
+    """The numbers of `AdaptiveBudget`. docs/design/adaptive-trees.md says what they do together.
+
+    A cycle is one forward of the target. "Compared": the measured speeds of plain decoding and of drafting.
+    """
+
+    early_cycles: int = 500  # cycles in which estimates and costs still move much
+    early_hold: int = 8  # cycles that a choice holds in these, and one more for each 4 requests
+    hold: int = 32  # cycles that a choice holds later, and one more for each 4 requests
+    least_expected: float = 0.8  # of plain decoding's speed: what drafting must promise to be measured at all
+    least_measured: float = 0.98  # of plain decoding's speed: with less, drafting has lost
+    close: float = 1.3  # of plain decoding's speed: an expected gain below this is compared again and again
+    plain_burst: int = 8  # cycles of a period that are plain, to be compared
+    plain_period: int = 300  # cycles
+    absent: int = 4  # cycles without one of a kind (plain, or with drafts) after which the kind was absent
+    cold: int = 3  # cycles of a kind that are not compared after it was absent, because the first are slow
+    enough_plain: int = 4  # plain cycles that suffice to compare
+    enough_drafted: int = 16  # cycles with drafts that suffice to compare
+    learning_cycles: int = 30  # first cycles with drafts: of the largest trees, and not compared
+    learners: int = 8  # requests that draft in these
+    verdict: int = 500  # cycles that a comparison counts for, then drafting may try again
+    outlier: float = 3.0  # times the mean: a cycle counts as no more, because another process had the core
+    memory: int = 100  # cycles that a measured speed is the exponential moving average of
+    probe_share: float = 0.004  # of the time: for requests to draft of which nothing is expected
+    probe_logp: float = math.log(0.5)  # log chance that a node of such drafts must have to be verified
+
+
+POLICY = BudgetPolicy()
 
 
 @dataclass(frozen=True)
@@ -120,7 +134,7 @@ class _Choice:
     rate: float = 0.0  # and with the best trees
     num_steps: int = 0
     num_draft_tokens: int = 1
-    least_logp: float = _PROBED
+    least_logp: float = POLICY.probe_logp
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -131,6 +145,7 @@ class _Choice:
 class _Speed:
     """A measured speed. Older cycles weigh less in tokens, seconds and weight."""
 
+    policy: BudgetPolicy
     until: int = 0  # the cycle in which it is measured anew
     tokens: float = 0.0
     seconds: float = 0.0
@@ -140,16 +155,17 @@ class _Speed:
     def add(self, tokens: int, seconds: float) -> None:
         """One more cycle."""
         if self.weight:
-            seconds = min(seconds, _OUTLIER * self.seconds / self.weight)
-        kept = 1 - 1 / _MEMORY
+            seconds = min(seconds, self.policy.outlier * self.seconds / self.weight)
+        kept = 1 - 1 / self.policy.memory
         self.tokens, self.seconds = kept * self.tokens + tokens, kept * self.seconds + seconds
         self.weight, self.cycles = kept * self.weight + 1, self.cycles + 1
 
     def loses(self, plain: _Speed) -> bool:
         """Whether drafting, measured by this one, was slower beyond doubt."""
-        if plain.cycles < _ENOUGH or self.cycles < 4 * _ENOUGH:
+        policy = self.policy
+        if plain.cycles < policy.enough_plain or self.cycles < policy.enough_drafted:
             return False
-        return self.tokens * plain.seconds < _LOSS * plain.tokens * self.seconds
+        return self.tokens * plain.seconds < policy.least_measured * plain.tokens * self.seconds
 
 
 class AdaptiveBudget:
@@ -166,8 +182,9 @@ class AdaptiveBudget:
         costs: CostModel,
         forwards: Callable[[int], int],
         shapes: Sequence[tuple[int, int]] = (),
+        policy: BudgetPolicy = POLICY,
     ) -> None:
-        self.trees, self.costs, self.shapes = trees, costs, tuple(shapes)
+        self.trees, self.costs, self.shapes, self.policy = trees, costs, tuple(shapes), policy
         self.num_steps, self.num_draft_tokens = trees.num_steps, trees.nodes + 1
         self._forwards = forwards
         self._cycle, self._credit = 0, 0.0
@@ -178,7 +195,10 @@ class AdaptiveBudget:
         self._speeds: dict[tuple[int, ...], _Speed] = {}
         # Of the newest cycle: the share that is sampled, in halves; levels that its requests may keep, in the mean.
         self._sampled = self._reach = 0
-        self._last, self._cold = [-_ABSENT] * 2, [0, 0]  # of each kind: its newest cycle, those that do not count yet
+        self._last, self._cold = (
+            [-self.policy.absent] * 2,
+            [0, 0],
+        )  # of each kind: its newest cycle, those that do not count yet
         self._follows = True  # whether the newest cycle does what was chosen: it neither learns nor probes
         self._learned = [0, 0, 0]  # cycles with drafts, by that share
         self._refuted = False  # whether the choice was measured to be slower than plain decoding
@@ -203,13 +223,14 @@ class AdaptiveBudget:
         choice, self._loads[load] = self._choices.get(load), self._loads[load] + 1
         if choice is None or self._loads[load] >= choice.until:
             choice = (self._best_shape if self.shapes else self._best)(rows, levels, requests, kv)
-            until = self._loads[load] + (_EVERY if self._cycle < _FIRST else _LATER) + requests // 4
-            self._choices[load] = choice = replace(choice, until=until)
+            hold = self.policy.early_hold if self._cycle < self.policy.early_cycles else self.policy.hold
+            choice = replace(choice, until=self._loads[load] + hold + requests // 4)
+            self._choices[load] = choice
         self._choice = choice
-        if self._learned[self._sampled] < _LEARNING:
+        if self._learned[self._sampled] < self.policy.learning_cycles:
             self._learned[self._sampled] += 1
             self._follows = False
-            learners = candidates if self.shapes else candidates[:_LEARNERS]
+            learners = candidates if self.shapes else candidates[: self.policy.learners]
             return CycleBudget(tuple(map(int, learners)), self.num_steps, self.num_draft_tokens)
         if choice.num_steps and not self._holds(choice, requests):
             return NOTHING
@@ -217,7 +238,7 @@ class AdaptiveBudget:
         if self.shapes:
             wanted[:] = wanted.any()
         self._follows = bool(wanted.any())
-        self._credit += _PROBE_SHARE * self._plain(requests, kv)
+        self._credit += self.policy.probe_share * self._plain(requests, kv)
         budget = CycleBudget(tuple(map(int, candidates[wanted])), *choice.shape, choice.least_logp)
         return self._probed(budget, candidates[~wanted], rows[~wanted], requests, kv)
 
@@ -226,14 +247,17 @@ class AdaptiveBudget:
 
         The model may be wrong, so plain decoding is measured once whatever it says, and what is close again and again.
         """
-        close, measured = choice.rate <= _CLOSE * choice.plain, self._speed(requests).cycles >= _ENOUGH
+        policy = self.policy
+        close = choice.rate <= policy.close * choice.plain
+        measured = self._speed(requests).cycles >= policy.enough_plain
         if measured and not close:
             return True
-        return self._cycle % (_COMPARE if measured or not close else 2 * _BURST) >= _BURST
+        period = policy.plain_period if measured or not close else 2 * policy.plain_burst
+        return self._cycle % period >= policy.plain_burst
 
     def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
-        if self._cycle - self._last[drafted] > _ABSENT:
-            self._cold[drafted] = _WARM
+        if self._cycle - self._last[drafted] > self.policy.absent:
+            self._cold[drafted] = self.policy.cold
         self._last[drafted] = self._cycle
         if self._cold[drafted]:
             self._cold[drafted] -= 1
@@ -247,7 +271,7 @@ class AdaptiveBudget:
         load = (round(math.log2(requests)), self._sampled, *reach)
         speed = self._speeds.get(load)
         if speed is None or (reach and self._cycle >= speed.until):
-            speed = self._speeds[load] = _Speed(self._cycle + _VALID)
+            speed = self._speeds[load] = _Speed(self.policy, self._cycle + self.policy.verdict)
         return speed
 
     def drafted(self, decodes: Sequence[Decode], logp: Floats, depths: Floats) -> None:
@@ -316,10 +340,9 @@ class AdaptiveBudget:
     def _no_choice(self, requests: int, kv: float) -> _Choice:
         return _Choice(requests, plain=requests / self._plain(requests, kv))
 
-    @staticmethod
-    def _if_it_pays(choice: _Choice) -> _Choice:
-        pays = choice.rate >= _TRY * choice.plain
-        return choice if pays else replace(choice, num_steps=0, num_draft_tokens=1, least_logp=_PROBED)
+    def _if_it_pays(self, choice: _Choice) -> _Choice:
+        pays = choice.rate >= self.policy.least_expected * choice.plain
+        return choice if pays else replace(choice, num_steps=0, num_draft_tokens=1, least_logp=self.policy.probe_logp)
 
     def _plain(self, requests: int, kv: float) -> float:
         """Seconds of a cycle in which nothing is drafted."""
@@ -351,4 +374,4 @@ class AdaptiveBudget:
         longest = int(others[np.argmin(self.trees.last[rows])])
         if drafting:
             return replace(budget, drafting=tuple(sorted([*budget.drafting, longest])))
-        return CycleBudget((longest,), steps, size, -math.inf if self.shapes else _PROBED)
+        return CycleBudget((longest,), steps, size, -math.inf if self.shapes else self.policy.probe_logp)

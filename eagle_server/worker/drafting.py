@@ -179,7 +179,7 @@ class TreeDrafting:
         return replace(budget, num_steps=reach)
 
     def _with_room(self, batch: DecodeBatch, drafting: Sequence[int]) -> tuple[int, ...]:
-        """Those of the requests whose backlogs are computed in this cycle; the others draft in later ones."""
+        """The requests whose backlogs are computed in this cycle. The others draft in later cycles."""
         room, kept = _BACKLOG_ROWS, list[int]()
         for i in drafting:
             length = self.batches.accepted_tokens.backlog_length(batch.decodes[i].req_pool_index)

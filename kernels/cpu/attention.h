@@ -48,7 +48,7 @@ static inline Vector load_kv(const Cache& cache, const void* pool, int64_t place
 // past the head; a head of fewer than LANES numbers has one vector of `dim`.
 static inline int vector_with(int d, int dim) { return std::max(0, std::min(d, dim - LANES)); }
 
-// The slots of a request may lie anywhere, so no machine guesses which one comes next.
+// The slots of a request may lie anywhere, which defeats the hardware's prefetcher.
 static inline void fetch(const Cache& cache, const void* pool, int64_t place) {
     const char* from = (const char*)pool + place * (cache.is_bf16 ? 2 : 4);
     for (int line = 0; line < cache.head_dim * (cache.is_bf16 ? 2 : 4); line += 64) __builtin_prefetch(from + line);
@@ -161,7 +161,7 @@ static void attend(
             for (int i = 0; i < wide; i++) value[i] = load_kv(cache, cache.values, place + i * LANES, wide > 1 ? LANES : filled);
             bool hidden = c < lanes.full_from || c >= lanes.full_to;
             for (int l = 0; l < AT_ONCE; l++) {
-                if (hidden && chances[l] == 0) continue;  // the value may be no number
+                if (hidden && chances[l] == 0) continue;  // the value may be NaN
                 for (int i = 0; i < wide; i++) sums[l][i] = fma(all(chances[l]), value[i], sums[l][i]);
             }
         }

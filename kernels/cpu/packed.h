@@ -118,7 +118,7 @@ static void prepare_row(const Packed& w, const float* x, uint32_t* to) {
         return;
     }
     auto part = [&](int k) { return k + LANES <= w.in ? load(x + k) : load_some(x + k, w.in - k); };
-    Vector most{}, wrong{};  // what is no number, or infinite, makes the whole row so
+    Vector most{}, wrong{};  // NaN or infinity makes the scale, and with it the whole row, NaN or infinite
     for (int k = 0; k < w.in; k += LANES) most = max(most, max(part(k), -part(k))), wrong = wrong + part(k) * 0.0f;
     float lanes[LANES], largest = 0;
     store(lanes, most);

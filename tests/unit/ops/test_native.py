@@ -372,5 +372,5 @@ def test_what_is_no_number_stays_none(quantization: Quantization) -> None:
     y = native_linear(x, packed, None)
     assert y[0].isnan().all()
     assert y[1].isfinite().all()
-    with pytest.raises(ValueError, match="infinite or no number"):
+    with pytest.raises(ValueError, match="infinite or NaN"):
         quantize(random(4, 8) / 0, quantization)
