@@ -16,19 +16,19 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from eagle_server.api.chat import CHAT_COMPLETIONS, ToolCall, tool_calls_of
-from eagle_server.api.completions import COMPLETIONS
-from eagle_server.api.endpoint import Answer, Endpoint
+from eagle_server.api.endpoints.chat import CHAT_COMPLETIONS, ToolCall, tool_calls_of
+from eagle_server.api.endpoints.completions import COMPLETIONS
 from eagle_server.api.errors import ApiError
-from eagle_server.api.request_state import OutputDelta, RequestState, ScoredToken
-from eagle_server.api.response_parts import SpeculativeMetrics
+from eagle_server.api.generation.endpoint import Answer, Endpoint
+from eagle_server.api.generation.request_state import OutputDelta, RequestState, ScoredToken
+from eagle_server.api.generation.response_parts import SpeculativeMetrics
 from eagle_server.api.schemas.base import parse
 from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.api.schemas.completion import CompletionRequest
 from eagle_server.api.service import Service
 from eagle_server.client.client import EngineClient
 from eagle_server.config import from_options
-from eagle_server.engine.build import build_engine
+from eagle_server.engine.build.from_config import build_engine
 from eagle_server.request import TokenDelta
 from eagle_server.text.chat_template_files import load_chat_template
 from eagle_server.text.tokenizer import load_tokenizer

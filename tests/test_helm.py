@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eagle_server.api.keys import read_keys
+from eagle_server.api.guard.keys import read_keys
 from eagle_server.config import parse_args
 
 ROOT = Path(__file__).parents[1]

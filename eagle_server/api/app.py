@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from eagle_server.api import docs_page, inspection, playground, render, tokens
-from eagle_server.api.admission import AdmissionMiddleware
-from eagle_server.api.chat import CHAT_COMPLETIONS
-from eagle_server.api.completions import COMPLETIONS
+from eagle_server.api import docs_page, inspection, playground
+from eagle_server.api.endpoints import render, tokens
+from eagle_server.api.endpoints.chat import CHAT_COMPLETIONS
+from eagle_server.api.endpoints.completions import COMPLETIONS
+from eagle_server.api.endpoints.messages import MESSAGES
+from eagle_server.api.endpoints.responses import RESPONSES
 from eagle_server.api.errors import RETRY_AFTER, install_handlers
-from eagle_server.api.keys import ApiKeys
-from eagle_server.api.messages import MESSAGES
+from eagle_server.api.guard.admission import AdmissionMiddleware
+from eagle_server.api.guard.keys import ApiKeys
+from eagle_server.api.guard.origins import PagesOfThisServer, is_loopback
+from eagle_server.api.guard.rate_limits import LIMIT_HEADERS, ClientLimits
+from eagle_server.api.guard.request_id import ANTHROPIC_HEADER, HEADER, RequestId
 from eagle_server.api.openapi import openapi
-from eagle_server.api.origins import PagesOfThisServer, is_loopback
-from eagle_server.api.rate_limits import LIMIT_HEADERS, ClientLimits
-from eagle_server.api.request_id import ANTHROPIC_HEADER, HEADER, RequestId
-from eagle_server.api.responses import RESPONSES
 from eagle_server.api.routes import generating_route
 from eagle_server.api.service import Service
 from eagle_server.api.telemetry import exposition

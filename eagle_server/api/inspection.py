@@ -14,9 +14,9 @@ from fastapi import APIRouter, Request, Response
 
 from eagle_server.api import playground
 from eagle_server.api.errors import ApiError, unavailable
+from eagle_server.api.generation.sse import while_connected
 from eagle_server.api.routes import HeadRoute, json_response
 from eagle_server.api.service import Service, service_of
-from eagle_server.api.sse import while_connected
 from eagle_server.client.client import EngineClient
 from eagle_server.request import Ready, SamplingParams
 from eagle_server.request import Request as EngineRequest

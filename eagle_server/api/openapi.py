@@ -10,12 +10,13 @@ from typing import Any, get_args
 import msgspec
 from pydantic.json_schema import models_json_schema
 
-from eagle_server.api import inspection, render, tokens
-from eagle_server.api.chat import ChatBody, ChunkBody
-from eagle_server.api.completions import CompletionBody
+from eagle_server.api import inspection
+from eagle_server.api.endpoints import render, tokens
+from eagle_server.api.endpoints.chat import ChatBody, ChunkBody
+from eagle_server.api.endpoints.completions import CompletionBody
+from eagle_server.api.endpoints.messages import MessageBody, MessageEvent
+from eagle_server.api.endpoints.response_objects import ResponseBody, ResponseEvent
 from eagle_server.api.errors import AnthropicErrorBody, ErrorBody
-from eagle_server.api.messages import MessageBody, MessageEvent
-from eagle_server.api.response_objects import ResponseBody, ResponseEvent
 from eagle_server.api.schemas.base import Body
 from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.api.schemas.completion import CompletionRequest

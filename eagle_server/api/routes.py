@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from eagle_server.api.body import process, read_body
-from eagle_server.api.endpoint import Answer, Endpoint
-from eagle_server.api.generate import respond
-from eagle_server.api.request_id import request_id_of
+from eagle_server.api.generation.endpoint import Answer, Endpoint
+from eagle_server.api.generation.generate import respond
+from eagle_server.api.guard.body import process, read_body
+from eagle_server.api.guard.request_id import request_id_of
 from eagle_server.api.schemas.generation import SamplingBody
 from eagle_server.api.service import service_of
 

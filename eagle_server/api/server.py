@@ -17,8 +17,8 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from eagle_server.api.admission import Admission
-from eagle_server.api.connections import (
+from eagle_server.api.guard.admission import Admission
+from eagle_server.api.guard.connections import (
     BoundedConnection,
     CloseUnlessContinued,
     abort_all,

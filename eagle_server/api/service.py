@@ -10,10 +10,10 @@ from typing import Any
 
 from starlette.requests import Request
 
-from eagle_server.api.admission import Admission
-from eagle_server.api.answer_format import ReasoningSyntax
 from eagle_server.api.errors import ApiError
-from eagle_server.api.tools import CallSyntax
+from eagle_server.api.generation.answer_format import ReasoningSyntax
+from eagle_server.api.generation.tools import CallSyntax
+from eagle_server.api.guard.admission import Admission
 from eagle_server.client.client import EngineClient, EngineUnavailable
 from eagle_server.config import Config
 from eagle_server.request import Ready

@@ -27,7 +27,7 @@ from eagle_server.speculation.random import request_key
 from eagle_server.worker.worker import Worker, do_nothing
 
 if TYPE_CHECKING:
-    from eagle_server.engine.grammars import CompiledGrammar, Grammars
+    from eagle_server.engine.grammars.grammars import CompiledGrammar, Grammars
     from eagle_server.engine.kv_events import KVEventPublisher
 
 NO_END_OF_SEQUENCE = "grammar: this engine cannot follow one: the model names no end of sequence"

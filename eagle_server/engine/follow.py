@@ -7,9 +7,9 @@ from typing import Any, get_args
 import torch
 
 from eagle_server.cache.page_table import PageTable
-from eagle_server.engine.backends import Backends
+from eagle_server.engine.build.backends import Backends
+from eagle_server.engine.build.pools import make_pool
 from eagle_server.engine.engine_config import Backend, EngineConfig
-from eagle_server.engine.pools import make_pool
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target
 from eagle_server.speculation.tree_config import TreeConfig

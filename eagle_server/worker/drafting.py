@@ -17,13 +17,13 @@ from eagle_server.plan import CycleDrafting, CyclePlan, CycleResult, Decode
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree, root_alone, spread, without
 from eagle_server.worker.ahead import UNUSED, ForwardAhead
-from eagle_server.worker.batch import Batches, DecodeBatch
-from eagle_server.worker.budget import Budget, CycleBudget
+from eagle_server.worker.batch.batch import Batches, DecodeBatch
+from eagle_server.worker.batch.draft_tree import with_steps
+from eagle_server.worker.budget.budget import Budget, CycleBudget
+from eagle_server.worker.budget.cost_model import LONGEST_WAIT, CostModel, StageTimes, draft_steps
+from eagle_server.worker.budget.estimates import Estimates
 from eagle_server.worker.clock import StageClock
-from eagle_server.worker.cost_model import LONGEST_WAIT, CostModel, StageTimes, draft_steps
-from eagle_server.worker.draft_tree import with_steps
 from eagle_server.worker.drafters.interface import Drafter
-from eagle_server.worker.estimates import Estimates
 
 _LESSONS = ((30, 1), (300, 3))  # so many cycles with drafts teach, then every third, because learning takes time too
 _LATER_LESSONS = 16  # then every so many cycles

@@ -17,7 +17,7 @@ from eagle_server.plan import Chunk, CyclePlan, Decode, Failure, SequenceOutput
 from eagle_server.request import FinishReason, TokenLogprob
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree
-from eagle_server.worker.draft_tree import draft_tree, drafted_nodes
+from eagle_server.worker.batch.draft_tree import draft_tree, drafted_nodes
 from eagle_server.worker.host import HostCopy, is_finite, leading_finite, logprobs_to_host, to_host
 
 NOT_FINITE = Failure(

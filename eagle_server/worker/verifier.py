@@ -18,7 +18,7 @@ from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree, compacted
-from eagle_server.worker.batch import DecodeBatch, PromptBatch
+from eagle_server.worker.batch.batch import DecodeBatch, PromptBatch
 from eagle_server.worker.graphs import Graphs
 from eagle_server.worker.host import to_host
 from eagle_server.worker.rank_messages import send_keep, send_prefill, send_verify

@@ -10,8 +10,8 @@ import torch
 
 from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling
 from eagle_server.request import SamplingParams
-from eagle_server.worker.budget import FixedBudget
-from eagle_server.worker.cost_model import CostModel, StageTimes
+from eagle_server.worker.budget.budget import FixedBudget
+from eagle_server.worker.budget.cost_model import CostModel, StageTimes
 from eagle_server.worker.worker import Worker
 
 _PROMPT = 128  # tokens: enough for the kernels of long prompts

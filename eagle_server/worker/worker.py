@@ -15,13 +15,13 @@ from eagle_server.speculation.accept import Acceptance, Accepted
 from eagle_server.speculation.sampling import draw
 from eagle_server.speculation.tree import Tree, root_alone
 from eagle_server.worker.ahead import ForwardAhead
-from eagle_server.worker.batch import Batches, DecodeBatch, PromptBatch
+from eagle_server.worker.batch.batch import Batches, DecodeBatch, PromptBatch
+from eagle_server.worker.batch.verify_token_mask import VerifyTokenMask
 from eagle_server.worker.clock import StageClock
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.drafting import Drafts, TreeDrafting
 from eagle_server.worker.output_processing import Decoded, Drawn, OutputCopy
 from eagle_server.worker.verifier import Verified, Verifier
-from eagle_server.worker.verify_token_mask import VerifyTokenMask
 
 
 def do_nothing() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.grammars import Grammars
+from eagle_server.engine.grammars.grammars import Grammars
 from eagle_server.request import FinishReason, Grammar, Ready, Request, SamplingParams
 from eagle_server.text.tokenizer import load_tokenizer
 from eagle_tools import DEMO

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from eagle_server.engine.limits import usable_cores
+from eagle_server.engine.build.machine import usable_cores
 from eagle_server.text.tokenizer import load_tokenizer
 from eagle_tools import DEMO
 from eagle_tools.bench.peer_engines import OURS, Loaded, Prompts, Spec, Texts, loaded, specs

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from eagle_server.config import Config, parse_args
 from eagle_server.config.commands import CommandParser, count, flags_of, temperature
-from eagle_server.engine.build import build_engine
+from eagle_server.engine.build.from_config import build_engine
 from eagle_server.engine.engine import Engine
 from eagle_server.request import Request, SamplingParams
 from eagle_server.text.token_spelling import TokenSpelling

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from eagle_server.request import DraftTree
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree
-from eagle_server.worker.draft_tree import draft_tree, drafted_nodes
+from eagle_server.worker.batch.draft_tree import draft_tree, drafted_nodes
 from eagle_server.worker.worker import Worker
 
 

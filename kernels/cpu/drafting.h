@@ -45,7 +45,7 @@ struct Accepted {
     int32_t features_are_bf16, width, feature_size;
 };
 
-// What corrects a drafter's guesses: AcceptanceEstimates of eagle_server/worker/estimates.py. ratios null: nothing does.
+// What corrects a drafter's guesses: AcceptanceEstimates of eagle_server/worker/budget/estimates.py. ratios null: nothing does.
 struct Estimates {
     const float* ratios;             // [temperatures, depths, edges + 1]
     const float* edges;              // ascending

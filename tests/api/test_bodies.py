@@ -14,10 +14,18 @@ import httpx
 import pytest
 from fastapi import Response
 
-from eagle_server.api import body as body_module
-from eagle_server.api import completions, json_size, tokens
-from eagle_server.api.body import LARGE_BODY, MAX_BODY_BYTES, MAX_LARGE, MAX_TEXTS_WAITING, SHORT_BODY, process_text
-from eagle_server.api.json_size import JsonSize, TooManyValues
+from eagle_server.api.endpoints import completions, tokens
+from eagle_server.api.guard import body as body_module
+from eagle_server.api.guard import json_size
+from eagle_server.api.guard.body import (
+    LARGE_BODY,
+    MAX_BODY_BYTES,
+    MAX_LARGE,
+    MAX_TEXTS_WAITING,
+    SHORT_BODY,
+    process_text,
+)
+from eagle_server.api.guard.json_size import JsonSize, TooManyValues
 from eagle_server.api.schemas.base import parse
 from eagle_server.api.schemas.completion import CompletionRequest
 from eagle_server.api.schemas.tokens import TokenizeRequest

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from eagle_server.api import connections
-from eagle_server.api.connections import MOST_CONNECTIONS, RESERVED_FILES, most_connections
+from eagle_server.api.guard import connections
+from eagle_server.api.guard.connections import MOST_CONNECTIONS, RESERVED_FILES, most_connections
 from eagle_server.api.server import HttpServer, listen
 from tests.api.conftest import PATIENCE, Server, serving
 from tests.api.fake_engine import SLOW

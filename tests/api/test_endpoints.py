@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from eagle_server.api import docs_page, inspection, playground, render, tokens
+from eagle_server.api import docs_page, inspection, playground
 from eagle_server.api.app import GENERATING
+from eagle_server.api.endpoints import render, tokens
 from eagle_server.client.client import EngineClient
 from eagle_server.config import parse_args
 from tests.api.calls import complete

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from eagle_server.api.pacing import paced
+from eagle_server.api.generation.pacing import paced
 from eagle_server.client import client
 from eagle_server.client.client import EngineClient, EngineUnavailable, Generation, GenerationTimeout, SlowReader
 from eagle_server.client.supervisor import Backoff, Supervisor

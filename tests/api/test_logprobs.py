@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from eagle_server.api import response_parts
+from eagle_server.api.generation import response_parts
 from eagle_server.request import TokenLogprob
 from tests.api import fake_engine
 from tests.api.calls import complete, stream, text_of

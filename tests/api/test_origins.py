@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from eagle_server.api.origins import is_loopback
+from eagle_server.api.guard.origins import is_loopback
 from eagle_server.client.client import EngineClient
 from eagle_server.config import parse_args
 from tests.api.conftest import http_client

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle_server.api.output_items import ItemBegins, ItemEnds, ItemGrows, OutputItems
-from eagle_server.api.request_state import OutputDelta
+from eagle_server.api.endpoints.output_items import ItemBegins, ItemEnds, ItemGrows, OutputItems
+from eagle_server.api.generation.request_state import OutputDelta
 from eagle_server.text.reasoning_formats import REASONING_FORMATS
 from eagle_server.text.reasoning_parser import ReasoningParser
 from eagle_server.text.tool_formats import FORMATS

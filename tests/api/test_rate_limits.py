@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from eagle_server.api import app
-from eagle_server.api.rate_limits import WINDOW, ClientLimits, TokenWindow
+from eagle_server.api.guard.rate_limits import WINDOW, ClientLimits, TokenWindow
 from eagle_server.client.client import EngineClient
 from eagle_server.config import Config, parse_args
 from tests.api.conftest import PATIENCE, http_client

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.attention.flashinfer import FlashInferAttention
-from eagle_server.attention.flashinfer_forward import AttentionLimits
-from eagle_server.attention.flashinfer_mla import FlashInferMLAAttention
+from eagle_server.attention.flashinfer.backend import FlashInferAttention
+from eagle_server.attention.flashinfer.forward import AttentionLimits
+from eagle_server.attention.flashinfer.mla import FlashInferMLAAttention
 from eagle_server.attention.interface import AttentionBackend, AttentionBatch, BoundAttention, TreeMask
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.attention.workspace import Workspace

@@ -18,7 +18,7 @@ from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops import captured as captured_inputs
 from eagle_server.request import Request
-from eagle_server.worker.draft_ranking import DraftRanking
+from eagle_server.worker.batch.draft_ranking import DraftRanking
 from tests.lossless.conftest import Drafting
 from tests.lossless.drafters import CASES
 from tests.lossless.scenes import as_on_a_gpu, prompt

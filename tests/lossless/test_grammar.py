@@ -12,7 +12,7 @@ from msgspec.structs import replace as with_fields
 from tokenizers import Tokenizer
 
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.grammars import Grammars
+from eagle_server.engine.grammars.grammars import Grammars
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.request import DraftTree, FinishReason, Grammar, Request
 from tests.lossless.conftest import Drafting

@@ -13,7 +13,7 @@ from eagle_server.engine.engine import Engine
 from eagle_server.plan import CyclePlan, CycleResult
 from eagle_server.request import FinishReason, Request
 from eagle_server.speculation.tree import Tree
-from eagle_server.worker.batch import DecodeBatch
+from eagle_server.worker.batch.batch import DecodeBatch
 from eagle_server.worker.drafters.ngram.drafter import NgramTries
 from eagle_server.worker.verifier import Verified
 from tests.lossless.conftest import Drafting

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.config import parse_args
-from eagle_server.engine.build import build_engine
+from eagle_server.engine.build.from_config import build_engine
 from eagle_server.speculation.tree import Tree
-from eagle_server.worker.batch import DecodeBatch
+from eagle_server.worker.batch.batch import DecodeBatch
 from eagle_server.worker.drafters.redrafter import RedrafterDrafter
 from tests.lossless.pairs import Pair, Pairs, redrafter
 from tests.lossless.scenes import REQUESTS, check

@@ -14,7 +14,7 @@ from eagle_server.attention.batches import prefill_batch
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import BoundAttention, Causal, LayerSpec, Layout
 from eagle_server.attention.torch_native import TorchNativeAttention
-from eagle_server.engine.pools import make_pool
+from eagle_server.engine.build.pools import make_pool
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.config_json import read_config
 from eagle_server.models.targets.decoder import TargetModel

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from eagle_server.engine.engine import Engine
 from eagle_server.plan import Decode
-from eagle_server.worker.budget import CycleBudget
-from eagle_server.worker.recent_trees import Floats
+from eagle_server.worker.budget.budget import CycleBudget
+from eagle_server.worker.budget.recent_trees import Floats
 
 
 class RandomBudget:

@@ -7,7 +7,7 @@ import string
 
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from eagle_server.engine.grammar_matcher import MaskBudget
+from eagle_server.engine.grammars.matcher import MaskBudget
 from eagle_server.request import Grammar
 
 END = "<end>"

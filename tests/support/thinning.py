@@ -11,7 +11,7 @@ from eagle_server.engine.engine import Engine
 from eagle_server.models.targets.interface import TargetOutput
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree, without
-from eagle_server.worker.batch import DecodeBatch, Prompts
+from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.clock import StageClock
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.drafting import Drafts

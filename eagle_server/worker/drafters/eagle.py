@@ -24,9 +24,9 @@ from eagle_server.ops.native_drafting import DraftRequests, NativeHead
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.candidates import Children, organize_draft_results, selected_tree
 from eagle_server.speculation.tree import Tree
-from eagle_server.worker.accepted_tokens import AcceptedTokens
-from eagle_server.worker.batch import DecodeBatch, Prompts
-from eagle_server.worker.draft_ranking import DraftRanking
+from eagle_server.worker.batch.accepted_tokens import AcceptedTokens
+from eagle_server.worker.batch.batch import DecodeBatch, Prompts
+from eagle_server.worker.batch.draft_ranking import DraftRanking
 from eagle_server.worker.drafters.interface import DrafterSetup
 
 

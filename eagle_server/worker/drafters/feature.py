@@ -7,7 +7,7 @@ from torch import Tensor
 
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree
-from eagle_server.worker.batch import DecodeBatch, Prompts
+from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.drafters.interface import DrafterSetup
 from eagle_server.worker.graphs import GraphKey
 

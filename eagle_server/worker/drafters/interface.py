@@ -12,7 +12,7 @@ from eagle_server.attention.interface import AttentionBackend
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree
 from eagle_server.speculation.tree_config import TreeConfig
-from eagle_server.worker.batch import DecodeBatch, Prompts
+from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.graphs import Graphs
 
 State = TypeVar("State")

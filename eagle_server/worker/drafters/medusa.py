@@ -17,8 +17,8 @@ from eagle_server.speculation.static_tree import (
     static_tree,
 )
 from eagle_server.speculation.tree import Tree, build_tree
-from eagle_server.worker.batch import DecodeBatch
-from eagle_server.worker.draft_ranking import DraftRanking, finite_or_off
+from eagle_server.worker.batch.batch import DecodeBatch
+from eagle_server.worker.batch.draft_ranking import DraftRanking, finite_or_off
 from eagle_server.worker.drafters.feature import FeatureDrafter
 from eagle_server.worker.drafters.interface import DrafterSetup
 

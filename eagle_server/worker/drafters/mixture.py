@@ -12,8 +12,8 @@ from eagle_server.ops.upload import upload
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.merge import best, join_trees
 from eagle_server.speculation.tree import Tree
-from eagle_server.worker.batch import DecodeBatch, Prompts
-from eagle_server.worker.calibration import Calibration
+from eagle_server.worker.batch.batch import DecodeBatch, Prompts
+from eagle_server.worker.budget.calibration import Calibration
 from eagle_server.worker.drafters.interface import DrafterSetup, ModelDrafter, State
 from eagle_server.worker.drafters.ngram.drafter import NgramTries, packed, trie_tree
 

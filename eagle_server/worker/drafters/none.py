@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree, root_alone
-from eagle_server.worker.batch import DecodeBatch, Prompts
+from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 
 
 class NoDrafter:

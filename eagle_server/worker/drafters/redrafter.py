@@ -10,8 +10,8 @@ from torch import Tensor
 from eagle_server.models.drafts.redrafter import RedrafterHead
 from eagle_server.speculation.prefix_tree import beam_tree
 from eagle_server.speculation.tree import Tree
-from eagle_server.worker.batch import DecodeBatch
-from eagle_server.worker.draft_ranking import BY_PROBABILITY, DraftRanking
+from eagle_server.worker.batch.batch import DecodeBatch
+from eagle_server.worker.batch.draft_ranking import BY_PROBABILITY, DraftRanking
 from eagle_server.worker.drafters.feature import FeatureDrafter
 from eagle_server.worker.drafters.interface import DrafterSetup
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from eagle_server.attention.spec_info import EagleDraftInput
 from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.speculation.tree import Tree
-from eagle_server.worker.batch import DecodeBatch, Prompts
+from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.drafters.eagle import EagleDrafter
 
 

@@ -16,8 +16,8 @@ from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.ops.indices import window_slots
 from eagle_server.speculation.static_tree import Level, static_tree
 from eagle_server.speculation.tree import Tree, build_tree
-from eagle_server.worker.batch import DecodeBatch
-from eagle_server.worker.draft_ranking import DraftRanking, finite_or_off
+from eagle_server.worker.batch.batch import DecodeBatch
+from eagle_server.worker.batch.draft_ranking import DraftRanking, finite_or_off
 from eagle_server.worker.drafters.eagle import EagleDrafter
 from eagle_server.worker.drafters.interface import DrafterSetup
 

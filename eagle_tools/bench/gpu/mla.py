@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from eagle_server.attention.batches import prefill_batch, verify_layout
-from eagle_server.attention.flashinfer import AttentionLimits, Workspace
-from eagle_server.attention.flashinfer_mla import FlashInferMLAAttention
+from eagle_server.attention.flashinfer.backend import AttentionLimits, Workspace
+from eagle_server.attention.flashinfer.mla import FlashInferMLAAttention
 from eagle_server.attention.interface import AttentionBackend, AttentionBatch, Causal, LayerSpec, Layout, TreeMask
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.cache.pool import LatentPool

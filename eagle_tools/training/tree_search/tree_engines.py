@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from eagle_server.algorithms import ALGORITHMS
 from eagle_server.config import Config, ConfigError, parse_args
 from eagle_server.config.commands import without_drafting
-from eagle_server.engine.build import LoadedModels, engine_over, load_models
+from eagle_server.engine.build.from_config import LoadedModels, engine_over, load_models
+from eagle_server.engine.build.static_trees import TOKEN_TREE
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.static_trees import TOKEN_TREE
 from eagle_server.request import Request, SamplingParams
 from eagle_tools.training.tree_search.growth import Accuracies, Choice, wide_tree
 from eagle_tools.tree.record import DraftedTree, recorded

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.attention.flashinfer import FlashInferAttention
-from eagle_server.attention.flashinfer_forward import FlashInferBackend
-from eagle_server.attention.flashinfer_mla import FlashInferMLAAttention
-from eagle_server.attention.flashinfer_scratch import AttentionLimits
+from eagle_server.attention.flashinfer.backend import FlashInferAttention
+from eagle_server.attention.flashinfer.forward import FlashInferBackend
+from eagle_server.attention.flashinfer.mla import FlashInferMLAAttention
+from eagle_server.attention.flashinfer.scratch import AttentionLimits
 from eagle_server.attention.interface import AttentionBackend, LayerSpec
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.attention.workspace import Workspace
@@ -247,7 +247,7 @@ def test_borrowed_wrappers_come_back() -> None:
 
 
 def test_auto_cascades_where_contexts_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eagle_server.attention.flashinfer.CASCADE_FROM", 40)
+    monkeypatch.setattr("eagle_server.attention.flashinfer.backend.CASCADE_FROM", 40)
     world = World(LAYERS)
     backend = flashinfer(world, STATIC, "auto").backend
     short, long = (backend.plan(verify(world, [0, 1], [9, n]).layout) for n in (32, 33))

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.attention import flashinfer
-from eagle_server.attention.flashinfer import FlashInferAttention
-from eagle_server.attention.flashinfer_forward import FlashInferBackend
-from eagle_server.attention.flashinfer_mla import FlashInferMLAAttention
-from eagle_server.attention.flashinfer_modules import FA3_HEAD_DIMS, load_modules
-from eagle_server.attention.flashinfer_scratch import AttentionLimits
+from eagle_server.attention.flashinfer import backend as flashinfer
+from eagle_server.attention.flashinfer.backend import FlashInferAttention
+from eagle_server.attention.flashinfer.forward import FlashInferBackend
+from eagle_server.attention.flashinfer.mla import FlashInferMLAAttention
+from eagle_server.attention.flashinfer.modules import FA3_HEAD_DIMS, load_modules
+from eagle_server.attention.flashinfer.scratch import AttentionLimits
 from eagle_server.attention.workspace import Workspace
 from eagle_server.cache.pool import KVPool, LatentPool
 from eagle_server.ops.mask import pack_tree_mask

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from eagle_server.engine.engine import Engine
-from eagle_server.engine.grammars import _CHECKS, Grammars
+from eagle_server.engine.grammars.grammars import _CHECKS, Grammars
 from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode
 from eagle_server.request import FinishReason
 from tests.support.engines import plain, random_target, request, run

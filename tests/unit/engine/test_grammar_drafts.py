@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from eagle_server.engine import grammar_matcher as grammar_matcher_module
-from eagle_server.engine.grammar_check import limits
-from eagle_server.engine.grammar_matcher import LLGuidanceMatcher, MaskBudget
-from eagle_server.engine.grammar_sources import llguidance_source
-from eagle_server.engine.grammars import Grammars
+from eagle_server.engine.grammars import matcher as grammar_matcher_module
+from eagle_server.engine.grammars.check import limits
+from eagle_server.engine.grammars.grammars import Grammars
+from eagle_server.engine.grammars.matcher import LLGuidanceMatcher, MaskBudget
+from eagle_server.engine.grammars.sources import llguidance_source
 from eagle_server.plan import allows
 from eagle_server.request import Grammar
 from tests.support.grammars import ALTERNATIVES, GRAMMARS, VOCAB, json_tokenizer, unhurried

@@ -19,14 +19,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from eagle_server.engine import grammar_matcher as grammar_matcher_module
-from eagle_server.engine.grammar_check import TOO_LARGE, GrammarCheck
-from eagle_server.engine.grammar_matcher import TOO_SLOW, LLGuidanceMatcher
-from eagle_server.engine.grammars import CompiledGrammar, Grammars
+from eagle_server.engine.grammars import matcher as grammar_matcher_module
+from eagle_server.engine.grammars.check import TOO_LARGE, GrammarCheck
+from eagle_server.engine.grammars.grammars import CompiledGrammar, Grammars
+from eagle_server.engine.grammars.matcher import TOO_SLOW, LLGuidanceMatcher
 from eagle_server.plan import GrammarMatcher, allows
 from eagle_server.request import Grammar
 from eagle_server.speculation.transforms import Masks, PenalizerState, Rows
-from eagle_server.worker.verify_token_mask import tree_masks
+from eagle_server.worker.batch.verify_token_mask import tree_masks
 from tests.support.grammars import GRAMMARS, VOCAB, json_tokenizer, unhurried
 
 PROMPT = [5, 6, 7]

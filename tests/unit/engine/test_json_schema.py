@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eagle_server.engine.grammars import CompiledGrammar, Grammars
+from eagle_server.engine.grammars.grammars import CompiledGrammar, Grammars
 from eagle_server.request import Grammar
 from tests.support.grammars import VOCAB, json_tokenizer
 

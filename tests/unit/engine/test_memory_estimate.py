@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 
 from eagle_server.__main__ import main
 from eagle_server.config import DEMO_DRAFT, DEMO_TARGET, parse_args
-from eagle_server.engine import devices
-from eagle_server.engine import memory_estimate as module
-from eagle_server.engine.build import load_models
-from eagle_server.engine.memory_estimate import memory_estimate, refusal, weight_bytes
-from eagle_server.engine.pools import bytes_per_slot
+from eagle_server.engine.build import devices
+from eagle_server.engine.build import memory_estimate as module
+from eagle_server.engine.build.from_config import load_models
+from eagle_server.engine.build.memory_estimate import memory_estimate, refusal, weight_bytes
+from eagle_server.engine.build.pools import bytes_per_slot
 from eagle_server.models.checkpoints.load_target import DtypeName, load_target
 from eagle_server.models.targets.decoder import TargetModel
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from eagle_server.config import parse_args
-from eagle_server.engine.build import load_models
-from eagle_server.engine.resolve import lookahead_bound, resolve, server_info
+from eagle_server.engine.build.from_config import load_models
+from eagle_server.engine.build.resolve import lookahead_bound, resolve, server_info
 from eagle_server.speculation.tree_config import TreeConfig
 
 CASES = {

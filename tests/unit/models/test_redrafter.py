@@ -18,7 +18,7 @@ from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.models.drafts.redrafter import RedrafterHead
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.speculation.tree_config import TreeConfig
-from eagle_server.worker.draft_ranking import BY_PROBABILITY
+from eagle_server.worker.batch.draft_ranking import BY_PROBABILITY
 from eagle_server.worker.drafters.interface import DrafterSetup
 from eagle_server.worker.drafters.redrafter import RedrafterDrafter, beam_search
 from eagle_tools.training.redrafter import accept_length, new_redrafter, rollout, rollout_loss

@@ -20,8 +20,8 @@ from eagle_server.speculation.prefix_tree import beam_tree
 from eagle_server.speculation.static_tree import Choices, depth_of, ranks_of, sorted_choices, static_tree
 from eagle_server.speculation.tree import Tree, build_tree
 from eagle_server.speculation.tree_config import TreeConfig
-from eagle_server.worker.batch import DecodeBatch
-from eagle_server.worker.draft_ranking import BY_PROBABILITY
+from eagle_server.worker.batch.batch import DecodeBatch
+from eagle_server.worker.batch.draft_ranking import BY_PROBABILITY
 from eagle_server.worker.drafters.interface import DrafterSetup
 from eagle_server.worker.drafters.medusa import MedusaDrafter
 from eagle_server.worker.drafters.ngram.drafter import NgramDrafter, NgramTries

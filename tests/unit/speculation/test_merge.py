@@ -11,7 +11,7 @@ import torch
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.merge import REFUSED, UNASKED, best, join_trees
 from eagle_server.speculation.tree import Tree, build_tree, compacted
-from eagle_server.worker.calibration import Calibration
+from eagle_server.worker.budget.calibration import Calibration
 from tests.support.trees import tree_of
 
 DEPTH = 4

@@ -22,7 +22,7 @@ from eagle_server.request import SamplingParams
 from eagle_server.speculation import transforms
 from eagle_server.speculation.bad_words import PATH_START, WordBeginnings
 from eagle_server.speculation.sampling import SamplingBatch, above_min_p, draw, transformed
-from eagle_server.worker.penalizer_state import PenalizerStates
+from eagle_server.worker.batch.penalizer_state import PenalizerStates
 from tests.support import sampling_reference as reference
 from tests.support.sampling import request_sampling
 from tests.support.trees import path_to, tree_of

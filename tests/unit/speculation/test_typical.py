@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.api.response_parts import SpeculativeMetrics
+from eagle_server.api.generation.response_parts import SpeculativeMetrics
 from eagle_server.plan import RequestSampling
 from eagle_server.request import SpecStats
 from eagle_server.speculation.accept import Lossless

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from eagle_server.engine.grammar_check import GrammarCheck
-from eagle_server.engine.grammars import Grammars
+from eagle_server.engine.grammars.check import GrammarCheck
+from eagle_server.engine.grammars.grammars import Grammars
 from eagle_server.plan import GrammarMatcher, allows
 from eagle_server.text import tool_grammars
 from eagle_server.text.detokenizer import IncrementalDetokenizer

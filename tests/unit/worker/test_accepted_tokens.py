@@ -7,8 +7,8 @@ import torch
 
 from eagle_server.plan import Decode, RequestSampling
 from eagle_server.request import SamplingParams
-from eagle_server.worker import accepted_tokens
-from eagle_server.worker.accepted_tokens import AcceptedTokens
+from eagle_server.worker.batch import accepted_tokens
+from eagle_server.worker.batch.accepted_tokens import AcceptedTokens
 
 SAMPLING = RequestSampling(SamplingParams(max_tokens=9, seed=0), key=0)
 WIDTH, FEATURE = 4, 3

@@ -10,9 +10,9 @@ import pytest
 
 from eagle_server.plan import Decode, RequestSampling
 from eagle_server.request import SamplingParams
-from eagle_server.worker.budget import NOTHING, AdaptiveBudget, CycleBudget
-from eagle_server.worker.cost_model import CostModel, draft_steps
-from eagle_server.worker.recent_trees import RecentTrees
+from eagle_server.worker.budget.budget import NOTHING, AdaptiveBudget, CycleBudget
+from eagle_server.worker.budget.cost_model import CostModel, draft_steps
+from eagle_server.worker.budget.recent_trees import RecentTrees
 
 STEPS, TOPK, SIZE = 5, 4, 8
 

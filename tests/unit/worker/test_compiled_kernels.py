@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_server.engine import assemble as assemble_module
+from eagle_server.engine.build import assemble as assemble_module
 from eagle_server.engine.engine import Engine
 from eagle_server.ops import indices, rope_kv
 from eagle_server.ops.fused import AngleTable

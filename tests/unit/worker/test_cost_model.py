@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eagle_server.worker.cost_model import CostCurve, CostModel
+from eagle_server.worker.budget.cost_model import CostCurve, CostModel
 
 
 def test_a_curve_goes_through_its_points_and_on_beyond_them() -> None:

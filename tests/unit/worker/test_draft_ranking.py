@@ -17,9 +17,9 @@ from eagle_server.plan import MASK_WORD, CyclePlan, Decode
 from eagle_server.speculation.random import request_key
 from eagle_server.speculation.sampling import draw
 from eagle_server.speculation.tree import build_tree
-from eagle_server.worker.batch import Batches, DecodeBatch
-from eagle_server.worker.budget import CycleBudget
-from eagle_server.worker.draft_ranking import DraftRanking
+from eagle_server.worker.batch.batch import Batches, DecodeBatch
+from eagle_server.worker.batch.draft_ranking import DraftRanking
+from eagle_server.worker.budget.budget import CycleBudget
 from tests.support.sampling import request_sampling
 
 VOCAB, STEPS, NODES = 90, 3, 2

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from eagle_server.speculation.tree import Tree, build_tree
-from eagle_server.worker.estimates import AcceptanceEstimates
+from eagle_server.worker.budget.estimates import AcceptanceEstimates
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eagle_server.engine.engine import Engine
-from eagle_server.worker.batch import DecodeBatch
+from eagle_server.worker.batch.batch import DecodeBatch
 from eagle_server.worker.clock import StageClock
 from eagle_server.worker.output_processing import OutputCopy
 from tests.support.engines import (

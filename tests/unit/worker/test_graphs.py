@@ -13,8 +13,8 @@ from msgspec import structs
 from torch import Tensor
 
 from eagle_server.ops.captured import in_place, restored, tensors_of
-from eagle_server.worker.calibration import Calibration
-from eagle_server.worker.estimates import AcceptanceEstimates
+from eagle_server.worker.budget.calibration import Calibration
+from eagle_server.worker.budget.estimates import AcceptanceEstimates
 from eagle_server.worker.graphs import Graphs, bucket_sizes
 from tests.support.engines import random_head, random_target, request, run, speculative
 from tests.support.flashinfer_emulation import Emulation

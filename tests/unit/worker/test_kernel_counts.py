@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_server.engine import assemble
+from eagle_server.engine.build import assemble
 from eagle_server.models.layers import DecoderLayer
 from eagle_server.ops.triton_support import HAS_TRITON
 from eagle_server.speculation.accept import Lossless
-from eagle_server.worker.batch import DecodeBatch
+from eagle_server.worker.batch.batch import DecodeBatch
+from eagle_server.worker.budget.estimates import AcceptanceEstimates
 from eagle_server.worker.drafters import eagle
 from eagle_server.worker.drafters.eagle import EagleDrafter
-from eagle_server.worker.estimates import AcceptanceEstimates
 from eagle_server.worker.output_processing import OutputCopy
 from eagle_server.worker.verifier import Verifier
 from eagle_server.worker.worker import Worker

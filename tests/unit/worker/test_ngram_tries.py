@@ -11,7 +11,7 @@ import torch
 
 from eagle_server.plan import Chunk, Decode
 from eagle_server.speculation.merge import estimates
-from eagle_server.worker.batch import DecodeBatch
+from eagle_server.worker.batch.batch import DecodeBatch
 from eagle_server.worker.drafters.ngram import drafter as ngram_drafter
 from eagle_server.worker.drafters.ngram.drafter import _GROWTH, _PER_CYCLE, NgramDrafter, NgramTries, packed, trie_tree
 from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from eagle_server.attention import flashinfer_mla, flashinfer_wrappers
+from eagle_server.attention.flashinfer import mla as flashinfer_mla
+from eagle_server.attention.flashinfer import wrappers as flashinfer_wrappers
 from eagle_server.speculation.static_tree import PRESETS, truncated
 from eagle_server.worker.output_processing import OutputCopy
 from tests.support.engines import random_head, random_target, request, run, speculative, tree_size

@@ -14,7 +14,7 @@ from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, Decode, GrammarMatcher, allows
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree, build_tree
-from eagle_server.worker.batch import DecodeBatch, Prompts
+from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.drafters.ngram.coupled_estimates import coupled_estimates
 from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts, blended
 from eagle_server.worker.drafters.ngram.suffix_automaton import LONGEST, SuffixAutomaton, Trie

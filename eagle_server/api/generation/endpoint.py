@@ -1,0 +1,166 @@
+"""An endpoint that generates: its path, its body, and the answer to one request.
+
+A request goes forward through four steps:
+
+1. `routes.py` checks the body against the endpoint's schema.
+2. `Endpoint.answer` prepares the answer: tokens, limits, one engine request per choice (`prepare.py`).
+3. `generate.py` generates.
+4. The answer writes what the client gets: one response, or events.
+
+A new endpoint is a schema, a module like `completions.py`, and an entry in GENERATING (`app.py`) and in `openapi.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from eagle_server.api.errors import ApiError
+from eagle_server.api.generation.request_state import OutputDelta, RequestState
+from eagle_server.api.generation.response_parts import (
+    Encoded,
+    Metrics,
+    PromptLogprobs,
+    SpeculativeMetrics,
+    TreeBody,
+    Usage,
+    encoded,
+    prompt_logprobs_of,
+    trees_of,
+)
+from eagle_server.api.schemas.generation import GenerationBody, SamplingBody, StreamOptions
+from eagle_server.api.service import Service
+from eagle_server.request import Ready
+
+B = TypeVar("B", bound=SamplingBody)
+
+
+class Answer(ABC):
+    """The answer to one request. Each endpoint has its own class, which writes it.
+
+    `states` has one entry per sequence, `body.candidates` for each prompt in turn.
+    """
+
+    def __init__(
+        self, body: GenerationBody, service: Service, response_id: str, states: Sequence[RequestState]
+    ) -> None:
+        self.body = body
+        self.service = service
+        self.id = response_id
+        self.created = int(time.time())
+        self.model = service.model_name
+        self.states = states
+        self.first_states = states[:: body.candidates]  # one per prompt
+        self._stream_options = body.stream_options or StreamOptions()
+        self._trees: list[list[Encoded[TreeBody]]] = [[] for _ in states]
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}  # by choice
+
+    # --- What an endpoint writes. ---
+
+    @abstractmethod
+    def response(self, outputs: Sequence[OutputDelta]) -> msgspec.Struct:
+        """The response in one piece. `outputs` has the whole output of each choice, without what `keep` has taken."""
+
+    @abstractmethod
+    def events(self, output: OutputDelta) -> bytes:
+        """The events of a stream for one output delta."""
+
+    @abstractmethod
+    def end(self, error: ApiError | None) -> bytes:
+        """The events that end a stream. `error`: why generation failed."""
+
+    def keep(self, delta: OutputDelta) -> None:
+        """Move scores and trees of a delta to `response`, as JSON: objects take several times the memory.
+
+        Endpoints with log-probabilities keep those of `delta.tokens`, and then call this.
+        """
+        state, count = self.states[delta.index], self.body.prompt_logprobs
+        if count is not None and (state.prompt_logprobs or delta.index not in self._prompt_logprobs):
+            scores = prompt_logprobs_of(state.prompt_logprobs, count, self.service.spelling)
+            self._prompt_logprobs[delta.index] = scores
+        self._trees[delta.index] += map(encoded, trees_of(delta.trees, self.service.spelling))
+        state.prompt_logprobs, delta.tokens, delta.trees = [], [], []
+
+    # --- What endpoints show. ---
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts up to now. A prompt counts once, for any number of choices."""
+        return Usage.of(
+            prompt=sum(len(state.prompt.token_ids) for state in self.first_states),
+            completion=sum(state.completion_tokens for state in self.states),
+            cached=sum(state.cached_tokens for state in self.first_states),
+            reasoning=sum(state.reasoning_tokens for state in self.states),
+        )
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that has usage and metrics."""
+        return self._stream_options.include_usage
+
+    @property
+    def chunk_usage(self) -> Usage | None | UnsetType:
+        """The `usage` of the other chunks. As in OpenAI's API it is null if a usage chunk will follow."""
+        if self._stream_options.continuous_usage_stats:
+            return self.usage
+        return None if self.include_usage else UNSET
+
+    @property
+    def metrics(self) -> Metrics | UnsetType:
+        """Speculative-decoding metrics. vLLM gives them for a single choice only."""
+        return Metrics(SpeculativeMetrics.of(self.states[0].spec)) if len(self.states) == 1 else UNSET
+
+    def trees(self, output: OutputDelta) -> list[Encoded[TreeBody]] | UnsetType:
+        """The draft trees of an output, if the request asks for trees."""
+        if not self.body.return_trees:
+            return UNSET
+        return self._trees[output.index] + trees_of(output.trees, self.service.spelling)
+
+    def token_ids(self, output: OutputDelta) -> list[int] | UnsetType:
+        """The tokens of an output, if the request asks for them."""
+        return output.token_ids if self.body.return_token_ids else UNSET
+
+    def prompt_token_ids(self, index: int) -> list[int] | UnsetType:
+        """The tokens of a choice's prompt, if the request asks for them."""
+        return self.states[index].prompt.token_ids if self.body.return_token_ids else UNSET
+
+    def prompt_logprobs(self, index: int) -> PromptLogprobs | UnsetType:
+        """The scores of a choice's prompt, if the request asks for them."""
+        return self._prompt_logprobs.get(index, UNSET)
+
+    def spell(self, token_id: int) -> str:
+        """How log-probabilities name a token."""
+        return f"token_id:{token_id}" if self.body.return_tokens_as_token_ids else self.service.spelling(token_id)
+
+    def best(self, outputs: list[OutputDelta]) -> list[OutputDelta]:
+        """The `body.n` most likely outputs of each prompt, by their tokens' mean log-probability, the best first.
+
+        `outputs` has one whole output per state, in order.
+        """
+        n, candidates = self.body.n, self.body.candidates
+        if candidates == n:
+            return outputs
+        groups = (outputs[first : first + candidates] for first in range(0, len(outputs), candidates))
+        rank = partial(sorted, key=lambda output: -self.states[output.index].mean_logprob)
+        return [output for group in groups for output in rank(group)[:n]]
+
+
+@dataclass(frozen=True)
+class Endpoint(Generic[B]):
+    """A path that generates. `id_prefix` begins the ids of its answers.
+
+    `answer` prepares the answer to a checked body; nothing is submitted yet. It raises ApiError if the body cannot be
+    served.
+    """
+
+    path: str
+    schema: type[B]
+    id_prefix: str
+    answer: Callable[[B, Service, Ready, str], Answer]

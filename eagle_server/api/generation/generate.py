@@ -1,0 +1,129 @@
+"""Generation, the same for all endpoints: submits the requests of an answer, and sends it in one piece or as events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+import msgspec
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
+
+from eagle_server.api.errors import ApiError, as_api_error, is_expected
+from eagle_server.api.generation.endpoint import Answer
+from eagle_server.api.generation.pacing import paced
+from eagle_server.api.generation.request_state import OutputDelta
+from eagle_server.api.generation.response_parts import check_scores, scores_of
+from eagle_server.api.generation.sse import EventStream, cancelled, while_connected
+from eagle_server.api.guard.rate_limits import current_client, current_limits
+from eagle_server.api.telemetry.request_record import waited
+from eagle_server.request import TokenDelta
+
+logger = logging.getLogger(__name__)
+
+LONG_DELTA = 256  # tokens; spelling their scores takes more than a millisecond
+
+
+async def respond(answer: Answer, request: Request) -> Response:
+    """Generate, and respond with one JSON object or with a stream of server-sent events.
+
+    Generation is aborted when the client disconnects.
+
+    Raises:
+        ApiError: the engine refused the request or failed before the first event.
+    """
+    if not answer.body.stream:
+        content = await while_connected(request.receive, _whole(answer))
+        return Response(content, media_type="application/json")
+    keep_alive = answer.service.keep_alive
+    events = _events(answer)
+    first = asyncio.ensure_future(anext(events))
+    try:
+        await while_connected(request.receive, asyncio.wait({first}, timeout=keep_alive))
+        if first.done():
+            first.result()  # an error here still sets the HTTP status
+    except BaseException:
+        await cancelled(first)
+        await events.aclose()
+        raise
+    return EventStream(first, events, lambda error: answer.end(_expected(error)), keep_alive)
+
+
+def _expected(error: Exception) -> ApiError:
+    """The error that ends a stream. A bug is logged."""
+    if not is_expected(error):
+        logger.error("a stream failed", exc_info=error)
+    return as_api_error(error)
+
+
+async def _whole(answer: Answer) -> bytes:
+    """The encoded response in one piece."""
+    outputs, scores = [OutputDelta(state.index) for state in answer.states], Counter[str]()
+    async with aclosing(_outputs(answer)) as deltas:
+        async for delta in deltas:
+            prompt = len(answer.states[delta.index].prompt_logprobs)
+            scores.update(scores_of(answer.body, len(delta.tokens), prompt, len(delta.trees)))
+            check_scores(answer.body, scores)
+            if len(delta.tokens) + prompt > LONG_DELTA:
+                await asyncio.to_thread(answer.keep, delta)
+            else:
+                answer.keep(delta)
+            outputs[delta.index].extend(delta)
+    return msgspec.json.encode(answer.response(answer.best(outputs)))
+
+
+async def _events(answer: Answer) -> AsyncGenerator[tuple[bytes, bool], None]:
+    """Encoded events, and whether more will follow.
+
+    An error before the first event is raised. A later one ends the stream with an error event.
+    """
+    started, unfinished, last = False, len(answer.states), b""
+    try:
+        async with aclosing(_outputs(answer)) as outputs:
+            async for output in outputs:
+                if output.is_empty:
+                    continue
+                data = answer.events(output)
+                unfinished -= output.finish_reason is not None
+                if not unfinished:
+                    last = data  # sent together with the end of the stream
+                elif data:
+                    yield data, True
+                    started = True
+        last += answer.end(None)
+    except Exception as error:
+        if not started:
+            raise
+        last = answer.end(_expected(error))
+    yield last, False
+
+
+async def _outputs(answer: Answer) -> AsyncGenerator[OutputDelta, None]:
+    """Submit the requests and process their deltas until all have ended."""
+    body, service = answer.body, answer.service
+    states = {state.request.request_id: state for state in answer.states}
+    client, limits = current_client.get(), current_limits.get()
+    requests = [replace(state.request, client=client) for state in answer.states]
+    prompt_tokens = answer.usage.prompt_tokens
+    limits.check_prompt(prompt_tokens, body.prompt_param)
+    timeout = service.timeout_of(body.timeout)
+    with service.client.submit(requests, timeout=timeout, waited=waited(), on_tokens=limits.use_tokens) as generation:
+        limits.use_tokens(prompt_tokens)
+        deltas: AsyncIterator[TokenDelta] = paced(generation) if body.stream_pacing else generation
+        async for delta in deltas:
+            state = states[delta.request_id]
+            if not delta.token_ids:
+                state.raise_if_failed(delta)
+            was_stopped = state.is_stopped
+            if delta.prompt_logprobs:  # thousands of entries would block the event loop
+                output = await asyncio.to_thread(state.process, delta)
+            else:
+                output = state.process(delta)
+            if state.is_stopped and not was_stopped:
+                generation.complete(delta.request_id, state.completion_tokens)
+            yield output
+            state.raise_if_failed(delta)  # after the tokens before the failure, which plain decoding sends too

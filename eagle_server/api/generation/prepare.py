@@ -1,0 +1,130 @@
+"""From a checked body to the engine's requests, one for each choice. Nothing is submitted yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+
+from eagle_server.api.errors import bad_request
+from eagle_server.api.generation.answer_format import PLAIN, AnswerFormat, answer_format
+from eagle_server.api.generation.prompts import check_token_ids, encode, render, token_limit, too_long
+from eagle_server.api.generation.request_state import Prompt, RequestState, TextOptions
+from eagle_server.api.generation.response_parts import check_scores, possible_scores
+from eagle_server.api.generation.sampling_params import sampling_params
+from eagle_server.api.generation.tools import tool_use
+from eagle_server.api.schemas.chat import ChatRequest
+from eagle_server.api.schemas.generation import GenerationBody
+from eagle_server.api.service import Service
+from eagle_server.request import Ready, Request, SamplingParams
+from eagle_server.text.chat_template import NO_STOPS, TemplateStops
+
+MAX_SEQUENCES = 1024
+
+_serial = count()  # makes engine ids unique: a client may send the same x-request-id twice
+
+
+def prepare(
+    body: GenerationBody,
+    service: Service,
+    ready: Ready,
+    response_id: str,
+    prompts: Iterable[Prompt],
+    stops: TemplateStops = NO_STOPS,
+    answer: AnswerFormat = PLAIN,
+) -> list[RequestState]:
+    """One state per sequence, with its engine request: `body.candidates` for each prompt in turn.
+
+    Long prompts take seconds, so routes call it through `body.process`. `prompts` is read after the checks that need no
+    tokens. `stops` end the answer in addition to the body's own. `answer`: what the output may have besides content.
+
+    Raises:
+        ApiError: the request cannot be served.
+    """
+    _check_count(body, service)
+    for field in ("stop_token_ids", "allowed_token_ids"):
+        check_token_ids(field, getattr(body, field) or [], ready.vocab_size)
+    truncated = [prompt.truncated(body.truncate_prompt_tokens) for prompt in prompts]
+    tokenizer = service.spelling.tokenizer
+    sampling = sampling_params(
+        body,
+        tokenizer,
+        ready.vocab_size,
+        max_tokens=_max_tokens(body, truncated, ready),
+        stop_token_ids=stops.token_ids,
+        grammar=answer.grammar(body.grammar),
+    )
+    check_scores(body, possible_scores(body, sum(len(prompt.token_ids) for prompt in truncated)))
+    end_token_ids = frozenset((*sampling.stop_token_ids, *(() if body.ignore_eos else ready.eos_token_ids)))
+    special = {} if body.skip_special_tokens else tokenizer.special
+    options = TextOptions(
+        [*body.stops, *stops.strings], body.include_stop_str_in_output, special, body.return_token_ids
+    )
+    return [
+        RequestState(index, request, truncated[index // body.candidates], tokenizer, options, end_token_ids, answer)
+        for index, request in enumerate(_requests(body, response_id, truncated, sampling))
+    ]
+
+
+def prepare_chat(body: ChatRequest, service: Service, ready: Ready, response_id: str) -> list[RequestState]:
+    """The states of a conversation's answers, see `prepare`.
+
+    Raises:
+        ApiError: the request cannot be served.
+    """
+    template = service.chat_template
+    tools, text = tool_use(body, service.call_syntax), render(body.messages, body, template)
+    answer = answer_format(body, text, service.reasoning_syntax, tools)
+    prompt = _conversation(text, body, service, ready)
+    return prepare(body, service, ready, response_id, prompt, template.stops, answer)
+
+
+def _conversation(text: str, body: ChatRequest, service: Service, ready: Ready) -> Iterator[Prompt]:
+    """The conversation's text in tokens, as the only prompt.
+
+    Raises:
+        ApiError: it is too long.
+    """
+    param, special = body.name("messages"), service.chat_template.adds_special
+    token_ids = encode(text, service.spelling.tokenizer, token_limit(body, ready), param, special=special)
+    if not token_ids:
+        raise bad_request("the prompt is empty: it has no tokens", param, "invalid_value")
+    yield Prompt(token_ids)
+
+
+def _requests(
+    body: GenerationBody, response_id: str, prompts: Sequence[Prompt], sampling: SamplingParams
+) -> Iterator[Request]:
+    """The candidates of the first prompt, then of the second, ..."""
+    serial = next(_serial)
+    for index in range(body.sequences):
+        yield Request(
+            request_id=f"{response_id}-{serial}-{index}",
+            prompt_token_ids=prompts[index // body.candidates].token_ids,
+            sampling=sampling,
+            # `choice` keys the random numbers. Without a seed nothing is repeated: equal prompts get different numbers.
+            choice=index if body.seed is None else index % body.candidates,
+            prompt_logprobs=body.needs_prompt_logprobs,
+            speculative=body.speculative,
+            trees=body.return_trees,
+            cache_salt=body.cache_salt,
+        )
+
+
+def _check_count(body: GenerationBody, service: Service) -> None:
+    most = min(MAX_SEQUENCES, service.client.max_waiting or MAX_SEQUENCES)
+    if not 1 <= body.sequences <= most:
+        param = "n" if body.n > most else "best_of" if body.candidates > most else "prompt"
+        raise bad_request(f"{param}: from 1 to {most} sequences in one request, prompts times n or best_of", param)
+
+
+def _max_tokens(body: GenerationBody, prompts: Sequence[Prompt], ready: Ready) -> int:
+    """Most tokens of each sequence: what the body asks for, else what fits after the longest prompt."""
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    room = ready.max_request_tokens - longest
+    wanted = body.max_output_tokens
+    max_tokens = room if wanted is None else wanted
+    if max_tokens > room or (wanted is None and room < 1):
+        raise too_long(longest, max(max_tokens, 1), ready.max_request_tokens, body)
+    if body.min_tokens > max_tokens:
+        raise bad_request(f"min_tokens exceeds the {max_tokens} tokens that fit", "min_tokens", "invalid_value")
+    return max_tokens

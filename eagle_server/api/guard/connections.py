@@ -1,0 +1,258 @@
+"""HTTP connections with bounds: how many are open, and how long a client may take for a request or a response.
+
+uvicorn itself waits forever for the end of a header, of a body that nobody reads, and for a client that does not read.
+Each such connection holds a file descriptor, and without one no other client gets in. It also parses all that it has
+read before anybody else has a turn: up to 256 kB, in which there may be 40,000 chunks of one byte, or seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import re
+import resource
+import time
+from collections import deque
+from collections.abc import Iterable
+from enum import IntEnum
+from weakref import WeakKeyDictionary
+
+import h11
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+REQUEST_SECONDS = 75.0  # a client's time for sending a request; reading a body has its own limit, see api/guard/body.py
+READING_SECONDS = 10.0  # without reading, after which an answer may be cut where connections are needed
+RESERVED_FILES = 64  # descriptors for everything else: sockets to the engine, files, logs
+MOST_CONNECTIONS = 16384
+HTTP2_PREFACE = b"PRI * HTTP/2.0"
+TURN_SECONDS = 0.002  # of parsing for all connections together, before everything else has its turn
+REST_SECONDS = 0.004  # until the next one: long bodies take a third of a core at most
+PART = 2**16  # bytes of a body of known length that are parsed at once
+CHUNKED_PART = 256  # of one in chunks, which may be tiny: 40 of a byte each take 3 ms
+SHORT_BODY = 2**18  # bytes; a body that is longer, or of unknown length, is parsed in turns
+MOST_IGNORED = 2**16  # bytes of a body in chunks after an answer that did not wait for it
+_HEADER_END = re.compile(rb"\n\r?\n")
+_OVERLAP = 2  # bytes of the end of a header that may have come before
+
+
+def most_connections() -> int:
+    """How many connections may be open: what the limit on open files (`ulimit -n`) leaves."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return min(MOST_CONNECTIONS, max(files - RESERVED_FILES, files // 2))
+
+
+class Wait(IntEnum):
+    """What a connection's client is waited for, in the order in which connections are closed past the bound."""
+
+    REQUEST = 0
+    HEADER = 1  # the rest of it
+    BODY = 2
+    READING = 3  # of the rest of an answer
+    NOTHING = 4  # the server has a request to answer
+
+
+class _Turns:
+    """The connections with input that is not parsed yet. They take turns, and leave time for everything else."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[BoundedConnection] = deque()
+        self._is_scheduled = False
+
+    def add(self, connection: BoundedConnection, delay: float = 0.0) -> None:
+        """Go on with it later. It may be there already."""
+        if connection not in self._waiting:
+            self._waiting.append(connection)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            connection.loop.call_later(delay, self._run)
+
+    def _run(self) -> None:
+        self._is_scheduled, end = False, time.monotonic() + TURN_SECONDS
+        while self._waiting:
+            connection = self._waiting.popleft()
+            if connection.parse_part():
+                self._waiting.append(connection)
+            if self._waiting and time.monotonic() >= end:
+                self.add(self._waiting[0], REST_SECONDS)
+                return
+
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary()
+
+
+class BoundedConnection(H11Protocol):
+    """A connection that notes since when it waits for its client, and parses what it has received part by part."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._since = time.monotonic()
+        self._unsent = 0
+        self._received = bytearray()  # and not parsed
+        self._before = b""  # the last bytes that were parsed
+        self._body_left = 0  # bytes of the body that are to come, if its length is known
+        self._ignored = 0
+        super().connection_made(transport)
+        most = most_connections()
+        if len(self.connections) > most:
+            self._close_others(1 + most // 64)  # some more than one, because finding them takes time
+
+    def data_received(self, data: bytes) -> None:
+        if self.conn.their_state is h11.IDLE and data.startswith(HTTP2_PREFACE):
+            # sglang-router asks every worker in HTTP/2 first, for gRPC. Parsed as HTTP/1.1 this would be a warning.
+            self.transport.close()
+            return
+        # A kept connection may have been idle for long. The time of a body that is read has its own limit.
+        is_progress = self.wait is Wait.REQUEST or (self.wait is Wait.BODY and not self.cycle.response_complete)
+        if is_progress:
+            self._since = time.monotonic()
+        is_first = not self._received
+        self._received += data
+        while is_first and not self._is_long and self.parse_part():
+            pass
+        if self._received:
+            self.flow.pause_reading()
+            self._wait_for_turn()
+
+    def parse_part(self) -> bool:
+        """Parse some of what was received. Returns whether there is more to parse now."""
+        if self.transport.is_closing():
+            self._received.clear()
+        part = self._next_part()
+        if part:
+            self._before = (self._before + part)[-_OVERLAP:]
+            in_header = self.conn.their_state is h11.IDLE
+            super().data_received(part)
+            if self.conn.their_state is h11.SEND_BODY:
+                self._count_body(part, in_header=in_header)
+        if not self._received and not self._must_pause:
+            self.flow.resume_reading()
+        return bool(part and self._received)
+
+    def _next_part(self) -> bytes:
+        """What is parsed next; nothing while a request that was sent ahead waits for its turn."""
+        state = self.conn.their_state
+        if state is h11.DONE:
+            return b""
+        size = len(self._received)
+        if state is h11.SEND_BODY:
+            # The length is not known of a body whose header came with the end of the request before it.
+            known = self._body_left if self._body_left > 0 else PART
+            size = CHUNKED_PART if self._is_chunked else min(PART, known)
+        elif state is h11.IDLE and (end := _HEADER_END.search(self._before + self._received)):
+            size = max(1, end.end() - len(self._before))
+        part = bytes(self._received[:size])
+        del self._received[:size]
+        return part
+
+    def _count_body(self, part: bytes, *, in_header: bool) -> None:
+        """Follow how much of a body is to come, and end the connection where too much of it comes in vain."""
+        if in_header:
+            length = dict(self.headers).get(b"content-length", b"0")
+            self._body_left, self._ignored = int(length), 0
+            return
+        self._body_left -= len(part)
+        if self._is_chunked and self.cycle.response_complete:
+            self._ignored += len(part)
+            if self._ignored > MOST_IGNORED:
+                self.transport.abort()
+
+    @property
+    def _is_long(self) -> bool:
+        """Whether a long body is coming, or one of unknown length."""
+        return self._is_chunked or (self.conn.their_state is h11.SEND_BODY and self._body_left > SHORT_BODY)
+
+    @property
+    def _is_chunked(self) -> bool:
+        """Whether a body is coming in chunks."""
+        return self.conn.their_state is h11.SEND_BODY and any(name == b"transfer-encoding" for name, _ in self.headers)
+
+    @property
+    def _must_pause(self) -> bool:
+        """Whether uvicorn wants nothing more to be read: enough of a body waits for its reader."""
+        return self.cycle is not None and not self.cycle.response_complete and len(self.cycle.body) > HIGH_WATER_LIMIT
+
+    def on_response_complete(self) -> None:
+        self._since = time.monotonic()
+        super().on_response_complete()
+        if self._received:
+            self._wait_for_turn()
+
+    def _wait_for_turn(self) -> None:
+        _turns.setdefault(self.loop, _Turns()).add(self)
+
+    @property
+    def wait(self) -> Wait:
+        """What its client is waited for."""
+        if self.conn.their_state is h11.SEND_BODY:
+            return Wait.BODY
+        if self.cycle is not None and not self.cycle.response_complete:
+            return Wait.NOTHING
+        if self.transport.get_write_buffer_size():
+            return Wait.READING
+        return Wait.HEADER if self._received or self.conn.trailing_data[0] else Wait.REQUEST
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether its client has sent and read nothing useful for too long. Called about once a second."""
+        unsent = self.transport.get_write_buffer_size()
+        if (self.wait is Wait.NOTHING and not self.transport.is_closing()) or unsent < self._unsent:
+            self._since = now
+        self._unsent = unsent
+        return now - self._since > REQUEST_SECONDS
+
+    def _close_others(self, count: int) -> None:
+        """Close those that are needed least, and of these the ones that have waited longest for their clients."""
+        now, waiting = time.monotonic(), []
+        for each in self.connections:
+            if each is not self and isinstance(each, BoundedConnection):
+                wait = each.wait
+                if wait < Wait.READING or (wait is Wait.READING and now - each._since > READING_SECONDS):
+                    waiting.append((wait, each._since, id(each), each))
+        for *_, connection in heapq.nsmallest(count, waiting):
+            connection.transport.abort()
+
+
+def close_overdue(connections: Iterable[asyncio.Protocol]) -> None:
+    """Close the connections whose clients are overdue, whatever they still have to send."""
+    now = time.monotonic()
+    for connection in list(connections):
+        if isinstance(connection, BoundedConnection) and connection.is_overdue(now):
+            connection.transport.abort()
+
+
+def abort_all(connections: Iterable[asyncio.Protocol]) -> None:
+    """Close all connections, whatever they still have to send."""
+    for connection in list(connections):
+        if isinstance(connection, BoundedConnection):
+            connection.transport.abort()
+
+
+class CloseUnlessContinued:
+    """ASGI middleware: an answer to `expect: 100-continue` that does not wait for the body ends the connection.
+
+    The client may then send the body or not. So the next request would be taken for the body, or the other way round.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or Headers(scope=scope).get("expect", "").lower() != "100-continue":
+            await self._app(scope, receive, send)
+            return
+        is_read = False
+
+        async def receive_noted() -> Message:
+            nonlocal is_read
+            is_read = True
+            return await receive()
+
+        async def send_closing(message: Message) -> None:
+            if message["type"] == "http.response.start" and not is_read:
+                MutableHeaders(scope=message)["connection"] = "close"
+            await send(message)
+
+        await self._app(scope, receive_noted, send_closing)

@@ -1,0 +1,197 @@
+"""The flashinfer backend: multi-head and grouped-query attention on NVIDIA GPUs.
+
+Causal forwards need no mask; those with one query row per request use the decode kernels. A tree forward uses either a
+bit mask over prefix and window, or a cascade. In a cascade FlashInfer computes the prefix without a mask, our own
+kernel computes the tree's block, and both are merged by their log-sum-exp. In a tree, sliding windows are measured by
+depth, which only a mask can express. So layers with a sliding window use the mask even if the others cascade. A draft
+step may also run as decode queries: one per node, each with its own list of slots. Positions in such a list are
+consecutive, so sliding windows work there unchanged.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Collection
+from typing import Any, Literal
+
+import torch
+
+from eagle_server.attention.flashinfer.forward import FlashInferBackend, Wrapper, WrapperKind
+from eagle_server.attention.flashinfer.modules import FA3_HEAD_DIMS, HEAD_DIMS, why_not_loaded
+from eagle_server.attention.flashinfer.scratch import AttentionLimits, Mode, int_buffer
+from eagle_server.attention.flashinfer.wrappers import DecodeWrapper, Heads, Lengths, PagedWrapper, plan_arguments
+from eagle_server.attention.interface import Layout
+from eagle_server.attention.workspace import Workspace
+from eagle_server.cache.pool import KVPool
+
+__all__ = ["FlashInferAttention", "AttentionLimits", "Workspace", "flashinfer_module"]
+
+PromptKernel = Literal["fa2", "fa3"]
+TreeMode = Literal["mask", "cascade", "per_node", "auto"]
+
+# "auto" means a cascade if a request has at least this many KV slots, else a mask. A mask has rows * kv_len bits, which
+# every tile reads. The threshold has not been measured yet.
+CASCADE_FROM = 4096
+
+TENSOR_CORES_FROM = 2  # decode uses tensor cores from this many query heads per KV head
+_DTYPES = (torch.float16, torch.bfloat16)
+
+logger = logging.getLogger(__name__)
+
+
+def flashinfer_module() -> Any:
+    """The module flashinfer. Raises an ImportError that says what to install."""
+    try:
+        return importlib.import_module("flashinfer")
+    except ImportError as error:
+        raise ImportError("--attention-backend flashinfer needs it: pip install 'eagle-server[cuda]'") from error
+
+
+def check_dtype(dtype: torch.dtype, module: Any) -> None:
+    """Raise ValueError if FlashInfer has no kernels for this dtype. A test's stand-in may have `any_dtype`."""
+    if dtype not in _DTYPES and not getattr(module, "any_dtype", False):
+        raise ValueError(
+            f"FlashInfer's kernels compute in float16 and bfloat16, not {dtype}: choose --dtype bfloat16, "
+            "or --attention-backend torch_native"
+        )
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether fa3's kernels, which are written for sm_90, can run on this device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9  # noqa: PLR2004
+
+
+class FlashInferAttention(FlashInferBackend):
+    """`AttentionBackend` over a `KVPool`.
+
+    Args:
+        pool: holds K and V. It gives head size, dtype and device.
+        workspace: shared with the process's other backends.
+        heads: number of query heads.
+        specs: (scale, sliding window or 0) of every layer, duplicates allowed. Each distinct spec has its own plan.
+        limits: the size of the largest forward, and which forwards have static buffers.
+        verify: how tree forwards are computed: "mask", "cascade" or "auto".
+        draft: how draft steps are computed: as `verify`, or "per_node".
+        module: FlashInfer, or a stand-in for tests.
+
+    Raises:
+        ValueError: FlashInfer has no kernels for the dtype or head size, or a mode is unknown.
+        ImportError: FlashInfer is not installed.
+    """
+
+    def __init__(  # noqa: PLR0913  the arguments of one composition root
+        self,
+        pool: KVPool,
+        workspace: Workspace,
+        *,
+        heads: int,
+        specs: Collection[tuple[float, int]],
+        limits: AttentionLimits,
+        verify: TreeMode = "auto",
+        draft: TreeMode = "auto",
+        module: Any = None,
+    ) -> None:
+        super().__init__(pool, workspace, specs, limits)
+        self._module = flashinfer_module() if module is None else module
+        _, kv_heads, head_dim = pool.keys[0].shape
+        self._heads = Heads(heads, kv_heads, head_dim, pool.keys[0].dtype)
+        check_dtype(self._heads.dtype, self._module)
+        if head_dim not in HEAD_DIMS and not getattr(self._module, "any_head_dim", False):
+            raise ValueError(
+                f"FlashInfer has kernels for head sizes {HEAD_DIMS}, not {head_dim}: choose --attention-backend "
+                "torch_native"
+            )
+        if verify not in ("mask", "cascade", "auto") or draft not in ("mask", "cascade", "per_node", "auto"):
+            raise ValueError(f"no such way to attend: verify={verify!r}, draft={draft!r}")
+        self._verify, self._draft = verify, draft
+        self._prompt_kernels: dict[bool, PromptKernel] = {}  # by whether the layers have a sliding window
+        workspace.require(_eager_floats(head_dim, workspace.device))
+
+    def mode(self, layout: Layout, sliding: int) -> Mode:
+        if layout.mask_width is None:
+            return "decode" if layout.q_len == 1 else "prefill"
+        chosen = self._verify if layout.num_visible is None else self._draft
+        if chosen == "auto":
+            chosen = "cascade" if max(layout.kv_lens) >= CASCADE_FROM else "mask"
+        return "mask" if chosen == "cascade" and sliding else chosen
+
+    def make(self, kind: WrapperKind) -> Wrapper:
+        return self._decode(kind) if kind.mode in ("decode", "per_node") else self._prefill(kind)
+
+    def _prefill(self, kind: WrapperKind) -> PagedWrapper:
+        return self._paged(kind, self._prompt_kernel(kind.spec) if kind.long else "fa2")
+
+    def _prompt_kernel(self, spec: tuple[float, int]) -> PromptKernel:
+        """fa3 if FlashInfer has it for this GPU and head size and can load it, else fa2."""
+        slides = spec[1] > 0
+        if slides not in self._prompt_kernels:
+            self._prompt_kernels[slides] = "fa3" if self._loads_fa3(spec) else "fa2"
+        return self._prompt_kernels[slides]
+
+    def _loads_fa3(self, spec: tuple[float, int]) -> bool:
+        device = self.workspace.device
+        if self._heads.head_dim not in FA3_HEAD_DIMS or not is_hopper(device):
+            return False
+        try:
+            self._paged(WrapperKind("prefill", spec), "fa3").plan(Lengths.of([1], [1]), int_buffer(1, device))
+        except (OSError, RuntimeError) as error:
+            reason = why_not_loaded(error)
+            if reason is None:
+                raise
+            logger.warning("fa2 computes prompts, which is slower than fa3: %s", reason)
+            return False
+        return True
+
+    def _paged(self, kind: WrapperKind, kernel: PromptKernel) -> PagedWrapper:
+        scale, sliding = kind.spec
+        masked = kind.mode == "mask"
+        arguments = plan_arguments(self._heads, scale, 0 if masked else sliding)
+        arguments |= {"head_dim_qk": self._heads.head_dim, "causal": kind.mode == "prefill"}
+        buffers: dict[str, Any] = {"use_cuda_graph": kind.static, "backend": kernel}
+        if kind.static:
+            device = self.workspace.device
+            arguments["uniform_q_len"] = kind.rows
+            buffers |= {
+                "qo_indptr_buf": int_buffer(kind.batch + 1, device),
+                "paged_kv_indptr_buf": int_buffer(kind.batch + 1, device),
+                "paged_kv_indices_buf": self.scratch.slots(kind.mode, kind.batch, kind.rows),
+                "paged_kv_last_page_len_buf": int_buffer(kind.batch, device),
+            }
+        if masked:
+            mask = self.scratch.mask(kind.batch, kind.rows, sliding)
+            buffers |= {"custom_mask_buf": mask.bits, "mask_indptr_buf": mask.indptr}
+        wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(self.workspace.buffer, "NHD", **buffers)
+        return PagedWrapper(wrapper, self.workspace, arguments, static=kind.static)
+
+    def _decode(self, kind: WrapperKind) -> DecodeWrapper:
+        arguments = plan_arguments(self._heads, *kind.spec) | {"head_dim": self._heads.head_dim}
+        buffers: dict[str, Any] = {"use_cuda_graph": kind.static, "backend": "fa2"}
+        if kind.static:
+            device = self.workspace.device
+            queries = kind.batch * kind.rows
+            buffers |= {
+                "paged_kv_indptr_buffer": int_buffer(queries + 1, device),
+                "paged_kv_indices_buffer": self.scratch.slots(kind.mode, kind.batch, kind.rows),
+                "paged_kv_last_page_len_buffer": int_buffer(queries, device),
+            }
+        wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(
+            self.workspace.buffer,
+            "NHD",
+            use_tensor_cores=self._heads.heads // self._heads.kv_heads >= TENSOR_CORES_FROM,
+            **buffers,
+        )
+        return DecodeWrapper(wrapper, self.workspace, arguments, static=kind.static)
+
+
+def _eager_floats(head_dim: int, device: torch.device) -> int:
+    """An upper bound of the float workspace, in bytes, for plans without static buffers.
+
+    Without CUDA graphs fa2 splits KV only if it has at most 2 * SMs / kv_heads tiles. A tile has at most 128 rows:
+    query rows times the query heads of one KV head. So the bound does not depend on the number of heads
+    (PrefillPlanImpl in flashinfer/attention/scheduler.cuh).
+    """
+    if device.type != "cuda":
+        return 0
+    tiles = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return tiles * 128 * (head_dim + 1) * 4 + 1024

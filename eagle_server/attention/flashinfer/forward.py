@@ -1,0 +1,257 @@
+"""The base class of the FlashInfer backends, with its attention plan and bound attention: which wrapper runs what.
+
+Static buffers and CUDA graphs. A forward may be captured if all its requests have the same number of query rows, one of
+`AttentionLimits.graph_rows`, and its batch size is one of `AttentionLimits.graph_batches`. Such forwards have their own
+wrappers, which are made once and looked up by `graph_key`. `plan` runs on the host before every forward. A graph
+captures `bind` and `run` of the first forward and replays for all later ones: no address changes, and lengths, slots
+and masks are read from device memory. All other forwards borrow wrappers and return them when their plan is deleted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from eagle_server.attention.flashinfer.scratch import LONG_ROWS, AttentionLimits, Mode, Scratch, TreeBlock, window_of
+from eagle_server.attention.flashinfer.wrappers import Fence, Lengths
+from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, LayerSpec, Layout, TreeMask
+from eagle_server.attention.workspace import Workspace
+from eagle_server.cache.pool import Pool
+from eagle_server.ops.fused import AngleTable, Rotation
+from eagle_server.ops.rope_kv import HeadNorms, rotate_and_write
+from eagle_server.ops.tree_attention import tree_block_attention
+
+
+@dataclass(frozen=True)
+class WrapperKind:
+    """The properties that a wrapper is made for. Wrappers of one kind are interchangeable. batch 0: any batch size."""
+
+    mode: Mode
+    spec: tuple[float, int]  # scale, sliding window
+    batch: int = 0
+    rows: int = 0
+    static: bool = False
+    long: bool = False  # prompt chunks, for which fa3 is taken where FlashInfer has it
+
+
+class Wrapper(Protocol):
+    """A `PagedWrapper` or an `MLAWrapper`."""
+
+    fence: Fence
+
+    def plan(self, lengths: Lengths, indices: Tensor) -> None: ...
+
+    def run(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor | None = None) -> None: ...
+
+
+class FlashInferBackend(ABC):
+    """`AttentionBackend` over one pool. A subclass chooses how a forward is computed and makes the wrappers."""
+
+    ragged_trees: ClassVar[bool] = False  # captured graphs have fixed shapes
+    native_caches: ClassVar[None] = None
+
+    def __init__(
+        self, pool: Pool, workspace: Workspace, specs: Collection[tuple[float, int]], limits: AttentionLimits
+    ) -> None:
+        self.pool, self.workspace, self.limits = pool, workspace, limits
+        self.specs = tuple(dict.fromkeys(specs))
+        self.scratch = Scratch(limits, pool.keys[0].device)
+        self._static: dict[Hashable, _StaticWrappers] = {}
+        self._free: defaultdict[WrapperKind, list[Wrapper]] = defaultdict(list)
+
+    @abstractmethod
+    def mode(self, layout: Layout, sliding: int) -> Mode:
+        """The mode in which layers with this sliding window compute the forward."""
+
+    @abstractmethod
+    def make(self, kind: WrapperKind) -> Wrapper:
+        """A new wrapper."""
+
+    def plan(self, layout: Layout) -> FlashInferPlan:
+        """See `AttentionBackend.plan`.
+
+        Raises:
+            ValueError: the forward is larger than `limits`.
+        """
+        self._check(layout)
+        batch, rows, limits = len(layout.q_lens), layout.q_len or 0, self.limits
+        static = batch in limits.graph_batches and rows in limits.graph_rows
+        modes = tuple(self.mode(layout, sliding) for _, sliding in self.specs)
+        both = zip(self.specs, modes, strict=True)
+        kinds = tuple(self._kind(layout, spec, mode, static=static) for spec, mode in both)
+        key = (modes, batch, rows, layout.mask_width, layout.num_visible) if static else None
+        shared = None
+        if key is None:
+            wrappers = tuple(self._borrow(kind) for kind in kinds)
+        else:
+            shared = self._static.get(key)
+            if shared is None:
+                shared = self._static[key] = _StaticWrappers(tuple(self.make(kind) for kind in kinds))
+            shared.plans += 1
+            wrappers = shared.wrappers
+        for wrapper, (lengths, slots) in zip(wrappers, _plan_inputs(self.scratch, layout, modes), strict=True):
+            wrapper.plan(lengths, slots)
+        plan = FlashInferPlan(self, layout, modes, wrappers, key, shared)
+        if key is None:
+            for kind, wrapper in zip(kinds, wrappers, strict=True):
+                weakref.finalize(plan, self._free[kind].append, wrapper).atexit = False
+        return plan
+
+    def _kind(self, layout: Layout, spec: tuple[float, int], mode: Mode, *, static: bool) -> WrapperKind:
+        batch, rows = len(layout.q_lens), layout.q_len or 0
+        # A masked wrapper uses our buffers only with use_cuda_graph, which fixes its batch size and number of rows.
+        if static or mode == "mask":
+            return WrapperKind(mode, spec, batch, rows, static=True)
+        return WrapperKind(mode, spec, long=mode == "prefill" and max(layout.q_lens) >= LONG_ROWS)
+
+    def _borrow(self, kind: WrapperKind) -> Wrapper:
+        """A free wrapper, or a new one if all are in use. Waiting for the device would cost more than a new one."""
+        free = self._free[kind]
+        for i, wrapper in enumerate(free):
+            if wrapper.fence.passed():
+                return free.pop(i)
+        return self.make(kind)
+
+    def _check(self, layout: Layout) -> None:
+        batch, longest, limits = len(layout.q_lens), max(layout.kv_lens), self.limits
+        if batch > limits.batch or longest > limits.kv_len:
+            raise ValueError(
+                f"a forward of {batch} requests over up to {longest} slots: buffers were made for {limits.batch} "
+                f"requests of {limits.kv_len}"
+            )
+        if layout.mask_width is not None and layout.q_len is None:
+            raise ValueError(f"under a tree mask all requests have as many rows, not {layout.q_lens}")
+
+
+@dataclass
+class _StaticWrappers:
+    """The wrappers of one graph key, and how often they have been planned."""
+
+    wrappers: tuple[Wrapper, ...]
+    plans: int = 0
+
+
+class FlashInferPlan:
+    """See `AttentionPlan`. There is one wrapper and one mode per spec, in the order of the backend's specs."""
+
+    def __init__(  # noqa: PLR0913, PLR0917  made in one place
+        self,
+        backend: FlashInferBackend,
+        layout: Layout,
+        modes: tuple[Mode, ...],
+        wrappers: tuple[Wrapper, ...],
+        graph_key: Hashable | None,
+        shared: _StaticWrappers | None,
+    ) -> None:
+        self.backend, self.layout, self.modes, self.wrappers = backend, layout, modes, wrappers
+        self.graph_key = graph_key
+        self._static, self._plan = shared, shared.plans if shared else 0
+        self._bound = False
+        self._window: Tensor | None = None  # slots of a cascade's window, int64 [bs, W]
+        self.token = object()  # identifies this plan; a reference to the plan itself would keep its wrappers in use
+
+    def bind(self, batch: AttentionBatch) -> BoundFlashInfer:
+        """Write the forward's slots and masks. It uses only those values of the layout that are in `graph_key`."""
+        if self._static is not None and not self._bound and self._plan != self._static.plans:
+            raise RuntimeError(
+                "a forward was planned again before this one, with the same graph key, was bound: forwards that are "
+                "planned together need layouts that differ, as draft steps do in `num_visible`"
+            )
+        self._bound = True
+        backend = self.backend
+        if batch.keeps_slots and backend.scratch.owner is not self.token:
+            raise RuntimeError("another forward was bound meanwhile, so the slots are no longer in place")
+        backend.scratch.owner = self.token
+        expected = Causal if self.layout.mask_width is None else TreeMask
+        if not isinstance(batch.mask, expected):
+            raise TypeError(f"planned for {expected.__name__}, got {type(batch.mask).__name__}")
+        if not batch.keeps_slots:
+            self._window = None
+            for mode in dict.fromkeys(self.modes):
+                backend.scratch.write_slots(mode, batch)
+        tree = None
+        if isinstance(batch.mask, TreeMask):
+            slidings = [s for (_, s), mode in zip(backend.specs, self.modes, strict=True) if mode == "mask"]
+            for sliding in dict.fromkeys(slidings):
+                backend.scratch.write_mask(batch, batch.mask, sliding)
+            if "cascade" in self.modes:
+                self._window = window_of(batch, batch.mask) if self._window is None else self._window
+                tree = TreeBlock(self._window, batch.mask.visible)
+        return BoundFlashInfer(self, batch.out_cache_loc, tree)
+
+
+@dataclass(frozen=True)
+class BoundFlashInfer(BoundAttention):
+    """See `BoundAttention`."""
+
+    plan: FlashInferPlan
+    out_cache_loc: Tensor
+    tree: TreeBlock | None
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
+        """See `BoundAttention.run`."""
+        self.plan.backend.pool.write(layer.index, self.out_cache_loc, k, v)
+        return self._attend(q, layer)
+
+    def rotate_and_attend(
+        self, qkv: Tensor, heads: int, rotation: Rotation, norms: HeadNorms | None, layer: LayerSpec
+    ) -> Tensor:
+        """Norms, rotation and the write to the pool in one kernel, if the rotation is by a table."""
+        if not isinstance(rotation, AngleTable):
+            return super().rotate_and_attend(qkv, heads, rotation, norms, layer)
+        pool = self.plan.backend.pool
+        keys, values = pool.keys[layer.index], pool.values[layer.index]
+        return self._attend(rotate_and_write(qkv, heads, rotation, keys, values, self.out_cache_loc, norms), layer)
+
+    def _attend(self, q: Tensor, layer: LayerSpec) -> Tensor:
+        """Attend, after the layer's keys and values are in the pool."""
+        backend, pool = self.plan.backend, self.plan.backend.pool
+        if backend.scratch.owner is not self.plan.token:
+            raise RuntimeError("another forward of this backend was bound meanwhile; bind it after this one has run")
+        keys, values = pool.keys[layer.index], pool.values[layer.index]
+        try:
+            spec = backend.specs.index((layer.scale, layer.sliding_window))
+        except ValueError:
+            raise ValueError(f"the backend was built for {backend.specs}, not for {layer}") from None
+        wrapper = self.plan.wrappers[spec]
+        out = q.new_empty(*q.shape[:2], values.shape[2])
+        if self.plan.modes[spec] != "cascade":
+            wrapper.run(q, keys, values, out)
+            return out
+        assert self.tree is not None
+        prefix = torch.empty_like(out)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        wrapper.run(q, keys, values, prefix, lse)
+        tree_block_attention(q, keys, values, self.tree.slots, self.tree.mask, layer.scale, (prefix, lse), out)
+        return out
+
+
+def _plan_inputs(scratch: Scratch, layout: Layout, modes: Sequence[Mode]) -> list[tuple[Lengths, Tensor]]:
+    """The arguments of plan for each mode: the lengths, and the buffer for the slots."""
+    found: dict[Mode, tuple[Lengths, Tensor]] = {}
+    for mode in modes:
+        if mode not in found:
+            found[mode] = (
+                _lengths(layout, mode),
+                scratch.slots(mode, len(layout.q_lens), layout.q_len or 0),
+            )
+    return [found[mode] for mode in modes]
+
+
+def _lengths(layout: Layout, mode: Mode) -> Lengths:
+    if mode == "cascade":
+        assert layout.mask_width is not None
+        return Lengths.of(layout.q_lens, [n - layout.mask_width for n in layout.kv_lens])
+    if mode == "per_node":
+        assert layout.mask_width is not None and layout.num_visible is not None and layout.q_len is not None
+        hidden = layout.mask_width - layout.num_visible
+        kv_lens = [n - hidden for n in layout.kv_lens for _ in range(layout.q_len)]
+        return Lengths.of([1] * len(kv_lens), kv_lens)
+    return Lengths.of(layout.q_lens, layout.kv_lens)

@@ -1,0 +1,246 @@
+"""From loaded models and an EngineConfig to an engine: pools, backends, drafter, worker, scheduler."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm import tqdm
+
+from eagle_server.cache.allocator import PageAllocator
+from eagle_server.cache.block_events import BlockEvents, block_size_of
+from eagle_server.cache.manager import KVCacheManager
+from eagle_server.cache.page_table import PageTable
+from eagle_server.cache.pool import Pool
+from eagle_server.cache.radix import RadixCache
+from eagle_server.engine.build.backends import Backends
+from eagle_server.engine.build.drafters import make_drafter
+from eagle_server.engine.build.pools import make_pool
+from eagle_server.engine.engine import Engine
+from eagle_server.engine.engine_config import EngineConfig
+from eagle_server.engine.follow import send_setup
+from eagle_server.models.config import ModelConfig
+from eagle_server.models.drafts.interface import DraftModel
+from eagle_server.models.ranks import RankGroup
+from eagle_server.models.targets.interface import Target
+from eagle_server.ops.triton_support import on_gpu
+from eagle_server.request import Ready
+from eagle_server.scheduling.limits import SchedulerLimits
+from eagle_server.scheduling.scheduler import Scheduler
+from eagle_server.worker.batch.batch import Batches
+from eagle_server.worker.budget.budget import AdaptiveBudget, FixedBudget
+from eagle_server.worker.budget.cost_model import CostModel
+from eagle_server.worker.budget.estimates import AcceptanceEstimates
+from eagle_server.worker.budget.recent_trees import RecentTrees
+from eagle_server.worker.drafting import TreeDrafting
+from eagle_server.worker.graphs import CudaRecorder, Graphs, Recorder
+from eagle_server.worker.verifier import Verifier
+from eagle_server.worker.warm_up import measure_costs, warm_up
+from eagle_server.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from eagle_server.engine.grammars.grammars import Grammars
+    from eagle_server.engine.grammars.matcher import MaskBudget
+    from eagle_server.engine.kv_events import KVEventPublisher
+
+logger = logging.getLogger(__name__)
+
+_LONG_TEXT = 4096  # tokens, of the longest text whose cost is measured
+
+
+def assemble(  # noqa: PLR0913
+    target: Target,
+    draft: DraftModel | None,
+    config: EngineConfig,
+    *,
+    document: Mapping[str, Any] | None = None,
+    flashinfer: Any = None,
+    recorder: Recorder | None = None,
+    tokenizer: Callable[[], Tokenizer] | None = None,
+    mask_budget: MaskBudget | None = None,
+    ranks: RankGroup | None = None,
+    publisher: KVEventPublisher | None = None,
+) -> Engine:
+    """An engine over `target`. It drafts with `draft`, or with n-grams, or not at all, as `config.tree` says.
+
+    `document` is the resolved configuration for /v1/server_info. Tests replace the library `flashinfer` and the
+    `recorder` of CUDA graphs. `tokenizer` is called when the first request with a grammar arrives; without it such
+    requests are refused. `mask_budget` limits the time of their token masks. `ranks`: the target's; the others run
+    `assemble_follower`. `publisher` gets the events of the prefix cache.
+    """
+    device = target.embed.device
+    _check(draft, config)
+    target.aux_boundaries = draft.aux_boundaries if draft is not None else ()
+    backends = Backends(config, device, flashinfer)
+    graphs = Graphs(_recorder(config, device) if recorder is None else recorder)
+    drafter, draft_pools = make_drafter(draft, config, backends, graphs)
+    pools = [make_pool(target.config, config.kv_slots, device), *draft_pools]
+    if ranks is not None:
+        send_setup(ranks, config)
+    events = None if publisher is None else BlockEvents(config.page_size, block_size_of(config.page_size))
+    kv = _kv_cache(config, pools, device, events, mirrored=ranks is not None)
+    attention = backends.make(target, pools[0], _verified_sizes(config), config.verify_attention)
+    batches = Batches(
+        kv.table,
+        device,
+        vocab_size=target.config.vocab_size,
+        spec_steps=config.tree.depth,
+        sizes=config.graph_sizes,
+        coupling=config.coupling,
+        estimates=AcceptanceEstimates(device) if config.estimating or config.adaptive else None,
+        ranks=ranks,
+    )
+    largest = FixedBudget(config.tree.num_steps, config.tree.num_draft_tokens)
+    drafting = TreeDrafting(drafter, batches, largest)
+    captured = max(config.graph_sizes, default=0) * config.tree.num_draft_tokens
+    verifier = Verifier(target, attention, pools[0], graphs, ranks, captured)
+    worker = Worker(verifier, drafting, batches, config.acceptance)
+    if config.graph_sizes:
+        _capture(worker, graphs, backends, config)
+    elif on_gpu(target.embed):
+        _compile(worker, config)
+    if config.adaptive:
+        _adapt(worker, largest, config)
+    worker.overlaps = graphs.captures
+    drafting.extends_ahead = drafter.extends_ahead and config.tree.depth < config.tree.num_lookahead_slots
+    scheduler = Scheduler(_limits(config, uses_features=drafter.uses_features), kv)
+    grammars = _grammars(tokenizer, target.config, mask_budget)
+    return Engine(scheduler, worker, _ready(config, target, kv, document), grammars, publisher)
+
+
+def _adapt(worker: Worker, largest: FixedBudget, config: EngineConfig) -> None:
+    """Let the trees follow cost and load, from a first measurement of the costs on."""
+    drafting, tree, costs = worker.drafting, config.tree, CostModel()
+    began = time.perf_counter()
+    longest = min(config.context_length, config.max_total_tokens, _LONG_TEXT)
+    measure_costs(worker, costs, largest, config.max_running_requests, longest)
+    logger.info(
+        "costs measured in %.1f s: %.1f ms for one row, %.1f ms for %d",
+        time.perf_counter() - began,
+        1e3 * costs.verify.at(1.0),
+        1e3 * costs.verify.at(float(largest.num_draft_tokens)),
+        largest.num_draft_tokens,
+    )
+    shapes = () if worker.verifier.attention.ragged_trees else tree.shapes
+    trees = RecentTrees(worker.batches.pad_row + 1, tree.depth, tree.num_draft_tokens - 1)
+    drafting.adapt(AdaptiveBudget(trees, costs, drafting.drafter.forwards, shapes), costs)
+
+
+def _check(draft: DraftModel | None, config: EngineConfig) -> None:
+    """Refuse numbers with which no request could be served."""
+    usable, tree = config.max_total_tokens // config.page_size * config.page_size, config.tree
+    if usable < tree.num_lookahead_slots + 2:
+        raise ValueError(
+            f"--max-total-tokens {config.max_total_tokens}: {usable} slots in pages of {config.page_size} hold no "
+            f"request; drafting and verifying alone need {tree.num_lookahead_slots}"
+        )
+    if draft is not None and tree.topk > draft.draft_vocab_size:
+        raise ValueError(f"--speculative-eagle-topk {tree.topk}: the head drafts from {draft.draft_vocab_size} tokens")
+
+
+def _recorder(config: EngineConfig, device: torch.device) -> Recorder | None:
+    return CudaRecorder() if config.graph_sizes and device.type == "cuda" else None
+
+
+def _kv_cache(
+    config: EngineConfig, pools: Sequence[Pool], device: torch.device, events: BlockEvents | None, *, mirrored: bool
+) -> KVCacheManager:
+    """The KV cache, all pages free. With `poison`, free pages hold values that no result may depend on."""
+    allocator = PageAllocator(config.max_total_tokens // config.page_size, config.page_size)
+    width = config.context_length + config.tree.num_lookahead_slots
+    table = PageTable(config.max_running_requests, width, config.page_size, mirrored=mirrored or device.type != "cpu")
+
+    def poison(pages: list[int]) -> None:
+        first = torch.tensor(pages)[:, None] * config.page_size
+        for pool in pools:
+            pool.poison((first + torch.arange(config.page_size)).view(-1).to(device))
+
+    if config.poison:
+        poison(list(range(1, allocator.num_pages + 1)))
+    radix = None if config.disable_radix_cache else RadixCache(config.page_size, events)
+    return KVCacheManager(allocator, table, radix, poison if config.poison else None)
+
+
+def _verified_sizes(config: EngineConfig) -> set[int]:
+    """The numbers of nodes per request in captured verify forwards."""
+    return {size for _, size in config.tree.captured_shapes(adaptive=config.adaptive)}
+
+
+def _capture(worker: Worker, graphs: Graphs, backends: Backends, config: EngineConfig) -> None:
+    """Size the workspace, then capture every graph that serving will use."""
+    lengths = (2, config.context_length)  # attention to trees may be computed differently over long texts
+    graphs.paused = True
+    # The largest batch too: it may be larger than the graphs, and the workspace cannot grow after the capture.
+    warm_up(worker, sorted({*config.graph_sizes, config.max_running_requests}), lengths)
+    backends.freeze()
+    graphs.paused = False
+    largest = worker.drafting.budget
+    for shape in config.tree.captured_shapes(adaptive=config.adaptive):
+        worker.drafting.budget = FixedBudget(*shape)
+        sizes = tqdm(config.graph_sizes[::-1], desc="capture graphs", unit="batch size", disable=None)
+        warm_up(worker, sizes, lengths)
+    worker.drafting.budget = largest
+
+
+def _compile(worker: Worker, config: EngineConfig) -> None:
+    """Without graphs: launch every kernel that serving will launch, so that no request waits for a compiler."""
+    drafting, tree = worker.drafting, config.tree
+    largest, sizes = drafting.budget, sorted({1, min(2, config.max_running_requests), config.max_running_requests})
+    shapes: set[tuple[int, int]] = {*tree.captured_shapes(adaptive=config.adaptive), (0, 1)}
+    shapes |= {(steps, tree.num_draft_tokens) for steps in range(1, tree.depth)}  # near a request's end
+    lengths: tuple[int, ...] = (2,)
+    if not worker.verifier.attention.ragged_trees:
+        lengths = (2, config.context_length)  # as in `_capture`
+    elif config.adaptive:  # trees of any size, and kernels are compiled for powers of two
+        shapes |= {(tree.depth, 1 << power) for power in range(1, tree.num_draft_tokens.bit_length())}
+        shapes |= {(steps, 2) for steps in range(1, tree.depth)}
+    for shape in tqdm(sorted(shapes, reverse=True), desc="compile kernels", unit="tree", disable=None):
+        drafting.budget = FixedBudget(*shape)
+        warm_up(worker, sizes, lengths)
+    drafting.budget = largest
+
+
+def _limits(config: EngineConfig, *, uses_features: bool) -> SchedulerLimits:
+    return SchedulerLimits(
+        context_length=config.context_length,
+        max_running_requests=config.max_running_requests,
+        chunked_prefill_size=config.chunked_prefill_size,
+        num_lookahead_slots=config.tree.num_lookahead_slots,
+        spec_steps=config.tree.depth,
+        uses_features=uses_features,
+        lossy=config.acceptance.lossy,
+    )
+
+
+def _ready(config: EngineConfig, target: Target, kv: KVCacheManager, document: Mapping[str, Any] | None) -> Ready:
+    """What the engine tells the API process about itself."""
+    most = kv.allocator.num_pages * config.page_size - config.tree.num_lookahead_slots
+    return Ready(
+        context_length=config.context_length,
+        max_request_tokens=min(config.context_length, most),
+        vocab_size=target.config.vocab_size,
+        eos_token_ids=target.config.eos_token_ids,
+        speculative_algorithm=config.algorithm,
+        num_steps=config.tree.depth,
+        resolved=dict(document or {}),
+        pid=os.getpid(),
+    )
+
+
+def _grammars(
+    tokenizer: Callable[[], Tokenizer] | None, config: ModelConfig, budget: MaskBudget | None
+) -> Grammars | None:
+    """None for a model without an end-of-sequence token: a grammar could not end its text."""
+    ends = [token for token in config.eos_token_ids if 0 <= token < config.vocab_size]
+    if tokenizer is None or not ends:
+        return None
+    # Imported here because only engines with a tokenizer need llguidance and tokenizers.
+    from eagle_server.engine.grammars.grammars import Grammars
+
+    return Grammars(tokenizer, config.vocab_size, ends, budget)

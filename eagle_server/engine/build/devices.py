@@ -1,0 +1,191 @@
+"""From the device options to concrete values: device, attention backend, CUDA graphs, memory for KV, threads."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from eagle_server.attention.flashinfer.modules import HEAD_DIMS, MissingModuleError, warn_of_another_toolkit
+from eagle_server.config import Config, ConfigError
+from eagle_server.engine.build import backends
+from eagle_server.engine.build.machine import usable_cores, usable_memory
+from eagle_server.engine.engine_config import Backend
+from eagle_server.models.checkpoints.load_target import serving_dtype
+from eagle_server.models.config import ModelConfig
+from eagle_server.ops.triton_support import NoCompilerError
+from eagle_server.speculation.tree_config import TreeConfig
+from eagle_server.worker.graphs import bucket_sizes
+
+SMALL_MODEL = 50_000_000  # parameters; a smaller target is small
+SMALL_MODEL_THREADS = 2
+CPU_MEMORY_FOR_KV = 0.25  # share of the machine's memory, for both pools together
+GPU_MEMORY = 0.85  # share of the GPU's memory, for weights and KV together
+LARGEST_GRAPH = 64
+_DEVICE_NODES = Path("/dev")  # the driver puts one there for each GPU
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_device(config: Config, rank: int = 0) -> torch.device:
+    """The device of the models; auto: the first NVIDIA GPU, if there is one; rank r has GPU r.
+
+    Raises:
+        ConfigError: more GPUs were asked for than torch sees, or this machine has one that torch cannot use.
+    """
+    wanted, found = config.device.device, torch.cuda.is_available()
+    if wanted == "cuda" and not found:
+        raise ConfigError(f"--device cuda: torch cannot use an NVIDIA GPU: {_why_no_gpu()} (docs/gpu.md)")
+    if wanted == "auto" and not found and (nodes := sorted(_DEVICE_NODES.glob("nvidia[0-9]*"))):
+        raise ConfigError(
+            f"{nodes[0]} is an NVIDIA GPU, but torch cannot use it: {_why_no_gpu()}; docs/gpu.md has a table of "
+            "drivers and builds of torch, and --device cpu serves without the GPU"
+        )
+    device = torch.device("cuda", rank) if found and wanted != "cpu" else torch.device("cpu")
+    if device.type == "cuda" and torch.cuda.device_count() < config.device.tp_size:
+        raise ConfigError(f"--tp-size {config.device.tp_size}: torch sees {torch.cuda.device_count()} GPUs")
+    if device.type == "cpu":
+        config.device.refuse_gpu_options("torch sees none")
+    elif config.device.cpu_kernels != "auto":
+        raise ConfigError("--cpu-kernels has an effect on a CPU only: drop it, or add --device cpu")
+    return device
+
+
+def _why_no_gpu() -> str:
+    """torch's own words, in one line."""
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:  # AssertionError: a build without CUDA
+        return str(error).strip().partition("\n")[0].rstrip(".")
+    return "torch.cuda.is_available() is false"
+
+
+def load_kernels_early(config: Config, device: torch.device, model: ModelConfig) -> None:
+    """Before the weights are loaded, load the kernels of the target, or say what is missing to compile them.
+
+    Whether a model that transformers' code runs needs FlashInfer is known only after it is loaded.
+
+    Raises:
+        ConfigError: the backend cannot run.
+    """
+    if device.type == "cpu":
+        return
+    try:
+        backends.launch_kernel(device)
+    except NoCompilerError as error:
+        raise ConfigError(str(error)) from error
+    model = replace(model, dtype=serving_dtype(config.model.dtype, model.dtype))
+    if model.native and resolve_backend(config, device, model) == "flashinfer":
+        logger.info("FlashInfer's kernels: those that are not prebuilt are compiled, once, which takes minutes")
+        warn_of_another_toolkit()
+        began = time.perf_counter()
+        load_kernels(device, model)
+        logger.info("FlashInfer's kernels: %.1f s", time.perf_counter() - began)
+
+
+def load_kernels(device: torch.device, *models: ModelConfig) -> None:
+    """Load the kernels with which FlashInfer computes these models.
+
+    Raises:
+        ConfigError: a module can be neither loaded nor compiled; the message says what to install.
+    """
+    for model in models:
+        try:
+            backends.load_kernels(model, device)
+        except MissingModuleError as error:
+            raise ConfigError(f"{error}; or choose --attention-backend torch_native, which is slower") from error
+
+
+def resolve_backend(config: Config, device: torch.device, model: ModelConfig, *, capped: bool = False) -> Backend:
+    """The attention backend for a target; auto: flashinfer if it can run. `capped`: scores are capped.
+
+    Raises:
+        ConfigError: flashinfer was requested, or the GPU needs it, and it cannot run.
+    """
+    wanted = config.device.attention_backend
+    sixteen_bit = model.dtype in (torch.bfloat16, torch.float16)
+    if wanted == "torch_native" or device.type == "cpu" or (wanted == "auto" and not sixteen_bit):
+        return "torch_native"
+    for applies, lack in (
+        (capped, "does not cap attention scores, which this model does"),
+        (model.mla is None and model.head_dim not in HEAD_DIMS, f"has no kernels for heads of {model.head_dim}"),
+    ):
+        if applies and wanted == "auto":
+            logger.info("torch_native is used: the flashinfer backend %s", lack)
+            return "torch_native"
+        if applies:
+            raise ConfigError(f"--attention-backend flashinfer {lack}: drop it, or choose torch_native")
+    if not sixteen_bit:
+        raise ConfigError("--attention-backend flashinfer takes no float32: add --dtype bfloat16, or drop it")
+    if importlib.util.find_spec("flashinfer") is None:
+        raise ConfigError(
+            "a GPU needs FlashInfer, which is not installed: pip install 'eagle-server[cuda]', "
+            "or --attention-backend torch_native, which is slower"
+        )
+    return "flashinfer"
+
+
+def graph_sizes(config: Config, backend: Backend, *, native: bool = True) -> tuple[int, ...]:
+    """Batch sizes to capture CUDA graphs for.
+
+    There are none for torch_native, because its tensor shapes follow the lengths, and none with several ranks, because
+    capturing NCCL is not tested. There are none if a model is not `native`: transformers' code may wait for the device,
+    which cannot be captured.
+
+    Raises:
+        ConfigError: a size was given, but there are no graphs.
+    """
+    if backend == "torch_native" or config.device.disable_cuda_graph or config.device.tp_size > 1:
+        return ()
+    if not native:
+        if config.device.cuda_graph_max_bs is not None:
+            raise ConfigError("--cuda-graph-max-bs: models that transformers' code runs are not captured; drop it")
+        logger.info("no CUDA graphs: transformers' code runs a model here, and it may wait for the device")
+        return ()
+    running = config.scheduler.max_running_requests
+    return bucket_sizes(min(running, config.device.cuda_graph_max_bs or LARGEST_GRAPH))
+
+
+def graph_memory(sizes: tuple[int, ...], tree: TreeConfig, model: ModelConfig, *, streams: int, adaptive: bool) -> int:
+    """Bytes that the results of captured functions keep, at most. They grow with every batch size and every shape.
+
+    The float32 logits of the largest verification are the only ones, because all verifications share them. Everything
+    else is captured twice: attention to trees is computed differently over long texts. `streams`: residual streams in
+    the feature that a drafter reads of each node.
+    """
+    hidden = model.hidden_size * model.dtype.itemsize
+    logits = max(sizes, default=0) * tree.num_draft_tokens * model.vocab_size * 4
+    extend = (tree.topk + 1) * hidden + tree.topk * (12 + tree.num_lookahead_slots)
+    per_request = 0
+    for steps, nodes in tree.captured_shapes(adaptive=adaptive):
+        per_request += nodes * (max(1, streams) * hidden + 24) + (8 * tree.topk**2 * steps + extend if steps else 0)
+    return logits + 2 * sum(sizes) * per_request
+
+
+def memory_for_kv(config: Config, device: torch.device, reserved: int = 0) -> int:
+    """Bytes that the KV pools may take. Call it after the weights are loaded; `reserved` bytes stay free."""
+    if device.type == "cpu":
+        return int(usable_memory() * CPU_MEMORY_FOR_KV) // config.device.tp_size
+    free, total = torch.cuda.mem_get_info(device)
+    share = config.device.mem_fraction_static or GPU_MEMORY
+    left = int(total * share) - (total - free) - reserved
+    if left <= 0:
+        raise ConfigError(
+            f"--mem-fraction-static {share}: the weights take {(total - free) / 2**30:.1f} GiB of the GPU's "
+            f"{total / 2**30:.1f} GiB and CUDA graphs {reserved / 2**30:.1f} GiB, which leaves nothing for KV; give a "
+            "larger share, or a smaller --cuda-graph-max-bs"
+        )
+    return left
+
+
+def threads_for(config: ModelConfig) -> int:
+    """All cores, but two for a small model: its operations are too short to split further."""
+    attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
+    layer = attention + 3 * config.hidden_size * config.intermediate_size
+    weights = config.num_layers * layer + config.vocab_size * config.hidden_size
+    cores = usable_cores()
+    return min(SMALL_MODEL_THREADS, cores) if weights < SMALL_MODEL else cores

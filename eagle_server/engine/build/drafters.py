@@ -1,0 +1,51 @@
+"""From a loaded draft model to a drafter, by the table of algorithms."""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import Any
+
+from eagle_server.algorithms import ALGORITHMS
+from eagle_server.cache.pool import KVPool, LatentPool
+from eagle_server.engine.build.backends import Backends
+from eagle_server.engine.build.pools import make_pool
+from eagle_server.engine.engine_config import EngineConfig
+from eagle_server.models.drafts.interface import DraftModel
+from eagle_server.worker.drafters.interface import Drafter, DrafterSetup, ModelDrafter
+from eagle_server.worker.drafters.mixture import MixtureDrafter
+from eagle_server.worker.drafters.ngram.drafter import NgramDrafter, NgramTries
+from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts
+from eagle_server.worker.drafters.none import NoDrafter
+from eagle_server.worker.graphs import Graphs
+
+
+def make_drafter(
+    model: DraftModel | None, config: EngineConfig, backends: Backends, graphs: Graphs
+) -> tuple[Drafter[Any], list[KVPool | LatentPool]]:
+    """The drafter, and the KV pools that its model writes.
+
+    Raises:
+        ValueError: the model cannot draft the tree of `config`.
+    """
+    tree = config.tree
+    if model is None:
+        return (NgramDrafter(_tries(config)) if tree.ngram_depth else NoDrafter()), []
+    pools = [] if model.kv is None else [make_pool(model.kv, config.kv_slots, backends.device)]
+    setup = DrafterSetup(
+        tree,
+        backends.device,
+        graphs,
+        config.graph_sizes,
+        attention=lambda rows: backends.make(model, pools[0], rows, config.draft_attention),
+        per_node=config.backend == "flashinfer" and config.draft_attention == "per_node",
+    )
+    row = ALGORITHMS[model.algorithm]
+    name = row.drafter if row.static_drafter is None or not tree.choices else row.static_drafter
+    drafter: ModelDrafter[Any] = resolve_name(name)(model, setup)
+    return (MixtureDrafter(drafter, _tries(config), setup) if tree.ngram_depth else drafter), pools
+
+
+def _tries(config: EngineConfig) -> NgramTries:
+    tree = config.tree
+    shared = SharedTexts(tree.ngram_share_tokens, tree.ngram_depth) if tree.ngram_share_tokens else None
+    return NgramTries(tree.ngram_depth, tree.num_draft_tokens, shared, coupling=config.coupling)

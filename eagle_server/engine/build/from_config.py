@@ -1,0 +1,184 @@
+"""The engine's composition root: load the models, resolve the configuration, assemble the engine."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from eagle_server.config import Config
+from eagle_server.engine.build.assemble import assemble
+from eagle_server.engine.build.cores import SharedCores
+from eagle_server.engine.build.devices import SMALL_MODEL_THREADS, load_kernels_early, resolve_device, threads_for
+from eagle_server.engine.build.machine import stay_on_one_node
+from eagle_server.engine.build.resolve import context_length, lookahead_bound, resolve, server_info
+from eagle_server.engine.engine import Engine
+from eagle_server.engine.follow import assemble_follower
+from eagle_server.engine.process import Rank
+from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.checkpoints.load_target import load_target, read_model_config
+from eagle_server.models.checkpoints.weights import resolve_checkpoint, resolve_file
+from eagle_server.models.drafts.interface import DraftModel
+from eagle_server.models.ranks import RankGroup
+from eagle_server.models.targets.interface import Target
+from eagle_server.ops.native import set_threads, use_native
+from eagle_server.text.tokenizer import read_tokenizer_file
+from eagle_server.worker.follower import Follower
+
+if TYPE_CHECKING:
+    from eagle_server.engine.kv_events import KVEventPublisher
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModels:
+    """A target and its draft. Engines with different trees can share them."""
+
+    target: Target
+    draft: DraftModel | None
+
+
+def build_engine(config: Config, *, progress: bool = True) -> Engine:
+    """Load target and draft and assemble the engine.
+
+    Raises:
+        ValueError: a value or checkpoint that cannot be served; the message says what to change.
+        OSError: a file that cannot be read.
+    """
+    publisher = _publisher(config)  # first: an endpoint that is taken is noticed before the models are loaded
+    models = load_models(config, progress=progress)
+    engine = engine_over(models, config, publisher=publisher)
+    target, threads = models.target, torch.get_num_threads()
+    chosen = config.device.cpu_threads is not None
+    # With more threads, some of them idle does not mean that other processes want the cores.
+    if not chosen and target.embed.device.type == "cpu" and not target.is_fused and 1 < threads <= SMALL_MODEL_THREADS:
+        engine.cores = SharedCores(threads)
+    return engine
+
+
+def build_rank(config: Config, rank: Rank) -> Engine | Follower:
+    """Load this rank's share of the target. Rank 0 also loads the draft and gets the engine; the others follow it.
+
+    Raises:
+        ValueError, OSError: see `build_engine`.
+    """
+    device = resolve_device(config, rank.number)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    publisher = _publisher(config) if rank.number == 0 else None
+    ranks = RankGroup(rank.number, rank.size, FileStore(rank.rendezvous, rank.size), device)
+    models = load_models(config, ranks=ranks, progress=rank.number == 0)
+    return (
+        engine_over(models, config, ranks, publisher) if rank.number == 0 else assemble_follower(models.target, ranks)
+    )
+
+
+def load_models(
+    config: Config, *, lookahead: int = 0, progress: bool = True, ranks: RankGroup | None = None
+) -> LoadedModels:
+    """Target and draft on their device, for the trees of `config` and all that need at most `lookahead` slots.
+
+    `ranks`: only this rank's share of the target, and a draft on rank 0 only.
+
+    Raises:
+        ValueError, OSError: see `build_engine`.
+    """
+    if ranks is None and config.device.tp_size > 1:
+        raise ValueError(f"--tp-size {config.device.tp_size}: only the server starts the processes that this needs")
+    device = resolve_device(config) if ranks is None else ranks.device
+    use_native(config.device.cpu_kernels)
+    if device.type == "cpu" and ranks is None:
+        stay_on_one_node(config.device.cpu_threads)
+    facts = read_model_config(resolve_checkpoint(config.target_path))
+    context, lookahead = context_length(config, facts), max(lookahead_bound(config, facts), lookahead)
+    load_kernels_early(config, device, facts)
+    began = time.perf_counter()
+    target = load_target(
+        config.target_path,
+        dtype=config.model.dtype,
+        context=context,
+        lookahead=lookahead,
+        device=device,
+        progress=progress,
+        quantization=config.model.quantization,
+        quantization_cache=config.model.quantization_cache,
+        ranks=ranks,
+    )
+    logger.info("target %s: %.1f s", config.target_path, time.perf_counter() - began)
+    threads = config.device.cpu_threads or max(1, threads_for(facts) // config.device.tp_size)
+    set_threads(threads, fused=False)
+    drafts = config.draft_path is not None and (ranks is None or ranks.rank == 0)
+    draft = _load_draft(config, target, context, lookahead, progress=progress) if drafts else None
+    set_threads(threads, fused=target.is_fused and (draft is None or draft.is_fused))
+    if device.type == "cpu" and config.speculates and not target.is_fused and (ranks is None or ranks.rank == 0):
+        logger.warning(
+            "texts with speculation may differ in near-ties from those without: torch computes all or part of this "
+            "model, and its rounding depends on the number of rows"
+        )
+    return LoadedModels(target, draft)
+
+
+def _load_draft(config: Config, target: Target, context: int, lookahead: int, *, progress: bool) -> DraftModel:
+    assert config.draft_path is not None
+    token_map, began = config.speculative.token_map, time.perf_counter()
+    draft = load_draft(
+        config.draft_path,
+        target,
+        algorithm=config.speculative.head_algorithm,
+        context=context,
+        lookahead=lookahead,
+        token_map=None if token_map is None else resolve_file(token_map),
+        overrides=config.speculative.draft_config_override,
+        target_path=config.target_path,
+        progress=progress,
+        quantization=config.model.quantization,
+    )
+    logger.info("draft %s: %.1f s", config.draft_path, time.perf_counter() - began)
+    return draft
+
+
+def _publisher(config: Config) -> KVEventPublisher | None:
+    events = config.cache.published_events
+    if events is None:
+        return None
+    from eagle_server.engine.kv_events import KVEventPublisher  # needs zmq, which the GPU benchmark does without
+
+    return KVEventPublisher(
+        events.endpoint,
+        events.replay_endpoint,
+        topic=events.topic,
+        buffer_steps=events.buffer_steps,
+        hwm=events.hwm,
+    )
+
+
+def engine_over(
+    models: LoadedModels,
+    config: Config,
+    ranks: RankGroup | None = None,
+    publisher: KVEventPublisher | None = None,
+) -> Engine:
+    """An engine of `config` over models that `load_models` loaded for it.
+
+    Raises:
+        ValueError: a value that cannot be served; the message says what to change.
+    """
+    target, draft = models.target, None if config.draft_path is None else models.draft
+    resolved = resolve(config, target, draft)
+    document = server_info(config, resolved, target)
+    logger.debug("resolved configuration: %s", document)
+    return assemble(
+        target,
+        draft,
+        resolved,
+        document=document,
+        tokenizer=partial(read_tokenizer_file, config.model.tokenizer_path or config.target_path),
+        ranks=ranks,
+        publisher=publisher,
+    )

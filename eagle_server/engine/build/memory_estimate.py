@@ -1,0 +1,176 @@
+"""`--dry-run`: the memory that a configuration needs, by config.json and the headers of the weight files."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle_server.algorithms import Algorithm
+from eagle_server.config import Config
+from eagle_server.engine.build.devices import (
+    GPU_MEMORY,
+    graph_memory,
+    graph_sizes,
+    memory_for_kv,
+    resolve_backend,
+    resolve_device,
+)
+from eagle_server.engine.build.machine import usable_memory
+from eagle_server.engine.build.pools import bytes_per_slot
+from eagle_server.engine.build.resolve import context_length, dynamic_tree, lookahead_bound
+from eagle_server.models.checkpoints.load_draft import detect, draft_files
+from eagle_server.models.checkpoints.load_target import read_model_config, serving_dtype
+from eagle_server.models.checkpoints.quantized import QuantizedTensor, read_quantization, with_dequantized
+from eagle_server.models.checkpoints.rank_slices import share_of
+from eagle_server.models.checkpoints.weights import open_weights
+from eagle_server.models.config import ModelConfig
+from eagle_server.models.config_json import read_config
+from eagle_server.ops.quantize import Quantization
+from eagle_server.speculation.tree_config import TreeConfig
+
+_BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.4}  # with the scales and zeros of groups of 128
+_MOST_STREAMS = 3  # in the feature of a node: those of an EAGLE-3 head
+_SYSTEM = 2 << 30  # bytes of a CPU machine's memory that weights and KV should leave free
+
+
+def memory_estimate(config: Config) -> dict[str, Any]:
+    """Bytes by part, how many tokens of KV fit, and whether a request of the full context does.
+
+    With several ranks these are the numbers of rank 0, which also holds the draft and the vocabulary that it may share.
+
+    Nothing is downloaded: checkpoints that are not here have `unknown` instead, with the reason.
+
+    Raises:
+        ValueError: the checkpoint or the device is not supported.
+    """
+    missing = [path for path in (config.target_path, config.draft_path) if path is not None and not _is_here(path)]
+    if missing:
+        return {"unknown": f"{' and '.join(missing)} must be on this machine; a start downloads what is on the Hub"}
+    device, target = resolve_device(config), read_model_config(Path(config.target_path).expanduser())
+    dtype = serving_dtype(config.model.dtype, target.dtype)
+    graphs = 0
+    if device.type == "cuda":
+        sizes = graph_sizes(config, resolve_backend(config, device, replace(target, dtype=dtype)), native=target.native)
+        tree = dynamic_tree(config.speculative, target) if config.speculates else TreeConfig()
+        adaptive = config.speculates and config.speculative.adapts
+        graphs = graph_memory(sizes, tree, target, streams=_MOST_STREAMS, adaptive=adaptive)
+    ranks, draft = config.device.tp_size, 0
+    if config.draft_path not in (None, config.target_path):  # the target's files may hold its draft
+        draft = weight_bytes(config.draft_path, dtype, config.model.quantization)
+    if config.draft_path is not None and ranks > 1:
+        draft += 2 * target.vocab_size * target.hidden_size * dtype.itemsize
+    parts = {
+        "target_weights": weight_bytes(config.target_path, dtype, config.model.quantization) // ranks,
+        "draft_weights": draft,
+        "graphs": graphs,
+    }
+    share = share_of(replace(target, dtype=dtype), ranks)
+    slot = bytes_per_slot(share) + _draft_bytes_per_slot(config, target, dtype)
+    memory = _memory(config, device)
+    left = memory - sum(parts.values())
+    if device.type == "cpu":
+        left = min(left, memory_for_kv(config, device))
+    tokens = max(0, left // slot)
+    needed = context_length(config, target) + lookahead_bound(config, target)
+    return {
+        "device": str(device),
+        "memory": memory,
+        **parts,
+        "kv_per_token": slot,
+        "kv_tokens_that_fit": tokens,
+        "kv_tokens_of_a_full_context": needed,
+        "fits": tokens >= needed,
+    }
+
+
+def given_tree(config: Config) -> dict[str, int]:
+    """The options of the tree that is drafted; {} for static trees, and where files that decide are not here.
+
+    Raises:
+        ValueError: the checkpoint is not supported, or no tree has the given options.
+    """
+    section = config.speculative
+    if not config.speculates or section.token_tree is not None or not _is_here(config.target_path):
+        return {}
+    row = _draft_row(config)
+    if row is not None and row.tree_option is not None:
+        return {}
+    if row is None and section.algorithm is None:
+        return {}
+    target = read_model_config(Path(config.target_path).expanduser())
+    return asdict(section.tree_options(target.architecture))
+
+
+def weight_bytes(path: str, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
+    """Bytes that the weights of a checkpoint take when they are served, about."""
+    directory = Path(path).expanduser()
+    raw, source = _config_of(directory), str(directory / "config.json")
+    stored, found = with_dequantized(open_weights(directory), raw, source), read_quantization(raw, source)
+    plain, bits = 8.0 * dtype.itemsize, 0.0
+    for name, tensor in stored.items():
+        own = plain
+        if isinstance(tensor, QuantizedTensor) and found is not None:
+            own = _BITS["int4"] if found.bits == 4 else 8.0  # noqa: PLR2004
+        elif quantization is not None and len(tensor.shape) == 2 and "embed" not in name:  # noqa: PLR2004
+            own = plain if name.startswith("lm_head") and quantization == "fp8" else _BITS[quantization]
+            own = max(own, 8.0) if name.startswith("lm_head") else own
+        bits += own * math.prod(tensor.shape)
+    return int(bits / 8)
+
+
+def refusal(config: Config, estimate: dict[str, Any]) -> str | None:
+    """Why the device cannot serve this, and what would help; None: it can, or nobody knows."""
+    if estimate.get("fits", True):
+        return None
+    weights = sum(estimate[part] for part in ("target_weights", "draft_weights", "graphs"))
+    gib = {name: f"{size / 2**30:.1f} GiB" for name, size in (("weights", weights), ("memory", estimate["memory"]))}
+    if weights > estimate["memory"]:
+        smaller = "a smaller model" if config.model.quantization else "--quantization, or a smaller model"
+        return f"the weights take {gib['weights']}, and there are {gib['memory']}: {smaller}"
+    return (
+        f"beside the weights ({gib['weights']} of {gib['memory']}) there is room for {estimate['kv_tokens_that_fit']} "
+        f"tokens of KV, and a request of the full context needs {estimate['kv_tokens_of_a_full_context']}: "
+        "a smaller --context-length, or --quantization"
+    )
+
+
+def _memory(config: Config, device: torch.device) -> int:
+    if device.type == "cpu":
+        return max(0, usable_memory() - _SYSTEM) // config.device.tp_size
+    share = config.device.mem_fraction_static or GPU_MEMORY
+    return int(torch.cuda.get_device_properties(device).total_memory * share)
+
+
+def _draft_bytes_per_slot(config: Config, target: ModelConfig, dtype: torch.dtype) -> int:
+    """A draft's KV: as many layers as its config.json says, with the target's heads where it says nothing else."""
+    if config.draft_path is None:
+        return 0
+    raw, row = _config_of(Path(config.draft_path).expanduser()), _draft_row(config)
+    if row is not None and not row.has_kv:
+        return 0
+    layers, heads = raw.get("num_hidden_layers", 1), raw.get("num_key_value_heads", target.num_kv_heads)
+    if row is not None and row.stored == "in the target":
+        layers = 1
+    return int(2 * layers * heads * target.head_dim * dtype.itemsize)
+
+
+def _draft_row(config: Config) -> Algorithm | None:
+    """The kind of draft, by its option or by its files; None: its files are not here."""
+    if config.draft_path is None or config.speculative.drafts is not None:
+        return config.speculative.drafts
+    if not _is_here(config.draft_path):
+        return None
+    return detect(draft_files(config.draft_path, config.target_path if _is_here(config.target_path) else None))
+
+
+def _config_of(directory: Path) -> dict[str, Any]:
+    """config.json; {} where there is none."""
+    return read_config(directory) if (directory / "config.json").is_file() else {}
+
+
+def _is_here(path: str) -> bool:
+    return Path(path).expanduser().is_dir()

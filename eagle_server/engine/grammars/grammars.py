@@ -1,0 +1,177 @@
+"""Grammars for outputs, with llguidance. Threads beside the engine's loop check them; each request has a matcher.
+
+A token mask depends only on the text before it, so a request's draws are the same with and without speculation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import LifoQueue
+
+import llguidance
+import tokenizers
+
+from eagle_server.engine.grammars.check import GrammarCheck, limits
+from eagle_server.engine.grammars.matcher import LLGuidanceMatcher, MaskBudget
+from eagle_server.request import Grammar
+
+CACHED = 256  # grammars, as llguidance takes them
+_CHECKS = 2  # processes, so that a slow grammar delays only slow ones
+_MASK_THREADS = 2  # for slow masks
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A model's tokens as bytes, as llguidance reads them. Special tokens are never part of a text."""
+
+    tokens: Sequence[bytes]
+    special_token_ids: Sequence[int]
+    eos_token_id: int
+    encode: Callable[[str], Sequence[int]]
+    bos_token_id: None = None
+
+    @classmethod
+    def of(cls, tokenizer: tokenizers.Tokenizer, size: int, end: int) -> Vocabulary:
+        """The first `size` tokens. A model may have fewer or more logits than its tokenizer has entries."""
+        spelled = _spelling(tokenizer)
+        tokens, special = [b""] * size, []
+        for piece, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
+            if token_id < size:
+                tokens[token_id] = spelled(piece)
+        for token_id, added in tokenizer.get_added_tokens_decoder().items():
+            if token_id < size:
+                tokens[token_id] = added.content.encode()
+                special += [token_id] * added.special
+        return cls(tokens, special, end, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def __call__(self, text: str) -> Sequence[int]:
+        return self.encode(text)
+
+
+def _spelling(tokenizer: tokenizers.Tokenizer) -> Callable[[str], bytes]:
+    """How the pieces of tokenizer.json spell bytes."""
+    described = json.loads(tokenizer.to_str())
+    parts = json.dumps([described["decoder"], described["pre_tokenizer"], described["normalizer"]], ensure_ascii=False)
+    if '"ByteLevel"' in parts:
+        bytes_of = _byte_level()
+        return lambda piece: (
+            bytes(map(bytes_of.__getitem__, piece)) if bytes_of.keys() >= set(piece) else piece.encode()
+        )
+    space = "▁" if "▁" in parts else " "
+    named = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)} if '"ByteFallback"' in parts else {}
+    return lambda piece: named.get(piece) or piece.replace(space, " ").encode()
+
+
+def _byte_level() -> dict[str, int]:
+    """The byte of each character of byte-level BPE: printable bytes are themselves, the others follow at 256."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+@dataclass(frozen=True)
+class CompiledGrammar:
+    """A grammar that compiles, for one vocabulary."""
+
+    source: str  # as llguidance takes it
+    tokenizer: llguidance.LLTokenizer
+    vocabulary: Vocabulary
+    ends: tuple[int, ...]  # the model's end-of-sequence tokens
+    threads: ThreadPoolExecutor
+    budget: MaskBudget
+
+    def make(self) -> llguidance.LLMatcher:
+        return llguidance.LLMatcher(self.tokenizer, self.source, log_level=0, limits=limits())
+
+    def matcher(self, prompt_length: int, stop_ids: Iterable[int]) -> LLGuidanceMatcher:
+        """A matcher for one request.
+
+        Only a complete output may end. The end tokens are the model's end of sequence and those of the request's
+        stop_ids that have no text. Other stop ids are ordinary tokens of the grammar.
+        """
+        own = set(self.vocabulary.special_token_ids).intersection(stop_ids).difference(self.ends)
+        ends, size = (*self.ends, *sorted(own)), len(self.vocabulary.tokens)
+        return LLGuidanceMatcher(self.make, size, prompt_length, ends, self.threads.submit, self.budget)
+
+
+def _may_succeed_later(compiled: Future[CompiledGrammar]) -> bool:
+    """Whether something other than the grammar itself was wrong."""
+    return compiled.done() and not isinstance(compiled.exception(), ValueError | None)
+
+
+class Grammars:
+    """Checks grammars on threads, and caches the latest ones. `read` loads the tokenizer and runs once."""
+
+    def __init__(
+        self,
+        read: Callable[[], tokenizers.Tokenizer],
+        vocab_size: int,
+        ends: Sequence[int],
+        budget: MaskBudget | None = None,
+    ) -> None:
+        """`ends`: the model's end-of-sequence tokens, at least one."""
+        self._read, self._vocab_size, self._ends = read, vocab_size, tuple(ends)
+        self._checking = ThreadPoolExecutor(_CHECKS, thread_name_prefix="grammar")
+        self._checks = LifoQueue[GrammarCheck]()  # first the one that runs already
+        for _ in range(_CHECKS):
+            self._checks.put(GrammarCheck(vocab_size))
+        self._masking = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="mask")
+        self.budget = budget or MaskBudget()
+        self._tokens: Future[tuple[llguidance.LLTokenizer, Vocabulary]] | None = None
+        self._cache: OrderedDict[tuple[Grammar, str | None], Future[CompiledGrammar]] = OrderedDict()
+
+    def compile(self, grammar: Grammar, salt: str | None = None) -> Future[CompiledGrammar]:
+        """A future of the compiled grammar. Its exception is a ValueError in one line if the grammar is invalid.
+
+        Requests with different salts share none: the time would tell which grammars others use.
+        """
+        key = (grammar, salt)
+        found = self._cache.get(key)
+        if found is None or _may_succeed_later(found):
+            found = self._cache[key] = self._checking.submit(self._compile, grammar, self.preload())
+            if len(self._cache) > CACHED:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(key)
+        return found
+
+    def cancel(self, grammar: Grammar, salt: str | None = None) -> None:
+        """Nobody waits for this grammar any more: do not compile it if that has not begun."""
+        if (found := self._cache.get((grammar, salt))) is not None and found.cancel():
+            del self._cache[grammar, salt]
+
+    def preload(self) -> Future[tuple[llguidance.LLTokenizer, Vocabulary]]:
+        """Start to read the model's tokens, once, and a process that checks grammars."""
+        if self._tokens is None:
+            self._tokens = self._checking.submit(self._read_tokens)
+        return self._tokens
+
+    def _read_tokens(self) -> tuple[llguidance.LLTokenizer, Vocabulary]:
+        with self._borrowed_check() as check:
+            check.start()
+        vocabulary = Vocabulary.of(self._read(), self._vocab_size, self._ends[0])
+        wrapper = llguidance.TokenizerWrapper(vocabulary)
+        return llguidance.LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=list(self._ends)), vocabulary
+
+    def _compile(self, grammar: Grammar, tokens: Future[tuple[llguidance.LLTokenizer, Vocabulary]]) -> CompiledGrammar:
+        try:
+            with self._borrowed_check() as check:
+                try:
+                    source = check.check(grammar)
+                except OSError:  # something has killed it
+                    source = check.check(grammar)
+        except ValueError as error:
+            raise ValueError(f"grammar: this {grammar.kind} cannot be followed: {error}") from error
+        return CompiledGrammar(source, *tokens.result(), self._ends, self._masking, self.budget)
+
+    @contextmanager
+    def _borrowed_check(self) -> Iterator[GrammarCheck]:
+        check = self._checks.get()
+        try:
+            yield check
+        finally:
+            self._checks.put(check)

@@ -1,0 +1,284 @@
+"""Batches of one cycle: from the plan's host values to device tensors."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle_server.attention.batches import prefill_batch
+from eagle_server.attention.interface import AttentionBatch, Causal, Layout, PagedRequests
+from eagle_server.cache.page_table import PageTable
+from eagle_server.models.ranks import RankGroup
+from eagle_server.ops.upload import upload
+from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling
+from eagle_server.request import SamplingParams
+from eagle_server.speculation.accept import Accepted
+from eagle_server.speculation.sampling import SamplingBatch
+from eagle_server.worker.batch.accepted_tokens import AcceptedTokens
+from eagle_server.worker.batch.draft_ranking import (
+    BY_PROBABILITY,
+    DraftRanking,
+    GrammarPaths,
+    KeyedNoise,
+    SamplingParameters,
+)
+from eagle_server.worker.batch.penalizer_state import PenalizerStates
+from eagle_server.worker.batch.req_to_token import ReqToToken
+from eagle_server.worker.budget.budget import CycleBudget
+from eagle_server.worker.budget.estimates import AcceptanceEstimates
+
+Piece = tuple[int, int, Sequence[int]]  # of prompt: req_pool_index, first position, tokens
+_PADDING = RequestSampling(SamplingParams(max_tokens=1, seed=0, temperature=0.0), key=0)
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """The decoding requests of one cycle, padded to a batch size that a graph was captured for.
+
+    Padding stands last: requests of length 1 in the page table's `pad_row`.
+    """
+
+    req_pool_indices: Tensor  # int64 [bs], rows of req_to_token
+    seq_lens: Tensor  # int64 [bs]
+    verified_id: Tensor  # int64 [bs]
+    extend_lens: Tensor  # int64 [bs], entries of accepted_tokens that count
+    decodes: tuple[Decode, ...]  # without padding
+    seq_lens_host: tuple[int, ...]
+    extend_lens_host: tuple[int, ...]
+    extend_width: int  # rows of every request in draft-extend, at least the largest of extend_lens
+    accepted_tokens: AcceptedTokens
+    sampling: SamplingBatch
+    req_to_token: Tensor  # int32 [max requests, width]
+    ranking: DraftRanking = BY_PROBABILITY  # of the children of the roots
+    num_steps: int = 0  # levels that a draft model drafts in this cycle
+    num_draft_tokens: int = 1  # the most nodes of a tree, root included
+    least_logp: float = -math.inf  # a drafter may leave out nodes whose score is lower
+
+    @property
+    def requests(self) -> PagedRequests:
+        return PagedRequests(self.req_pool_indices, self.seq_lens, self.req_to_token)
+
+    def past_verified(self) -> DecodeBatch:
+        """The same requests as if verified_id were computed: every length is one more."""
+        return replace(self, seq_lens=self.seq_lens + 1, seq_lens_host=tuple(n + 1 for n in self.seq_lens_host))
+
+    def after(self, accepted: Accepted) -> DecodeBatch:
+        """The same requests with what they have accepted, for draft-extend.
+
+        Only the device knows the lengths. The host's are one token longer, which gives draft-extend the right layout:
+        its rows begin where the last cycle began, and there are as many in every request.
+        """
+        count = accepted.accept_length + 1
+        seq_lens, bonus = self.seq_lens + count, accepted.tokens.gather(1, accepted.accept_length[:, None])
+        return replace(
+            self,
+            seq_lens=seq_lens,
+            verified_id=bonus[:, 0].clamp(min=0),
+            extend_lens=count,
+            seq_lens_host=tuple(n + 1 for n in self.seq_lens_host),
+            extend_lens_host=(1,) * len(self.seq_lens_host),
+            extend_width=self.accepted_tokens.width,
+            ranking=replace(self.ranking, positions=seq_lens + 1),
+        )
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Pieces of prompt, concatenated."""
+
+    tokens: Tensor  # int64 [rows]
+    positions: Tensor  # int64 [rows]
+    attention: AttentionBatch
+    counts: tuple[int, ...]
+    requests: tuple[int, ...]  # rows of attention.req_to_token
+
+
+@dataclass(frozen=True)
+class PromptFeatures:
+    """A prompt batch for the drafter: each token with the target's feature of the position before it, [rows, F]."""
+
+    batch: PromptBatch
+    features: Tensor
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Pieces of prompt as drafters read them: tokens alone, or pairs of token and feature."""
+
+    chunks: tuple[Chunk, ...]
+    rows: PromptBatch  # the target's rows
+    pairs: PromptFeatures | None  # None: the drafter reads no features, or the only piece is a last token: no pair yet
+
+
+def prompt_batch(pieces: Sequence[Piece], req_to_token: Tensor) -> PromptBatch:
+    """Pieces of prompt, each with the request and position that it starts at.
+
+    On a CPU the batch has a copy of its part of the page table: the drafter reads prompts when requests may have ended.
+    """
+    device, counts = req_to_token.device, tuple(len(tokens) for _, _, tokens in pieces)
+    ends = tuple(start + len(tokens) for _, start, tokens in pieces)
+    flat = np.concatenate([np.asarray(tokens, dtype=np.int64) for _, _, tokens in pieces])
+    positions = np.concatenate([np.arange(end - count, end) for count, end in zip(counts, ends, strict=True)])
+    numbers = upload(np.stack([flat, positions]), device)
+    requests = tuple(index for index, _, _ in pieces)
+    if device.type == "cpu":
+        req_to_token, requests = req_to_token[list(requests), : max(ends)], tuple(range(len(pieces)))
+    indices, kv_lens = upload([requests, ends], device)
+    attention = prefill_batch(indices, kv_lens, req_to_token, Causal(), Layout(counts, ends))
+    return PromptBatch(numbers[0], numbers[1], attention, counts, requests)
+
+
+class Batches:
+    """Builds a cycle's batches. Owns the accepted tokens that wait for draft-extend, and the penalizer states.
+
+    `spec_steps` is the depth of the trees. `sizes`: batch sizes that decodes are padded to, if there are any, because
+    graphs are captured for them. `coupling`: drafters rank by the noise of the target's draws as well. `estimates`:
+    they learn from what was accepted.
+    """
+
+    def __init__(
+        self,
+        table: PageTable,
+        device: torch.device,
+        *,
+        vocab_size: int,
+        spec_steps: int = 0,
+        sizes: Sequence[int] = (),
+        coupling: bool = True,
+        estimates: AcceptanceEstimates | None = None,
+        ranks: RankGroup | None = None,
+    ) -> None:
+        self.device, self.sizes, self.coupling, self.vocab_size = device, tuple(sizes), coupling, vocab_size
+        self.estimates = estimates
+        self.req_to_token = ReqToToken(table, device, ranks)
+        self.accepted_tokens = AcceptedTokens(
+            table.pad_row + 1, spec_steps + 1, device, lazy=device.type == "cpu" and not sizes
+        )
+        self.spec_steps = spec_steps
+        self.penalizers = PenalizerStates(table.pad_row + 1, vocab_size, device, spec_steps)
+        self.pad_row = table.pad_row
+        nothing = ((), SamplingBatch.of((), device))
+        self._sampling: dict[bool, tuple[tuple[RequestSampling, ...], SamplingBatch]] = {True: nothing, False: nothing}
+
+    def begin(self, plan: CyclePlan) -> None:
+        """Drop the state of released requests, and refresh the page table."""
+        for req_pool_index in plan.released:
+            self.accepted_tokens.forget(req_pool_index)
+            self.penalizers.forget(req_pool_index)
+        self.req_to_token.refresh()
+
+    def can_draft(self, decodes: Sequence[Decode]) -> list[bool]:
+        """Which requests may draft: they do not forbid it, and their accepted tokens are known."""
+        return [each.speculative and not self.accepted_tokens.is_lost(each.req_pool_index) for each in decodes]
+
+    def drafting(self, batch: DecodeBatch, budget: CycleBudget, *, cut: bool = False) -> DecodeBatch | None:
+        """The requests of the batch that draft in this cycle; None: there are none. `cut`: see `least_logp`."""
+        if not budget.drafting or budget.num_draft_tokens == 1:
+            return None
+        if len(budget.drafting) < len(batch.decodes):
+            batch = self.decode([batch.decodes[i] for i in budget.drafting], drafting=True)
+        steps, size = budget.num_steps, budget.num_draft_tokens
+        least = budget.least_logp if cut else -math.inf
+        return replace(batch, ranking=self._ranking(batch), num_steps=steps, num_draft_tokens=size, least_logp=least)
+
+    def backlog(self, decodes: Sequence[Decode]) -> Prompts | None:
+        """What the requests accepted while they did not draft, for the drafter's prefill; None: there is nothing."""
+        pieces, features = list[tuple[int, int, Sequence[int]]](), list[Tensor]()
+        for decode in decodes:
+            found = self.accepted_tokens.backlog(decode.req_pool_index)
+            if found is not None:
+                start, own = found
+                pieces.append((decode.req_pool_index, start, decode.text[start + 1 : start + 1 + len(own)]))
+                features.append(own)
+        if not pieces:
+            return None
+        pairs = PromptFeatures(self._prompt(pieces), torch.cat(features))
+        return Prompts((), self._prompt([(index, start + 1, tokens) for index, start, tokens in pieces]), pairs)
+
+    def prefill(self, chunks: Sequence[Chunk]) -> PromptBatch:
+        """The rows of all chunks for the target."""
+        return self._prompt([(c.req_pool_index, c.start, c.tokens) for c in chunks])
+
+    def prompt_sampling(self, chunks: Sequence[Chunk]) -> SamplingBatch:
+        """How the first tokens after the prompts are sampled; chunks are the last ones of their prompts."""
+        sampling = SamplingBatch.of([chunk.sampling for chunk in chunks], self.device, self.spec_steps)
+        return self._with_penalizer_state(sampling, chunks)
+
+    def prompts(self, chunks: tuple[Chunk, ...], rows: PromptBatch, features: Tensor | None) -> Prompts:
+        """The prompts for the drafter: `rows` for the target, or each feature with the prompt's next token.
+
+        A prompt's last row has no next token yet. It is recorded in the accepted tokens once the token is sampled.
+        """
+        pieces, kept, start = [], list[Tensor](), 0
+        for chunk, request in zip(chunks, rows.requests, strict=True):
+            if chunk.following and features is not None:
+                pieces.append((request, chunk.start, chunk.following))
+                kept.append(features[start : start + len(chunk.following)])
+            start += len(chunk.tokens)
+        if not pieces:
+            return Prompts(chunks, rows, None)
+        pairs = prompt_batch(pieces, rows.attention.req_to_token)
+        return Prompts(chunks, rows, PromptFeatures(pairs, kept[0] if len(kept) == 1 else torch.cat(kept)))
+
+    def decode(self, decodes: Sequence[Decode], *, drafting: bool = False) -> DecodeBatch:
+        """The batch of decoding requests, at least one. `drafting`: they are only some of the cycle's."""
+        padding = self._padded_size(len(decodes)) - len(decodes)
+        extend_lens = self.accepted_tokens.counts(decodes) + (1,) * padding
+        seq_lens = tuple(d.seq_len for d in decodes) + (1,) * padding
+        indices = [d.req_pool_index for d in decodes] + [self.pad_row] * padding
+        verified = [d.verified_id for d in decodes] + [0] * padding
+        numbers = upload([indices, seq_lens, verified, extend_lens], self.device)
+        return DecodeBatch(
+            req_pool_indices=numbers[0],
+            seq_lens=numbers[1],
+            verified_id=numbers[2],
+            extend_lens=numbers[3],
+            decodes=tuple(decodes),
+            seq_lens_host=seq_lens,
+            extend_lens_host=extend_lens,
+            extend_width=self.accepted_tokens.width if self.sizes else max(extend_lens),
+            accepted_tokens=self.accepted_tokens,
+            sampling=self._with_penalizer_state(self._sampling_of(decodes, padding, drafting=drafting), decodes),
+            req_to_token=self.req_to_token.tensor,
+        )
+
+    def _ranking(self, batch: DecodeBatch) -> DraftRanking:
+        """How drafters rank the children of the roots.
+
+        A captured function reads keys and temperatures only. An all-greedy batch on a CPU needs neither.
+        """
+        sampling, noise, parameters = batch.sampling, None, None
+        if self.coupling and (self.sizes or self.device.type != "cpu" or sampling.stochastic is not None):
+            noise = KeyedNoise(sampling.all_keys, sampling.all_temperature)
+        if self.coupling and not self.sizes and (sampling.transforms or sampling.floored is not None):
+            parameters = SamplingParameters(sampling, self.vocab_size)
+        return DraftRanking(
+            batch.seq_lens + 1,
+            GrammarPaths.of(batch.decodes),
+            parameters,
+            noise,
+            self.estimates,
+            None if self.estimates is None else sampling.temperature_bin,
+        )
+
+    def _padded_size(self, size: int) -> int:
+        return next((bucket for bucket in self.sizes if bucket >= size), size)
+
+    def _prompt(self, pieces: Sequence[Piece]) -> PromptBatch:
+        return prompt_batch(pieces, self.req_to_token.tensor)
+
+    def _sampling_of(self, decodes: Sequence[Decode], padding: int, *, drafting: bool) -> SamplingBatch:
+        """The sampling tensors. They are reused while the same requests decode in the same order, as in most cycles."""
+        settings, kept = tuple(d.sampling for d in decodes) + (_PADDING,) * padding, self._sampling[drafting][0]
+        if len(settings) != len(kept) or not all(map(operator.is_, settings, kept)):
+            self._sampling[drafting] = (settings, SamplingBatch.of(settings, self.device, self.spec_steps))
+        return self._sampling[drafting][1]
+
+    def _with_penalizer_state(self, sampling: SamplingBatch, scheduled: Sequence[Decode | Chunk]) -> SamplingBatch:
+        return replace(sampling, penalizer_state=self.penalizers.of(scheduled)) if sampling.transforms else sampling

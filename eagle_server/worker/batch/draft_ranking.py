@@ -1,0 +1,204 @@
+"""How drafters rank the children of a node: grammar, sampling parameters, then the noise of the target's own draw.
+
+At temperature T > 0 the target draws y = argmax(log p / T + G) with noise G that depends on the key and the position
+only. It is known before the target runs, so drafters rank by log q / T + G and guess the draw itself. No text depends
+on that: a draw does not look at the draft.
+
+Source: Daliri, Musco, Suresh (2024), "Coupling without communication and drafter-invariant speculative decoding".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eagle_server.ops.topk import coupled_topk_logprobs, topk_logprobs
+from eagle_server.ops.upload import upload
+from eagle_server.plan import Decode
+from eagle_server.speculation.sampling import SamplingBatch, above_min_ps, transformed
+from eagle_server.speculation.transforms import allowed_by
+from eagle_server.speculation.tree import Tree, without
+from eagle_server.worker.budget.estimates import AcceptanceEstimates
+from eagle_server.worker.host import HostCopy
+
+_OFF = float("-inf")
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DraftRanking:
+    """The ranking of the children of one level's nodes, in every request's tree. The first level's parent is the root.
+
+    A child's score is its log-probability after all that applies. `positions` are those of the first level's tokens;
+    each further level adds one. Without noise, and for greedy requests, children rank by probability.
+    """
+
+    positions: Tensor | None = None  # int64 [bs]
+    grammars: GrammarPaths | None = None
+    parameters: SamplingParameters | None = None
+    noise: KeyedNoise | None = None
+    estimates: AcceptanceEstimates | None = None
+    temperature_bin: Tensor | None = None  # int64 [bs], see `RequestSampling.temperature_bin`, for the estimates
+    level: int = 0
+
+    @property
+    def has_grammars(self) -> bool:
+        """Whether it waits for the device at each further level. If so, no graph may be captured with it."""
+        return self.grammars is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether children rank by their logits, with or without noise, and by nothing else."""
+        return not self._may_refuse
+
+    def without_grammars(self) -> DraftRanking:
+        return replace(self, grammars=None)
+
+    def best(self, logits: Tensor, k: int, vocabulary: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The k best children of each node, given logits [bs * nodes, draft vocabulary].
+
+        `vocabulary` int64 [draft vocabulary] are the target ids of the draft's tokens; None: they are the same.
+
+        Returns scores float32 [bs * nodes, k], descending, and target ids, int64. Scores are logarithms of estimated
+        chances that a child is the target's draw; they add up to at most 1. A child that is not allowed has -inf; so
+        have all children of a node that is not allowed.
+        """
+        if self.grammars is not None:
+            logits = self.grammars.masked(logits, vocabulary)
+        if self.parameters is not None:
+            assert self.positions is not None
+            logits = self.parameters.applied(logits, self.positions + self.level, vocabulary)
+        if self.noise is None:
+            logp, found = topk_logprobs(logits, k)
+        else:
+            logp, found = self.noise.best(logits, k, self.positions, self.level, vocabulary)
+        if self._may_refuse:
+            logp = finite_or_off(logp)  # NaN where no token is allowed
+        return logp, found if vocabulary is None else vocabulary.index_select(0, found.view(-1)).view_as(found)
+
+    def chances(self, scores: Tensor) -> Tensor:
+        """The scores of `best`, corrected by what was accepted before; -inf stays."""
+        if self.estimates is None:
+            return scores
+        assert self.temperature_bin is not None
+        return self.estimates.corrected(scores, self.temperature_bin, self.level)
+
+    def advance(self, tokens: Tensor, chosen: Tensor | None = None, fan_out: int = 1) -> DraftRanking:
+        """The ranking below the next level, whose tokens are int64 [bs, nodes].
+
+        `chosen` // fan_out, int64 [bs, nodes], are the columns of their parents (None: all have the first one).
+        """
+        grammars = None if self.grammars is None else self.grammars.advance(tokens, chosen, fan_out)
+        return replace(self.deeper(), grammars=grammars)
+
+    def deeper(self) -> DraftRanking:
+        """The ranking one level further, for drafters without grammars that need no tokens of the level."""
+        return replace(self, level=self.level + 1)
+
+    def without_refused(self, tree: Tree) -> Tree:
+        """The tree with padding where the score -inf says that a token is not allowed."""
+        assert tree.scores is not None
+        return without(tree, tree.scores.isneginf()) if self._may_refuse else tree
+
+    @property
+    def _may_refuse(self) -> bool:
+        return self.grammars is not None or self.parameters is not None
+
+
+BY_PROBABILITY = DraftRanking()
+
+
+def finite_or_off(scores: Tensor) -> Tensor:
+    """Scores with -inf instead of NaN."""
+    return scores.nan_to_num(nan=_OFF, neginf=_OFF)
+
+
+@dataclass(frozen=True)
+class GrammarPaths:
+    """The requests with grammars, which stand at `requests` in the batch, and the nodes of a level of their trees.
+
+    The mask of the first level is known when a cycle begins. The mask below a drafted node is known when that node is,
+    so each further level waits for the device.
+    """
+
+    requests: tuple[int, ...]
+    decodes: tuple[Decode, ...]
+    paths: tuple[tuple[Path, ...], ...]  # of each request, to the nodes of the level, equally many
+
+    @classmethod
+    def of(cls, decodes: Sequence[Decode]) -> GrammarPaths | None:
+        """At the roots of a cycle's trees. None: no request that drafts has a grammar."""
+        masked = [n for n, decode in enumerate(decodes) if decode.grammar_matcher is not None and decode.speculative]
+        return cls(tuple(masked), tuple(decodes[n] for n in masked), (((),),) * len(masked)) if masked else None
+
+    def masked(self, logits: Tensor, vocabulary: Tensor | None) -> Tensor:
+        """The logits [bs * nodes, draft vocabulary] with -inf for tokens that a grammar forbids."""
+        tokens = torch.arange(logits.shape[1], device=logits.device) if vocabulary is None else vocabulary
+        masks = np.stack([_masks(decode, paths) for decode, paths in zip(self.decodes, self.paths, strict=True)])
+        masked: Tensor = logits.unflatten(0, (-1, len(self.paths[0]))).clone()
+        for request, bits in zip(self.requests, upload(masks, logits.device, torch.int32), strict=True):
+            masked[request].masked_fill_(~allowed_by(bits, tokens), _OFF)
+        return masked.flatten(0, 1)
+
+    def advance(self, tokens: Tensor, chosen: Tensor | None, fan_out: int) -> GrammarPaths:
+        """The nodes of the next level; see `DraftRanking.advance`. Waits for the device."""
+        found, places = HostCopy(tokens, torch.zeros_like(tokens) if chosen is None else chosen).lists()
+        return replace(
+            self,
+            paths=tuple(
+                tuple((*paths[place // fan_out], token) for token, place in zip(found[n], places[n], strict=True))
+                for n, paths in zip(self.requests, self.paths, strict=True)
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class SamplingParameters:
+    """What the requests' parameters do to logits before the draw, as known at the root of the tree."""
+
+    sampling: SamplingBatch
+    vocab_size: int  # the target's
+
+    def applied(self, logits: Tensor, positions: Tensor, vocabulary: Tensor | None) -> Tensor:
+        """Logits [bs * nodes, draft vocabulary] after the transforms and min_p of all requests.
+
+        Transforms take target ids, so they see the logits of the target's vocabulary: -inf for all other tokens. Top-k
+        and top-p would need a sort, and hardly help.
+        """
+        rows = logits.float().unflatten(0, (len(positions), -1))
+        if self.sampling.transforms:
+            own = torch.arange(logits.shape[1], device=logits.device) if vocabulary is None else vocabulary
+            wide = rows.new_full((*rows.shape[:2], self.vocab_size), _OFF).index_copy_(2, own, rows)
+            where = positions[:, None].expand(-1, rows.shape[1])
+            rows = transformed(wide, where, self.sampling).index_select(2, own)
+        kept: Tensor = above_min_ps(rows, self.sampling).flatten(0, 1)
+        return kept
+
+
+@dataclass(frozen=True)
+class KeyedNoise:
+    """Noise that is made where it is used, from the requests' keys. Greedy requests (T = 0) get none."""
+
+    keys: Tensor  # int64 [bs]
+    temperature: Tensor  # float32 [bs]
+
+    def best(
+        self, logits: Tensor, k: int, positions: Tensor | None, level: int, vocabulary: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Top-k of log q / T + G, and its logarithms after a softmax. The ids are the draft's."""
+        assert positions is not None
+        return coupled_topk_logprobs(logits, k, self.keys, positions, self.temperature, vocabulary, ahead=level)
+
+
+def _masks(decode: Decode, paths: Sequence[Path]) -> NDArray[np.int32]:
+    """Bits of int32 [nodes, words]; no bit is set below a node that the grammar refuses."""
+    matcher = decode.grammar_matcher
+    assert matcher is not None
+    found = [matcher.mask(decode.text, path) for path in paths]
+    nothing = np.zeros(matcher.words, dtype=np.int32)
+    return np.stack([nothing if mask is None else mask for mask in found])
