@@ -1,4 +1,4 @@
-"""Guessed chances, corrected by what was accepted before. `worker.estimates` counts that."""
+"""Guessed chances, corrected by what was accepted before. `worker/budget/estimates.py` counts that."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Coupled drafting on the host: estimates of continuations, given the noise of the target's draw.
 
-`worker.draft_ranking` does the same with logits on the device.
+`worker/batch/draft_ranking.py` does the same with logits on the device.
 """
 
 from __future__ import annotations
