@@ -20,13 +20,12 @@ import json
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from eagle_server.api.app import create_app
-from eagle_server.api.banner import described
 from eagle_server.api.server import (
     INTERRUPTED_STATUS,
     TEMPORARY_ERRORS,
@@ -65,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal arrives; return the exit status. A user's mistake is one line on stderr and status 2."""
     try:
         return _command(list(sys.argv[1:] if argv is None else argv) or [SERVE])
-    except KeyboardInterrupt:  # of another command, or before a server handles signals
+    except KeyboardInterrupt:  # another command, or a server that does not handle signals yet
         return INTERRUPTED_STATUS
 
 
@@ -100,7 +99,7 @@ def _unknown_command(name: str) -> str:
 
 
 def _dry_run(config: Config) -> dict[str, Any]:
-    """What --dry-run prints besides: the tree and the memory. A configuration that cannot fit is a user's mistake."""
+    """What --dry-run adds: the tree and the memory. A configuration that cannot fit is a user's mistake."""
     from eagle_server.engine.build.memory_estimate import given_tree, memory_estimate, refusal  # imports torch
 
     estimate = memory_estimate(config)
@@ -156,10 +155,10 @@ def run(config: Config, build: Callable[..., EngineProtocol]) -> int:
 
 
 def _url(config: Config) -> str:
-    """Where a client of this machine finds the server."""
+    """The server's URL for clients of this machine."""
     scheme = "http" if config.server.ssl_certfile is None else "https"
     if config.server.uds is not None:
-        return f"{scheme}://localhost"  # clients need a host's name, which nobody looks up
+        return f"{scheme}://localhost"  # clients need a host name; it is not resolved
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.server.host, config.server.host)
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.server.port}"
 
@@ -180,6 +179,35 @@ def _announce(config: Config, client: EngineClient) -> None:
         lines += [f"API         {url}/v1", f"playground  {url}/", f"docs        {url}/docs"]
     lines += [f"try         {curl} {url}/v1/completions -H 'content-type: application/json'{key} -d '{EXAMPLE_BODY}'"]
     logger.info("\n  ".join(lines))
+
+
+def described(resolved: Mapping[str, Any]) -> list[str]:
+    """Lines about model, drafter and KV of a resolved configuration (`Ready.resolved`). None if it is empty."""
+    parts = ("model", "device", "speculative", "cache", "scheduler")
+    if not all(part in resolved for part in parts):
+        return []
+    model, device, speculative, cache, scheduler = (resolved[part] for part in parts)
+    weights = " ".join(str(name) for name in (model["dtype"], model["quantization"]) if name)
+    on = device["device"]
+    if on == "cpu":
+        on += f", threads: {device['cpu_threads']}, kernels: {device['cpu_kernels']}"
+    saved = cache.get("state_checkpoints", 0)
+    return [
+        f"model       {model['architecture']}, {weights}, on {on}",
+        f"drafts      {_drafts(speculative)}",
+        f"KV          {cache['max_total_tokens']:,} tokens, {model['context_length']:,} at most for a request, "
+        f"{scheduler['max_running_requests']} requests at once{f', {saved:,} checkpoints of states' if saved else ''}",
+    ]
+
+
+def _drafts(speculative: Mapping[str, Any]) -> str:
+    if speculative["algorithm"] in (None, "NONE"):
+        return "none: plain decoding"
+    adaptive = "fixed trees" if speculative["adaptive"] == "off" else "trees follow cost and load"
+    return (
+        f"{speculative['algorithm']}, {speculative['num_steps']} steps, topk {speculative['eagle_topk']}, "
+        f"{speculative['num_draft_tokens']} nodes at most; {adaptive}"
+    )
 
 
 def _fail(message: str, status: int) -> int:

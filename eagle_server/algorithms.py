@@ -1,7 +1,7 @@
 """The table of drafting algorithms. No other module that serves tells them apart.
 
 Options, loader and engine read its rows. A row names modules, because options are checked before torch is imported.
-N-grams are no row: they need no files, and any row can be joined with them.
+N-grams have no row: they need no files, and any row can be joined with them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 NONE, NGRAM = "NONE", "NGRAM"
-_FILES, _DRAFTERS = "eagle_server.models.checkpoints", "eagle_server.worker.drafters"
+_FILES, _DRAFTERS = "eagle_server.models.checkpoints.drafts", "eagle_server.worker.drafters"
 _EAGLE, _STATIC_EAGLE = f"{_DRAFTERS}.eagle:EagleDrafter", f"{_DRAFTERS}.static_eagle:StaticEagleDrafter"
 
 
@@ -18,18 +18,20 @@ _EAGLE, _STATIC_EAGLE = f"{_DRAFTERS}.eagle:EagleDrafter", f"{_DRAFTERS}.static_
 class Algorithm:
     """One kind of draft model."""
 
-    name: str  # of --speculative-algorithm, and of the head's class attribute `algorithm`
+    name: str  # the value of --speculative-algorithm, and of the head's class attribute `algorithm`
     holds: str  # what its files hold, for messages
     files: str  # the module that reads them, see `DraftFormat`
     drafter: str  # the class that drafts, made from the model and a `DrafterSetup`
     static_drafter: str | None = None  # the same for --speculative-token-tree; None: that option is refused
-    tree_option: str | None = None  # the option with its static tree; it has no steps and topk
+    tree_option: str | None = None  # the option that gives its static tree; then it has no steps and topk
     refuses: tuple[str, ...] = ()  # options that have no effect on it
     stored: Literal["alone", "in the target", "both"] = "alone"  # where its tensors may stand
-    prefix: str = ""  # of its tensors in the target's own files
-    needs_config: bool = True  # a config.json
+    prefix: str = ""  # begins the names of its tensors in the target's own files
+    needs_config: bool = True  # its files must include a config.json
     is_model: bool = False  # a language model of its own, no head over the target's features
     has_kv: bool = True
+    reads_target_kv: bool = False  # it attends to the target's KV
+    silent_causes: str = ""  # why it may accept almost nothing without an error, for a warning; "": no warning
     demo: str = "eagle3"  # the directory of the demo's draft for it
 
     @property
@@ -73,6 +75,32 @@ _ROWS = (
         static_drafter=_STATIC_EAGLE,
         stored="in the target",
     ),
+    Algorithm(
+        "FROZEN_KV_MTP",
+        "a Gemma 4 assistant",
+        files=f"{_FILES}.gemma4_assistant_files",
+        drafter=f"{_DRAFTERS}.frozen_kv:FrozenKVDrafter",
+        has_kv=False,
+        reads_target_kv=True,
+    ),
+    Algorithm(
+        "DFLASH",
+        "a block drafter",
+        files=f"{_FILES}.block_files",
+        drafter=f"{_DRAFTERS}.block:BlockDrafter",
+        silent_causes="another layout (sample_from_anchor), other aux layers (target_layer_ids), another window or "
+        "causality (sliding_window, is_causal), another mask token (mask_token_id), or a draft for another target or "
+        "chat mode",
+        demo="block",
+    ),
+    Algorithm(
+        "PEAGLE",
+        "a P-EAGLE head",
+        files=f"{_FILES}.peagle_files",
+        drafter=f"{_DRAFTERS}.peagle:PEagleDrafter",
+        silent_causes="other aux layers (eagle_aux_hidden_state_layer_ids), another residual (norm_before_residual), "
+        "another mask token (mask_token_id), or a draft for another target or chat mode",
+    ),
     Algorithm("EAGLE3", "an EAGLE3 head", files=f"{_FILES}.eagle3_files", drafter=_EAGLE, static_drafter=_STATIC_EAGLE),
     Algorithm("EAGLE", "an EAGLE head", files=f"{_FILES}.eagle_files", drafter=_EAGLE, static_drafter=_STATIC_EAGLE),
     Algorithm(
@@ -85,5 +113,6 @@ _ROWS = (
     ),
 )
 ALGORITHMS = {row.name: row for row in _ROWS}
+UNNAMED = Algorithm("", "a draft", files="", drafter="", stored="both")  # no draft, or one whose files tell its kind
 ALIASES = {"MTP": "NEXTN", f"MTP+{NGRAM}": f"NEXTN+{NGRAM}"}
 NAMES = (NONE, *sorted(ALGORITHMS), NGRAM, *(f"{name}+{NGRAM}" for name in sorted(ALGORITHMS)))

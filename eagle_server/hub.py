@@ -1,7 +1,7 @@
 """Files of models on the Hugging Face Hub: from the local cache, or downloaded into it.
 
-The hub's library tries each file for half a minute where there is no network. So the hub is asked once whether it
-answers, and if it does not, only the cache is read.
+Without a network the hub's library takes half a minute for each file. So the hub is probed once. If it does not answer,
+only the cache is read.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-PROBE_SECONDS = 5.0  # a hub that does not answer in this time is treated as not there
+PROBE_SECONDS = 5.0  # a hub that does not answer in this time counts as unreachable
 
 
 class HubError(OSError):
-    """The hub has no such model or file, or does not give it; the message is one line."""
+    """The hub has no such model or file, or refuses it; the message is one line."""
 
 
 class NotCached(HubError):
-    """It is not in the cache, and the hub cannot be asked."""
+    """The file is not in the cache, and the hub cannot be reached."""
 
 
 def hub_file(repository: str, name: str) -> Path | None:
     """The path of a model's file in the cache; None if the model has no such file.
 
     Raises:
-        NotCached, HubError: it cannot be had.
+        NotCached, HubError: it can be neither read nor downloaded.
     """
     from huggingface_hub import hf_hub_download  # not needed for local directories
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -44,10 +44,10 @@ def hub_file(repository: str, name: str) -> Path | None:
 
 
 def hub_snapshot(repository: str, *, allow: Sequence[str], ignore: Sequence[str]) -> Path:
-    """The directory in the cache with a model's files, those that match `allow` and not `ignore`.
+    """The directory in the cache with a model's files that match `allow` and not `ignore`.
 
     Raises:
-        NotCached, HubError: they cannot be had.
+        NotCached, HubError: they can be neither read nor downloaded.
     """
     from huggingface_hub import snapshot_download
 
@@ -69,7 +69,7 @@ def why_offline() -> str | None:
         return "HF_HUB_OFFLINE is set"
     try:
         get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS)
-    except Exception as error:  # of whichever HTTP package the hub's library uses
+    except Exception as error:  # the hub's library may use any HTTP package
         logger.debug("no answer from %s: %r", constants.ENDPOINT, error)
         return f"{constants.ENDPOINT} cannot be reached ({_first_line(error)})"
     return None

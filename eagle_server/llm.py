@@ -75,9 +75,9 @@ SamplingParams = GenerationParams  # vLLM's name, which the engine's own struct 
 
 @dataclass
 class CompletionOutput:
-    """One choice. logprobs: for each token its alternatives by id, and itself; None unless they were asked for.
+    """One choice. logprobs: per token, the log-probabilities of its alternatives and itself by id; None: not requested.
 
-    `reasoning` and `tool_calls` belong to chats, whose `text` has neither.
+    Chats set `reasoning` and `tool_calls`, and leave both out of `text`.
     """
 
     index: int
@@ -91,7 +91,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """The choices of one prompt. metrics: of speculation, None for several choices or where nothing was drafted."""
+    """The choices of one prompt. metrics: of speculation; None with several choices, or if nothing was drafted."""
 
     request_id: str
     prompt: str | None
@@ -138,11 +138,11 @@ class LLM:
             ValueError: a prompt or its parameters cannot be served; nothing is generated then.
         """
         single = isinstance(prompts, (str, Mapping)) or _is_ids(prompts)
-        several = [_text_or_ids(each) for each in ([prompts] if single else prompts)]
-        given = _for_each(several, sampling_params, parameters)
+        several = [_text_or_ids(prompt) for prompt in ([prompts] if single else prompts)]
+        settings = _for_each(several, sampling_params, parameters)
         bodies = [
             {"prompt": prompt if isinstance(prompt, str) else list(prompt), **params.parameters}
-            for prompt, params in zip(several, given, strict=True)
+            for prompt, params in zip(several, settings, strict=True)
         ]
         texts = [prompt if isinstance(prompt, str) else None for prompt in several]
         return self._run(COMPLETIONS, bodies, texts, use_tqdm=use_tqdm)
@@ -158,15 +158,17 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, in the shape of /v1/chat/completions, all with the same `tools`.
 
-        The other arguments are those of `generate`.
+        For the other arguments see `generate`.
 
         Raises:
             ValueError: as `generate`.
         """
         several: Any = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        given = _for_each(several, sampling_params, parameters)
+        settings = _for_each(several, sampling_params, parameters)
         offered = {} if tools is None else {"tools": list(tools)}
-        bodies = [{**params.of_chat(each), **offered} for each, params in zip(several, given, strict=True)]
+        bodies = [
+            {**params.of_chat(conversation), **offered} for conversation, params in zip(several, settings, strict=True)
+        ]
         return self._run(CHAT_COMPLETIONS, bodies, [None] * len(bodies), use_tqdm=use_tqdm)
 
     def _answer(self, endpoint: Endpoint[Any], body: dict[str, Any], name: str) -> Answer:
@@ -203,7 +205,7 @@ class LLM:
                         self._process(running[delta.request_id], delta, whole[delta.request_id])
                         if delta.finish_reason is not None:
                             del running[delta.request_id]
-                            bar.set_postfix_str(f"{sum(len(each.token_ids) for each in whole.values())} tokens")
+                            bar.set_postfix_str(f"{sum(len(output.token_ids) for output in whole.values())} tokens")
                             bar.update()
         finally:
             for name in running:  # after an error
@@ -223,17 +225,17 @@ class LLM:
 def _output(answer: Answer, text: str | None, whole: Mapping[str, OutputDelta]) -> RequestOutput:
     scored, choices = answer.body.num_logprobs is not None, []
     outputs = [whole[state.request.request_id] for state in answer.states]
-    for index, own in enumerate(answer.best(outputs)):
-        logprobs = [_scores(token) for token in own.tokens] if scored else None
-        parts = own.text, own.token_ids, logprobs, own.finish_reason, own.reasoning, tool_calls_of(own)
+    for index, output in enumerate(answer.best(outputs)):
+        logprobs = [_scores(token) for token in output.tokens] if scored else None
+        parts = output.text, output.token_ids, logprobs, output.finish_reason, output.reasoning, tool_calls_of(output)
         choices.append(CompletionOutput(index, *parts))
     metrics = SpeculativeMetrics.of(answer.states[0].spec) if len(answer.states) == 1 else None
     return RequestOutput(answer.id, text, answer.states[0].prompt.token_ids, choices, metrics)
 
 
 def _scores(token: ScoredToken) -> dict[int, float]:
-    own = {} if token.logprob is None else {token.token_id: token.logprob}
-    return {**dict(token.top), **own}
+    chosen = {} if token.logprob is None else {token.token_id: token.logprob}
+    return {**dict(token.top), **chosen}
 
 
 def _parsed(schema: Any, values: dict[str, Any]) -> Any:
@@ -246,10 +248,10 @@ def _parsed(schema: Any, values: dict[str, Any]) -> Any:
 def _text_or_ids(prompt: Any) -> str | Sequence[int]:
     if not isinstance(prompt, Mapping):
         return prompt  # type: ignore[no-any-return]
-    found = [prompt[name] for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
-    if len(found) != 1:
+    values = [prompt[name] for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
+    if len(values) != 1:
         raise ValueError(f"a prompt as a dict has either prompt or prompt_token_ids, not {sorted(prompt)}")
-    return found[0]  # type: ignore[no-any-return]
+    return values[0]  # type: ignore[no-any-return]
 
 
 def _is_ids(prompts: Any) -> bool:
@@ -257,15 +259,15 @@ def _is_ids(prompts: Any) -> bool:
 
 
 def _for_each(
-    prompts: Sequence[Any], given: SamplingParams | Iterable[SamplingParams] | None, named: Mapping[str, Any]
+    prompts: Sequence[Any], sampling_params: SamplingParams | Iterable[SamplingParams] | None, named: Mapping[str, Any]
 ) -> list[SamplingParams]:
     if named:
-        if given is not None:
+        if sampling_params is not None:
             raise ValueError(f"{next(iter(named))}: give it in sampling_params, or all parameters by name")
-        given = SamplingParams(**named)
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * len(prompts)
-    found = list(given)
-    if len(found) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts and {len(found)} sampling_params; give one for all, or one for each")
-    return found
+        sampling_params = SamplingParams(**named)
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * len(prompts)
+    params = list(sampling_params)
+    if len(params) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts and {len(params)} sampling_params; give one for all, or one for each")
+    return params

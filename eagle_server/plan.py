@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eagle_server.request import DraftTree, FinishReason, SamplingParams, TokenLogprob
 
-TRACED_STAGE = "stage "  # stands before the names of `CycleResult.stage_seconds` in a profiler's trace
+TRACED_STAGE = "stage "  # prefix of the names of `CycleResult.stage_seconds` in a profiler's trace
 
 TEMPERATURE_EDGES = (1e-9, 0.85)
 TEMPERATURE_BINS = len(TEMPERATURE_EDGES) + 1
@@ -31,8 +31,8 @@ class RequestSampling:
 
     params: SamplingParams
     key: int  # seeds the request's counter-based random numbers
-    prompt_length: int = 0  # the first tokens of its text, which penalties count apart
-    stop_ids: tuple[int, ...] = ()  # probability zero before min_tokens are out: end of sequence, stop tokens
+    prompt_length: int = 0  # the first tokens of its text, which penalties count separately
+    stop_ids: tuple[int, ...] = ()  # end-of-sequence and stop tokens; probability zero before min_tokens
 
     @property
     def allowed_from(self) -> int:
@@ -47,14 +47,14 @@ class RequestSampling:
 
     @cached_property
     def temperature_bin(self) -> int:
-        """Drafts are accepted alike in requests of one bin: 0 for greedy ones, then by temperature."""
+        """Class of requests with about the same acceptance: 0 for greedy ones, then by temperature."""
         return sum(self.params.temperature >= edge for edge in TEMPERATURE_EDGES)
 
     # The lists of `params` as arrays. They are built once, because batches change often and lists may be long.
 
     @cached_property
     def biases(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """What is added to the logits of which tokens: logit_bias, and -inf for bad words of one token."""
+        """Tokens and the values added to their logits: logit_bias, and -inf for bad words of one token."""
         forbidden = [word[0] for word in self.params.bad_words if len(word) == 1]
         tokens, values = [token for token, _ in self.params.logit_bias], [value for _, value in self.params.logit_bias]
         values += [-math.inf] * len(forbidden)
@@ -89,8 +89,8 @@ MASK_WORD = 32  # tokens to one integer of a token mask
 class GrammarMatcher(Protocol):
     """Which tokens a grammar allows after one request's text. It lives as long as the request."""
 
-    words: int  # of a mask, vocab / MASK_WORD rounded up
-    failure: str | None  # why no token may follow, if this is not because the output is complete
+    words: int  # integers of a mask, vocab / MASK_WORD rounded up
+    failure: str | None  # why no token may follow; None: some may, or the output is complete
 
     def is_ready(self, text: Sequence[int]) -> bool:
         """Whether `mask(text)` is quick. If not, a thread computes it: ask again, and do not call `mask` before."""
@@ -100,15 +100,23 @@ class GrammarMatcher(Protocol):
         """The tokens allowed after `text` and then `path`: bits of int32 [words], lowest first. Do not change it.
 
         None: the grammar refuses the path, the path goes on after the output's end, or this cycle's masks take too
-        long. `text` is the scheduler's list, which grows. Results are kept until it grows, so a tree costs as much
-        level by level as at once.
+        long. `text` is the scheduler's list, which grows. Results are kept until it grows, so asking for a tree level
+        by level costs no more than asking for all of it.
         """
         ...
 
 
 def allows(mask: NDArray[np.int32], token: int) -> bool:
-    """Whether a token's bit is set. Padding, -1, has no bit."""
+    """Whether a token's bit is set. False for padding, -1."""
     return token >= 0 and bool(int(mask[token // MASK_WORD]) >> token % MASK_WORD & 1)
+
+
+class StateSave(NamedTuple):
+    """The state of a request's text at this length becomes a checkpoint, which is a row of the state pool."""
+
+    req_pool_index: int
+    length: int
+    checkpoint: int
 
 
 @dataclass(frozen=True)
@@ -121,13 +129,14 @@ class Chunk:
     next_token: int | None  # the prompt token after the chunk; None: the last chunk, whose last row draws a token
     sampling: RequestSampling
     prompt_logprobs: bool = False
-    text: Sequence[int] = field(default=(), compare=False, repr=False)  # as a Decode's
+    text: Sequence[int] = field(default=(), compare=False, repr=False)  # see Decode
     grammar_matcher: GrammarMatcher | None = field(default=None, compare=False, repr=False)
-    shares_text: bool = True  # as a Decode's
+    shares_text: bool = True  # see Decode
+    saves: tuple[StateSave, ...] = ()  # states to save at lengths that the chunk reaches
 
     @property
     def following(self) -> tuple[int, ...]:
-        """The prompt tokens that come after the chunk's tokens, one for each but the prompt's last."""
+        """The next prompt token after each of the chunk's tokens. The prompt's last token has none."""
         return self.tokens[1:] + (() if self.next_token is None else (self.next_token,))
 
 
@@ -146,12 +155,24 @@ class Decode:
     trees: bool = False  # return its draft tree
     shares_text: bool = True  # other requests may draft from its text, and it from theirs
     tokens_left: int = sys.maxsize  # the most tokens that it may still get, at least 1
-    ends: frozenset[int] = frozenset()  # tokens after which it gets no more
+    ends: frozenset[int] = frozenset()  # tokens that end the request
 
     def kept(self, tokens: Sequence[int]) -> int:
-        """How many of these new tokens the request keeps."""
+        """The number of these new tokens that the request keeps."""
         end = next((count for count, token in enumerate(tokens, 1) if token in self.ends), len(tokens))
         return min(end, self.tokens_left)
+
+
+@dataclass(frozen=True)
+class StateMoves:
+    """States of recurrent layers that are copied before a cycle's forwards: all saves, then all restores.
+
+    A save may belong to a request that has left. A later save to the same checkpoint replaces an earlier one.
+    restores: (checkpoint, req_pool_index).
+    """
+
+    saves: tuple[StateSave, ...] = ()
+    restores: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -161,6 +182,7 @@ class CyclePlan:
     chunks: tuple[Chunk, ...] = ()
     decodes: tuple[Decode, ...] = ()
     released: tuple[int, ...] = ()  # req_pool_indices
+    states: StateMoves = StateMoves()
 
 
 @dataclass(frozen=True)
@@ -173,10 +195,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class SequenceOutput:
-    """What one scheduled request got: a decode its accepted tokens and the bonus, a last chunk its first token."""
+    """The output of a scheduled request. A decode gets accepted tokens and the bonus, a last chunk the first token."""
 
     tokens: tuple[int, ...] = ()
-    drafted: int = 0  # proposed nodes; len(tokens) - 1 of a decode's were accepted
+    drafted: int = 0  # proposed nodes; a decode accepted len(tokens) - 1 of them
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     # The request must end after these tokens: the next logits are not finite, or allow no token. All tokens of such a
@@ -200,8 +222,9 @@ class CycleDrafting:
 class CycleResult:
     """One output per chunk and per decode of the plan, in its order.
 
-    draft_computed_tokens: for each decode the number of its first tokens that the drafter has computed; (): the drafter
-    computes nothing ahead.
+    draft_computed_tokens: how many first tokens of each decode the drafter has computed; (): the drafter computes
+    nothing ahead. settled: the states of recurrent layers have already moved along the accepted paths, so no shorter
+    length can be saved.
     """
 
     chunks: tuple[SequenceOutput, ...] = ()
@@ -209,3 +232,4 @@ class CycleResult:
     stage_seconds: dict[str, float] = field(default_factory=dict)
     drafting: CycleDrafting = CycleDrafting()
     draft_computed_tokens: tuple[int, ...] = ()
+    settled: bool = True

@@ -24,7 +24,7 @@ class FinishReason(enum.Enum):
     ERROR = "error"
 
 
-MAX_GRAMMAR_CHARACTERS = 256 * 1024  # of a source, a client's own or one that was made for its tools
+MAX_GRAMMAR_CHARACTERS = 256 * 1024  # of a source, sent by a client or made for tools
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     thinking: str = ""
 
 
-# Logits are multiplied and divided by it: beyond these they would overflow.
+# Logits are multiplied or divided by the penalty. Outside this range they would overflow.
 REPETITION_PENALTIES = (0.01, 100.0)
 
 
@@ -81,7 +81,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
 
     def problems(self) -> Iterator[str]:
-        """Why no token can be drawn with these values, one reason at a time. Checks that need no vocabulary."""
+        """The reasons why no token can be drawn with these values. The checks need no vocabulary."""
         unbounded = (item for item in self.logit_bias if not math.isfinite(item[1]))
         biases = {f"the logit_bias of token id {token}": bias for token, bias in unbounded}
         penalties = {"presence_penalty": self.presence_penalty, "frequency_penalty": self.frequency_penalty}
@@ -113,8 +113,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     """One sequence to generate. `choice` numbers the n choices of one API request and is a key of the random numbers.
 
     If `speculative` is False, no tokens are drafted; the text is the same either way. If `trees` is True, the deltas
-    contain the draft trees. Requests with different values of `cache_salt` share no cached KV and draft from nothing
-    that the other wrote; None is a value of its own. Requests of different clients (`client`) take turns.
+    contain the draft trees. Requests with different values of `cache_salt` share no cached KV and never draft from each
+    other's text; None is a value of its own. Requests of different clients (`client`) take turns.
     """
 
     request_id: str
@@ -224,11 +224,11 @@ class TokenDelta(msgspec.Struct, kw_only=True):
 
 
 class SpeculationState(msgspec.Struct, frozen=True, kw_only=True):
-    """What an adaptive budget chooses now, and from which costs.
+    """The present choice of an adaptive budget, and the costs behind it.
 
-    `choice` says it in words, and why if nothing is drafted. A node is verified if the chance that its path is accepted
-    is at least `least_chance`. The speeds are expected ones, of all requests together: without drafts, and with the
-    best trees. `costs`: milliseconds of a cycle's stages by their number of rows.
+    `choice` describes it in words, with the reason if nothing is drafted. A node is verified if the chance that its
+    path is accepted is at least `least_chance`. The two speeds are estimates for all requests together: without drafts,
+    and with the best trees. `costs`: milliseconds of a cycle's stages by their number of rows.
     """
 
     choice: str
@@ -242,9 +242,9 @@ class SpeculationState(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStats(msgspec.Struct, kw_only=True):
     """A snapshot of the engine: load, KV use, and totals since the start. Times are in seconds.
 
-    `waiting_clients` have requests that wait for their turn, the first of them for `longest_wait`. Both leave out the
-    requests whose grammars are being compiled, which `waiting` counts. `speculation` is there from time to time; None:
-    it is as before, or trees do not follow the load.
+    `waiting_clients` counts the clients with waiting requests. `longest_wait` is the longest time that one of these
+    requests has waited. `waiting` also counts requests whose grammars are being compiled; the other two do not.
+    `speculation` is sent from time to time; None: it has not changed, or trees do not follow the load.
     """
 
     running: int
@@ -268,10 +268,11 @@ class CycleStats(msgspec.Struct, kw_only=True):
 
     `verified` has one (drafted, accepted) for every decode, counted as in SpecStats; (0, 0) means no draft. `computed`
     counts the prompt tokens that the target computed in this cycle. `prompt_tokens` counts all prompt tokens of the
-    requests whose prefill ended in this cycle, `cache_queries` those of them that were looked up in the prefix cache,
-    and `cache_hits` those that were found.
+    requests whose prefill ended in this cycle. Of these, `cache_queries` tokens were looked up in the prefix cache, and
+    `cache_hits` were found.
 
-    `drafting` requests drafted, `steps` levels deep (0: none did), and `rows` counts the rows of the verify forward.
+    `drafting` counts the requests that drafted, `steps` their levels (0: none drafted), and `rows` the rows of the
+    verify forward.
     `expected` is the estimated number of accepted drafted tokens, and `predicted_seconds` the cost model's prediction
     of `seconds`; 0 if nothing was estimated.
     """
@@ -295,6 +296,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The engine's first message: the model and its limits.
 
     `max_request_tokens` is the largest sum of prompt and output tokens that both the context and the KV pool allow.
+    `media_token_ids`: the tokens that stand for images, video and audio, if the model reads them. Only its text is
+    served. None: the model reads text only.
     `pid` is the engine process; None if the engine runs in the caller's process.
     """
 
@@ -305,6 +308,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     speculative_algorithm: str
     num_steps: int
     resolved: dict[str, Any]
+    media_token_ids: tuple[int, ...] | None = None
     pid: int | None = None
 
 

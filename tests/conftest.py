@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if flags := config.getoption("--kernel-flags").split():
-        from eagle_server.ops import build
+        from eagle_server.ops.native import build
 
         build._FLAGS = (*build._FLAGS, *flags)
     if importlib.util.find_spec("hypothesis") is None:  # python -m eagle_tools.bench.gpu does not need it

@@ -60,7 +60,10 @@ SEE_CONFIG = {
 }  # the composition roots
 COPIES_TO_HOST = PACKAGE / "worker" / "host.py"
 READ_SIZES = {  # functions that read sizes from the device, and why that costs no cycle on a GPU
-    "speculation.tree": {"compacted": "only where trees are ragged, which no GPU backend takes"},
+    "speculation.tree": {
+        "compacted": "only where trees are ragged, which no GPU backend takes",
+        "_as_chains": "called by `compacted`",
+    },
     "attention.spec_info": {"draft_decode_arguments": "only without a buffer, which serving always gives"},
 }
 ON_CPUS = PACKAGE / "ops" / "grouped.py"  # its twin loops over groups

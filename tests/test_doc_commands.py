@@ -175,8 +175,18 @@ def test_a_wrong_command_is_found(arguments: list[str]) -> None:
         python(["-m", "eagle_server", *arguments])
 
 
-def flags_of_the_project(capsys: pytest.CaptureFixture[str]) -> set[str]:
+def help_with_commands(self: argparse.ArgumentParser, file: Any = None) -> None:
+    """Its help, then that of each of its commands."""
+    print(self.format_help())
+    for action in self._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                print(command.format_help())
+
+
+def flags_of_the_project(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Every flag in the help of every program of the package and of the repository."""
+    monkeypatch.setattr(argparse.ArgumentParser, "print_help", help_with_commands)
     helps = [["-m", "eagle_server", "--help"], ["docker/check.py", "--help"]]
     for path in sorted(path for folder in ("eagle_server", "eagle_tools") for path in (ROOT / folder).rglob("*.py")):
         if re.search(r"^def main\(arg\w*: ", path.read_text(encoding="utf-8"), re.MULTILINE):
@@ -188,8 +198,10 @@ def flags_of_the_project(capsys: pytest.CaptureFixture[str]) -> set[str]:
     return flags | set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out))
 
 
-def test_no_page_names_a_flag_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    existing = flags_of_the_project(capsys) | FOREIGN
+def test_no_page_names_a_flag_that_does_not_exist(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    existing = flags_of_the_project(capsys, monkeypatch) | FOREIGN
     for page in PAGES:
         spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", page.read_text(encoding="utf-8"))
         named = {flag for span in spans for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)}

@@ -45,9 +45,9 @@ OPEN_PATHS = docs_page.PATHS | playground.PATHS | {"/", "/health", "/ping", "/me
 
 
 def create_app(config: Config, client: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate) -> FastAPI:
-    """The application for `client`. Its `state.service` holds what the routes share, `state.metrics` what they count.
+    """The application for `client`. The routes share `state.service`, and count in `state.metrics`.
 
-    `state.tracing` must be closed at the end if it is not None. `state.keys` may be read again.
+    `state.tracing` must be closed at the end if it is not None. `state.keys` can be reloaded.
 
     Raises:
         ValueError: an option needs a package that is not installed.
@@ -78,8 +78,8 @@ def _add_middleware(
     app: FastAPI, config: Config, service: Service, metrics: ServerMetrics, tracing: Tracing | None
 ) -> None:
     """The middleware that is added last sees a request first."""
-    given = config.server.api_key
-    key = None if given is None else given.get_secret_value()
+    secret = config.server.api_key
+    key = None if secret is None else secret.get_secret_value()
     app.state.keys = keys = ApiKeys(key, config.server.api_key_file, lambda: _limits(config))
     app.add_middleware(
         AdmissionMiddleware,

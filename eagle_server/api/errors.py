@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 RETRY_AFTER = {"retry-after": "1"}
-MESSAGE_CHARACTERS = 2000  # of an error's message: the client's names and values in it may be megabytes
-NAME_CHARACTERS = 200  # of a parameter, a path or a method
+MESSAGE_CHARACTERS = 2000  # the limit of an error's message: names and values of the client may be megabytes
+NAME_CHARACTERS = 200  # the limit of a parameter, a path or a method
 
 
 KINDS: dict[int, str] = {
@@ -65,7 +65,7 @@ class AnthropicErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="err
 
 
 def shortened(text: str, most: int = NAME_CHARACTERS) -> str:
-    """At most `most` characters, an even number: of a longer text its beginning and its end."""
+    """The text; if it has more than `most` characters, only its beginning and its end. `most` is even."""
     half = most // 2
     return text if len(text) <= most else f"{text[: half - 3]}...{text[-half:]}"
 
@@ -106,7 +106,7 @@ class ApiError(Exception):
         return msgspec.json.encode(AnthropicErrorBody(AnthropicErrorObject(kind, self.message)))
 
     def response(self, path: str) -> Response:
-        """In the shape of the API that the path belongs to."""
+        """The response, in the shape of the path's API."""
         body = self.anthropic_body if path.startswith(ANTHROPIC_PATHS) else self.body
         return Response(body, self.status, self.headers, media_type="application/json")
 

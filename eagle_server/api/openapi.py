@@ -209,7 +209,7 @@ def _operation(operation: Operation) -> Schema:
 
 def _event(operation: Operation) -> Schema:
     """The schema of one server-sent event; docs/api.md says in which order they come."""
-    types = [_reference(each) for each in (*operation.events, operation.error)]
+    types = [_reference(struct) for struct in (*operation.events, operation.error)]
     data: Schema = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": types}}
     if operation.last_data is not None:
         data = {"anyOf": [{"const": operation.last_data}, data]}
@@ -223,7 +223,7 @@ def _reference(model: type[Any]) -> Schema:
 def _schemas() -> dict[str, Schema]:
     bodies = [(operation.body, "validation") for operation in OPERATIONS if operation.body is not None]
     _, definitions = models_json_schema(bodies, ref_template=f"{REFERENCE}{{model}}")  # type: ignore[arg-type]
-    structs = [each for operation in OPERATIONS for each in (operation.answer, operation.error, *operation.events)]
+    structs = [struct for operation in OPERATIONS for struct in (operation.answer, operation.error, *operation.events)]
     _, answers = msgspec.json.schema_components(structs, ref_template=f"{REFERENCE}{{name}}")
     taken: Mapping[str, Schema] = definitions["$defs"]
     asked = {name: _with_nulls(schema) for name, schema in taken.items()}
@@ -231,15 +231,15 @@ def _schemas() -> dict[str, Schema]:
 
 
 def _without_raw(schema: Any) -> Any:
-    """Drop alternatives that may be anything: so msgspec describes the JSON of `Encoded` parts."""
+    """Drop alternatives that allow anything. msgspec describes `msgspec.Raw` in `Encoded` parts so."""
     if isinstance(schema, list):
-        return [_without_raw(each) for each in schema]
+        return [_without_raw(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     parts = {name: _without_raw(value) for name, value in schema.items()}
     if {} not in parts.get("anyOf", ()):
         return parts
-    types = [each for each in parts["anyOf"] if each]
+    types = [alternative for alternative in parts["anyOf"] if alternative]
     return {**parts, "anyOf": types} if len(types) > 1 else types[0]
 
 

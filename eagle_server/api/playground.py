@@ -12,7 +12,7 @@ from eagle_server.api.routes import HeadRoute
 TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _ASSETS = resources.files("eagle_server").joinpath("assets", "playground")
 FILES = {
-    each.name: TYPES[each.name.rpartition(".")[2]] for each in _ASSETS.iterdir() if not each.name.endswith(".html")
+    asset.name: TYPES[asset.name.rpartition(".")[2]] for asset in _ASSETS.iterdir() if not asset.name.endswith(".html")
 }
 PATHS = frozenset(f"/playground/{name}" for name in FILES)
 HEADERS = {

@@ -1,4 +1,4 @@
-"""Routes: the one of all endpoints that generate, and what the others share."""
+"""Routes: one for all endpoints that generate, and the common parts of the others."""
 
 from __future__ import annotations
 

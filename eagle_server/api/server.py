@@ -34,15 +34,15 @@ logger = logging.getLogger(__name__)
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that none sends into a closing one
 HANDSHAKE_SECONDS = 8.0  # a client's time for its TLS handshake
-FEWEST_HANDSHAKES = 16  # that may run while all connections are in use; they take files from the reserved ones
-ACCEPTED_PER_TURN = 16  # connections, until everything else has a turn
+FEWEST_HANDSHAKES = 16  # may run even while all connections are in use; they take files from the reserved ones
+ACCEPTED_PER_TURN = 16  # connections, before everything else has a turn
 RETRY_SECONDS = 1.0  # after a connection could not be accepted
-GRACE_SECONDS = 20  # for clients to read their responses after the last one is generated
-ABORT_SECONDS = 5  # for what runs for the clients that did not
+GRACE_SECONDS = 20  # left for clients to read their responses after the last one is generated
+ABORT_SECONDS = 5  # left for uvicorn to end the connections that were aborted then
 INTERRUPTED_STATUS = 130
 TEMPORARY_STATUS = os.EX_TEMPFAIL  # 75: the same configuration may work later
 TEMPORARY_ERRORS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, socket.EAI_AGAIN)
-FEWEST_FILES = 40  # with which a server starts: 30 are too few for the pipes and sockets to the engine
+FEWEST_FILES = 40  # that must be allowed: 30 are too few for the pipes and sockets to the engine
 TICKS_PER_SECOND = 10  # uvicorn's
 
 
@@ -78,7 +78,7 @@ def listen(host: str, port: int, uds: str | None = None) -> socket.socket:
 
 
 class Listener:
-    """Accepts connections. asyncio's own server does not count those in a TLS handshake, which each hold a file."""
+    """Accepts connections. asyncio's own server does not count TLS handshakes, although each holds a file."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Listener:
         tls: ssl.SSLContext | None,
         room: Callable[[], int],
     ) -> None:
-        """`room`: how many more connections may be open. In handshakes there may be as many, or FEWEST_HANDSHAKES."""
+        """`room`: how many more connections may be open. As many handshakes may run, but at least FEWEST_HANDSHAKES."""
         listening.settimeout(0)
         self._listening, self._connection, self._tls, self._room = listening, connection, tls, room
         self._beginning: dict[asyncio.Task[None], None] = {}  # the oldest first
@@ -95,8 +95,8 @@ class Listener:
         self._accepting = self._loop.create_task(self._accept())
 
     def close(self) -> None:
-        """Accept no more, and end what is not a connection yet."""
-        self._loop.remove_reader(self._listening)  # which may be closed before the task knows that it is cancelled
+        """Accept no more connections, and end the handshakes."""
+        self._loop.remove_reader(self._listening)  # it may be closed before the task knows that it is cancelled
         for task in (self._accepting, *self._beginning):
             task.cancel()
 
@@ -151,10 +151,10 @@ class HttpServer(uvicorn.Server):
         ssl_keyfile: str | None = None,
         ssl_keyfile_password: str | None = None,
     ) -> None:
-        """The files and the password are uvicorn's.
+        """The arguments are uvicorn's.
 
         Raises:
-            ValueError: they do not fit each other.
+            ValueError: files and password do not fit each other.
         """
         super().__init__(
             uvicorn.Config(
@@ -189,7 +189,7 @@ class HttpServer(uvicorn.Server):
         def room() -> int:
             return most_connections() - len(self.server_state.connections)
 
-        self.servers = [Listener(each, connection, self.config.ssl, room) for each in sockets or []]  # type: ignore[misc]
+        self.servers = [Listener(sock, connection, self.config.ssl, room) for sock in sockets or []]  # type: ignore[misc]
         self.started = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -211,7 +211,7 @@ class HttpServer(uvicorn.Server):
 def _check_pem(certfile: str, keyfile: str | None) -> None:
     """
     Raises:
-        ValueError: there is no certificate or no key, of which OpenSSL says "PEM lib" alone.
+        ValueError: the certificate or the key is missing. OpenSSL's own message is only "PEM lib".
     """
     if b"CERTIFICATE-----" not in Path(certfile).read_bytes():
         raise ValueError(f"--ssl-certfile {certfile}: there is no certificate (PEM) in it")
@@ -232,7 +232,7 @@ class Lifecycle:
     def __init__(
         self, supervisor: Supervisor, client: EngineClient, admission: Admission, hang_up: Callable[[], None] | None
     ) -> None:
-        """`hang_up`: what SIGHUP does; None: it ends the server, as a terminal expects that closes."""
+        """`hang_up` is called on SIGHUP. None: SIGHUP ends the server, as when its terminal closes."""
         self._supervisor, self._hang_up = supervisor, hang_up
         self._client = client
         self._admission = admission

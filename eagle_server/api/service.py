@@ -1,4 +1,4 @@
-"""What all requests share: the engine client, the tokenizer, the chat template and the formats of answers."""
+"""The state that all requests share: engine client, tokenizer, chat template and formats of answers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from typing import Any
 from starlette.requests import Request
 
 from eagle_server.api.errors import ApiError
-from eagle_server.api.generation.answer_format import ReasoningSyntax
-from eagle_server.api.generation.tools import CallSyntax
 from eagle_server.api.guard.admission import Admission
 from eagle_server.client.client import EngineClient, EngineUnavailable
 from eagle_server.config import Config
 from eagle_server.request import Ready
 from eagle_server.text.chat_template import ChatTemplate
-from eagle_server.text.reasoning_formats import find_reasoning_format
+from eagle_server.text.markers import Syntax
+from eagle_server.text.reasoning_formats import ReasoningFormat, find_reasoning_format
 from eagle_server.text.token_spelling import TokenSpelling
-from eagle_server.text.tokenizer import Tokenizer
-from eagle_server.text.tool_formats import find_format
+from eagle_server.text.tokenizer import Tokenizer, media_tokens
+from eagle_server.text.tool_formats import ToolFormat, find_format
 
 logger = logging.getLogger(__name__)
 
@@ -30,48 +29,50 @@ logger = logging.getLogger(__name__)
 class Service:
     """State that all requests share, with or without an HTTP server. `spelling` holds the tokenizer.
 
-    `call_syntax` is the format of the model's tool calls, None if tool calls are not recognized, and `reasoning_syntax`
-    that of its thinking. `configuration` has no secrets. `timeout` is the server's limit for any request in seconds,
-    None for no limit. `keep_alive` is for `EventStream`.
+    `call_syntax` is the format of the model's tool calls, None if tool calls are not recognized. `reasoning_syntax` is
+    the format of its thinking. `configuration` has no secrets. `timeout` is the server's limit for any request in
+    seconds, None for no limit. `keep_alive` is for `EventStream`.
     """
 
     client: EngineClient
     spelling: TokenSpelling
     chat_template: ChatTemplate
-    call_syntax: CallSyntax | None
-    reasoning_syntax: ReasoningSyntax | None
+    call_syntax: Syntax[ToolFormat] | None
+    reasoning_syntax: Syntax[ReasoningFormat] | None
     model_name: str
     timeout: float | None = None
     keep_alive: float | None = None
     configuration: Mapping[str, Any] = field(default_factory=dict)
     parsers: Mapping[str, str] = field(default_factory=dict)  # and the chat template, by their options' names
     admission: Admission = field(default_factory=Admission)
+    media_tokens: frozenset[int] = frozenset()  # see `media_tokens` in text/tokenizer.py
 
     @classmethod
     def of(cls, config: Config, client: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate) -> Service:
         """The service that a configuration asks for."""
         calls = find_format(config.model.tool_call_parser, chat_template)
         thinking = find_reasoning_format(config.model.reasoning_parser, chat_template)
-        found = {"tool_call_parser": calls, "reasoning_parser": thinking}
-        parsers = {name: "none" if each is None else each.name for name, each in found.items()}
-        own = "the model's" if chat_template.built_in is None else f"built-in: {chat_template.built_in}"
-        parsers["chat_template"] = config.model.chat_template or own
+        formats = {"tool_call_parser": calls, "reasoning_parser": thinking}
+        parsers = {name: "none" if parser is None else parser.name for name, parser in formats.items()}
+        template = "the model's" if chat_template.built_in is None else f"built-in: {chat_template.built_in}"
+        parsers["chat_template"] = config.model.chat_template or template
         logger.debug("%s", parsers)
         return cls(
             client=client,
             spelling=TokenSpelling(tokenizer),
             chat_template=chat_template,
-            call_syntax=None if calls is None else CallSyntax.of(calls, tokenizer),
-            reasoning_syntax=None if thinking is None else ReasoningSyntax.of(thinking, tokenizer),
+            call_syntax=None if calls is None else Syntax.of(calls, tokenizer),
+            reasoning_syntax=None if thinking is None else Syntax.of(thinking, tokenizer),
             model_name=config.served_model_name,
             timeout=config.server.request_timeout,
             keep_alive=config.server.sse_keep_alive or None,
             configuration=config.public_dict(),
             parsers=parsers,
+            media_tokens=media_tokens(tokenizer),
         )
 
     def ready_for(self, model: str | None) -> Ready:
-        """What the engine serves.
+        """The served model and its limits.
 
         Raises:
             ApiError: status 404, the model is not this one.
@@ -93,7 +94,7 @@ class Service:
 
     def timeout_of(self, wanted: float | None) -> float | None:
         """The timeout in seconds of a request that asks for `wanted`: at most the server's own."""
-        return min((each for each in (wanted, self.timeout) if each is not None), default=None)
+        return min((seconds for seconds in (wanted, self.timeout) if seconds is not None), default=None)
 
 
 def service_of(request: Request) -> Service:

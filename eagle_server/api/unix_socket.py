@@ -23,7 +23,7 @@ class UnixListener(socket.socket):
     def __init__(self, path: str, backlog: int) -> None:
         super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
         self._path = Path(path)
-        self._file: tuple[int, int] | None = None  # device and inode of the own one
+        self._file: tuple[int, int] | None = None  # device and inode of this server's file
         try:
             _remove_stale(self._path)
             self.bind(path)
@@ -45,7 +45,7 @@ def _remove_stale(path: Path) -> None:
     """Remove a socket on which nobody listens.
 
     Raises:
-        OSError: somebody does, or the file is no socket.
+        OSError: somebody listens there, or the file is no socket.
     """
     try:
         mode = path.stat(follow_symlinks=False).st_mode
@@ -67,7 +67,7 @@ def _remove_stale(path: Path) -> None:
 
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.stat(follow_symlinks=False)
+        status = path.stat(follow_symlinks=False)
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from eagle_server.attention.recurrent import RecurrentRows
 from eagle_server.cache.pool import Pool
 from eagle_server.ops.captured import in_place
 from eagle_server.ops.fused import Rotation, apply_rope, rms_norm
-from eagle_server.ops.native_decoder import NativeDecoder, NativeRows
+from eagle_server.ops.native.decoder import NativeDecoder, NativeRows
+from eagle_server.ops.recurrent import RecurrentLayer
 from eagle_server.ops.rope_kv import HeadNorms
 
 
@@ -27,13 +29,20 @@ from eagle_server.ops.rope_kv import HeadNorms
 class LayerSpec:
     """The attention parameters of a layer: its index in the KV pool, softmax scale and sliding window (0: none).
 
-    `softcap` c > 0 replaces every scaled score by c * tanh(score / c) (Gemma 2).
+    softcap: c > 0 replaces every scaled score by c * tanh(score / c) (Gemma 2).
+    sinks: float32 [heads], one more score for every row of a head, whose value is zero (gpt-oss). With the output and
+        the log-sum-exp of attention without it, out = output * sigmoid(lse - sink), under any mask.
+    writes: False: an earlier layer writes the pool at `index`, and the model calls `BoundAttention.attend`.
+    heads: query heads of the layer; 0: all layers have as many.
     """
 
     index: int
     scale: float
     sliding_window: int = 0
     softcap: float = 0.0
+    sinks: Tensor | None = field(default=None, compare=False)
+    writes: bool = True
+    heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,7 @@ class AttentionBatch:
     )
 
     keeps_slots: bool = False  # reads the same slots as the batch that its plan was last bound to
+    recurrent: RecurrentRows | None = None  # the rows over their requests' states, for a model with recurrent layers
 
     @property
     def spec_lens(self) -> Tensor:
@@ -134,13 +144,16 @@ class AttentionBatch:
         return self.kv_lens if self.paged_kernel_lens is None else self.paged_kernel_lens
 
 
+@dataclass(frozen=True, kw_only=True)
 class BoundAttention(ABC):
     """The attention of one forward, planned and bound to its tensors. All but `run` has a default.
 
     native_rows: the forward's rows as native kernels take them; None: they do not attend here.
+    recurrent: the rows over their requests' states; None: the model has no recurrent layers.
     """
 
     native_rows: NativeRows | None = None
+    recurrent: RecurrentRows | None = None
 
     @abstractmethod
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
@@ -149,6 +162,10 @@ class BoundAttention(ABC):
         q [T, heads, head_dim], k [T, kv_heads, head_dim], v [T, kv_heads, value_dim] -> [T, heads, value_dim]. With a
         `LatentPool` v is the first part of k, and only k is stored.
         """
+
+    def attend(self, q: Tensor, layer: LayerSpec) -> Tensor:
+        """Attend to what an earlier layer of this forward wrote: q [T, heads, head_dim] -> [T, heads, value_dim]."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no keys and values")
 
     def rotate_and_attend(
         self, qkv: Tensor, heads: int, rotation: Rotation, norms: HeadNorms | None, layer: LayerSpec
@@ -161,10 +178,19 @@ class BoundAttention(ABC):
         queries_keys, v = qkv.split_with_sizes([heads + kv_heads, kv_heads], dim=1)
         if norms is not None:
             q, k = queries_keys.split_with_sizes([heads, kv_heads], dim=1)
-            normed = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
-            queries_keys = torch.cat(normed, dim=1)
+            weights, eps, offset = norms[:2], norms.eps, norms.offset
+            normed = (rms_norm(x, weight, eps, offset) for x, weight in zip((q, k), weights, strict=True))
+            queries_keys = torch.cat(tuple(normed), dim=1)
         q, k = apply_rope(queries_keys, rotation).split_with_sizes([heads, kv_heads], dim=1)
         return self.run(q, k, v, layer)
+
+    def recur(self, x: Tensor, gates: Tensor, layer: RecurrentLayer) -> Tensor:
+        """A recurrent layer over the texts before the rows, see `ops.recurrent`.
+
+        x [T, channels], gates [T, gates] -> [T, value_heads, value_dim], in at least float32.
+        """
+        assert self.recurrent is not None, "the batch was made without the states of its requests"
+        return self.recurrent.run(x, gates, layer)
 
     def decode(
         self,
@@ -173,10 +199,13 @@ class BoundAttention(ABC):
         residual: Tensor | None,
         positions: Tensor,
         aux_boundaries: Sequence[int] = (),
+        layer_inputs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """All layers in one native call (see `NativeDecoder`); None: the model computes them one by one."""
-        rows = self.native_rows
-        return None if decoder is None or rows is None else decoder(x, residual, positions, rows, aux_boundaries)
+        rows, recurrent = self.native_rows, None if self.recurrent is None else self.recurrent.native
+        if decoder is None or rows is None or (recurrent is None and self.recurrent is not None):
+            return None
+        return decoder(x, residual, positions, rows, aux_boundaries, layer_inputs, recurrent)
 
 
 class AttentionPlan(Protocol):

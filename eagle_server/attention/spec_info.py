@@ -1,7 +1,7 @@
 """SGLang's spec_info: what makes the attention arguments of a speculative forward, by SGLang's names.
 
 `EagleVerifyInput` plans the verify forward of trees, `EagleDraftInput` a draft step. Both compute qo_indptr, kv_indptr
-and kv_indices for FlashInfer's plan. Draft-extend is causal, with as many rows for every request, and needs neither.
+and kv_indices for FlashInfer's plan. Draft-extend is causal with equally many rows per request, and needs neither.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.interface import AttnArgs, TreeMask
-from eagle_server.ops.candidates import best_children
 from eagle_server.ops.captured import in_place
 from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices, indptr_of
+from eagle_server.ops.tree.candidates import best_children
 from eagle_server.speculation.tree import Tree
 
 
@@ -102,7 +102,7 @@ class DraftWindow:
     """The slots after the prefix that all draft steps write: step i writes the columns from i * topk on."""
 
     levels: Tensor  # int64 [W], the step that writes each column
-    own: Tensor  # bool [topk, W], True where a node of step 0 sees its own slot
+    first_mask: Tensor  # bool [topk, W], True where a node of step 0 sees its own slot
 
     @classmethod
     def of(cls, topk: int, width: int, device: torch.device) -> DraftWindow:
@@ -140,8 +140,8 @@ class EagleDraftInput:
         normed: Tensor | None = None,
     ) -> EagleDraftInput:
         """After draft-extend. The parent of every node is the root."""
-        own = window.own.expand(len(topk_index), -1, -1)
-        return cls(0, topk_index, topk_logp, hidden_states, own, window, normed)
+        ancestor_mask = window.first_mask.expand(len(topk_index), -1, -1)
+        return cls(0, topk_index, topk_logp, hidden_states, ancestor_mask, window, normed)
 
     def advance(
         self, child_tokens: Tensor, child_scores: Tensor, hidden_states: Tensor
@@ -163,9 +163,16 @@ class EagleDraftInput:
         normed = None if self.normed is None else self.normed.index_select(0, requests)
         return EagleDraftInput.first(logp, tokens, hidden.flatten(0, 1), self.window, normed)
 
+    def narrowed(self, window: DraftWindow) -> EagleDraftInput:
+        """The best nodes after draft-extend, as many as each step of `window` feeds."""
+        topk = len(window.first_mask)
+        hidden = self.hidden_states.unflatten(0, self.topk_index.shape)[:, :topk].flatten(0, 1)
+        logp, tokens = self.topk_logp[:, :topk], self.topk_index[:, :topk].contiguous()
+        return EagleDraftInput.first(logp, tokens, hidden, window, self.normed)
+
     def cut(self, width: int) -> EagleDraftInput:
-        """The same nodes with a window of `width` slots, which has those that they see."""
-        window = DraftWindow(self.window.levels[:width], self.window.own[:, :width])
+        """The same nodes with the window cut to `width` slots, which include all that they see."""
+        window = DraftWindow(self.window.levels[:width], self.window.first_mask[:, :width])
         return replace(self, ancestor_mask=self.ancestor_mask[:, :, :width], window=window)
 
     @cached_property
@@ -240,7 +247,8 @@ def kv_arguments(
     kv_indptr = indptr_of(kv_lens)
     if len(kv_lens) == 1 and kv_lens_sum is not None:
         return kv_indptr, req_to_token[req_pool_indices, :kv_lens_sum][0]
-    starts = req_pool_indices * req_to_token.shape[1] - kv_indptr[:-1]  # in the flat table, less what stands before
+    # Row starts in the flat table, minus their places in the result.
+    starts = req_pool_indices * req_to_token.shape[1] - kv_indptr[:-1]
     places = torch.repeat_interleave(starts, kv_lens, output_size=kv_lens_sum)
     places += torch.arange(len(places), device=kv_lens.device)
     return kv_indptr, req_to_token.view(-1).index_select(0, places)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_server.attention.batches import attn_args_prefill
+from eagle_server.attention.dense import with_sinks
 from eagle_server.attention.interface import AttentionBatch, BoundAttention, LayerSpec, Layout, TreeMask
 from eagle_server.attention.native import NativePlan
 from eagle_server.cache.pool import Pool
@@ -82,7 +83,7 @@ class TorchNativePlan:
     graph_key: None = None
 
     def bind(self, batch: AttentionBatch) -> BoundTorchNative:
-        return BoundTorchNative(self.pool, batch.out_cache_loc, tuple(_groups(batch)))
+        return BoundTorchNative(self.pool, batch.out_cache_loc, tuple(_groups(batch)), recurrent=batch.recurrent)
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,13 @@ class BoundTorchNative(BoundAttention):
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
         """See `BoundAttention.run`."""
         self.pool.write(layer.index, self.out_cache_loc, k, v)
+        return self.attend(q, layer)
+
+    def attend(self, q: Tensor, layer: LayerSpec) -> Tensor:
+        """See `BoundAttention.attend`."""
         if len(self.groups) == 1 and self.groups[0].rows is None:
             return self._attend(q, self.groups[0], layer)
-        out = q.new_empty(*q.shape[:2], v.shape[2])
+        out = q.new_empty(*q.shape[:2], self.pool.values[layer.index].shape[2])
         for group in self.groups:
             assert group.rows is not None and group.kept is not None
             attended = self._attend(q.index_select(0, group.rows), group, layer)
@@ -117,6 +122,9 @@ class BoundTorchNative(BoundAttention):
         queries = q.view(group.size, group.q_len, kv_heads, shared, dim).permute(0, 2, 3, 1, 4)
         queries = queries.reshape(group.size, kv_heads, shared * group.q_len, dim)
         bias = group.bias(layer.sliding_window, shared, q.dtype)
+        if layer.sinks is not None:
+            of_rows = layer.sinks.view(kv_heads, shared).repeat_interleave(group.q_len, dim=1)
+            keys, values, bias = with_sinks(keys, values, bias, of_rows)
         if layer.softcap:
             out = _capped(queries, keys, values, bias, layer)
         else:
@@ -207,11 +215,11 @@ def _tree_groups(indices: _Indices, mask: TreeMask) -> Iterator[_Group]:
     large = [i for i, n in enumerate(lens) if n > SMALL_TREE]
     for members in (small, large):
         if members:
-            own, size = upload(members, mask.visible.device), max(lens[i] for i in members)
+            member_rows, size = upload(members, mask.visible.device), max(lens[i] for i in members)
             cut = TreeMask(
-                mask.visible.index_select(0, own)[:, :size, :size],
-                row_depths=mask.row_depths.index_select(0, own)[:, :size],
-                column_depths=mask.column_depths.index_select(0, own)[:, :size],
+                mask.visible.index_select(0, member_rows)[:, :size, :size],
+                row_depths=mask.row_depths.index_select(0, member_rows)[:, :size],
+                column_depths=mask.column_depths.index_select(0, member_rows)[:, :size],
             )
             yield _tree_group(indices, cut, members)
 

@@ -4,8 +4,11 @@ A block is `block_size` tokens: a page, or several small ones. It is cached as l
 page is never cached without those before it. Its hash depends on its tokens, on the hash of the block before it, and
 for the first one on the salt; on nothing else, so it is the same in every process.
 
-Two pages may hold the same tokens and differ in the token after them, see `cache/radix.py`. To the outside they are one
-block. So a request finds all the blocks that the events tell of, or all but one page at the end.
+Two pages may hold the same tokens and differ in the token after them, see `cache/radix.py`. The events report them as
+one block. So a request may find one page less than the reported blocks have.
+
+With recurrent layers a block is reported while a checkpoint at its end or after it can be restored. A prompt that
+departs from a cached text between two checkpoints finds less than the reported blocks: up to the checkpoint before.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ class BlockEvents:
         """`block_size`: a multiple of `page_size`."""
         self.page_size, self.block_size = page_size, block_size
         self._pages = Counter[int]()  # how many cached pages end a block with this hash
-        self._events: list[BlockEvent] = [AllBlocksCleared()]  # what an earlier process has said is over
+        self._events: list[BlockEvent] = [AllBlocksCleared()]  # voids the events of an earlier process
 
     def take(self) -> list[BlockEvent]:
         """The events since the last call, in their order."""
@@ -80,10 +83,9 @@ class BlockEvents:
         return events
 
     def stored(self, node: Node, salt: str | None) -> None:
-        """A new leaf was added to the tree."""
+        """A node of the tree can be found from now on. All nodes above it can."""
         assert node.parent is not None
-        node.start = node.parent.start + len(node.parent.keys)
-        first, end = node.start // self.block_size, (node.start + len(node.keys)) // self.block_size
+        first, end = node.start // self.block_size, node.end // self.block_size
         if first == end:
             return
         blocks, parent, hashes = self._tokens(node, first, end), _last_hash(node.parent), list[int]()
@@ -92,19 +94,18 @@ class BlockEvents:
             hashes.append(block_hash(above, tokens, salt if above is None else None))
         node.block_hashes = hashes.copy()
         self._pages.update(hashes)
-        if self._pages[hashes[0]] > 1:  # of a page with another next token; so only this block can be known already
+        if self._pages[hashes[0]] > 1:  # stored before, in a page with another next token; later blocks are new
             blocks, parent, hashes = blocks[1:], hashes[0], hashes[1:]
         if hashes:
             self._events.append(_stored(hashes, parent, blocks, salt if parent is None else None))
 
     def split(self, upper: Node, lower: Node) -> None:
         """`upper` was cut off from the beginning of `lower`. The pages are the same."""
-        upper.start, lower.start = lower.start, lower.start + len(upper.keys)
         count = lower.start // self.block_size - upper.start // self.block_size
         upper.block_hashes, lower.block_hashes = lower.block_hashes[:count], lower.block_hashes[count:]
 
     def removed(self, node: Node, kept: int) -> None:
-        """All pages of a leaf but the first `kept` leave the tree."""
+        """All pages of a node but the first `kept` cannot be found any more."""
         count = (node.start + kept * self.page_size) // self.block_size - node.start // self.block_size
         gone = list[int]()
         while len(node.block_hashes) > count:

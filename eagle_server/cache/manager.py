@@ -6,13 +6,16 @@ It owns the page allocator, the page table and the radix tree. Pages change thei
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from eagle_server.cache.allocator import PageAllocator
 from eagle_server.cache.block_events import BlockEvent
 from eagle_server.cache.node import Keys, Node
 from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.radix import Match, RadixCache, bigrams
+from eagle_server.plan import StateMoves, StateSave
+
+LEAST_BETWEEN = 16  # tokens between two checkpoints of a text: each takes the memory of more than a hundred tokens' KV
 
 
 @dataclass(eq=False)
@@ -23,6 +26,7 @@ class KVAllocation:
     shared: the number of leading pages that belong to the prefix cache.
     node: the locked end of these pages in the prefix cache; None if the request does not share.
     salt: it shares with requests of the same salt only.
+    checkpoints: rows that were taken for states at some lengths of its text, until the prefix cache has the pages.
     """
 
     req_pool_index: int
@@ -30,6 +34,7 @@ class KVAllocation:
     shared: int
     node: Node | None
     salt: str | None = None
+    checkpoints: dict[int, int] = field(default_factory=dict)
 
 
 class KVCacheManager:
@@ -50,6 +55,8 @@ class KVCacheManager:
         self.allocations: set[KVAllocation] = set()
         self.owned_pages = 0  # pages in allocations that do not belong to the prefix cache
         self._on_free = on_free
+        self._saves: list[StateSave] = []
+        self._restores: list[tuple[int, int]] = []
 
     @property
     def available_pages(self) -> int:
@@ -84,6 +91,9 @@ class KVCacheManager:
         allocation = KVAllocation(self.table.take_row(), pages + self._take(missing), len(pages), node, salt)
         self.table.assign(allocation.req_pool_index, 0, allocation.pages)
         self.allocations.add(allocation)
+        if node is not None and node.checkpoint is not None and self.radix is not None and self.radix.checkpoints:
+            self.radix.checkpoints.use(node)
+            self._restores.append((node.checkpoint, allocation.req_pool_index))
         return allocation
 
     def grow(self, allocation: KVAllocation, positions: int) -> bool:
@@ -114,10 +124,19 @@ class KVCacheManager:
         if proven:
             self.radix.prove(allocation.node)
 
-    def release(self, allocation: KVAllocation, tokens: Sequence[int], written: int, *, suspect: bool = False) -> None:
+    def release(
+        self,
+        allocation: KVAllocation,
+        tokens: Sequence[int],
+        written: int,
+        *,
+        suspect: bool = False,
+        state_from: int | None = None,
+    ) -> None:
         """Release an allocation. Its slots 0..written-1 hold the KV of `tokens`, and go to the prefix cache.
 
-        `suspect`: they do not, and leave it if they were not proven.
+        `suspect`: they do not, and leave it if they were not proven. `state_from`: the shortest length whose state can
+        still be saved. None: there is none.
         """
         self.allocations.remove(allocation)
         self.table.release_row(allocation.req_pool_index)
@@ -126,6 +145,9 @@ class KVCacheManager:
         locked, unwanted = allocation.node, list[int]()
         if self.radix is not None and not suspect:
             unwanted = self._insert(allocation, tokens, written)
+            self._save_at_end(allocation, state_from)
+        for length in list(allocation.checkpoints):
+            self.give_up_state(allocation, length)
         private = allocation.pages[allocation.shared :]
         self.owned_pages -= len(private)
         if self.radix is not None and locked is not None:
@@ -133,6 +155,44 @@ class KVCacheManager:
             if suspect:
                 unwanted = self.radix.discard(locked)
         self._free(unwanted + private)
+
+    def save_state(self, allocation: KVAllocation, length: int) -> StateSave | None:
+        """Take a checkpoint for the state at this length, whole pages, which is about to be computed.
+
+        The prefix cache holds it once it has the pages. None: there are no checkpoints, or all are taken.
+        """
+        if self.radix is None or self.radix.checkpoints is None or length in allocation.checkpoints:
+            return None
+        row = self.radix.take_checkpoint()
+        if row is None:
+            return None
+        allocation.checkpoints[length] = row
+        return StateSave(allocation.req_pool_index, length, row)
+
+    @property
+    def checkpoints_are_short(self) -> bool:
+        """Whether half of the checkpoints are taken by running requests, so that the prefix cache has few."""
+        checkpoints = None if self.radix is None else self.radix.checkpoints
+        return checkpoints is None or 2 * checkpoints.taken >= len(checkpoints.rows)
+
+    def save_state_now(self, allocation: KVAllocation, length: int) -> None:
+        """`save_state` of a length at which the state is, or that it has just passed. The next cycle saves it."""
+        save = self.save_state(allocation, length)
+        if save is not None:
+            self._saves.append(save)
+
+    def give_up_state(self, allocation: KVAllocation, length: int) -> None:
+        """The checkpoint that was taken for this length is not needed."""
+        assert self.radix is not None
+        assert self.radix.checkpoints is not None
+        self.radix.checkpoints.give_back(allocation.checkpoints.pop(length))
+
+    def take_moves(self) -> StateMoves:
+        """The states to save and to restore before the next forwards."""
+        moves = StateMoves(tuple(self._saves), tuple(self._restores))
+        self._saves.clear()
+        self._restores.clear()
+        return moves
 
     def sole_pages(self, allocation: KVAllocation) -> int:
         """How many pages become available when this request ends: those that no other request uses."""
@@ -156,6 +216,10 @@ class KVCacheManager:
             raise AssertionError(f"page leak: {free} free, {cached} cached, {self.owned_pages} in use of {total}")
         if not self.allocations and (self.owned_pages or evictable < cached or self.table.free_rows < self.table.rows):
             raise AssertionError(f"no request is left, but {self.owned_pages} pages or a lock or a row")
+        checkpoints = None if self.radix is None else self.radix.checkpoints
+        taken = sum(len(allocation.checkpoints) for allocation in self.allocations)
+        if checkpoints is not None and checkpoints.taken != taken:
+            raise AssertionError(f"{checkpoints.taken} checkpoints are taken, and requests have {taken}")
 
     def check(self) -> None:
         """Assert that every page is free, cached, or in exactly one allocation. Walks all pages: for tests."""
@@ -181,7 +245,20 @@ class KVCacheManager:
         allocation.pages[first : first + len(end.pages)] = end.pages
         allocation.node, allocation.shared = end.node, first + count
         self.owned_pages -= count
+        for length in [length for length in allocation.checkpoints if length <= allocation.shared * size]:
+            self.radix.hold_checkpoint(end.node, length, allocation.checkpoints.pop(length), allocation.salt)
         return doubles
+
+    def _save_at_end(self, allocation: KVAllocation, state_from: int | None) -> None:
+        """Save the state at the end of the cached text, unless that is about where the last checkpoint is."""
+        end, node = allocation.shared * self.page_size, allocation.node
+        if self.radix is None or self.radix.checkpoints is None or node is None or state_from is None:
+            return
+        if end >= state_from and end - self.radix.checkpointed(node) >= LEAST_BETWEEN:
+            row = self.radix.take_checkpoint()
+            if row is not None:
+                self._saves.append(StateSave(allocation.req_pool_index, end, row))
+                self.radix.hold_checkpoint(node, end, row, allocation.salt)
 
     def _take(self, count: int) -> list[int]:
         """Pages for an allocation; `available_pages` must be enough."""

@@ -17,7 +17,10 @@ class Node:
     label: its key in `parent.children`: its first page's keys, after the salt if the parent is the root.
     proven: the target's logits over these pages were finite once.
     queued: the node stands in the heap of leaves.
-    start, block_hashes: the number of keys before it, and the blocks that end in it; only if events are recorded.
+    start: the number of keys before it.
+    checkpoint: of the states of recurrent layers after its last key. None: there is none.
+    checkpoints_below: how many there are at its end and at the ends of all nodes below it.
+    block_hashes: the blocks that end in it, as they were reported; only if events are recorded.
     """
 
     keys: Keys
@@ -30,4 +33,11 @@ class Node:
     proven: bool = False
     queued: bool = False
     start: int = 0
+    checkpoint: int | None = None
+    checkpoints_below: int = 0
     block_hashes: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """The number of keys up to its end."""
+        return self.start + len(self.keys)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from eagle_server.ops.kv_move import keep_accepted
+
+
+class KVShape(NamedTuple):
+    """The keys of one token in one layer, and its values: [kv_heads, head_dim] each."""
+
+    kv_heads: int
+    head_dim: int
 
 
 class Pool(Protocol):
@@ -34,33 +42,40 @@ class Pool(Protocol):
 
 
 class KVPool:
-    """Keys and values of all layers: `data` [2, layers, slots, kv_heads, head_dim]. The page of slot 0 is padding."""
+    """Keys and values of layers of any shapes. The page of slot 0 is padding.
 
-    def __init__(
-        self, layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    groups: [2, n, slots, kv_heads, head_dim] of the n layers of each shape.
+    """
+
+    def __init__(self, layers: Sequence[KVShape], slots: int, dtype: torch.dtype, device: torch.device) -> None:
         # Not zeroed, so that unused memory is never touched. Only slot 0 is zeroed: padding reads it under a mask.
-        self.data = torch.empty(2, layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
-        self.data[:, :, 0].zero_()
-        self.keys = tuple(self.data[0].unbind(0))
-        self.values = tuple(self.data[1].unbind(0))
+        sizes = [(2, layers.count(shape), slots, *shape) for shape in dict.fromkeys(layers)]
+        self.groups = tuple(torch.empty(size, dtype=dtype, device=device) for size in sizes)
+        for group in self.groups:
+            group[:, :, 0].zero_()
+        planes = {KVShape(*group.shape[3:]): iter(group.unbind(1)) for group in self.groups}
+        pairs = [next(planes[KVShape(*shape)]).unbind(0) for shape in layers]
+        self.keys, self.values = (tuple(side) for side in zip(*pairs, strict=True))
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         self.keys[layer].index_copy_(0, slots, k)
         self.values[layer].index_copy_(0, slots, v)
 
     def keep(self, path: Tensor, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
-        keep_accepted(self.data, 2, path, seq_lens, req_pool_indices, req_to_token)
+        for group in self.groups:
+            keep_accepted(group, 2, path, seq_lens, req_pool_indices, req_to_token)
 
     def clear(self, slots: Tensor) -> None:
-        self.data.index_fill_(2, slots, 0)
+        for group in self.groups:
+            group.index_fill_(2, slots, 0)
 
     def poison(self, slots: Tensor) -> None:
-        self.data.index_fill_(2, slots, float("nan"))
+        for group in self.groups:
+            group.index_fill_(2, slots, float("nan"))
 
     @staticmethod
-    def bytes_per_slot(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return 2 * layers * kv_heads * head_dim * dtype.itemsize
+    def bytes_per_slot(layers: Sequence[KVShape], dtype: torch.dtype) -> int:
+        return 2 * sum(kv_heads * head_dim for kv_heads, head_dim in layers) * dtype.itemsize
 
 
 class LatentPool:

@@ -209,7 +209,7 @@ class EngineClient:
         self._abort(request_id)
 
     def leave(self, requests: Sequence[Request]) -> None:
-        """No task waits for these requests any more: abort those that still run."""
+        """No task waits for these requests any more: abort the ones that still run."""
         for request in requests:
             self._abort(request.request_id)
             self._running.pop(request.request_id, None)

@@ -64,7 +64,7 @@ class Supervisor:
         backoff: Backoff | None = None,
         watchdog: float = 300.0,
     ) -> None:
-        """`watchdog`: an engine that owes a message and sends none for so many seconds hangs, and is killed.
+        """`watchdog`: an engine that owes a message and sends none for this many seconds counts as hung, and is killed.
 
         `ranks`: the processes of the engine; more than one are built by `build(rank)`. If one dies, all are killed.
         """
@@ -196,14 +196,14 @@ class EngineProcess:
         return self._decode(await self._receiver.recv())
 
     async def death(self) -> EngineFailed:
-        """Wait until the process or another rank ends; return the reason that the first of them reported."""
+        """Wait until one of the processes ends; return the reason that it reported."""
         deaths = [asyncio.create_task(child.death()) for child in self._children]
         try:
             await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
-            return next(each.result() for each in deaths if each.done())
+            return next(death.result() for death in deaths if death.done())
         finally:
-            for each in deaths:
-                each.cancel()
+            for death in deaths:
+                death.cancel()
             await asyncio.gather(*deaths, return_exceptions=True)
 
     def kill(self) -> None:
@@ -221,7 +221,7 @@ class EngineProcess:
 
 
 class _Child:
-    """A process, and the pipe on which it reports why it cannot be built. `rank`: above 0 messages name it."""
+    """A process, and the pipe on which it reports why it cannot be built. Messages name a `rank` above 0."""
 
     def __init__(self, rank: int, main: Callable[..., None], *arguments: Any, logs: LogStyle) -> None:
         self._prefix = f"rank {rank}: " if rank else ""

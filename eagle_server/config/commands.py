@@ -33,7 +33,7 @@ class CommandParser(OneLineParser):
         Raises:
             SystemExit: status 0 after --help, status 2 after one line if anything is wrong.
         """
-        own, flags = self.parse_known_args(argv)
+        options, flags = self.parse_known_args(argv)
         everything = {*self._option_string_actions, *WITHOUT_SECTION, *flags_of(*(o.section for o in OPTIONS.values()))}
         for flag in flags:
             name = flag.partition("=")[0]
@@ -41,7 +41,7 @@ class CommandParser(OneLineParser):
                 self.error(f"{name}: {refused[name]}; drop it")
             if name.startswith("--") and name not in everything:
                 self.error(str(unknown_name("flag", name, everything)))
-        return own, flags
+        return options, flags
 
 
 def flags_of(*sections: str) -> Collection[str]:
@@ -57,16 +57,16 @@ def environment_without(*sections: str) -> dict[str, str]:
 
 
 def environment_value(name: str) -> str | None:
-    """An option's value in the environment; None where it is absent or empty."""
+    """An option's value in the environment; None if it is absent or empty."""
     return os.environ.get(OPTIONS[name].variable) or None
 
 
 def without_drafting(flags: Sequence[str]) -> list[str]:
-    """The server's flags and values, without those of drafting and acceptance."""
-    own, kept, dropping = frozenset(flags_of("speculative")), list[str](), False
+    """The server's flags and values, without the options of drafting and acceptance."""
+    drafting_flags, kept, dropping = frozenset(flags_of("speculative")), list[str](), False
     for text in flags:
         if text.startswith("--"):
-            dropping = text.partition("=")[0] in own
+            dropping = text.partition("=")[0] in drafting_flags
         if not dropping:
             kept.append(text)
     return kept

@@ -21,8 +21,8 @@ def _text(value: str) -> str:
 
 
 def _endpoint(value: str) -> str:
-    found = re.fullmatch(r"tcp://\S+:([1-9][0-9]{0,4})|ipc://\S+", value)
-    if found is None or int(found[1] or 1) > _LAST_PORT:
+    match = re.fullmatch(r"tcp://\S+:([1-9][0-9]{0,4})|ipc://\S+", value)
+    if match is None or int(match[1] or 1) > _LAST_PORT:
         raise ValueError(f"should be tcp://<address>:<port, 1 to {_LAST_PORT}> or ipc://<file>")
     return value
 

@@ -1,4 +1,4 @@
-"""All option sections but two, and the rules between sections. Descriptions are the text of --help."""
+"""Most option sections, and the rules between sections. Descriptions are the text of --help."""
 
 from __future__ import annotations
 
@@ -58,12 +58,13 @@ class ModelSection(Section):
         "granite",
         "deepseek_v3",
         "deepseek_v31",
+        "gpt_oss",
     ] = Field(
         default="auto",
         description="format in which the model writes tool calls, which chats with tools return as tool_calls; auto: "
         "recognized from the chat template, none if unknown; none: calls stay in the content",
     )
-    reasoning_parser: Literal["auto", "none", "deepseek-r1", "qwen3", "mistral", "granite"] = Field(
+    reasoning_parser: Literal["auto", "none", "deepseek-r1", "qwen3", "mistral", "granite", "gpt_oss"] = Field(
         default="auto",
         description="how the model writes its thinking, which chats return as reasoning_content; grammars apply "
         "after it; auto: recognized from the chat template, none if unknown; none: thinking stays in the content",
@@ -217,8 +218,8 @@ class Config(BaseModel):
     @property
     def speculates(self) -> bool:
         """Whether anything is drafted."""
-        algorithm, draft, row = self.speculative.algorithm, self.speculative.draft_model_path, self.speculative.drafts
-        needs_none = algorithm == NGRAM or (row is not None and row.stored == "in the target")
+        algorithm, draft = self.speculative.algorithm, self.speculative.draft_model_path
+        needs_none = algorithm == NGRAM or self.speculative.drafts.stored == "in the target"
         has_draft = self.model.model_path is None or draft is not None or needs_none
         return has_draft and algorithm != NONE
 
@@ -233,9 +234,9 @@ class Config(BaseModel):
         if not self.speculates or self.speculative.algorithm == NGRAM:
             return None
         row = self.speculative.drafts
-        if row is not None and row.stored == "in the target":
+        if row.stored == "in the target":
             return self.speculative.draft_model_path or self.target_path
-        return self.speculative.draft_model_path or str(DEMO_DRAFT if row is None else _DEMO / row.demo)
+        return self.speculative.draft_model_path or str(_DEMO / row.demo)
 
     @property
     def served_model_name(self) -> str:
@@ -249,8 +250,8 @@ class Config(BaseModel):
         """JSON-ready values for logs and /v1/server_info, completed without loading models; never the API key."""
         values = self.model_dump(mode="json")
         values["model"].update(model_path=self.target_path, served_model_name=self.served_model_name)
-        given = self.speculative.given_tree_options()
-        values["speculative"].update(asdict(given) if given else {}, draft_model_path=self.draft_path)
+        tree = self.speculative.given_tree_options()
+        values["speculative"].update(asdict(tree) if tree else {}, draft_model_path=self.draft_path)
         if self.speculative.ngram_share:
             values["speculative"].update(ngram_share_tokens=self.speculative.shared_tokens)
         if self.speculative.posterior is not None:
@@ -269,14 +270,14 @@ class Config(BaseModel):
                 "--speculative-draft-model-path needs --model-path: without it the demo is served with its own draft"
             )
         flag = f"--speculative-algorithm {self.speculative.head_algorithm}"
-        if row is not None and row.stored == "in the target" and target is None:
+        if row.stored == "in the target" and target is None:
             raise ConfigError(f"{flag} needs --model-path: the demo's target does not hold {row.holds}")
-        if row is not None and row.is_model and draft is None:
+        if row.is_model and draft is None:
             raise ConfigError(
                 f"{flag} needs --model-path and, for the smaller model that drafts, --speculative-draft-model-path"
             )
         same = draft is not None and target is not None and Path(draft).resolve() == Path(target).resolve()
-        if same and row is not None and row.stored == "alone" and not row.is_model:
+        if same and row.stored == "alone" and not row.is_model:
             raise ConfigError(
                 f"--speculative-draft-model-path {draft}: should differ from --model-path, which is no {row.name} head"
             )

@@ -77,7 +77,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Given:
+class Setting:
     """A value, and the place that an error message names for it."""
 
     place: str
@@ -96,7 +96,7 @@ def _options() -> dict[str, Option]:
 
 
 OPTIONS = _options()
-COMMON = (  # those that the short help shows
+COMMON = (  # the options of the short help
     *("model-path", "served-model-name", "dtype", "quantization", "context-length", "device", "cpu-threads"),
     *("speculative-algorithm", "speculative-draft-model-path", "speculative-num-steps", "speculative-eagle-topk"),
     *("speculative-num-draft-tokens", "speculative-adaptive", "max-total-tokens", "max-running-requests"),
@@ -116,7 +116,7 @@ ALIASES = {
 def parse_args(
     argv: Sequence[str], environ: Mapping[str, str] = os.environ, more: Callable[[Config], dict[str, Any]] | None = None
 ) -> Config:
-    """The configuration from all sources. `more`: what --dry-run prints besides, unless it raises a ValueError.
+    """The configuration from all sources. `more` returns what --dry-run also prints, or raises a ValueError.
 
     Raises:
         SystemExit: status 0 after --help or --dry-run; status 2 after one line on stderr if anything is wrong.
@@ -133,12 +133,12 @@ def parse_args(
     try:
         if unknown:
             raise unknown_name("flag", unknown[0].partition("=")[0], [f"--{name}" for name in OPTIONS])
-        given = _from_environment(environ)
-        given |= {} if file is None else _from_yaml(file)
+        settings = _from_environment(environ)
+        settings |= {} if file is None else _from_yaml(file)
         if flags.get(_ALGORITHM) == "NONE":  # drop the drafting options of a preset
-            given = {name: entry for name, entry in given.items() if OPTIONS[name].section != "speculative"}
-        given |= {name: Given(f"--{name}", value) for name, value in flags.items()}
-        config = _validate(given)
+            settings = {name: entry for name, entry in settings.items() if OPTIONS[name].section != "speculative"}
+        settings |= {name: Setting(f"--{name}", value) for name, value in flags.items()}
+        config = _validate(settings)
     except ConfigError as error:
         parser.error(str(error))
     if dry_run:
@@ -158,26 +158,26 @@ def from_options(options: Mapping[str, Any]) -> Config:
         ConfigError: an unknown option or a value that is not allowed.
     """
     short = {alias.removeprefix("--"): name for name, aliases in ALIASES.items() for alias in aliases}
-    given: dict[str, Given] = {}
+    settings: dict[str, Setting] = {}
     for key, value in options.items():
         name = key.replace("_", "-")
         name = short.get(name, name)
         if name not in OPTIONS:
             raise unknown_name("option", key, [known.replace("-", "_") for known in (*OPTIONS, *short)])
         if value is not None:
-            given[name] = Given(key, str(value).lower() if isinstance(value, bool) else value)
-    return _validate(given)
+            settings[name] = Setting(key, str(value).lower() if isinstance(value, bool) else value)
+    return _validate(settings)
 
 
 def changed_options(config: Config) -> list[str]:
     """The options that differ from their defaults, as flags. Secrets are not shown."""
-    found = []
+    changed = []
     for option in OPTIONS.values():
         value = getattr(getattr(config, option.section), option.field)
         if value not in (option.declaration.get_default(call_default_factory=True), None):
             shown = "(set)" if isinstance(value, SecretStr) else str(value)
-            found.append(f"--{option.name} {shown}")
-    return found
+            changed.append(f"--{option.name} {shown}")
+    return changed
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -221,19 +221,19 @@ def _parser(*, everything: bool = True) -> OneLineParser:
     return parser
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Setting]:
     names = {option.variable: name for name, option in OPTIONS.items()}
-    given = {}
+    settings = {}
     for variable, value in environ.items():
         if not variable.startswith(ENV_PREFIX) or variable == f"{ENV_PREFIX}CONFIG":
             continue
         if variable not in names:
             raise unknown_name("environment variable", variable, names)
-        given[names[variable]] = Given(variable, value)
-    return given
+        settings[names[variable]] = Setting(variable, value)
+    return settings
 
 
-def _from_yaml(file: str) -> dict[str, Given]:
+def _from_yaml(file: str) -> dict[str, Setting]:
     if not file:
         raise _empty(f"--config ({ENV_PREFIX}CONFIG)")
     path = Path(file)
@@ -245,20 +245,20 @@ def _from_yaml(file: str) -> dict[str, Given]:
         raise ConfigError(f"--config {path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: should hold lines like 'page-size: 16'")
-    given: dict[str, Given] = {}
+    settings: dict[str, Setting] = {}
     for key, value in content.items():
         name = str(key).replace("_", "-")
         if name not in OPTIONS:
             raise unknown_name(f"key in {path}:", str(key), OPTIONS)
-        if name in given:
+        if name in settings:
             raise ConfigError(f"{path}: {name} stands there twice")
         # Booleans become text, so that `page-size: true` is refused like any wrong number and not read as 1.
-        given[name] = Given(f"{path}: {key}", str(value).lower() if isinstance(value, bool) else value)
-    return given
+        settings[name] = Setting(f"{path}: {key}", str(value).lower() if isinstance(value, bool) else value)
+    return settings
 
 
 def unknown_name(kind: str, name: str, known: Collection[str]) -> ConfigError:
-    """The error for a name that there is not, with the one that may be meant."""
+    """The error for an unknown name, with the similar one that may be meant."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     hint = f"did you mean {close[0]}?" if close else "--help-all lists what there is"
     hint = OTHER_NAMES.get(name.lstrip("-").replace("_", "-"), hint)
@@ -266,13 +266,13 @@ def unknown_name(kind: str, name: str, known: Collection[str]) -> ConfigError:
 
 
 def _empty(place: str) -> ConfigError:
-    """As in a template of an environment file. It may mean nothing, or be a secret that did not arrive."""
+    """The error for an empty value: it may mean "not given", as in an environment file's template, or a lost secret."""
     return ConfigError(f"{place} is empty: give it a value, or leave it out")
 
 
-def _validate(given: Mapping[str, Given]) -> Config:
+def _validate(settings: Mapping[str, Setting]) -> Config:
     values: dict[str, dict[str, Any]] = {}
-    for name, entry in given.items():
+    for name, entry in settings.items():
         option = OPTIONS[name]
         values.setdefault(option.section, {})[option.field] = entry.value
     try:
@@ -280,7 +280,7 @@ def _validate(given: Mapping[str, Given]) -> Config:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     message = re.sub(r"^(Value error, |(Input|String|Value) (?=should))", "", first["msg"])
-    for name, entry in given.items():
+    for name, entry in settings.items():
         if first["loc"][:2] == (OPTIONS[name].section, OPTIONS[name].field):
             if entry.value == "":
                 raise _empty(entry.place)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from eagle_server.algorithms import ALGORITHMS, ALIASES, NAMES, NGRAM, NONE, Algorithm
+from eagle_server.algorithms import ALGORITHMS, ALIASES, NAMES, NGRAM, NONE, UNNAMED, Algorithm
 from eagle_server.config.base import ConfigError, Count, ModelLocation, Section, Text, file_location, json_object
 from eagle_server.config.trees import TreeOptions, automatic, completed, head_tree, mixture, refuse_root_alone, tries
 
@@ -39,7 +39,8 @@ class SpeculativeSection(Section):
     algorithm: AlgorithmName | None = Field(
         default=None,
         description="NONE: plain decoding; NEXTN (or MTP): the MTP layer in the target's own files; STANDALONE: a "
-        "smaller language model with the same vocabulary; NGRAM: the tokens that followed the same tokens earlier in "
+        "smaller language model with the same vocabulary; DFLASH: a block drafter (DFlash, DFlash 2, DSpark, Domino); "
+        "PEAGLE: a P-EAGLE head; NGRAM: the tokens that followed the same tokens earlier in "
         "the request, no draft model needed; X+NGRAM: both in one tree; default: detected from the draft's files",
     )
     draft_model_path: ModelLocation | None = Field(
@@ -138,9 +139,9 @@ class SpeculativeSection(Section):
         return name if name in ALGORITHMS else None
 
     @property
-    def drafts(self) -> Algorithm | None:
+    def drafts(self) -> Algorithm:
         """The row of `head_algorithm`."""
-        return ALGORITHMS.get(self.head_algorithm or "")
+        return ALGORITHMS.get(self.head_algorithm or "", UNNAMED)
 
     @property
     def shared_tokens(self) -> int:
@@ -149,7 +150,7 @@ class SpeculativeSection(Section):
 
     @property
     def couples(self) -> bool:
-        """Whether drafters rank by the noise of the target's draws as well."""
+        """Whether drafters also rank by the noise of the target's draws."""
         return self.coupling != "off" and self.acceptance == "lossless"
 
     @property
@@ -169,14 +170,13 @@ class SpeculativeSection(Section):
     def _options_agree(self) -> Self:
         self.given_tree_options()
         for row in ALGORITHMS.values():
-            given = row.tree_option is not None and getattr(self, row.tree_option) is not None
-            if given and (self.head_algorithm or self.algorithm) not in (None, NONE, row.name):
+            is_set = row.tree_option is not None and getattr(self, row.tree_option) is not None
+            if is_set and (self.head_algorithm or self.algorithm) not in (None, NONE, row.name):
                 raise ConfigError(
                     f"{row.tree_flag} has no effect with --speculative-algorithm {self.algorithm}: drop one"
                 )
         if self.token_tree is not None:
             self._token_tree_stands_alone()
-        self._refuse_without("ngram_share_tokens", "--speculative-ngram-share", given=self.ngram_share)
         if self.algorithm != NONE and self.ngram_share and not self.drafts_ngrams:
             raise ConfigError("--speculative-ngram-share needs --speculative-algorithm NGRAM or one with +NGRAM")
         if self.ngram_share and self.acceptance == "typical":
@@ -184,19 +184,20 @@ class SpeculativeSection(Section):
                 "--speculative-ngram-share with --acceptance typical: drop one of them, as together they would let "
                 "one client's text into another's answer"
             )
-        self._refuse_without("coupling", "--acceptance lossless", given=self.acceptance == "lossless")
-        if self.adaptive == "on":
-            self._refuse_without("adaptive", "--acceptance lossless", given=self.acceptance == "lossless")
-        for field in ("typical_posterior_threshold", "typical_posterior_alpha"):
-            self._refuse_without(field, "--acceptance typical", given=self.acceptance == "typical")
+        is_lossless = self.acceptance == "lossless"
+        for field, needed, is_met in (
+            ("ngram_share_tokens", "--speculative-ngram-share", self.ngram_share),
+            ("coupling", "--acceptance lossless", is_lossless),
+            ("adaptive", "--acceptance lossless", is_lossless or self.adaptive == "off"),
+            ("typical_posterior_threshold", "--acceptance typical", not is_lossless),
+            ("typical_posterior_alpha", "--acceptance typical", not is_lossless),
+        ):
+            if getattr(self, field) is not None and not is_met:
+                raise ConfigError(f"{_flag(field)} needs {needed}")
         return self
 
-    def _refuse_without(self, field: str, needed: str, *, given: bool) -> None:
-        if getattr(self, field) is not None and not given:
-            raise ConfigError(f"{_flag(field)} needs {needed}")
-
     def _token_tree_stands_alone(self) -> None:
-        takes_it = self.drafts is not None and self.drafts.static_drafter is not None and not self.drafts_ngrams
+        takes_it = self.drafts.static_drafter is not None and not self.drafts_ngrams
         if self.algorithm not in (None, NONE) and not takes_it:
             flag = f"--speculative-algorithm {self.algorithm}"
             raise ConfigError(f"--speculative-token-tree has no effect with {flag}: drop one of them")
@@ -210,34 +211,32 @@ class SpeculativeSection(Section):
         return any(value is not None for value in (self.num_steps, self.eagle_topk, self.num_draft_tokens))
 
     def tree_options(self, architecture: str) -> TreeOptions:
-        """The tree options: given ones, and for the others what suits the target's architecture (`architectures[0]`).
+        """The given tree options, completed for the target's architecture (`architectures[0]`).
 
         Raises:
             ConfigError: no tree has the given options together.
         """
-        row = self.drafts
-        base = automatic(architecture, is_model=row is not None and row.is_model, ngrams=self.drafts_ngrams)
+        base = automatic(architecture, is_model=self.drafts.is_model, ngrams=self.drafts_ngrams)
         if (whole := self.given_tree_options()) is not None:
             return whole
-        if (row is not None and row.tree_option is not None) or not self.shapes_tree:
+        if self.drafts.tree_option is not None or not self.shapes_tree:
             return base
         return completed(base, self.num_steps, self.eagle_topk, self.num_draft_tokens)
 
     def given_tree_options(self) -> TreeOptions | None:
-        """The tree options, checked, where they do not depend on the target's architecture; else None.
+        """The tree options, checked; None if they depend on the target's architecture.
 
         Raises:
             ConfigError: options contradict each other.
         """
         steps, topk, row = self.num_steps, self.eagle_topk, self.drafts
-        if row is not None and row.tree_option is not None:
+        if row.tree_option is not None:
             self._refuse_tree_parameters(row)
             return None
         if self.algorithm == NGRAM:
             self._refuse("draft_model_path", "eagle_topk", "token_map", "draft_config_override")
             return tries(steps, self.num_draft_tokens)
-        if row is not None:
-            self._refuse(*row.refuses)
+        self._refuse(*row.refuses)
         refuse_root_alone(self.num_draft_tokens)
         if steps is None or topk is None:
             return None
@@ -252,7 +251,7 @@ class SpeculativeSection(Section):
                 raise ConfigError(f"{_flag(field)} has no effect with {algorithm}: drop one of them")
 
     def _refuse_tree_parameters(self, row: Algorithm) -> None:
-        """Static trees have no such options. Only with n-grams is there a number of nodes of both together."""
+        """Static trees take none of these options, except num_draft_tokens together with n-grams."""
         shaping = ("num_steps", "eagle_topk") if self.drafts_ngrams else ("num_steps", "eagle_topk", "num_draft_tokens")
         for field in shaping:
             if getattr(self, field) is not None:

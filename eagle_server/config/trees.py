@@ -39,7 +39,7 @@ def automatic(architecture: str, *, is_model: bool = False, ngrams: bool = False
 
 
 def completed(base: TreeOptions, num_steps: int | None, topk: int | None, num_draft_tokens: int | None) -> TreeOptions:
-    """The tree for some given values: the others are those of `base`, an automatic tree, or follow from the given ones.
+    """The tree of the given values. The others follow from these, or come from `base`, an automatic tree.
 
     Raises:
         ConfigError: no tree has the given values together.
@@ -60,7 +60,7 @@ def completed(base: TreeOptions, num_steps: int | None, topk: int | None, num_dr
 
 
 def mixture(num_steps: int, topk: int, num_draft_tokens: int) -> TreeOptions:
-    """A head's tree and tries together. Any number of nodes will do: the tries fill what the head leaves free."""
+    """A head's tree and tries together. Any number of nodes is valid: the tries fill what the head leaves free."""
     refuse_root_alone(num_draft_tokens)
     return TreeOptions(num_steps, topk, num_draft_tokens, ngram_depth=NGRAM_DEPTH)
 
@@ -87,7 +87,7 @@ def head_tree(num_steps: int, topk: int, num_draft_tokens: int | None) -> TreeOp
 
 
 def _pool(num_steps: int, topk: int) -> int:
-    """Candidates that a head scores: topk on the first level, on further ones topk children of each of topk nodes."""
+    """Candidates that a head scores: topk on the first level, topk children of each of topk nodes on further levels."""
     return topk + (num_steps - 1) * topk * topk
 
 

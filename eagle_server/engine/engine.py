@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from eagle_server.engine.refusals import refusal
 from eagle_server.plan import CyclePlan, RequestSampling
 from eagle_server.request import (
     CycleStats,
@@ -69,7 +68,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. If it can never be served, the next `step` returns its error."""
         stop_ids = self._stop_ids(request.sampling)
-        reason = self.scheduler.refusal(request) or refusal(request, self._ready.vocab_size, stop_ids)
+        reason = self.scheduler.refusal(request) or _refusal(request, self._ready.vocab_size, stop_ids)
         grammar = request.sampling.grammar
         if reason is None and grammar is not None and self._grammars is None:
             reason = NO_END_OF_SEQUENCE
@@ -125,7 +124,7 @@ class Engine:
         if (waiting := self._compiling.pop(request_id, None)) is not None:
             request, future = waiting
             grammar = request.sampling.grammar
-            if grammar and self._grammars and not any(each is future for _, each in self._compiling.values()):
+            if grammar and self._grammars and not any(other is future for _, other in self._compiling.values()):
                 self._grammars.cancel(grammar, request.cache_salt)
             delta = TokenDelta(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
         if delta is not None:
@@ -172,7 +171,7 @@ class Engine:
         return deltas
 
     def catch_up(self) -> None:
-        """Do what the deltas of the last step need not wait for; the next step does it otherwise."""
+        """Do the work that the last step's deltas do not need. If this is not called, the next step does it."""
         with self.cores:
             self.worker.read_prompts()
 
@@ -228,3 +227,37 @@ class Engine:
     def check(self) -> None:
         """Assert by counters that no KV page is lost."""
         self.scheduler.kv.check_counts()
+
+
+def _refusal(request: Request, vocab_size: int, stop_ids: Collection[int]) -> str | None:
+    """The first reason why a request can never be served; None if there is none. `stop_ids` are in the vocabulary."""
+    params = request.sampling
+    named: dict[str, Sequence[int]] = {
+        "token": request.prompt_token_ids,
+        "logit_bias": [token for token, _ in params.logit_bias],
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_words": [token for word in params.bad_words for token in word],
+    }
+    outside = (_outside(name, tokens, vocab_size) for name, tokens in named.items())
+    problem = next((reason for reason in (*outside, *params.problems()) if reason is not None), None)
+    return problem or _contradiction(params, vocab_size, stop_ids)
+
+
+def _outside(name: str, tokens: Sequence[int], vocab_size: int) -> str | None:
+    if not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size):
+        return None
+    wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+    where = "token id" if name == "token" else f"{name}: token id"
+    return f"{where} {wrong} is outside the vocabulary of {vocab_size}"
+
+
+def _contradiction(params: SamplingParams, vocab_size: int, stop_ids: Collection[int]) -> str | None:
+    """Why no token may be the first, whatever the prompt. Bad words of several tokens depend on the text."""
+    forbidden = {word[0] for word in params.bad_words if len(word) == 1}
+    if params.min_tokens:
+        forbidden.update(stop_ids)
+    if params.allowed_token_ids is None:
+        return "bad_words and min_tokens together forbid every token" if len(forbidden) >= vocab_size else None
+    if forbidden.issuperset(params.allowed_token_ids):
+        return "allowed_token_ids: bad_words and min_tokens forbid every one of them"
+    return None

@@ -26,18 +26,20 @@ class EngineConfig:
     max_running_requests: int = 48
     chunked_prefill_size: int = 512
     disable_radix_cache: bool = False
-    algorithm: str = "NONE"  # of drafting, as /v1/server_info names it
+    checkpoints: int = 16  # rows for states of recurrent layers, for the prefix cache
+    checkpoint_interval: int = 512  # tokens between checkpoints of a long prompt
+    algorithm: str = "NONE"  # the name in /v1/server_info of how tokens are drafted
     backend: Backend = "torch_native"
     graph_sizes: tuple[int, ...] = ()  # batch sizes that CUDA graphs are captured for
     verify_attention: Literal["auto", "mask", "cascade"] = "auto"  # how flashinfer computes attention in verification
-    draft_attention: TreeMode = "auto"  # and in draft steps
+    draft_attention: TreeMode = "auto"  # the same in draft steps
     acceptance: Acceptance = Lossless()
-    estimating: bool = False  # trees have the nodes that were accepted most often, by the drafter's guess and depth
+    estimating: bool = False  # nodes rank by how often nodes of such a guess and depth were accepted
     adaptive: bool = False  # trees follow cost and load; else every request drafts its largest tree
-    coupling: bool = True  # drafters rank by the noise of the target's draws as well
+    coupling: bool = True  # drafters also rank by the noise of the target's draws
     poison: bool = False  # fill freed slots with NaN, so that tests notice a read of stale KV
 
     @property
     def kv_slots(self) -> int:
-        """Slots of each KV pool: those of `max_total_tokens`, and the first page, which is padding."""
+        """Slots of each KV pool: the pages of `max_total_tokens`, and one page of padding before them."""
         return (self.max_total_tokens // self.page_size + 1) * self.page_size

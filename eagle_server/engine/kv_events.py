@@ -1,4 +1,4 @@
-"""Publishes the events of the prefix cache over ZeroMQ, in vLLM's messages: what routers by prefix subscribe to.
+"""Publishes the events of the prefix cache over ZeroMQ, in vLLM's message format. Routers by prefix subscribe to them.
 
 A message has three frames: the topic, a sequence number of 8 bytes (big-endian), and a batch in msgpack: the time in
 seconds, the events of one step of the engine, and the data-parallel rank, which is 0.
@@ -24,17 +24,17 @@ from eagle_server.cache.block_events import BlockEvent
 logger = logging.getLogger(__name__)
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-_REQUEST_FRAMES = 3  # of a replay: identity, empty, the first sequence number
+_REQUEST_FRAMES = 3  # a replay's request: identity, empty, the first sequence number
 _RANK = 0
 
 
 class KVEventPublisher:
-    """Sends batches to all subscribers, and to those that ask for it the newest `buffer_steps` batches again.
+    """Sends batches to all subscribers, and repeats the newest `buffer_steps` batches on request.
 
     The PUB socket binds an address, or `*`, and connects to a host name, as one of many workers with one subscriber. It
     drops batches for a subscriber that is `hwm` batches behind. `replay_endpoint`: a ROUTER socket, served by a thread.
     A request is a sequence number of 8 bytes; the answers are the batches from there on and one with END_OF_REPLAY.
-    What a client does not read is bounded: its next answers are cut off, and it misses END_OF_REPLAY.
+    If a client does not read enough, its next answers are cut off, and it misses END_OF_REPLAY.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class KVEventPublisher:
         self._topic, self._encode = topic.encode(), msgspec.msgpack.Encoder().encode
         self._next = time.time_ns() // 1000
         self._newest = deque[tuple[bytes, bytes]](maxlen=buffer_steps if replay_endpoint else 0)
-        self._lock = threading.Lock()  # of the newest batches
+        self._lock = threading.Lock()  # guards the newest batches
         self._context = zmq.Context()
         self._publications = self._context.socket(zmq.PUB)
         self._publications.set_hwm(hwm)
@@ -61,9 +61,9 @@ class KVEventPublisher:
             _attach(self._publications, endpoint, connects=_is_name(endpoint))
             if replay_endpoint is not None:
                 replays = self._context.socket(zmq.ROUTER)
-                # Two whole replays: ZeroMQ learns that half of the limit was read no sooner than all of that half was.
+                # Two whole replays: ZeroMQ reports what a client has read only once that is half of the limit.
                 replays.sndhwm = 2 * (buffer_steps + 1)
-                replays.router_mandatory = True  # tell, instead of dropping batches in the middle of a replay
+                replays.router_mandatory = True  # raise an error instead of dropping batches in the middle of a replay
                 _attach(replays, replay_endpoint)
                 threading.Thread(target=self._serve, args=(replays,), name="kv-event-replay", daemon=True).start()
         except ValueError:
@@ -98,11 +98,11 @@ class KVEventPublisher:
         client, _, first = request
         with self._lock:
             newest = list(self._newest)
-        frames = [(self._topic, number, batch) for number, batch in newest if number >= first]
-        replays.getsockopt(zmq.EVENTS)  # learn now what the client has read; else ZeroMQ does so at times only
+        messages = [(self._topic, number, batch) for number, batch in newest if number >= first]
+        replays.getsockopt(zmq.EVENTS)  # ZeroMQ learns now what the client has read; otherwise it does so only at times
         try:
-            for each in (*frames, (b"", END_OF_REPLAY, b"")):
-                replays.send_multipart((client, b"", *each), zmq.NOBLOCK)
+            for message in (*messages, (b"", END_OF_REPLAY, b"")):
+                replays.send_multipart((client, b"", *message), zmq.NOBLOCK)
         except zmq.ContextTerminated:
             raise
         except zmq.ZMQError:

@@ -79,7 +79,7 @@ class EngineProtocol(Protocol):
         ...
 
     def catch_up(self) -> None:
-        """Do what the deltas of the last step need not wait for. The loop calls this when it has sent them."""
+        """Do the work that the last step's deltas do not need. The loop calls this when it has sent them."""
         ...
 
     def stats(self) -> EngineStats: ...
@@ -107,7 +107,7 @@ class Rank:
 
 
 class RankProtocol(Protocol):
-    """What a rank above 0 does."""
+    """A rank above 0."""
 
     def run(self) -> None:
         """Follow rank 0 to its end."""
@@ -118,7 +118,7 @@ class RankProtocol(Protocol):
 class EngineFactory:
     """A function that builds an engine, given by name, so that only the engine process imports its module.
 
-    If the engine has ranks, each is built by its `Rank` as the last argument.
+    An engine with several ranks is built once per rank, with its `Rank` as the last argument.
     """
 
     module: str
@@ -197,7 +197,7 @@ class _Inbox:
 
 
 class _Outbox:
-    """Encodes and sends the messages of a socket; that of a cycle perhaps while the next cycle runs."""
+    """Encodes and sends the messages of a socket. A cycle's message may be sent while the next cycle runs."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
+from eagle_server.cache.pool import KVShape
 from eagle_server.models.ranks import RankGroup
+from eagle_server.ops.recurrent import RecurrentShape
 
 
 class CheckpointError(ValueError):
@@ -19,9 +22,12 @@ _EXTENDED_BY_FACTOR = ("linear", "dynamic", "yarn")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Parameters of the rotary embedding. `kind` is default, linear, dynamic, llama3 or yarn.
+    """Parameters of the rotary embedding. `kind` is a type of config.json, or none, where all angles are 0.
+
 
     original_max_position: the length before scaling. For `dynamic` it is max_position_embeddings, as in transformers.
+    partial_rotary_factor: the part of a head that is rotated, its first dimensions; the others stay as they are.
+    short_factor: of `longrope`, what each wavelength is multiplied by in texts up to original_max_position.
     """
 
     kind: str = "default"
@@ -36,6 +42,12 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    partial_rotary_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many dimensions of a head are rotated; with `proportional` all, most of them by an angle of 0."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.partial_rotary_factor)
 
     def context_limit(self, declared: int) -> tuple[int, str]:
         """(the longest context, what it follows from), if max_position_embeddings is `declared`.
@@ -43,6 +55,8 @@ class RopeConfig:
         vLLM's rule: linear, dynamic and YaRN extend the original length by their factor. Some configs declare the
         extended length already (DeepSeek), others the original one (Qwen). All other types declare the extended length.
         """
+        if self.kind == "longrope" and self.original_max_position < declared:  # longer ones rotate all keys otherwise
+            return self.original_max_position, "rope type 'longrope': original_max_position_embeddings"
         extended = int(self.factor * self.original_max_position)
         if self.kind not in _EXTENDED_BY_FACTOR or extended <= declared:
             return declared, "max_position_embeddings"
@@ -51,7 +65,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Multi-head latent attention: the ranks of compressed queries (None: not compressed) and KV, and head sizes."""
+    """Multi-head latent attention: the ranks of compressed queries (None: not compressed) and KV, and head sizes.
+
+    q_scale, kv_scale: what normed compressed queries and KV are multiplied by (LongCat).
+    """
 
     q_lora_rank: int | None
     kv_lora_rank: int
@@ -59,6 +76,59 @@ class MLAConfig:
     qk_rope_head_dim: int
     v_head_dim: int
     rope_interleaved: bool
+    q_scale: float = 1.0
+    kv_scale: float = 1.0
+
+
+class KVPlace(NamedTuple):
+    """Which layer of the KV pool a decoder layer uses, and whether it writes it. If not, an earlier layer does."""
+
+    pool_layer: int
+    writes: bool
+
+
+@dataclass(frozen=True)
+class Gemma4Config:
+    """What Gemma 4 has beside Gemma 3.
+
+    layer_input_size, layer_input_vocab: of the per-layer embeddings (size 0: none).
+    keys_are_values: in layers without a window.
+    wide_mlp: layers that write no KV have an MLP twice as wide.
+    """
+
+    layer_input_size: int
+    layer_input_vocab: int
+    keys_are_values: bool
+    wide_mlp: bool
+
+
+@dataclass(frozen=True)
+class NemotronHConfig:
+    """What Nemotron-H has beside Mamba-2.
+
+    kinds: of each layer: linear_attention, full_attention, mlp or moe.
+    shared_width: of the MLP beside experts. latent_size: of the experts' inputs, 0: hidden_size.
+    """
+
+    kinds: tuple[str, ...]
+    shared_width: int
+    latent_size: int
+
+
+@dataclass(frozen=True)
+class FalconH1Config:
+    """What Falcon-H1 has beside Mamba-2: factors on inputs and outputs of attention and Mamba-2, and others.
+
+    ssm: on z, x, B, C and dt. mlp: on the gate and on the output. norm: see `Mamba2`.
+    """
+
+    attention_in: float
+    attention_out: float
+    ssm_in: float
+    ssm_out: float
+    ssm: tuple[float, ...]
+    mlp: tuple[float, ...]
+    norm: Literal["after gate", "before gate"] | None
 
 
 @dataclass(frozen=True)
@@ -72,36 +142,78 @@ class Split:
     attention: bool
     mlp: bool
     experts: bool
+    recurrent: bool = False
 
+
+Activation = Literal["silu", "gelu_tanh"]
+CHUNK_LIMIT = "attention_chunk_size: longer texts need attention in chunks, which is not served"
 
 Scoring = Literal["softmax", "sigmoid"]
 Routing = Literal["greedy", "group_limited_greedy", "noaux_tc"]
 
 
 @dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gpt-oss's gate: (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up in [-limit, limit].
+
+    alpha None: Step's, which limits silu(gate) instead: up * silu(gate).
+    """
+
+    limit: float
+    alpha: float | None
+
+
+class SwiGLULimits(NamedTuple):
+    """The limits of a layer's experts, and of its MLP or shared experts, see `ClampedSwiGLU` without alpha; 0: none."""
+
+    experts: float = 0.0
+    mlp: float = 0.0
+
+
+@dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts. `intermediate_size` is the size of one expert.
+    """A mixture of experts. `intermediate_size` is the size of one expert, `dense_layers` have one MLP instead.
 
     The experts are divided into `groups` groups of equal size. Each token goes to the `experts_per_token` best experts
-    in its `topk_groups` best groups.
+    in its `topk_groups` best groups. `bias`: router and experts have biases. `swiglu`: None is silu(gate) * up.
+    `shared_gate`: the shared experts' output is multiplied by the sigmoid of a gate. `identities`: how many more the
+    router chooses from, which give back their input.
     """
 
     experts: int
     experts_per_token: int
     intermediate_size: int
     shared_experts: int
-    first_dense_layers: int
-    layer_frequency: int
+    dense_layers: frozenset[int]
     scoring: Scoring
     routing: Routing
     groups: int
     topk_groups: int
     normalize: bool
     scale: float
+    bias: bool = False
+    swiglu: ClampedSwiGLU | None = None
+    shared_gate: bool = False
+    identities: int = 0
 
     def is_sparse(self, layer: int) -> bool:
         """Whether this layer has experts. Otherwise it has one MLP, like a dense model."""
-        return layer >= self.first_dense_layers and layer % self.layer_frequency == 0
+        return layer not in self.dense_layers
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """Which layers are recurrent, in ascending order, and their sizes.
+
+    attending: the layers that attend; None: those that are not recurrent. bias, conv_bias: whether the projections and
+    the convolution have biases.
+    """
+
+    layers: tuple[int, ...]
+    shape: RecurrentShape
+    attending: tuple[int, ...] | None = None
+    bias: bool = False
+    conv_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,14 +221,36 @@ class ModelConfig:
     """Sizes and flags of a decoder, or of the layers of a draft head.
 
     architecture: the class name in config.json; for a native decoder the name of its family in targets/registry.py.
-    head_dim: the number of dimensions that RoPE rotates. With `mla` it is the rotary part of a head.
+    head_dim: the size of a head. With `mla` it is the rotary part of a head.
     max_position: the context length that is served by default.
     context_limit: the longest context that can be asked for, and what it follows from. It is longer than max_position
         with dynamic RoPE alone: a longer context changes the base, and so the texts of all lengths.
     windows: one sliding-window size per layer, 0 for full attention.
-    nextn_layers: the number of MTP layers after the decoder's own in the same files.
+    kv_shapes: of the layers of the KV pool, in order: those that write keys and values. (): every layer does, with
+        num_kv_heads heads of head_dim.
+    kv_places: one per layer; (): layer i writes layer i of the pool.
+    layer_heads: query heads of each layer; (): num_heads.
+    attentions: how many times each layer attends, each time over KV of its own.
+    sinks: which layers' attention has a sink per head, see `LayerSpec`; None: none has.
+    v_head_dim: the size of values in files, if it is less than head_dim: they are padded with zeros. value_scale: what
+        values are multiplied by.
+    media_token_ids: of a checkpoint that reads images, video or audio too: the tokens that stand for them, as far as
+        config.json names them. None: it reads text only.
+    rope, local_rope: the rotation of all layers; with `local_rope` that of layers without a window, and of the others.
+    norm_offset: norms multiply by norm_offset + weight.
+    output_norms: attention's and the MLP's outputs are normed before they are added to the residual stream.
+    attention_scale: of attention's scores; None: 1 / sqrt(head_dim).
+    embed_scale: embeddings are multiplied by it, rounded to the dtype.
+    residual_scale: attention's and the MLP's outputs are multiplied by it before they are added to the residual stream.
+    logits_divisor: hidden states are divided by it before the lm_head.
+    logits_softcap: c > 0 replaces logits by c * tanh(logits / c).
+    attention_gate: the output of attention is multiplied by the sigmoid of a gate, which q_proj computes beside q.
+    head_gate: the output of each head is multiplied by the sigmoid of one number, which g_proj computes.
+    swiglu_limits: one per layer; (): none has limits.
+    recurrent: the layers that have a state per request, most of them in the place of KV; None: all layers attend.
     native: whether the layers are in this package. Otherwise transformers' code runs the decoder, and only the fields
         that other modules read are set.
+    waits: the first operation of transformers' forward that waits for the device; "": none does.
     split: of one rank, whose heads and widths the other fields are then (see `rank_slices`). None: the whole decoder.
     """
 
@@ -138,11 +272,71 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    activation: Activation = "silu"
     windows: tuple[int, ...] = ()
+    kv_shapes: tuple[KVShape, ...] = ()
+    kv_places: tuple[KVPlace, ...] = ()
+    attentions: int = 1
+    sinks: Literal["all", "windowed"] | None = None
+    v_head_dim: int = 0
+    value_scale: float = 1.0
+    local_rope: RopeConfig | None = None
+    norm_offset: float = 0.0
+    output_norms: bool = False
+    attention_scale: float | None = None
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_divisor: float = 1.0
+    logits_softcap: float = 0.0
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
-    nextn_layers: int = 0
+    gemma4: Gemma4Config | None = None
+    attention_gate: bool = False
+    head_gate: bool = False
+    layer_heads: tuple[int, ...] = ()
+    swiglu_limits: tuple[SwiGLULimits, ...] = ()
+    recurrent: RecurrentConfig | None = None
+    nemotron_h: NemotronHConfig | None = None
+    falcon_h1: FalconH1Config | None = None
+    media_token_ids: tuple[int, ...] | None = None
     native: bool = True
+    waits: str = ""
     split: Split | None = None
+
+    @property
+    def attending(self) -> Sequence[int]:
+        """The layers that attend, in ascending order."""
+        recurrent, layers = self.recurrent, range(self.num_layers)
+        if recurrent is None:
+            return layers
+        attending = recurrent.attending
+        return [each for each in layers if each not in recurrent.layers] if attending is None else attending
+
+    @property
+    def kv_layers(self) -> int:
+        """How many layers have keys and values. They are numbered in this order in the KV pool."""
+        return len(self.attending) if self.recurrent is not None else self.attentions * self.num_layers
+
+    def kv_index(self, layer: int) -> int:
+        """The number of an attention layer in the KV pool, if each writes its own."""
+        return layer if self.recurrent is None else sum(each < layer for each in self.attending)
+
+    @property
+    def pool_layers(self) -> tuple[KVShape, ...]:
+        """The shape of each layer of the KV pool, see `kv_shapes`."""
+        return self.kv_shapes or (KVShape(self.num_kv_heads, self.head_dim),) * self.kv_layers
+
+    def heads_of(self, layer: int) -> int:
+        """The query heads of decoder layer `layer`."""
+        return self.layer_heads[layer] if self.layer_heads else self.num_heads
+
+    def kv_place(self, layer: int) -> KVPlace:
+        """Where decoder layer `layer` has its keys and values."""
+        return self.kv_places[layer] if self.kv_places else KVPlace(self.kv_index(layer), writes=True)
+
+    def kv_shape(self, layer: int) -> KVShape:
+        """The shape of the keys and values of decoder layer `layer`."""
+        own = KVShape(self.num_kv_heads, self.head_dim)
+        return self.kv_shapes[self.kv_place(layer).pool_layer] if self.kv_shapes else own

@@ -6,8 +6,8 @@ parameter. Loading, the check for missing tensors and export all use this list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,11 @@ from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.ranks import summed
 from eagle_server.models.rope import RotaryEmbedding
-from eagle_server.ops.fused import Rotation, add_rms_norm, rms_norm, silu_mul
+from eagle_server.ops.fused import GATES, Rotation, add_rms_norm, apply_rope, gain_of, limited_silu_mul, rms_norm
 from eagle_server.ops.linear import PackedWeight, pack_weight, packed_linear, unpack_weight, why_not_computed
-from eagle_server.ops.native_decoder import AttentionShape, LayerWeights, NativeDecoder
-from eagle_server.ops.native_linear import NativeWeight
+from eagle_server.ops.native.decoder import AttentionShape, AttentionWeights, FeedForwardWeights
+from eagle_server.ops.native.library import floats
+from eagle_server.ops.native.linear import Biased, NativeWeight, native_linear
 from eagle_server.ops.quantize import Quantization, QuantizedWeight
 from eagle_server.ops.rope_kv import HeadNorms
 
@@ -38,11 +39,23 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, in_features))
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
         self._packed: PackedWeight | None = None
+        self._rest: NativeWeight | None = None  # part of the packed weight, see `outputs_from`
 
     def forward(self, x: Tensor) -> Tensor:
         if self._packed is not None:
             return packed_linear(x, self._packed, self.bias)
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)  # native kernels may give float32
+
+    def outputs_from(self, x: Tensor, first: int) -> Tensor:
+        """The outputs from number `first` on, [rows, out - first], without the others where that is possible."""
+        bias, packed = None if self.bias is None else self.bias[first:], self._packed
+        if packed is None:
+            return F.linear(x.to(self.weight.dtype), self.weight[first:], bias)
+        if packed.native is None or first % 16:
+            return packed_linear(x, packed, self.bias)[:, first:]
+        if self._rest is None:
+            self._rest = packed.native.rows_from(first)
+        return native_linear(x, self._rest, bias)
 
     def pack(
         self, quantization: Quantization | None = None, codes: QuantizedWeight | NativeWeight | None = None
@@ -62,7 +75,7 @@ class Linear(nn.Module):
         return self._packed is not None
 
     @property
-    def native(self) -> tuple[NativeWeight, Tensor | None] | None:
+    def native(self) -> Biased | None:
         """Weight and bias for the native kernels; None: they do not compute this layer."""
         packed = None if self._packed is None else self._packed.native
         return None if packed is None else (packed, self.bias)
@@ -86,68 +99,158 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in float32."""
+    """x / rms(x) * (offset + weight), computed in float32. offset: 1 in families whose weights are stored less 1."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
+        self.eps, self.offset = eps, offset
+
+    @property
+    def gain(self) -> Tensor:
+        """offset + weight [size], as the native kernels take it."""
+        return gain_of(self.weight, self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.offset)
 
     def after_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual). Both arguments may be overwritten (see `ops.fused`)."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        return add_rms_norm(x, residual, self.weight, self.eps, self.offset)
+
+
+def norm_of(config: ModelConfig, size: int) -> RMSNorm:
+    """A norm over `size` numbers, as the decoder's family has it."""
+    return RMSNorm(size, config.rms_norm_eps, config.norm_offset)
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention. `in_features`: the hidden size, or twice that in an EAGLE-3 head's first layer."""
+    """Grouped-query self-attention. `in_features`: the hidden size, or twice that in an EAGLE-3 head's first layer.
 
-    def __init__(self, config: ModelConfig, layer: int, in_features: int) -> None:
+    With a gate q_proj has twice as many rows: those of a head's query, then those of its gate. With a gate per head
+    g_proj has a row for each.
+
+    keys_are_values: values are the keys before norm and rotation. value_norm: values are divided by their rms.
+    """
+
+    name = "self_attn"  # in checkpoints
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        in_features: int,
+        *,
+        keys_are_values: bool = False,
+        value_norm: bool = False,
+    ) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        kv_rows = self.kv_heads * self.head_dim
-        parts = [("q_proj", self.heads * self.head_dim), ("k_proj", kv_rows), ("v_proj", kv_rows)]
+        place = config.kv_place(layer)
+        self.heads, (self.kv_heads, self.head_dim) = config.heads_of(layer), config.kv_shape(layer)
+        self.gated, self.value_eps = config.attention_gate, config.rms_norm_eps if value_norm else None
+        written = () if not place.writes else ("k_proj",) if keys_are_values else ("k_proj", "v_proj")
+        q_rows = self.heads * self.head_dim * (2 if self.gated else 1)
+        parts = [("q_proj", q_rows), *((name, self.kv_heads * self.head_dim) for name in written)]
         self.qkv = Linear(in_features, parts, bias=config.qkv_bias)
+        self.gate = Linear(in_features, [("g_proj", self.heads)]) if config.head_gate else None
         self.o = Linear(self.heads * self.head_dim, [("o_proj", config.hidden_size)], bias=config.o_bias)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm = norm_of(config, self.head_dim) if config.qk_norm else None
+        self.k_norm = norm_of(config, self.head_dim) if config.qk_norm and place.writes else None
         self.ranks = config.split.ranks if config.split is not None and config.split.attention else None
         window = config.windows[layer] if config.windows else 0
-        self.spec = LayerSpec(layer, self.head_dim**-0.5, window)
+        scale = config.attention_scale or self.head_dim**-0.5
+        has_sinks = config.sinks == "all" or (config.sinks == "windowed" and window > 0)
+        self.sinks = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32)) if has_sinks else None
+        own_heads = self.heads if config.layer_heads else 0
+        self.spec = LayerSpec(place.pool_layer, scale, window, sinks=self.sinks, writes=place.writes, heads=own_heads)
 
     def forward(self, x: Tensor, rope: Rotation, attention: BoundAttention) -> Tensor:
         rows = x.shape[0]
-        qkv = self.qkv(x).view(rows, self.heads + 2 * self.kv_heads, self.head_dim)
-        mixed = attention.rotate_and_attend(qkv, self.heads, rope, self._head_norms(), self.spec)
+        gate = None if self.gate is None else self.gate(x).unsqueeze(2)  # [rows, heads, 1]
+        qkv = self.qkv(x).unflatten(1, (-1, self.head_dim))
+        if self.gated:
+            q, kv = qkv.split_with_sizes([2 * self.heads, 2 * self.kv_heads], dim=1)
+            q, gate = q.unflatten(1, (self.heads, 2)).unbind(2)
+            qkv = torch.cat([q, kv], dim=1)
+        if self.spec.writes:
+            qkv = qkv if self.value_eps is None else self._with_values(qkv, self.value_eps)
+            mixed = attention.rotate_and_attend(qkv, self.heads, rope, self._head_norms(), self.spec)
+        else:
+            q = qkv if self.q_norm is None else self.q_norm(qkv)
+            mixed = attention.attend(apply_rope(q, rope), self.spec)
+        if gate is not None:
+            mixed = mixed * gate.sigmoid()
         return summed(self.ranks, self.o(mixed.reshape(rows, -1)))
+
+    def _with_values(self, qkv: Tensor, eps: float) -> Tensor:
+        """Queries, keys and normed values. The last heads are the values, or keys that are values."""
+        values = F.rms_norm(qkv[:, -self.kv_heads :], (self.head_dim,), None, eps)
+        return torch.cat([qkv[:, : self.heads + self.kv_heads], values], dim=1)
 
     def _head_norms(self) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None:
             return None
-        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
+
+    def native_weights(self, rope: RotaryEmbedding, local_rope: RotaryEmbedding) -> AttentionWeights | None:
+        """See `Mixer`."""
+        qkv, o, spec = self.qkv.native, self.o.native, self.spec
+        gate = None if self.gate is None else self.gate.native
+        if self.gate is not None and gate is None:
+            return None
+        if self.ranks is not None or qkv is None or o is None or not AttentionShape.fits(self.head_dim):
+            return None
+        sizes = (self.heads, self.kv_heads, self.head_dim)
+        sinks = None if spec.sinks is None else floats(spec.sinks.detach())
+        angles = local_rope if spec.sliding_window else rope
+        return AttentionWeights(
+            *(qkv, o),
+            q_norm=None if self.q_norm is None else self.q_norm.gain,
+            k_norm=None if self.k_norm is None else self.k_norm.gain,
+            v_norm=None if self.value_eps is None else torch.ones(self.head_dim),
+            gated=self.gated,
+            kv_layer=spec.index,
+            cos=angles.cos,
+            sin=angles.sin,
+            shape=AttentionShape(*sizes, spec.scale, spec.softcap, spec.sliding_window, sinks),
+            head_gate=gate,
+        )
 
     def weight_views(self, prefix: str) -> Views:
         yield from self.qkv.weight_views(prefix)
+        if self.gate is not None:
+            yield from self.gate.weight_views(prefix)
         yield from self.o.weight_views(prefix)
-        if self.q_norm is not None and self.k_norm is not None:
-            yield f"{prefix}q_norm.weight", self.q_norm.weight
-            yield f"{prefix}k_norm.weight", self.k_norm.weight
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None:
+                yield f"{prefix}{name}.weight", norm.weight
+        if self.sinks is not None:
+            yield f"{prefix}sinks", self.sinks
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)). limit: see `SwiGLULimits`."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, limit: float = 0.0) -> None:
         super().__init__()
+        self.limit = limit
         width = config.intermediate_size
         self.gate_up = Linear(config.hidden_size, [("gate_proj", width), ("up_proj", width)], bias=config.mlp_bias)
         self.down = Linear(width, [("down_proj", config.hidden_size)], bias=config.mlp_bias)
         self.ranks = config.split.ranks if config.split is not None and config.split.mlp else None
+        self.activation = config.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return summed(self.ranks, self.down(silu_mul(self.gate_up(x))))
+        both = self.gate_up(x)
+        mixed = limited_silu_mul(both, self.limit) if self.limit else GATES[self.activation](both)
+        return summed(self.ranks, self.down(mixed))
+
+    def native_weights(self) -> FeedForwardWeights | None:
+        """See `FeedForward`."""
+        gate_up, down = self.gate_up.native, self.down.native
+        if self.ranks is not None or gate_up is None or down is None:
+            return None
+        return FeedForwardWeights(gate_up, down, activation=self.activation, limit=self.limit)
 
     def weight_views(self, prefix: str) -> Views:
         yield from self.gate_up.weight_views(prefix)
@@ -157,42 +260,75 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """A pre-norm layer on the residual stream s: u = s + attention(norm(s)), then u + mlp(norm(u)).
 
-    The stream is passed as two summands, so that one kernel does the addition and the norm after it.
+    With `output_norms` (Gemma 3) what attention and MLP give is normed too, before it is added; with `residual_scale`
+    (MiniCPM3) it is multiplied. An MLP that `reads_stream` (Gemma 4's experts) gets the stream after attention, too.
+    The stream is passed as two summands, so that one kernel does the addition and the norm after it. `tail`: see
+    `models.layer_inputs`.
     """
 
-    def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module) -> None:
+    def __init__(
+        self, config: ModelConfig, attention: nn.Module, mlp: nn.Module, tail: nn.Module | None = None
+    ) -> None:
         super().__init__()
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_norm = norm_of(config, config.hidden_size)
         self.attention = attention
-        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_norm = norm_of(config, config.hidden_size) if config.output_norms else None
+        self.post_norm = norm_of(config, config.hidden_size)
         self.mlp = mlp
+        self.mlp_norm = norm_of(config, config.hidden_size) if config.output_norms else None
+        self.tail, self.residual_scale = tail, config.residual_scale
+        self.mlp_reads_stream = bool(getattr(mlp, "reads_stream", False))
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rope: Rotation, attention: BoundAttention
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rope: Rotation,
+        attention: BoundAttention,
+        layer_input: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """Two summands of the stream [rows, H] (None: zero) -> two summands of the next. May overwrite both."""
         normed, residual = (self.input_norm(x), x) if residual is None else self.input_norm.after_add(x, residual)
-        normed, residual = self.post_norm.after_add(self.attention(normed, rope, attention), residual)
-        return self.mlp(normed), residual
+        attended = self.attention(normed, rope, attention)
+        if self.attention_norm is not None:
+            attended = self.attention_norm(attended)
+        if self.residual_scale != 1:
+            attended = attended * self.residual_scale
+        normed, residual = self.post_norm.after_add(attended, residual)
+        x = self.mlp(normed, residual) if self.mlp_reads_stream else self.mlp(normed)
+        x = x if self.mlp_norm is None else self.mlp_norm(x)
+        x = x if self.residual_scale == 1 else x * self.residual_scale
+        return (x, residual) if self.tail is None else (self.tail(x + residual, layer_input), None)
 
     def weight_views(self, prefix: str) -> Views:
         yield f"{prefix}input_layernorm.weight", self.input_norm.weight
-        yield f"{prefix}post_attention_layernorm.weight", self.post_norm.weight
-        yield from self.attention.weight_views(f"{prefix}self_attn.")  # type: ignore[operator]
+        if self.attention_norm is not None and self.mlp_norm is not None:
+            yield f"{prefix}post_attention_layernorm.weight", self.attention_norm.weight
+            yield f"{prefix}pre_feedforward_layernorm.weight", self.post_norm.weight
+            yield f"{prefix}post_feedforward_layernorm.weight", self.mlp_norm.weight
+        else:
+            yield f"{prefix}post_attention_layernorm.weight", self.post_norm.weight
+        yield from self.attention.weight_views(f"{prefix}{self.attention.name}.")  # type: ignore[operator]
         yield from self.mlp.weight_views(f"{prefix}mlp.")  # type: ignore[operator]
+        if self.tail is not None:
+            yield from self.tail.weight_views(prefix)  # type: ignore[operator]
 
 
 def linear_views(model: nn.Module, views: Mapping[str, Tensor]) -> dict[Linear, dict[str, Tensor]]:
     """Each linear layer's views of its weight by name, in order."""
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     owners = {linear.weight.untyped_storage().data_ptr(): linear for linear in linears}
+    last_parts = {linear: {_last_part(name) for name, _ in linear.parts} for linear in linears}
     found: dict[Linear, dict[str, Tensor]] = {}
     for name, view in views.items():
-        linear = owners.get(view.untyped_storage().data_ptr())
-        part = name.removesuffix(".weight").rpartition(".")[2]  # not the embedding, which may share its memory
-        if linear is not None and part in dict(linear.parts):
+        linear = owners.get(view.untyped_storage().data_ptr())  # of the embedding, too, which may share its memory
+        if linear is not None and _last_part(name.removesuffix(".weight")) in last_parts[linear]:
             found.setdefault(linear, {})[name] = view
     return found
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def pack_linears(
@@ -230,38 +366,3 @@ class Fusable(Protocol):
     def fuse(self) -> None:
         """Prepare that call. The linear layers are packed."""
         ...
-
-
-def native_decoder(layers: Iterable[nn.Module], norm: RMSNorm | None, rope: RotaryEmbedding) -> NativeDecoder | None:
-    """One native call for all of these packed layers and the norm after them; None: they are not of that kind.
-
-    A first layer that is no `DecoderLayer` gets its input normed, and the residual stream with it.
-    """
-    weights = [_native_layer(layer) for layer in layers]
-    known = [each for each in weights if each is not None]
-    if len(known) < len(weights):
-        return None
-    return NativeDecoder(known, None if norm is None else norm.weight, rope.cos, rope.sin)
-
-
-def _native_layer(layer: Any) -> LayerWeights | None:
-    attention, mlp = getattr(layer, "attention", None), getattr(layer, "mlp", None)
-    if type(attention) is not Attention or type(mlp) is not GatedMLP or not AttentionShape.fits(attention.head_dim):
-        return None
-    if attention.ranks is not None or mlp.ranks is not None:
-        return None
-    linears = [each.native for each in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
-    known = [each for each in linears if each is not None]
-    if len(known) < len(linears):
-        return None
-    spec, q_norm, k_norm = attention.spec, attention.q_norm, attention.k_norm
-    sizes = (attention.heads, attention.kv_heads, attention.head_dim)
-    return LayerWeights(
-        known,
-        input_norm=layer.input_norm.weight if isinstance(layer, DecoderLayer) else None,
-        post_norm=layer.post_norm.weight,
-        q_norm=None if q_norm is None else q_norm.weight,
-        k_norm=None if k_norm is None else k_norm.weight,
-        eps=layer.post_norm.eps,
-        attention=AttentionShape(*sizes, spec.scale, spec.softcap, spec.sliding_window),
-    )

@@ -30,6 +30,8 @@ _EPS = 1e-6  # eps of the norms in the bottlenecks; rms_norm_eps is for all othe
 class MLAAttention(nn.Module):
     """`attention.run` takes q [T, heads, rank + rope_dim] and k [T, 1, rank + rope_dim], returns [T, heads, rank]."""
 
+    name = "self_attn"  # in checkpoints
+
     def __init__(self, config: ModelConfig, mla: MLAConfig, layer: int) -> None:
         super().__init__()
         self.mla, self.heads, hidden = mla, config.num_heads, config.hidden_size
@@ -52,6 +54,7 @@ class MLAAttention(nn.Module):
         if self.q_norm is not None:
             narrow, down = down.split_with_sizes([mla.q_lora_rank, down.shape[1] - (mla.q_lora_rank or 0)], dim=1)
             x = self.q_norm(narrow)
+            x = x if mla.q_scale == 1 else x * mla.q_scale
         latent, k_pe = down.split_with_sizes([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=1)
         q_nope, q_pe = (
             self.q(x).view(rows, self.heads, -1).split_with_sizes([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=2)
@@ -61,8 +64,9 @@ class MLAAttention(nn.Module):
             [mla.qk_nope_head_dim, mla.v_head_dim], dim=1
         )
         absorbed = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)  # [T, heads, rank]
-        q = torch.cat([absorbed, q_pe], dim=2)
-        k = torch.cat([self.kv_norm(latent).unsqueeze(1), k_pe], dim=2)
+        latent = self.kv_norm(latent)
+        latent = latent if mla.kv_scale == 1 else latent * mla.kv_scale
+        q, k = torch.cat([absorbed, q_pe], dim=2), torch.cat([latent.unsqueeze(1), k_pe], dim=2)
         out = attention.run(q, k, k[..., : mla.kv_lora_rank], self.spec)
         values = torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)  # [T, heads, v_head_dim]
         return summed(self.ranks, self.o(values.reshape(rows, -1)))

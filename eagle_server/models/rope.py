@@ -18,12 +18,13 @@ from eagle_server.ops.fused import AngleRows, AngleTable, Rotation, can_use_tabl
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin, float32 [context, head_dim]. The first half of the sine is negated, so that a rotation is a roll."""
+    """cos and sin, float32 [context, rotary_dim]. The first half of the sine is negated: a rotation is a roll."""
 
     def __init__(self, config: RopeConfig, head_dim: int, context: int) -> None:
         super().__init__()
+        self.head_dim = head_dim
         frequencies, scale = inverse_frequencies(config, head_dim, context)
-        angles = torch.outer(torch.arange(context, dtype=torch.float32), frequencies)  # [context, head_dim / 2]
+        angles = torch.outer(torch.arange(context, dtype=torch.float32), frequencies)  # [context, rotary_dim / 2]
         cos, sin = angles.cos() * scale, angles.sin() * scale
         self.cos: Tensor
         self.sin: Tensor
@@ -33,35 +34,46 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """The rotation for rows at `positions` [T] and activations of `dtype`."""
-        if can_use_table(positions.device, dtype, self.cos.shape[1]):
+        if can_use_table(positions.device, dtype, self.head_dim, self.cos.shape[1]):
             return AngleTable(positions, self._kernel_table())
+        return self.angles(positions, dtype)
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> AngleRows:
+        """The rotation for rows at `positions` [T] as tensors."""
         return AngleRows(self.cos[positions].unsqueeze(1).to(dtype), self.sin[positions].unsqueeze(1).to(dtype))
 
     def _kernel_table(self) -> Tensor:
-        """The table of `AngleTable`, float32 [context, head_dim], made at its first use."""
+        """The table of `AngleTable`, float32 [context, rotary_dim], made at its first use."""
         if self._table is None:
             half = self.cos.shape[1] // 2
             self._table = torch.cat([self.cos[:, :half], self.sin[:, half:]], dim=1).float()
         return self._table
 
 
-def inverse_frequencies(config: RopeConfig, dim: int, context: int) -> tuple[Tensor, float]:
-    """(inverse frequencies float32 [dim / 2], the factor on cos and sin)."""
+def inverse_frequencies(config: RopeConfig, head_dim: int, context: int) -> tuple[Tensor, float]:
+    """(inverse frequencies float32 [rotary_dim / 2], the factor on cos and sin)."""
+    dim = config.rotary_dim(head_dim)
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-    plain = 1.0 / at_context(config, dim, context).theta ** exponents
-    if config.kind == "linear":
-        return plain / config.factor, 1.0
+    plain = 1.0 / at_context(config, head_dim, context).theta ** exponents
+    if config.kind in ("none", "linear"):
+        return torch.zeros_like(plain) if config.kind == "none" else plain / config.factor, 1.0
+    if config.kind == "proportional":  # the angles of the other pairs are 0
+        rotated = torch.arange(dim // 2) < int(config.partial_rotary_factor * dim // 2)
+        return torch.where(rotated, plain / config.factor, 0.0), 1.0
     if config.kind == "llama3":
         return _llama3(config, plain), 1.0
+    if config.kind == "longrope":
+        return plain / torch.tensor(config.short_factor), config.attention_factor or 1.0
     if config.kind == "yarn":
         return _yarn(config, plain, dim), _yarn_scale(config)
     return plain, 1.0
 
 
-def at_context(config: RopeConfig, dim: int, context: int) -> RopeConfig:
+def at_context(config: RopeConfig, head_dim: int, context: int) -> RopeConfig:
     """`config` resolved for a served context length: `dynamic` becomes `default` with the base for that length."""
     if config.kind != "dynamic":
         return config
+    dim = config.rotary_dim(head_dim)
     ratio = config.factor * context / config.original_max_position - (config.factor - 1)
     stretch = ratio ** (dim / (dim - 2)) if context > config.original_max_position else 1.0
     return replace(config, kind="default", theta=config.theta * stretch)

@@ -1,6 +1,6 @@
 """Dataclasses as inputs of captured functions: flattened to their tensors, and restored with others.
 
-What is no tensor, and fields `in_place()`, must be the same in all calls with an equal key: the capture keeps them.
+Values other than tensors, and `in_place()` fields, are fixed at capture: all calls with one key must have the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def restored(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """The input with these tensors in the places of its own, as `tensors_of` lists them."""
+    """A copy of the input that holds these tensors instead, in the order of `tensors_of`."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""The operations between a layer's matrix products, one kernel each: norms, SiLU gate and rotary embedding.
+"""The operations between a layer's matrix products, one kernel each: norms, gates and rotary embedding.
 
 Engines with the backend flashinfer use its kernels for 16-bit CUDA tensors outside autograd. They overwrite their
 arguments. Everything else uses the torch twins, which do not. So callers must use the results, and must not use the
@@ -18,6 +18,7 @@ from torch import Tensor
 
 _HALF = (torch.bfloat16, torch.float16)
 _ROPE_DIMS = (64, 128, 256, 512)  # head sizes that FlashInfer's rotary kernel supports
+_ROTARY_STEP = 32  # its threads rotate up to 16 dimensions each, in one half of the rotated ones
 
 
 _uses_flashinfer = False
@@ -30,36 +31,56 @@ def use_flashinfer(*, enabled: bool) -> None:
 
 
 class AngleRows(NamedTuple):
-    """cos and sin for each row of a forward, for the torch twin. The first half of the sine is negated."""
+    """cos and sin for each row of a forward, for the torch twin. The first half of the sine is negated.
 
-    cos: Tensor  # [T, 1, dim]
-    sin: Tensor  # [T, 1, dim]
+    They may be narrower than a head: then its first dimensions are rotated, and the others stay as they are.
+    """
+
+    cos: Tensor  # [T, 1, rotary_dim]
+    sin: Tensor  # [T, 1, rotary_dim]
 
 
 class AngleTable(NamedTuple):
     """cos and sin by position, for the kernel. A row of `table` holds the cosines of a position, then its sines."""
 
     positions: Tensor  # int [T]
-    table: Tensor  # float32 [context, dim]
+    table: Tensor  # float32 [context, rotary_dim]
 
 
 Rotation = AngleRows | AngleTable
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, computed in float32. x: [rows, size] or [T, heads, size]."""
+def gain_of(weight: Tensor, offset: float) -> Tensor:
+    """What a norm multiplies by: offset + weight. In float32 with an offset, as bfloat16 would round 1 + weight."""
+    return offset + _wide(weight) if offset else weight
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x / rms(x) * (offset + weight) over the last dimension, computed in float32.
+
+    x: [rows, size] or [T, heads, size]. offset: 0 or 1.
+    """
     if _is_fused(x):
-        return _flashinfer().rmsnorm(x, weight, eps)  # type: ignore[no-any-return]
+        norm = _flashinfer().gemma_rmsnorm if offset else _flashinfer().rmsnorm
+        return norm(x, weight, eps)  # type: ignore[no-any-return]
+    if offset:
+        return F.rms_norm(_wide(x), weight.shape, gain_of(weight, offset), eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), all [rows, size]. Both arguments may be overwritten."""
     if _is_fused(x):
-        _flashinfer().fused_add_rmsnorm(x, residual, weight, eps)
+        norm = _flashinfer().gemma_fused_add_rmsnorm if offset else _flashinfer().fused_add_rmsnorm
+        norm(x, residual, weight, eps)
         return x, residual
     residual = residual + x
-    return F.rms_norm(residual, weight.shape, weight, eps), residual
+    return rms_norm(residual, weight, eps, offset), residual
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -70,9 +91,31 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def can_use_table(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+def limited_silu_mul(gate_up: Tensor, limit: float) -> Tensor:
+    """min(silu(gate), limit) * up, with up in [-limit, limit]: gate_up [rows, 2F] -> [rows, F]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, with tanh in gelu: gate_up [rows, 2F] -> [rows, F]."""
+    if _is_fused(gate_up):
+        return _flashinfer().gelu_tanh_and_mul(gate_up)  # type: ignore[no-any-return]
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def squared_relu(up: Tensor) -> Tensor:
+    """relu(up)^2, where there is no gate: [rows, F] -> [rows, F]."""
+    return F.relu(up).square()
+
+
+GATES = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, "relu2": squared_relu}  # by the name of the activation
+
+
+def can_use_table(device: torch.device, dtype: torch.dtype, dim: int, rotary_dim: int) -> bool:
     """Whether a forward on this device uses `AngleTable`; otherwise it uses `AngleRows`."""
-    return dim in _ROPE_DIMS and _fuses(device, dtype)
+    return dim in _ROPE_DIMS and rotary_dim % _ROTARY_STEP == 0 and _fuses(device, dtype)
 
 
 def apply_rope(x: Tensor, rotation: Rotation, *, interleaved: bool = False) -> Tensor:
@@ -95,13 +138,19 @@ def apply_rope_pair(q: Tensor, k: Tensor, rotation: Rotation, *, interleaved: bo
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + dim / 2) of x [T, heads, dim], as Llama does. cos and sin as in `AngleRows`."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    """Rotate the pairs (i, i + rotary_dim / 2) of x [T, heads, dim], as Llama does. cos and sin as in `AngleRows`."""
+    dim = cos.shape[-1]
+    if dim < x.shape[-1]:
+        return torch.cat([rotate(x[..., :dim], cos, sin), x[..., dim:]], dim=-1)
+    return torch.addcmul(x * cos, x.roll(dim // 2, -1), sin)
 
 
 def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (2i, 2i + 1) of x [T, heads, dim], as GPT-J and DeepSeek do. cos and sin as in `AngleRows`."""
-    half = x.shape[-1] // 2
+    dim = cos.shape[-1]
+    if dim < x.shape[-1]:
+        return torch.cat([rotate_interleaved(x[..., :dim], cos, sin), x[..., dim:]], dim=-1)
+    half = dim // 2
     cos, sin = cos[..., :half], sin[..., half:]
     even, odd = x.unflatten(-1, (half, 2)).unbind(-1)
     return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)

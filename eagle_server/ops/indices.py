@@ -12,8 +12,8 @@ from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, t
 
 _BLOCK = 512
 _SPLITS = 8  # programs per request
-_WINDOW = 128  # positions per program, whatever their number, which is that of a prompt's rows too
-_REQUESTS = 64  # whose lengths are added up at once
+_WINDOW = 128  # positions per program; a prompt may have any number of them
+_REQUESTS = 64  # requests whose lengths are added up at once
 
 
 def indptr_of(lens: Tensor) -> Tensor:
@@ -110,8 +110,8 @@ def _draft_decode_kv_indices_torch(
     request = torch.div(query, topk, rounding_mode="floor")
     prefix = seq_lens.index_select(0, request)
     # A stable sort puts the window columns of each query first, in their order.
-    own = ancestor_mask.flatten(0, 1).to(torch.uint8).argsort(dim=1, descending=True, stable=True)
-    in_window = own[query, (column - prefix).clamp(0, window - 1)]
+    order = ancestor_mask.flatten(0, 1).to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+    in_window = order[query, (column - prefix).clamp(0, window - 1)]
     column = torch.where(column < prefix, column, prefix + in_window).clamp(0, req_to_token.shape[1] - 1)
     slots = req_to_token[req_pool_indices.index_select(0, request), column]
     out.copy_(torch.where(place < kv_indptr[-1], slots, out))
@@ -236,10 +236,10 @@ def _draft_decode_kv_indices_kernel(  # type: ignore[no-untyped-def]  # noqa: PL
     _copy_slots(row, out + start, prefix, SPLITS, BLOCK)
     if tl.program_id(1) == 0:
         column = tl.arange(0, WINDOW_BLOCK)
-        own = tl.load(ancestor_mask + query * window + column, mask=column < window, other=0).to(tl.int32)
-        rank = tl.cumsum(own, 0) - own
+        visible = tl.load(ancestor_mask + query * window + column, mask=column < window, other=0).to(tl.int32)
+        rank = tl.cumsum(visible, 0) - visible
         room = tl.load(kv_indptr + query + 1) - start - prefix
-        keep = (own != 0) & (rank < room)
+        keep = (visible != 0) & (rank < room)
         tl.store(out + start + prefix + rank, tl.load(row + prefix + column, mask=keep), mask=keep)
 
 

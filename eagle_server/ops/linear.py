@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_server.ops.native import available
-from eagle_server.ops.native_linear import NativeWeight, native_linear
+from eagle_server.ops.native.library import available
+from eagle_server.ops.native.linear import NativeWeight, native_linear
 from eagle_server.ops.quantize import Quantization, QuantizedWeight, quantize
 from eagle_server.ops.torch_quantized import TorchQuantizedWeight, fits, why_not
 
@@ -35,7 +35,9 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in (self.plain, self.blocked, self.native, self.rounded) if each is not None)
+        return sum(
+            tensor.nbytes for tensor in (self.plain, self.blocked, self.native, self.rounded) if tensor is not None
+        )
 
 
 def pack_weight(

@@ -1,7 +1,8 @@
 """Rounds weights to 8 or 4 bits.
 
 int8, fp8 (float8_e4m3fn): one scale for each output. int4: groups of inputs, each with a scale and a zero for each
-output. The range of a group is cut where that lowers its squared error.
+output. The range of a group is cut where that lowers its squared error. mxfp4 (OCP Microscaling Formats): floats of 4
+bits, and a power of two for each output and 32 inputs; weights are read in it, never rounded to it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Quantization = Literal["int8", "int4", "fp8"]
+Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the numbers of the codes 0 to 7; those from 8 on are negative
 _GROUPS = (128, 64, 32, 16, 8)  # inputs that share a scale: the first that divides their number
 _RANGES = (1.0, 0.94, 0.88, 0.82, 0.76)  # of a group's range that are tried
 _ROWS = 1024  # at once
@@ -25,7 +27,7 @@ _ROWS = 1024  # at once
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight [out, in]: (codes - zeros) * scales.
+    """A weight [out, in]: (codes - zeros) * scales; of mxfp4 number(codes) * scales, and zeros are 0.
 
     codes: uint8 [out, in], below 256 or below 16, or float8_e4m3fn. scales: float32 [groups, out]; zeros: uint8
     [groups, out]. Inputs g * group to (g + 1) * group belong to group g.
@@ -41,14 +43,16 @@ class QuantizedWeight:
     def stacked(cls, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         """Weights of one kind and group, one after the other along the outputs."""
         first = weights[0]
-        codes = torch.cat([each.codes for each in weights])
-        scales, zeros = (torch.cat([getattr(each, name) for each in weights], dim=1) for name in ("scales", "zeros"))
+        codes = torch.cat([weight.codes for weight in weights])
+        scales, zeros = (
+            torch.cat([getattr(weight, name) for weight in weights], dim=1) for name in ("scales", "zeros")
+        )
         return cls(first.quantization, codes, scales, zeros, first.group)
 
-    def rows(self, first: int, last: int) -> QuantizedWeight:
+    def rows(self, chosen: slice) -> QuantizedWeight:
         """Only some of the outputs."""
-        scales, zeros = (each[:, first:last].contiguous() for each in (self.scales, self.zeros))
-        return replace(self, codes=self.codes[first:last].contiguous(), scales=scales, zeros=zeros)
+        scales, zeros = (values[:, chosen].contiguous() for values in (self.scales, self.zeros))
+        return replace(self, codes=self.codes[chosen].contiguous(), scales=scales, zeros=zeros)
 
     def columns(self, first: int, last: int) -> QuantizedWeight | None:
         """Only some of the inputs; None: they do not begin and end with a group."""
@@ -63,9 +67,11 @@ class QuantizedWeight:
     def dense(self) -> Tensor:
         """The weight that is computed with, float32 [out, in]."""
         scales, zeros = (
-            each.t().repeat_interleave(self.group, dim=1)[:, : self.codes.shape[1]]
-            for each in (self.scales, self.zeros.float())
+            values.t().repeat_interleave(self.group, dim=1)[:, : self.codes.shape[1]]
+            for values in (self.scales, self.zeros.float())
         )
+        if self.quantization == "mxfp4":
+            return torch.tensor([*_E2M1, *(-number for number in _E2M1)])[self.codes.int()] * scales
         return (self.codes.float() - zeros) * scales
 
 
@@ -82,7 +88,7 @@ def quantize(weight: Tensor, quantization: Quantization) -> QuantizedWeight:
     if quantization == "int4":
         group = next((size for size in _GROUPS if weight.shape[1] % size == 0), -(-weight.shape[1] // 8) * 8)
     parts = [round_rows(rows.float(), group) for rows in weight.detach().split(_ROWS)]
-    codes, scales, zeros = (torch.cat(each) for each in zip(*parts, strict=True))
+    codes, scales, zeros = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
     return QuantizedWeight(quantization, codes, scales.t().contiguous(), zeros.t().contiguous(), group)
 
 

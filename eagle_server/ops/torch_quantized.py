@@ -19,7 +19,7 @@ _FP8_CAPABILITY = (8, 9)  # the first GPUs that multiply fp8: Ada
 
 def why_not(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why torch does not compute with such weights here; None: it does."""
-    if device.type not in ("cpu", "cuda"):
+    if quantization == "mxfp4" or device.type not in ("cpu", "cuda"):
         return f"torch has no kernels for it on {device.type}"
     if quantization == "int8" and device.type == "cuda":
         return "torch's int8 kernel for GPUs is slower than bfloat16; use fp8 or int4, or drop it"

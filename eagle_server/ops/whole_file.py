@@ -15,11 +15,11 @@ def put_whole(path: Path, write: Callable[[Path], None]) -> None:
         OSError: the directory cannot be written.
     """
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".unfinished-") as unfinished:
-        own = Path(unfinished) / path.name
-        write(own)
-        own.chmod(0o755 if own.stat().st_mode & 0o100 else 0o644)
-        _sync(own)
-        own.replace(path)
+        file = Path(unfinished) / path.name
+        write(file)
+        file.chmod(0o755 if file.stat().st_mode & 0o100 else 0o644)
+        _sync(file)
+        file.replace(path)
     _sync(path.parent)
 
 

@@ -1,12 +1,12 @@
 """Admission: which waiting requests start now.
 
-Clients take turns: after one request of a client those of all others that wait come before its next one. The requests
-of one client start in order of arrival. There are four exceptions, all of them bounded:
+Clients take turns: after a request of one client, requests of all other waiting clients come before its next one. The
+requests of one client start in order of arrival. There are four exceptions, all of them bounded:
 
 - Age: after every eighth start the request that has waited longest is next, however many new clients come.
 - Reserve: a request starts only if the running ones are expected to find KV for the rest of their outputs too.
-- Hold: a request whose prompt begins as one that an older request is computing right now waits for that KV.
-- Passing: while the oldest request lacks KV, younger ones may start, with as many tokens in sum as it has itself.
+- Hold: if an older request is computing the same prefix right now, a request waits for that KV.
+- Passing: while the oldest request lacks KV, younger ones may start, up to its own number of tokens in sum.
 """
 
 from __future__ import annotations
@@ -15,21 +15,88 @@ import time
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
 
 from eagle_server.cache.manager import KVAllocation, KVCacheManager
 from eagle_server.cache.radix import Match, bigrams, common_pages
-from eagle_server.scheduling.growth import OutputGrowth, peak_growth
-from eagle_server.scheduling.limits import SchedulerLimits
+from eagle_server.scheduling.checkpoints import checkpoint_to_await, prompt_checkpoints
 from eagle_server.scheduling.sequence import Sequence
 
 ARRIVAL = attrgetter("arrival")
 TURN = attrgetter("turn", "arrival")
 _AGE_EVERY = 8  # starts
-_MOST_TURNS = 1024  # clients whose last turns are kept although they wait for nothing
+_MOST_TURNS = 1024  # clients without waiting requests whose last turns are kept
 _LOOKED_AT = 16  # requests that lack KV, in one round of admission: each costs a lookup of its prefix
+_LEAST_CAUTION = 0.5  # requests end at different times, so less than the sum of all outputs is needed at once
+_RAISE = 0.2  # fraction of the distance to 1, per preemption
+_RELAX = 1 / 64  # fraction of the distance back, per request that ended
+_LEAST_WEIGHT = 1 / 16  # of the newest request in the mean
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Limits of a cycle, and facts about the drafter that planning needs.
+
+    Every decoding request has `num_lookahead_slots` KV slots after its text. `spec_steps` is the depth of the draft
+    trees. `uses_features`: the drafter reads the target's features, one cycle later, and may write KV. `lossy` names
+    the acceptance rule of sampled (not greedy) requests if it changes their distribution. `checkpoint_interval`: tokens
+    between checkpoints of the states of long prompts; 0: no layer is recurrent, or nothing is cached.
+    """
+
+    context_length: int
+    max_running_requests: int
+    chunked_prefill_size: int  # prompt tokens per cycle
+    num_lookahead_slots: int
+    spec_steps: int
+    uses_features: bool
+    lossy: str | None = None
+    checkpoint_interval: int = 0
+
+
+class OutputGrowth:
+    """Estimates how many tokens will still be added to outputs.
+
+    `share`: the mean part of max_tokens that requests use, so that a large default max_tokens reserves no KV that is
+    hardly ever used. `caution`: the part of the expected tokens that is reserved. Each preemption raises it.
+    """
+
+    def __init__(self) -> None:
+        self.share, self.caution = 0.5, 1.0
+        self._ended = 1  # the first guess counts as one request
+
+    def ended(self, tokens: int, max_tokens: int) -> None:
+        """A request has ended with `tokens` output tokens."""
+        if max_tokens:
+            self._ended += 1
+            self.share += (tokens / max_tokens - self.share) * max(1 / self._ended, _LEAST_WEIGHT)
+            self.caution += (_LEAST_CAUTION - self.caution) * _RELAX
+
+    def preempted(self) -> None:
+        """KV ran out: reserve more."""
+        self.caution += (1 - self.caution) * _RAISE
+
+    def reserve(self, tokens: int, max_tokens: int) -> int:
+        """How many more tokens to expect of a request with `tokens` output tokens."""
+        rest = max_tokens - tokens
+        # An output that is already longer than most will probably go on for a while.
+        expected = max(self.share * max_tokens - tokens, self.share * rest / 2)
+        return round(self.caution * expected)
+
+
+def peak_growth(requests: Seq[tuple[int, int]]) -> int:
+    """The most pages that requests need at once beyond those they have now, if all grow equally fast.
+
+    Each request is (pages that it will add, pages that it frees at its end). The need is largest just before one ends:
+    the running ones have grown as far as it has, and the earlier ones have freed their pages.
+    """
+    peak = freed = 0
+    for ended, (added, pages) in enumerate(sorted(requests)):
+        peak = max(peak, (len(requests) - ended) * added - freed)
+        freed += pages
+    return peak
 
 
 def insert(queue: list[Sequence], sequence: Sequence) -> None:
@@ -43,11 +110,11 @@ def remove(queue: list[Sequence], sequence: Sequence) -> None:
 
 
 class RequestQueue:
-    """Owns `waiting`, in the order in which they start, and decides which of them do.
+    """Owns `waiting`, the requests in the order in which they start, and decides which of them start now.
 
-    Every request has a turn: that of the newest one that has started, or the one after its client's last turn if that
-    is later. So a client's next request waits for two of each other client at most, however many those send
-    (start-time fair queueing, Goyal et al. 1996, with every request as large as the others).
+    Every request has a turn: the turn of the newest request that has started, or the turn after its client's last one
+    if that is later. So a client's next request waits for at most two requests of each other client, however many
+    these send (start-time fair queueing, Goyal et al. 1996, with equal costs of all requests).
 
     A request that was not admitted is looked at again only when something has `changed`: a request came or left, or KV
     was published that others wait for.
@@ -59,7 +126,7 @@ class RequestQueue:
         self._since: dict[Sequence, float] = {}  # since when each waits, by time.monotonic(); the longest wait first
         self._counts = Counter[str]()  # of waiting requests, by client
         self._turn = 0  # of the newest request that has started
-        self._turns: dict[str, int] = {}  # by client, the last one that was given
+        self._turns: dict[str, int] = {}  # by client, the turn of its newest request
         self._starts = 0
         self.changed = False
         self.growth = OutputGrowth()
@@ -71,7 +138,7 @@ class RequestQueue:
 
     @property
     def longest_wait(self) -> float:
-        """Seconds for which the first of those that wait has waited by now, since its preemption if it had one."""
+        """Seconds that the request that waits longest has waited, since it came or was preempted."""
         since = next(iter(self._since.values()), None)
         return 0.0 if since is None else time.monotonic() - since
 
@@ -92,9 +159,9 @@ class RequestQueue:
         client = sequence.request.client
         assert sequence.turn is not None
         self._take(sequence)
-        for each in self.waiting:  # what did not start costs its client no turn
-            if each.request.client == client and each.turn is not None and each.turn > sequence.turn:
-                each.turn -= 1
+        for other in self.waiting:  # a request that did not start costs its client no turn
+            if other.request.client == client and other.turn is not None and other.turn > sequence.turn:
+                other.turn -= 1
         self.waiting.sort(key=TURN)
         if self._turns.get(client, -1) >= sequence.turn:
             self._turns[client] -= 1
@@ -108,7 +175,7 @@ class RequestQueue:
         if not self._counts[client]:
             del self._counts[client]
         if not self.waiting:
-            self._turns.clear()  # nobody waits for anybody
+            self._turns.clear()  # no client waits for another one
         elif len(self._turns) > len(self._counts) + _MOST_TURNS:
             self._turns = {name: turn for name, turn in self._turns.items() if name in self._counts}
 
@@ -118,7 +185,7 @@ class RequestQueue:
             self.changed = False
             return
         self.changed = False
-        growth, lacking = [self._growth(each) for each in running], list[Sequence]()
+        growth, lacking = [self._growth(sequence) for sequence in running], list[Sequence]()
         for sequence in self.waiting.copy():
             if len(running) >= self.limits.max_running_requests or len(lacking) >= _LOOKED_AT:
                 break
@@ -138,7 +205,7 @@ class RequestQueue:
                 continue
             if passed is not None:
                 passed.passed_tokens += sequence.most_tokens
-            sequence.start(allocation, self.kv.page_size)
+            self._start(sequence, allocation, match)
             self._take(sequence)
             assert sequence.turn is not None
             self._turn = max(self._turn, sequence.turn)
@@ -148,8 +215,16 @@ class RequestQueue:
             if self._starts % _AGE_EVERY == 0:
                 self._prefer_the_oldest()
 
+    def _start(self, sequence: Sequence, allocation: KVAllocation, match: Match | None) -> None:
+        size, interval = self.kv.page_size, self.limits.checkpoint_interval
+        sequence.start(allocation, size)
+        if interval:
+            cached = 0 if match is None else match.cached_pages * size
+            prompt = (sequence.num_computed_tokens, sequence.num_prefill_tokens)
+            sequence.checkpoints = prompt_checkpoints(prompt, cached, interval, size)
+
     def _prefer_the_oldest(self) -> None:
-        """Let the request that has waited longest be looked at first from the next round on."""
+        """Put the request that has waited longest first, for the next round."""
         oldest = next(iter(self._since), None)
         if oldest is None or oldest is self.waiting[0]:
             return
@@ -163,7 +238,7 @@ class RequestQueue:
     def _hold(self, sequence: Sequence, match: Match | None, running: Seq[Sequence]) -> bool:
         """Whether to wait for the KV of an older request, because it saves half of the tokens or half of a cycle.
 
-        It ends at the latest with that request's prefill. Only older requests are waited for, so it cannot go on.
+        The wait ends at the latest with that request's prefill. Requests wait only for older ones, never in a circle.
         """
         if match is None or sequence.keys is None:
             return False
@@ -179,13 +254,15 @@ class RequestQueue:
             if not np.array_equal(other.keys[matched * size : (matched + 1) * size], next_page):
                 continue
             common = common_pages(other.keys, sequence.keys, size)
+            if self.limits.checkpoint_interval and (common - matched) * size >= saved:
+                common = checkpoint_to_await(other, common * size, matched * size) // size
             if common > matched and (common - matched) * size >= saved:
                 sequence.leader, sequence.awaited, other.followed = other, common, True
                 return True
         return False
 
     def _allocate(self, sequence: Sequence, match: Match | None, growth: Seq[tuple[int, int]]) -> KVAllocation | None:
-        """KV for its tokens and its window, unless the rest is too little for what the running requests will add."""
+        """KV for its tokens and its window; None if too little would be left for the growth of running requests."""
         positions, reserve = len(sequence.tokens) + self.limits.num_lookahead_slots, 0
         if growth:
             pages = self.kv.pages_for(positions) - (0 if match is None else len(match.pages))

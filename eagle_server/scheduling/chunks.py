@@ -1,4 +1,4 @@
-"""How the prompt tokens of a cycle are shared between the requests that are prefilling."""
+"""Shares the prompt tokens of a cycle between the requests that are prefilling."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ def make_chunks(prefilling: Seq[Sequence], budget: int) -> list[tuple[Sequence, 
     if not prefilling:
         return []
     half = -(-budget // 2)
-    # The last token waits until it is known which token may follow.
+    # The last token waits until the grammar's mask is ready.
     rest = {sequence: sequence.uncomputed_tokens - (not sequence.is_ready) for sequence in prefilling}
     lengths = dict.fromkeys(prefilling, 0)
-    for sequence, most in ((prefilling[0], half), *((each, budget) for each in _shortest_first(prefilling, half))):
+    shares = [(prefilling[0], half), *((sequence, budget) for sequence in _shortest_first(prefilling, half))]
+    for sequence, most in shares:
         length = min(rest[sequence] - lengths[sequence], most, budget)
         lengths[sequence] += length
         budget -= length

@@ -8,6 +8,7 @@ all its tokens. Random numbers are keyed by position, so a preemption does not c
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -15,11 +16,11 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from eagle_server.cache.manager import KVCacheManager
-from eagle_server.plan import CyclePlan, CycleResult, Decode, GrammarMatcher, RequestSampling, SequenceOutput
+from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, GrammarMatcher, RequestSampling, SequenceOutput
 from eagle_server.request import CycleStats, FinishReason, Request, SpecStats, TokenDelta
-from eagle_server.scheduling.admission import RequestQueue, remove
+from eagle_server.scheduling.admission import RequestQueue, SchedulerLimits, remove
+from eagle_server.scheduling.checkpoints import save_decoding
 from eagle_server.scheduling.chunks import make_chunks
-from eagle_server.scheduling.limits import SchedulerLimits
 from eagle_server.scheduling.sequence import Sequence
 
 
@@ -106,13 +107,16 @@ class Scheduler:
         """The next cycle's plan. Decodes get KV first, so that they run in every cycle beside chunked prefill."""
         self.cycle = CycleStats()
         decoding = self._grow_decodes()
-        if not self.cycle.preemptions:  # KV is short: what was preempted now would only be preempted again
+        if not self.cycle.preemptions:  # after one, KV is short: admitted requests would be preempted too
             self.queue.admit(self.running)
         prefilling = [sequence for sequence in self.running if sequence.prefilling]
         chunks = make_chunks(prefilling, self.limits.chunked_prefill_size)
+        moves = self.kv.take_moves()
+        if self.limits.checkpoint_interval:
+            chunks = [(sequence, self._with_saves(sequence, chunk)) for sequence, chunk in chunks]
         self.cycle.computed = sum(len(chunk.tokens) for _, chunk in chunks)
         released, self._released = tuple(self._released), []
-        plan = CyclePlan(tuple(chunk for _, chunk in chunks), tuple(map(_decode, decoding)), released)
+        plan = CyclePlan(tuple(chunk for _, chunk in chunks), tuple(map(_decode, decoding)), released, moves)
         self._planned = (plan, [sequence for sequence, _ in chunks], decoding)
         return plan
 
@@ -123,11 +127,16 @@ class Scheduler:
         deltas = []
         drafted = result.draft_computed_tokens or [sequence.num_computed_tokens for sequence in decoding]
         for sequence, output, computed in zip(decoding, result.decodes, drafted, strict=True):
-            self._advance(sequence, sequence.num_computed_tokens + len(output.tokens), computed)
+            before, after = sequence.num_computed_tokens, sequence.num_computed_tokens + len(output.tokens)
+            self._advance(sequence, after, computed)
+            sequence.state_from = after if result.settled else before
             deltas.append(self._append(sequence, output, decoded=True))
+            if self.limits.checkpoint_interval:
+                save_decoding(sequence, self.kv, lags=self.limits.uses_features)
         for sequence, chunk, output in zip(chunked, plan.chunks, result.chunks, strict=True):
             # The drafter computes a chunk in the same cycle, up to the last token whose next token is known.
             self._advance(sequence, chunk.start + len(chunk.tokens), chunk.start + len(chunk.following))
+            sequence.state_from = sequence.num_computed_tokens
             sequence.prompt_logprobs.extend(output.prompt_logprobs)
             if output.failed is None:
                 self._publish(sequence)
@@ -135,6 +144,13 @@ class Scheduler:
                 self._count_prefill(sequence)
                 deltas.append(self._append(sequence, output, decoded=False))
         return deltas
+
+    def _with_saves(self, sequence: Sequence, chunk: Chunk) -> Chunk:
+        """The chunk, with checkpoints for the states at some lengths that it reaches."""
+        assert sequence.allocation is not None
+        reached = [length for length in sequence.checkpoints if 0 < length - chunk.start <= len(chunk.tokens)]
+        saves = [self.kv.save_state(sequence.allocation, length) for length in reached]
+        return dataclasses.replace(chunk, saves=tuple(save for save in saves if save is not None))
 
     def _publish(self, sequence: Sequence) -> None:
         """Share the KV of the prompt's chunks. Slots below draft_computed_tokens are never written again."""
@@ -185,9 +201,12 @@ class Scheduler:
         remove(self.running, sequence)
         self.queue.changed = True
         self._released.append(sequence.req_pool_index)
-        self.kv.release(sequence.allocation, sequence.tokens, sequence.draft_computed_tokens, suspect=not cache)
+        state_from = sequence.state_from if self.limits.checkpoint_interval else None
+        written = sequence.draft_computed_tokens
+        self.kv.release(sequence.allocation, sequence.tokens, written, suspect=not cache, state_from=state_from)
         sequence.allocation = sequence.keys = None
-        sequence.num_computed_tokens = sequence.draft_computed_tokens = 0
+        sequence.num_computed_tokens = sequence.draft_computed_tokens = sequence.state_from = 0
+        sequence.checkpoints = []
 
     def _append(self, sequence: Sequence, output: SequenceOutput, *, decoded: bool) -> TokenDelta:
         """Append the output's tokens up to the first that ends the sequence, and count them."""

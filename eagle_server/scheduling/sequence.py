@@ -40,11 +40,13 @@ class Sequence:
     """One request with its tokens and its KV. `tokens` is the prompt plus the output.
 
     Target KV holds positions 0..num_computed_tokens-1. Draft KV holds positions 0..draft_computed_tokens-1 of these.
+    `state_from`: the shortest length at which the states of recurrent layers can still be saved. `checkpoints`: the
+    lengths at which they are saved while the prompt is computed, in order.
     `num_prefill_tokens` is the number of tokens to prefill before decoding: the prompt, or after a preemption all
-    tokens. `keys`: their keys in the prefix cache, until they are computed; None if the request does not share.
+    tokens. `keys`: the tokens' keys in the prefix cache, until they are computed; None if the request does not share.
     While it waits, `passed_tokens` counts the tokens of younger requests that started before it, and `leader` is the
-    older request whose first `awaited` pages it waits for. `followed`: others have waited for this one. `turn`: when
-    it is to start, see `RequestQueue`.
+    older request whose first `awaited` pages it waits for. `followed`: others have waited for this one. `turn`: its
+    place in the starting order, see `RequestQueue`.
     """
 
     request: Request
@@ -58,6 +60,8 @@ class Sequence:
     num_computed_tokens: int = 0
     draft_computed_tokens: int = 0
     num_prefill_tokens: int = 0
+    state_from: int = 0
+    checkpoints: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     keys: Keys | None = None
     leader: Sequence | None = None
@@ -82,7 +86,7 @@ class Sequence:
 
     @property
     def is_ready(self) -> bool:
-        """False while a thread finds out which tokens the grammar allows next. No token is drawn in these cycles."""
+        """False while a thread computes which tokens the grammar allows next. No token is drawn in these cycles."""
         return self.grammar_matcher is None or self.grammar_matcher.is_ready(self.tokens)
 
     @property
@@ -111,9 +115,9 @@ class Sequence:
     def start(self, allocation: KVAllocation, page_size: int) -> None:
         """Begin to prefill all tokens, or to go on after the cached ones."""
         self.allocation, self.leader = allocation, None
-        self.num_computed_tokens = self.draft_computed_tokens = allocation.shared * page_size
+        self.num_computed_tokens = self.draft_computed_tokens = self.state_from = allocation.shared * page_size
         self.num_prefill_tokens = len(self.tokens)
-        if self.times.scheduled is None:  # later, after a preemption, it finds what it has computed itself
+        if self.times.scheduled is None:  # after a preemption it finds its own KV
             self.times.scheduled = time.monotonic()
             self.cached_tokens = self.num_computed_tokens
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from eagle_server.ops.accept import walk_tree
+from eagle_server.ops.tree.accept import walk_tree
 from eagle_server.speculation.sampling import SamplingBatch, draw, draw_rows
 from eagle_server.speculation.tree import Tree
 
@@ -31,7 +31,7 @@ class Accepted:
 
     def of(self, requests: Tensor) -> Accepted:
         """The paths of some requests, int64 [n]."""
-        return Accepted(*(getattr(self, each.name).index_select(0, requests) for each in fields(self)))
+        return Accepted(*(getattr(self, field.name).index_select(0, requests) for field in fields(self)))
 
 
 class Acceptance(Protocol):
@@ -61,16 +61,17 @@ def drafted_of(tree: Tree) -> Tree | None:
 
 
 def padded_logits(tree: Tree, target_logits: Tensor) -> Tensor:
-    """The logits of all nodes, [bs, D, vocab], from those of the computed nodes. Padding has its root's."""
+    """The logits of all nodes, [bs, D, vocab], from the computed nodes' logits. Padding gets its root's logits."""
     if tree.rows is not None:
         target_logits = target_logits.index_select(0, tree.retrive_index.view(-1))
     return target_logits.view(*tree.parents.shape, -1)
 
 
 def draw_nodes(tree: Tree, target_logits: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """`draw` at every node: tokens int64 [bs, D] and scores float32 [bs, D]. Those of padding mean nothing.
+    """`draw` at every node: tokens int64 [bs, D] and scores float32 [bs, D]. Padding has arbitrary values.
 
-    Only computed nodes are drawn, except that transforms and truncation take rows by request, hence with padding.
+    Only computed nodes are drawn. Transforms and truncation need the same number of rows per request, so with them
+    padding is drawn too.
     """
     positions = tree.positions + 1
     if tree.rows is None or sampling.edits_logits:

@@ -37,13 +37,13 @@ class WordBeginnings:
         self._lengths = remaining[words, drafted][order]
 
     def after(self, text: Sequence[int]) -> Array:
-        """What must be drafted after `text` so that a word lacks only its last token: int64 [found, 2 + spec_steps].
+        """The tokens to draft after `text` so that a word lacks only its last token: int64 [matches, 2 + spec_steps].
 
         Each row has the word's last token, then the tokens before it that are not in the text, newest first, then
         PATH_START, then ANY. `text` has at least one token.
         """
-        found = self._last_of(text)
-        last, drafted, back = self._last[found, None], self._drafted[found, None], np.arange(self._spec_steps + 1)
+        matches = self._last_of(text)
+        last, drafted, back = self._last[matches, None], self._drafted[matches, None], np.arange(self._spec_steps + 1)
         missing = self._tokens[np.maximum(last - 1 - back, 0)]
         missing = np.where(back < drafted, missing, np.where(back == drafted, PATH_START, ANY))
         return np.concatenate([self._tokens[last], missing], axis=1)
@@ -54,28 +54,28 @@ class WordBeginnings:
         Each step compares four times as many tokens, so the time is linear in the words' length.
         """
         first, end = np.searchsorted(self._newest, (text[-1], text[-1] + 1))
-        alive, compared, found = np.arange(first, end), 1, []
+        alive, compared, matches = np.arange(first, end), 1, []
         while alive.size:
             lengths = self._lengths[alive]
-            found.append(alive[lengths <= compared])
+            matches.append(alive[lengths <= compared])
             is_open = (lengths > compared) & (lengths <= len(text))
             alive, lengths = alive[is_open], lengths[is_open]
             if not alive.size:
                 break
             longest = min(4 * compared, int(lengths.max()))
-            wanted = np.array(text[len(text) - longest : len(text) - compared])[::-1]
+            in_text = np.array(text[len(text) - longest : len(text) - compared])[::-1]
             back = np.arange(compared, longest)
             newest = self._last[alive] - 1 - self._drafted[alive]
-            given = self._tokens[np.maximum(newest[:, None] - back, 0)]
-            alive = alive[((given == wanted) | (back >= lengths[:, None])).all(axis=1)]
+            in_words = self._tokens[np.maximum(newest[:, None] - back, 0)]
+            alive = alive[((in_words == in_text) | (back >= lengths[:, None])).all(axis=1)]
             compared = longest
-        return np.concatenate(found) if found else alive
+        return np.concatenate(matches) if matches else alive
 
 
 def short_words(tokens: Array, lengths: Array, longest: int) -> tuple[Array, int]:
-    """The words of 2 to `longest` tokens, sorted by their last token but one; and how many at most have the same one.
+    """The words of 2 to `longest` tokens, sorted by their last token but one; and how many words share it, at most.
 
-    int64 [found, longest]: each row has a word's last token, then the tokens before it, newest first, then ANY.
+    int64 [words, longest]: each row has a word's last token, then the tokens before it, newest first, then ANY.
     """
     is_short = lengths <= longest
     last, count, back = (lengths.cumsum() - 1)[is_short, None], lengths[is_short, None] - 1, np.arange(longest - 1)

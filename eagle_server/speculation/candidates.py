@@ -1,4 +1,4 @@
-"""The candidates of a multi-step draft: all scored children, of which the best become the tree (EAGLE-2)."""
+"""The candidates of a multi-step draft: all scored children. The best of them become the tree (EAGLE-2)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_server.ops.candidates import BestCandidates, best_candidates
-from eagle_server.ops.tree import link_tree
+from eagle_server.ops.tree.build import link_tree
+from eagle_server.ops.tree.candidates import BestCandidates, best_candidates
 from eagle_server.speculation.tree import Tree
 
 
@@ -40,7 +40,7 @@ def organize_draft_results(
     topk = levels[0].tokens.shape[1]
     tokens, scores, guesses = (torch.cat([part.flatten(1) for part in parts], 1) for parts in zip(*levels, strict=True))
     best = best_candidates(scores, tokens, guesses, min(draft_token_num - 1, scores.shape[1]))
-    # The parent of each K siblings: the root, the first level's nodes, then those that later steps expanded.
+    # The parent of each K siblings: the root, the first level's nodes, then the nodes that later steps expanded.
     first = torch.arange(-1, topk if len(levels) > 1 else 0, device=tokens.device).expand(len(tokens), -1)
     later = [nodes + topk + step * topk**2 for step, nodes in enumerate(chosen)]
     return selected_tree(verified_id, seq_lens, best, torch.cat([first, *later], dim=1), topk, len(levels))
@@ -49,7 +49,7 @@ def organize_draft_results(
 def selected_tree(  # noqa: PLR0913, PLR0917
     verified_id: Tensor, seq_lens: Tensor, best: BestCandidates, parent_list: Tensor, topk: int, steps: int
 ) -> Tree:
-    """The trees of selected candidates, whose scores are corrected ones. For `parent_list` see `link_tree`."""
+    """The trees of the selected candidates, with corrected scores. For `parent_list` see `link_tree`."""
     parents, depths, mask = link_tree(best.selected, parent_list, topk, steps)
     tokens = torch.cat([verified_id[:, None], best.tokens], dim=1)
     return Tree(tokens, parents, depths, mask, seq_lens[:, None] + depths, steps, topk, best.scores, best.guesses)

@@ -36,12 +36,12 @@ def pack(beam: Tensor, length: int | None = None) -> tuple[Tensor, Tensor, Tenso
     device = beam.device
     agree = (beam[:, :, None] == beam[:, None]).cumprod(-1)  # [B, M, M, C], prefixes of two sequences
     first = agree.argmax(2)  # [B, M, C], the first sequence with this prefix
-    own = (first == torch.arange(beams, device=device)[:, None]).flatten(1)
-    order = own.cumsum(1) - 1  # the place of each token that is its prefix's first
+    is_first = (first == torch.arange(beams, device=device)[:, None]).flatten(1)
+    order = is_first.cumsum(1) - 1  # the place of each token that is its prefix's first
     column = torch.arange(width, device=device)
     unpack_map = order.gather(1, (first * width + column).flatten(1)).view_as(beam)
     # Duplicates go to one extra place, which is dropped.
-    goal = torch.where(own & (order < places), order, places)
+    goal = torch.where(is_first & (order < places), order, places)
     source = torch.full((batch, places + 1), PADDING, device=device)
     entries = torch.arange(beams * width, device=device).expand(batch, -1)
     source = source.scatter(1, goal, entries)[:, :places]

@@ -1,7 +1,7 @@
 """Keys of the random numbers. A draw depends only on its position and its key, which is made of (seed, choice, stream).
 
 So a seeded request gives the same text alone, in a batch, after a preemption, and with speculation on or off. The
-generator and the noise are in `ops.gumbel`.
+generator and the noise are in `ops.sampling.gumbel`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 
-from eagle_server.ops.gumbel import FIRST, GAMMA, SECOND, signed
+from eagle_server.ops.sampling.gumbel import FIRST, GAMMA, SECOND, signed
 
 _MASK = (1 << 64) - 1
 _FLOAT32 = struct.Struct("f")
@@ -22,9 +22,9 @@ def request_key(seed: int, choice: int, stream: int = TARGET_STREAM) -> int:
 
 
 class TokenNoise:
-    """The Gumbel noise of single tokens under one key at one position, on the host. Equals `ops.gumbel.gumbel`.
+    """The Gumbel noise of single tokens under one key at one position, on the host: `gumbel` of ops/sampling/gumbel.py.
 
-    The hash and the uniform number are the same bits. The logarithms are those of float64.
+    The hash and the uniform number are the same bits. The logarithms are computed in float64.
     """
 
     def __init__(self, key: int, position: int) -> None:

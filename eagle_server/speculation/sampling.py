@@ -14,11 +14,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from eagle_server.ops.draw import draw_tokens
-from eagle_server.ops.truncate import NO_TOP_K, has_truncation_kernel, truncate_rows
+from eagle_server.ops.sampling.draw import draw_tokens
+from eagle_server.ops.sampling.truncate import NO_TOP_K, has_truncation_kernel, truncate_rows
 from eagle_server.ops.upload import upload
 from eagle_server.plan import TEMPERATURE_EDGES, RequestSampling
-from eagle_server.request import SamplingParams
 from eagle_server.speculation.transforms import PenalizerState, Rows, Transform, transforms_of
 from eagle_server.speculation.tree import Tree
 
@@ -32,14 +31,10 @@ class SamplingBatch:
     all_keys: Tensor  # int64 [bs]
     all_temperature: Tensor  # float32 [bs], 0: greedy
     stochastic: Tensor | None  # int64 [s], requests with temperature > 0
-    temperature: Tensor  # float32 [s]
-    truncated: Tensor | None  # int64 [t], indices into `stochastic` of requests with top-k or top-p
-    top_k: Tensor  # int64 [t], larger than any vocabulary if top-k is off
-    top_p: Tensor  # float32 [t]
-    floored: Tensor | None  # int64 [m], indices into `stochastic` of requests with min_p
-    min_p: Tensor  # float32 [m]
+    truncated: Tensor | None  # int64 [t], stochastic requests with top-k or top-p
+    floored: Tensor | None  # int64 [m], stochastic requests with min_p
+    limits: Tensor  # float32 [3, bs], see `truncate_rows`
     transforms: tuple[Transform, ...]
-    limits: Tensor | None = None  # float32 [3, bs], see `truncate_rows`; None: no request is truncated
     penalizer_state: PenalizerState = field(default_factory=PenalizerState)  # at the start of the cycle
 
     @cached_property
@@ -57,21 +52,15 @@ class SamplingBatch:
         """`spec_steps`: the depth of the trees whose rows are drawn; 0: there are only roots."""
         params = [s.params for s in settings]
         stochastic = [i for i, p in enumerate(params) if p.temperature > 0]
-        truncated = [n for n, i in enumerate(stochastic) if params[i].top_k > 0 or params[i].top_p < 1]
-        limits = [params[stochastic[n]] for n in truncated]
-        floored = [n for n, i in enumerate(stochastic) if params[i].min_p > 0]
+        limits = [[p.top_k or NO_TOP_K for p in params], [p.top_p for p in params], [p.min_p for p in params]]
         return cls(
             all_keys=upload([s.key for s in settings], device),
             all_temperature=upload([p.temperature for p in params], device, torch.float32),
             stochastic=_indices(stochastic, device),
-            temperature=upload([params[i].temperature for i in stochastic], device, torch.float32),
-            truncated=_indices(truncated, device),
-            top_k=upload([p.top_k or 1 << 40 for p in limits], device),
-            top_p=upload([p.top_p for p in limits], device, torch.float32),
-            floored=_indices(floored, device),
-            min_p=upload([params[stochastic[n]].min_p for n in floored], device, torch.float32),
+            truncated=_indices([i for i in stochastic if params[i].top_k > 0 or params[i].top_p < 1], device),
+            floored=_indices([i for i in stochastic if params[i].min_p > 0], device),
+            limits=upload(limits, device, torch.float32),
             transforms=transforms_of(settings, device, spec_steps),
-            limits=_limits(params, device) if truncated or floored else None,
         )
 
 
@@ -82,7 +71,7 @@ def draw(logits: Tensor, positions: Tensor, sampling: SamplingBatch, tree: Tree 
         logits: float32 [bs, rows, vocab]. They are not modified, because log-probabilities are read from them later.
         positions: int64 [bs, rows], the sequence position of each row's draw. The noise depends on it, so rows with the
             same position in the same request get the same noise.
-        tree: whose nodes the rows are, if there is more than one.
+        tree: the tree whose nodes the rows are. None if there is one row.
 
     Returns:
         tokens int64 [bs, rows] and scores float32 [bs, rows].
@@ -98,7 +87,7 @@ def draw_rows(logits: Tensor, positions: Tensor, rows: Tensor, sampling: Samplin
     Args:
         logits: float32 [n, vocab].
         positions: int64 [bs, rows of a request], of all rows of the batch.
-        rows: int64 [n], the places of the rows of `logits` among them, counted through all requests.
+        rows: int64 [n], the places of the rows of `logits` among the bs * rows of the batch.
 
     Returns:
         tokens int64 [n] and scores float32 [n].
@@ -115,7 +104,8 @@ def sampling_probs(logits: Tensor, positions: Tensor, sampling: SamplingBatch, t
     """
     assert sampling.stochastic is not None
     kept = _truncated(transformed(logits, positions, sampling, tree), sampling)
-    return (kept.index_select(0, sampling.stochastic) / sampling.temperature[:, None, None]).softmax(-1)
+    temperature = sampling.all_temperature.index_select(0, sampling.stochastic)
+    return (kept.index_select(0, sampling.stochastic) / temperature[:, None, None]).softmax(-1)
 
 
 def transformed(logits: Tensor, positions: Tensor, sampling: SamplingBatch, tree: Tree | None = None) -> Tensor:
@@ -133,37 +123,36 @@ def transformed(logits: Tensor, positions: Tensor, sampling: SamplingBatch, tree
 
 def _truncated(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     """The logits with -inf for tokens that top-k, top-p or min_p remove."""
-    if sampling.limits is not None and has_truncation_kernel(logits):
+    if sampling.truncated is None and sampling.floored is None:
+        return logits
+    if has_truncation_kernel(logits):
         return truncate_rows(logits, sampling.all_temperature, sampling.limits)
     if sampling.truncated is not None:
-        logits = logits.clone()
-        _drop(logits, sampling, sampling.truncated, truncate, sampling.top_k, sampling.top_p)
+        logits = _restricted(logits, sampling, sampling.truncated, truncate, *sampling.limits[:2])
     return above_min_ps(logits, sampling)
 
 
 def above_min_ps(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     """The logits [bs, rows, vocab] with -inf for tokens that min_p removes."""
-    if sampling.floored is not None:
-        logits = logits.clone()
-        _drop(logits, sampling, sampling.floored, above_min_p, sampling.min_p)
-    return logits
+    if sampling.floored is None:
+        return logits
+    return _restricted(logits, sampling, sampling.floored, above_min_p, sampling.limits[2])
 
 
-def _drop(
-    logits: Tensor, sampling: SamplingBatch, chosen: Tensor, kept: Callable[..., Tensor], *limits: Tensor
-) -> None:
-    """Set tokens that `kept` removes to -inf, in place, for the `chosen` stochastic requests.
+def _restricted(
+    logits: Tensor, sampling: SamplingBatch, requests: Tensor, kept: Callable[..., Tensor], *limits: Tensor
+) -> Tensor:
+    """The logits with -inf for tokens that `kept` removes, for some requests. `limits` belong to all requests.
 
     It takes a few requests at a time, because sorting needs memory.
     """
-    assert sampling.stochastic is not None
-    requests = sampling.stochastic.index_select(0, chosen)
-    temperature = sampling.temperature.index_select(0, chosen)[:, None, None]
-    step = max(1, _SORTED_ROWS // logits.shape[1])
-    for some, t, *own in zip(*(x.split(step) for x in (requests, temperature, *limits)), strict=True):
+    logits = logits.clone()
+    for some in requests.split(max(1, _SORTED_ROWS // logits.shape[1])):
+        temperature, *limit = (x.index_select(0, some) for x in (sampling.all_temperature, *limits))
         rows = logits.index_select(0, some)
-        dropped = kept(rows / t, *own) == float("-inf")
+        dropped = kept(rows / temperature[:, None, None], *limit) == float("-inf")
         logits.index_copy_(0, some, rows.masked_fill_(dropped, float("-inf")))
+    return logits
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -190,14 +179,6 @@ def typical_threshold(probability: Tensor, posterior_threshold: float, posterior
     """min(posterior_threshold, posterior_alpha * exp(-H(p))), [..], from probabilities [.., V]."""
     entropy = -(probability * (probability + 1e-5).log()).sum(-1)
     return (posterior_alpha * (-entropy).exp()).clamp(max=posterior_threshold)
-
-
-def _limits(params: Sequence[SamplingParams], device: torch.device) -> Tensor:
-    return upload(
-        [[p.top_k or NO_TOP_K for p in params], [p.top_p for p in params], [p.min_p for p in params]],
-        device,
-        torch.float32,
-    )
 
 
 def _indices(values: list[int], device: torch.device) -> Tensor | None:

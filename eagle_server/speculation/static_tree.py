@@ -9,13 +9,16 @@ these have slots in the draft's window, in the order of the nodes.
 from __future__ import annotations
 
 import ast
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 Choices = tuple[tuple[int, ...], ...]
 
+TOKEN_TREE = "--speculative-token-tree"  # the option of EAGLE heads
 _SHOWN = 60  # error texts show this many characters of a wrong value
 _MOST_NODES = 1023  # limited because a tree is verified in one forward
 
@@ -72,6 +75,32 @@ def published_choices(name: str) -> Choices:
 
 PRESETS: dict[str, Choices] = {name: published_choices(name) for name in _PUBLISHED}
 DEFAULT = "mc_sim_7b_63"
+
+
+def read_choices(text: str | None, option: str) -> Choices:
+    """The tree that the option's text describes; None: the default one.
+
+    Raises:
+        ValueError: not a tree; the message names the option, and the file if there is one.
+    """
+    text = (text or DEFAULT).strip()
+    path = _path_in(text)
+    try:
+        return parse_choices(text if path is None else path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{option} {path}: a text file is expected") from None
+    except ValueError as error:
+        raise ValueError(f"{option}{'' if path is None else f' {path}'}: {error}") from None
+
+
+def _path_in(text: str) -> Path | None:
+    """The file that the text names; None if the text is a list or a preset's name."""
+    if text in PRESETS or text.startswith(("[", "(")):
+        return None
+    path = Path(text).expanduser()
+    return path if os.path.isfile(path) or path.suffix or len(path.parts) > 1 else None
 
 
 def parse_choices(text: str) -> Choices:
@@ -145,7 +174,7 @@ def choice_parents(choices: Choices | list[tuple[int, ...]]) -> list[int]:
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of one depth. A draft step feeds those of them that have children."""
+    """The nodes of one depth. A draft step feeds only the nodes that have children."""
 
     picks: Tensor  # int64 [n], indices into the children [rows of the previous step, topk], flat: row * topk + rank
     fed: Tensor  # int64 [rows], the nodes of this level that have children

@@ -1,6 +1,6 @@
 """Logit transforms of the sampling parameters, before temperature and truncation, in the order of `SamplingParams`.
 
-A transform holds the settings of those requests in a batch that use it, and edits rows of logits in place. An edit of
+A transform holds the settings of the requests in a batch that use it, and edits rows of logits in place. An edit of
 row j depends only on the row's text: the request's text so far and, in a tree, the tokens on the path from the root to
 node j. So a row gives the same draw in a tree and in plain decoding.
 """
@@ -27,14 +27,14 @@ _PENALIZED_ROWS = 256  # rows of logits at a time; penalties take about 20 bytes
 
 @dataclass(frozen=True)
 class PenalizerState:
-    """What transforms read of the text so far, in the order of the batch.
+    """The state of the text so far that transforms read, in the order of the batch.
 
     Counts and prompts are for `penalized` requests.
     """
 
     counts: Tensor | None = None  # float32 [h, vocab], how often each token occurs in the output
     prompts: Tensor | None = None  # bool [h, vocab], whether it occurs in the prompt
-    # int64 [3 + spec_steps, found]: requests, and `WordBeginnings.after` their texts
+    # int64 [3 + spec_steps, matches]: requests, then `WordBeginnings.after` for their texts
     begun: Tensor | None = None
 
 
@@ -105,7 +105,7 @@ class LogitBias:
                 forbidden[number] = True
                 forbidden[number, : len(mask)] = ~mask
             bias.masked_fill_(upload(forbidden, device, torch.bool), _OFF)
-        numbers = np.repeat(np.arange(len(chosen)), [len(own) for own, _ in entries])
+        numbers = np.repeat(np.arange(len(chosen)), [len(ids) for ids, _ in entries])
         place = upload(np.stack([numbers, tokens]), device)
         bias.index_put_((place[0], place[1]), upload(values, device, torch.float32), accumulate=True)
         restricted = upload([chosen[number][0] for number, _ in masks], device) if masks else None
@@ -122,8 +122,8 @@ class LogitBias:
 class BadWords:
     """l - inf for the last token of a word if the row's text (prompt and output) ends with the word's other tokens.
 
-    Words that begin in the text so far are found on the host (`PenalizerState.begun`). `words` are those that may begin
-    on a drafted path. `columns` has, for each request, as many entries as words share their last token but one.
+    Words that begin in the text so far are found on the host (`PenalizerState.begun`). `words` may begin on a drafted
+    path. `columns` has, for each request, as many entries as words may share a last token but one.
     """
 
     spec_steps: int
@@ -138,9 +138,9 @@ class BadWords:
         longest = max(int(lengths[lengths <= spec_steps + 1].max(initial=1)) for _, _, lengths in chosen)
         if longest == 1:
             return cls(spec_steps, None, None)
-        found = [(i, *short_words(tokens, lengths, longest)) for i, tokens, lengths in chosen]
-        columns = [np.stack([np.full(most, i), np.arange(most)]) for i, _, most in found]
-        words = [np.column_stack([_key(i, words[:, 1]), words]) for i, words, _ in found]
+        short = [(i, *short_words(tokens, lengths, longest)) for i, tokens, lengths in chosen]
+        columns = [np.stack([np.full(most, i), np.arange(most)]) for i, _, most in short]
+        words = [np.column_stack([_key(i, words[:, 1]), words]) for i, words, _ in short]
         table = np.concatenate(words).T.copy()
         return cls(spec_steps, upload(table, device), upload(np.concatenate(columns, axis=1), device))
 
@@ -219,10 +219,10 @@ class Penalties:
         step = max(1, _PENALIZED_ROWS // logits.shape[1])
         parts = (part.split(step) for part in (self.requests, self.strength.T, counts, prompts))
         for requests, strength, count, prompt in zip(*parts, strict=True):
-            given = logits.index_select(0, requests)
-            penalized = _penalized(given, count[:, None], prompt[:, None], strength)
+            unpenalized = logits.index_select(0, requests)
+            penalized = _penalized(unpenalized, count[:, None], prompt[:, None], strength)
             if rows.tree is not None:
-                _count_drafted(penalized, given, rows.tree.of(requests), count, prompt, strength)
+                _count_drafted(penalized, unpenalized, rows.tree.of(requests), count, prompt, strength)
             logits.index_copy_(0, requests, penalized)
 
 
@@ -231,27 +231,28 @@ def transforms_of(settings: Sequence[RequestSampling], device: torch.device, spe
 
     `spec_steps`: the depth of the deepest row of a tree.
     """
-    found: tuple[Transform | None, ...] = (
+    transforms: tuple[Transform | None, ...] = (
         LogitBias.of(settings, device),
         BadWords.of(settings, device, spec_steps),
         MinTokens.of(settings, device),
         Penalties.of(settings, device),
     )
-    return tuple(transform for transform in found if transform is not None)
+    return tuple(transform for transform in transforms if transform is not None)
 
 
 def latest_drafted(tree: Tree | None, shape: Sequence[int], width: int, device: torch.device) -> list[Tensor]:
-    """The drafted tokens on each row's path, newest first, and PATH_START before the first: `width` times int64 [bs,
-    rows], which is `shape`.
+    """The drafted tokens on each row's path, newest first, and PATH_START before the first one.
+
+    A list of `width` tensors, int64 [bs, rows]; `shape` is (bs, rows).
     """
     if tree is None:
         return [torch.full(tuple(shape), PATH_START, device=device)] * width
-    tokens, place, found = tree.tokens.clone(), torch.arange(shape[1], device=device).expand(*shape), []
+    tokens, place, columns = tree.tokens.clone(), torch.arange(shape[1], device=device).expand(*shape), []
     tokens[:, 0] = PATH_START
     for _ in range(width):
-        found.append(tokens.gather(1, place))
+        columns.append(tokens.gather(1, place))
         place = tree.parents.gather(1, place).clamp(min=0)
-    return found
+    return columns
 
 
 def _key(request: Any, token: Any) -> Any:
@@ -277,7 +278,7 @@ def _penalized(logits: Tensor, counts: Tensor, prompts: Tensor, strength: Tensor
 
 
 def _count_drafted(
-    penalized: Tensor, given: Tensor, tree: Tree, counts: Tensor, prompts: Tensor, strength: Tensor
+    penalized: Tensor, unpenalized: Tensor, tree: Tree, counts: Tensor, prompts: Tensor, strength: Tensor
 ) -> None:
     """Add the tokens on each row's path to the counts, and recompute penalized [n, rows, vocab] for them in place.
 
@@ -288,9 +289,9 @@ def _count_drafted(
     place = tokens.clamp(min=0)
     same = tokens[:, :, None] == place[:, None]  # padding (-1) equals no token
     more = tree.mask[:, :, 1:].float() @ same.float()  # [n, rows, rows - 1]
-    everywhere = place[:, None].expand(-1, given.shape[1], -1)
+    everywhere = place[:, None].expand(-1, unpenalized.shape[1], -1)
     total = counts.gather(1, place)[:, None] + more
-    values = _penalized(given.gather(2, everywhere), total, prompts.gather(1, place)[:, None], strength)
+    values = _penalized(unpenalized.gather(2, everywhere), total, prompts.gather(1, place)[:, None], strength)
     penalized.scatter_(2, everywhere, values)
 
 

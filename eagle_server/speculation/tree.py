@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from eagle_server.ops.tree import ancestors
+from eagle_server.ops.tree.build import ancestors
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Tree:
     parents: Tensor  # int64 [bs, D], node numbers, -1 at the root
     depths: Tensor  # int64 [bs, D]
     mask: Tensor  # bool [bs, D, D], True at a node's ancestors and itself
-    positions: Tensor  # int64 [bs, D], of the nodes in the text: their depths behind the root's
+    positions: Tensor  # int64 [bs, D], in the text: the root's position plus the depth
     steps: int  # the largest depth
     topk: int = 0  # the most children of a node; 1: every tree is a chain; 0: unknown
     scores: Tensor | None = None  # float32 [bs, D - 1], log of the estimated chance that the path is accepted
     # float32 [bs, D - 1], the drafter's own log chances of the paths' last steps, if the scores are corrected ones
     guesses: Tensor | None = None
-    is_cut: bool = False  # nodes below the batch's least_logp are left out, or padding
-    counts: Tensor | None = None  # int64 [bs], nodes that are computed, the first of each request; None: all
+    is_cut: bool = False  # nodes below the batch's least_logp are left out or padding
+    counts: Tensor | None = None  # int64 [bs], how many nodes of each request are computed, the first ones; None: all
     proposed: Tensor | None = None  # int64 [bs, D - 1], each node's place in the drafter's tree; None: the same place
 
     @classmethod
@@ -70,7 +70,7 @@ class Tree:
 
     def of(self, requests: Tensor) -> Tree:
         """The trees of some requests, int64 [n]."""
-        parts = {each.name: getattr(self, each.name) for each in fields(self)}
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
         chosen = {name: part.index_select(0, requests) for name, part in parts.items() if isinstance(part, Tensor)}
         return Tree(**parts | chosen)
 
@@ -108,9 +108,9 @@ def without(tree: Tree, dropped: Tensor) -> Tree:
 
 
 def spread(tree: Tree, requests: Tensor, verified_id: Tensor, seq_lens: Tensor) -> Tree:
-    """The trees of all requests, if those at `requests` int64 [m] have the first m of `tree` and the others their root.
+    """The trees of all requests: those at `requests` int64 [m] get the first m of `tree`, the others only their root.
 
-    verified_id and seq_lens int64 [bs] are those of all requests.
+    verified_id and seq_lens int64 [bs] belong to all requests.
     """
     bs, size, count = len(verified_id), tree.size, len(requests)
 
@@ -144,14 +144,14 @@ def compacted(tree: Tree) -> Tree:
     """The same trees with their padding last, cut to the largest number of nodes, so that only nodes are computed.
 
     The nodes get new numbers in the old order. Children of padding must be padding. Trees without padding are returned
-    as they are. If there are only roots, each tree is a chain of one node, as in plain decoding. The host reads the
-    sizes from the device, which synchronizes.
+    as they are, except that chains get topk 1: they need no mask. The host reads the sizes from the device, which
+    synchronizes.
     """
     is_node = tree.tokens >= 0
     counts = is_node.sum(1)
     size, fewest = int(counts.max()), int(counts.min())
     if fewest == tree.size:
-        return tree
+        return _as_chains(tree, is_node)
     order = is_node.byte().argsort(dim=1, descending=True, stable=True)  # [bs, D], old numbers by new ones
     numbers, kept = order.argsort(dim=1), order[:, :size]
     tokens = tree.tokens.gather(1, kept)
@@ -159,5 +159,13 @@ def compacted(tree: Tree) -> Tree:
     parents[:, 0] = -1
     steps, proposed = int((tree.depths * is_node).max()), kept[:, 1:] - 1
     scores = None if tree.scores is None else tree.scores.gather(1, proposed)
-    trees = Tree.linked(tokens, parents, tree.start, steps, 1 if size == 1 else tree.topk, scores)
+    trees = _as_chains(Tree.linked(tokens, parents, tree.start, steps, tree.topk, scores), tokens >= 0)
     return replace(trees, counts=None if fewest == size else counts, proposed=proposed)
+
+
+def _as_chains(tree: Tree, is_node: Tensor) -> Tree:
+    """The trees with topk 1, if each node's parent is the node before it."""
+    if tree.topk == 1:
+        return tree
+    before = torch.arange(-1, tree.size - 1, device=tree.parents.device)
+    return replace(tree, topk=1) if bool(((tree.parents == before) | ~is_node).all()) else tree

@@ -1,4 +1,4 @@
-"""The shape of draft trees: what the options say, in numbers."""
+"""The shape of draft trees, in numbers."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ class TreeConfig:
         """Lookahead slots per decoding request: KV slots that drafting and verifying write after its own tokens.
 
         Draft steps write one slot for verified_id, which a draft language model reads first, and one per node that
-        they feed. Verifying writes one per node. Extend writes one row per level of the tree, and one more. At least
-        two: the next plain forward may run before its slot is allocated, see `Worker`.
+        they feed. A block drafter writes verified_id and one row per level. Verifying writes one per node. Extend
+        writes one row per level of the tree, and one more; P-EAGLE's writes its rows of all levels but one behind them.
+        At least two: the next plain forward may run before its slot is allocated, see `Worker`.
         """
-        drafting = 0 if self.choices else (self.num_steps - 1) * self.topk + 1
+        drafting = 0 if self.choices else max((self.num_steps - 1) * self.topk + 1, self.depth + self.num_steps)
         return max(2, drafting, self.num_draft_tokens, self.ngram_depth + 1 if self.ngram_depth else 0)

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from eagle_server.ops.accept import path_to
+from eagle_server.ops.tree.accept import path_to
 from eagle_server.speculation.accept import Accepted, drafted_of, draw_nodes, padded_logits
 from eagle_server.speculation.sampling import SamplingBatch, sampling_probs, typical_threshold
 from eagle_server.speculation.tree import Tree
@@ -49,8 +49,8 @@ class Typical:
         last = _best_end(tree, agrees, logp)
         path, on_path = path_to(last, tree.depths, tree.mask, tree.steps)
         following = torch.cat([path[:, 1:], torch.full_like(path[:, :1], -1)], dim=1)
-        drafted, own = tokens.gather(1, following.clamp(min=0)), drawn.gather(1, path.clamp(min=0))
-        emitted = torch.where(path < 0, -1, torch.where(following < 0, own, drafted))
+        drafted, draws = tokens.gather(1, following.clamp(min=0)), drawn.gather(1, path.clamp(min=0))
+        emitted = torch.where(path < 0, -1, torch.where(following < 0, draws, drafted))
         finite = (scores.isfinite() | ~on_path).all(dim=1)
         return Accepted(path, (path >= 0).sum(1) - 1, emitted, (tokens >= 0).sum(1) - 1, finite, scores)
 
@@ -62,11 +62,11 @@ class Typical:
         """
         drafted = tokens[:, 1:]
         places = parents * probability.shape[2] + drafted.clamp(min=0)
-        own = probability.flatten(1).gather(1, places)
+        p = probability.flatten(1).gather(1, places)
         rows = probability.flatten(0, 1).split(_ROWS)
         thresholds = [typical_threshold(row, self.posterior_threshold, self.posterior_alpha) for row in rows]
         needed = torch.cat(thresholds).view(tokens.shape).gather(1, parents)
-        return (own > needed) & (drafted >= 0), own.log()
+        return (p > needed) & (drafted >= 0), p.log()
 
 
 def _best_end(tree: Tree, agrees: Tensor, logp: Tensor) -> Tensor:

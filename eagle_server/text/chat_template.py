@@ -87,7 +87,7 @@ class _CompiledTemplate:
 
 @dataclass(frozen=True)
 class TemplateStops:
-    """What ends a reply under a default template, in addition to the model's end-of-sequence tokens."""
+    """What ends a reply in the format of a default template, in addition to the model's end-of-sequence tokens."""
 
     strings: tuple[str, ...] = ()
     token_ids: tuple[int, ...] = ()
@@ -98,7 +98,7 @@ NO_STOPS = TemplateStops()
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a template renders. `continue_final_message`: the reply continues the last message.
+    """The input of a template. `continue_final_message`: the reply continues the last message.
 
     `hints` are variables that a template may ignore.
     """
@@ -115,8 +115,8 @@ class ChatTemplate:
     """A model's template. `special_tokens` are variables like bos_token.
 
     `tool_source` is a second template for conversations with tools, which some models have. `adds_special`: the
-    rendered text has no special tokens, so the tokenizer must add those that it adds to any prompt. `built_in`: the
-    name of a default template, for a model that has none.
+    rendered text has no special tokens, so the tokenizer must add its own, as to a plain prompt. `built_in`: the name
+    of a default template, for a model that has none.
     """
 
     def __init__(
@@ -191,6 +191,10 @@ class ChatTemplate:
         if "developer" not in template.source:  # OpenAI's newer name for the system role
             for message in messages:
                 message["role"] = "system" if message["role"] == "developer" else message["role"]
+        if ".thinking" in template.source:  # gpt-oss's name; with a call it takes either thinking or content
+            for message in messages:
+                if "reasoning_content" in message and not ("tool_calls" in message and message["content"]):
+                    message["thinking"] = message["reasoning_content"]
         if conversation.continue_final_message:
             messages[-1]["content"] += END_OF_CONTENT
         return messages

@@ -60,7 +60,7 @@ def load_chat_template(location: str, tokenizer: Tokenizer, file: str | None = N
 
 
 def _named(entries: Any, special_tokens: dict[str, str]) -> ChatTemplate:
-    """From a list of {"name", "template"}, the form of models that have a second template for tools."""
+    """The templates in a list of {"name", "template"}. Models with a second template for tools have such a list."""
     try:
         templates = {str(entry["name"]): str(entry["template"]) for entry in entries}
         return ChatTemplate(templates["default"], special_tokens, tool_source=templates.get("tool_use"))
@@ -79,7 +79,7 @@ def _default(tokenizer: Tokenizer, special_tokens: dict[str, str]) -> ChatTempla
 
 
 def _special_tokens(values: dict[str, Any]) -> dict[str, str]:
-    """bos_token and others, which are given as text or as an object with `content`."""
+    """The special tokens by name, like bos_token. Their values are text, or objects with the text as `content`."""
     tokens = {}
     for name, value in values.items():
         content = value.get("content") if isinstance(value, dict) else value

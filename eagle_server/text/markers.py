@@ -3,10 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from eagle_server.text.tokenizer import Tokenizer
 
 WHITESPACE = 64  # most characters that are held back; without a limit each token would scan all of them again
+
+
+class HasMarkers(Protocol):
+    """A format of tool calls or of thinking."""
+
+    @property
+    def markers(self) -> tuple[str, ...]: ...
+
+
+F = TypeVar("F", bound=HasMarkers)
+
+
+@dataclass(frozen=True)
+class Syntax(Generic[F]):
+    """The served model's format of tool calls or of thinking. `markers` has its special tokens, by token id."""
+
+    format: F
+    markers: Mapping[int, str]
+
+    @classmethod
+    def of(cls, format: F, tokenizer: Tokenizer) -> Syntax[F]:
+        return cls(format, special_markers(format.markers, tokenizer))
+
+    @property
+    def tokens(self) -> Mapping[str, int]:
+        """The ids of the markers that are special tokens."""
+        return {marker: token for token, marker in self.markers.items()}
 
 
 def special_markers(markers: Iterable[str], tokenizer: Tokenizer) -> Mapping[int, str]:
@@ -22,6 +51,6 @@ def without_leading_space(text: str) -> str | None:
 
 
 def overlap(text: str, marker: str) -> int:
-    """Length of the longest suffix of `text` that is a prefix of `marker`, but not all of it."""
+    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
     lengths = range(min(len(marker) - 1, len(text)), 0, -1)
     return next((length for length in lengths if text.endswith(marker[:length])), 0)

@@ -16,7 +16,7 @@ def find_file(location: str, name: str, *, required: bool = True) -> Path | None
     """Path of a model's file, None if the model has no such file.
 
     Raises:
-        HubError: the hub has no such model; or it cannot be reached, so the answer is unknown, and it is `required`.
+        HubError: the hub has no such model, or it cannot be reached and the file is `required`.
     """
     if Path(location).is_dir():
         file = Path(location) / name

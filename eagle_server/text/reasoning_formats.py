@@ -4,8 +4,9 @@
     qwen3         <think>thinking</think>answer; the prompt may write <think>; or an answer alone (Qwen3 and most)
     mistral       [THINK]thinking[/THINK]answer, or an answer alone (Magistral, Ministral 3)
     granite       Here is my thought process: thinking Here is my response: answer (Granite 3.2)
+    gpt_oss       <|channel|>analysis<|message|>thinking<|end|>, and other messages in channels (gpt-oss)
 
-Sources: the models' chat templates. The names are those of SGLang's or vLLM's parsers.
+Sources: the models' chat templates. The names come from SGLang's or vLLM's parsers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from eagle_server.text.chat_template import ChatTemplate
-from eagle_server.text.tool_grammars import terminal
+from eagle_server.text.tool_formats import CALL, CHANNEL, END, HARMONY, MESSAGE, RETURN, START
+from eagle_server.text.tool_grammars import literal, terminals
 
 _ANY, _BREAKS = r"/(.|\n)*/", r"/\n{0,2}/"
 
@@ -24,8 +26,9 @@ _ANY, _BREAKS = r"/(.|\n)*/", r"/\n{0,2}/"
 class ReasoningFormat:
     """Thinking begins with one of `openings` and ends with one of `closings`.
 
-    `always`: the model thinks also where nobody wrote an opening. `template` is found in chat templates that use this
-    format.
+    `always`: the model also thinks without an opening. `template` is found in chat templates that use this format.
+    `channels`: the tokens of messages with headers (see `ChannelParser`); `answer` is the header of an answer that is
+    not a tool call, and `ends` are tokens that end the model's turn.
     """
 
     name: str
@@ -33,34 +36,41 @@ class ReasoningFormat:
     closings: tuple[str, ...]
     template: re.Pattern[str]
     always: bool = False
+    channels: tuple[str, ...] = ()
+    answer: str = ""
+    ends: tuple[str, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return self.openings + self.closings
+        """The markers that may be special tokens."""
+        return self.channels or self.openings + self.closings
 
     def state_after(self, prompt: str, *, reply: str | None = None) -> bool | None:
-        """Whether the model thinks after a prompt: True, False, or None if its first words will tell.
+        """Whether the model thinks after a prompt: True, False, or None if only its first words will tell.
 
-        `reply` is the beginning of the answer, where the prompt has one that the model continues.
+        `reply` is the beginning of the answer that the model continues; None: the prompt has none.
         """
         if reply is not None:
             last = [max(map(reply.rfind, markers)) for markers in (self.openings, self.closings)]
             return last[0] > last[1]
         tail = prompt.rstrip()
-        if tail.endswith(self.closings):
+        if tail.endswith(self.closings) and not self.channels:
             return False
         return True if tail.endswith(self.openings) or self.always else None
 
-    def lark(self, tokens: Mapping[str, int], *, is_open: bool | None) -> str:
-        """Rules of llguidance's Lark: `thinking` is all that comes before the answer. See `state_after` for `is_open`.
+    def lark(self, tokens: Mapping[str, int], *, is_open: bool | None, is_call: bool = False) -> str:
+        """Rules of llguidance's Lark: `thinking` is all text before the answer. See `state_after` for `is_open`.
 
-        `tokens` has the ids of markers that are special tokens. The line breaks before the answer are at most two.
+        `is_call`: the answer is a tool call. The call's own grammar has the header.
+
+        `tokens` has the ids of markers that are special tokens. At most two line breaks come before the answer.
         """
-        opening = "(" + " | ".join(terminal(each, tokens) for each in self.openings) + ")"
+        opening = "(" + " | ".join(terminals(marker, tokens) for marker in self.openings) + ")"
         start = f"{opening}? reasoned" if is_open else f"({opening} reasoned)?"
-        if self.closings[0] in tokens:  # no text has a special token
-            return f"thinking: {start}\nreasoned: {_ANY} {terminal(self.closings[0], tokens)} {_BREAKS}\n"
-        ends = "|".join(re.sub(r"[^\w ]", lambda found: f"\\x{{{ord(found[0]):X}}}", each) for each in self.closings)
+        start += "" if is_call or not self.answer else f" {terminals(self.answer, tokens)}"
+        if self.closings[0].startswith(tuple(tokens)):  # text never contains a special token
+            return f"thinking: {start}\nreasoned: {_ANY} {terminals(self.closings[0], tokens)} {_BREAKS}\n"
+        ends = "|".join(map(literal, self.closings))
         return f"thinking: {start}\nreasoned: thought {_BREAKS}\nthought[suffix=/{ends}/]: {_ANY}\n"
 
 
@@ -79,11 +89,20 @@ GRANITE = ReasoningFormat(
     ("Here is my response:", "Here's my response:"),
     re.compile(r"Here(?: is|\\?'s) my thought process:"),
 )
-REASONING_FORMATS = {each.name: each for each in (DEEPSEEK_R1, QWEN3, MISTRAL, GRANITE)}
+GPT_OSS = ReasoningFormat(
+    "gpt_oss",
+    (f"{CHANNEL}analysis{MESSAGE}",),
+    (f"{END}{START}assistant",),
+    re.compile(re.escape(f"{CHANNEL}analysis{MESSAGE}")),
+    channels=HARMONY,
+    answer=f"{CHANNEL}final{MESSAGE}",
+    ends=(RETURN, CALL),
+)
+REASONING_FORMATS = {format.name: format for format in (DEEPSEEK_R1, QWEN3, MISTRAL, GRANITE, GPT_OSS)}
 
 
 def find_reasoning_format(choice: str, template: ChatTemplate) -> ReasoningFormat | None:
     """The format that --reasoning-parser names. `auto`: the one that the chat template uses, if any."""
     if choice != "auto":
         return REASONING_FORMATS.get(choice)
-    return next((each for each in REASONING_FORMATS.values() if each.template.search(template.source)), None)
+    return next((format for format in REASONING_FORMATS.values() if format.template.search(template.source)), None)

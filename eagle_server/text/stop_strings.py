@@ -1,4 +1,4 @@
-"""Where a stop string is cut from the output."""
+"""Cuts the output at stop strings."""
 
 from __future__ import annotations
 

@@ -53,11 +53,11 @@ def _piece_bytes(piece: str) -> bytes | None:
     return None
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable Latin-1 as itself, the others as U+0100, U+0101, ... in order."""
+def byte_alphabet() -> dict[str, int]:
+    """The byte of each character of GPT-2's spelling: printable Latin-1 as itself, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_alphabet()
+_BYTE_OF = byte_alphabet()

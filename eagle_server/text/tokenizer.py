@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ TOKENIZER_FILE = "tokenizer.json"
 OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
+_MEDIA = re.compile(r"image|img|video|audio|vision|media", re.IGNORECASE)
 _LONG = 1024  # token ids; decoding more takes a millisecond
 
 
@@ -131,6 +133,11 @@ class TransformersTokenizer:
     @property
     def special(self) -> Mapping[int, str]:
         return {int(token_id): self.piece(token_id) or "" for token_id in self._tokenizer.all_special_ids}
+
+
+def media_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """The special tokens that stand for images, video and audio or enclose them, by their spelling."""
+    return frozenset(token_id for token_id, piece in tokenizer.special.items() if _MEDIA.search(piece))
 
 
 def load_tokenizer(location: str) -> Tokenizer:

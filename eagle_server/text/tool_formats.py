@@ -9,8 +9,9 @@
     granite       <|tool_call|>[{"name": "f", "arguments": {}}, ...] (Granite 3.1 to 3.3)
     deepseek_v3   <calls><call>function<sep>f, a JSON code block</call>...</calls>, with tokens (DeepSeek V3, R1)
     deepseek_v31  <calls><call>f<sep>{}</call>...</calls>, with tokens (DeepSeek V3.1)
+    gpt_oss       <|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>, one (gpt-oss)
 
-Sources: the models' chat templates. The names are those of vLLM's parsers, where it has one for the format alone.
+Sources: the models' chat templates. The names come from vLLM's parsers, if one is for the format alone.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from eagle_server.text.tool_text import PythonCall, XmlCall
 class ToolFormat:
     """Calls in one format: `opening`, `bracket`, a call, further calls after `separator`, `closing`.
 
-    A call begins with `begin` and is read by `call`; `call_end` may follow it. `after_name` stands before the arguments
-    where these alone are a JSON object. Without a `separator` (None) each call
-    has its own opening. `markers` may be special tokens. `arguments` is the key that the model writes in a JSON object;
-    the parser accepts "arguments" and "parameters". `bare`: a call at the beginning of the text needs no `opening`, if
-    it names an offered function.
+    A call begins with `begin` and is read by `call`; `call_end` may follow it. `after_name` stands between name and
+    arguments in formats where only the arguments are a JSON object. Without a `separator` (None) each call has its own
+    opening. `markers` may be special tokens. `arguments` is the key that the model writes in a JSON object; the parser
+    accepts "arguments" and "parameters". `bare`: a call at the beginning of the text needs no `opening`, if it names an
+    offered function. `single`: a call ends the answer.
     """
 
     name: str
@@ -51,7 +52,8 @@ class ToolFormat:
     markers: tuple[str, ...] = ()
     arguments: str = "arguments"
     bare: bool = False
-    id_length: int | None = None  # of a call's id, where the chat template demands a certain length
+    single: bool = False
+    id_length: int | None = None  # characters of a call's id, if the chat template demands a certain number
 
     def new_id(self) -> str:
         """An id for one call."""
@@ -152,9 +154,22 @@ DEEPSEEK_V31 = ToolFormat(
     call_end=_CALL_END,
     markers=(_CALLS, _CALLS_END, _CALL, _SEP, _CALL_END),
 )
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
+HARMONY = (START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL)
+GPT_OSS = ToolFormat(
+    name="gpt_oss",
+    template=re.compile(re.escape(f"{CHANNEL}commentary")),
+    opening=f"{CHANNEL}commentary to=functions.",
+    begin="",
+    call=partial(NamedCall, before="", after=MESSAGE, words=True),
+    after_name=f" {CONSTRAIN}json{MESSAGE}",
+    markers=HARMONY,
+    single=True,
+)
 FORMATS = {
-    each.name: each
-    for each in (
+    format.name: format
+    for format in (
         HERMES,
         QWEN3_CODER,
         LLAMA3_JSON,
@@ -164,6 +179,7 @@ FORMATS = {
         GRANITE,
         DEEPSEEK_V3,
         DEEPSEEK_V31,
+        GPT_OSS,
     )
 }
 
@@ -172,4 +188,4 @@ def find_format(choice: str, template: ChatTemplate) -> ToolFormat | None:
     """The format that --tool-call-parser names. `auto`: the one that the chat template for tools uses, if any."""
     if choice != "auto":
         return FORMATS.get(choice)
-    return next((each for each in FORMATS.values() if each.template.search(template.tool_source)), None)
+    return next((format for format in FORMATS.values() if format.template.search(template.tool_source)), None)

@@ -1,4 +1,4 @@
-"""Grammars for tool calls: any text that follows one is a valid call of an offered function."""
+"""Grammars for tool calls: any text that matches one is a valid call of an offered function."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additio
 def call_grammar(
     format: ToolFormat, functions: Sequence[tuple[str, Mapping[str, Any]]], tokens: Mapping[str, int], *, single: bool
 ) -> Grammar:
-    """A grammar for exactly one call. Unless `single`, for one or more calls, where the format allows more than one.
+    """A grammar for one call if `single` or if the format allows only one, else for one or more calls.
 
     `functions` are names with the schemas of their arguments. `tokens` has the ids of markers that are special tokens.
 
@@ -38,7 +38,7 @@ def call_grammar(
     if format.separator is None:
         line = _text(_BREAK) if closing else ""
         one = f"{opening} {line} call {line} {closing}"
-        start = one if single else f"{one} ({line} {one})*"
+        start = one if single or format.single else f"{one} ({line} {one})*"
     elif format.bracket:
         calls = "call" if single else f'call ("{format.separator} " call)*'
         # After a marker that is a special token some models write a space, others do not.
@@ -84,8 +84,8 @@ def _check_names(format: ToolFormat, name: str, schema: Mapping[str, Any]) -> No
     if format.begin == HERMES.begin:
         return  # JSON can spell all
     names, keys = (PYTHON_NAME, PYTHON_KEY) if format.call is PythonCall else (NAME, XML_KEY)
-    given = [] if format.after_name else [key for key, _, _ in _parameters(schema) if not keys.fullmatch(key)]
-    if wrong := given if names.fullmatch(name) else [name]:
+    wrong_keys = [] if format.after_name else [key for key, _, _ in _parameters(schema) if not keys.fullmatch(key)]
+    if wrong := wrong_keys if names.fullmatch(name) else [name]:
         raise ValueError(f"has the name {wrong[0]!r}, which cannot be written in this model's format")
 
 
@@ -102,31 +102,32 @@ def _xml_call(rule: str, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
     """The parameters have their own lines, in the order of the schema."""
     parts = [_text(f"<function={name}>\n")]
     for number, (key, value, is_required) in enumerate(_parameters(schema)):
-        own = f"{rule}_{number}"
-        parts.append(f"({_text(f'<parameter={key}>{_BREAK}')} {own})" + "?" * (not is_required))
+        value_rule = f"{rule}_{number}"
+        parts.append(f"({_text(f'<parameter={key}>{_BREAK}')} {value_rule})" + "?" * (not is_required))
         types = types_of(value, schema)
         if types is None or "string" in types:
-            yield _raw_text(own, key, value, schema)
+            yield _raw_text(value_rule, key, value)
         else:
-            yield f"{own}: {own}_json {_text(_VALUE_END)}\n" + json_rule(f"{own}_json", _with_root(value, schema))
+            yield f"{value_rule}: {value_rule}_json {_text(_VALUE_END)}\n"
+            yield json_rule(f"{value_rule}_json", _with_root(value, schema))
     yield f"{rule}: {' '.join(parts)} {_text('</function>')}\n"
 
 
-def _raw_text(rule: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
+def _raw_text(rule: str, key: str, schema: Any) -> str:
     """A text without quotes, up to the end of its parameter.
 
     Raises:
-        ValueError: the schema says more about texts than lengths and a list of them.
+        ValueError: the schema has a keyword for texts that is not supported. Lengths, `enum` and `const` are.
     """
-    own = schema if isinstance(schema, Mapping) else {}
-    parts = [part for each in ("anyOf", "oneOf") for part in _list(own.get(each)) if isinstance(part, Mapping)]
-    if unknown := (own.keys() - _TEXT_KEYWORDS).union(*(part.keys() - _NOTES for part in parts)):
+    keywords = schema if isinstance(schema, Mapping) else {}
+    parts = [part for name in ("anyOf", "oneOf") for part in _list(keywords.get(name)) if isinstance(part, Mapping)]
+    if unknown := (keywords.keys() - _TEXT_KEYWORDS).union(*(part.keys() - _NOTES for part in parts)):
         raise ValueError(f"has properties.{key} with {min(unknown)}, which cannot be enforced in this model's format")
-    if texts := [own["const"]] if "const" in own else _list(own.get("enum")):
+    if texts := [keywords["const"]] if "const" in keywords else _list(keywords.get("enum")):
         values = [value if isinstance(value, str) else json.dumps(value) for value in texts]
         return f"{rule}: ({' | '.join(map(_text, values))}) {_text(_VALUE_END)}\n"
-    if own.keys() & {"minLength", "maxLength"}:  # without <, so that the lengths are those of the text up to its end
-        least, most = own.get("minLength", 0), own.get("maxLength", "")
+    if keywords.keys() & {"minLength", "maxLength"}:  # the text has no <, so the pattern cannot pass its end
+        least, most = keywords.get("minLength", 0), keywords.get("maxLength", "")
         if not (isinstance(least, int) and isinstance(most, int | str)):
             raise ValueError(f"has properties.{key} with a length that is no integer")
         size = f"{{{least},{most}}}"
@@ -137,21 +138,23 @@ def _raw_text(rule: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
 def _python_call(rule: str, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
     """Keyword arguments, the required ones first, with JSON values."""
     required, optional = list[str](), list[str]()
-    for number, (key, value, is_required) in enumerate(sorted(_parameters(schema), key=lambda each: not each[2])):
-        own = f"{rule}_{number}"
-        (required if is_required else optional).append(own)
-        yield f"{own}: {_text(f'{key}=')} {own}_json\n" + json_rule(f"{own}_json", _with_root(value, schema))
-    given = ' ", " '.join(required)
+    parameters = sorted(_parameters(schema), key=lambda parameter: not parameter[2])
+    for number, (key, value, is_required) in enumerate(parameters):
+        argument = f"{rule}_{number}"
+        (required if is_required else optional).append(argument)
+        yield f"{argument}: {_text(f'{key}=')} {argument}_json\n"
+        yield json_rule(f"{argument}_json", _with_root(value, schema))
+    arguments = ' ", " '.join(required)
     if optional:
         yield from _some(f"{rule}_some", optional)
-        given = f'{given} (", " {rule}_some)?' if given else f"{rule}_some?"
-    yield f"{rule}: {_text(f'{name}(')} {given} {_text(')')}\n"
+        arguments = f'{arguments} (", " {rule}_some)?' if arguments else f"{rule}_some?"
+    yield f"{rule}: {_text(f'{name}(')} {arguments} {_text(')')}\n"
 
 
 def _some(rule: str, items: Sequence[str]) -> Iterator[str]:
-    """One or more of the items, in their order, with commas between: of the first half, of the second, or of both.
+    """One or more of the items, in their order, with commas between.
 
-    As many rules as items, which nest only as deep as the logarithm of their number.
+    They are from the first half, the second half or both, so the rules nest only log2(number of items) deep.
     """
     if len(items) == 1:
         yield f"{rule}: {items[0]}\n"
@@ -183,7 +186,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _with_root(schema: Any, root: Mapping[str, Any]) -> Any:
-    """A part of `root`, with the definitions if it has references, which may be about them."""
+    """A part of `root`, with root's definitions if the part has references."""
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     if not definitions or not isinstance(schema, Mapping) or '"$ref": ' not in json.dumps(schema):
         return schema
@@ -196,13 +199,18 @@ def terminals(text: str, tokens: Mapping[str, int]) -> str:
     return " ".join(terminal(part, tokens) for part in re.split(f"({marker})", text) if part)
 
 
+def literal(text: str) -> str:
+    """A regular expression for exactly this text."""
+    return re.sub(r"[^\w ]", lambda match: f"\\x{{{ord(match[0]):X}}}", text)
+
+
 def terminal(text: str, tokens: Mapping[str, int]) -> str:
     """A text in Lark. `tokens` has the ids of special tokens, which grammars name by id."""
     return f"<[{tokens[text]}]>" if text in tokens else _text(text)
 
 
 def json_rule(name: str, schema: Any) -> str:
-    """A line of Lark: rule `name` is JSON of a schema, which is an object or a boolean. Its own options are dropped."""
+    """A line of Lark: rule `name` is JSON of a schema, an object or a boolean. The schema's x-guidance is replaced."""
     if isinstance(schema, Mapping):
         schema = {**schema, "x-guidance": JSON_OPTIONS}
     return f"{name}: {JSON}{json.dumps(schema)}\n"
@@ -212,7 +220,7 @@ def argument_schema(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """The schema of a function's arguments. A function without parameters has no arguments.
 
     Raises:
-        ValueError: the parameters allow other values than objects, which no call can have.
+        ValueError: the parameters allow values that are not objects. The arguments of a call are always an object.
     """
     if parameters is None:
         return NO_PARAMETERS

@@ -20,6 +20,7 @@ _INSIDE_STRINGS = re.compile(r'["\\\x00-\x1f]')
 _KEY = re.compile(rf'{_S}("(?:[^"\\]|\\.)*"){_S}:{_S}')
 NAME = re.compile(r"[^\s<>{}\[\]\"]{1,256}")
 _BEGUN_NAME = re.compile(r"[^\s<>{}\[\]\"]{0,256}")
+_WORDS = re.compile(r"([^\s<]{1,256})[\s<].{0,256}")
 _NEXT = re.compile(rf"{_S}([,}}])")
 
 
@@ -31,11 +32,12 @@ class NotAToolCall(ValueError):
 
 
 class PartialCall(Protocol):
-    """A tool call in a growing text, from position `begin` on. All positions count from the text's start.
+    """A tool call in a growing text. It begins at position `begin`. All positions count from the text's start.
 
-    `read` reads up to the end of the call, which it puts into `end`, or of the text. Where it raises NotAToolCall, the
-    text before `at` has been read. `find_name` has the name as soon as it is certain, `take_arguments` then the new
-    part of the arguments as JSON, and `whole` name and arguments of a complete call; it may raise NotAToolCall.
+    `read` reads up to the end of the call or of the text. It sets `end` at the end of the call. If it raises
+    NotAToolCall, the text before `at` has been read. `find_name` returns the name as soon as it is certain.
+    `take_arguments` then returns the new part of the arguments as JSON. `whole` returns name and arguments of a
+    complete call; it may raise NotAToolCall.
     """
 
     begin: int
@@ -74,12 +76,12 @@ class PartialObject:
             NotAToolCall: a string has a control character, at position `at`.
         """
         while self.end is None:
-            found = (_INSIDE_STRINGS if self.in_string else _OUTSIDE_STRINGS).search(text, self.at)
-            if found is None:
+            mark = (_INSIDE_STRINGS if self.in_string else _OUTSIDE_STRINGS).search(text, self.at)
+            if mark is None:
                 self.at = len(text)
                 return
-            self.at = found.start()
-            match found[0]:
+            self.at = mark.start()
+            match mark[0]:
                 case "\\":
                     if self.at + 1 == len(text):
                         return  # the escaped character has not arrived yet
@@ -120,12 +122,15 @@ class PartialObject:
 
 
 class NamedCall:
-    """A name between two texts, then the arguments as a JSON object, see `PartialCall`."""
+    """A name between two texts, then the arguments as a JSON object, see `PartialCall`.
 
-    def __init__(self, begin: int, functions: Functions, *, before: str, after: str) -> None:
+    `words`: other words may follow the name.
+    """
+
+    def __init__(self, begin: int, functions: Functions, *, before: str, after: str, words: bool = False) -> None:
         self.begin = self.at = begin
         self.end: int | None = None
-        self._before, self._after, self._functions = before, after, functions
+        self._before, self._after, self._functions, self._words = before, after, functions, words
         self._name = ""
         self._arguments: PartialObject | None = None
 
@@ -147,9 +152,13 @@ class NamedCall:
         start = self.begin + len(self._before)
         cut = text.find(self._after, start)
         name = text[start:] if cut < 0 else text[start:cut]
+        if self._words and (words := _WORDS.fullmatch(name)):
+            name = words[1]
         if not NAME.fullmatch(name) and (cut >= 0 or not _BEGUN_NAME.fullmatch(name[: -len(self._after)])):
             _reject("no name")
         at = cut + len(self._after)
+        if cut >= 0 and self._words:
+            at += len(text[at:]) - len(text[at:].lstrip(" \n"))
         if cut < 0 or at == len(text):
             return False
         if text[at] != "{":

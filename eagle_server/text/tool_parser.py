@@ -67,18 +67,18 @@ class ToolCallParser:
     """
 
     def __init__(self, format: ToolFormat, functions: Functions, *, single: bool = False) -> None:
-        """`functions` are those that the request offers. `single`: drop all text after the first call."""
+        """`functions`: the offered ones. `single`: drop all text after the first call."""
         self._format, self._functions, self._single = format, functions, single
         self._held = ""
         self._ended = False
         self._state: Callable[[ParsedText], bool] = self._at_beginning if format.bare else self._in_content
         self._call = format.call(0, functions)
-        self._call_end = ""  # what may still follow the newest call
+        self._call_end = ""  # a text that may still follow the newest call
         self._has_marker = False
         self._name: str | None = None
         self._index = 0
         self._is_after_call = False
-        self._content_length = 0  # of what earlier pieces returned
+        self._content_length = 0  # characters of content that were returned
         self.complete = 0  # calls
 
     @property
@@ -150,15 +150,15 @@ class ToolCallParser:
         return True
 
     def _in_call(self, parsed: ParsedText) -> bool:
-        found = self._call
+        call = self._call
         try:
-            found.read(self._held)
+            call.read(self._held)
             self._add_call(parsed)
-            if found.end is not None:
-                return self._complete_call(parsed, found.end)
+            if call.end is not None:
+                return self._complete_call(parsed, call.end)
         except NotAToolCall:
             self._add_call(parsed)
-            return self._reject_call(parsed, found.at if found.end is None else found.end)
+            return self._reject_call(parsed, call.at if call.end is None else call.end)
         return self._reject_call(parsed, len(self._held)) if self._ended else False
 
     def _after_call(self, parsed: ParsedText) -> bool:
@@ -175,7 +175,7 @@ class ToolCallParser:
         follows = separator is not None and text.startswith(separator)
         another = without_leading_space(text[len(separator or "") :]) if follows else None
         begun = (separator or "", closing, self._call_end)
-        if not self._ended and (self._may_begin(another) or any(each.startswith(text) for each in begun)):
+        if not self._ended and (self._may_begin(another) or any(mark.startswith(text) for mark in begun)):
             self._state = self._after_call
             return False
         if another and another.startswith(self._format.begin):
@@ -191,14 +191,14 @@ class ToolCallParser:
 
     def _add_call(self, parsed: ParsedText) -> None:
         """Return the name and the arguments that have arrived."""
-        found = self._call
+        call = self._call
         if self._name is None:
-            name = found.find_name(self._held)
+            name = call.find_name(self._held)
             if name is None or not self._accepts_name(name):
                 return
             self._name = name
             join(parsed.tool_calls, [self._new_call(parsed, name)])
-        join(parsed.tool_calls, [ToolCallDelta(self._index, arguments=found.take_arguments(self._held))])
+        join(parsed.tool_calls, [ToolCallDelta(self._index, arguments=call.take_arguments(self._held))])
 
     def _new_call(self, parsed: ParsedText, name: str, arguments: str = "") -> ToolCallDelta:
         before = self._content_length + len(parsed.content)
@@ -239,7 +239,7 @@ class ToolCallParser:
         return self._has_marker or name in self._functions
 
     def _without_bracket(self, text: str) -> str | None:
-        """The text that begins a call if it is one, None where there is too much whitespace before it."""
+        """The text after whitespace and a bracket, where a call may begin. None: there is too much whitespace."""
         rest = without_leading_space(text)
         if rest and self._format.bracket and rest.startswith(self._format.bracket):
             rest = without_leading_space(rest[len(self._format.bracket) :])
@@ -249,6 +249,6 @@ class ToolCallParser:
         return text.lstrip().startswith(self._format.bracket)
 
     def _may_begin(self, text: str | None) -> bool:
-        """Whether a call may begin here with further text."""
+        """Whether the text is an incomplete beginning of a call."""
         begin = self._format.begin
         return not self._ended and text is not None and len(text) < max(len(begin), 1) and begin.startswith(text)

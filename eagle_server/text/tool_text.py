@@ -16,13 +16,13 @@ PYTHON_NAME, PYTHON_KEY = re.compile(r"[^\W\d][\w.\-]{0,255}"), re.compile(r"[^\
 _PYTHON_NAME = re.compile(rf"({PYTHON_NAME.pattern})\(")
 _PYTHON_KEY = re.compile(rf"\s{{0,16}}({PYTHON_KEY.pattern})\s{{0,16}}=")
 _PYTHON_END = re.compile(r"\s{0,64}\)")
-# What matters outside strings, and in a string by its quote.
+# The characters to stop at: outside strings, and inside a string by its quote.
 _MARKS = {"": re.compile(r"""['"()\[\]{},]""")} | {quote: re.compile(rf"[{quote}\\]") for quote in "'\""}
-_LONGEST_HEAD = 340  # characters; a name or key that has not ended by then is none
+_LONGEST_HEAD = 340  # characters; a longer name or key is refused
 
 
 class _TextCall:
-    """What both forms share: a name, then keys with values, then an end. The arguments become JSON one by one."""
+    """Base of both forms: a name, then keys with values, then an end. The arguments become JSON one by one."""
 
     head: re.Pattern[str]
     key: re.Pattern[str]
@@ -30,7 +30,7 @@ class _TextCall:
 
     def __init__(self, begin: int, functions: Functions) -> None:
         self.begin = self.at = begin
-        self._scanned = begin  # up to where the end of the value was looked for
+        self._scanned = begin  # the end of the value is not before this position
         self.end: int | None = None
         self._functions = functions
         self._name: str | None = None
@@ -60,7 +60,7 @@ class _TextCall:
         return self._name, self._arguments
 
     def _step(self, text: str) -> bool:
-        """Read the next part. False: it has not arrived yet."""
+        """Read the next part. False: it is not complete yet."""
         if self._name is None:
             head = self._match(self.head, text)
             if head is not None:
@@ -81,13 +81,13 @@ class _TextCall:
         return key is not None
 
     def _match(self, pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-        """None: the text may become a match."""
-        found = pattern.match(text, self.at)
-        if found is None and not self._may_match(text[self.at : self.at + _LONGEST_HEAD]):
+        """The match at this position. None: it needs more text."""
+        match = pattern.match(text, self.at)
+        if match is None and not self._may_match(text[self.at : self.at + _LONGEST_HEAD]):
             raise NotAToolCall("neither a key nor an end")
-        if found is not None:
-            self.at = found.end()
-        return found
+        if match is not None:
+            self.at = match.end()
+        return match
 
     def _may_match(self, rest: str) -> bool:
         raise NotImplementedError
@@ -112,7 +112,7 @@ class XmlCall(_TextCall):
             return False
         rest = rest.lstrip() if self._name is not None else rest
         heads = ("<function=",) if self._name is None else ("<parameter=", "</function>")
-        return any(rest.startswith(each) or each.startswith(rest) for each in heads)
+        return any(rest.startswith(head) or head.startswith(rest) for head in heads)
 
     def _read_value(self, text: str) -> bool:
         start = max(self._scanned, self.at)
@@ -144,18 +144,18 @@ class PythonCall(_TextCall):
 
     def _read_value(self, text: str) -> bool:
         self._scanned = max(self._scanned, self.at)
-        while (found := _MARKS[self._quote].search(text, self._scanned)) is not None:
-            mark = found[0]
-            if mark == "\\" and found.end() == len(text):
-                self._scanned = found.start()  # the escaped character has not arrived
+        while (match := _MARKS[self._quote].search(text, self._scanned)) is not None:
+            mark = match[0]
+            if mark == "\\" and match.end() == len(text):
+                self._scanned = match.start()  # the escaped character has not arrived
                 return False
-            self._scanned = found.end() + (mark == "\\")
+            self._scanned = match.end() + (mark == "\\")
             if self._quote:
                 self._quote = self._quote if mark == "\\" else ""
             elif mark in "'\"":
                 self._quote = mark
             elif not self._brackets and mark in ",)":
-                return self._complete(text, found.start())
+                return self._complete(text, match.start())
             elif mark in "([{":
                 self._brackets.append(mark)
             elif mark != "," and (not self._brackets or self._brackets.pop() + mark not in ("()", "[]", "{}")):

@@ -1,4 +1,4 @@
-"""Arguments that a tool call writes as plain text or as Python, as JSON."""
+"""Converts arguments of tool calls to JSON, from plain text and from Python."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PYTHON_ESCAPES = frozenset("\\'\"\nabfnrtvxuNU01234567")
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str] | None:
-    """The JSON types that a schema allows, None for all. `root` is the schema that its references are about.
+    """The JSON types that a schema allows, None for all. `root` is the schema that references point into.
 
-    Nobody has checked the schema: what is no schema allows all.
+    The schema is unchecked. An invalid one allows all types.
     """
-    found, seen, parts = set[str](), set[int](), [schema]
+    types, seen, parts = set[str](), set[int](), [schema]
     while parts:
         part = parts.pop()
         if not isinstance(part, Mapping):
@@ -31,18 +31,18 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str] | None:
         seen.add(id(part))
         if "$ref" in part:
             parts.append(_resolved(part["$ref"], root))
-        elif (given := part.get("type")) is not None:
-            found.update(str(each) for each in (given if isinstance(given, list) else [given]))
+        elif (declared := part.get("type")) is not None:
+            types.update(str(name) for name in (declared if isinstance(declared, list) else [declared]))
         elif "const" in part or isinstance(part.get("enum"), list):
-            found.update(_type(value) for value in ([part["const"]] if "const" in part else part["enum"]))
+            types.update(_type(value) for value in ([part["const"]] if "const" in part else part["enum"]))
         else:
             several = part.get("anyOf", part.get("oneOf"))
             parts += several if isinstance(several, list) and several else [None]
-    return frozenset(found) or None
+    return frozenset(types) or None
 
 
 def json_of_text(text: str, schema: Any, root: Mapping[str, Any]) -> str:
-    """The JSON of a value that is written without quotes where it is a text. Its type follows from the schema."""
+    """The JSON of a value that is written as text: strings have no quotes. The schema decides the type."""
     types = types_of(schema, root)
     if types == frozenset({"string"}):
         return _dumped(text)
@@ -50,8 +50,8 @@ def json_of_text(text: str, schema: Any, root: Mapping[str, Any]) -> str:
         value = _PYTHON[text.strip()] if text.strip() in _PYTHON else json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return _dumped(text)
-    own = _type(value)
-    if types is None or own in types or (own == "integer" and "number" in types):
+    kind = _type(value)
+    if types is None or kind in types or (kind == "integer" and "number" in types):
         return text.strip() if text.strip() not in _PYTHON else _dumped(value)
     return _dumped(text)
 
@@ -60,7 +60,7 @@ def json_of_python(text: str) -> str:
     """The JSON of a literal of JSON or Python.
 
     Raises:
-        ValueError: it is neither, or has no JSON.
+        ValueError: it is neither, or JSON cannot express it.
     """
     try:
         json.loads(text, parse_constant=_refuse)
@@ -69,11 +69,11 @@ def json_of_python(text: str) -> str:
         raise ValueError("nested too deeply") from None
     except ValueError:
         pass
-    # Python warns on stderr of a number that runs into a keyword, as in 1if.
+    # Python warns on stderr about a number that runs into a keyword, as in 1if.
     if _NO_LITERAL.search(_STRING.sub("", text)):
         raise ValueError("an operator or a comment")
     try:
-        # Python warns of unknown escapes, which it takes as they are.
+        # Python warns about unknown escapes, but keeps them unchanged.
         value = ast.literal_eval(_ESCAPE.sub(_escape, text.strip()))
         dumped = json.dumps(value, ensure_ascii=False, allow_nan=False)
         dumped.encode()  # fails for half a surrogate pair
@@ -82,8 +82,8 @@ def json_of_python(text: str) -> str:
     return dumped
 
 
-def _escape(found: re.Match[str]) -> str:
-    return found[0] if found[1] in _PYTHON_ESCAPES else "\\" + found[0]
+def _escape(match: re.Match[str]) -> str:
+    return match[0] if match[1] in _PYTHON_ESCAPES else "\\" + match[0]
 
 
 def _resolved(reference: Any, root: Mapping[str, Any]) -> Any:

@@ -55,7 +55,7 @@ class ForwardAhead(Generic[Result]):
         """These requests have ended, or were preempted. Others may get their rows of the page table."""
         gone = set(released)
         if gone and self._computed is not None:
-            for request in [each for each in self._computed.numbers if each[0] in gone]:
+            for request in [computed for computed in self._computed.numbers if computed[0] in gone]:
                 del self._computed.numbers[request]
 
     def take(self, requests: Sequence[tuple[int, int]], size: int, clock: StageClock) -> Result | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,11 +23,11 @@ from eagle_server.worker.batch.draft_tree import with_steps
 from eagle_server.worker.budget.budget import Budget, CycleBudget
 from eagle_server.worker.budget.cost_model import LONGEST_WAIT, CostModel, StageTimes, draft_steps
 from eagle_server.worker.budget.estimates import Estimates
+from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
 from eagle_server.worker.clock import StageClock
 from eagle_server.worker.drafters.interface import Drafter
+from eagle_server.worker.first_drafts import FirstDrafts
 
-_LESSONS = ((30, 1), (300, 3))  # so many cycles with drafts teach, then every third, because learning takes time too
-_LATER_LESSONS = 16  # then every so many cycles
 _BACKLOG_ROWS = 512  # of backlogs that one cycle computes, about
 
 
@@ -35,8 +36,8 @@ class Drafts:
     """The trees of a cycle, and what is needed to learn from them.
 
     batch: the requests that drafted; None: none did. requests: int64 [m], their numbers among all; None: all drafted.
-    extended: rows of their draft-extend, with their backlogs. teaches: whether estimates and budget learn from this
-    cycle.
+    extended: rows of their draft-extend, with their backlogs. fed: nodes that each draft step feeds. lesson: whether
+    estimates and budget learn from this cycle.
     """
 
     tree: Tree
@@ -45,19 +46,20 @@ class Drafts:
     requests: Tensor | None = None
     estimates: Estimates | None = None
     extended: int = 0
-    teaches: bool = False
+    fed: int = 0
+    lesson: bool = False
 
     def to_copy(self, tree: Tree, accepted: Accepted) -> tuple[Tensor, ...]:
         """What `TreeDrafting.finish` reads on the host. `tree` and `accepted` are those of `batch`, as verified."""
         if self.estimates is None:
             return ()
-        if not self.teaches:
+        if not self.lesson:
             return (self.estimates.path_logp,)
         estimates, guesses = self.estimates, self.estimates.guesses
         if tree.proposed is not None:
             guesses = guesses.gather(1, tree.proposed)
         verified = (tree.depths[:, 1:], tree.tokens, tree.parents, accepted.path)
-        return (estimates.path_logp, estimates.depths, guesses, *verified)
+        return (estimates.path_logp, estimates.parents, guesses, *verified)
 
 
 class TreeDrafting:
@@ -67,14 +69,16 @@ class TreeDrafting:
     fixed.
     """
 
-    def __init__(self, drafter: Drafter[Any], batches: Batches, budget: Budget) -> None:
-        self.drafter, self.batches, self.budget = drafter, batches, budget
+    def __init__(self, drafter: Drafter[Any], batches: Batches, budget: Budget, policy: BudgetPolicy = POLICY) -> None:
+        self.drafter, self.batches, self.budget, self.policy = drafter, batches, budget, policy
         self.estimates = batches.estimates
         self.costs: CostModel | None = None
         self.extends_ahead = False  # whether draft-extend may run before the next cycle's window is allocated
         self.extended: ForwardAhead[Any] = ForwardAhead()  # of the drafter's State
-        self._cycles = self._drafted = 0  # how many there were, and those with drafts
+        self._cycles = 0  # how many there were
+        self._lessons: Counter[int] = Counter()  # of each temperature bin
         self._ended = 0.0  # when the last one ended
+        self.first_drafts: FirstDrafts | None = None
         self.observers: list[Callable[[Tree, Accepted, int], None]] = []  # get trees, paths, requests
 
     def adapt(self, budget: Budget, costs: CostModel) -> None:
@@ -90,16 +94,15 @@ class TreeDrafting:
 
     def draft(self, batch: DecodeBatch, clock: StageClock) -> Drafts:
         """Trees for all requests of the batch. Those that do not draft have the root alone."""
-        with clock.stage("budget"):
-            budget = self._choose(batch)
         self._cycles += 1
         served = all(decode.text for decode in batch.decodes)  # warm-up has no text
-        lesson = served and self._cycles % self._lessons == 0
+        lesson = served and self._is_lesson(batch.decodes)
+        with clock.stage("budget"):
+            budget = self._choose(batch, lesson=lesson)
         with clock.stage("extend"):
             drafting = self.batches.drafting(batch, budget, cut=not lesson)  # a lesson is about all nodes
         if drafting is None:
             return Drafts(root_alone(batch.verified_id, batch.seq_lens), budget)
-        self._drafted += served
         with clock.stage("extend"):
             extended = len(drafting.seq_lens_host) * drafting.extend_width
             backlog = self.batches.backlog(drafting.decodes)
@@ -126,7 +129,8 @@ class TreeDrafting:
             if len(budget.drafting) < len(batch.decodes):
                 requests = upload(budget.drafting, batch.seq_lens.device)
                 tree = spread(tree, requests, batch.verified_id, batch.seq_lens)
-        return Drafts(tree, budget, drafting, requests, estimates, extended, lesson)
+        fed = len(drafting.seq_lens_host) * (budget.topk or self.drafter.widest)
+        return Drafts(tree, budget, drafting, requests, estimates, extended, fed, lesson)
 
     def extend_ahead(self, drafts: Drafts, accepted: Accepted) -> None:
         """Draft-extend for the next cycle. It needs nothing from the host if all requests go on drafting.
@@ -158,24 +162,28 @@ class TreeDrafting:
         """Tokens that a request must still get to draft. 1: graphs of a fixed budget are of whole trees only."""
         return 1 if self.batches.sizes and self.costs is None else 2
 
-    @property
-    def _lessons(self) -> int:
-        """Every so many cycles teach."""
-        return _lessons_after(self._drafted)
+    def _is_lesson(self, decodes: Sequence[Decode]) -> bool:
+        """Whether estimates and budget learn from this cycle."""
+        bins = {decode.sampling.temperature_bin for decode in decodes if decode.speculative}
+        lesson = any(self._lessons[temperature_bin] < self.policy.first_lessons for temperature_bin in bins)
+        lesson = lesson or self._cycles % self.policy.lesson_period == 0
+        self._lessons.update(bins if lesson else ())
+        return lesson
 
-    def _choose(self, batch: DecodeBatch) -> CycleBudget:
+    def _choose(self, batch: DecodeBatch, *, lesson: bool) -> CycleBudget:
         for decode in batch.decodes:
             if not decode.speculative:
                 self.batches.accepted_tokens.give_up(decode)
-        able = zip(batch.decodes, self.batches.can_draft(batch.decodes), strict=True)
+        may_draft = zip(batch.decodes, self.batches.can_draft(batch.decodes), strict=True)
         least = self._least_left
-        budget = self.budget.choose(batch.decodes, [may and each.tokens_left >= least for each, may in able])
+        able = [may and each.tokens_left >= least for each, may in may_draft]
+        budget = self.budget.choose(batch.decodes, able, lesson=lesson)
         kept = self._with_room(batch, budget.drafting)
         if len(kept) < len(budget.drafting):
             budget = replace(budget, drafting=kept)
         reach = max((batch.decodes[i].tokens_left - 1 for i in kept), default=0)
-        if self.batches.sizes or reach >= budget.num_steps:  # captured drafters have the depths of their graphs only
-            return budget
+        if self.batches.sizes or lesson or reach >= budget.num_steps:
+            return budget  # captured drafters have the depths of their graphs only
         return replace(budget, num_steps=reach)
 
     def _with_room(self, batch: DecodeBatch, drafting: Sequence[int]) -> tuple[int, ...]:
@@ -189,17 +197,13 @@ class TreeDrafting:
         return tuple(kept)
 
     def observe(self, batch: DecodeBatch, drafts: Drafts, tree: Tree, accepted: Accepted) -> tuple[Tensor, ...]:
-        """Let the drafter see what was accepted of `tree`, the one that was verified for `batch`.
-
-        Returns what `finish` must have on the host.
-        """
+        """What `finish` must have on the host. `tree` is the one that was verified for `batch`."""
         for observe in self.observers:
             observe(tree, accepted, len(batch.decodes))
         if drafts.batch is None:
             return ()
         if drafts.requests is not None:
             tree, accepted = tree.of(drafts.requests), accepted.of(drafts.requests)
-        self.drafter.observe(drafts.batch, tree, accepted)
         return drafts.to_copy(tree, accepted)
 
     def finish(
@@ -216,8 +220,10 @@ class TreeDrafting:
         if estimates:
             logp = estimates[0][: len(drafts.budget.drafting)]
             expected = float(np.exp(logp[logp >= drafts.budget.least_logp]).sum())
-        if drafts.teaches and estimates:
+        if drafts.lesson and estimates:
             self._learn(drafts, estimates)
+        if self.first_drafts is not None and drafts.batch is not None:
+            self.first_drafts.count(plan, result, drafts.budget.drafting)
         steps = drafts.budget.num_steps if drafts.batch else 0
         drafting = CycleDrafting(
             steps=steps,
@@ -236,27 +242,30 @@ class TreeDrafting:
         assert drafts.batch is not None and self.estimates is not None
         decodes = drafts.batch.decodes
         logp, drafted, guesses, depths, tokens, parents, path = (each[: len(decodes)] for each in values)
-        self.budget.drafted(decodes, logp.astype(float), drafted.astype(float))
+        self.budget.drafted(decodes, logp.astype(float), drafted)
         verified = tokens[:, 1:] >= 0
         reached = np.zeros((len(tokens), tokens.shape[1] + 1), dtype=np.bool_)
         np.put_along_axis(reached, path, values=True, axis=1)  # the padding, -1, is the spare last column
         tried = np.take_along_axis(reached, parents[:, 1:], axis=1) & verified
         temperature_bin = np.array([[decode.sampling.temperature_bin] for decode in decodes])
         temperature_bins = np.broadcast_to(temperature_bin, tried.shape)[tried]
-        self.estimates.observe(guesses[tried], depths[tried], temperature_bins, reached[:, 1:-1][tried])
+        same = parents[:, 1:, None] == parents[:, None, 1:]
+        later = (same & np.tri(same.shape[1], k=-1, dtype=np.bool_)).any(axis=2)[tried].astype(np.int64)
+        self.estimates.observe(guesses[tried], (temperature_bins, depths[tried], later), reached[:, 1:-1][tried])
 
     def _time(self, plan: CyclePlan, result: CycleResult, drafts: Drafts, rows: int) -> float:
         """Update the cost model by the stages' seconds. Returns what it had predicted for decoding, in seconds."""
         costs, now, stages = self.costs, time.perf_counter(), result.stage_seconds
         ended, self._ended = self._ended, now
         waited = now - ended - sum(stages.values())
+        if costs is None:
+            return 0.0
         loaded = waited < LONGEST_WAIT
         if loaded:
             tokens = sum(map(Decode.kept, plan.decodes, (output.tokens for output in result.decodes)))
             seconds = now - ended - stages.get("prefill", 0.0)
             self.budget.took(len(plan.decodes), drafted=drafts.batch is not None, tokens=tokens, seconds=seconds)
-        every = self._lessons if drafts.batch is not None else _lessons_after(self._cycles)
-        if costs is None or self._cycles % every not in (0, every // 2):
+        if not drafts.lesson and self._cycles % (self.policy.lesson_period // 2):
             return 0.0
         if drafts.batch is None:
             costs.wait(waited)
@@ -266,10 +275,9 @@ class TreeDrafting:
         predicted = costs.observe(costs.verify, rows, kv, times.verify)
         if drafts.batch is not None:
             if times.step is not None:
-                requests = len(drafts.batch.seq_lens_host)
-                predicted += draft_steps(forwards) * costs.observe(costs.step, requests, 0.0, times.step)
+                predicted += float(draft_steps(forwards)) * costs.observe(costs.step, drafts.fed, 0.0, times.step)
             # In between lessons, because these take time themselves: the rest is to commit more tokens.
-            later = waited - costs.between if loaded and not plan.chunks and not drafts.teaches else 0.0
+            later = waited - costs.between if loaded and not plan.chunks and not drafts.lesson else 0.0
             predicted += costs.observe(costs.extend, drafts.extended, 0.0, times.extend + max(0.0, later))
         costs.compare(predicted, sum(seconds for stage, seconds in stages.items() if stage not in ("prefill", UNUSED)))
         return predicted
@@ -283,8 +291,3 @@ def _within_reach(tree: Tree, batch: DecodeBatch) -> Tree:
     left += [1] * (len(tree.depths) - len(left))  # padding
     reach = upload([min(each, tree.steps + 1) for each in left], tree.depths.device)
     return without(tree, tree.depths[:, 1:] >= reach[:, None])
-
-
-def _lessons_after(cycles: int) -> int:
-    """After so many cycles of a kind, every so many teach."""
-    return next((every for until, every in _LESSONS if cycles < until), _LATER_LESSONS)

@@ -16,6 +16,7 @@ from eagle_server.attention.batches import verify_layout
 from eagle_server.attention.interface import PagedRequests
 from eagle_server.models.ranks import RankGroup
 from eagle_server.ops.upload import upload
+from eagle_server.plan import StateMoves, StateSave
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.batch import Piece, prompt_batch
 from eagle_server.worker.batch.req_to_token import write_changes
@@ -28,7 +29,6 @@ class Follower:
 
     def __init__(self, ranks: RankGroup, verifier: Verifier, req_to_token: Tensor) -> None:
         self._ranks, self._verifier, self._req_to_token = ranks, verifier, req_to_token
-        self._verified: tuple[Tensor, Tensor] | None = None  # lengths and req_pool_indices of the newest trees
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -40,26 +40,34 @@ class Follower:
                     return
                 case RankMessage.CHANGES:
                     write_changes(self._req_to_token, np.array(numbers, dtype=np.int64).reshape(3, -1))
+                case RankMessage.SETTLE:
+                    self._settle(numbers)
                 case RankMessage.PREFILL:
                     self._prefill(numbers)
                 case RankMessage.VERIFY:
                     self._verify(numbers, tensors)
                 case RankMessage.KEEP:
-                    assert self._verified is not None, "trees are kept after they were verified"
-                    path = tensors.view(numbers[0], -1)
-                    self._verifier.pool.keep(path, *self._verified, self._req_to_token)
+                    self._keep(numbers, tensors)
                 case _:
                     raise AssertionError(f"a message of an unknown kind, {kind}")
 
+    def _settle(self, numbers: Sequence[int]) -> None:
+        count, *rest = numbers
+        restores = rest[3 * count :]
+        pairs = zip(restores[::2], restores[1::2], strict=True)
+        self._verifier.settle(StateMoves(tuple(_saves(rest[: 3 * count])), tuple(pairs)))
+
     def _prefill(self, numbers: Sequence[int]) -> None:
-        chunks, logit_rows, *rest = numbers
+        count, logit_rows, saves, *rest = numbers
         rows, rest = rest[:logit_rows], rest[logit_rows:]
-        heads, tokens = rest[: 3 * chunks], rest[3 * chunks :]
+        saved, rest = rest[: 3 * saves], rest[3 * saves :]
+        heads, tokens = rest[: 3 * count], rest[3 * count :]
+        chunks = list(zip(heads[::3], heads[1::3], heads[2::3], strict=True))
         pieces: list[Piece] = []
-        for request, start, length in zip(heads[::3], heads[1::3], heads[2::3], strict=True):
+        for request, start, length in chunks:
             pieces.append((request, start, tokens[:length]))
             tokens = tokens[length:]
-        self._verifier.run_prefill(prompt_batch(pieces, self._req_to_token), rows)
+        self._verifier.run_prefill(prompt_batch(pieces, self._req_to_token), rows, chunks, _saves(saved))
 
     def _verify(self, numbers: Sequence[int], tensors: Tensor) -> None:
         requests, size, topk, steps, *lens = numbers
@@ -69,6 +77,16 @@ class Follower:
         tree = Tree.linked(tokens.view(requests, size), parents.view(requests, size), seq_lens, steps, topk)
         if counts is not None:
             tree = replace(tree, counts=upload(counts, tensors.device))
-        self._verified = seq_lens, req_pool_indices
         layout = verify_layout(seq_lens_host, size, topk, counts)
         self._verifier.run(layout, tree, PagedRequests(req_pool_indices, seq_lens, self._req_to_token))
+
+    def _keep(self, numbers: Sequence[int], tensors: Tensor) -> None:
+        count, branched, *texts = numbers
+        req_pool_indices, seq_lens, path = tensors.split([count, count, len(tensors) - 2 * count])
+        requests = PagedRequests(req_pool_indices, seq_lens, self._req_to_token)
+        lengths = dict(zip(texts[::2], texts[1::2], strict=True))
+        self._verifier.run_keep(path.view(count, -1), requests, lengths, branched=bool(branched))
+
+
+def _saves(numbers: Sequence[int]) -> list[StateSave]:
+    return [StateSave(*save) for save in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)]

@@ -63,9 +63,9 @@ class Graphs:
             return function(*inputs)
         captured, tensors = self._captured.get(key), tuple(tensors_of(inputs))
         if captured is None:
-            own = tuple(tensor.clone() for tensor in tensors)
-            call, outputs = self._recorder.record(lambda: function(*restored(inputs, iter(own))), key[0])
-            captured = self._captured[key] = _Captured(own, call, outputs)
+            buffers = tuple(tensor.clone() for tensor in tensors)
+            call, outputs = self._recorder.record(lambda: function(*restored(inputs, iter(buffers))), key[0])
+            captured = self._captured[key] = _Captured(buffers, call, outputs)
         else:
             _refill(captured.inputs, tensors)
         captured.call.replay()

@@ -33,8 +33,8 @@ def _unpacked(packed: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """The tensors `like`, from their bytes."""
     order = _widest_first(like)
     pieces = packed.split([like[number].nbytes for number in order])
-    found = dict(zip(order, pieces, strict=True))
-    return [found[number].view(each.dtype).view(each.shape) for number, each in enumerate(like)]
+    tensors = dict(zip(order, pieces, strict=True))
+    return [tensors[number].view(each.dtype).view(each.shape) for number, each in enumerate(like)]
 
 
 class HostCopy:
@@ -78,8 +78,8 @@ def leading_finite(values: Tensor, places: Sequence[int]) -> int:
 def logprobs_to_host(logits: Tensor, tokens: Tensor, count: int) -> tuple[TokenLogprob, ...]:
     """Raw log-probabilities of tokens int64 [n] under logits float32 [n, vocab], with `count` alternatives each."""
     logp = logits.log_softmax(-1)
-    own = logp.gather(1, tokens[:, None])[:, 0].tolist()
+    chosen = logp.gather(1, tokens[:, None])[:, 0].tolist()
     count = min(count, logits.shape[-1])
     best, ids = logp.topk(count, dim=-1)
     alternatives = [list(zip(i, b, strict=True)) for i, b in zip(ids.tolist(), best.tolist(), strict=True)]
-    return tuple(TokenLogprob(*entry) for entry in zip(tokens.tolist(), own, alternatives, strict=True))
+    return tuple(TokenLogprob(*entry) for entry in zip(tokens.tolist(), chosen, alternatives, strict=True))

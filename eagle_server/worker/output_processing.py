@@ -127,14 +127,14 @@ def _chunks(
 ) -> tuple[SequenceOutput, ...]:
     out, last, start = [], 0, 0
     for chunk, count in zip(chunks, drawn.logit_rows, strict=True):
-        own: tuple[int, ...] = ()
+        sampled: tuple[int, ...] = ()
         logprobs = prompt_logprobs = tuple[TokenLogprob, ...]()
         failed = None
         if chunk.next_token is None:
             newest = start + count - 1
             if finite[last][0]:
-                own = tuple(tokens[last])
-                logprobs = _logprobs(drawn.logits, [newest], own, chunk.sampling.params.logprobs)
+                sampled = tuple(tokens[last])
+                logprobs = _logprobs(drawn.logits, [newest], sampled, chunk.sampling.params.logprobs)
             else:
                 failed = _failure(chunk, drawn.logits, newest)
             last += 1
@@ -143,7 +143,7 @@ def _chunks(
             alternatives = chunk.sampling.params.logprobs or 0
             prompt_logprobs = _logprobs(drawn.logits, rows, chunk.following, alternatives)
         start += count
-        out.append(SequenceOutput(own, 0, logprobs, prompt_logprobs, failed))
+        out.append(SequenceOutput(sampled, 0, logprobs, prompt_logprobs, failed))
     return tuple(out)
 
 

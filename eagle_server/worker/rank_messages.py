@@ -2,22 +2,26 @@
 
 kind      numbers                                                         tensors
 CHANGES   rows, positions and slots that the page table got               -
-PREFILL   chunks, logit rows; request, start, length per chunk; tokens    -
+SETTLE    saves; request, length, checkpoint per save; checkpoint and     -
+          request per restore
+PREFILL   chunks, logit rows, saves; row per logit row; request, length,  -
+          checkpoint per save; request, start, length per chunk; tokens
 VERIFY    requests, nodes, topk, depth; lengths; nodes per tree, or none  requests, tokens, parents
-KEEP      requests                                                        accepted path
+KEEP      requests, whether trees branch; request and length per text     requests, lengths, accepted path
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eagle_server.attention.interface import PagedRequests
 from eagle_server.models.ranks import RankGroup
-from eagle_server.plan import Chunk
+from eagle_server.plan import Chunk, StateMoves
 from eagle_server.speculation.tree import Tree
 
 
@@ -30,6 +34,7 @@ class RankMessage(IntEnum):
     PREFILL = 3
     VERIFY = 4
     KEEP = 5
+    SETTLE = 6
 
 
 def send_changes(ranks: RankGroup, changes: NDArray[np.int64]) -> None:
@@ -37,11 +42,19 @@ def send_changes(ranks: RankGroup, changes: NDArray[np.int64]) -> None:
     ranks.send(RankMessage.CHANGES, changes.reshape(-1))
 
 
+def send_settle(ranks: RankGroup, moves: StateMoves) -> None:
+    """The states of recurrent layers move along the accepted paths that were sent last, and some are copied."""
+    saves = [number for save in moves.saves for number in save]
+    ranks.send(RankMessage.SETTLE, [len(moves.saves), *saves, *(row for pair in moves.restores for row in pair)])
+
+
 def send_prefill(ranks: RankGroup, chunks: Sequence[Chunk], rows: Sequence[int]) -> None:
-    """Prompt chunks, and the rows of which logits are computed."""
+    """Prompt chunks, the rows of which logits are computed, and the states that are saved on the way."""
+    saves = [number for chunk in chunks for save in chunk.saves for number in save]
     pieces = [number for chunk in chunks for number in (chunk.req_pool_index, chunk.start, len(chunk.tokens))]
     tokens = [token for chunk in chunks for token in chunk.tokens]
-    ranks.send(RankMessage.PREFILL, [len(chunks), len(rows), *rows, *pieces, *tokens])
+    counts = [len(chunks), len(rows), len(saves) // 3]
+    ranks.send(RankMessage.PREFILL, [*counts, *rows, *saves, *pieces, *tokens])
 
 
 def send_verify(
@@ -56,6 +69,9 @@ def send_verify(
     ranks.send(RankMessage.VERIFY, numbers, req_pool_indices, tree.tokens, tree.parents)
 
 
-def send_keep(ranks: RankGroup, path: Tensor) -> None:
-    """The accepted path of the trees that were sent last, int64 [bs, S + 1]."""
-    ranks.send(RankMessage.KEEP, [len(path)], path)
+def send_keep(
+    ranks: RankGroup, path: Tensor, requests: PagedRequests, lengths: Mapping[int, int], *, branched: bool
+) -> None:
+    """What trees kept: their accepted paths, int64 [bs, S + 1]. The rest as `Verifier.run_keep` has it."""
+    numbers = [len(path), int(branched), *(number for text in lengths.items() for number in text)]
+    ranks.send(RankMessage.KEEP, numbers, requests.req_pool_indices, requests.seq_lens, path)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -10,18 +11,20 @@ from torch import Tensor
 
 from eagle_server.attention.batches import verify_batch, verify_layout
 from eagle_server.attention.interface import AttentionBackend, AttentionPlan, Layout, PagedRequests
+from eagle_server.attention.recurrent import PromptRows, TreeRows
 from eagle_server.attention.spec_info import EagleVerifyInput
 from eagle_server.cache.pool import Pool
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target, TargetOutput
 from eagle_server.ops.upload import upload
-from eagle_server.plan import Chunk
+from eagle_server.plan import Chunk, StateMoves, StateSave
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree, compacted
 from eagle_server.worker.batch.batch import DecodeBatch, PromptBatch
 from eagle_server.worker.graphs import Graphs
 from eagle_server.worker.host import to_host
-from eagle_server.worker.rank_messages import send_keep, send_prefill, send_verify
+from eagle_server.worker.rank_messages import send_keep, send_prefill, send_settle, send_verify
+from eagle_server.worker.request_states import RequestStates
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,9 @@ class Prefilled:
 
 
 class Verifier:
-    """Runs the target over its KV pool. `ranks`: those above 0 are told to run theirs, see `worker.follower`.
+    """Runs the target over its KV pool, and the states of its recurrent layers if it has some.
+
+    ranks: those above 0 are told to run theirs, see `worker.follower`.
 
     captured_rows: of the largest verification that a graph is captured for. All captured ones write their logits to one
     buffer, so they are valid until the next verification.
@@ -60,11 +65,25 @@ class Verifier:
         graphs: Graphs | None = None,
         ranks: RankGroup | None = None,
         captured_rows: int = 0,
+        states: RequestStates | None = None,
     ) -> None:
-        self.target, self.attention, self.pool = target, attention, pool
+        self.target, self.attention, self.pool, self.states = target, attention, pool, states
         self.graphs, self.ranks = graphs or Graphs(), ranks
         size = (captured_rows, target.config.vocab_size)
         self._logits = torch.empty(size, dtype=torch.float32, device=target.embed.device)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the states of recurrent layers are at the ends of their texts."""
+        return self.states is None or self.states.settled
+
+    def settle(self, moves: StateMoves | None = None) -> None:
+        """Move the states of recurrent layers along the last cycle's accepted paths. `moves`: copy some of them."""
+        if self.states is None or (self.settled and moves in (None, StateMoves())):
+            return
+        if self.ranks is not None:
+            send_settle(self.ranks, moves or StateMoves())
+        self.states.settle(moves)
 
     def compacted(self, tree: Tree) -> Tree:
         """The trees as `verify` computes them: without the padding, if the attention backend allows that."""
@@ -72,6 +91,7 @@ class Verifier:
 
     def verify(self, batch: DecodeBatch, tree: Tree) -> Verified:
         """All nodes of all trees in one forward, under the tree mask."""
+        self.settle()
         counts = None if tree.counts is None else to_host(tree.counts)[0]
         if self.ranks is not None:
             send_verify(self.ranks, batch.seq_lens_host, batch.req_pool_indices, tree, counts)
@@ -90,7 +110,10 @@ class Verifier:
         self, plan: AttentionPlan, layout: Layout, logits: Tensor | None, tree: Tree, requests: PagedRequests
     ) -> Verified:
         verify = EagleVerifyInput(tree)
-        bound = plan.bind(verify_batch(verify, requests, layout))
+        batch = verify_batch(verify, requests, layout)
+        if self.states is not None:
+            batch = replace(batch, recurrent=TreeRows(self.states.pool, tree, requests.req_pool_indices))
+        bound = plan.bind(batch)
         tokens, positions = verify.draft_token.clamp(min=0), verify.positions
         if tree.rows is not None:
             tokens, positions = tokens.index_select(0, tree.rows), positions.index_select(0, tree.rows)
@@ -110,25 +133,39 @@ class Verifier:
             start += length
         if self.ranks is not None:
             send_prefill(self.ranks, chunks, rows)
-        return Prefilled(*self.run_prefill(batch, rows), tuple(counts))
+        pieces = [(chunk.req_pool_index, chunk.start, len(chunk.tokens)) for chunk in chunks]
+        saves = [save for chunk in chunks for save in chunk.saves]
+        return Prefilled(*self.run_prefill(batch, rows, pieces, saves), tuple(counts))
 
-    def run_prefill(self, batch: PromptBatch, rows: list[int]) -> tuple[Tensor, Tensor]:
-        """The prefill forward of this rank: features of all rows, and logits of `rows`."""
-        bound = self.attention.plan(batch.attention.layout).bind(batch.attention)
+    def run_prefill(
+        self, batch: PromptBatch, rows: list[int], pieces: Sequence[tuple[int, int, int]], saves: Sequence[StateSave]
+    ) -> tuple[Tensor, Tensor]:
+        """The prefill forward of this rank: features of all rows, and logits of `rows`.
+
+        pieces, saves: as `PromptRows` has them.
+        """
+        recurrent = None if self.states is None else PromptRows(self.states.pool, pieces, saves)
+        bound = self.attention.plan(batch.attention.layout).bind(replace(batch.attention, recurrent=recurrent))
         out = self.target(batch.tokens, batch.positions, bound)
         hidden = out.hidden.index_select(0, upload(rows, out.hidden.device))
         return self._features(out), self.target.logits(hidden)
 
     def keep(self, batch: DecodeBatch, tree: Tree, accepted: Accepted) -> None:
-        """Move the accepted nodes' KV to the front of each window. The next cycle overwrites the rest.
+        """Move the accepted nodes' KV to the front of each window. States move in the next cycle.
 
-        The draft's KV does not move: draft-extend rewrites those slots.
+        The next cycle overwrites the rest. The draft's KV does not move: draft-extend rewrites those slots.
         """
-        if tree.topk == 1:
-            return  # a chain's path is already in place
-        if self.ranks is not None:
-            send_keep(self.ranks, accepted.path)
-        self.pool.keep(accepted.path, batch.seq_lens, batch.req_pool_indices, batch.req_to_token)
+        branched, lengths = tree.topk != 1, {decode.req_pool_index: decode.seq_len for decode in batch.decodes}
+        if self.ranks is not None and (branched or self.states is not None):
+            send_keep(self.ranks, accepted.path, batch.requests, lengths, branched=branched)
+        self.run_keep(accepted.path, batch.requests, lengths, branched=branched)
+
+    def run_keep(self, path: Tensor, requests: PagedRequests, lengths: Mapping[int, int], *, branched: bool) -> None:
+        """What this rank keeps. lengths: as `RequestStates.accept` has them. A chain's path is in place already."""
+        if self.states is not None:
+            self.states.accept(path, requests.req_pool_indices, lengths)
+        if branched:
+            self.pool.keep(path, requests.seq_lens, requests.req_pool_indices, requests.req_to_token)
 
     def _features(self, out: TargetOutput) -> Tensor:
         """What the drafter reads, in the model's dtype. Logits are made of what may be more exact."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -52,9 +53,11 @@ def measure_costs(worker: Worker, costs: CostModel, largest: FixedBudget, most: 
     measured = _Measured(worker)
     measured.plain(1)  # the first cycles of a process are slow
     began = time.perf_counter()
-    for size in dict.fromkeys(min(each, most) for each in (1, 8, most, 4, 16, 2, 32)):
+    for size in dict.fromkeys(min(wanted, most) for wanted in (1, 8, most, 4, 16, 2, 32)):
         measured.plain(size)
         measured.drafting(size, largest)
+        if worker.drafter.widest > 1 and not worker.batches.sizes:  # the budget may choose narrower draft steps
+            measured.drafting(size, replace(largest, topk=1))
         if time.perf_counter() - began > _MEASURING:
             break
     several, length = min(8, most), min(longest, _LONG)
@@ -112,9 +115,9 @@ class _Measured:
         self.verify.setdefault(self._rows, times.verify)  # tries of the padding row are empty
         batches = self._worker.batches
         width = batches.accepted_tokens.width if batches.sizes else 1  # here every request has accepted one token
-        self.extend[size * width] = times.extend
+        self.extend.setdefault(size * width, times.extend)
         if times.step is not None:
-            self.step[size] = times.step
+            self.step[size * (budget.topk or self._worker.drafter.widest)] = times.step
 
     def _run(self, size: int, length: int, budget: FixedBudget, rows: Sequence[int] = ()) -> dict[str, float]:
         self._worker.drafting.budget = budget

@@ -60,6 +60,9 @@ class Worker:
         self.batches.begin(plan)
         self.drafting.forget(plan.released)
         self._verified.forget(plan.released)
+        if self.verifier.states is not None:
+            with clock.stage("keep"):
+                self.verifier.settle(plan.states)
         batch = decoded = drawn = drafts = None
         if plan.decodes:
             batch = self.batches.decode(plan.decodes)
@@ -89,7 +92,7 @@ class Worker:
             meanwhile()
             outputs = copy.outputs()
         chunks, decodes, estimates = outputs
-        result = CycleResult(chunks, decodes, clock.seconds())
+        result = CycleResult(chunks, decodes, clock.seconds(), settled=self.verifier.settled)
         return self.drafting.finish(plan, result, drafts, estimates, 0 if decoded is None else len(decoded.logits))
 
     @torch.inference_mode()

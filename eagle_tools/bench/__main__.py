@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from rich.progress import Progress
 
 from eagle_server.config.commands import without_drafting
 from eagle_tools import DEMO
-from eagle_tools.bench.load import Measurement, Workload, measure
+from eagle_tools.bench.load import Measurement, Workload, measure, read_texts
 from eagle_tools.bench.report import PLAIN, SPECULATIVE, equal_texts, plot, print_table, ratios, rows_of, write_json
 from eagle_tools.bench.servers import BenchError, running
 
@@ -51,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     try:
-        for max_tokens, measurements in _run(arguments, _prompts(arguments.prompts), console).items():
+        for max_tokens, measurements in _run(arguments, tuple(read_texts(arguments.prompts)), console).items():
             rows, ratio = rows_of(measurements), ratios(measurements)
             console.print(f"\n{max_tokens} tokens per answer")
             print_table(rows, ratio, console)
@@ -71,13 +70,13 @@ def _run(arguments: argparse.Namespace, prompts: tuple[str, ...], console: Conso
     """The measurements by tokens per answer."""
     # Without this, the later of two equal rounds would find its prompts in the prefix cache.
     flags = ["--disable-radix-cache", *arguments.server_flags]
-    found: dict[int, list[Measurement]] = {count: [] for count in arguments.max_tokens}
+    measurements: dict[int, list[Measurement]] = {count: [] for count in arguments.max_tokens}
     with (
         running(SPECULATIVE, flags) as fast,
         running(PLAIN, [*without_drafting(flags), "--speculative-algorithm", "NONE"]) as slow,
         Progress(console=console) as progress,
     ):
-        loads = list(itertools.product(found, arguments.concurrency))
+        loads = list(itertools.product(measurements, arguments.concurrency))
         task = progress.add_task("measuring", total=len(loads) * 2 * (arguments.rounds + 1))
         for max_tokens, concurrency in loads:
             workload = Workload(prompts, max_tokens, arguments.temperature)
@@ -86,15 +85,8 @@ def _run(arguments: argparse.Namespace, prompts: tuple[str, ...], console: Conso
                     result = measure(server, workload, concurrency)
                     progress.advance(task)
                     if turn > 0:  # the first round only warms up
-                        found[max_tokens].append(result)
-    return found
-
-
-def _prompts(path: Path) -> tuple[str, ...]:
-    prompts: Any = json.loads(path.read_text())
-    if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) for p in prompts):
-        raise BenchError(f"{path}: a JSON list of strings is expected")
-    return tuple(prompts)
+                        measurements[max_tokens].append(result)
+    return measurements
 
 
 if __name__ == "__main__":

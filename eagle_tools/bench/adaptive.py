@@ -51,7 +51,7 @@ SERVERS = {
     **_fixed(5, 4, 8),
     **_fixed(3, 4, 13),
 }
-# A chain stands before the tree with as many rows and levels.
+# Each chain is followed by a tree with as many rows and levels.
 TREES = {
     **_fixed(3, 1, 4),
     **_fixed(3, 4, 4),
@@ -68,7 +68,7 @@ PARTS = ("clients", "mixed", "trees")
 CLIENTS, QUICK_CLIENTS = (1, 2, 4, 8, 16, 32, 48), (1, 8, 32)
 TREE_TEMPERATURES = (0.0, 0.7, 1.0)
 SHORTEST, LONGEST = 20, 900  # prompt tokens of the mixed load
-MOST_TOKENS = 96  # of an answer of the mixed load
+MOST_TOKENS = 96  # in an answer of the mixed load
 UTILISATION = 0.7  # arrivals of the mixed load, as a share of what plain answers if all come at once
 
 
@@ -106,8 +106,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Run the parts; returns 0, 1 if an answer differs from plain's, or 2 with one line on stderr."""
     arguments = _arguments(argv)
-    given = (text.partition("=") for text in arguments.server)
-    servers = SERVERS | {label: tuple(shlex.split(flags)) for label, _, flags in given}
+    pairs = (text.partition("=") for text in arguments.server)
+    servers = SERVERS | {label: tuple(shlex.split(flags)) for label, _, flags in pairs}
     console, results, differing = Console(width=110), dict[str, Any](), 0
     arguments.out.mkdir(parents=True, exist_ok=True)
     try:
@@ -126,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     finally:
         if results:
-            flags = {label: shlex.join(own) for label, own in servers.items()}
+            flags = {label: shlex.join(parts) for label, parts in servers.items()}
             write_json(arguments.out / "adaptive.json", vars(arguments) | {"servers": flags}, results)
             console.print(f"written: {arguments.out / 'adaptive.json'}")
     return int(differing > 0)
@@ -141,7 +141,7 @@ def _start(servers: Mapping[str, Sequence[str]], parts: Sequence[str], stack: Ex
 
 def _costs(servers: Sequence[Server]) -> dict[str, Any]:
     """The cost model of the adaptive server."""
-    state = next(each for each in servers if each.label == ADAPTIVE).stats()["speculation"]
+    state = next(server for server in servers if server.label == ADAPTIVE).stats()["speculation"]
     if state is None:
         raise BenchError(f"the trees of {ADAPTIVE!r} do not follow the load: /v1/server_info shows no costs")
     return dict(state["costs"])
@@ -151,11 +151,11 @@ def _measure_clients(
     servers: Sequence[Server], arguments: argparse.Namespace, console: Console
 ) -> dict[float, list[Measurement]]:
     """All servers in turn, at every temperature and number of clients."""
-    found: dict[float, list[Measurement]] = {temperature: [] for temperature in arguments.temperatures}
+    measurements: dict[float, list[Measurement]] = {temperature: [] for temperature in arguments.temperatures}
     with Progress(console=console) as progress:
-        runs = len(found) * len(arguments.clients) * (arguments.rounds + 1) * len(servers)
+        runs = len(measurements) * len(arguments.clients) * (arguments.rounds + 1) * len(servers)
         task = progress.add_task("clients", total=runs)
-        for temperature, clients in itertools.product(found, arguments.clients):
+        for temperature, clients in itertools.product(measurements, arguments.clients):
             prompts = _cycled(max(2 * clients, arguments.prompts))
             workload = Workload(prompts, arguments.max_tokens, temperature)
             for turn in range(arguments.rounds + 1):
@@ -164,8 +164,8 @@ def _measure_clients(
                     result = measure(server, workload, clients)
                     progress.advance(task)
                     if turn > 0:  # the first round only warms up
-                        found[temperature].append(result)
-    return found
+                        measurements[temperature].append(result)
+    return measurements
 
 
 def _cycled(count: int) -> tuple[list[int], ...]:
@@ -245,9 +245,11 @@ def _mixed(servers: Sequence[Server], arguments: argparse.Namespace, results: di
                         every[kind, server.label].append(stream_times(answers, seconds))
                     elif server is plain:
                         rate = UTILISATION * len(arrivals) / seconds
-                equal += sum(own == other for own, other in zip(*texts, strict=True))
+                equal += sum(text == other for text, other in zip(*texts, strict=True))
                 total += len(arrivals)
-    medians = {key: {name: statistics.median(r[name] for r in each) for name in each[0]} for key, each in every.items()}
+    medians = {
+        key: {name: statistics.median(r[name] for r in rounds) for name in rounds[0]} for key, rounds in every.items()
+    }
     table = Table(title=f"mixed load, medians of the rounds; arriving: {rate:.2f} requests/s; times in ms")
     for name in ("requests", "server", *next(iter(medians.values()))):
         table.add_column(name, justify="left" if name in ("requests", "server") else "right")
@@ -268,17 +270,17 @@ def _trees(arguments: argparse.Namespace, results: dict[str, Any], console: Cons
         task = progress.add_task("trees", total=1 + len(TREES))
         plain, _ = _answers_alone(demo_engine("NONE"), arguments)
         progress.advance(task)
-        equal, total, found = 0, 0, {}
+        equal, total, forwards = 0, 0, {}
         for label, flags in TREES.items():
             answers, per_forward = _answers_alone(demo_engine("EAGLE3", *flags), arguments)
             progress.advance(task)
-            equal += sum(own == other for own, other in zip(answers, plain, strict=True))
+            equal += sum(text == other for text, other in zip(answers, plain, strict=True))
             total += len(answers)
             table.add_row(label, *(f"{value:.2f}" for value in per_forward.values()))
-            found[label] = per_forward
+            forwards[label] = per_forward
     console.print(table)
     console.print(f"answers of these trees that are plain's: {equal} of {total}")
-    results["tokens_per_forward"] = found
+    results["tokens_per_forward"] = forwards
     return total - equal
 
 

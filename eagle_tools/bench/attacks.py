@@ -32,7 +32,7 @@ from eagle_tools.bench.bad_clients import (
 
 Body = dict[str, Any]
 PROMPT = "def area(radius):\n"
-PAUSE = 0.05  # seconds between two requests of a client: what is measured is no flood of small ones
+PAUSE = 0.05  # seconds between two requests of a client: floods of small requests are not measured
 STRETCH = 1000  # requests of one process; bodies of another process differ
 DEPTH = 25  # nested repetitions: each doubles the ways to read a text
 PAGE = 900  # prompt tokens; the demo's context is 1024
@@ -52,7 +52,7 @@ def post(port: int, content: bytes, path: str = "/v1/completions") -> str:
 
 
 def chat(port: int, content: bytes) -> str:
-    """The same for a chat."""
+    """`post` for a chat."""
     return post(port, content, "/v1/chat/completions")
 
 
@@ -63,7 +63,7 @@ def text(port: int, content: bytes) -> str:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that run beside the measured client, `clients` at a time, each again when it has its answer.
+    """Requests that compete with the measured client: `clients` at a time, each sent again after its answer.
 
     `baseline` names the load that the effect is compared with; None: this is a baseline. `body` gets a number that no
     other request has. A `fixed` body is built once, before the start, because building it takes long. `server` is a key
@@ -97,7 +97,7 @@ def page(number: int, tokens: int = PAGE, **fields: Any) -> Body:
 
 
 def short_pages(number: int) -> Body:
-    """Eight prompts with together as many tokens as a long one."""
+    """Eight prompts that have as many tokens together as one long prompt."""
     return plain(prompt=[page(8 * number + i, PAGE // 8)["prompt"] for i in range(8)], max_tokens=1)(number)
 
 
@@ -125,8 +125,8 @@ def large(**fields: str) -> Callable[[int], bytes]:
     """A body of fields that are JSON already."""
 
     def build(_: int) -> bytes:
-        given = {"prompt": json.dumps(PROMPT), "max_tokens": "200", "ignore_eos": "true", **fields}
-        return ("{" + ", ".join(f'"{name}": {value}' for name, value in given.items()) + "}").encode()
+        values = {"prompt": json.dumps(PROMPT), "max_tokens": "200", "ignore_eos": "true", **fields}
+        return ("{" + ", ".join(f'"{name}": {value}' for name, value in values.items()) + "}").encode()
 
     return build
 
@@ -152,7 +152,7 @@ def chunks(size: int) -> Callable[[int], bytes]:
 
 
 def long_prompt(number: int) -> Body:
-    """4 MB, of which one token counts."""
+    """A prompt of 4 MB that is truncated to one token."""
     return {"prompt": f"{number} words" * 350_000, "max_tokens": 1, "truncate_prompt_tokens": 1}
 
 

@@ -48,13 +48,13 @@ def _hold(connections: list[socket.socket], byte: bytes) -> str:
     number = len(connections)
     while connections:
         readable, _, _ = select.select(connections, [], [], 0.1)
-        closed = {each for each in readable if not _received(each)}
-        connections = [each for each in connections if each not in closed]
-        for each in connections if byte else ():
+        closed = {connection for connection in readable if not _received(connection)}
+        connections = [connection for connection in connections if connection not in closed]
+        for connection in connections if byte else ():
             try:
-                each.send(byte)
+                connection.send(byte)
             except OSError:
-                closed.add(each)
+                closed.add(connection)
     return f"closed {number}"
 
 

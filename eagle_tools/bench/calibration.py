@@ -16,6 +16,7 @@ from rich.table import Table
 from eagle_server.engine.engine import Engine
 from eagle_server.request import DraftTree, Request, SamplingParams
 from eagle_tools.bench.demo import demo_engine, held_out
+from eagle_tools.bench.figures import save, subplots
 from eagle_tools.bench.report import write_json
 
 BINS = 10  # of equal width
@@ -58,15 +59,15 @@ class Reliability:
 def estimates(tree: DraftTree) -> Iterator[tuple[int, float, bool]]:
     """(depth, estimated chance given an accepted parent, whether accepted) of the nodes with an accepted parent.
 
-    Nothing for a tree whose request ended inside it: what would have been accepted is unknown.
+    Nothing for a plain step. Nothing for a tree in which the request ended: it is unknown what the target would accept.
 
     Raises:
         ValueError: the drafter estimates nothing.
     """
+    if tree.bonus is None or len(tree.parents) == 1:
+        return
     if tree.scores is None:
         raise ValueError("this drafter gives no estimates")
-    if tree.bonus is None:
-        return
     walked, depths = {0, *tree.path}, [0]
     for node, parent in enumerate(tree.parents[1:], start=1):
         depths.append(depths[parent] + 1)
@@ -76,68 +77,63 @@ def estimates(tree: DraftTree) -> Iterator[tuple[int, float, bool]]:
 
 
 def observe(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float) -> list[Reliability]:
-    """Answer the prompts, as many at a time as the engine runs; the reliability of each depth, from 1.
+    """Answer the prompts, as many at a time as the engine runs; returns the reliability of each depth, from 1.
 
-    A prompt that occurs several times has other answers each time.
+    Repeated prompts have different seeds.
     """
     for seed, prompt in enumerate(prompts):
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
         name = f"{temperature}-{seed}"
         engine.add(Request(request_id=name, prompt_token_ids=list(prompt), sampling=sampling, trees=True))
-    found: list[Reliability] = []
+    depths: list[Reliability] = []
     while engine.has_work():
         for tree in (delta.tree for delta in engine.step() if delta.tree is not None):
             for depth, chance, accepted in estimates(tree):
-                found.extend(Reliability() for _ in range(depth - len(found)))
-                found[depth - 1].add(chance, accepted=accepted)
-    return found
+                depths.extend(Reliability() for _ in range(depth - len(depths)))
+                depths[depth - 1].add(chance, accepted=accepted)
+    return depths
 
 
 def mean_error(depths: Sequence[Reliability]) -> float:
     """The errors of all depths, weighted by their nodes."""
-    weights = [sum(each.counts) for each in depths]
-    return sum(each.error * weight for each, weight in zip(depths, weights, strict=True)) / max(1, sum(weights))
+    weights = [sum(depth.counts) for depth in depths]
+    return sum(depth.error * weight for depth, weight in zip(depths, weights, strict=True)) / max(1, sum(weights))
 
 
-def print_errors(found: Mapping[float, Sequence[Reliability]], console: Console) -> None:
+def print_errors(curves: Mapping[float, Sequence[Reliability]], console: Console) -> None:
     table = Table(title="mean |estimated - observed acceptance| by depth (of perfect estimates; nodes)")
-    deepest = max(map(len, found.values()))
+    deepest = max(map(len, curves.values()))
     for column in ("temperature", "all", *map(str, range(1, deepest + 1))):
         table.add_column(column, justify="right")
-    for temperature, depths in found.items():
-        cells = [f"{each.error:.3f} ({each.noise:.3f}; {sum(each.counts)})" for each in depths]
+    for temperature, depths in curves.items():
+        cells = [f"{depth.error:.3f} ({depth.noise:.3f}; {sum(depth.counts)})" for depth in depths]
         table.add_row(f"{temperature:g}", f"{mean_error(depths):.3f}", *cells, *[""] * (deepest - len(cells)))
     console.print(table)
 
 
-def plot(path: Path, found: Mapping[float, Sequence[Reliability]]) -> None:
-    """A panel per temperature: a line per depth over the estimates, and below it how many nodes were estimated so."""
-    import matplotlib as mpl
+def plot(path: Path, curves: Mapping[float, Sequence[Reliability]]) -> None:
+    """A panel per temperature: a line per depth over the estimates, and below it the number of nodes per estimate."""
+    from matplotlib import colormaps
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(
-        2, len(found), figsize=(4 * len(found), 5), dpi=100, sharex=True, squeeze=False, height_ratios=(3, 1)
+    figure, axes = subplots(
+        2, len(curves), figsize=(4 * len(curves), 5), sharex=True, squeeze=False, height_ratios=(3, 1)
     )
-    for (above, below), (temperature, depths) in zip(axes.T, found.items(), strict=True):
+    for (above, below), (temperature, depths) in zip(axes.T, curves.items(), strict=True):
         above.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle="--")
         below_bars = [0.0] * BINS
-        for depth, each in enumerate(depths, start=1):
-            color = plt.get_cmap("viridis")((depth - 1) / max(1, len(depths) - 1) * 0.9)
-            points = each.points()
+        for depth, reliability in enumerate(depths, start=1):
+            color = colormaps["viridis"]((depth - 1) / max(1, len(depths) - 1) * 0.9)
+            points = reliability.points()
             above.plot([x for x, _ in points], [y for _, y in points], "o-", markersize=4, color=color, label=depth)
             centers = [(place + 0.5) / BINS for place in range(BINS)]
-            below.bar(centers, each.counts, 0.9 / BINS, bottom=below_bars, color=color)
-            below_bars = [low + count for low, count in zip(below_bars, each.counts, strict=True)]
+            below.bar(centers, reliability.counts, 0.9 / BINS, bottom=below_bars, color=color)
+            below_bars = [low + count for low, count in zip(below_bars, reliability.counts, strict=True)]
         above.set_title(f"temperature {temperature:g}, mean error {mean_error(depths):.3f}", fontsize=10)
         below.set_xlabel("estimated acceptance")
     axes[0][0].set_ylabel("observed acceptance")
     axes[1][0].set_ylabel("nodes")
     axes[0][-1].legend(title="depth", fontsize=8, title_fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -154,7 +150,7 @@ def main(argv: Sequence[str]) -> int:
     engine = demo_engine("EAGLE3", *arguments.engine_flags, running=arguments.running)
     console, prompts = Console(width=110), held_out(arguments.prompts)
     try:
-        found = {
+        curves = {
             temperature: observe(
                 engine, prompts * (arguments.answers if temperature else 1), arguments.max_tokens, temperature
             )
@@ -163,14 +159,14 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
-    print_errors(found, console)
+    print_errors(curves, console)
     arguments.out.mkdir(parents=True, exist_ok=True)
     results = {
         f"temperature {t:g}": [vars(depth) | {"error": depth.error, "noise": depth.noise} for depth in d]
-        for t, d in found.items()
+        for t, d in curves.items()
     }
     write_json(arguments.out / "calibration.json", vars(arguments), results)
-    plot(arguments.out / "calibration.png", found)
+    plot(arguments.out / "calibration.png", curves)
     console.print(f"written: {arguments.out / 'calibration.json'}, {arguments.out / 'calibration.png'}")
     return 0
 

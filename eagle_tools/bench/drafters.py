@@ -41,16 +41,20 @@ def engines(num_steps: int, topk: int, num_draft_tokens: int, threads: int) -> B
         "EAGLE3": tree,
         "MEDUSA": choices,
         "REDRAFTER": tree,
+        "DFLASH": tree,
         "NGRAM": size,
         "EAGLE3+NGRAM": tree,
         "MEDUSA+NGRAM": choices,
         "REDRAFTER+NGRAM": tree,
+        "DFLASH+NGRAM": tree,
     }
     built: Builders = {}
-    for name, own in options.items():
-        built[name] = partial(demo_engine, name, *own, threads=threads)
+    for name, flags in options.items():
+        built[name] = partial(demo_engine, name, *flags, threads=threads)
         if name != "NONE":
-            built[name + UNCOUPLED] = partial(demo_engine, name, *own, "--speculative-coupling", "off", threads=threads)
+            built[name + UNCOUPLED] = partial(
+                demo_engine, name, *flags, "--speculative-coupling", "off", threads=threads
+            )
     return built
 
 
@@ -105,7 +109,7 @@ def print_table(tallies: Mapping[tuple[str, str], Tally], temperature: float, co
             *((f"{twin.tokens_per_forward:.2f}" if twin else "",) if uncoupled else ()),
             f"{speed:.0f}",
             f"{speed / plain.tokens * plain.seconds:.2f}",
-            end_section=name == "REDRAFTER+NGRAM",
+            end_section=name == list(tallies)[-1][1].removesuffix(UNCOUPLED),
         )
     console.print(table)
 
@@ -113,6 +117,7 @@ def print_table(tallies: Mapping[tuple[str, str], Tally], temperature: float, co
 def main(argv: Sequence[str]) -> int:
     """Run the comparison; returns 0, or 1 if an answer differs from plain decoding."""
     parser = argparse.ArgumentParser(prog="python -m eagle_tools.bench.drafters", description=__doc__)
+    parser.add_argument("--drafters", nargs="+", metavar="NAME", help="compare these with plain decoding (all)")
     parser.add_argument("--prompts", type=int, default=16, help="how many of the demo's 32 held-out prompts (16)")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens per answer (96)")
     parser.add_argument("--threads", type=int, default=1, help="compute threads (1)")
@@ -128,10 +133,17 @@ def main(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     builders = engines(arguments.steps, arguments.topk, arguments.nodes, arguments.threads)
+    compared = {"NONE", *(arguments.drafters or builders)}
+    if unknown := compared - set(builders):
+        parser.error(f"--drafters: {', '.join(sorted(unknown))}: choose from {', '.join(builders)}")
     texts = kinds(held_out(arguments.prompts), builders["EAGLE3+NGRAM"]())
     departures = answers = 0
     for temperature in arguments.temperature:
-        chosen = {name: each for name, each in builders.items() if temperature or not name.endswith(UNCOUPLED)}
+        chosen = {
+            name: builder
+            for name, builder in builders.items()
+            if (temperature or not name.endswith(UNCOUPLED)) and name.removesuffix(UNCOUPLED) in compared
+        }
         tallies, departed = compare(chosen, texts, arguments.max_tokens, temperature)
         print_table(tallies, temperature, Console(width=110))
         departures, answers = departures + departed, answers + len(tallies) * arguments.prompts

@@ -61,12 +61,12 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
     """Whether a value conforms to a schema of `random_schema`."""
     if "enum" in schema:
         return value in schema["enum"]
-    own: dict[str, Any] = schema.get("properties", {})
+    properties: dict[str, Any] = schema.get("properties", {})
     kind = schema["type"]
     match value:
         case dict():
-            right = kind == "object" and set(schema["required"]) <= value.keys() <= own.keys()
-            right = right and all(fits(value[name], own[name]) for name in value)
+            right = kind == "object" and set(schema["required"]) <= value.keys() <= properties.keys()
+            right = right and all(fits(value[name], properties[name]) for name in value)
         case list():
             right = kind == "array" and schema["minItems"] <= len(value) <= schema["maxItems"]
             right = right and all(fits(item, schema["items"]) for item in value)
@@ -169,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def mask_times(ready: Ready, outcome: Outcome, schemas: Sequence[dict[str, Any]]) -> str:
-    """How long the grammars of these answers take, and their masks, one after the other: medians and the longest."""
+    """The times of these answers' grammars and of their masks, one after the other: medians and the longest."""
     file = str(DEMO / "target" / "tokenizer.json")
     grammars = Grammars(lambda: Tokenizer.from_file(file), ready.vocab_size, ready.eos_token_ids)
     grammars.preload().result()

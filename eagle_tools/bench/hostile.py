@@ -1,9 +1,9 @@
 """python -m eagle_tools.bench.hostile: a neighbour's requests beside attacks. They must be neither slow nor changed.
 
 The neighbour asks for seeded completions of fixed prompts. Its times beside an attack are compared with those beside a
-baseline. That is nothing where the attack is refused or only sends bytes. Where the attack is decoded it is ordinary
-requests of the same size, because any decoded request takes its fair share of the machine. Phases of a few seconds are
-interleaved over several rounds, and medians over the rounds are compared.
+baseline. If the attack is refused or only sends bytes, the baseline is an idle server. If the attack is decoded, it is
+ordinary requests of the same size, because every decoded request takes its share of the machine. Phases of a few
+seconds are interleaved over several rounds, and medians over the rounds are compared.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from eagle_tools.bench.soak import family
 
 PROMPTS: list[str] = json.loads((DEMO / "prompts.json").read_text())
 BOUND, GRACE = 2.0, 0.05  # the neighbour may be twice as slow as beside the baseline, and 50 ms more
-PADDING = 6000  # bytes of the neighbour's bodies, which are so prepared on a thread
+PADDING = 6000  # bytes of the neighbour's bodies, so that they are prepared on a thread
 PATIENCE = 20.0  # seconds; an answer that takes longer is a stall
 SETTLE = 10.0  # seconds after an attack, within which the server must be idle and answer
 KEY = "neighbour"
@@ -48,7 +48,7 @@ CERTIFICATE = (
 
 @dataclass(frozen=True)
 class Kind:
-    """How a server is started. `files`: the limit of open ones."""
+    """How a server is started. `files`: the limit of open files."""
 
     flags: tuple[str, ...] = ()
     files: int | None = None
@@ -57,16 +57,16 @@ class Kind:
 
     def start(self, label: str, stack: ExitStack, flags: Sequence[str]) -> Server:
         """The server, until the end of the stack."""
-        own, trusted = list(self.flags), None
+        options, trusted = list(self.flags), None
         if self.tls:
             directory = Path(stack.enter_context(TemporaryDirectory()))
             files = [str(directory / "certificate.pem"), "--ssl-keyfile", str(directory / "key.pem")]
             subprocess.run(
                 [*CERTIFICATE.split(), "-out", files[0], "-keyout", files[2]], check=True, capture_output=True
             )
-            own += ["--ssl-certfile", *files]
+            options += ["--ssl-certfile", *files]
             trusted = ssl.create_default_context(cafile=files[0])
-        return stack.enter_context(running(label, [*own, *flags], self.files, self.key, trusted))
+        return stack.enter_context(running(label, [*options, *flags], self.files, self.key, trusted))
 
 
 SERVERS = {
@@ -202,19 +202,19 @@ class Effect:
 def effects_of(phases: dict[str, list[Phase]]) -> list[Effect]:
     """A row for each load that has phases."""
     rows = []
-    for name, each in phases.items():
+    for name, measured in phases.items():
         baseline = LOADS[name].baseline
         rows.append(
             Effect(
                 name=name,
                 baseline=baseline,
-                answers=sum(len(phase.seconds) for phase in each),
-                p50=_median(each, 0.5),
-                p99=_median(each, 0.99),
-                gap=statistics.median(max(phase.gaps, default=0.0) for phase in each),
+                answers=sum(len(phase.seconds) for phase in measured),
+                p50=_median(measured, 0.5),
+                p99=_median(measured, 0.99),
+                gap=statistics.median(max(phase.gaps, default=0.0) for phase in measured),
                 alone=None if baseline is None else _median(phases[baseline], 0.99),
-                others=dict(sum((phase.others for phase in each), Counter[str]())),
-                faults=[fault for phase in each for fault in phase.faults],
+                others=dict(sum((phase.others for phase in measured), Counter[str]())),
+                faults=[fault for phase in measured for fault in phase.faults],
             )
         )
     return rows
@@ -223,7 +223,7 @@ def effects_of(phases: dict[str, list[Phase]]) -> list[Effect]:
 def _median(phases: Sequence[Phase], share: float) -> float:
     """The median over the phases of a quantile of their answers: one hiccup of the machine does not decide."""
     ordered = [sorted(phase.seconds) for phase in phases]
-    return statistics.median(each[round(share * (len(each) - 1))] for each in ordered)
+    return statistics.median(seconds[round(share * (len(seconds) - 1))] for seconds in ordered)
 
 
 def print_table(rows: Sequence[Effect], console: Console) -> None:

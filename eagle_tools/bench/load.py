@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -38,7 +39,7 @@ class TimedAnswer:
 
     @property
     def token_gaps(self) -> list[float]:
-        """Seconds per token after the first event: a gap of n tokens is n times the n-th part of it."""
+        """Seconds per token after the first event: a gap before n tokens counts n times, with 1/n of its seconds."""
         return [gap / count for gap, count in zip(self.gaps, self.gap_tokens, strict=True) for _ in range(count)]
 
 
@@ -63,7 +64,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Workload:
-    """The requests, the same for every server. A prompt is a text or token ids; `seed` is that of the first one.
+    """The requests, the same for every server. A prompt is a text or token ids; `seed` is the first request's.
 
     `model`: its name, which some routers need. `padding`: bytes that make the body longer and change nothing.
     """
@@ -85,6 +86,18 @@ class Arrival:
     max_tokens: int
     temperature: float
     seed: int
+
+
+def read_texts(path: Path) -> list[str]:
+    """The prompts in a JSON list of strings.
+
+    Raises:
+        BenchError: it is no such list.
+    """
+    texts: Any = json.loads(path.read_text())
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise BenchError(f"{path}: a JSON list of strings is expected")
+    return texts
 
 
 def measure(server: ServerAddress, workload: Workload, concurrency: int) -> Measurement:
@@ -120,7 +133,7 @@ def measure(server: ServerAddress, workload: Workload, concurrency: int) -> Meas
 
 
 def answer_arrivals(server: ServerAddress, arrivals: Sequence[Arrival]) -> tuple[list[TimedAnswer], float]:
-    """Send every request at its time, whether or not earlier ones are answered; also the seconds until the last end."""
+    """Send every request at its time, whether or not earlier ones are answered; returns also the seconds of all."""
     start = time.perf_counter()
 
     def client(arrival: Arrival) -> TimedAnswer:

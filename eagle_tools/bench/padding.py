@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import created_as, load_native_target
 from eagle_server.models.checkpoints.save import HasWeightViews, save_checkpoint
 from eagle_server.models.config import ModelConfig
@@ -227,13 +227,13 @@ def _check_head(narrow: Eagle3Config, wide: Eagle3Config) -> None:
         raise ValueError(f"only a plain EAGLE-3 head with fc, lm_head and vocabulary map can be padded, found {narrow}")
     new_ids = wide.layers.vocab_size - narrow.layers.vocab_size
     if not 0 <= wide.draft_vocab_size - narrow.draft_vocab_size <= new_ids:
-        found, least = wide.draft_vocab_size, narrow.draft_vocab_size
-        raise ValueError(f"draft_vocab_size {found}: {least} are expected, and up to {new_ids} more")
+        size, least = wide.draft_vocab_size, narrow.draft_vocab_size
+        raise ValueError(f"draft_vocab_size {size}: {least} are expected, and up to {new_ids} more")
 
 
 @dataclass(frozen=True)
 class _Widening:
-    """Fills weights of the wide shape from those of the narrow shape, by their published names."""
+    """Fills weights of the wide shape from the narrow shape's, by their published names."""
 
     narrow: ModelConfig
     wide: ModelConfig

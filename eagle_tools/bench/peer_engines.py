@@ -127,14 +127,14 @@ def _worker_command(spec: Spec, arguments: argparse.Namespace) -> list[str]:
 
 
 def specs(arguments: argparse.Namespace) -> list[Spec]:
-    """What runs, by chain length."""
-    found = []
+    """The engines to run, by chain length."""
+    specs = []
     for steps in arguments.steps:
         if arguments.openvino:
             exported: Path = arguments.openvino_models
             drafts = steps == 0 or (exported / "draft").is_dir()
-            found += [Spec(OPENVINO, each, steps) for each in FORMATS if drafts and (exported / each).is_dir()]
+            specs += [Spec(OPENVINO, format, steps) for format in FORMATS if drafts and (exported / format).is_dir()]
         if arguments.vllm:
-            found.append(Spec(VLLM, "bf16", steps))
-        found += [Spec(OURS, each, steps) for each in FORMATS]
-    return found
+            specs.append(Spec(VLLM, "bf16", steps))
+        specs += [Spec(OURS, format, steps) for format in FORMATS]
+    return specs

@@ -29,8 +29,8 @@ def vllm(target: str, draft: str | None, steps: int, threads: int) -> Generate: 
 
     def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        results = model.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
-        return [list(each.outputs[0].token_ids) for each in results]
+        results = model.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        return [list(result.outputs[0].token_ids) for result in results]
 
     return generate
 
@@ -55,7 +55,7 @@ def openvino(target: str, draft: str | None, steps: int, threads: int) -> Genera
             config.num_assistant_tokens = steps
         ids = np.array(prompts, dtype=np.int64)
         inputs = genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
-        return [list(each) for each in pipeline.generate(inputs, config).tokens]
+        return [list(tokens) for tokens in pipeline.generate(inputs, config).tokens]
 
     return generate
 

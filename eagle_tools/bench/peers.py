@@ -25,6 +25,7 @@ from rich.table import Table
 from eagle_server.engine.build.machine import usable_cores
 from eagle_server.text.tokenizer import load_tokenizer
 from eagle_tools import DEMO
+from eagle_tools.bench.figures import save, subplots
 from eagle_tools.bench.peer_engines import OURS, Loaded, Prompts, Spec, Texts, loaded, specs
 from eagle_tools.bench.report import write_json
 from eagle_tools.bench.servers import BenchError
@@ -59,7 +60,7 @@ def measure(
 ) -> dict[Spec, PeerSpeeds]:
     """Every engine in turn, every second round in reversed order.
 
-    One client: the time of all tokens but the first, so the prompt does not count. Several clients at once: all of it.
+    With one client the first token is not timed, so the prompt does not count. With several clients everything is.
     """
     timings = {spec: PeerSpeeds() for spec in engines}
     task = progress.add_task(f"{clients} together", total=(arguments.rounds + 1) * len(engines))
@@ -121,12 +122,7 @@ def print_table(timings: Mapping[Spec, PeerSpeeds], title: str, console: Console
 
 def plot(path: Path, panels: Mapping[str, Mapping[Spec, PeerSpeeds]]) -> None:
     """A panel per number of clients: the best speed of each engine and format, plain in front of it."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 3.6), dpi=100, squeeze=False)
+    figure, axes = subplots(1, len(panels), figsize=(5.2 * len(panels), 3.6), squeeze=False)
     for axis, (title, timings) in zip(axes[0], panels.items(), strict=True):
         rows = list(dict.fromkeys((spec.engine, spec.format) for spec in timings))[::-1]
         for place, (name, format_) in enumerate(rows):
@@ -143,19 +139,17 @@ def plot(path: Path, panels: Mapping[str, Mapping[Spec, PeerSpeeds]]) -> None:
         axis.set_xlabel("tokens/s: plain (dark), with speculation (light)", fontsize=8)
         axis.set_title(title, fontsize=10)
         axis.margins(x=0.12)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def read_prompts(path: Path, target: str) -> Prompts:
-    """JSON list of strings, or of token ids. All get LENGTH tokens, as batches of OpenVINO must."""
-    given = json.loads(path.read_text(encoding="utf-8"))
+    """Read a JSON list of strings or of token ids. All prompts get LENGTH tokens, which OpenVINO's batches need."""
+    texts = json.loads(path.read_text(encoding="utf-8"))
     tokenizer = load_tokenizer(target)
-    ids = [tokenizer.encode(each) if isinstance(each, str) else each for each in given]
-    long = [each[:LENGTH] for each in ids if len(each) >= LENGTH]
+    ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in texts]
+    long = [prompt[:LENGTH] for prompt in ids if len(prompt) >= LENGTH]
     if not long:
-        joined = [token for each in ids for token in each] * (LENGTH // max(1, sum(map(len, ids))) + 1)
+        joined = [token for prompt in ids for token in prompt] * (LENGTH // max(1, sum(map(len, ids))) + 1)
         long = [joined[start : start + LENGTH] for start in range(0, len(joined) - LENGTH + 1, LENGTH)]
     return long
 
@@ -208,7 +202,7 @@ def main(argv: Sequence[str]) -> int:
         for steps in arguments.steps:
             with ExitStack() as stack, Progress(console=console, transient=True) as progress:
                 engines = {}
-                for spec in (each for each in everything if each.steps == steps):
+                for spec in (spec for spec in everything if spec.steps == steps):
                     progress.console.print(f"loading {spec}, {steps} steps")
                     engines[spec] = stack.enter_context(loaded(spec, arguments))
                 for title, clients in zip(panels, arguments.clients, strict=True):

@@ -46,7 +46,7 @@ class FormatRow:
 
 
 def perplexity(engine: Engine, texts: Sequence[Sequence[int]], begins: Sequence[int]) -> float:
-    """Of the texts' tokens from `begins` on."""
+    """The perplexity of the texts' tokens from `begins` on."""
     total, count = 0.0, 0
     for number, (text, begin) in enumerate(zip(texts, begins, strict=True)):
         one = SamplingParams(max_tokens=1, seed=0)
@@ -54,14 +54,14 @@ def perplexity(engine: Engine, texts: Sequence[Sequence[int]], begins: Sequence[
         engine.add(Request(request_id=name, prompt_token_ids=list(text), sampling=one, prompt_logprobs=True))
         while engine.has_work():
             for delta in engine.step():
-                for each in (delta.prompt_logprobs or [])[begin - 1 :]:
-                    total -= each.logprob
+                for token in (delta.prompt_logprobs or [])[begin - 1 :]:
+                    total -= token.logprob
                     count += 1
     return math.exp(total / count)
 
 
 def megabytes(engine: Engine) -> float:
-    """What the target's linear layers take."""
+    """The size of the target's linear layers."""
     target = engine.worker.verifier.target
     linears = (module for module in target.modules() if isinstance(module, Linear))  # type: ignore[attr-defined]
     return sum(linear.nbytes for linear in linears) / 1e6
@@ -102,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             score = perplexity(plain, texts, begins)
             expected = answers(plain, prompts, arguments.max_tokens, plain_tally)
             fast = demo_engine("EAGLE3", *FORMATS[name], threads=arguments.threads)
-            found = answers(fast, prompts, arguments.max_tokens, tally)
-            same = sum(a == b for a, b in zip(expected, found, strict=True))
+            drafted = answers(fast, prompts, arguments.max_tokens, tally)
+            same = sum(a == b for a, b in zip(expected, drafted, strict=True))
             speeds = plain_tally.tokens / plain_tally.seconds, tally.tokens / tally.seconds
             rows.append(FormatRow(name, megabytes(plain), score, *speeds, tally.tokens_per_forward, same))
     Console().print(_table(rows, len(prompts)))

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from eagle_tools.bench.figures import save, subplots
 from eagle_tools.bench.load import Measurement, TimedAnswer
 
 SPECULATIVE, PLAIN = "speculative", "plain"
@@ -56,12 +57,12 @@ def rows_of(measurements: Sequence[Measurement]) -> list[Row]:
 
 
 def ratios(measurements: Sequence[Measurement], label: str = SPECULATIVE) -> dict[int, float]:
-    """A server's tokens/s over those of plain, by concurrency: the median of the ratios of the rounds."""
+    """A server's tokens/s over plain's, by concurrency: the median of the ratios of the rounds."""
     out = {}
     for concurrency in dict.fromkeys(m.concurrency for m in measurements):
         pair = [
-            [m.tokens_per_second for m in measurements if m.label == each and m.concurrency == concurrency]
-            for each in (label, PLAIN)
+            [m.tokens_per_second for m in measurements if m.label == server and m.concurrency == concurrency]
+            for server in (label, PLAIN)
         ]
         out[concurrency] = statistics.median(fast / slow for fast, slow in zip(*pair, strict=True))
     return out
@@ -69,8 +70,8 @@ def ratios(measurements: Sequence[Measurement], label: str = SPECULATIVE) -> dic
 
 def equal_texts(measurements: Sequence[Measurement], label: str = SPECULATIVE) -> tuple[int, int]:
     """How many of a server's answers have the text of plain, and how many there are."""
-    own, plain = ([t for m in measurements if m.label == each for t in m.texts] for each in (label, PLAIN))
-    return sum(a == b for a, b in zip(own, plain, strict=True)), len(own)
+    texts, plain = ([t for m in measurements if m.label == server for t in m.texts] for server in (label, PLAIN))
+    return sum(a == b for a, b in zip(texts, plain, strict=True)), len(texts)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -89,7 +90,9 @@ def stream_times(answers: Sequence[TimedAnswer], seconds: float) -> dict[str, fl
         "event gap": [gap for answer in answers for gap in answer.gaps],
     }
     times = {
-        f"{name} p{share}": 1e3 * percentile(each, share / 100) for name, each in waits.items() for share in (50, 99)
+        f"{name} p{share}": 1e3 * percentile(values, share / 100)
+        for name, values in waits.items()
+        for share in (50, 99)
     }
     return {"tokens/s": sum(answer.tokens for answer in answers) / seconds, **times}
 
@@ -133,12 +136,7 @@ def write_json(path: Path, settings: dict[str, Any], results: dict[str, Any]) ->
 
 def plot(path: Path, rows: Sequence[Row], ratio: dict[int, float]) -> None:
     """Left: tokens/s by concurrency. Right: the time of each stage of a cycle."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), dpi=100)
+    figure, (left, right) = subplots(1, 2, figsize=(10, 4))
     levels = list(ratio)
     for offset, label in ((-0.2, PLAIN), (0.2, SPECULATIVE)):
         heights = [r.tokens_per_second for r in rows if r.label == label]
@@ -159,25 +157,18 @@ def plot(path: Path, rows: Sequence[Row], ratio: dict[int, float]) -> None:
     right.set_yticks(range(len(rows)), [f"{r.label}, {r.concurrency}" for r in rows])
     right.set_xlabel("engine time per cycle, ms")
     right.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def plot_ratios(
     path: Path, panels: Mapping[str, Mapping[str, Mapping[int, float]]], costs: Mapping[str, Any], thick: str
 ) -> None:
-    """Tokens/s over those of plain by clients: a panel per title, a line per server. Plain is the line at 1.
+    """Tokens/s over plain's, by clients: a panel per title, a line per server. Plain is the line at 1.
 
     The last panel has the server's cost model, `costs` of /v1/server_info.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     count = len(panels) + 1
-    figure, axes = plt.subplots(1, count, figsize=(4.6 * count, 4), dpi=100, squeeze=False)
+    figure, axes = subplots(1, count, figsize=(4.6 * count, 4), squeeze=False)
     highest = 1.1 * max(max(ratio.values()) for servers in panels.values() for ratio in servers.values())
     for axis, (title, servers) in zip(axes[0], panels.items(), strict=False):
         axis.axhline(1.0, color="black", linewidth=1, label=PLAIN)
@@ -195,9 +186,7 @@ def plot_ratios(
     axes[0][0].set_ylabel("tokens/s, plain decoding = 1")
     axes[0][-2].legend(fontsize=8)
     _plot_costs(axes[0][-1], costs)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _plot_costs(axis: Any, costs: Mapping[str, Any]) -> None:

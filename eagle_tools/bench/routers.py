@@ -47,6 +47,7 @@ def routing(router: str, workers: Sequence[Server], flags: Sequence[str]) -> Ite
         BenchError: it does not start.
     """
     port = free_port()
-    command = [*command_of(router, port, free_port(), [f"http://127.0.0.1:{each.port}" for each in workers]), *flags]
+    urls = [f"http://127.0.0.1:{worker.port}" for worker in workers]
+    command = [*command_of(router, port, free_port(), urls), *flags]
     with started(router, command, port, lambda up: up.get("/readiness")["healthy_workers"] == len(workers)) as up:
         yield up

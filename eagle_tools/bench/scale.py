@@ -27,6 +27,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from eagle_tools import DEMO
+from eagle_tools.bench.figures import save, subplots
 from eagle_tools.bench.load import TimedAnswer, Workload, ask
 from eagle_tools.bench.report import percentile, write_json
 from eagle_tools.bench.routers import MODULES, require, routing
@@ -60,14 +61,14 @@ class Pass:
         cached, prompt = (sum(getattr(a, name) for a in self.answers) for name in ("cached_tokens", "prompt_tokens"))
         return {
             "tokens/s": sum(a.tokens for a in self.answers) / self.seconds,
-            **{f"{name} p{p}": 1e3 * percentile(each, p / 100) for name, each in waits.items() for p in (50, 99)},
+            **{f"{name} p{p}": 1e3 * percentile(values, p / 100) for name, values in waits.items() for p in (50, 99)},
             "cached": cached / prompt,
             "busiest worker": max(self.shares),
         }
 
 
 def openings(count: int, groups: int, turn: int) -> list[str]:
-    """How each conversation begins: a text that its group shares, then its own. None repeats one of another turn."""
+    """The first text of each conversation: its group's text, then its own. No text of another turn is repeated."""
     texts: list[str] = json.loads(PROMPTS.read_text())
     shared = [f"# group {turn}.{group}\n{texts[group % len(texts)]}" for group in range(groups)]
     return [f"{shared[number % groups]}\ndef task_{number}(" for number in range(count)]
@@ -96,7 +97,7 @@ def converse(setup: Setup, turn: int, arguments: argparse.Namespace) -> Pass:
     with ThreadPoolExecutor(arguments.clients) as clients:
         try:
             begun = openings(arguments.conversations, arguments.groups, turn)
-            answers = [each for answers in clients.map(conversation, begun) for each in answers]
+            answers = [answer for answers in clients.map(conversation, begun) for answer in answers]
         except (OSError, ValueError) as error:
             raise BenchError(f"{server.label}: {error}") from error
     seconds = time.perf_counter() - start
@@ -141,43 +142,36 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, list[P
 def report(passes: dict[str, list[Pass]], console: Console) -> tuple[dict[str, dict[str, float]], int]:
     """Print the medians over the rounds; also return them, and how many answers differ from the one server's."""
     medians = {
-        label: {name: statistics.median(each.numbers[name] for each in rounds) for name in rounds[0].numbers}
+        label: {name: statistics.median(measured.numbers[name] for measured in rounds) for name in rounds[0].numbers}
         for label, rounds in passes.items()
     }
     table = Table(title="conversations: medians of the rounds, times in ms")
     table.add_column("servers", no_wrap=True)
     for name in ("tokens/s", "ratio", *list(medians[ONE])[1:]):
         table.add_column(name, justify="right")
-    for label, found in medians.items():
-        speed, *times, cached, busiest = found.values()
-        numbers = (f"{speed:.0f}", f"{speed / medians[ONE]['tokens/s']:.2f} x", *(f"{each:.0f}" for each in times))
-        table.add_row(label, *numbers, f"{cached:.0%}", f"{busiest:.0%}")
+    for label, numbers in medians.items():
+        speed, *times, cached, busiest = numbers.values()
+        cells = (f"{speed:.0f}", f"{speed / medians[ONE]['tokens/s']:.2f} x", *(f"{value:.0f}" for value in times))
+        table.add_row(label, *cells, f"{cached:.0%}", f"{busiest:.0%}")
     console.print(table)
-    texts = {label: [a.text for each in rounds for a in each.answers] for label, rounds in passes.items()}
-    pairs = [pair for each in texts.values() for pair in zip(each, texts[ONE], strict=True)]
-    differing = sum(own != one for own, one in pairs)
+    texts = {label: [a.text for measured in rounds for a in measured.answers] for label, rounds in passes.items()}
+    pairs = [pair for answers in texts.values() for pair in zip(answers, texts[ONE], strict=True)]
+    differing = sum(text != one for text, one in pairs)
     console.print(f"answers with the text of {ONE}: {len(pairs) - differing} of {len(pairs)}")
     return medians, differing
 
 
 def plot(path: Path, medians: dict[str, dict[str, float]]) -> None:
     """Throughput, the 99th percentile of the latency, and the cached share of the prompts."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     names = {"tokens/s": "tokens/s", "latency p99": "latency p99, ms", "cached": "cached share of prompts"}
-    figure, axes = plt.subplots(1, len(names), figsize=(12, 1.2 + 0.5 * len(medians)), dpi=100, sharey=True)
+    figure, axes = subplots(1, len(names), figsize=(12, 1.2 + 0.5 * len(medians)), sharey=True)
     for axis, (name, title) in zip(axes, names.items(), strict=True):
-        bars = axis.barh(list(medians), [found[name] for found in medians.values()], color="#0b7f5c")
+        bars = axis.barh(list(medians), [values[name] for values in medians.values()], color="#0b7f5c")
         axis.bar_label(bars, fmt="%.2f" if name == "cached" else "%.0f", padding=3)
         axis.set_title(title, fontsize=10)
         axis.margins(x=0.18)
     axes[0].invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _count(text: str) -> int:

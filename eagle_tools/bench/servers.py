@@ -36,10 +36,10 @@ class ServerAddress:
 
     @classmethod
     def of(cls, url: str) -> ServerAddress:
-        """From "http://host:port".
+        """The server at "http://host:port".
 
         Raises:
-            BenchError: it is something else.
+            BenchError: the URL has another form.
         """
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query:
@@ -48,7 +48,7 @@ class ServerAddress:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of every request."""
+        """The headers of every request."""
         return {"content-type": "application/json"} | ({"authorization": f"Bearer {self.key}"} if self.key else {})
 
     def connect(self, timeout: float) -> http.client.HTTPConnection:

@@ -51,10 +51,10 @@ def main(argv: Sequence[str]) -> int:
                     for number, prompt in enumerate(prompts)
                 ]
             )
-            speed = sum(each.tokens for each in rounds) / sum(each.seconds for each in rounds)
-            lengths = [f"{each.tokens_per_forward:.2f}" for each in rounds]
+            speed = sum(tally.tokens for tally in rounds) / sum(tally.seconds for tally in rounds)
+            lengths = [f"{tally.tokens_per_forward:.2f}" for tally in rounds]
             table.add_row(name, "yes" if shared else "no", *lengths, f"{speed:.0f}", end_section=bool(shared))
-        departures += sum(own != other for own, other in zip(*answers, strict=True))
+        departures += sum(text != other for text, other in zip(*answers, strict=True))
     Console(width=96).print(table)
     print(f"answers that sharing changed: {departures} of {2 * arguments.rounds * len(prompts)}")
     return int(departures > 0)

@@ -20,6 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from eagle_tools import DEMO
+from eagle_tools.bench.figures import save, subplots
 from eagle_tools.bench.load import Leaving, Workload, ask
 from eagle_tools.bench.servers import BenchError, Server, running
 
@@ -145,7 +146,7 @@ def family(pid: int) -> list[int]:
         children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
     except OSError:  # the process has ended
         return []
-    return [pid, *(each for child in children.split() for each in family(int(child)))]
+    return [pid, *(process for child in children.split() for process in family(int(child)))]
 
 
 def resident(pid: int) -> int:
@@ -223,8 +224,8 @@ def report(record: Record, seconds: float, added: Sequence[Added], console: Cons
         },
         "KV slots in use at the end": last.kv_used,
         "added to an answer, median": (
-            f"{statistics.median(each.api for each in added) * 1e3:.2f} ms by the API, "
-            f"{statistics.median(each.all for each in added) * 1e3:.2f} with client and messages"
+            f"{statistics.median(sample.api for sample in added) * 1e3:.2f} ms by the API, "
+            f"{statistics.median(sample.all for sample in added) * 1e3:.2f} with client and messages"
         ),
     }
     table = Table(show_header=False)
@@ -238,11 +239,6 @@ def report(record: Record, seconds: float, added: Sequence[Added], console: Cons
 
 def plot(record: Record, path: Path) -> None:
     """Memory, KV and load over time."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     seconds = [s.seconds for s in record.samples]
     curves = {
         **{f"{name}, MiB": [size / 2**20 for size in sizes] for name, sizes in record.memory.items()},
@@ -250,16 +246,14 @@ def plot(record: Record, path: Path) -> None:
         "requests running": [s.running for s in record.samples],
         "requests waiting": [s.waiting for s in record.samples],
     }
-    figure, axes = plt.subplots(len(curves), 1, figsize=(8, 8), dpi=90, sharex=True)
+    figure, axes = subplots(len(curves), 1, figsize=(8, 8), dpi=90, sharex=True)
     for axis, (name, values) in zip(axes, curves.items(), strict=True):
         axis.plot(seconds, values, linewidth=1)
         axis.set_ylabel(name)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     axes[-1].set_xlabel("seconds")
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -290,7 +284,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     good = report(record, elapsed, added, console)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    values = {**vars(record), "samples": [vars(s) for s in record.samples], "added": [vars(each) for each in added]}
+    values = {**vars(record), "samples": [vars(s) for s in record.samples], "added": [vars(sample) for sample in added]}
     (arguments.out / "soak.json").write_text(json.dumps(values))
     plot(record, arguments.out / "soak.png")
     console.print(f"written: {arguments.out / 'soak.json'}, {arguments.out / 'soak.png'}")

@@ -28,7 +28,7 @@ class Piece:
 
 
 class StreamedAnswer:
-    """Takes the events of one choice. Without trees in them no origin is known, and time is that of this process.
+    """Takes the events of one choice. Without trees in them no origin is known, and this process measures the time.
 
     `has_trees`: the request asks for them, so text before the first one is the token of the prompt's pass.
     """
@@ -61,7 +61,7 @@ class StreamedAnswer:
 
     @property
     def speed(self) -> float | None:
-        """Tokens per second after the first one, by the engine's clock where the stream has it."""
+        """Tokens per second after the first one, by the engine's clock if the stream has its times."""
         if self._cycles:
             return self._decoded / self._engine_seconds if self._engine_seconds > 0 else None
         seconds = self._last - (self._last if self._first is None else self._first)
@@ -89,13 +89,13 @@ class StreamedAnswer:
                 yield from _token(parts, tree["tokens"][node], Origin.DRAFT)
             if tree["bonus"] is not None:
                 yield from _token(parts, tree["bonus"], Origin.TARGET)
-        # What no token's spelling explains: characters of several tokens, and text that was held back.
+        # Text without the spelling of a token: characters of several tokens, and text that was held back.
         yield from (part for part in parts if part.text)
 
 
 def _token(parts: list[Piece], spelling: str, origin: Origin) -> Iterator[Piece]:
-    """Cut a token off the first part that is left, unless its text there is another."""
-    part = next((each for each in parts if each.text), None)
+    """Cut a token off the first part with text, if that begins with the token's spelling."""
+    part = next((part for part in parts if part.text), None)
     if part is not None and spelling and part.text.startswith(spelling):
         part.text = part.text[len(spelling) :]
         yield Piece(spelling, origin, part.is_reasoning)

@@ -52,13 +52,13 @@ def main(argv: Sequence[str]) -> int:
     rest = list(argv)
     if argv and not argv[0].startswith("-"):
         rest.insert(0, "--url" if argv[0].startswith(("http://", "https://", "unix:")) else "--model-path")
-    own, flags = parser.split(rest, dict.fromkeys(flags_of("server"), SERVES_ALONE))
-    if own.url is not None and flags:
+    options, flags = parser.split(rest, dict.fromkeys(flags_of("server"), SERVES_ALONE))
+    if options.url is not None and flags:
         parser.error(f"{flags[0]}: --url names a server, which has its own options; drop one of them")
-    screen = Screen(colors=own.colors)
+    screen = Screen(colors=options.colors)
     with ExitStack() as opened:
         try:
-            _talk(own, _connected(own, flags, screen, opened), screen)
+            _talk(options, _connected(options, flags, screen, opened), screen)
         except ChatFailure as error:
             screen.fail(f"eagle_server: error: {error}")
             return FAILURE_STATUS
@@ -67,19 +67,19 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _connected(own: argparse.Namespace, flags: Sequence[str], screen: Screen, opened: ExitStack) -> Connection:
+def _connected(options: argparse.Namespace, flags: Sequence[str], screen: Screen, opened: ExitStack) -> Connection:
     """A client of the server at --url, or of one that is started now and ends with `opened`.
 
     Raises:
         ChatFailure: it cannot be started.
     """
-    if own.url is not None:
-        key = own.api_key or environment_value("api-key")
-        return opened.enter_context(closing(Connection(own.url, key)))
+    if options.url is not None:
+        key = options.api_key or environment_value("api-key")
+        return opened.enter_context(closing(Connection(options.url, key)))
     environment = environment_without("server")
     config = parse_args(flags, environment)
     for name in ("api_key", "api_key_file", "ssl_certfile"):
-        if getattr(config.server, name) is not None:  # of the file of --config
+        if getattr(config.server, name) is not None:  # given in the file of --config
             raise ChatFailure(f"--{name.replace('_', '-')}: {SERVES_ALONE}; drop it")
     server = opened.enter_context(OwnServer(flags, environment))
     connection = opened.enter_context(closing(Connection(server.url, None)))
@@ -87,16 +87,16 @@ def _connected(own: argparse.Namespace, flags: Sequence[str], screen: Screen, op
     return connection
 
 
-def _talk(own: argparse.Namespace, connection: Connection, screen: Screen) -> None:
+def _talk(options: argparse.Namespace, connection: Connection, screen: Screen) -> None:
     """One message from a pipe, or a conversation with the user.
 
     Raises:
         ChatFailure: the server is not there; the one message of a pipe is refused or fails.
     """
     served = connection.served()
-    given = {"temperature": own.temperature, "max_tokens": own.max_tokens, "seed": own.seed}
-    settings = {name: value for name, value in given.items() if value is not None}
-    session = ChatSession(connection, served, screen, system=own.system, settings=settings)
+    values = {"temperature": options.temperature, "max_tokens": options.max_tokens, "seed": options.seed}
+    settings = {name: value for name, value in values.items() if value is not None}
+    session = ChatSession(connection, served, screen, system=options.system, settings=settings)
     if not served.has_template:
         screen.warn(NO_TEMPLATE_NOTE)
     if not sys.stdin.isatty():

@@ -13,7 +13,7 @@ from eagle_tools.chat.answer import Event
 
 SECONDS = 30.0  # for a connection and for short answers; a stream may be silent for longer
 UNIX = "unix:"
-NO_TEMPLATE = "built-in: dialogue"  # what the server's information says of a model without a chat template
+NO_TEMPLATE = "built-in: dialogue"  # in the server's information, for a model without a chat template
 
 
 class ChatFailure(Exception):
@@ -22,7 +22,7 @@ class ChatFailure(Exception):
 
 @dataclass(frozen=True)
 class Served:
-    """What a server says about itself. drafts: by what it drafts, None if it does not say it."""
+    """What a server says about itself. drafts: how it drafts, None if it does not say so."""
 
     model: str
     drafts: str | None
@@ -34,7 +34,7 @@ class Connection:
     """A client of one server. `url` may be `unix:PATH`, for the path of a Unix socket.
 
     Raises:
-        ChatFailure: the URL is none.
+        ChatFailure: it is not a URL.
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:

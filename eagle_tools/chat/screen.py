@@ -79,7 +79,7 @@ class Screen:
 
 
 class WaitingLine:
-    """A spinner with words that may change; nothing where stderr is no terminal."""
+    """A spinner with words that may change. It shows nothing if stderr is not a terminal."""
 
     def __init__(self, console: Console, words: str) -> None:
         self._width = console.width - 4  # beside the spinner
@@ -102,5 +102,6 @@ class WaitingLine:
 def harmless(text: str) -> str:
     """`text` with control characters escaped: a model could write sequences that change the terminal."""
     return "".join(
-        each if each in _SHOWN or unicodedata.category(each) != "Cc" else f"\\x{ord(each):02x}" for each in text
+        character if character in _SHOWN or unicodedata.category(character) != "Cc" else f"\\x{ord(character):02x}"
+        for character in text
     )

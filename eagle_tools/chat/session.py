@@ -11,7 +11,7 @@ from eagle_tools.chat.answer import StreamedAnswer
 from eagle_tools.chat.connection import ChatFailure, Connection, Served
 from eagle_tools.chat.screen import Screen
 
-COMPLETION_TOKENS = 128  # of a continued text unless max_tokens is set: a base model seldom ends by itself
+COMPLETION_TOKENS = 128  # of an answer without a chat template, unless max_tokens is set: base models seldom end
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")  # parameters of the API
 HELP = f"""\
 /system TEXT     set the system message; without TEXT: none
@@ -56,7 +56,7 @@ class ChatSession:
             self.screen.fail(str(error))
 
     def answer(self, text: str) -> bool:
-        """Send a message and print the answer; whether it is whole. An interrupted one is kept as far as it came.
+        """Send a message and print the answer; returns whether it is whole. An interrupted one is kept in part.
 
         Raises:
             ChatFailure: the request was refused or failed; the message is forgotten then.
@@ -128,7 +128,7 @@ def number(text: str) -> float:
     """A number as JSON writes it: whole ones stay whole.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a number.
     """
     value = json.loads(text)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):

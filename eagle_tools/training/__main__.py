@@ -16,6 +16,7 @@ from eagle_server.models.checkpoints.weights import resolve_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_tools import DEMO
+from eagle_tools.training.block import BlockRecipe, train_block
 from eagle_tools.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library
 from eagle_tools.training.eagle3 import Recipe, evaluate_head, own_texts, train_head
 from eagle_tools.training.export import export_demo, export_demo_heads, export_head, export_target, write_evaluation
@@ -24,10 +25,11 @@ from eagle_tools.training.heads import mean_head
 from eagle_tools.training.loop import read_history
 from eagle_tools.training.losses import LOSS_NAMES
 from eagle_tools.training.medusa import MedusaRecipe, export_medusa, train_medusa
+from eagle_tools.training.packed_blocks import WEIGHTINGS
 from eagle_tools.training.redrafter import RedrafterRecipe, train_redrafter
 from eagle_tools.training.target import DEMO_TARGET, VOCAB_SIZE, train_target
 
-AnyRecipe = Recipe | MedusaRecipe | RedrafterRecipe
+AnyRecipe = Recipe | MedusaRecipe | RedrafterRecipe | BlockRecipe
 DEMO_HEAD = Recipe(draft_vocab=2048, intermediate_size=512, steps=900, sampled_texts=2048)
 DEMO_TUNINGS = (  # further trainings of that head; the demo's is the mean of all three
     Recipe(loss="tv", steps=500, peak=1e-3, texts=8, sampled_texts=2048),
@@ -36,6 +38,7 @@ DEMO_TUNINGS = (  # further trainings of that head; the demo's is the mean of al
 DEMO_PARTS = tuple(f"eagle3-{recipe.loss}" for recipe in (DEMO_HEAD, *DEMO_TUNINGS))
 DEMO_MEDUSA = MedusaRecipe(layers=2, shared_lm_head=True, steps=600, texts=8, sampled_texts=512)
 DEMO_REDRAFTER = RedrafterRecipe(exit_dim=256, steps=600, texts=8, sampled_texts=512)
+DEMO_BLOCK = BlockRecipe(intermediate_size=512, loss="kl+tv", peak=1e-2, steps=1400, texts=8, sampled_texts=3072)
 
 _ABOUT = """\
 Train draft heads, and the demo pair that this package contains.
@@ -46,6 +49,7 @@ Train draft heads, and the demo pair that this package contains.
   a head from elsewhere, trained further for the temperatures that you serve:
     python -m eagle_tools.training eagle3 --init HEAD --loss kl+tv --peak 5e-4 --target ... --data ... --out BETTER
   Medusa heads for it: the same with `medusa` for eagle3 and, when serving, --speculative-algorithm MEDUSA
+  a block drafter for it: the same with `block`, and --speculative-algorithm DFLASH
   the demo, all stages in order (tokenizer, target, eagle3, export, demo-heads):
     python -m eagle_tools.training demo --work DIR
   find the static tree for a draft, your text and your machine:
@@ -93,15 +97,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     for one in (demo, export):
         one.add_argument("--out", type=Path, default=DEMO, help="where the pair is written (%(default)s)")
-    heads = stage("demo-heads", _demo_heads, "train Medusa and ReDrafter heads for the demo's target in OUT, into OUT")
+    heads = stage(
+        "demo-heads", _demo_heads, "train Medusa, ReDrafter and block heads for the demo's target in OUT, into OUT"
+    )
     heads.add_argument("--work", type=Path, required=True, help="directory of checkpoints, curves and caches")
     heads.add_argument("--out", type=Path, default=DEMO, help="the demo's directory (%(default)s)")
     heads.add_argument("--compile", action="store_true", help="use torch.compile")
     for one in (demo, heads):
-        one.add_argument("--other-head-steps", type=int, help="steps of each Medusa and ReDrafter training (600)")
+        one.add_argument("--other-head-steps", type=int, help="steps of each Medusa, ReDrafter and block training")
     _add_head_arguments(stage("eagle3", _head, "train an EAGLE-3 head (or EAGLE-1) for a dense target"))
     _add_medusa_arguments(stage("medusa", _medusa, "train Medusa heads for a dense target"))
     _add_redrafter_arguments(stage("redrafter", _redrafter, "train a ReDrafter head for a dense target"))
+    _add_block_arguments(stage("block", _block, "train a block drafter (DFlash, DFlash 2, DSpark) for a dense target"))
     return parser
 
 
@@ -183,6 +190,40 @@ def _add_redrafter_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-layers", type=int, default=default.draft_layers, help="how many blocks (%(default)s)")
 
 
+def _add_block_arguments(parser: argparse.ArgumentParser) -> None:
+    default = BlockRecipe()
+    _add_common_arguments(parser, default)
+    parser.add_argument("--layers", type=int, default=default.layers, help="of the drafter (%(default)s)")
+    parser.add_argument("--block-size", type=int, default=default.block_size, help="rows of a block (%(default)s)")
+    parser.add_argument(
+        "--fill-in", action="store_true", help="a row drafts the token at its own place (not given: the one after it)"
+    )
+    parser.add_argument(
+        "--bidirectional", action="store_true", help="rows see later rows of their block (not given: causal)"
+    )
+    parser.add_argument(
+        "--edges",
+        choices=("none", "selector", "markov"),
+        default=default.edges,
+        help="what the token before adds to scores: DFlash 2's selector, DSpark's Markov head (%(default)s)",
+    )
+    parser.add_argument("--rank", type=int, default=default.rank, help="rank of the edges (%(default)s)")
+    parser.add_argument("--no-confidence", action="store_true", help="without DSpark's confidence head")
+    parser.add_argument("--mask-token-id", type=int, help="of the rows behind the root (not given: the rarest token)")
+    parser.add_argument("--ffn", type=int, help="width of the MLPs (not given: the target's)")
+    parser.add_argument("--aux-layers", type=int, nargs="+", metavar="B", help="boundaries to read, B = after B layers")
+    parser.add_argument(
+        "--weights",
+        choices=WEIGHTINGS,
+        default=default.weighting,
+        help="of a block's drafts in the loss: decay by place, or by the chance that a chain gets there (%(default)s)",
+    )
+    parser.add_argument("--gamma", type=float, default=default.gamma, help="places until decay is 1/e (%(default)s)")
+    parser.add_argument(
+        "--anchors", type=int, default=default.anchors, help="blocks per --length tokens of a text (%(default)s)"
+    )
+
+
 def _tokenizer(parsed: argparse.Namespace) -> None:
     ensure_tokenizer(parsed.work / "tokenizer.json", VOCAB_SIZE)
 
@@ -220,6 +261,26 @@ def _redrafter(parsed: argparse.Namespace) -> None:
         rollout=parsed.rollout,
         exit_dim=parsed.exit_dim,
         draft_layers=parsed.draft_layers,
+        **_common(parsed),
+    )
+    _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out)
+
+
+def _block(parsed: argparse.Namespace) -> None:
+    recipe = BlockRecipe(
+        layers=parsed.layers,
+        block_size=parsed.block_size,
+        next_token=not parsed.fill_in,
+        causal=not parsed.bidirectional,
+        edges=parsed.edges,
+        rank=parsed.rank,
+        confidence=not parsed.no_confidence,
+        boundaries=tuple(parsed.aux_layers) if parsed.aux_layers else None,
+        intermediate_size=parsed.ffn,
+        mask_token_id=parsed.mask_token_id,
+        weighting=parsed.weights,
+        gamma=parsed.gamma,
+        anchors=parsed.anchors,
         **_common(parsed),
     )
     _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out)
@@ -270,15 +331,16 @@ def _demo_corpus(work: Path) -> Corpus:
 
 
 def _demo_heads(parsed: argparse.Namespace) -> None:
-    """Train Medusa and ReDrafter heads for the demo's target on the same texts."""
+    """Train the demo's other heads for its target; Medusa and ReDrafter on the same texts."""
     directory = parsed.out / "target"
     target = load_native_target(directory, dtype="float32", device="cpu", pack=False)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     corpus = standard_library(tokenizer, target.config.eos_token_ids[0], parsed.work / "corpus.npz")
     texts = own_texts(target, corpus, DEMO_MEDUSA, parsed.work, target_fingerprint(target))
-    for recipe in (DEMO_MEDUSA, DEMO_REDRAFTER):
+    for recipe in (DEMO_MEDUSA, DEMO_REDRAFTER, DEMO_BLOCK):
         recipe = dataclasses.replace(recipe, steps=parsed.other_head_steps or recipe.steps, compiled=parsed.compile)
-        texts.save(parsed.work / recipe.kind / "training")
+        if recipe.sampled_texts == DEMO_MEDUSA.sampled_texts:
+            texts.save(parsed.work / recipe.kind / "training")
         _train_and_write(target, corpus, recipe, parsed.work / recipe.kind)
     size = export_demo_heads(parsed.work, parsed.out)
     print(f"{parsed.out}: {size / 1e6:.1f} MB")
@@ -293,6 +355,8 @@ def _train_and_write(
             export_medusa(train_medusa(target, corpus, recipe, training), out)
         case RedrafterRecipe():
             export_head(train_redrafter(target, corpus, recipe, training), out)
+        case BlockRecipe():
+            export_head(train_block(target, corpus, recipe, training), out)
         case Recipe():
             export_head(train_head(target, corpus, recipe, training, start), out)
     for name, points in read_history(training / f"{recipe.kind}-history.json").curves.items():

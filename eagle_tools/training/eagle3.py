@@ -38,7 +38,7 @@ from eagle_tools.training.target import TOKENS_PER_STEP, evenly_spaced, windows
 from eagle_tools.training.ttt import accuracies, chain_length, coupling, teach, ttt_loss
 
 _OWN_TEXTS = "own-texts.npz"
-_PROMPT = 64  # prompt tokens of the texts that the target writes for evaluation
+PROMPT = 64  # prompt tokens of the texts that the target writes for evaluation
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def train_head(
         raise ValueError("heads cannot be trained for sliding-window targets yet")
     started = None if start is None else _started(target, recipe, start)
     key = None if started is None else weights_fingerprint(started.head)
-    inputs, own = begin(target, corpus, recipe, directory, key)
+    inputs, samples = begin(target, corpus, recipe, directory, key)
     torch.manual_seed(0)
     new = started or _fresh(target, corpus, recipe)
     draft_ids, device = new.draft_ids(), target.embed.device
@@ -124,7 +124,7 @@ def train_head(
     loss_of = torch.compile(ttt_loss) if recipe.compiled else ttt_loss
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
-        window = text_window(corpus, own, recipe, target.config.max_position, step).to(device)
+        window = text_window(corpus, samples, recipe, target.config.max_position, step).to(device)
         window = at_most(recipe.texts, window, recipe.length)
         temperature = recipe.temperatures[step // 2 % len(recipe.temperatures)]  # for each kind of text
         with torch.autocast(device.type, torch.bfloat16):
@@ -133,7 +133,7 @@ def train_head(
 
     @torch.no_grad()
     def evaluate() -> dict[str, float]:
-        return evaluate_head(target, new, corpus, own, recipe.passes)
+        return evaluate_head(target, new, corpus, samples, recipe.passes)
 
     with warnings.catch_warnings():  # the residual stream of an EAGLE-1 head is bfloat16 under autocast
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
@@ -162,7 +162,7 @@ def own_texts(target: TargetModel, corpus: Corpus, recipe: TextPlan, directory: 
     """Texts that the target with the fingerprint `target_key` wrote, from `directory`'s cache or sampled now."""
     length = recipe.length + 1
     prompts = TextSampling(length, (min(24, length // 4), length // 2))
-    fixed = min(_PROMPT, length // 2)
+    fixed = min(PROMPT, length // 2)
 
     def sample() -> dict[str, np.ndarray]:
         return {
@@ -172,23 +172,25 @@ def own_texts(target: TargetModel, corpus: Corpus, recipe: TextPlan, directory: 
         }
 
     depends_on = (target_key, corpus.key, str(length), str(recipe.sampled_texts))
-    key = fingerprint(each.encode() for each in depends_on)
+    key = fingerprint(part.encode() for part in depends_on)
     arrays = cached_arrays(directory / _OWN_TEXTS, key, sample)
     return OwnTexts(arrays["train"], arrays["greedy"], arrays["sampled"], key)
 
 
 @torch.no_grad()
-def evaluate_head(target: TargetModel, new: NewHead, corpus: Corpus, own: OwnTexts, passes: int) -> dict[str, float]:
+def evaluate_head(
+    target: TargetModel, new: NewHead, corpus: Corpus, samples: OwnTexts, passes: int
+) -> dict[str, float]:
     """The cross-entropy on held-out text, and how well the head drafts on the target's continuations of it.
 
     Those are accuracy per pass and accept length of chains; at T=1 also TV(p, q) and the accept length of chains that
     are drafted with the noise of the target's draws ("coupled").
     """
     draft_ids, device, numbers = new.draft_ids(), target.embed.device, {}
-    length = own.greedy.shape[1] - 1
+    length = samples.greedy.shape[1] - 1
     held_out = torch.cat(evenly_spaced(corpus.held_out, length, 24)).to(device)
     numbers["held-out loss"] = float(ttt_loss(new.head, teach(target, held_out, draft_ids), passes)[0])
-    for label, texts in (("T=0", own.greedy), ("T=1", own.sampled)):
+    for label, texts in (("T=0", samples.greedy), ("T=1", samples.sampled)):
         window = torch.from_numpy(texts.astype(np.int64)).to(device)
         lesson = teach(target, window, draft_ids)
         _, hits = ttt_loss(new.head, lesson, passes)
@@ -196,7 +198,7 @@ def evaluate_head(target: TargetModel, new: NewHead, corpus: Corpus, own: OwnTex
         for index, accuracy in enumerate(accuracies(written)):
             numbers[f"{label} step {index + 1}"] = accuracy
         numbers[f"{label} accept length"] = chain_length(written)
-    distances, accepted = (written_part(each, length) for each in coupling(new.head, lesson, passes, draft_ids))
+    distances, accepted = (written_part(rates, length) for rates in coupling(new.head, lesson, passes, draft_ids))
     for index, (distance, rate) in enumerate(zip(accuracies(distances), accuracies(accepted), strict=True)):
         numbers[f"T=1 TV step {index + 1}"] = distance
         numbers[f"T=1 coupled step {index + 1}"] = rate
@@ -206,7 +208,7 @@ def evaluate_head(target: TargetModel, new: NewHead, corpus: Corpus, own: OwnTex
 
 def written_part(hits: Tensor, length: int) -> Tensor:
     """The columns of hits [.., rows] after the prompts of evaluation texts of length `length`."""
-    return hits[..., min(_PROMPT, length // 2) :]
+    return hits[..., min(PROMPT, length // 2) :]
 
 
 def _fresh(target: TargetModel, corpus: Corpus, recipe: Recipe) -> NewHead:
@@ -225,15 +227,15 @@ def _started(target: TargetModel, recipe: Recipe, start: str | Path) -> NewHead:
     return existing_head(target, start, recipe.kind)
 
 
-def text_window(corpus: Corpus, own: OwnTexts, recipe: TextPlan, longest: int, step: int) -> Tensor:
+def text_window(corpus: Corpus, samples: OwnTexts, recipe: TextPlan, longest: int, step: int) -> Tensor:
     """Texts [batch, length + 1] of one step, about 6144 tokens together.
 
     Steps alternate between the corpus and own texts. Every eighth step has a longer context.
     """
     turn, odd = divmod(step, 2)
-    if odd and len(own.train):
+    if odd and len(samples.train):
         count = max(1, TOKENS_PER_STEP // recipe.length)
-        chosen = np.random.default_rng((1, step)).integers(0, len(own.train), count)
-        return torch.from_numpy(own.train[chosen].astype(np.int64))
+        chosen = np.random.default_rng((1, step)).integers(0, len(samples.train), count)
+        return torch.from_numpy(samples.train[chosen].astype(np.int64))
     lengths = (recipe.length,) * 3 + (min(4 * recipe.length, longest),)
-    return windows(corpus.train, turn if len(own.train) else step, lengths)
+    return windows(corpus.train, turn if len(samples.train) else step, lengths)

@@ -12,6 +12,7 @@ import torch
 
 from eagle_server.models.checkpoints.load_target import load_native_target
 from eagle_server.models.checkpoints.save import save_checkpoint
+from eagle_tools.training.block import NewBlock
 from eagle_tools.training.corpus import END_OF_TEXT, standard_library_files
 from eagle_tools.training.fingerprint import target_fingerprint
 from eagle_tools.training.heads import NewHead
@@ -21,9 +22,9 @@ from eagle_tools.training.prompts import write_prompts
 from eagle_tools.training.redrafter import NewRedrafter
 from eagle_tools.training.target import DEMO_TARGET, build_target
 
-MAX_DEMO_BYTES = 24_000_000
+MAX_DEMO_BYTES = 28_000_000
 _EVALUATION = "training/evaluation.json"
-_OTHER_HEADS = ("medusa", "redrafter")
+_OTHER_HEADS = ("medusa", "redrafter", "block")
 
 
 def export_target(work: Path, directory: Path) -> None:
@@ -43,7 +44,7 @@ def export_target(work: Path, directory: Path) -> None:
     _write_json(directory / "generation_config.json", {"eos_token_id": DEMO_TARGET["eos_token_id"]})
 
 
-def export_head(new: NewHead | NewRedrafter, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+def export_head(new: NewHead | NewRedrafter | NewBlock, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write a trained head: config.json and model.safetensors."""
     save_checkpoint(new.head, directory, new.config_json, dtype)
 
@@ -74,7 +75,7 @@ def export_demo(work: Path, assets: Path, parts: Sequence[str]) -> int:
 
 
 def export_demo_heads(work: Path, assets: Path) -> int:
-    """Add the trained Medusa and ReDrafter heads of `work` and their card to `assets`. Returns the new size in bytes.
+    """Add the other trained heads of `work` and their card to `assets`. Returns the new size in bytes.
 
     Raises:
         ValueError: a head is for another target, or the files are larger than a repository should carry.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.weights import resolve_checkpoint
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.config_json import read_config
@@ -58,7 +58,7 @@ def new_eagle3(target: TargetModel, boundaries: Sequence[int], draft_ids: Tensor
     vocab, count = target.config.vocab_size, len(draft_ids)
     published = {
         "architectures": ["LlamaForCausalLMEagle3"],
-        **_layer(target.config, intermediate_size),
+        **layer_keys(target.config, intermediate_size),
         "draft_vocab_size": count,
         "target_hidden_size": target.config.hidden_size,
         "eagle_config": {
@@ -126,7 +126,7 @@ def new_eagle(target: TargetModel, intermediate_size: int) -> NewHead:
     """An EAGLE-1/2 head with one layer of the target's shape. It shares the target's embedding and lm_head."""
     published = {
         "architectures": ["LlamaForCausalLMEagle"],
-        **_layer(target.config, intermediate_size),
+        **layer_keys(target.config, intermediate_size),
         "bias": False,
     }
     with torch.device(target.embed.device):
@@ -149,7 +149,7 @@ def _borrowed(target: TargetModel) -> TargetWeights:
     return TargetWeights(target.embed.detach(), target.lm_head)
 
 
-def _layer(target: ModelConfig, intermediate_size: int) -> dict[str, Any]:
+def layer_keys(target: ModelConfig, intermediate_size: int) -> dict[str, Any]:
     """The config keys of every head: one plain Llama layer with the target's attention shape and RoPE base."""
     return {
         "model_type": "llama",

@@ -15,6 +15,9 @@ from tqdm import tqdm
 
 from eagle_tools.training.fingerprint import differences
 
+_ADAM = ("embed", "lm_head", "edges.before", "edges.after", "confidence")  # matrices that AdamW trains
+_MATRIX = 2  # dimensions
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -38,18 +41,18 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Optimizers:
-    """Muon for hidden matrices (orthogonalized momentum), AdamW for embeddings, heads, norms and biases."""
+    """Muon for hidden matrices (orthogonalized momentum), AdamW for tables by token, heads, norms and biases."""
 
     muon: torch.optim.Optimizer
     adam: torch.optim.Optimizer
 
     @classmethod
-    def of(cls, model: nn.Module, adam_names: tuple[str, ...] = ("embed", "lm_head")) -> Optimizers:
+    def of(cls, model: nn.Module) -> Optimizers:
         plain: list[nn.Parameter] = []
         hidden: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                is_plain = parameter.dim() == 1 or any(part in name for part in adam_names)
+                is_plain = parameter.dim() != _MATRIX or any(part in name for part in _ADAM)
                 (plain if is_plain else hidden).append(parameter)
         return cls(
             torch.optim.Muon(hidden, lr=0.0, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
@@ -151,8 +154,8 @@ def plot(history: History, path: Path, title: str) -> None:
             fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=2
         )  # outside, so that it covers no curve
     figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(path)
+    figure.subplots_adjust(wspace=0.4)
+    figure.savefig(path, bbox_inches="tight")  # with all of the legends
     plt.close(figure)
 
 

@@ -7,6 +7,7 @@ vocabulary: its mass outside is not rescaled, so it counts as lost. A = sum min(
     tv       1 - A                          the total variation distance
     kl+tv    w * kl + (1 - w) * tv, w = exp(-3 A) without gradient, A the mean over rows
     coupled  P(the draft's best k tokens miss y), y from p, ranked with the noise of the draw y; mean over k = 1..4
+    dspark   0.1 * kl + 1.8 * tv            DSpark's 0.1 CE + 0.9 |p - q|, with p in the place of the token that came
 
 kl+tv is the hybrid LK loss (arXiv 2602.23881): it starts as kl, because the gradient of tv is small where q is far from
 p. tv is about one draft token, and neglects the tail of q; coupled is about the children of a tree's node. It draws one
@@ -22,19 +23,25 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-LossName = Literal["kl", "tv", "kl+tv", "coupled"]
+LossName = Literal["kl", "tv", "kl+tv", "coupled", "dspark"]
 LOSS_NAMES: tuple[LossName, ...] = get_args(LossName)
 _HYBRID_DECAY = 3.0
 _CHILDREN = 4
 _GOLDEN = 0.6180339887498949
 
 
-def draft_loss(name: LossName, probs: Tensor, logits: Tensor) -> Tensor:
+def draft_loss(name: LossName, probs: Tensor, logits: Tensor, weights: Tensor | None = None) -> Tensor:
     """The mean loss over rows of the draft's `logits` [.., Vd] against the target's `probs` [.., Vd]; a scalar.
 
     probs: float32, the target's probabilities of the draft vocabulary. They sum to 1, or less if it is reduced.
+    weights: of the rows, [..]; None: all are equal.
     """
-    return _LOSSES[name](probs, logits.log_softmax(-1))
+    return weighted_mean(_LOSSES[name](probs, logits.log_softmax(-1)), weights)
+
+
+def weighted_mean(values: Tensor, weights: Tensor | None) -> Tensor:
+    """The mean of values [..] with weights [..]; None: all are equal."""
+    return values.mean() if weights is None else (values * weights).sum() / weights.sum()
 
 
 def overlap(probs: Tensor, draft: Tensor) -> Tensor:
@@ -67,22 +74,26 @@ def coupled_acceptance(probs: Tensor, draft: Tensor, drawn: Tensor) -> Tensor:
 
 
 def _cross_entropy(probs: Tensor, logp: Tensor) -> Tensor:
-    return -(probs * logp).sum(-1).mean()
+    return -(probs * logp).sum(-1)
 
 
 def _total_variation(probs: Tensor, logp: Tensor) -> Tensor:
-    return 1 - overlap(probs, logp.exp()).mean()
+    return 1 - overlap(probs, logp.exp())
 
 
 def _hybrid(probs: Tensor, logp: Tensor) -> Tensor:
     distance = _total_variation(probs, logp)
-    weight = torch.exp(_HYBRID_DECAY * (distance.detach() - 1))
+    weight = torch.exp(_HYBRID_DECAY * (distance.detach().mean() - 1))
     return weight * _cross_entropy(probs, logp) + (1 - weight) * distance
 
 
 def _coupled(probs: Tensor, logp: Tensor) -> Tensor:
     missed = 1 - coupled_acceptance(probs, logp.exp(), spread_draws(probs))
-    return torch.stack([missed**children for children in range(1, _CHILDREN + 1)]).mean()
+    return torch.stack([missed**children for children in range(1, _CHILDREN + 1)]).mean(0)
+
+
+def _dspark(probs: Tensor, logp: Tensor) -> Tensor:
+    return 0.1 * _cross_entropy(probs, logp) + 1.8 * _total_variation(probs, logp)
 
 
 def spread_draws(probs: Tensor) -> Tensor:
@@ -101,4 +112,5 @@ _LOSSES: Mapping[LossName, Callable[[Tensor, Tensor], Tensor]] = {
     "tv": _total_variation,
     "kl+tv": _hybrid,
     "coupled": _coupled,
+    "dspark": _dspark,
 }

@@ -68,11 +68,11 @@ def new_heads(target: TargetModel, heads: int, layers: int, *, shared_lm_head: b
     config = MedusaConfig(heads, layers, target.config.hidden_size, target.config.vocab_size, not shared_lm_head)
     with torch.device(target.embed.device):
         model = MedusaHeads(config, TargetWeights(target.embed.detach(), target.lm_head))
-    own = target.lm_head.dense_weight().detach()
+    lm_head = target.lm_head.dense_weight().detach()
     with torch.no_grad():
         for name, view in model.weight_views():
             if name.endswith(f".{layers}.weight"):
-                view.copy_(own)
+                view.copy_(lm_head)
             else:
                 view.zero_()
     target.aux_boundaries = ()
@@ -107,7 +107,7 @@ def medusa_loss(model: MedusaHeads, lesson: MedusaLesson, loss: LossName = "kl")
 
 def train_medusa(target: TargetModel, corpus: Corpus, recipe: MedusaRecipe, directory: Path) -> MedusaHeads:
     """Train heads in `directory`, or finish their training. `target` is frozen."""
-    inputs, own = begin(target, corpus, recipe, directory)
+    inputs, samples = begin(target, corpus, recipe, directory)
     model = new_heads(target, recipe.heads, recipe.layers, shared_lm_head=recipe.shared_lm_head)
     device = target.embed.device
     narrow = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()  # other CPUs emulate bfloat16
@@ -115,14 +115,14 @@ def train_medusa(target: TargetModel, corpus: Corpus, recipe: MedusaRecipe, dire
     loss_of = torch.compile(medusa_loss) if recipe.compiled else medusa_loss
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
-        window = text_window(corpus, own, recipe, target.config.max_position, step).to(device)
+        window = text_window(corpus, samples, recipe, target.config.max_position, step).to(device)
         window = at_most(recipe.texts, window, recipe.length)
         with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
             return loss_of(model, lesson_of(target, window), recipe.loss)[0], {}
 
     @torch.no_grad()
     def evaluate() -> dict[str, float]:
-        return evaluate_medusa(target, model, corpus, own)
+        return evaluate_medusa(target, model, corpus, samples)
 
     schedule = Schedule.of(recipe.steps, recipe.peak)
     train(Job("medusa", model, directory, schedule, loss, evaluate, inputs))
@@ -130,13 +130,13 @@ def train_medusa(target: TargetModel, corpus: Corpus, recipe: MedusaRecipe, dire
 
 
 @torch.no_grad()
-def evaluate_medusa(target: TargetModel, model: MedusaHeads, corpus: Corpus, own: OwnTexts) -> dict[str, float]:
+def evaluate_medusa(target: TargetModel, model: MedusaHeads, corpus: Corpus, samples: OwnTexts) -> dict[str, float]:
     """The loss on held-out text; each head's accuracy and the accept length of chains on the target's own texts."""
-    device, length = target.embed.device, own.greedy.shape[1] - 1
+    device, length = target.embed.device, samples.greedy.shape[1] - 1
     held_out = torch.cat(evenly_spaced(corpus.held_out, length, 24)).to(device)
     losses = [medusa_loss(model, medusa_lesson(target, part))[0] for part in held_out.split(_EVALUATED)]
     numbers = {"held-out loss": float(torch.stack(losses).mean())}
-    for label, texts in (("T=0", own.greedy), ("T=1", own.sampled)):
+    for label, texts in (("T=0", samples.greedy), ("T=1", samples.sampled)):
         window = torch.from_numpy(texts.astype(np.int64)).to(device)
         parts = [medusa_loss(model, medusa_lesson(target, part))[1] for part in window.split(_EVALUATED)]
         written = written_part(torch.cat(parts, dim=1), length)

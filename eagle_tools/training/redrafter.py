@@ -99,7 +99,7 @@ def train_redrafter(target: TargetModel, corpus: Corpus, recipe: RedrafterRecipe
     """Train a head in `directory`, or finish its training. `target` is frozen."""
     if any(target.config.windows):
         raise ValueError("heads cannot be trained for sliding-window targets yet")
-    inputs, own = begin(target, corpus, recipe, directory)
+    inputs, samples = begin(target, corpus, recipe, directory)
     torch.manual_seed(0)
     new = new_redrafter(target, exit_dim=recipe.exit_dim, draft_layers=recipe.draft_layers, rnn=recipe.rnn)
     device = target.embed.device
@@ -108,14 +108,14 @@ def train_redrafter(target: TargetModel, corpus: Corpus, recipe: RedrafterRecipe
     loss_of = torch.compile(rollout_loss) if recipe.compiled else rollout_loss
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
-        window = text_window(corpus, own, recipe, target.config.max_position, step).to(device)
+        window = text_window(corpus, samples, recipe, target.config.max_position, step).to(device)
         window = at_most(recipe.texts, window, recipe.length)
         with torch.autocast(device.type, torch.bfloat16):
             return loss_of(new.head, lesson_of(target, window, everything), recipe.rollout, recipe.loss)[0], {}
 
     @torch.no_grad()
     def evaluate() -> dict[str, float]:
-        return evaluate_redrafter(target, new.head, corpus, own, recipe.rollout)
+        return evaluate_redrafter(target, new.head, corpus, samples, recipe.rollout)
 
     train(Job(recipe.kind, new.head, directory, Schedule.of(recipe.steps, recipe.peak), loss, evaluate, inputs))
     return new
@@ -123,14 +123,14 @@ def train_redrafter(target: TargetModel, corpus: Corpus, recipe: RedrafterRecipe
 
 @torch.no_grad()
 def evaluate_redrafter(
-    target: TargetModel, head: RedrafterHead, corpus: Corpus, own: OwnTexts, steps: int
+    target: TargetModel, head: RedrafterHead, corpus: Corpus, samples: OwnTexts, steps: int
 ) -> dict[str, float]:
     """The loss on held-out text; accuracy per step and accept length of chains on the target's continuations of it."""
-    device, length = target.embed.device, own.greedy.shape[1] - 1
+    device, length = target.embed.device, samples.greedy.shape[1] - 1
     everything = torch.arange(target.config.vocab_size, device=device)
     held_out = torch.cat(evenly_spaced(corpus.held_out, length, 24)).to(device)
     numbers = {"held-out loss": float(rollout_loss(head, teach(target, held_out, everything), steps)[0])}
-    for label, texts in (("T=0", own.greedy), ("T=1", own.sampled)):
+    for label, texts in (("T=0", samples.greedy), ("T=1", samples.sampled)):
         window = torch.from_numpy(texts.astype(np.int64)).to(device)
         _, hits = rollout_loss(head, teach(target, window, everything), steps)
         written = written_part(hits, length)
@@ -170,5 +170,8 @@ def accuracies(hits: Tensor) -> list[float]:
 
 
 def accept_length(hits: Tensor) -> float:
-    """Mean tokens per target forward, bonus included, of chains with one step per row of `hits`."""
-    return 1.0 + float(hits.long().cumprod(0).sum(0).float().mean())
+    """Mean tokens per target forward, bonus included, of chains with one step per row of `hits`.
+
+    `hits` may be the probability of each hit, see `ttt.chain_length`.
+    """
+    return 1.0 + float(hits.float().cumprod(0).sum(0).mean())

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import string
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -36,15 +38,23 @@ class TinyPair:
 
 
 def tiny_pair(
-    directory: Path, *, vocab: int = 64, seed: int = 0, kind: Kind = "eagle3", steps: int = 64, context: int = 512
+    directory: Path,
+    *,
+    vocab: int = 64,
+    seed: int = 0,
+    kind: Kind = "eagle3",
+    steps: int = 64,
+    context: int = 512,
+    target_config: Mapping[str, Any] | None = None,
 ) -> TinyPair:
     """Make a random target with a character tokenizer, train a head on texts sampled from it, and save both.
 
+    `target_config`: keys of the target's config.json, which choose its family.
     `steps` sets how good the head is. An EAGLE-3 head gets a draft vocabulary of seven eighths of the target's.
     """
     state = torch.get_rng_state()
     torch.manual_seed(seed)
-    config = _target_json(vocab, context)
+    config = {**_target_json(vocab, context), **(target_config or {})}
     target = _random_target(config)
     new = _trained_head(target, kind, steps, seed)
     torch.set_rng_state(state)

@@ -49,8 +49,8 @@ class RolloutAttention(BoundAttention):
         prefix_keys, prefix_values = (x.unsqueeze(2) for x in passes[0])  # [batch, kv_heads, 1, length, head_dim]
         hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1 - last)  # t' > t - last
         scores = (grouped @ prefix_keys.transpose(-1, -2)).masked_fill(hidden, -torch.inf)
-        own = [(grouped * a.unsqueeze(2)).sum(-1, keepdim=True) for a, _ in chain]
-        weights = (torch.cat([scores, *own], dim=-1).float() * layer.scale).softmax(-1).to(v.dtype)
+        later = [(grouped * a.unsqueeze(2)).sum(-1, keepdim=True) for a, _ in chain]
+        weights = (torch.cat([scores, *later], dim=-1).float() * layer.scale).softmax(-1).to(v.dtype)
         out = weights[..., :length] @ prefix_values
         for j, (_, b) in enumerate(chain):
             out = out + weights[..., length + j, None] * b.unsqueeze(2)

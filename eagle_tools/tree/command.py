@@ -65,40 +65,40 @@ class Story:
 
 def main(argv: Sequence[str]) -> int:
     """Show the trees; returns the exit status. A user's error is one line on stderr and status 2."""
-    own, flags = _parser().split(argv, dict.fromkeys(flags_of("server"), "nothing is served here"))
+    options, flags = _parser().split(argv, dict.fromkeys(flags_of("server"), "nothing is served here"))
     config = parse_args(flags)
     try:
-        show(own, config, console_for(sys.stdout))
+        show(options, config, console_for(sys.stdout))
     except (OSError, ValueError) as error:
         sys.stderr.write(f"eagle_server: error: {error}\n")
         return 2
     return 0
 
 
-def show(own: argparse.Namespace, config: Config, console: Console) -> None:
+def show(options: argparse.Namespace, config: Config, console: Console) -> None:
     """Generate and print. With --out, also draw the trees.
 
     Raises:
         ValueError: a configuration that cannot be served, or a refused prompt.
         OSError: a file that cannot be read or written.
     """
-    prompt = own.prompt_file.read_text(encoding="utf-8") if own.prompt_file is not None else own.prompt
-    if own.out is not None:
-        own.out.mkdir(parents=True, exist_ok=True)
+    prompt = options.prompt_file.read_text(encoding="utf-8") if options.prompt_file is not None else options.prompt
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.target_path)
     engine = build_engine(config, progress=sys.stderr.isatty())
-    sampling = SamplingParams(max_tokens=own.max_tokens, temperature=own.temperature, seed=own.seed)
+    sampling = SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
     story = tell(engine, Request(request_id="tree", prompt_token_ids=tokenizer.encode(prompt), sampling=sampling))
     spelling = TokenSpelling(tokenizer)
     drawn = list[Path]()
     _print_prompt(console, engine, prompt, story, spelling)
-    for number, cycle in enumerate(story.cycles[: own.cycles], start=1):
+    for number, cycle in enumerate(story.cycles[: options.cycles], start=1):
         print_cycle(console, number, cycle.tree, spelling)
-        if own.out is not None:
-            drawn += draw_cycle(number, cycle.tree, spelling, own.out / f"cycle-{number}")
-    _print_end(console, story, tokenizer, own.cycles)
+        if options.out is not None:
+            drawn += draw_cycle(number, cycle.tree, spelling, options.out / f"cycle-{number}")
+    _print_end(console, story, tokenizer, options.cycles)
     if drawn:
-        console.print(Text(f"{len(drawn)} pictures, {drawn[0].name} to {drawn[-1].name}, in {own.out}"))
+        console.print(Text(f"{len(drawn)} pictures, {drawn[0].name} to {drawn[-1].name}, in {options.out}"))
 
 
 def tell(engine: Engine, request: Request) -> Story:

@@ -9,10 +9,10 @@ GAP = 1.0  # between neighbours of one depth
 
 def depths(parents: Sequence[int]) -> list[int]:
     """Depth of each node. Parents come before children; the root's parent is -1."""
-    found: list[int] = []
+    levels: list[int] = []
     for parent in parents:
-        found.append(0 if parent < 0 else found[parent] + 1)
-    return found
+        levels.append(0 if parent < 0 else levels[parent] + 1)
+    return levels
 
 
 def breadths(parents: Sequence[int]) -> list[float]:
@@ -35,11 +35,11 @@ def breadths(parents: Sequence[int]) -> list[float]:
                 offsets[child] = place - middle
             below.outline = [(least - middle, most - middle) for least, most in below.outline]
         outlines[node] = [(0.0, 0.0), *below.outline]
-    found: list[float] = []
+    places: list[float] = []
     for node, parent in enumerate(parents):
-        found.append(offsets[node] + (found[parent] if parent >= 0 else 0.0))
-    least = min(found, default=0.0)
-    return [place - least for place in found]
+        places.append(offsets[node] + (places[parent] if parent >= 0 else 0.0))
+    least = min(places, default=0.0)
+    return [place - least for place in places]
 
 
 class _Row:

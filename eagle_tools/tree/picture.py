@@ -98,7 +98,7 @@ def _columns(boxes: list[_Box], level: list[int]) -> list[float]:
     """The left edge of every depth."""
     lefts = [_MARGIN]
     for depth in range(max(level)):
-        widest = max(box.width for box, own in zip(boxes, level, strict=True) if own == depth)
+        widest = max(box.width for box, box_depth in zip(boxes, level, strict=True) if box_depth == depth)
         lefts.append(lefts[-1] + widest + _GAP)
     return lefts
 

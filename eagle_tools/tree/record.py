@@ -51,10 +51,10 @@ class DraftedTree:
         """The drafter's estimate for a node given its parent, None if it has none."""
         if node == 0:
             return None
-        own, above = self.scores[node], self.scores[self.parents[node]]
-        if own is None or above is None:
+        score, above = self.scores[node], self.scores[self.parents[node]]
+        if score is None or above is None:
             return None
-        return math.exp(min(own - above, 0.0)) if math.isfinite(own) else 0.0
+        return math.exp(min(score - above, 0.0)) if math.isfinite(score) else 0.0
 
     def _preference(self, node: int) -> tuple[float, int]:
         score = self.scores[node]
@@ -80,11 +80,11 @@ def recorded(worker: Worker, record: Callable[[list[DraftedTree]], None]) -> Ite
 
 def drafted_trees(tree: Tree, accepted: Accepted, requests: int) -> list[DraftedTree]:
     """The trees of the first `requests` of a batch; the others are padding."""
-    tokens, parents, *scores = (each[:requests].tolist() for each in drafted_nodes(tree))
+    tokens, parents, *scores = (values[:requests].tolist() for values in drafted_nodes(tree))
     paths, drawn = accepted.path[:requests].tolist(), accepted.tokens[:requests].tolist()
-    found = []
+    trees = []
     for number, path in enumerate(paths):
         emitted = drawn[number][: sum(node >= 0 for node in path)]
-        given = scores[0][number] if scores else None
-        found.append(DraftedTree.of(draft_tree(tokens[number], parents[number], given, path, emitted), emitted))
-    return found
+        node_scores = scores[0][number] if scores else None
+        trees.append(DraftedTree.of(draft_tree(tokens[number], parents[number], node_scores, path, emitted), emitted))
+    return trees

@@ -35,6 +35,7 @@ struct Cache {
     float scale, softcap;
     int32_t window;
     int64_t slots;
+    const float* sinks;  // [heads], scores without a value; null: none
 };
 
 constexpr int LARGEST_HEAD = 512;
@@ -105,7 +106,9 @@ static void attend(
     }
 
     const int64_t slot_size = (int64_t)cache.kv_heads * dim, offset = (int64_t)kv_head * dim;
-    Vector most = all(-INFINITY);
+    alignas(64) float sinks[LANES] = {};
+    for (int lane = 0; cache.sinks && lane < lanes.count; lane++) sinks[lane] = cache.sinks[lanes.head[lane]];
+    Vector most = cache.sinks ? load(sinks) : all(-INFINITY);
     alignas(64) float keys[COLUMNS][LARGEST_HEAD];
     for (int c = lanes.begin; c < lanes.end; c += COLUMNS) {
         int count = std::min(COLUMNS, lanes.end - c);
@@ -142,7 +145,7 @@ static void attend(
             most = max(most, score);
         }
     }
-    Vector total{};
+    Vector total = cache.sinks ? exponential(load(sinks) - most) : Vector{};
     for (int c = lanes.begin; c < lanes.end; c++) {
         Vector chance = exponential(load(scores + (int64_t)c * LANES) - most);
         store(scores + (int64_t)c * LANES, chance);

@@ -23,6 +23,7 @@ struct Head {
     int32_t embed_is_bf16, uses_hidden;
     int32_t residual;     // a Residual: the stream before the first layer
     int32_t feeds_normed; // the feedback is the normed stream
+    float embed_scale;    // of embeddings
 };
 
 // The requests of a call, and whose noise ranks the children of their roots: keys and temperature null: none.
@@ -47,16 +48,16 @@ struct Accepted {
 
 // What corrects a drafter's guesses: AcceptanceEstimates of eagle_server/worker/budget/estimates.py. ratios null: nothing does.
 struct Estimates {
-    const float* ratios;             // [temperatures, depths, edges + 1]
+    const float* ratios;             // [temperatures, depths, 2, edges + 1]: of a node's first child, and of the others
     const float* edges;              // ascending
     const int64_t* temperature_bin;  // [requests]
     int32_t depths, edge_count;
     float most;
 
-    float corrected(float guess, int request, int level) const {
+    float corrected(float guess, int request, int level, int rank) const {
         if (!ratios) return guess;
         int64_t bin = std::lower_bound(edges, edges + edge_count, guess) - edges;
-        int64_t group = temperature_bin[request] * depths + std::min(level, depths - 1);
+        int64_t group = 2 * (temperature_bin[request] * depths + std::min(level, depths - 1)) + (rank > 0);
         return std::min(ratios[group * (edge_count + 1) + bin] + guess, most);
     }
 };
@@ -82,6 +83,7 @@ const float* head_forward(
         const float* embedded = widened(h.embed, h.embed_is_bf16, tokens[r] * size, size, to);
         if (h.embed_norm) rms_norm(embedded, h.embed_norm, h.decoder.eps, size, to);
         else if (embedded != to) memcpy(to, embedded, 4 * size);
+        for (int i = 0; i < size && h.embed_scale != 1.0f; i++) to[i] *= h.embed_scale;
         if (!h.uses_hidden) return;
         const float* own = hidden + (int64_t)r * size;
         if (h.hidden_norm) rms_norm(own, h.hidden_norm, h.decoder.eps, size, to + size);
@@ -245,7 +247,7 @@ int draft_steps(
     memcpy(fed, hidden, (int64_t)4 * rows * size);
     for (int r = 0; r < rows; r++) {
         Pool& pool = pools[r / k];
-        scores[r] = estimates.corrected(logp[r], r / k, 0);
+        scores[r] = estimates.corrected(logp[r], r / k, 0, r % k);
         if (r % k == 0) pool.parents.push_back(-1);
         pool.tokens.push_back(tokens[r]), pool.scores.push_back(scores[r]), pool.guesses.push_back(logp[r]);
     }
@@ -274,7 +276,7 @@ int draft_steps(
             const int64_t start = (int64_t)pool.tokens.size(), first = i * k;
             for (int64_t c = first * k; c < (first + k) * k; c++) {
                 pool.tokens.push_back(found[c]), pool.guesses.push_back(guesses[c]);
-                pool.scores.push_back(scores[c / k] + estimates.corrected(guesses[c], i, step + 1));
+                pool.scores.push_back(scores[c / k] + estimates.corrected(guesses[c], i, step + 1, c % k));
             }
             if (step == steps - 1) continue;
             std::vector<int64_t> chosen = best_of(pool.scores.data() + start, k * k, k);

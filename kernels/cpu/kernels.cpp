@@ -1,4 +1,4 @@
-// The plain C interface. Python calls it in eagle_server/ops/native_linear.py, native_decoder.py, native_drafting.py and in
+// The plain C interface. Python calls it in eagle_server/ops/native/linear.py, native_decoder.py, native_drafting.py and in
 // the twins of gumbel.py, draw.py, topk.py, tree.py and accept.py.
 #include "drafting.h"
 #include "layout.h"
@@ -33,15 +33,38 @@ void eagle_linear(Session* s, const Packed* w, const float* x, int rows, float* 
     product(*s, *w, x, rows, y);
 }
 
+// y [rows, hidden]: what the experts of each row make of x [rows, hidden]. routed: what the router reads.
+void eagle_experts(Session* s, const Experts* e, const float* x, const float* routed, int rows, float* y) {
+    std::lock_guard lock(s->mutex);
+    Team::Together together(s->team, experts_nanoseconds(*e, rows));
+    memset(y, 0, (size_t)4 * rows * e->router.in);
+    add_experts(*s, *e, x, routed, rows, y);
+}
+
+// The same with experts and weights [rows, k] that are given. Returns 1, and computes nothing, if an expert does not exist.
+int eagle_given_experts(
+    Session* s, const Experts* e, const float* x, int rows, int k, const int64_t* chosen, const float* weights, float* y) {
+    for (int64_t i = 0; i < (int64_t)rows * k; i++)
+        if (chosen[i] < 0 || chosen[i] >= e->router.out) return 1;
+    std::lock_guard lock(s->mutex);
+    Experts these = *e;
+    these.chosen = k;
+    Team::Together together(s->team, experts_nanoseconds(these, rows));
+    memset(y, 0, (size_t)4 * rows * e->router.in);
+    add_experts(*s, these, x, x, rows, y, chosen, weights);
+    return 0;
+}
+
 // q [rows, heads, head_dim] over the cache, after k and v [rows, kv_heads, head_dim] are written to it.
 void eagle_attention(
     Session* s, const Batch* batch, const Cache* cache, const float* q, const float* k, const float* v, float* out) {
     std::lock_guard lock(s->mutex);
     int size = cache->kv_heads * cache->head_dim;
     Team::Together together(s->team, attention_nanoseconds(*batch, *cache));
-    for_rows(s->team, batch->rows, size, [&](int r) {
-        write_row(*batch, *cache, r, k + (int64_t)r * size, v + (int64_t)r * size);
-    });
+    if (k)
+        for_rows(s->team, batch->rows, size, [&](int r) {
+            write_row(*batch, *cache, r, k + (int64_t)r * size, v + (int64_t)r * size);
+        });
     s->attend(*batch, *cache, q, out);
 }
 
@@ -53,6 +76,22 @@ int eagle_decode(
     Team::Together together(s->team, decode_nanoseconds(*d, *batch));
     decode(*s, *d, *batch, x, stream, hidden, aux);
     return 0;
+}
+
+// See `recur`.
+void eagle_recur(
+    Session* s, const Recurrent* layer, const Sequences* groups, int number, const float* x, const float* gates, float* out) {
+    std::lock_guard lock(s->mutex);
+    Team::Together together(s->team, recurrent_nanoseconds(*layer, groups, number));
+    recur(*s, *layer, groups, number, x, gates, out);
+}
+
+// See `keep_states`.
+void eagle_keep_states(
+    Session* s, const Recurrent* layers, int number, const int64_t* path, const int64_t* requests, int count, int steps) {
+    std::lock_guard lock(s->mutex);
+    Team::Together together(s->team, 0.3 * number * count * layers->value_heads * layers->key_dim * layers->value_dim);
+    keep_states(*s, layers, number, path, requests, count, steps);
 }
 
 // noise [rows, vocab]

@@ -1,4 +1,4 @@
-// Where the fields of the interface's structures are. eagle_server/ops/native_structs.py compares its own with these when
+// Where the fields of the interface's structures are. eagle_server/ops/native/structs.py compares its own with these when
 // the library is loaded, so a field that was added on one side alone ends the start, and is no memory corruption.
 #pragma once
 
@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "drafting.h"
+#include "recurrent.h"
 #include "tree.h"
 
 namespace {
@@ -55,15 +56,19 @@ std::string layout() {
     }
     {
         using T = Cache;
-        text += described<T>("Cache", {FIELD(T, keys), FIELD(T, values), FIELD(T, is_bf16), FIELD(T, heads), FIELD(T, kv_heads), FIELD(T, head_dim), FIELD(T, scale), FIELD(T, softcap), FIELD(T, window), FIELD(T, slots)});
+        text += described<T>("Cache", {FIELD(T, keys), FIELD(T, values), FIELD(T, is_bf16), FIELD(T, heads), FIELD(T, kv_heads), FIELD(T, head_dim), FIELD(T, scale), FIELD(T, softcap), FIELD(T, window), FIELD(T, slots), FIELD(T, sinks)});
+    }
+    {
+        using T = Experts;
+        text += described<T>("Experts", {FIELD(T, router), FIELD(T, gate_up), FIELD(T, down), FIELD(T, correction), FIELD(T, factors), FIELD(T, identities), FIELD(T, adds_identities), FIELD(T, chosen), FIELD(T, groups), FIELD(T, chosen_groups), FIELD(T, group_best), FIELD(T, scores), FIELD(T, normalize), FIELD(T, activation), FIELD(T, scale), FIELD(T, limit), FIELD(T, alpha)});
     }
     {
         using T = Layer;
-        text += described<T>("Layer", {FIELD(T, qkv), FIELD(T, o), FIELD(T, gate_up), FIELD(T, down), FIELD(T, input_norm), FIELD(T, post_norm), FIELD(T, q_norm), FIELD(T, k_norm), FIELD(T, cache)});
+        text += described<T>("Layer", {FIELD(T, qkv), FIELD(T, o), FIELD(T, gates), FIELD(T, gate_up), FIELD(T, down), FIELD(T, experts), FIELD(T, tail_gate), FIELD(T, tail_projection), FIELD(T, input_norm), FIELD(T, post_norm), FIELD(T, q_norm), FIELD(T, k_norm), FIELD(T, attention_norm), FIELD(T, mlp_norm), FIELD(T, v_norm), FIELD(T, tail_norm), FIELD(T, state_norm), FIELD(T, shared_gate), FIELD(T, router_norm), FIELD(T, experts_norm), FIELD(T, dense_out_norm), FIELD(T, experts_out_norm), FIELD(T, cos), FIELD(T, sin), FIELD(T, rotary), FIELD(T, activation), FIELD(T, gated), FIELD(T, by_key_head), FIELD(T, factor), FIELD(T, limit), FIELD(T, cache), FIELD(T, recurrent)});
     }
     {
         using T = Decoder;
-        text += described<T>("Decoder", {FIELD(T, layers), FIELD(T, norm), FIELD(T, cos), FIELD(T, sin), FIELD(T, aux_boundaries), FIELD(T, count), FIELD(T, hidden), FIELD(T, boundaries), FIELD(T, context), FIELD(T, eps)});
+        text += described<T>("Decoder", {FIELD(T, layers), FIELD(T, norm), FIELD(T, aux_boundaries), FIELD(T, layer_inputs), FIELD(T, sequences), FIELD(T, count), FIELD(T, hidden), FIELD(T, boundaries), FIELD(T, context), FIELD(T, layer_input_size), FIELD(T, groups), FIELD(T, eps)});
     }
     {
         using T = Scoring;
@@ -75,7 +80,7 @@ std::string layout() {
     }
     {
         using T = Head;
-        text += described<T>("Head", {FIELD(T, decoder), FIELD(T, combine), FIELD(T, joined), FIELD(T, lm_head), FIELD(T, embed), FIELD(T, embed_norm), FIELD(T, hidden_norm), FIELD(T, ids), FIELD(T, embed_is_bf16), FIELD(T, uses_hidden), FIELD(T, residual), FIELD(T, feeds_normed)});
+        text += described<T>("Head", {FIELD(T, decoder), FIELD(T, combine), FIELD(T, joined), FIELD(T, lm_head), FIELD(T, embed), FIELD(T, embed_norm), FIELD(T, hidden_norm), FIELD(T, ids), FIELD(T, embed_is_bf16), FIELD(T, uses_hidden), FIELD(T, residual), FIELD(T, feeds_normed), FIELD(T, embed_scale)});
     }
     {
         using T = Requests;
@@ -92,6 +97,14 @@ std::string layout() {
     {
         using T = Candidates;
         text += described<T>("Candidates", {FIELD(T, tokens), FIELD(T, selected_index), FIELD(T, parent_list), FIELD(T, scores), FIELD(T, guesses), FIELD(T, count), FIELD(T, least)});
+    }
+    {
+        using T = Recurrent;
+        text += described<T>("Recurrent", {FIELD(T, conv), FIELD(T, a_log), FIELD(T, dt_bias), FIELD(T, conv_bias), FIELD(T, skip), FIELD(T, states), FIELD(T, rings), FIELD(T, inputs), FIELD(T, keys), FIELD(T, updates), FIELD(T, decays), FIELD(T, is_bf16), FIELD(T, key_heads), FIELD(T, value_heads), FIELD(T, key_dim), FIELD(T, value_dim), FIELD(T, kernel), FIELD(T, nodes), FIELD(T, rule), FIELD(T, least_step), FIELD(T, largest_step)});
+    }
+    {
+        using T = Sequences;
+        text += described<T>("Sequences", {FIELD(T, qo_indptr), FIELD(T, req_pool_indices), FIELD(T, starts), FIELD(T, parents), FIELD(T, saved), FIELD(T, count), FIELD(T, width), FIELD(T, saves)});
     }
     return text;
 }

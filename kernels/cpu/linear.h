@@ -103,6 +103,48 @@ static inline void multiply_int4(const uint32_t* x, int64_t stride, const Packed
         for (int b = 0; b < blocks; b++) sums[m][b] = out[m][b] * scale_of(x + m * stride, stride);
 }
 
+// The numbers of the lowest 4 bits of each lane: sign, two bits of exponent, one of mantissa.
+static inline Vector decoded(Words codes) {
+    alignas(64) static const float numbers[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+#if defined(__AVX512F__)
+    return (Vector)_mm512_permutexvar_ps((__m512i)codes, _mm512_load_ps(numbers));
+#elif defined(__AVX2__)
+    return (Vector)(((Words)_mm256_permutevar8x32_ps(_mm256_load_ps(numbers), (__m256i)codes)) | (codes & 8) << 28);
+#else
+    Vector x;
+    for (int i = 0; i < LANES; i++) x[i] = numbers[codes[i] & 15];
+    return x;
+#endif
+}
+
+template <int rows, int blocks>
+static inline void multiply_mxfp4(const uint32_t* x, int64_t stride, const Packed& w, int first, Vector (*sums)[blocks]) {
+    const Columns<blocks> columns(w, first);
+    const int steps = steps_of(w), per_group = w.quant_group / 8, groups = quant_groups(w);
+    Vector out[rows][blocks] = {};
+    for (int g = 0; g < groups; g++) {
+        Vector acc[rows][blocks] = {};
+        for (int k = g * per_group; k < std::min(steps, (g + 1) * per_group); k++) {
+            const float* inputs = (const float*)x + 8 * k;
+            for (int b = 0; b < blocks; b++) {
+                const Words eight = load_words(columns.at(b, k));
+                columns.fetch(b, k);
+#pragma GCC unroll 8
+                for (int i = 0; i < 8; i++) {
+                    const Vector numbers = decoded(eight >> (8 * (i % 4) + 4 * (i / 4)));
+                    for (int m = 0; m < rows; m++) acc[m][b] = fma(all(inputs[m * stride + i]), numbers, acc[m][b]);
+                }
+            }
+        }
+        for (int b = 0; b < blocks; b++) {
+            const Vector scale = (Vector)(widened(w.zeros + (int64_t)g * padded_out(w) + (first + b) * LANES) << 23);
+            for (int m = 0; m < rows; m++) out[m][b] = fma(acc[m][b], scale, out[m][b]);
+        }
+    }
+    for (int m = 0; m < rows; m++)
+        for (int b = 0; b < blocks; b++) sums[m][b] = out[m][b];
+}
+
 // The sums of `rows` rows and `blocks` vectors of a group. `x` has `stride` words between rows.
 template <int kind, int rows, int blocks>
 static inline void multiply_floats(const uint32_t* x, int64_t stride, const Packed& w, int first, Vector (*sums)[blocks]) {
@@ -137,6 +179,7 @@ static void multiply(const Packed& w, const uint32_t* x, int64_t stride, int fir
         case HALVED: return multiply_floats<HALVED, rows, blocks>(x, stride, w, first, sums);
         case BFLOAT16: return multiply_floats<BFLOAT16, rows, blocks>(x, stride, w, first, sums);
         case INT8: return multiply_int8<rows, blocks>(x, stride, w, first, sums);
+        case MXFP4: return multiply_mxfp4<rows, blocks>(x, stride, w, first, sums);
         default: return multiply_int4<rows, blocks>(x, stride, w, first, sums);
     }
 }
@@ -150,9 +193,9 @@ static void multiply_rows(int rows, const Packed& w, const uint32_t* x, int64_t 
     if constexpr (most == 1 || most * blocks <= MOST) multiply<most, blocks>(w, x, stride, first, sums);
 }
 
-// Vectors whose sums for so many rows fit the registers. Unpacked int4 weights take registers, too.
+// Vectors whose sums for so many rows fit the registers. Unpacked int4 weights take registers, too; MXFP4 has two sums of each.
 static inline int fitting(const Packed& w, int rows, int blocks) {
-    int most = w.kind == INT4 && rows > 3 ? MOST / 2 : MOST;
+    int most = w.kind == MXFP4 || (w.kind == INT4 && rows > 3) ? MOST / 2 : MOST;
     while (blocks > 1 && rows * blocks > most) blocks /= 2;
     return blocks;
 }
@@ -161,7 +204,7 @@ static inline int fitting(const Packed& w, int rows, int blocks) {
 template <class Where, class Put>
 static void linear_columns(
     const Packed& w, const uint32_t* x, int m0, int m1, int first, int blocks, const Where& where, const Put& put) {
-    const bool exact = w.kind > BFLOAT16;  // sums of integers, by tiles or not
+    const bool exact = w.kind == INT8 || w.kind == INT4;  // sums of integers, by tiles or not
     if (uses_tiles(w) && !(exact && m1 - m0 <= ROWS)) return tile_columns(w, x, m0, m1, first, blocks, where, put);
     int64_t stride = input_stride(w);
     int count = (m1 - m0 + ROWS - 1) / ROWS;
@@ -225,8 +268,8 @@ static void linear(Team& team, const Packed& w, const uint32_t* x, int rows, flo
     });
 }
 
-// silu(gate) * up [rows, out / 2] of w = [gate; up]. The halves must be whole vectors.
-static void gated(Team& team, const Packed& w, const uint32_t* x, int rows, float* y) {
+// activated(gate) * up [rows, out / 2] of w = [gate; up]. The halves must be whole vectors.
+static void gated(Team& team, const Packed& w, const uint32_t* x, int rows, float* y, int activation) {
     int half = w.out / 2, vectors = half / LANES;
     Tiling tiling(vectors, rows, team.size());
     int width = vectors % WIDEST == 0 ? tiling.width : 1;  // a tile of `up` must start where one of `gate` does
@@ -236,7 +279,7 @@ static void gated(Team& team, const Packed& w, const uint32_t* x, int rows, floa
         int first = tile / tiling.chunks * width, m0 = tiling.first_row(tile, rows), m1 = tiling.last_row(tile, rows);
         auto where = [&](int row, int vector) { return y + (int64_t)row * half + vector % vectors * LANES; };
         auto put_gate = [&](float* to, int vector, Vector sum) { store(to, with_bias(w, sum, vector * LANES)); };
-        auto put_both = [&](float* to, int vector, Vector sum) { store(to, silu(load(to)) * with_bias(w, sum, vector * LANES)); };
+        auto put_both = [&](float* to, int vector, Vector sum) { store(to, activated(activation, load(to)) * with_bias(w, sum, vector * LANES)); };
         linear_columns(w, x, m0, m1, first, width, where, put_gate);
         linear_columns(w, x, m0, m1, vectors + first, width, where, put_both);
     });

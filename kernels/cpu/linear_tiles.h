@@ -69,9 +69,57 @@ template <int high, int wide> struct TilePass {
         each<TILES>([&]<int c>() { tile_store<c>(sums[c][0], TILE); });
     }
 
+    // One tile of MXFP4 weights, four lines of 8 inputs, as pairs of bfloat16. `exponents`: of a power of two for each output. It is
+    // added to the exponents of all numbers but zero; those beyond 2^-125 and 2^125 are cut.
+    static void unpack_mxfp4(const uint32_t* from, Words exponents, Tile to) {
+        // By sign, two bits of exponent and one of mantissa, twice: a lookup reads five bits.
+        alignas(64) static const uint16_t numbers[32] = {
+            0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
+            0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+        const __m512i table = _mm512_load_si512(numbers), magnitude = _mm512_set1_epi16(0x7fff);
+        const __m512i cut = _mm512_min_epi32(_mm512_max_epi32((__m512i)exponents, _mm512_set1_epi32(2)), _mm512_set1_epi32(252));
+        const __m512i once = _mm512_slli_epi32(_mm512_sub_epi32(cut, _mm512_set1_epi32(127)), 7);
+        const __m512i powers = _mm512_mask_blend_epi16(0xaaaaaaaa, once, _mm512_slli_epi32(once, 16));
+        for (int i = 0; i < 4; i++) {
+            __builtin_prefetch(from + (i + AHEAD) * GROUP);
+            const __m512i eight = (__m512i)load_words(from + i * GROUP);
+            const auto put = [&](int pair, __m512i even, __m512i odd) {  // the nibbles are the lowest of each half
+                const __m512i found = _mm512_permutexvar_epi16(_mm512_mask_blend_epi16(0xaaaaaaaa, even, odd), table);
+                const __m512i scaled = _mm512_mask_add_epi16(found, _mm512_test_epi16_mask(found, magnitude), found, powers);
+                _mm512_store_si512(to[4 * i + pair], scaled);
+            };
+            put(0, eight, _mm512_slli_epi32(eight, 8));
+            put(1, _mm512_srli_epi32(eight, 16), _mm512_srli_epi32(eight, 8));
+            put(2, _mm512_srli_epi32(eight, 4), _mm512_slli_epi32(eight, 4));
+            put(3, _mm512_srli_epi32(eight, 20), _mm512_srli_epi32(eight, 12));
+        }
+    }
+
+    // As in `int4`, the next tile is unpacked while one is multiplied.
+    void multiply_mxfp4(Tile* sums) const {
+        const int count = steps_of(w) / 4;
+        alignas(64) Tile unpacked[2][wide];
+        Tiles tiles;
+        shape(tiles, TILE);
+        each<TILES>([]<int c>() { tile_zero<c>(); });
+        auto unpack_all = [&](int tile) {
+            for (int v = 0; v < wide && tile < count; v++) {
+                const Words exponents = (Words)widened(w.zeros + (int64_t)tile * padded_out(w) + (first + v) * TILE);
+                unpack_mxfp4(columns[v] + (int64_t)tile * 4 * GROUP, exponents, unpacked[tile % 2][v]);
+            }
+        };
+        unpack_all(0);
+        for (int tile = 0; tile < count; tile++) {
+            unpack_all(tile + 1);
+            add_products<PAIRS>(tile * TILE, [&]<int v>() { tile_load<4 + v % 2>(unpacked[tile % 2][v][0], TILE); });
+        }
+        each<TILES>([&]<int c>() { tile_store<c>(sums[c][0], TILE); });
+    }
+
     template <class Where, class Put> void floats_or_int8(const Where& where, const Put& put) const {
         alignas(64) Tile sums[TILES];
         if (w.kind == INT8) multiply<UNSIGNED>(sums);
+        else if (w.kind == MXFP4) multiply_mxfp4(sums);
         else multiply<PAIRS>(sums);
         for (int r = 0; r < rows; r++) {
             for (int v = 0; v < wide; v++) {
@@ -140,11 +188,11 @@ template <int high, int wide> struct TilePass {
 };
 
 // See linear_columns. Up to four blocks of rows read the weights once. More are bound by products, of which a block of rows with
-// four vectors makes the most.
+// four vectors makes the most, but for MXFP4, which each pass unpacks.
 template <class Where, class Put>
 static void tile_columns(const Packed& w, const uint32_t* x, int m0, int m1, int first, int blocks, const Where& where, const Put& put) {
     const int block = TILE / tile_rows_of_row(w);
-    const int most = m1 - m0 > 4 * block ? 1 : 4;
+    const int most = m1 - m0 > 4 * block && w.kind != MXFP4 ? 1 : 4;
     for (int m = m0; m < m1; m += most * block) {
         const int rows = std::min(most * block, m1 - m), high = (rows + block - 1) / block;
         for (int b = 0; b < blocks;) {

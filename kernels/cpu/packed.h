@@ -2,7 +2,8 @@
 //
 // A weight [out, in] is packed in groups of 16 outputs: [out / 16][steps][16] words of 4 bytes, padded. A word holds 1, 2, 4
 // or 8 inputs of an output. Inputs of integer weights are rounded to 8 bits, with a scale for each row; integer sums are
-// exact. With tiles, a row of floats for HALVED weights becomes three of bfloat16, whose sum it is.
+// exact. MXFP4 weights are floats, which a product decodes. With tiles, a row of floats for HALVED or MXFP4 weights becomes three of
+// bfloat16, whose sum it is.
 #pragma once
 
 #include <algorithm>
@@ -21,13 +22,14 @@ enum Kind : int32_t {
     BFLOAT16 = 2,  // inputs are rounded to bfloat16 too; sums are float32
     INT8 = 3,      // a scale for each output; bytes hold the code + 128
     INT4 = 4,      // a scale and a zero for each output and `quant_group` inputs; nibbles hold the code
+    MXFP4 = 5,     // nibbles hold floats of 4 bits (e2m1), zeros a power of two for `quant_group` inputs, as its exponent + 127
 };
 
 struct Packed {
     const void* data;
     const float* bias;     // [out], or null
     const float* scales;   // INT8: [padded out]; INT4: [in / quant_group][padded out]
-    const uint8_t* zeros;  // INT4: as the scales
+    const uint8_t* zeros;  // INT4: as the scales; MXFP4: [in / quant_group][padded out]
     int32_t kind, in, out, quant_group;
 };
 
@@ -40,6 +42,7 @@ static inline int steps_of(const Packed& w) {
         case FLOAT32: return w.in;
         case INT8: return rounded_up(w.in, 4 * TILE) / 4;
         case INT4: return rounded_up(w.in, 4 * TILE) / 8;
+        case MXFP4: return rounded_up(w.in, 2 * TILE) / 8;
         default: return rounded_up(w.in, 2 * TILE) / 2;
     }
 }
@@ -66,14 +69,15 @@ static inline Words load_words(const uint32_t* from) {
 // Whether products with it are made of tiles. Setting them up costs narrow rows more than it brings.
 static inline bool uses_tiles(const Packed& w) {
     if (!has_tiles() || w.kind == FLOAT32 || (w.kind == HALVED && w.in < 1024)) return false;
+    if (w.kind == MXFP4) return w.quant_group == 2 * TILE;
     return w.kind != INT4 || w.quant_group == 2 * TILE || w.quant_group % (4 * TILE) == 0;
 }
 
-static inline int tile_rows_of_row(const Packed& w) { return w.kind == HALVED && uses_tiles(w) ? 3 : 1; }
+static inline int tile_rows_of_row(const Packed& w) { return (w.kind == HALVED || w.kind == MXFP4) && uses_tiles(w) ? 3 : 1; }
 
 // About how long one thread takes: as long as the weights from memory, or as the sums.
 static inline double nanoseconds(const Packed& w, int rows) {
-    double products = uses_tiles(w) ? 1000.0 / tile_rows_of_row(w) : w.kind <= HALVED ? 100.0 : 200.0;  // in a nanosecond
+    double products = uses_tiles(w) ? 1000.0 / tile_rows_of_row(w) : w.kind <= HALVED || w.kind == MXFP4 ? 100.0 : 200.0;  // in a nanosecond
     return std::max(packed_bytes(w) / 30.0, (double)rows * w.in * w.out / products);
 }
 
@@ -84,17 +88,18 @@ static inline int64_t input_stride(const Packed& w) {
         case HALVED: return uses_tiles(w) ? 3 * steps_of(w) : 2 * steps_of(w);
         case BFLOAT16: return steps_of(w);
         case INT8: return rounded_up(steps_of(w) + 2, TILE);
+        case MXFP4: return (uses_tiles(w) ? 12 : 8) * steps_of(w);
         default: return rounded_up(2 * steps_of(w) + quant_groups(w) + 1, TILE);
     }
 }
 
 static inline bool is_prepared(const Packed& w) {
-    return w.kind == FLOAT32 || (w.kind == HALVED && input_stride(w) == w.in);
+    return w.kind == FLOAT32 || ((w.kind == HALVED || w.kind == MXFP4) && input_stride(w) == w.in);
 }
 
 // x as the sum of three rows of bfloat16, exactly: 8 bits of its 24 each.
 static void split_row(const Packed& w, const float* x, uint16_t* to) {
-    const int padded = 2 * steps_of(w);
+    const int padded = inputs_of_word(w.kind) * steps_of(w);
     for (int k = 0; k < padded; k += LANES) {
         int left = std::min(LANES, w.in - k);
         Vector rest = left <= 0 ? Vector{} : load_some(x + k, left);
@@ -109,8 +114,8 @@ static void split_row(const Packed& w, const float* x, uint16_t* to) {
 
 static void prepare_row(const Packed& w, const float* x, uint32_t* to) {
     int64_t stride = input_stride(w);
-    if (w.kind == HALVED && uses_tiles(w)) return split_row(w, x, (uint16_t*)to);
-    if (w.kind <= BFLOAT16) {
+    if (tile_rows_of_row(w) == 3) return split_row(w, x, (uint16_t*)to);
+    if (w.kind <= BFLOAT16 || w.kind == MXFP4) {
         int size = w.kind == BFLOAT16 ? 2 : 4;
         memset((char*)to + (size_t)size * w.in, 0, 4 * stride - (size_t)size * w.in);
         if (w.kind == BFLOAT16) store_bf16((uint16_t*)to, x, w.in);

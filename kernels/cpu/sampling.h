@@ -1,5 +1,5 @@
 // Scores logits / T + Gumbel noise: the target's draws, and the best children of a drafted node. The references are
-// eagle_server/ops/gumbel.py, draw.py and topk.py.
+// eagle_server/ops/sampling/gumbel.py, draw.py and topk.py.
 #pragma once
 
 #include <cmath>

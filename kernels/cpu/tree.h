@@ -1,4 +1,4 @@
-// Trees: their links, and the walk along what the target drew. The references are eagle_server/ops/tree.py and accept.py.
+// Trees: their links, and the walk along what the target drew. The references are eagle_server/ops/tree/build.py and accept.py.
 #pragma once
 
 #include <algorithm>

@@ -115,6 +115,23 @@ static inline float sum(Vector x) {
     return lanes[0];
 }
 
+static inline float dot(const float* x, const float* y, int size) {
+    Vector products{};
+    for (int i = 0; i < size; i += LANES) {
+        const int n = size - i < LANES ? size - i : LANES;
+        products = fma(load_some(x + i, n), load_some(y + i, n), products);
+    }
+    return sum(products);
+}
+
+// In place, to what bfloat16 holds.
+static inline void round_bf16(float* x, int n) {
+    for (int i = 0; i < n; i += LANES) {
+        const int some = n - i < LANES ? n - i : LANES;
+        store_some(x + i, (Vector)(__builtin_convertvector(to_bf16(load_some(x + i, some)), Words) << 16), some);
+    }
+}
+
 constexpr float ROUNDING = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
 
 static inline Vector max(Vector a, Vector b) { return a > b ? a : b; }
@@ -132,3 +149,12 @@ static inline Vector exponential(Vector x) {
 }
 
 static inline Vector silu(Vector x) { return x / (1.0f + exponential(-x)); }
+
+enum Activation { SILU, GELU_TANH, RELU2 };  // RELU2: relu(x)^2, of experts without a gate
+
+// Of an MLP's gate. gelu(x) = x / 2 * (1 + tanh(y)) = x / (1 + e^-2y) with y = sqrt(2 / pi) * (x + 0.044715 x^3).
+static inline Vector activated(int activation, Vector x) {
+    if (activation == SILU) return silu(x);
+    Vector twice = x * fma(x * x, all(2.0f * 0.7978845608f * 0.044715f), all(2.0f * 0.7978845608f));
+    return x / (1.0f + exponential(-twice));
+}

@@ -28,6 +28,7 @@ from eagle_server.request import (
     TokenDelta,
     TokenLogprob,
 )
+from eagle_server.text.tool_formats import HARMONY
 
 EOS = "<|eos|>"  # the reply ends here
 REFUSE = "<|refuse|>"  # the engine refuses the request
@@ -42,7 +43,7 @@ HANG = "<|hang|>"  # a cycle never ends
 PLAIN = "<|plain|>"  # nothing is speculated
 CONTROLS = (EOS, REFUSE, BREAK, STALL, SLOW, BURN, CRASH, EXIT, HANG, PLAIN, DEAD_END)
 MARKER = "[TOOL_CALLS]"  # not a control: a special token that stays in the reply
-ID = {text: 256 + index for index, text in enumerate((*CONTROLS, MARKER))}
+ID = {text: 256 + index for index, text in enumerate((*CONTROLS, MARKER, *HARMONY))}
 
 CONTEXT_LENGTH = 2048
 MAX_REQUEST_TOKENS = 2000

@@ -215,7 +215,7 @@ async def test_without_a_template_chats_are_dialogues(http: httpx.AsyncClient, e
         (
             {"messages": user([{"type": "image_url", "image_url": {"url": "http://x"}}])},
             "messages.0.content",
-            "of type 'image_url'; only text is supported",
+            "of type 'image_url'; this server reads text only",
         ),
         ({"messages": user([{"type": "text"}])}, "messages.0.content", '"text"'),
         ({"messages": user(["a"])}, "messages.0.content", '"text"'),

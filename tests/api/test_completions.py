@@ -10,7 +10,7 @@ import pytest
 
 from eagle_server.request import Request
 from tests.api.calls import complete, stream, text_of
-from tests.api.fake_engine import EOS, PLAIN, FakeEngine
+from tests.api.fake_engine import EOS, ID, PLAIN, FakeEngine
 
 
 async def test_a_completion_has_openais_shape(http: httpx.AsyncClient) -> None:
@@ -253,7 +253,7 @@ async def test_models_info_and_index(http: httpx.AsyncClient) -> None:
     assert info["serving"] == {
         "context_length": 2048,
         "max_request_tokens": 2000,
-        "vocab_size": 268,
+        "vocab_size": 256 + len(ID),
         "speculative_algorithm": "EAGLE3",
         "num_steps": 3,
     }

@@ -70,7 +70,7 @@ async def test_wrong_bodies_are_named(http: httpx.AsyncClient, path: str, body: 
 
 async def test_the_tokenizer_tells_about_itself(http: httpx.AsyncClient) -> None:
     info = (await http.get("/tokenizer_info")).json()
-    assert (info["vocab_size"], info["eos_tokens"], info["eos_token_ids"]) == (268, [EOS], [ID[EOS]])
+    assert (info["vocab_size"], info["eos_tokens"], info["eos_token_ids"]) == (256 + len(ID), [EOS], [ID[EOS]])
     assert (info["bos_token"], info["eos_token"]) == (None, EOS)  # no file names them, so this is the model's end token
     assert "Assistant:" in info["chat_template"]
     assert (await post(http, "/tokenize", 404, prompt="a", model="x"))["error"]["code"] == "model_not_found"

@@ -45,7 +45,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"prompt": [[1], [-1]]}, "prompt", "token id -1 is outside the vocabulary"),
         ({"prompt": [10**30]}, "prompt", "outside the vocabulary"),
         ({"prompt": "a" * 2000}, "prompt", "2000 tokens, however you requested 2016 tokens (2000 in your prompt; 16"),
-        ({"prompt": "a" * 100_000}, "prompt", "100000 characters"),
+        ({"prompt": "a" * 200_000}, "prompt", "200000 characters"),
         ({"max_tokens": 1998}, "max_tokens", "2001"),
         ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
         ({"max_tokens": 0}, "max_tokens", "at least 1 without echo"),

@@ -294,7 +294,10 @@ USER = [{"role": "user", "content": "abc"}]
         ({"max_tokens": None}, "max_tokens is required"),
         ({"messages": []}, "messages: List should have at least 1 item"),
         ({"messages": [{"role": "system", "content": ""}]}, "messages has nothing to answer"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "entry 0 is of type 'image'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "'image'; this server reads text only",
+        ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},

@@ -285,7 +285,7 @@ def test_what_codex_and_other_agents_add_is_accepted() -> None:
         ({"input": []}, "input", "has nothing to answer"),
         ({"input": [{"type": "reasoning"}]}, "input", "has nothing to answer"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "entry 0 is of type 'item_reference'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.message.content", "input_image"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.message.content", "text only"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input.0.message.role", "system"),
         (
             {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "x"}]},

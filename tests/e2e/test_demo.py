@@ -15,9 +15,10 @@ from tests.support.scoring import NEAR_TIE, in_float64, slack
 MEGABYTE = 10**6
 
 
-def test_assets_are_at_most_24_megabytes() -> None:
+def test_assets_are_at_most_28_megabytes() -> None:
+    """The target has 16, four kinds of heads have the rest."""
     files = [path for path in DEMO_TARGET.parent.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= 24 * MEGABYTE
+    assert sum(path.stat().st_size for path in files) <= 28 * MEGABYTE
 
 
 def requests(tokenizer: Tokenizer, temperature: float, count: int, max_tokens: int) -> list[Request]:

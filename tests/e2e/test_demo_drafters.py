@@ -22,7 +22,16 @@ def answers(algorithm: str) -> tuple[dict[str, list[int]], str, int]:
 def test_the_demo_with_any_drafter_writes_the_plain_text() -> None:
     plain, name, _ = answers("NONE")
     assert name == "NONE"
-    for algorithm in ("MEDUSA", "REDRAFTER", "NGRAM", "EAGLE3+NGRAM", "MEDUSA+NGRAM", "REDRAFTER+NGRAM"):
+    for algorithm in (
+        "MEDUSA",
+        "REDRAFTER",
+        "DFLASH",
+        "NGRAM",
+        "EAGLE3+NGRAM",
+        "MEDUSA+NGRAM",
+        "REDRAFTER+NGRAM",
+        "DFLASH+NGRAM",
+    ):
         outcome, name, accepted = answers(algorithm)
         assert outcome == plain
         assert name == algorithm

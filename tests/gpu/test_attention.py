@@ -21,7 +21,7 @@ from eagle_server.attention.flashinfer.mla import FlashInferMLAAttention
 from eagle_server.attention.interface import AttentionBackend, AttentionBatch, BoundAttention, TreeMask
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.attention.workspace import Workspace
-from eagle_server.cache.pool import KVPool, LatentPool
+from eagle_server.cache.pool import KVPool, KVShape, LatentPool
 from tests.gpu.conftest import moved
 from tests.support.paged import Case, World, as_projected, causal, draft_step, verify
 
@@ -66,12 +66,14 @@ class OnDevice:
         if isinstance(pool, LatentPool):
             self.pool = LatentPool(layers, slots, pool.rank, dim - pool.rank, self.dtype, self.device)
         else:
-            self.pool = KVPool(layers, slots, heads, dim, self.dtype, self.device)
+            self.pool = KVPool([KVShape(heads, dim)] * layers, slots, self.dtype, self.device)
 
     def error(self, backend: AttentionBackend, case: Case) -> float:
         """The largest error over the layers of one forward."""
         case.arrive()
-        self.pool.data.copy_(self.world.pool.data)  # type: ignore[attr-defined]
+        theirs = self.world.pool
+        for mine, given in zip((*self.pool.keys, *self.pool.values), (*theirs.keys, *theirs.values), strict=True):
+            mine.copy_(given)
         queries = case.queries().to(self.dtype).float()
         bound = backend.plan(case.layout).bind(batch_on(case.batch, self.device))
         found = case.run(Cast(bound, self.device, self.dtype), queries)
@@ -83,7 +85,7 @@ class OnDevice:
         return [(layer.scale, layer.sliding_window) for layer in self.world.layers]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Cast(BoundAttention):
     """`BoundAttention` for callers on the CPU."""
 

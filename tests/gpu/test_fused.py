@@ -49,6 +49,7 @@ def test_norms(device: torch.device, dtype: torch.dtype, size: tuple[int, ...]) 
     x, weight = normal(*size, dtype=dtype), normal(size[-1], dtype=dtype, seed=1)
     with torch.inference_mode():
         close(fused.rms_norm(*moved((x, weight), device), 1e-5), norm(x, weight))
+        close(fused.rms_norm(*moved((x, weight), device), 1e-5, 1.0), norm(x, 1 + weight.double()))
 
 
 @dtypes
@@ -95,6 +96,9 @@ def test_gates(device: torch.device, dtype: torch.dtype, size: tuple[int, int]) 
         found = fused.silu_mul(moved(x, device))
     gate, up = x.double().chunk(2, dim=-1)
     close(found, gate * torch.sigmoid(gate) * up)
+    with torch.inference_mode():
+        found = fused.gelu_tanh_mul(moved(x, device))
+    close(found, torch.nn.functional.gelu(gate, approximate="tanh") * up)
 
 
 @dtypes

@@ -12,19 +12,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle_server.attention.recurrent import TreeRows
 from eagle_server.attention.spec_info import retrive_links
-from eagle_server.ops.accept import walk_tree
-from eagle_server.ops.draw import draw_tokens
-from eagle_server.ops.gumbel import gumbel
+from eagle_server.cache.states import StatePool
 from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices
 from eagle_server.ops.kv_move import keep_accepted
-from eagle_server.ops.mask import pack_tree_mask
-from eagle_server.ops.topk import coupled_topk_logprobs, topk_logprobs
-from eagle_server.ops.tree import ancestors
+from eagle_server.ops.recurrent import RecurrentLayer, RecurrentShape
+from eagle_server.ops.sampling.draw import draw_tokens
+from eagle_server.ops.sampling.gumbel import gumbel
+from eagle_server.ops.sampling.topk import coupled_topk_logprobs, topk_logprobs
+from eagle_server.ops.tree.accept import walk_tree
+from eagle_server.ops.tree.build import ancestors
+from eagle_server.ops.tree.mask import pack_tree_mask
 from eagle_server.speculation.tree import Tree
 from tests.gpu.conftest import moved, on_cpu
 from tests.support.drafts import Pool, scored
+from tests.support.kernels import climb
+from tests.support.kernels import random_parents as random_trees
 from tests.support.reference import verify_tree_greedy
+from tests.unit.ops.test_recurrent import QWEN3_5_9B, SHAPES, random_layer
 
 TREES = [(1, 1, 1, 2), (3, 2, 3, 7), (2, 4, 3, 13), (5, 8, 6, 64), (2, 10, 7, 129)]  # bs, topk, steps, nodes
 
@@ -259,3 +265,30 @@ def test_kept_nodes_move_alike(
     expected.index_copy_(len(planes), slots[:, :moves].reshape(-1), data.index_select(len(planes), source.view(-1)))
     keep_accepted(found, len(planes), *moved((path, lens, rows, table), device))
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("shape", [QWEN3_5_9B, SHAPES["odd"]], ids=["Qwen3.5-9B", "odd"])
+@pytest.mark.parametrize(("bs", "size", "deepest"), [(1, 1, 1), (3, 16, 15), (2, 33, 6), (9, 64, 8)])
+def test_recurrent_layers_over_trees_are_alike(
+    device: torch.device, shape: RecurrentShape, bs: int, size: int, deepest: int
+) -> None:
+    """bfloat16 inputs over a float32 state; then the longest paths are kept."""
+    torch.manual_seed(size)
+    layer, parents = random_layer(shape, torch.bfloat16), random_trees(bs, size, deepest, generator(size))
+    tree, requests = Tree.linked(parents, parents, torch.zeros(bs, dtype=torch.int64), deepest), torch.arange(bs)
+    here, there = (StatePool(1, bs, size, shape, torch.bfloat16, where) for where in (torch.device("cpu"), device))
+    here.native = None
+    for part, other in zip((here.states, here.rings), (there.states, there.rings), strict=True):
+        other.copy_(part.normal_(0, 0.1))
+    x, gates = torch.randn(bs * size, shape.channels).bfloat16(), torch.randn(bs * size, 2 * shape.value_heads)
+    expected = TreeRows(here, tree, requests).run(x, gates, layer)
+    weights = moved((layer.conv, layer.a_log, layer.dt_bias), device)
+    rows = TreeRows(there, moved(tree, device), requests.to(device))
+    found = rows.run(*moved((x, gates), device), RecurrentLayer(0, shape, *weights))
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+    kept = [climb(each, size - 1)[::-1] for each in parents.tolist()]
+    path = torch.tensor([each + [-1] * (deepest + 1 - len(each)) for each in kept])
+    here.keep(path, requests)
+    there.keep(*moved((path, requests), device))
+    for part, other in zip((here.states, here.rings), (there.states, there.rings), strict=True):
+        torch.testing.assert_close(other.cpu(), part, rtol=1e-4, atol=1e-4)

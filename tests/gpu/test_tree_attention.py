@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.ops.tree_attention import merge_states, tree_block_attention
+from eagle_server.ops.tree.attention import add_sinks, add_sinks_torch, merge_states, tree_block_attention
 from tests.gpu.conftest import moved
 
 # A GPU may round float32 to TF32 in matrix products, which has 10 bits.
@@ -89,3 +89,17 @@ def _merged(  # noqa: PLR0917
     weights = torch.cat([before[..., None], scores], dim=-1).softmax(-1)
     block = torch.einsum("brhw,bwhd->brhd", weights[..., 1:], v)
     return (weights[..., :1] * prefix.double().unflatten(0, (bs, rows)) + block).flatten(0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_are_merged_alike(device: torch.device, dtype: torch.dtype) -> None:
+    random_ = torch.Generator().manual_seed(4)
+    out, lse = torch.randn(5, 6, 80, generator=random_).to(dtype), 3 * torch.randn(5, 6, generator=random_)
+    lse[0] = -math.inf  # a request without a prefix
+    sinks = 3 * torch.randn(6, generator=random_)
+    expected = out.double(), lse.double()
+    add_sinks_torch(*expected, sinks.double())
+    found = moved((out, lse, sinks), device)
+    add_sinks(*found)
+    torch.testing.assert_close(found[0].cpu().double(), expected[0], atol=TOLERANCE[dtype], rtol=0)
+    torch.testing.assert_close(found[1].cpu().double(), expected[1], atol=1e-5, rtol=0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_server.ops.gumbel import gumbel
+from eagle_server.ops.sampling.gumbel import gumbel
 from eagle_server.request import Request
 from eagle_server.speculation.random import request_key
 

@@ -1,4 +1,4 @@
-"""No text depends on the budget: who drafts, how deep, and which nodes are verified, drawn at random in every cycle."""
+"""No text depends on the budget: who drafts, how deep and wide, what is verified, drawn at random in every cycle."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ def test_texts_do_not_depend_on_random_budgets(drafting: Drafting, scene: str) -
     drawn = [each for budget in budgets for each in budget.drawn]
     assert any(not budget.drafting for _, budget in drawn), "a cycle without drafts"
     assert any(len(budget.drafting) == able for able, budget in drawn), "a cycle in which all draft"
+    widest = engines[0].worker.drafter.widest
+    assert {budget.topk for _, budget in drawn if budget.drafting} >= {0, *range(1, widest + 1)}, "every width"
     if scene == "batch":
         assert any(0 < len(budget.drafting) < able for able, budget in drawn), "a cycle in which some draft"
 

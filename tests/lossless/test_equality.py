@@ -81,6 +81,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "max_window_layers": 2,
     },
     "qwen3, tied": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "tie_word_embeddings": True},
+    "qwen3-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+    "glm4-moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "head_dim": 24,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 1,
+        "use_qk_norm": True,
+    },
 }
 
 

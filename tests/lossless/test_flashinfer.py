@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention import workspace
-from eagle_server.ops import accept, draw, indices, kv_move, mask, topk, tree, tree_attention
+from eagle_server.ops import indices, kv_move
+from eagle_server.ops.sampling import draw, topk
+from eagle_server.ops.tree import accept, mask
+from eagle_server.ops.tree import attention as tree_attention
+from eagle_server.ops.tree import build as tree
 from eagle_server.ops.triton_support import HAS_TRITON
 from eagle_server.request import Request
 from tests.lossless.conftest import eagle_is_slow
@@ -140,7 +144,7 @@ def test_the_gpu_kernels_in_the_cycle_give_the_plain_text(
     assert outcome == {each.request_id: texts[each.request_id][:5] for each in short}
     unused = {
         "eagle_server.ops.kv_move",
-        "eagle_server.ops.tree_attention",
+        "eagle_server.ops.tree.attention",
     }  # a chain needs no compaction and no tree mask
     assert launched == {module.__name__ for module in KERNELS} - (unused if topk == 1 else set())
 

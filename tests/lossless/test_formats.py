@@ -13,26 +13,35 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.checkpoints.save import save_checkpoint
+from eagle_server.models.drafts.interface import TargetWeights
+from eagle_server.models.drafts.mtp import MtpConfig, MtpHead
 from eagle_server.models.layers import pack_linears
-from eagle_server.ops.native import available
-from tests.lossless.drafters import CASES
-from tests.lossless.pairs import Pair, Pairs
-from tests.lossless.scenes import REQUESTS, SCENES, check, play
+from eagle_server.ops.native.library import available
+from tests.lossless import pairs as pairs_module
+from tests.lossless.drafters import CASES as DRAFTING
+from tests.lossless.drafters import Case
+from tests.lossless.pairs import GEMMA4, Pair, Pairs
+from tests.lossless.scenes import REQUESTS, SCENES, as_on_a_gpu, check, play
 from tests.support.engines import (
+    CONTEXT,
     MARGIN,
     Finished,
     plain,
     random_config,
     random_head,
     random_target,
+    randomized,
     request,
     run,
     speculative,
     tokens_of,
 )
+from tests.support.hybrids import hybrid_config, hybrid_target
+from tests.support.scoring import NEAR_TIE as SLACK
+from tests.support.scoring import in_float64, slack
 
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -40,10 +49,22 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "float32", "quantization": "int4"},
 }
-NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.1}  # in log-probability
+NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.1, "int8": 0.1, "int4": 0.1}  # in log-probability
 HEAD_SIZES = (2, 18, 24, 72, 80, 96, 100)  # of which only 80 and 96 are whole vectors on every machine
-DRAFTERS = [name for name, case in CASES.items() if name != "NONE" and case.maker.__name__ != "nextn"]
-QUICK = {("EAGLE3", "bfloat16"), ("EAGLE3", "int8"), ("EAGLE3", "int4")}
+MOE = "EAGLE3 over Qwen3-MoE"
+CASES = {**DRAFTING, MOE: Case(pairs_module.eagle3_moe, 3, 4)}
+LATENT = pairs_module.nextn  # with latent attention, which torch computes
+DRAFTERS = [name for name, case in CASES.items() if name != "NONE" and case.maker is not LATENT]
+QUICK = {
+    ("EAGLE3", "bfloat16"),
+    ("EAGLE3", "int8"),
+    (MOE, "float32"),
+    (MOE, "int4"),
+    ("NEXTN of GLM", "bfloat16"),
+    ("DFLASH", "int8"),
+    ("PEAGLE", "bfloat16"),
+    ("PEAGLE", "int8"),
+}
 
 pytestmark = pytest.mark.skipif(
     not available(torch.device("cpu"), torch.float32), reason="needs the native kernels, and so a C++ compiler"
@@ -55,7 +76,7 @@ def in_format(pairs: Pairs, maker: Any, name: str) -> Pair:
     """A pair with its weights in this format."""
     pair, chosen = pairs.of(maker), FORMATS[name]
     target = load_target(pair.directory, **chosen, progress=False)
-    assert target.is_fused == (pair.kind != "NEXTN")
+    assert target.is_fused == (maker is not LATENT)
     if pair.draft is None:
         return replace(pair, target=target)
     draft = load_draft(
@@ -98,8 +119,11 @@ def test_texts_are_those_of_plain_decoding_alone(pairs: Pairs, drafter: str, for
     assert tokens_of(run(plain(pair.target), REQUESTS)) == texts
 
 
-@pytest.mark.parametrize("form", ["float32", "bfloat16"])  # experts cannot be quantized here
-@pytest.mark.parametrize("drafter", ["NEXTN", "NEXTN chain", "NEXTN+NGRAM"])
+@pytest.mark.parametrize(
+    ("drafter", "form"),
+    [(name, form) for name in ("NEXTN", "NEXTN chain", "NEXTN+NGRAM") for form in ("float32", "bfloat16")]
+    + [pytest.param("NEXTN", form, marks=pytest.mark.slow) for form in ("int8", "int4")],
+)
 def test_latent_attention_with_mtp_layers_differs_in_near_ties_at_most(pairs: Pairs, drafter: str, form: str) -> None:
     """torch computes these models, so a row's rounding may depend on the others: a draw may change if two are close."""
     case = CASES[drafter]
@@ -130,11 +154,97 @@ def test_heads_of_any_even_size_have_the_texts_and_logprobs_of_plain_decoding(
 ) -> None:
     shape = {"vocab": 64, "hidden": 64, "head_dim": size}
     save_checkpoint(random_target(**shape, seed=size), tmp_path, random_config(**shape), torch.float32)
-    target = load_target(tmp_path, **FORMATS[form], progress=False)
-    assert target.is_fused
-    head = random_head(target, "EAGLE3").to(target.embed.dtype)
+    check_against_plain_decoding(tmp_path, form, seed=size)
+
+
+FAMILIES = {
+    "Gemma3ForCausalLM": {
+        **{"head_dim": 24, "sliding_window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20},
+        **{"rope_local_base_freq": 300.0, "rope_theta": 9000.0},
+    },
+    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4ForCausalLM with experts": {
+        **GEMMA4,
+        **{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 40},
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_with_layers_of_two_kinds_have_the_texts_and_logprobs_of_plain_decoding(
+    form: str, family: str, tmp_path: Path
+) -> None:
+    shape = {"vocab": 64, "hidden": 64, "architectures": [family.partition(" ")[0]], **FAMILIES[family]}
+    save_checkpoint(random_target(**shape, seed=3), tmp_path, random_config(**shape), torch.float32)
+    check_against_plain_decoding(tmp_path, form, seed=3)
+
+
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "Qwen3_5ForCausalLM": {},
+    "Qwen3NextForCausalLM": {
+        **{"model_type": "qwen3_next", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+        **{"shared_expert_intermediate_size": 20, "linear_key_head_dim": 10, "linear_value_head_dim": 6},
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrids_have_the_texts_and_logprobs_of_plain_decoding(form: str, family: str, tmp_path: Path) -> None:
+    given = {"architectures": [family], **HYBRIDS[family]}
+    save_checkpoint(hybrid_target(64, seed=3, **given), tmp_path, hybrid_config(64, **given), torch.float32)
+    check_against_plain_decoding(tmp_path, form, seed=3)
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "int4"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_mtp_layers_of_hybrids_draft_natively_and_keep_the_texts(form: str, family: str, tmp_path: Path) -> None:
+    """Alone, with chunked prompts, and with so little KV that some are preempted."""
+    given, vocab = {"architectures": [family], **HYBRIDS[family]}, 12
+    save_checkpoint(hybrid_target(vocab, seed=3, **given), tmp_path, hybrid_config(vocab, **given), torch.float32)
+    target: Any = load_target(tmp_path, **FORMATS[form], context=CONTEXT, lookahead=MARGIN, progress=False)
+    config, shared = MtpConfig.of(target.config, target.config.num_layers), TargetWeights(target.embed, target.lm_head)
+    head = randomized(MtpHead(config, CONTEXT + MARGIN, shared), 1, 0.25).to(target.embed.dtype)
     pack_linears(head, FORMATS[form].get("quantization"))
-    prompts = torch.randint(1, 64, (6, 40), generator=torch.Generator().manual_seed(size)).tolist()
+    assert head.native_weights() is not None
+    prompts = torch.randint(1, vocab, (5, 41), generator=torch.Generator().manual_seed(1)).tolist()
+    requests = [
+        request(i, prompt[: 5 + 9 * i], seed=i, temperature=0.7 * (i % 2), ignore_eos=True, max_tokens=24)
+        for i, prompt in enumerate(prompts)
+    ]
+    texts: dict[str, list[int]] = {}
+    for each in requests:
+        texts |= tokens_of(run(plain(target), [each]))
+    for settings in ({}, {"chunked_prefill_size": 16}, {"max_total_tokens": 240}):
+        engine = speculative(target, head, 3, 4, **settings)
+        assert tokens_of(run(engine, requests[:2], joining={2: requests[2:]})) == texts
+        assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_with_layers_of_two_kinds_have_the_text_of_a_cpu_on_flashinfer(family: str, tmp_path: Path) -> None:
+    """With emulated wrappers and graphs. torch computes the norms and products."""
+    shape = {"vocab": 64, "hidden": 64, "architectures": [family.partition(" ")[0]], **FAMILIES[family]}
+    target = random_target(**shape, seed=3)
+    prompts = torch.randint(1, 64, (4, 40), generator=torch.Generator().manual_seed(3)).tolist()
+    requests = [
+        request(i, prompt[: 5 + 9 * i], seed=i, temperature=i % 2, ignore_eos=True) for i, prompt in enumerate(prompts)
+    ]
+    texts, exact = tokens_of(run(plain(target), requests)), in_float64(target)
+    assert min(slack(exact, each, texts[each.request_id]) for each in requests) > SLACK
+    engine = speculative(target, random_head(target, "EAGLE3"), 3, 4, **as_on_a_gpu())
+    assert tokens_of(run(engine, requests)) == texts
+    assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens
+
+
+def check_against_plain_decoding(directory: Path, form: str, *, seed: int) -> None:
+    """An untrained EAGLE-3 head's trees, alone and in batches, for the target in this directory."""
+    target = load_target(directory, **FORMATS[form], context=CONTEXT, progress=False)
+    assert target.is_fused == target.config.native and target.lm_head.native is not None
+    head = random_head(target, "EAGLE3").to(target.embed.dtype)  # type: ignore[arg-type]
+    pack_linears(head, FORMATS[form].get("quantization"))
+    prompts = torch.randint(1, 64, (6, 40), generator=torch.Generator().manual_seed(seed)).tolist()
     requests = [
         request(i, prompt[: 5 + 7 * i], seed=i, temperature=(0.0, 0.7, 1.0)[i % 3], ignore_eos=True, logprobs=3)
         for i, prompt in enumerate(prompts)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eagle_server.engine.engine import Engine
-from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.speculation.static_tree import PRESETS, Choices, depth_of, ranks_of, truncated

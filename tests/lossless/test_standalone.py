@@ -13,7 +13,7 @@ import torch
 
 from eagle_server.config import Config, parse_args
 from eagle_server.engine.build.from_config import build_engine
-from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.plan import CyclePlan, CycleResult

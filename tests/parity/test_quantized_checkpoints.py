@@ -18,17 +18,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.models.checkpoints.load_target import load_target
-from eagle_server.models.checkpoints.quantized import QuantizedTensor, with_dequantized
+from eagle_server.models.checkpoints.quantized import with_dequantized
 from eagle_server.models.checkpoints.save import save_checkpoint
-from eagle_server.models.checkpoints.weights import StoredTensor
+from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTensor
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.layers import Linear
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
-from eagle_server.ops.native import available
+from eagle_server.ops.native.library import available
 from eagle_server.ops.quantize import QuantizedWeight
 from tests.support.ranks import rank_groups
 
@@ -103,6 +104,14 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 64,
     "dtype": "float32",
 }
+EXPERTS: dict[str, Any] = {
+    **CONFIG,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "mlp_only_layers": [0],
+}
 
 
 def words(codes: Tensor) -> Tensor:
@@ -167,14 +176,19 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[str, Tensor], tuple[Tensors, 
 }
 
 
-def written(directory: Path, config: dict[str, Any], store: Callable[[str, Tensor], tuple[Tensors, Tensor]]) -> Tensors:
+def written(
+    directory: Path,
+    config: dict[str, Any],
+    store: Callable[[str, Tensor], tuple[Tensors, Tensor]],
+    base: dict[str, Any] = CONFIG,
+) -> Tensors:
     """Write a random checkpoint with its layers quantized. Returns the dequantized tensors."""
     torch.manual_seed(0)
-    model = TargetModel(read_target_config(CONFIG), 64)
+    model = TargetModel(read_target_config(base), 64)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.2)
-    save_checkpoint(model, directory, CONFIG, torch.float32)
+    save_checkpoint(model, directory, base, torch.float32)
     dense, tensors = load_file(directory / "model.safetensors"), Tensors()
     for name, tensor in list(dense.items()):
         if name.endswith("_proj.weight"):
@@ -183,7 +197,7 @@ def written(directory: Path, config: dict[str, Any], store: Callable[[str, Tenso
         else:
             tensors[name] = tensor
     save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": config}))
+    (directory / "config.json").write_text(json.dumps({**base, "quantization_config": config}))
     return dense
 
 
@@ -191,13 +205,14 @@ def logits(model: Any) -> Tensor:
     return model.logits(model(torch.arange(9), torch.arange(9), DenseCausal(1)).hidden)
 
 
+@pytest.mark.parametrize("base", [CONFIG, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_model_computes_with_its_dequantized_weights(name: str, tmp_path: Path) -> None:
+def test_a_model_computes_with_its_dequantized_weights(name: str, base: dict[str, Any], tmp_path: Path) -> None:
     config, store, native = FORMATS[name]
-    dense = written(tmp_path / "quantized", config, store)
+    dense = written(tmp_path / "quantized", config, store, base)
     (tmp_path / "dense").mkdir()
     save_file(dense, tmp_path / "dense" / "model.safetensors")
-    (tmp_path / "dense" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(base))
     expected = logits(load_target(tmp_path / "dense", progress=False, pack=False))
     found = load_target(tmp_path / "quantized", progress=False, pack=False)
     torch.testing.assert_close(logits(found), expected, atol=1e-5, rtol=1e-5)
@@ -213,6 +228,36 @@ def test_a_model_computes_with_its_dequantized_weights(name: str, tmp_path: Path
     )
     error = (logits(served) - expected).norm() / expected.norm()
     assert error < (1e-5 if native is None else 0.03)  # inputs are rounded to 8 bits
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_model_of_transformers_computes_with_its_dequantized_weights(name: str, tmp_path: Path) -> None:
+    """transformers gets floats, whatever the packer, and native kernels the integers."""
+    (config, store, native), case = FORMATS[name], {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 64}
+    torch.manual_seed(0)
+    olmo = CONFIG_MAPPING["olmo2"](
+        **case, num_hidden_layers=2, num_attention_heads=4, eos_token_id=0, pad_token_id=None
+    )
+    AutoModelForCausalLM.from_config(olmo).save_pretrained(tmp_path / "dense")
+    dense, tensors = load_file(tmp_path / "dense" / "model.safetensors"), Tensors()
+    for key, tensor in list(dense.items()):
+        if key.endswith("_proj.weight"):
+            parts, dense[key] = store(key.removesuffix(".weight"), tensor)
+            tensors |= parts
+        else:
+            tensors[key] = tensor
+    save_file(dense, tmp_path / "dense" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "quantized").mkdir()
+    save_file(tensors, tmp_path / "quantized" / "model.safetensors")
+    raw = json.loads((tmp_path / "dense" / "config.json").read_text())
+    (tmp_path / "quantized" / "config.json").write_text(json.dumps({**raw, "quantization_config": config}))
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")(torch.arange(9)[None]).logits[0]
+    served = load_target(tmp_path / "quantized", progress=False)
+    layer = served.model.model.layers[1].self_attn.k_proj  # type: ignore[attr-defined]
+    torch.testing.assert_close(layer.dense_weight(), dense["model.layers.1.self_attn.k_proj.weight"])
+    assert layer.native is None or layer.native[0].quantization == native
+    error = (logits(served) - expected).norm() / expected.norm()
+    assert error < (1e-5 if native is None or layer.native is None else 0.03)  # inputs are rounded to 8 bits
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -344,7 +389,7 @@ def test_a_damaged_layer_is_named(change: Callable[[Tensors], None], message: st
     [
         (
             {"quant_method": "bitsandbytes"},
-            "bitsandbytes is not supported; known are gptq, awq, compressed-tensors and fp8",
+            "bitsandbytes is not supported; known are gptq, awq, compressed-tensors, fp8 and mxfp4",
         ),
         ({**gptq(4, 32), "bits": 3}, "gptq with 3 bits in groups of 32 is not supported"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ's layout gemv is not supported, gemm is"),

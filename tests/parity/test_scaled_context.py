@@ -49,7 +49,7 @@ SCALED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 DEFAULTS = {"dynamic": ORIGINAL}  # its base is that of the context, so that short texts stay transformers'
 FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
-    "yarn": ("qwen3-moe", _rope("yarn", 20, **_KNOWN)),
+    "yarn": ("qwen2-moe", _rope("yarn", 20, **_KNOWN)),
     "linear": ("gpt-neox", _rope("linear")),
 }
 
@@ -125,7 +125,7 @@ def test_dynamic_context_keeps_short_texts_by_default_and_has_one_base_if_longer
 
 
 def test_length_dependent_rope_on_transformers_code_is_refused_with_the_reason(tmp_path: Path) -> None:
-    foreign.write(foreign.CASES["qwen3-moe"], tmp_path, **_rope("dynamic"))
+    foreign.write(foreign.CASES["qwen2-moe"], tmp_path, **_rope("dynamic"))
     assert context(tmp_path) == ORIGINAL
     with pytest.raises(ConfigError, match=r"max_position_embeddings, as rope type 'dynamic' depends on the length"):
         context(tmp_path, "--context-length", str(ORIGINAL + 1))
@@ -138,7 +138,7 @@ def test_one_rope_per_layer_type_extends_nothing(tmp_path: Path) -> None:
     """Gemma 3 scales its full layers alone, and declares the scaled length."""
     full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0}
     parameters = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 10.0}}
-    foreign.write(foreign.CASES["gemma3"], tmp_path, max_position_embeddings=LONG, rope_parameters=parameters)
+    native.write(native.CASES["gemma3"], tmp_path, max_position_embeddings=LONG, rope_parameters=parameters)
     assert context(tmp_path) == LONG
     with pytest.raises(ConfigError, match=rf"at most {LONG} \(max_position_embeddings\)"):
         context(tmp_path, "--context-length", str(LONG + 1))

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from eagle_server.attention.batches import prefill_batch
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import BoundAttention, Causal, LayerSpec, Layout
+from eagle_server.attention.recurrent import DenseRows, PromptRows
 from eagle_server.attention.torch_native import TorchNativeAttention
-from eagle_server.engine.build.pools import make_pool
+from eagle_server.engine.build.pools import make_pool, make_states
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.config_json import read_config
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import FAMILIES, read_target_config
+from eagle_server.ops.recurrent import RecurrentLayer
 from tests.parity.checkpoints import CASES, VOCAB, write
 from tests.parity.checkpoints import FAMILIES as THEIRS
+from tests.support.mimo_v2 import write_xiaomis_config
+from tests.support.step3p5 import write_stepfuns_config
 
 TOLERANCE = 1e-4
+RECURRENT_TOLERANCE = 5e-4  # in float64, embeddings changed by 6e-8 of themselves move such logits by 1.5e-4
 PAGE = 16
+HYBRIDS = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "granite-hybrid", "lfm2", "lfm2-moe", "kimi-linear")
 
 
 @pytest.fixture(autouse=True)
@@ -45,21 +54,32 @@ class DenseWindows(BoundAttention):
 
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length = batch, length
+        self.kv: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(self, q: Tensor, layer: LayerSpec) -> Tensor:
+        return self.run(q, *self.kv[layer.index], layer)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
+        self.kv[layer.index] = k, v
         distance = torch.arange(self.length)[:, None] - torch.arange(self.length)
         seen = (distance >= 0) & (distance < (layer.sliding_window or self.length))
         bias = torch.zeros(self.length, self.length).masked_fill(~seen, float("-inf"))
         return DenseCausal(self.batch, bias).run(q, k, v, layer)
 
+    def recur(self, x: Tensor, gates: Tensor, layer: RecurrentLayer) -> Tensor:
+        return DenseRows(self.batch).run(x, gates, layer)
+
 
 class Pages:
-    """Requests over a paged KV pool with shuffled pages. Slots that are not written hold NaN."""
+    """Requests over a paged KV pool with shuffled pages. Slots and states that are not written hold NaN."""
 
     def __init__(self, model: TargetModel, requests: int, pages_each: int) -> None:
         pages = 1 + requests * pages_each
         self.pool = make_pool(model.config, pages * PAGE, torch.device("cpu"))
         self.pool.poison(torch.arange(PAGE, pages * PAGE))
+        self.states = make_states(model.config, requests, 1, torch.device("cpu"))
+        if self.states is not None:
+            self.states.poison()
         order = 1 + torch.randperm(pages - 1).view(requests, pages_each)
         self.slots = (order[:, :, None] * PAGE + torch.arange(PAGE)).view(requests, -1)  # [requests, positions]
         self.model, self.attention = model, TorchNativeAttention(self.pool)
@@ -70,6 +90,9 @@ class Pages:
         lens = [len(span) for span in spans]
         rows, layout = torch.arange(len(prompts)), Layout(tuple(lens), tuple(stop))
         batch = prefill_batch(rows, torch.tensor(stop), self.slots.int(), Causal(), layout)
+        if self.states is not None:
+            chunks = list(zip(range(len(prompts)), start, lens, strict=True))
+            batch = replace(batch, recurrent=PromptRows(self.states, chunks))
         tokens = torch.cat([prompt[span] for prompt, span in zip(prompts, spans, strict=True)])
         output = self.model(tokens, torch.cat(spans), self.attention.plan(layout).bind(batch))
         return list(self.model.logits(output.hidden).split(lens))
@@ -101,9 +124,10 @@ def test_paged_logits_of_unequal_prompts_equal_transformers(pair: tuple[PreTrain
     pages = Pages(ours, len(prompts), 3)
     steps = [([0] * 4, middle), (middle, last), (last, lens)]
     chunks = [pages.logits(prompts, start, stop) for start, stop in steps]
+    tolerance = TOLERANCE if ours.config.recurrent is None else RECURRENT_TOLERANCE
     for prompt, *parts in zip(prompts, *chunks, strict=True):
         expected = theirs(prompt[None]).logits[0]
-        torch.testing.assert_close(torch.cat(parts), expected, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(torch.cat(parts), expected, atol=tolerance, rtol=0)
 
 
 @torch.inference_mode()
@@ -131,13 +155,52 @@ def test_aux_boundaries_are_the_residual_streams_of_transformers(tmp_path: Path)
     torch.testing.assert_close(output.hidden, states[-1][0], atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-keys-are-values"])
+def test_config_of_google_means_the_same(tmp_path: Path, name: str) -> None:
+    """Sizes of global layers by names of their own, and projections of keys in layers that write none."""
+    write(CASES[name], tmp_path)
+    new, sizes = read_config(tmp_path), CASES[name].settings
+    old = {key: value for key, value in new.items() if key not in ("per_layer_config", "rope_parameters")}
+    old |= {key: sizes.get(key) for key in ("global_head_dim", "num_global_key_value_heads")}
+    assert read_target_config(old) == read_target_config(new)
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    file = tmp_path / "model.safetensors"
+    parts = ("k_proj", "v_proj", "k_norm") if name == "gemma4" else ()
+    unread = {f"model.layers.5.self_attn.{part}.weight": torch.ones(3) for part in parts}
+    save_file({**unread, **load_file(file)}, file)
+    assert load_target(tmp_path, dtype="float32", progress=False).is_fused
+
+
+def test_config_of_xiaomi_means_the_same(tmp_path: Path) -> None:
+    write(CASES["mimo-v2"], tmp_path)
+    new = read_target_config(read_config(tmp_path))
+    write_xiaomis_config(tmp_path)
+    assert read_target_config(read_config(tmp_path)) == new
+
+
+def test_config_of_stepfun_means_the_same(tmp_path: Path) -> None:
+    write(CASES["step3p5"], tmp_path)
+    new = read_target_config(read_config(tmp_path))
+    write_stepfuns_config(tmp_path)
+    assert read_target_config(read_config(tmp_path)) == new
+
+
+OWN_CONFIGS = ("gemma4", "mimo-v2", "step3p5")
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.family not in OWN_CONFIGS])
 def test_config_of_transformers_4_means_the_same(tmp_path: Path, name: str) -> None:
-    """Without rope_parameters, dtype and layer_types, which transformers 5 writes."""
+    """Without rope_parameters, dtype and layer_types of attention alone, which transformers 5 writes."""
     write(CASES[name], tmp_path)
     new = read_config(tmp_path)
-    old = {key: value for key, value in new.items() if key not in ("rope_parameters", "dtype", "layer_types")}
-    rope = dict(new["rope_parameters"])
+    keeps = CASES[name].family in HYBRIDS
+    later = {"rope_parameters", "dtype"} | (set() if keeps else {"layer_types"})
+    old = {key: value for key, value in new.items() if key not in later}
+    rope = dict(new.get("rope_parameters", {"rope_type": "default", "rope_theta": None}))
+    if "sliding_attention" in rope:  # one RoPE per layer type
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        old["sliding_window_pattern"] = 1 + new["layer_types"].index("full_attention")
+        rope = dict(rope["full_attention"])
     old["rope_theta"], old["torch_dtype"] = rope.pop("rope_theta"), new["dtype"]
     old["rope_scaling"] = None if rope == {"rope_type": "default"} else rope
     assert read_target_config(old) == read_target_config(new)

@@ -9,30 +9,31 @@ from collections.abc import Sequence
 from eagle_server.engine.engine import Engine
 from eagle_server.plan import Decode
 from eagle_server.worker.budget.budget import CycleBudget
-from eagle_server.worker.budget.recent_trees import Floats
+from eagle_server.worker.budget.prospects import Floats, Ints
 
 
 class RandomBudget:
-    """A `Budget` that draws requests, depth, size and price anew in every cycle, and keeps what it drew."""
+    """A `Budget` that draws requests, depth, width, size and price anew in every cycle, and keeps what it drew."""
 
-    def __init__(self, num_steps: int, num_draft_tokens: int, seed: int = 0) -> None:
-        self._num_steps, self._num_draft_tokens = num_steps, num_draft_tokens
+    def __init__(self, num_steps: int, num_draft_tokens: int, topk: int = 0, seed: int = 0) -> None:
+        self._num_steps, self._num_draft_tokens, self._topk = num_steps, num_draft_tokens, topk
         self._random = random.Random(seed)
         self.drawn: list[tuple[int, CycleBudget]] = []  # with the number of requests that could draft
 
-    def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
+    def choose(self, decodes: Sequence[Decode], able: Sequence[bool], *, lesson: bool = False) -> CycleBudget:
         share = self._random.choice((0.0, 0.3, 0.8, 1.0))
         budget = CycleBudget(
             drafting=tuple(i for i, each in enumerate(able) if each and self._random.random() < share),
             num_steps=self._random.randint(1, max(1, self._num_steps)),
             num_draft_tokens=self._random.randint(2, self._num_draft_tokens),
+            topk=self._random.randint(0, self._topk),
             least_logp=self._random.choice((-math.inf, math.log(0.02), math.log(0.2))),
         )
         self.drawn.append((sum(able), budget))
         return budget
 
-    def drafted(self, decodes: Sequence[Decode], logp: Floats, depths: Floats) -> None:
-        assert logp.shape == depths.shape and len(logp) == len(decodes) and logp.size
+    def drafted(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
+        assert logp.shape == parents.shape and len(logp) == len(decodes) and logp.size
 
     def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
         assert requests > 0 and tokens >= 0 and seconds > 0
@@ -48,5 +49,5 @@ def budgeted(engine: Engine, num_steps: int, num_draft_tokens: int, seed: int = 
     """Give an engine with adaptive trees a random budget."""
     drafting = engine.worker.drafting
     assert drafting.estimates is not None, "built with adaptive=True"
-    drafting.budget = budget = RandomBudget(num_steps, num_draft_tokens, seed)
+    drafting.budget = budget = RandomBudget(num_steps, num_draft_tokens, drafting.drafter.widest, seed)
     return budget

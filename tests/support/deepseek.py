@@ -1,4 +1,4 @@
-"""Tiny DeepSeek targets with an MTP layer, in the published format: same names, one tensor per expert, one file."""
+"""Tiny DeepSeek and GLM targets with an MTP layer, as published: same names, one tensor per expert, one file."""
 
 from __future__ import annotations
 
@@ -52,18 +52,31 @@ DEEPSEEK: dict[str, Any] = {
     "eos_token_id": 63,
     "dtype": "float32",
 }
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+GLM: dict[str, Any] = {
+    **{key: value for key, value in DEEPSEEK.items() if key not in _LATENT},
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
 
 
-def random_pair(seed: int = 0, **settings: Any) -> tuple[TargetModel, MtpHead]:
+def random_pair(seed: int = 0, base: dict[str, Any] = DEEPSEEK, **settings: Any) -> tuple[TargetModel, MtpHead]:
     """A random target and a random head. The next-token entropy is one to two bits, as in `training.tiny`."""
     torch.manual_seed(seed)
-    config = read_target_config({**DEEPSEEK, **settings})
+    config_json = {**base, **settings}
+    config = read_target_config(config_json)
     target = TargetModel(config, config.max_position)
     _randomize(target)
     nn.init.normal_(target.embed)
     nn.init.normal_(target.lm_head.weight, std=3.5 / math.sqrt(config.hidden_size))
     borrowed = TargetWeights(target.embed.detach(), target.lm_head)
-    head = MtpHead(MtpConfig.of(config, config.num_layers), config.max_position, borrowed)
+    count = config_json.get("num_nextn_predict_layers", 1)
+    head = MtpHead(MtpConfig.of(config, config.num_layers, count), config.max_position, borrowed)
     _randomize(head)
     return target.requires_grad_(requires_grad=False).eval(), head
 
@@ -84,9 +97,11 @@ def train(target: TargetModel, head: MtpHead, steps: int = 60) -> None:
         optimizer.zero_grad()
 
 
-def save(target: TargetModel, head: MtpHead | None, directory: Path, **settings: Any) -> Path:
+def save(
+    target: TargetModel, head: MtpHead | None, directory: Path, base: dict[str, Any] = DEEPSEEK, **settings: Any
+) -> Path:
     """Save target and MTP layer in one checkpoint. Like published ones, it has copies of the embedding and the head."""
-    save_checkpoint(target, directory, {**DEEPSEEK, **settings}, torch.float32)
+    save_checkpoint(target, directory, {**base, **settings}, torch.float32)
     if head is not None:
         prefix, file = f"model.layers.{target.config.num_layers}.", directory / "model.safetensors"
         copies = {
@@ -110,6 +125,8 @@ def _randomize(model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if "correction_bias" in name:
                 nn.init.normal_(parameter, std=0.2)
+            elif name.endswith("bias"):
+                nn.init.normal_(parameter, std=0.1)
             elif parameter.dim() > 1:
                 gain = 0.5 if name.endswith(("o.weight", "down.weight", "experts.down")) else 1.0
                 nn.init.normal_(parameter, std=gain / math.sqrt(parameter.shape[-1]))

@@ -15,6 +15,7 @@ from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.models.drafts.eagle import EagleConfig, EagleHead
 from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
 from eagle_server.models.drafts.interface import DraftHead, TargetWeights
+from eagle_server.models.drafts.peagle import PEagleConfig, PEagleHead
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
 from eagle_server.request import FinishReason, Request, SamplingParams, SpecStats, TokenDelta, TokenLogprob
@@ -170,9 +171,11 @@ def random_target(
 def random_head(
     target: TargetModel, kind: str, *, seed: int = 1, std: float = 0.25, draft_vocab: int | None = None
 ) -> DraftHead:
-    """An untrained EAGLE or EAGLE3 head for a target of at least three layers; `draft_vocab`: the first ids only."""
+    """An untrained EAGLE, EAGLE3 or PEAGLE head for a target of at least three layers; `draft_vocab`: the first ids."""
     config = target.config
-    layers = replace(config, num_layers=1, windows=(), mla=None, moe=None)
+    plain = {"sinks": None, "mla": None, "moe": None, "recurrent": None, "attention_gate": False, "gemma4": None}
+    plain |= {"head_gate": False, "layer_heads": (), "swiglu_limits": ()}
+    layers = replace(config, num_layers=1, attentions=1, windows=(), kv_shapes=(), kv_places=(), **plain)
     borrowed = TargetWeights(target.embed, target.lm_head)
     if kind == "EAGLE":
         eagle: EagleHead = randomized(EagleHead(EagleConfig(layers), CONTEXT + MARGIN, borrowed), seed, std)
@@ -186,7 +189,10 @@ def random_head(
         aux_boundaries=(1, 2, config.num_layers),
         vocab_map=draft_vocab is not None,
     )
-    eagle3: Eagle3Head = randomized(Eagle3Head(eagle3_config, CONTEXT + MARGIN, borrowed), seed, std)
+    head = Eagle3Head(eagle3_config, CONTEXT + MARGIN, borrowed)
+    if kind == "PEAGLE":
+        head = PEagleHead(PEagleConfig(**vars(eagle3_config), mask_token_id=1), CONTEXT + MARGIN, borrowed)
+    eagle3: Eagle3Head = randomized(head, seed, std)
     if draft_vocab is not None:
         eagle3.set_vocabulary(torch.arange(draft_vocab))
     return eagle3

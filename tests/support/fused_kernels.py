@@ -14,7 +14,7 @@ from eagle_server.ops import fused
 
 
 def fake_flashinfer() -> Any:
-    """FlashInfer's four functions, with the same names and the same in-place writes."""
+    """FlashInfer's functions, with the same names and the same in-place writes."""
 
     def rmsnorm(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
         return F.rms_norm(input, weight.shape, weight, eps)
@@ -22,6 +22,17 @@ def fake_flashinfer() -> Any:
     def fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
         residual += input
         input.copy_(rmsnorm(residual, weight, eps))
+
+    def gemma_rmsnorm(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+        return F.rms_norm(input.float(), weight.shape, 1 + weight.float(), eps).to(input.dtype)
+
+    def gemma_fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
+        residual += input
+        input.copy_(gemma_rmsnorm(residual, weight, eps))
+
+    def gelu_tanh_and_mul(input: Tensor) -> Tensor:
+        gate, up = input.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
 
     def silu_and_mul(input: Tensor) -> Tensor:
         gate, up = input.chunk(2, dim=-1)
@@ -37,6 +48,7 @@ def fake_flashinfer() -> Any:
 
     return SimpleNamespace(
         **{f.__name__: f for f in (rmsnorm, fused_add_rmsnorm, silu_and_mul)},
+        **{f.__name__: f for f in (gemma_rmsnorm, gemma_fused_add_rmsnorm, gelu_tanh_and_mul)},
         **{"apply_rope_with_cos_sin_cache_inplace": apply_rope_with_cos_sin_cache_inplace},
     )
 

@@ -156,7 +156,7 @@ def take_gpu_branches(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter) -
     for module in _modules(eagle_server.ops):
         if hasattr(module, "on_gpu") and module.__name__ != "eagle_server.ops.triton_support":
             monkeypatch.setattr(module, "on_gpu", lambda _: True)
-        if hasattr(module, "available") and module.__name__ != "eagle_server.ops.native":
+        if hasattr(module, "available") and module.__name__ != "eagle_server.ops.native.library":
             monkeypatch.setattr(module, "available", lambda *_: False)
     functions = vars(fake_flashinfer())
     use_kernel_branch(monkeypatch, SimpleNamespace(**{n: counter.as_one(f, n) for n, f in functions.items()}))
@@ -237,5 +237,5 @@ def _with_merge(original: Callable[..., Any], counter: LaunchCounter) -> Callabl
 
 
 def _modules(package: ModuleType) -> Iterator[ModuleType]:
-    for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         yield importlib.import_module(found.name)

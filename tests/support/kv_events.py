@@ -60,9 +60,21 @@ class MirroredBlocks:
 
 def cached_prefixes(radix: RadixCache, block_size: int) -> set[Prefix]:
     """The same from the tree itself."""
+    return _prefixes(radix, block_size, least=0)
+
+
+def reachable_prefixes(radix: RadixCache, block_size: int) -> set[Prefix]:
+    """Those that end at a checkpoint or before one."""
+    return _prefixes(radix, block_size, least=1)
+
+
+def _prefixes(radix: RadixCache, block_size: int, *, least: int) -> set[Prefix]:
+    """Prefixes in nodes with at least so many checkpoints at their ends and below."""
     found: set[Prefix] = set()
 
     def descend(node: Node, salt: str | None, before: tuple[int, ...]) -> None:
+        if node.checkpoints_below < least:
+            return
         tokens = before + tuple((node.keys >> 32).tolist())
         ends = range(block_size, len(tokens) + 1, block_size)
         found.update((salt, tokens[:end]) for end in ends if end > len(before))

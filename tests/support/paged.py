@@ -12,13 +12,16 @@ from torch import Tensor
 
 from eagle_server.attention.batches import prefill_batch
 from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, LayerSpec, Layout, TreeMask
-from eagle_server.cache.pool import KVPool, LatentPool, Pool
+from eagle_server.cache.pool import KVPool, KVShape, LatentPool, Pool
 
 CPU = torch.device("cpu")
 
 
 class World:
-    """KV of `rows` requests of up to `width` positions in every layer. Slots that no pass has written hold NaN."""
+    """KV of `rows` requests of up to `width` positions in every layer. Slots that no pass has written hold NaN.
+
+    Every second layer has attention sinks, if it is not latent.
+    """
 
     def __init__(
         self,
@@ -34,9 +37,12 @@ class World:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.dtype = dtype
-        self.layers = [LayerSpec(i, scale, window) for i, (scale, window) in enumerate(layers)]
         self.heads, self.dim, self.width = heads, dim, width
         self.generator = torch.Generator().manual_seed(seed)
+        sinks = [
+            None if rank or i % 2 == 0 else 2 * torch.randn(heads, generator=self.generator) for i in range(len(layers))
+        ]
+        self.layers = [LayerSpec(i, *layer, sinks=sinks[i]) for i, layer in enumerate(layers)]
         self.req_to_token = torch.randperm(rows * width, generator=self.generator).view(rows, width).int() + 1
         slots = rows * width + 1
         self.pool: Pool
@@ -44,7 +50,7 @@ class World:
             self.pool = LatentPool(len(layers), slots, rank, dim - rank, dtype, CPU)
             kv_heads = 1
         else:
-            self.pool = KVPool(len(layers), slots, kv_heads, dim, dtype, CPU)
+            self.pool = KVPool([KVShape(kv_heads, dim)] * len(layers), slots, dtype, CPU)
         self.keys = self.normal(len(layers), rows, width, kv_heads, dim)
         self.values = self.keys[..., :rank] if rank else self.normal(*self.keys.shape)
         self.forget()
@@ -112,12 +118,23 @@ class Case:
                 q = queries[layer.index, start : start + len(seen)].double()
                 start += len(seen)
                 k, v = (x[layer.index, row, : seen.shape[1]].double() for x in (world.keys, world.values))
-                out = F.scaled_dot_product_attention(
-                    *(x.transpose(0, 1)[None] for x in (q, k, v)), attn_mask=seen, scale=layer.scale, enable_gqa=True
-                )
-                parts.append(out[0].transpose(0, 1))
+                parts.append(_dense(q, k, v, seen, layer))
             layers.append(torch.cat(parts))
         return torch.stack(layers)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, layer: LayerSpec) -> Tensor:
+    """q [rows, heads, dim], k and v [columns, kv_heads, dim], seen [rows, columns] -> [rows, heads, value_dim]."""
+    if layer.sinks is None:
+        out = F.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in (q, k, v)), attn_mask=seen, scale=layer.scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+    shared = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(shared, dim=1) for x in (k, v))
+    scores = (torch.einsum("rhd,chd->hrc", q, keys) * layer.scale).masked_fill(~seen, float("-inf"))
+    sinks = layer.sinks.double()[:, None, None].expand(-1, len(q), 1)
+    return torch.einsum("hrc,chd->rhd", torch.cat([scores, sinks], dim=2).softmax(2)[..., :-1], values)
 
 
 def as_projected(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_server.ops.gumbel import gumbel
+from eagle_server.ops.sampling.gumbel import gumbel
 from eagle_server.request import Request, SamplingParams
 from eagle_server.speculation.random import request_key
 from tests.support.scoring import logits_of

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import BoundAttention, LayerSpec
+from eagle_server.attention.recurrent import DenseRows
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_server.ops.gumbel import gumbel
+from eagle_server.ops.recurrent import RecurrentLayer
+from eagle_server.ops.sampling.gumbel import gumbel
 from eagle_server.request import Request, SamplingParams
 from eagle_server.speculation.random import request_key
 
@@ -24,10 +26,18 @@ class Windowed(BoundAttention):
 
     def __init__(self, length: int) -> None:
         self.distance = torch.arange(length)[:, None] - torch.arange(length)
+        self.kv: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(self, q: Tensor, layer: LayerSpec) -> Tensor:
+        return self.run(q, *self.kv[layer.index], layer)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
+        self.kv[layer.index] = k, v
         seen = (self.distance >= 0) & (self.distance < (layer.sliding_window or len(self.distance)))
         return DenseCausal(1, torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)).run(q, k, v, layer)
+
+    def recur(self, x: Tensor, gates: Tensor, layer: RecurrentLayer) -> Tensor:
+        return DenseRows(1).run(x, gates, layer)
 
 
 def in_float64(target: TargetModel) -> TargetModel:
@@ -43,7 +53,7 @@ def in_float64(target: TargetModel) -> TargetModel:
 def logits_of(target: TargetModel, tokens: Sequence[int]) -> Tensor:
     """Logits [len(tokens), vocab]. Row i predicts token i + 1."""
     hidden = target(torch.tensor(tokens), torch.arange(len(tokens)), Windowed(len(tokens))).hidden
-    return target.lm_head(hidden)
+    return target.logits(hidden)
 
 
 def token_probs(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> list[float]:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from eagle_server.engine.engine import Engine
 from eagle_server.models.targets.interface import TargetOutput
-from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree, without
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.clock import StageClock
@@ -25,7 +24,7 @@ class ThinningDrafter:
     """
 
     def __init__(self, drafter: Drafter[Any], seed: int = 0) -> None:
-        self.drafter, self.uses_features = drafter, drafter.uses_features
+        self.drafter, self.uses_features, self.widest = drafter, drafter.uses_features, drafter.widest
         self.nodes: list[int] = []
         self.sizes: list[tuple[int, int]] = []
         self._generator = torch.Generator().manual_seed(seed)
@@ -49,9 +48,6 @@ class ThinningDrafter:
 
     def forwards(self, num_steps: int) -> int:
         return self.drafter.forwards(num_steps)
-
-    def observe(self, batch: DecodeBatch, tree: Tree, accepted: Accepted) -> None:
-        self.drafter.observe(batch, tree, accepted)
 
     def _random(self, *size: int) -> Tensor:
         return torch.rand(size, generator=self._generator)

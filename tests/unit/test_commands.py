@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_server.__main__ import TOOLS_NEED, main
-from eagle_server.api.banner import described
+from eagle_server.__main__ import TOOLS_NEED, described, main
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -113,6 +112,8 @@ def test_the_banner_names_model_drafts_and_kv() -> None:
     ]
     resolved["speculative"] = {"algorithm": "NONE"}
     assert described(resolved)[1] == "drafts      none: plain decoding"
+    resolved["cache"] = {"max_total_tokens": 50000, "state_checkpoints": 196}
+    assert described(resolved)[2].endswith("48 requests at once, 196 checkpoints of states")
     assert described({"dtype": "float32"}) == []
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from eagle_server.api.errors import ApiError
-from eagle_server.api.generation.endpoint import Answer, Endpoint
+from eagle_server.api.generation.endpoint import ChunkedAnswer, Endpoint
 from eagle_server.api.generation.prepare import prepare_chat
 from eagle_server.api.generation.request_state import OutputDelta, ScoredToken
 from eagle_server.api.generation.response_parts import (
@@ -20,7 +19,7 @@ from eagle_server.api.generation.response_parts import (
     encoded,
     finite,
 )
-from eagle_server.api.generation.sse import DONE, event
+from eagle_server.api.generation.sse import event
 from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.api.service import Service
 from eagle_server.request import Ready
@@ -136,8 +135,10 @@ class ChunkBody(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ChunkedAnswer[ChunkBody]):
     """The answers to a conversation."""
+
+    chunk_type = ChunkBody
 
     def __init__(self, body: ChatRequest, service: Service, ready: Ready, response_id: str) -> None:
         super().__init__(body, service, response_id, prepare_chat(body, service, ready, response_id))
@@ -186,19 +187,6 @@ class ChatAnswer(Answer):
         if output.is_first:
             chunks[0].prompt_token_ids = self.prompt_token_ids(output.index)
         return b"".join(map(event, chunks))
-
-    def end(self, error: ApiError | None) -> bytes:
-        """The error, or the usage if the request asks for it; then [DONE]."""
-        if error is not None:
-            return event(error.body) + DONE
-        return (event(self._chunk([], self.usage, self.metrics)) if self.include_usage else b"") + DONE
-
-    def _chunk(
-        self, choices: list[ChunkChoice], usage: Usage | None | UnsetType, metrics: Metrics | UnsetType = UNSET
-    ) -> ChunkBody:
-        return ChunkBody(
-            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage, metrics=metrics
-        )
 
     def _scored(self, tokens: Sequence[ScoredToken]) -> Iterator[msgspec.Raw]:
         """The log-probabilities of tokens, if the request asks for them."""

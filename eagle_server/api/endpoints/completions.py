@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from eagle_server.api.errors import ApiError, bad_request
-from eagle_server.api.generation.endpoint import Answer, Endpoint
+from eagle_server.api.errors import bad_request
+from eagle_server.api.generation.endpoint import ChunkedAnswer, Endpoint
 from eagle_server.api.generation.prepare import prepare
 from eagle_server.api.generation.prompts import check_token_ids, encode, token_limit
 from eagle_server.api.generation.request_state import OutputDelta, Prompt, ScoredToken
@@ -21,7 +21,7 @@ from eagle_server.api.generation.response_parts import (
     encoded,
     finite,
 )
-from eagle_server.api.generation.sse import DONE, event
+from eagle_server.api.generation.sse import event
 from eagle_server.api.schemas.completion import CompletionRequest
 from eagle_server.api.service import Service
 from eagle_server.request import Ready
@@ -61,8 +61,10 @@ class CompletionBody(msgspec.Struct, kw_only=True):
     metrics: Metrics | UnsetType = UNSET
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChunkedAnswer[CompletionBody]):
     """The continuations of a request's prompts."""
+
+    chunk_type = CompletionBody
 
     def __init__(self, body: CompletionRequest, service: Service, ready: Ready, response_id: str) -> None:
         prompts = _prompts(body, service, ready)
@@ -79,7 +81,7 @@ class CompletionAnswer(Answer):
             choice.prompt_logprobs = self.prompt_logprobs(choice.index)
             choice.prompt_token_ids = self.prompt_token_ids(choice.index)
             choice.index = number  # `best_of` has more sequences than choices
-        return self._body(choices, self.usage, self.metrics)
+        return self._chunk(choices, self.usage, self.metrics)
 
     def events(self, output: OutputDelta) -> bytes:
         logprobs = Logprobs()
@@ -87,20 +89,7 @@ class CompletionAnswer(Answer):
         choice = self._choice(output, logprobs)
         if output.is_first:
             choice.prompt_token_ids = self.prompt_token_ids(output.index)
-        return event(self._body([choice], self.chunk_usage))
-
-    def end(self, error: ApiError | None) -> bytes:
-        """The error, or the usage if the request asks for it; then [DONE]."""
-        if error is not None:
-            return event(error.body) + DONE
-        return (event(self._body([], self.usage, self.metrics)) if self.include_usage else b"") + DONE
-
-    def _body(
-        self, choices: list[ChoiceBody], usage: Usage | None | UnsetType, metrics: Metrics | UnsetType = UNSET
-    ) -> CompletionBody:
-        return CompletionBody(
-            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage, metrics=metrics
-        )
+        return event(self._chunk([choice], self.chunk_usage))
 
     def _choice(self, output: OutputDelta, logprobs: Logprobs) -> ChoiceBody:
         shown = None if self.body.num_logprobs is None else logprobs

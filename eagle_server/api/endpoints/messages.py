@@ -177,9 +177,9 @@ class MessageAnswer(Answer):
                 return StopReason("max_tokens", None)
             case "tool_calls":
                 return StopReason("tool_use", None)
-        found = self.states[0].stop_string
-        if found in self._asked.stop_sequences:
-            return StopReason("stop_sequence", found)
+        stop = self.states[0].stop_string
+        if stop in self._asked.stop_sequences:
+            return StopReason("stop_sequence", stop)
         return StopReason("end_turn", None)  # the model ended it, or a stop string of the chat template
 
 

@@ -63,7 +63,7 @@ class OutputItems:
         self.finish_reason: str | None = None
 
     def add(self, output: OutputDelta) -> Iterator[ItemChange]:
-        """Add an output. What it changed must be iterated to the end."""
+        """Add an output, and yield its changes. The caller must iterate to the end."""
         yield from self._add_text(output.reasoning, is_thinking=True)
         text, begin = output.text, 0
         for delta in output.tool_calls:

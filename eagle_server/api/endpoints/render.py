@@ -1,4 +1,4 @@
-"""vLLM's endpoints for the prompts of a request in tokens. Routers that compare prefixes ask them before they route."""
+"""vLLM's endpoints for the prompts of a request in tokens. Routers that compare prefixes call them first."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class ResponseAnswer(Answer):
         return self._ended(None)
 
     def events(self, output: OutputDelta) -> bytes:
-        changes = (each for change in self._items.add(output) for each in self._events_of(change))
+        changes = (event for change in self._items.add(output) for event in self._events_of(change))
         return self._begin() + b"".join(map(self._send, changes))
 
     def end(self, error: ApiError | None) -> bytes:

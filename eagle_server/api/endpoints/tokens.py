@@ -16,7 +16,7 @@ from eagle_server.text.token_spelling import TokenSpelling
 
 router = APIRouter(route_class=HeadRoute)
 
-MAX_TEXT_TOKENS = 2**19  # of a text whose tokens are asked for, which may be longer than the model's context
+MAX_TEXT_TOKENS = 2**19  # of a text that is only tokenized; it may be longer than the model's context
 LIMITED = "the maximum length of a text that is only tokenized"
 
 

@@ -1,39 +1,28 @@
-"""How a chat's output is taken apart: thinking, then content and tool calls. Grammars apply after thinking."""
+"""How a chat's output is parsed: thinking, then content and tool calls. Grammars apply after thinking."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from eagle_server.api.generation.tools import ToolUse
 from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.request import Grammar
-from eagle_server.text.markers import special_markers
+from eagle_server.text.chat_template import TemplateStops
+from eagle_server.text.markers import Syntax
 from eagle_server.text.reasoning_formats import ReasoningFormat
-from eagle_server.text.reasoning_parser import ReasoningParser
+from eagle_server.text.reasoning_parser import ChannelParser, ReasoningParser
 from eagle_server.text.tokenizer import Tokenizer
 from eagle_server.text.tool_parser import ToolCallParser
-
-
-@dataclass(frozen=True)
-class ReasoningSyntax:
-    """The served model's reasoning format. `markers` are its markers that are special tokens, by token id."""
-
-    format: ReasoningFormat
-    markers: Mapping[int, str]
-
-    @classmethod
-    def of(cls, format: ReasoningFormat, tokenizer: Tokenizer) -> ReasoningSyntax:
-        return cls(format, special_markers(format.markers, tokenizer))
 
 
 @dataclass(frozen=True)
 class Reasoning:
     """The thinking of one request, see `ReasoningParser`."""
 
-    syntax: ReasoningSyntax
+    syntax: Syntax[ReasoningFormat]
     is_open: bool | None
     separate: bool
     stream: bool
@@ -41,7 +30,7 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """`reasoning` is None where no thinking is expected, `tools` where no tool calls are looked for."""
+    """How to parse one answer. `reasoning` is None if no thinking is expected, `tools` if tool calls are not parsed."""
 
     reasoning: Reasoning | None = None
     tools: ToolUse | None = None
@@ -54,28 +43,36 @@ class AnswerFormat:
 
     def parser(self) -> ReasoningParser | ToolCallParser | None:
         """A new parser, for one choice."""
-        calls, own = None if self.tools is None else self.tools.parser(), self.reasoning
-        if own is None:
+        calls, reasoning = None if self.tools is None else self.tools.parser(), self.reasoning
+        if reasoning is None:
             return calls
-        return ReasoningParser(own.syntax.format, calls, is_open=own.is_open, separate=own.separate, stream=own.stream)
+        format = reasoning.syntax.format
+        kind = ChannelParser if format.channels else ReasoningParser
+        return kind(format, calls, is_open=reasoning.is_open, separate=reasoning.separate, stream=reasoning.stream)
 
-    def grammar(self, given: Grammar | None) -> Grammar | None:
-        """The grammar of the whole output: that of the tool calls, else the `given` one, after the thinking."""
-        grammar = given if self.tools is None or self.tools.grammar is None else self.tools.grammar
+    def grammar(self, requested: Grammar | None) -> Grammar | None:
+        """The grammar of the whole output: of the thinking, then of the tool calls, else the `requested` one."""
+        is_call = self.tools is not None and self.tools.grammar is not None
+        grammar = self.tools.grammar if self.tools is not None and is_call else requested
         if grammar is None or self.reasoning is None:
             return grammar
         syntax = self.reasoning.syntax
-        tokens = {text: token for token, text in syntax.markers.items()}
-        return msgspec.structs.replace(grammar, thinking=syntax.format.lark(tokens, is_open=self.reasoning.is_open))
+        thinking = syntax.format.lark(syntax.tokens, is_open=self.reasoning.is_open, is_call=is_call)
+        return msgspec.structs.replace(grammar, thinking=thinking)
+
+    def stops(self, template: TemplateStops, tokenizer: Tokenizer) -> TemplateStops:
+        """The template's stops, and the end tokens of this format."""
+        ends = () if self.reasoning is None else map(tokenizer.token_id, self.reasoning.syntax.format.ends)
+        return replace(template, token_ids=(*template.token_ids, *(end for end in ends if end is not None)))
 
 
 PLAIN = AnswerFormat()
 
 
 def answer_format(
-    body: ChatRequest, prompt: str, syntax: ReasoningSyntax | None, tools: ToolUse | None
+    body: ChatRequest, prompt: str, syntax: Syntax[ReasoningFormat] | None, tools: ToolUse | None
 ) -> AnswerFormat:
-    """The format of the answer to a chat, whose text under the template is `prompt`."""
+    """The format of a chat's answer. `prompt` is the rendered chat."""
     if syntax is None:
         return AnswerFormat(tools=tools)
     reply = body.messages[-1].text if body.continue_final_message else None

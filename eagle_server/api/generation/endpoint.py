@@ -35,11 +35,13 @@ from eagle_server.api.generation.response_parts import (
     prompt_logprobs_of,
     trees_of,
 )
+from eagle_server.api.generation.sse import DONE, event
 from eagle_server.api.schemas.generation import GenerationBody, SamplingBody, StreamOptions
 from eagle_server.api.service import Service
 from eagle_server.request import Ready
 
 B = TypeVar("B", bound=SamplingBody)
+C = TypeVar("C", bound=msgspec.Struct)
 
 
 class Answer(ABC):
@@ -58,15 +60,15 @@ class Answer(ABC):
         self.model = service.model_name
         self.states = states
         self.first_states = states[:: body.candidates]  # one per prompt
-        self._stream_options = body.stream_options or StreamOptions()
+
         self._trees: list[list[Encoded[TreeBody]]] = [[] for _ in states]
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}  # by choice
 
-    # --- What an endpoint writes. ---
+    # --- Written by each endpoint. ---
 
     @abstractmethod
     def response(self, outputs: Sequence[OutputDelta]) -> msgspec.Struct:
-        """The response in one piece. `outputs` has the whole output of each choice, without what `keep` has taken."""
+        """The response in one piece. `outputs` has the whole output of each choice, without the parts in `keep`."""
 
     @abstractmethod
     def events(self, output: OutputDelta) -> bytes:
@@ -77,9 +79,9 @@ class Answer(ABC):
         """The events that end a stream. `error`: why generation failed."""
 
     def keep(self, delta: OutputDelta) -> None:
-        """Move scores and trees of a delta to `response`, as JSON: objects take several times the memory.
+        """Keep scores and trees of a delta for `response`, as JSON: objects take several times the memory.
 
-        Endpoints with log-probabilities keep those of `delta.tokens`, and then call this.
+        An endpoint with log-probabilities first keeps the scores of `delta.tokens`, and then calls this.
         """
         state, count = self.states[delta.index], self.body.prompt_logprobs
         if count is not None and (state.prompt_logprobs or delta.index not in self._prompt_logprobs):
@@ -88,7 +90,7 @@ class Answer(ABC):
         self._trees[delta.index] += map(encoded, trees_of(delta.trees, self.service.spelling))
         state.prompt_logprobs, delta.tokens, delta.trees = [], [], []
 
-    # --- What endpoints show. ---
+    # --- Parts that endpoints share. ---
 
     @property
     def usage(self) -> Usage:
@@ -99,18 +101,6 @@ class Answer(ABC):
             cached=sum(state.cached_tokens for state in self.first_states),
             reasoning=sum(state.reasoning_tokens for state in self.states),
         )
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk that has usage and metrics."""
-        return self._stream_options.include_usage
-
-    @property
-    def chunk_usage(self) -> Usage | None | UnsetType:
-        """The `usage` of the other chunks. As in OpenAI's API it is null if a usage chunk will follow."""
-        if self._stream_options.continuous_usage_stats:
-            return self.usage
-        return None if self.include_usage else UNSET
 
     @property
     def metrics(self) -> Metrics | UnsetType:
@@ -150,6 +140,36 @@ class Answer(ABC):
         groups = (outputs[first : first + candidates] for first in range(0, len(outputs), candidates))
         rank = partial(sorted, key=lambda output: -self.states[output.index].mean_logprob)
         return [output for group in groups for output in rank(group)[:n]]
+
+
+class ChunkedAnswer(Answer, Generic[C]):
+    """An answer whose stream has chunks of one type, then [DONE], as in OpenAI's older APIs."""
+
+    chunk_type: type[C]
+
+    def end(self, error: ApiError | None) -> bytes:
+        """The error, or a chunk with usage and metrics if the request asks for it; then [DONE]."""
+        if error is not None:
+            return event(error.body) + DONE
+        return (event(self._chunk([], self.usage, self.metrics)) if self._options.include_usage else b"") + DONE
+
+    @property
+    def chunk_usage(self) -> Usage | None | UnsetType:
+        """The `usage` of the other chunks. As in OpenAI's API it is null if a usage chunk will follow."""
+        if self._options.continuous_usage_stats:
+            return self.usage
+        return None if self._options.include_usage else UNSET
+
+    @property
+    def _options(self) -> StreamOptions:
+        return self.body.stream_options or StreamOptions()
+
+    def _chunk(
+        self, choices: Sequence[object], usage: Usage | None | UnsetType, metrics: Metrics | UnsetType = UNSET
+    ) -> C:
+        return self.chunk_type(
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage, metrics=metrics
+        )
 
 
 @dataclass(frozen=True)

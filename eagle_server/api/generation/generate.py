@@ -126,4 +126,4 @@ async def _outputs(answer: Answer) -> AsyncGenerator[OutputDelta, None]:
             if state.is_stopped and not was_stopped:
                 generation.complete(delta.request_id, state.completion_tokens)
             yield output
-            state.raise_if_failed(delta)  # after the tokens before the failure, which plain decoding sends too
+            state.raise_if_failed(delta)  # the tokens before the failure are sent first, as in plain decoding

@@ -7,7 +7,7 @@ from itertools import count
 
 from eagle_server.api.errors import bad_request
 from eagle_server.api.generation.answer_format import PLAIN, AnswerFormat, answer_format
-from eagle_server.api.generation.prompts import check_token_ids, encode, render, token_limit, too_long
+from eagle_server.api.generation.prompts import check_token_ids, encode, refuse_media, render, token_limit, too_long
 from eagle_server.api.generation.request_state import Prompt, RequestState, TextOptions
 from eagle_server.api.generation.response_parts import check_scores, possible_scores
 from eagle_server.api.generation.sampling_params import sampling_params
@@ -35,7 +35,7 @@ def prepare(
     """One state per sequence, with its engine request: `body.candidates` for each prompt in turn.
 
     Long prompts take seconds, so routes call it through `body.process`. `prompts` is read after the checks that need no
-    tokens. `stops` end the answer in addition to the body's own. `answer`: what the output may have besides content.
+    tokens. `stops` end the answer in addition to the body's own. `answer`: how thinking and tool calls are parsed.
 
     Raises:
         ApiError: the request cannot be served.
@@ -45,6 +45,10 @@ def prepare(
         check_token_ids(field, getattr(body, field) or [], ready.vocab_size)
     truncated = [prompt.truncated(body.truncate_prompt_tokens) for prompt in prompts]
     tokenizer = service.spelling.tokenizer
+    if ready.media_token_ids is not None:
+        refuse_media(
+            truncated, {*ready.media_token_ids, *service.media_tokens}, tokenizer, body.name(body.prompt_param)
+        )
     sampling = sampling_params(
         body,
         tokenizer,
@@ -72,10 +76,11 @@ def prepare_chat(body: ChatRequest, service: Service, ready: Ready, response_id:
         ApiError: the request cannot be served.
     """
     template = service.chat_template
+    tokenizer = service.spelling.tokenizer
     tools, text = tool_use(body, service.call_syntax), render(body.messages, body, template)
     answer = answer_format(body, text, service.reasoning_syntax, tools)
     prompt = _conversation(text, body, service, ready)
-    return prepare(body, service, ready, response_id, prompt, template.stops, answer)
+    return prepare(body, service, ready, response_id, prompt, answer.stops(template.stops, tokenizer), answer)
 
 
 def _conversation(text: str, body: ChatRequest, service: Service, ready: Ready) -> Iterator[Prompt]:
@@ -118,7 +123,7 @@ def _check_count(body: GenerationBody, service: Service) -> None:
 
 
 def _max_tokens(body: GenerationBody, prompts: Sequence[Prompt], ready: Ready) -> int:
-    """Most tokens of each sequence: what the body asks for, else what fits after the longest prompt."""
+    """Most tokens of each sequence: the body's number, else the room after the longest prompt."""
     longest = max(len(prompt.token_ids) for prompt in prompts)
     room = ready.max_request_tokens - longest
     wanted = body.max_output_tokens

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from eagle_server.api.errors import ApiError, bad_request
+from eagle_server.api.generation.request_state import Prompt
+from eagle_server.api.schemas.base import TEXT_ONLY
 from eagle_server.api.schemas.chat import Message, Rendering
 from eagle_server.api.schemas.generation import GenerationBody
 from eagle_server.request import Ready
@@ -36,7 +38,7 @@ def render(messages: Sequence[Message], rendering: Rendering, template: ChatTemp
 
 
 def token_limit(body: GenerationBody, ready: Ready) -> int:
-    """Most tokens of a prompt, before it is truncated to what the body says."""
+    """Most tokens of a prompt before the body's truncation."""
     return ready.max_request_tokens if body.truncate_prompt_tokens is None else MAX_CHARACTERS
 
 
@@ -49,10 +51,10 @@ def encode(
     special: bool,
     limited: str = "this model's maximum context length",
 ) -> list[int]:
-    """Token ids of a text. `limited` is what errors call the limit.
+    """Token ids of a text. `limited` is the limit's name in errors.
 
     Raises:
-        ApiError: the text has more than `limit` tokens. If it is so long that it must have more, it is not tokenized.
+        ApiError: the text has more than `limit` tokens. A text that is certainly too long is not tokenized.
     """
     most = limit * tokenizer.longest_piece * CHARACTERS_PER_PIECE
     if len(text) > most:
@@ -77,6 +79,22 @@ def too_long(tokens: int, max_tokens: int, limit: int, body: GenerationBody) -> 
         f"reduce the prompt or {wanted}"
     )
     return bad_request(message, body.name(body.prompt_param) if tokens >= limit else wanted, "context_length_exceeded")
+
+
+def refuse_media(prompts: Iterable[Prompt], media: Set[int], tokenizer: Tokenizer, param: str) -> None:
+    """
+    Raises:
+        ApiError: a prompt has a token in `media`, which stands for an image, video or audio.
+    """
+    for prompt in prompts:
+        if not media.isdisjoint(prompt.token_ids):
+            token = next(token for token in prompt.token_ids if token in media)
+            raise bad_request(
+                f"the prompt has {tokenizer.piece(token)!r} (token {token}), which stands for an image, video or "
+                f"audio; {TEXT_ONLY}: leave it out",
+                param,
+                "invalid_value",
+            )
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:

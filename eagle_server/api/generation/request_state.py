@@ -18,7 +18,7 @@ from eagle_server.text.tool_parser import ParsedText, ToolCallDelta, join
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt's tokens. `echo` is its text where the answer repeats it, else None."""
+    """A prompt's tokens. `echo` is its text if the answer repeats it, else None."""
 
     token_ids: list[int]
     echo: str | None = None
@@ -43,7 +43,7 @@ class ScoredToken:
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What ends an output, and what it shows: the stop itself, special tokens by their spelling, token ids."""
+    """Stop strings of an output, and what it shows: the stop string, special tokens by their spelling, token ids."""
 
     stops: Sequence[str] = ()
     keep_stop: bool = False
@@ -53,10 +53,10 @@ class TextOptions:
 
 @dataclass
 class OutputDelta:
-    """What one token delta added to a choice. `text` has neither thinking nor tool calls.
+    """The output that one token delta added to a choice. `text` has neither thinking nor tool calls.
 
-    `token_ids` are those asked for. `is_first` marks the choice's first delta that is not empty. `trees` is empty
-    unless the request asked for trees.
+    `is_first` marks the choice's first delta that is not empty. `token_ids` and `trees` are empty unless the request
+    asked for them.
     """
 
     index: int
@@ -114,7 +114,7 @@ class RequestState:
         self.request = request
         self.prompt = prompt
         self.completion_tokens = self.reasoning_tokens = 0
-        self._logprobs = 0.0  # of the completion's tokens together, if they have any
+        self._logprobs = 0.0  # sum over the completion's tokens, if they have log-probabilities
         self.cached_tokens = 0
         self.spec: SpecStats | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -144,7 +144,7 @@ class RequestState:
         return self._stops.match
 
     def process(self, delta: TokenDelta) -> OutputDelta:
-        """Detokenize a delta, cut it at a stop string and parse it. Then ask `raise_if_failed`."""
+        """Detokenize a delta, cut it at a stop string and parse it. Call `raise_if_failed` afterwards."""
         self.cached_tokens = delta.cached_tokens or self.cached_tokens
         self.spec = delta.spec or self.spec
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
@@ -167,7 +167,7 @@ class RequestState:
 
     @property
     def mean_logprob(self) -> float:
-        """Of the output's tokens, the one that ended it included."""
+        """The mean log-probability of the output's tokens, including the one that ended it."""
         return self._logprobs / max(self.completion_tokens, 1)
 
     def _finish_reason(self, reason: FinishReason) -> str:

@@ -1,4 +1,4 @@
-"""What the endpoints' responses share: usage, metrics, log-probabilities and draft trees."""
+"""The common parts of the endpoints' responses: usage, metrics, log-probabilities and draft trees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eagle_server.api.schemas.generation import GenerationBody
 from eagle_server.request import DraftTree, SpecStats, TokenLogprob
 
 MAX_SCORES = 2**22  # log-probabilities in a response that is not streamed; each takes up to 50 bytes until it is sent
-SCORES_OF_TREE = 32  # a draft tree takes as much memory
+SCORES_OF_TREE = 32  # log-probabilities that take as much memory as a draft tree
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
@@ -110,9 +110,9 @@ def encoded(part: object) -> msgspec.Raw:
 
 
 def possible_scores(body: GenerationBody, prompt_tokens: int) -> Counter[str]:
-    """How many scores the response may have, by parameter: for all `prompt_tokens`, and for the longest outputs.
+    """The most scores that the response may have, by parameter: `prompt_tokens` tokens and outputs of full length.
 
-    An output without a limit on its length counts nothing: its scores are counted when they come.
+    The scores of outputs without a length limit are not included. They are counted when they arrive.
     """
     prompts = body.candidates * prompt_tokens
     output = body.sequences * (body.max_output_tokens or 0)
@@ -120,7 +120,7 @@ def possible_scores(body: GenerationBody, prompt_tokens: int) -> Counter[str]:
 
 
 def scores_of(body: GenerationBody, tokens: int, prompt_tokens: int, trees: int) -> Counter[str]:
-    """How many scores a response has for so many tokens, tokens of prompts and draft trees, by parameter."""
+    """The number of scores, by parameter, for these numbers of tokens, prompt tokens and draft trees."""
     scores: Counter[str] = Counter()
     if body.num_logprobs is not None:
         name = body.logprobs_param if body.logprobs_param in body.model_fields_set else "logprobs"
@@ -143,10 +143,10 @@ def check_scores(body: GenerationBody, scores: Counter[str]) -> None:
         return
     param = max(scores, key=lambda name: scores[name])
     causes = ("n", "max_tokens", "max_completion_tokens", "echo", *scores)
-    given = ", ".join(name for name in causes if name in body.model_fields_set)
+    parameters = ", ".join(name for name in causes if name in body.model_fields_set)
     message = (
         f"{param}: {total} log-probabilities, but a response that is not streamed may have {MAX_SCORES}: choices x "
-        f"tokens x (1 + alternatives); a draft tree counts as {SCORES_OF_TREE}. Lower or drop: {given}"
+        f"tokens x (1 + alternatives); a draft tree counts as {SCORES_OF_TREE}. Lower or drop: {parameters}"
     )
     if body.prompt_logprobs is None:
         message += "; or stream"

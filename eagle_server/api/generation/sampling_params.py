@@ -42,13 +42,13 @@ def sampling_params(
     stop_token_ids: Sequence[int] = (),
     grammar: Grammar | None,
 ) -> SamplingParams:
-    """`stop_token_ids` are added to the body's. `grammar` is in place of the body's.
+    """`stop_token_ids` are added to the body's. `grammar` replaces the body's.
 
     Raises:
         ApiError: a token of logit_bias is outside the vocabulary, or a bad word has no tokens or too many.
     """
     ranking = 0 if body.candidates > body.n else None
-    num_logprobs = [each for each in (body.num_logprobs, body.prompt_logprobs, ranking) if each is not None]
+    num_logprobs = [count for count in (body.num_logprobs, body.prompt_logprobs, ranking) if count is not None]
     return SamplingParams(
         max_tokens=max_tokens,
         seed=secrets.randbits(63) if body.seed is None else body.seed,
@@ -73,8 +73,8 @@ def _logit_bias(body: GenerationBody, vocab_size: int) -> tuple[tuple[int, float
 def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Token sequences of words, by vLLM's rule.
 
-    Each word counts as it is, and also with a space before it if that has as many tokens and another first token.
-    Otherwise the space is a token of its own, and the plain sequence covers this spelling too.
+    Each word counts as it is. It also counts with a space before it, if this sequence is as long and has another first
+    token. Otherwise the space is a token of its own, and the plain sequence covers this spelling too.
 
     Raises:
         ApiError: a word has no tokens or too many, or all words together have too many.

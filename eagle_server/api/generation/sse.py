@@ -51,7 +51,7 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def cancelled(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks that still run, and wait for their ends."""
+    """Cancel tasks that still run, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -63,10 +63,10 @@ async def _disconnection(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends `first`, then what `events` yields: encoded events, and whether more will follow.
+    """Sends `first`, then the items of `events`: encoded events, and whether more will follow.
 
-    `events` is closed as soon as the client disconnects. `first` may still be awaited: its error becomes an event by
-    `failed`. An idle stream gets a comment after 1 to 2 times `keep_alive` seconds; None: no comments.
+    `events` is closed as soon as the client disconnects. `first` may be unfinished; `failed` makes an event of its
+    error. An idle stream gets a comment after 1 to 2 times `keep_alive` seconds; None: no comments.
     """
 
     media_type = "text/event-stream"
@@ -104,7 +104,7 @@ class EventStream(Response):
         while more:
             self._is_idle = False
             await self._send(send, data)
-            await asyncio.sleep(0)  # with a backlog no other call waits; this lets `_disconnection` run
+            await asyncio.sleep(0)  # lets `_disconnection` run: with a backlog no other call waits
             data, more = await anext(self._events)
         if comments is not None:
             await cancelled(comments)

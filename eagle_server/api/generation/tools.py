@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from eagle_server.api.errors import ApiError, bad_request
 from eagle_server.api.schemas.chat import ChatRequest
 from eagle_server.request import Grammar
-from eagle_server.text.markers import special_markers
-from eagle_server.text.tokenizer import Tokenizer
+from eagle_server.text.markers import Syntax
 from eagle_server.text.tool_formats import ToolFormat
 from eagle_server.text.tool_grammars import argument_schema, call_grammar
 from eagle_server.text.tool_json import Functions
@@ -18,22 +16,10 @@ from eagle_server.text.tool_parser import ToolCallParser
 
 
 @dataclass(frozen=True)
-class CallSyntax:
-    """The served model's tool-call format. `markers` are its markers that are special tokens, by token id."""
-
-    format: ToolFormat
-    markers: Mapping[int, str]
-
-    @classmethod
-    def of(cls, format: ToolFormat, tokenizer: Tokenizer) -> CallSyntax:
-        return cls(format, special_markers(format.markers, tokenizer))
-
-
-@dataclass(frozen=True)
 class ToolUse:
     """A request's use of tools. `single`: at most one call. `grammar` is not None if the answer must be a call."""
 
-    syntax: CallSyntax
+    syntax: Syntax[ToolFormat]
     functions: Functions
     single: bool
     grammar: Grammar | None
@@ -43,7 +29,7 @@ class ToolUse:
         return ToolCallParser(self.syntax.format, self.functions, single=self.single)
 
 
-def tool_use(body: ChatRequest, syntax: CallSyntax | None) -> ToolUse | None:
+def tool_use(body: ChatRequest, syntax: Syntax[ToolFormat] | None) -> ToolUse | None:
     """None if the response is not parsed for tool calls.
 
     Raises:
@@ -57,12 +43,14 @@ def tool_use(body: ChatRequest, syntax: CallSyntax | None) -> ToolUse | None:
         return None
     functions = [tool["function"] for tool in body.offered_tools]
     schemas = {function["name"]: function.get("parameters") or {} for function in functions}
-    single = body.named_function is not None or not body.parallel_tool_calls
+    single = body.named_function is not None or not body.parallel_tool_calls or syntax.format.single
     grammar = _grammar(body, syntax, functions, single=single) if body.must_call else None
     return ToolUse(syntax, schemas, single, grammar)
 
 
-def _grammar(body: ChatRequest, syntax: CallSyntax, functions: list[dict[str, Any]], *, single: bool) -> Grammar:
+def _grammar(
+    body: ChatRequest, syntax: Syntax[ToolFormat], functions: list[dict[str, Any]], *, single: bool
+) -> Grammar:
     callable_functions = []
     for number, function in enumerate(functions):
         if body.named_function in (None, function["name"]):
@@ -71,9 +59,8 @@ def _grammar(body: ChatRequest, syntax: CallSyntax, functions: list[dict[str, An
             except ValueError as error:
                 param = f"tools.{number}.{body.name('function.parameters')}"
                 raise bad_request(f"{param} {error}", param, "invalid_value") from None
-    tokens = {text: token for token, text in syntax.markers.items()}
     try:
-        return call_grammar(syntax.format, callable_functions, tokens, single=single)
+        return call_grammar(syntax.format, callable_functions, syntax.tokens, single=single)
     except ValueError as error:
         raise bad_request(f"the parameters of a tool: {error}", "tools", "invalid_value") from None
 

@@ -16,7 +16,7 @@ from eagle_server.api.guard.rate_limits import ClientLimits
 from eagle_server.api.telemetry.request_record import current_request
 from eagle_server.client.client import EngineClient, QueueFull
 
-DRAIN_SECONDS = 5.0  # for the bodies that are arriving when the server is told to stop
+DRAIN_SECONDS = 5.0  # left for bodies that are arriving when the server is told to stop
 
 
 class Admission:
@@ -47,7 +47,7 @@ class Admission:
 
     @asynccontextmanager
     async def body_time(self, seconds: float) -> AsyncIterator[None]:
-        """The block gets so many seconds for a client's body, but few once the server is draining.
+        """The block gets `seconds` for a client's body, but at most DRAIN_SECONDS once the server is draining.
 
         Raises:
             ApiError: status 503, the server is draining.
@@ -104,7 +104,7 @@ class AdmissionMiddleware:
         if (record := current_request.get()) is not None:
             record.key = holder.name
         if scope["path"] in self._generating_paths:
-            address = (scope.get("client") or ("",))[0]  # of a proxy, if there is one
+            address = (scope.get("client") or ("",))[0]  # the proxy's, if there is one
             await self._generate(scope, receive, send, holder.limits, holder.name or address)
         else:
             await self._app(scope, receive, send)
@@ -134,7 +134,7 @@ class AdmissionMiddleware:
         """Who sends the request.
 
         Raises:
-            ApiError: status 401, nobody who has a key.
+            ApiError: status 401, the request has no valid key.
         """
         if not self._keys.are_needed or scope["path"] in self._open_paths:
             return self._keys.nobody

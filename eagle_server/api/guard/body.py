@@ -28,10 +28,10 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 16 * 2**20
 MAX_HELD_BYTES = 512 * 2**20  # of all bodies together; short ones are always read
 BODY_SECONDS = 60.0
-SHORT_BODY = 4096  # bytes; what a shorter body needs takes less time than starting a thread
+SHORT_BODY = 4096  # bytes; a shorter body is processed faster than a thread starts
 LARGE_BODY = 2**18  # bytes; requests with larger ones are prepared in a lane of their own, one after the other
 MAX_LARGE = 16  # requests in that lane: each may take a second
-IDLE_SECONDS = 1.0  # of that lane, after which its memory is given back
+IDLE_SECONDS = 1.0  # the idle time of that lane before its memory is given back
 MAX_TEXTS_WAITING = 64  # long ones for /tokenize and /detokenize; the engine's queue does not count them
 
 # One thread: parsing holds the interpreter lock, up to 50 ms at a time, and several threads would add up.
@@ -65,7 +65,7 @@ async def read_body(schema: type[B], request: Request) -> B:
 
 
 async def _read(request: Request, body: bytearray) -> None:
-    """Append the request's body to `body`, and count it in `_held_bytes`, also where it fails."""
+    """Append the request's body to `body`, and count it in `_held_bytes`, even if reading fails."""
     global _held_bytes
     size = JsonSize()
     try:
@@ -88,7 +88,7 @@ async def _read(request: Request, body: bytearray) -> None:
 async def process(request: Request, body: SamplingBody, function: Callable[[], T]) -> T:
     """The result of `function`, which prepares generation: called in place for a short body, else on a thread.
 
-    What waits for a thread counts as a waiting request, and is dropped if its client leaves or the server stops.
+    A request that waits for a thread counts as waiting. It is dropped if its client leaves or the server stops.
 
     Raises:
         ApiError: status 429, too many large requests wait, or 503, the server is shutting down.
@@ -124,14 +124,14 @@ async def process(request: Request, body: SamplingBody, function: Callable[[], T
 
 
 def _give_memory_back() -> None:
-    """A prompt of 4 MB takes 300 MB for a moment, which glibc would keep: its heaps have it in small pieces."""
+    """Return free memory to the system. A prompt of 4 MB takes 300 MB for a moment, and glibc would keep them."""
     if not _large:
         with suppress(AttributeError):  # other C libraries
             _LARGE_PREPARER.submit(ctypes.CDLL(None).malloc_trim, 0)
 
 
 async def process_text(body: Body, function: Callable[[], T]) -> T:
-    """The same for what does not generate.
+    """As `process`, for requests that do not generate.
 
     Raises:
         ApiError: status 429, too many such requests wait.

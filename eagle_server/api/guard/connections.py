@@ -1,8 +1,8 @@
 """HTTP connections with bounds: how many are open, and how long a client may take for a request or a response.
 
 uvicorn itself waits forever for the end of a header, of a body that nobody reads, and for a client that does not read.
-Each such connection holds a file descriptor, and without one no other client gets in. It also parses all that it has
-read before anybody else has a turn: up to 256 kB, in which there may be 40,000 chunks of one byte, or seconds.
+Each such connection holds a file descriptor, and without one no other client can connect. uvicorn also parses all that
+it has read in one go: up to 256 kB. In chunks of one byte these are 40,000 chunks and take seconds.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 REQUEST_SECONDS = 75.0  # a client's time for sending a request; reading a body has its own limit, see api/guard/body.py
-READING_SECONDS = 10.0  # without reading, after which an answer may be cut where connections are needed
+READING_SECONDS = 10.0  # if a client reads nothing for so long, its answer may be cut when connections are needed
 RESERVED_FILES = 64  # descriptors for everything else: sockets to the engine, files, logs
 MOST_CONNECTIONS = 16384
 HTTP2_PREFACE = b"PRI * HTTP/2.0"
-TURN_SECONDS = 0.002  # of parsing for all connections together, before everything else has its turn
-REST_SECONDS = 0.004  # until the next one: long bodies take a third of a core at most
+TURN_SECONDS = 0.002  # parsing time of all connections together in one turn
+REST_SECONDS = 0.004  # between turns, for everything else: long bodies take a third of a core at most
 PART = 2**16  # bytes of a body of known length that are parsed at once
-CHUNKED_PART = 256  # of one in chunks, which may be tiny: 40 of a byte each take 3 ms
+CHUNKED_PART = 256  # the same for a body in chunks: 40 chunks of one byte take 3 ms
 SHORT_BODY = 2**18  # bytes; a body that is longer, or of unknown length, is parsed in turns
 MOST_IGNORED = 2**16  # bytes of a body in chunks after an answer that did not wait for it
 _HEADER_END = re.compile(rb"\n\r?\n")
-_OVERLAP = 2  # bytes of the end of a header that may have come before
+_OVERLAP = 2  # bytes of a header's end that may be in the previous part
 
 
 def most_connections() -> int:
-    """How many connections may be open: what the limit on open files (`ulimit -n`) leaves."""
+    """How many connections may be open, by the limit on open files (`ulimit -n`)."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
@@ -47,12 +47,12 @@ def most_connections() -> int:
 
 
 class Wait(IntEnum):
-    """What a connection's client is waited for, in the order in which connections are closed past the bound."""
+    """What the server waits for a client to do. If there are too many connections, they are closed in this order."""
 
     REQUEST = 0
-    HEADER = 1  # the rest of it
+    HEADER = 1  # the rest of a header
     BODY = 2
-    READING = 3  # of the rest of an answer
+    READING = 3  # the client reads the rest of an answer
     NOTHING = 4  # the server has a request to answer
 
 
@@ -64,7 +64,7 @@ class _Turns:
         self._is_scheduled = False
 
     def add(self, connection: BoundedConnection, delay: float = 0.0) -> None:
-        """Go on with it later. It may be there already."""
+        """Parse more of its input later. Adding it again changes nothing."""
         if connection not in self._waiting:
             self._waiting.append(connection)
         if not self._is_scheduled:
@@ -86,7 +86,7 @@ _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary
 
 
 class BoundedConnection(H11Protocol):
-    """A connection that notes since when it waits for its client, and parses what it has received part by part."""
+    """A connection that records since when it waits for its client, and parses its input in parts."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._since = time.monotonic()
@@ -133,13 +133,13 @@ class BoundedConnection(H11Protocol):
         return bool(part and self._received)
 
     def _next_part(self) -> bytes:
-        """What is parsed next; nothing while a request that was sent ahead waits for its turn."""
+        """The bytes to parse next. Empty if a pipelined request must wait for the answer to the one before."""
         state = self.conn.their_state
         if state is h11.DONE:
             return b""
         size = len(self._received)
         if state is h11.SEND_BODY:
-            # The length is not known of a body whose header came with the end of the request before it.
+            # The body's length is unknown if its header came with the end of the previous request.
             known = self._body_left if self._body_left > 0 else PART
             size = CHUNKED_PART if self._is_chunked else min(PART, known)
         elif state is h11.IDLE and (end := _HEADER_END.search(self._before + self._received)):
@@ -149,7 +149,7 @@ class BoundedConnection(H11Protocol):
         return part
 
     def _count_body(self, part: bytes, *, in_header: bool) -> None:
-        """Follow how much of a body is to come, and end the connection where too much of it comes in vain."""
+        """Count the body's bytes that are still to come. Close the connection if too many come after the answer."""
         if in_header:
             length = dict(self.headers).get(b"content-length", b"0")
             self._body_left, self._ignored = int(length), 0
@@ -172,7 +172,7 @@ class BoundedConnection(H11Protocol):
 
     @property
     def _must_pause(self) -> bool:
-        """Whether uvicorn wants nothing more to be read: enough of a body waits for its reader."""
+        """Whether uvicorn wants to read nothing more, because enough of a body waits for its reader."""
         return self.cycle is not None and not self.cycle.response_complete and len(self.cycle.body) > HIGH_WATER_LIMIT
 
     def on_response_complete(self) -> None:
@@ -186,7 +186,7 @@ class BoundedConnection(H11Protocol):
 
     @property
     def wait(self) -> Wait:
-        """What its client is waited for."""
+        """What the server waits for this client to do."""
         if self.conn.their_state is h11.SEND_BODY:
             return Wait.BODY
         if self.cycle is not None and not self.cycle.response_complete:
@@ -204,13 +204,13 @@ class BoundedConnection(H11Protocol):
         return now - self._since > REQUEST_SECONDS
 
     def _close_others(self, count: int) -> None:
-        """Close those that are needed least, and of these the ones that have waited longest for their clients."""
+        """Close the least needed connections; among equals, first those that have waited longest for their clients."""
         now, waiting = time.monotonic(), []
-        for each in self.connections:
-            if each is not self and isinstance(each, BoundedConnection):
-                wait = each.wait
-                if wait < Wait.READING or (wait is Wait.READING and now - each._since > READING_SECONDS):
-                    waiting.append((wait, each._since, id(each), each))
+        for other in self.connections:
+            if other is not self and isinstance(other, BoundedConnection):
+                wait = other.wait
+                if wait < Wait.READING or (wait is Wait.READING and now - other._since > READING_SECONDS):
+                    waiting.append((wait, other._since, id(other), other))
         for *_, connection in heapq.nsmallest(count, waiting):
             connection.transport.abort()
 
@@ -233,7 +233,7 @@ def abort_all(connections: Iterable[asyncio.Protocol]) -> None:
 class CloseUnlessContinued:
     """ASGI middleware: an answer to `expect: 100-continue` that does not wait for the body ends the connection.
 
-    The client may then send the body or not. So the next request would be taken for the body, or the other way round.
+    The client may then send the body or not, so the server could not tell the body from the next request.
     """
 
     def __init__(self, app: ASGIApp) -> None:

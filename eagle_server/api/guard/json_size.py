@@ -1,7 +1,7 @@
 """Limits on the number of values in a JSON text, counted before it is parsed.
 
 A parser builds an object for every value and holds the interpreter lock until the last one, so a body of few megabytes
-would stop all streams for seconds. Counting takes a millisecond per megabyte, and only the counted chunk at a time.
+would stop all streams for seconds. Counting takes a millisecond per megabyte, one chunk at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class JsonSize:
         backslashes = len(text) - len(text.rstrip(b"\\"))
         self._escape = text[len(text) - backslashes % 2 :]
         if self._is_in_string and b'"' not in text:
-            return  # a part of a long string, most of what large bodies have
+            return  # a part of a long string, the most frequent case in large bodies
         # Without escaped quotes, every second piece between quotes is outside of strings.
         text = text[: len(text) - backslashes % 2].replace(b"\\\\", b"").replace(b'\\"', b"")
         pieces = text.split(b'"')

@@ -13,20 +13,20 @@ from eagle_server.api.guard.rate_limits import ClientLimits
 
 logger = logging.getLogger(__name__)
 
-_SHORT = 16  # characters of a key behind a name; one that has a colon itself is read so
+_SHORT = 16  # characters; a shorter key after a name may be the rest of a key with a colon
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64}):(.+)")
 
 
 @dataclass(frozen=True)
 class KeyHolder:
-    """Who sends a key. Several keys may have one name, and share its limits. The name is "" where no key is needed."""
+    """The owner of keys. Several keys may have one name, and share its limits. The name is "" if no key is needed."""
 
     name: str
     limits: ClientLimits
 
 
 class ApiKeys:
-    """--api-key and the lines of --api-key-file. Without any, everybody is one holder without a name."""
+    """--api-key and the lines of --api-key-file. Without any key, all clients are one holder without a name."""
 
     def __init__(self, key: str | None, file: str | None, limits: Callable[[], ClientLimits]) -> None:
         """
@@ -40,7 +40,7 @@ class ApiKeys:
         self.load()
 
     def load(self) -> None:
-        """Read the file again. Limits go on counting for names that stay. Raises as `__init__`, and changes nothing."""
+        """Read the file again. Names that stay keep their counts. Raises as `__init__`, and then changes nothing."""
         named = {} if self._file is None else read_keys(Path(self._file).expanduser())
         if self._key is not None:
             named.setdefault(self._key, "api-key")
@@ -50,7 +50,7 @@ class ApiKeys:
         self._authorizations = [(f"Bearer {key}".encode(), holders[name]) for key, name in named.items()]
 
     def reload(self) -> None:
-        """`load`, with a line in the log. Where the file is wrong, the keys stay as they are."""
+        """`load`, with a line in the log. If the file is wrong, the keys stay as they are."""
         try:
             self.load()
         except (OSError, ValueError) as error:
@@ -62,7 +62,7 @@ class ApiKeys:
 
     @property
     def nobody(self) -> KeyHolder:
-        """The holder where no key is needed."""
+        """The holder if no key is needed."""
         return next(iter(self._holders.values()))
 
     @property
@@ -70,20 +70,20 @@ class ApiKeys:
         return bool(self._authorizations)
 
     def find(self, headers: Mapping[str, str]) -> KeyHolder | None:
-        """Who sends `authorization` or `x-api-key`; None: no holder of a key."""
+        """The holder of the key in `authorization` or `x-api-key`; None if neither has a valid key."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = (token.strip(" \t") if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
-        sent = [f"Bearer {each}".encode("latin-1") for each in given]
-        # Each with all keys in constant time: the response time reveals nothing about them.
-        pairs = ((each, key, holder) for key, holder in self._authorizations for each in sent)
-        equal = [holder for each, key, holder in pairs if hmac.compare_digest(each, key)]
+        values = (token.strip(" \t") if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+        sent = [f"Bearer {key}".encode("latin-1") for key in values]
+        # Compare each header with all keys in constant time, so the response time reveals nothing about them.
+        pairs = ((header, key, holder) for key, holder in self._authorizations for header in sent)
+        equal = [holder for header, key, holder in pairs if hmac.compare_digest(header, key)]
         return equal[0] if equal else None
 
 
 def read_keys(path: Path) -> dict[str, str]:
     """The names of the keys in a file, by key. A line is `name:key` or a key, which gets a name by its place.
 
-    Empty lines and those that begin with # are skipped.
+    Empty lines and lines that begin with # are skipped.
 
     Raises:
         ValueError: there is no key, or one twice.
@@ -94,9 +94,9 @@ def read_keys(path: Path) -> dict[str, str]:
         text = line.strip()
         if not text or text.startswith("#"):
             continue
-        found = _NAMED.fullmatch(text)
-        name, key = (found[1], found[2].strip()) if found else (f"key-{len(names) + 1}", text)
-        if found and len(key) < _SHORT:
+        match = _NAMED.fullmatch(text)
+        name, key = (match[1], match[2].strip()) if match else (f"key-{len(names) + 1}", text)
+        if match and len(key) < _SHORT:
             logger.warning("%s: line %d is read as name:key, and the key of %s is short", path, number, name)
         if key in names:
             raise ValueError(f"--api-key-file {path}: line {number} has a key that an earlier line has")

@@ -1,4 +1,4 @@
-"""Which web pages may use this server: a page of another origin may read nothing, and may not make it work either.
+"""Which web pages may use this server: pages of other origins may neither read answers nor cause work.
 
 A browser sends some requests of any page to any server, localhost included, and only hides the answers. A page whose
 host name is bound to another address after it was loaded (DNS rebinding) may read them, too.
@@ -33,13 +33,13 @@ def is_loopback(host: str) -> bool:
 class PagesOfThisServer:
     """ASGI middleware: refuses names of other hosts, and requests that pages of other origins send.
 
-    `origins`: --cors-allow-origins. `hosts`: --allowed-hosts; if it is empty, any on an address that others reach, and
-    on a loopback address (`local`) this machine's own.
+    `origins`: --cors-allow-origins. `hosts`: --allowed-hosts. A server on a loopback address (`local`) always accepts
+    this machine's names. Without `hosts`, a server on any other address accepts every name.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str], hosts: Sequence[str], *, local: bool) -> None:
         self._app, self._origins, self._local = app, frozenset(origins), local
-        self._hosts = tuple(each.lower().rstrip(".") for each in hosts)
+        self._hosts = tuple(host.lower().rstrip(".") for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
@@ -57,7 +57,7 @@ class PagesOfThisServer:
             )
         if method in _READING or origin is None or self._origins & {origin, ALL}:
             return None
-        # A page cannot set this header. It is right also where a proxy has replaced the host.
+        # A page cannot set this header. It is also right if a proxy has replaced the host.
         site = headers.get("sec-fetch-site")
         if site in ("same-origin", "none") or (site is None and host is not None and _is_of(origin, host)):
             return None
@@ -70,19 +70,19 @@ class PagesOfThisServer:
         if ALL in self._hosts or not (self._hosts or self._local):
             return True
         name = _split(f"//{host}")[0].rstrip(".")
-        if any(name == each or (each.startswith("*.") and name.endswith(each[1:])) for each in self._hosts):
+        if any(name == pattern or (pattern.startswith("*.") and name.endswith(pattern[1:])) for pattern in self._hosts):
             return True
         return self._local and is_loopback(name)
 
 
 def _is_of(origin: str, host: str) -> bool:
-    """Whether a header `host` is that of an origin. Without a port, as many proxies pass it on, it is of all ports."""
+    """Whether a `host` header belongs to an origin. Many proxies send no port: then it matches all ports."""
     (name, place), (ours, whole) = _split(origin), _split(f"//{host}")
     return bool(ours) and (place == whole or (ours == whole and name == ours))
 
 
 def _split(url: str) -> tuple[str, str]:
-    """Its host, and that with its port, in lower case; empty for what is no URL."""
+    """The host of a URL, and its host with the port, in lower case. Empty if it is no URL."""
     try:
         parts = urlsplit(url)
         return parts.hostname or "", parts.netloc.lower()

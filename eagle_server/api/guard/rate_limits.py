@@ -20,10 +20,10 @@ Clock = Callable[[], float]
 
 
 class TokenWindow:
-    """The tokens of the last minute, by the second. `limit`: how many a request may find there when it starts.
+    """The tokens of the last minute, by the second. Requests start only while their prompts fit into `limit`.
 
-    Tokens that a running request generates are added whatever the limit. So no minute has more than the limit and what
-    the requests generate that ran when it was reached.
+    Running requests add the tokens that they generate even beyond the limit. So a minute exceeds the limit at most by
+    the output of the requests that run when the limit is reached.
     """
 
     def __init__(self, limit: int, clock: Clock = time.monotonic) -> None:
@@ -40,7 +40,7 @@ class TokenWindow:
         return self._used
 
     def add(self, tokens: int) -> None:
-        """Tokens were used now."""
+        """Count tokens that are used now."""
         self._used, second = self.used + tokens, math.floor(self._clock())
         if self._seconds and self._seconds[-1][0] == second:
             tokens += self._seconds.pop()[1]
@@ -97,7 +97,7 @@ class ClientLimits:
     def check_prompt(self, tokens: int, param: str) -> None:
         """
         Raises:
-            ApiError: a prompt of so many tokens does not fit into this minute (429), or into any (400).
+            ApiError: a prompt of this many tokens does not fit into this minute (429), or into any (400).
         """
         if self._window is not None and tokens > self._window.limit:
             raise bad_request(f"{tokens} prompt tokens; this server allows {self._window.limit} a minute", param, CODE)
@@ -113,7 +113,7 @@ class ClientLimits:
         return _too_many(f"{used} of {limit} tokens a minute are used, this request needs {needed}", seconds)
 
     def use_tokens(self, count: int) -> None:
-        """Tokens of a prompt that was admitted, or generated ones."""
+        """Count the tokens of an admitted prompt, or generated tokens."""
         if self._window is not None and count:
             self._window.add(count)
 
@@ -133,4 +133,4 @@ def _too_many(message: str, seconds: int = 1) -> ApiError:
 
 
 current_limits: ContextVar[ClientLimits] = ContextVar("current_limits", default=ClientLimits())  # noqa: B039
-current_client: ContextVar[str] = ContextVar("current_client", default="")  # its API key's number, or its address
+current_client: ContextVar[str] = ContextVar("current_client", default="")  # its API key's name, else its address

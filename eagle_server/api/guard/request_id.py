@@ -30,8 +30,8 @@ class RequestId:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(HEADER, "")
-        request_id = given if VALID_ID.fullmatch(given) else uuid.uuid4().hex
+        sent_id = Headers(scope=scope).get(HEADER, "")
+        request_id = sent_id if VALID_ID.fullmatch(sent_id) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         status = 0
 

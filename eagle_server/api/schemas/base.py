@@ -14,6 +14,9 @@ from eagle_server.api.errors import ApiError, bad_request
 B = TypeVar("B", bound="Body")
 
 
+TEXT_ONLY = "this server reads text only"  # in every answer to images, audio and files
+
+
 class Part(BaseModel):
     """An object in a body. A null parameter counts as not given."""
 
@@ -26,11 +29,11 @@ class Part(BaseModel):
         if not isinstance(values, dict):
             return values
         known = _names(cls)
-        given = {name: value for name, value in values.items() if value is not None}
-        unknown = [name for name in given if name not in known]
+        present = {name: value for name, value in values.items() if value is not None}
+        unknown = [name for name in present if name not in known]
         for name in unknown[1:]:
-            del given[name]
-        return given
+            del present[name]
+        return present
 
 
 class Body(Part):
@@ -56,7 +59,7 @@ class Body(Part):
         return self._size
 
     def name(self, parameter: str) -> str:
-        """What errors call a parameter. It differs if the client sent another API's body, which became this one."""
+        """A parameter's name in errors. It differs if this body was translated from another API's."""
         return self._names.get(parameter, parameter)
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -104,7 +107,7 @@ def _names(part: type[Part]) -> frozenset[str]:
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed)
+    return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed)
 
 
 def _refusal(model: type[Body], error: ErrorDetails) -> ApiError:

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from eagle_server.api.guard.json_size import TooManyValues, check_size
-from eagle_server.api.schemas.base import Body, Part
+from eagle_server.api.schemas.base import TEXT_ONLY, Body, Part
 from eagle_server.api.schemas.generation import FAIL_FAST, MAX_LOGPROBS, GenerationBody, NonEmpty
 from eagle_server.api.schemas.grammar import finite
 
@@ -82,7 +82,7 @@ class Message(Part):
         for number, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind != "text":
-                raise PydanticCustomError("part", f"part {number} is of type {kind!r}; only text is supported")
+                raise PydanticCustomError("part", f"part {number} is of type {kind!r}; {TEXT_ONLY}")
             if kind is None or not isinstance(part.get("text"), str):
                 raise PydanticCustomError("part", f'part {number} should be {{"type": "text", "text": "..."}}')
         return content
@@ -145,7 +145,7 @@ Messages = Annotated[list[Message], Field(min_length=1), FAIL_FAST]
 
 
 class Rendering(Body):
-    """How the template turns messages into text."""
+    """The parameters by which the template turns messages into text."""
 
     # Unparsed: templates print them, and the order of keys matters.
     tools: Annotated[list[Values], FAIL_FAST] = Field(default_factory=list)

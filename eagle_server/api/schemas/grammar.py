@@ -18,7 +18,7 @@ Source = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 
 
 def finite(schema: Any) -> Any:
-    """Refuse infinity, which a number like 1e999 becomes: JSON has none."""
+    """Refuse infinity, which JSON does not have. Python reads 1e999 as infinity."""
     parts = [schema]
     while parts:
         part = parts.pop()
@@ -33,7 +33,7 @@ Schema = Annotated[dict[str, Any] | bool, AfterValidator(finite)]
 
 
 def _source_or_schema(value: Any) -> Any:
-    """Check a text here: pydantic would say of one that is too long that it is no object."""
+    """Check a text here: pydantic would report a text that is too long as "not an object"."""
     if isinstance(value, str):
         if not 1 <= len(value) <= MAX_GRAMMAR_CHARACTERS:
             message = "should have from 1 to {most} characters where it is text"
@@ -89,8 +89,8 @@ class StructuredOutputs(Part):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> StructuredOutputs:
-        given = [value for value in (self.json_, self.json_object, self.regex, self.choice, self.grammar_)]
-        if sum(value is not None for value in given) != 1:
+        values = (self.json_, self.json_object, self.regex, self.choice, self.grammar_)
+        if sum(value is not None for value in values) != 1:
             raise PydanticCustomError("count", "should have exactly one of json, json_object, regex, choice, grammar")
         return self
 

@@ -191,8 +191,8 @@ class KeptThinking(Part):
     value: int | None = Field(None, ge=1)
 
 
-def _kept(given: Any) -> Any:
-    return {"type": "all"} if given == "all" else given
+def _kept(value: Any) -> Any:
+    return {"type": "all"} if value == "all" else value
 
 
 class ContextEdit(Part):
@@ -242,7 +242,7 @@ class AnthropicConversation(TranslatedBody):
 
     @cached_property
     def messages_of_chat(self) -> list[Message]:
-        messages = [each for message in self.messages for each in message.of_chat]
+        messages = [message for param in self.messages for message in param.of_chat]
         for edit in () if self.context_management is None else self.context_management.edits:
             messages = edit.apply(messages)
         return with_system([_text(self.system)], messages)
@@ -293,8 +293,7 @@ class MessagesRequest(SamplingBody, AnthropicConversation):
 
     @property
     def chat_parameters(self) -> Values:
-        own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
-        return {**super().chat_parameters, **own}
+        return {**super().chat_parameters, "max_tokens": self.max_tokens, "stop": self.stop_sequences}
 
 
 class CountTokensRequest(AnthropicConversation):

@@ -163,7 +163,7 @@ class TextConfig(Part):
 
 
 class ReasoningConfig(Part):
-    """`summary` asks for what this server never has: summaries of thinking."""
+    """`summary` has no effect: this server does not summarize thinking."""
 
     effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -291,8 +291,8 @@ def _messages(items: Iterable[Item]) -> list[Message]:
     for item in items:
         match item:
             case MessageItemParam():
-                own, thinking = thinking if item.role == "assistant" else None, None
-                messages.append(Message(role=item.role, content=_text(item.content), reasoning_content=own))
+                reasoning, thinking = thinking if item.role == "assistant" else None, None
+                messages.append(Message(role=item.role, content=_text(item.content), reasoning_content=reasoning))
             case FunctionCallParam():
                 function = FunctionCall(name=_full_name(item.name, item.namespace), arguments=item.arguments)
                 call = ToolCallParam(id=item.call_id, function=function)

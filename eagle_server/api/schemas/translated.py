@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
@@ -10,11 +11,12 @@ from typing import Any, ClassVar
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
-from eagle_server.api.schemas.base import Body
+from eagle_server.api.schemas.base import TEXT_ONLY, Body
 from eagle_server.api.schemas.chat import ChatRequest, Message, Values
 from eagle_server.api.schemas.generation import SamplingBody
 
 LONGEST_TYPE = 40  # characters of a type that an error repeats
+_MEDIA = re.compile(r"image|video|audio|file|document")
 
 
 class TranslatedBody(Body):
@@ -28,7 +30,7 @@ class TranslatedBody(Body):
 
     @property
     def chat_parameters(self) -> Values:
-        """The chat's parameters without its messages and those of SamplingBody. None: not given."""
+        """The chat's parameters without its messages and the parameters of SamplingBody. None: not given."""
         raise NotImplementedError
 
     @cached_property
@@ -52,14 +54,14 @@ def typed(
     of_text: Callable[[str], Values] | None = None,
     schema: Any = PydanticUndefined,
 ) -> BeforeValidator:
-    """For a list of objects that differ by `type`. An error names the first type that is not among `kinds`.
+    """A check of a list of objects that differ by `type`. An error names the first type that is not among `kinds`.
 
-    `default`: the type of objects without one. `of_text`: the object that a text in place of the list stands for; then
+    `default`: the type of objects without one. `of_text` allows a text instead of the list, and makes its object; then
     `schema` is the type that /openapi.json shows.
     """
 
-    def check(given: Any) -> Any:
-        values = [of_text(given)] if isinstance(given, str) and of_text is not None else given
+    def check(content: Any) -> Any:
+        values = [of_text(content)] if isinstance(content, str) and of_text is not None else content
         if not isinstance(values, list):
             raise PydanticCustomError("list", "should be a list" if of_text is None else "should be a string or a list")
         return [entry(number, value) for number, value in enumerate(values)]
@@ -70,16 +72,17 @@ def typed(
         kind = value.get("type") or default
         if kind not in kinds:
             context = {"number": number, "kind": repr(kind)[:LONGEST_TYPE], "kinds": ", ".join(kinds)}
-            raise PydanticCustomError("type", "entry {number} is of type {kind}; supported: {kinds}", context)
+            context["reads"] = f"{TEXT_ONLY}; " if _MEDIA.search(str(kind)) else ""
+            raise PydanticCustomError("type", "entry {number} is of type {kind}; {reads}supported: {kinds}", context)
         return {**value, "type": kind}
 
     return BeforeValidator(check, json_schema_input_type=schema)
 
 
 def with_system(texts: Sequence[str], messages: Sequence[Message]) -> list[Message]:
-    """One system message of `texts` and of the system messages that begin the conversation, then the other messages.
+    """Join `texts` and the leading system messages into one system message. The other messages follow.
 
-    Many templates allow no second one.
+    Many templates allow only one system message.
     """
     begin = list(takewhile(lambda message: message.role in ("system", "developer"), messages))
     system = [text for text in (*texts, *(message.text for message in begin)) if text]

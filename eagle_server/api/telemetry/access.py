@@ -24,8 +24,8 @@ OnGenerated = Callable[[RequestRecord], None]
 
 
 class AccessLog:
-    """ASGI middleware inside of RequestId. Calls `on_answered` at the end of every request, and `on_generated` at the
-    end of those that reached the engine."""
+    """ASGI middleware inside of RequestId. At the end of every request it calls `on_answered`, and then `on_generated`
+    if the request has reached the engine."""
 
     def __init__(self, app: ASGIApp, on_generated: Sequence[OnGenerated], on_answered: OnGenerated) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""GET /metrics. It needs no API key: scrapers seldom have one, and it has only numbers and the model's name."""
+"""GET /metrics. It needs no API key: scrapers seldom have one, and the page has only numbers and the model's name."""
 
 from __future__ import annotations
 

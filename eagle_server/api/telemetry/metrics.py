@@ -39,7 +39,7 @@ class ServerMetrics:
 
     @cached_property
     def _responses(self) -> Counter:
-        """Made with its first sample, as the next one: routers stumble over metrics without any."""
+        """Created with its first sample, as is the next one: some routers fail at a metric without samples."""
         return Counter(
             "eagle_server_http_responses",
             "Answers of the API, those of limits and refusals included, by path (other: one that does not exist).",
@@ -95,7 +95,7 @@ class ServerMetrics:
             self._accept(accepted)
 
     def _budget(self, cycle: CycleStats) -> None:
-        """What the budget of a cycle with decodes chose, and how good its estimates were."""
+        """Count the budget's choice for a cycle with decodes, and the quality of its estimates."""
         metrics = self._defined
         metrics.draft_steps.observe(cycle.steps)
         metrics.drafting_requests.observe(cycle.drafting)
@@ -156,7 +156,7 @@ class ServerMetrics:
 
     def answered(self, record: RequestRecord) -> None:
         """An HTTP request that reached the engine has ended now."""
-        reasons = {each.reason for each in record.engine_requests}
+        reasons = {request.reason for request in record.engine_requests}
         if reasons <= set(ANSWERED):
             self._defined.api_seconds.observe(record.api_seconds(time.monotonic()))
 

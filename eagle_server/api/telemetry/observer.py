@@ -74,5 +74,5 @@ class Telemetry(Observer):
             record.newest_token = now
             record.tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
-            # Without what takes memory: the record stays until the HTTP request ends.
+            # Keep nothing that takes memory: the record stays until the HTTP request ends.
             record.last, record.ended = replace(delta, logprobs=None, prompt_logprobs=None, tree=None), now

@@ -14,8 +14,8 @@ from eagle_server.request import FinishReason, Request, SpecStats, TokenDelta
 class EngineRequestRecord:
     """One engine request. Times are in seconds of time.monotonic().
 
-    `tokens` counts what the engine generated. `kept` counts the tokens of the answer, where a stop string was found
-    before the end of a cycle's tokens. `n` is the number of choices of the prompt, set on the first of them only.
+    `tokens` counts the tokens that the engine generated. `kept` counts the tokens of the answer if the API
+    ended it early, as at a stop string. `n` is the number of choices of the prompt, set on the first of them only.
     """
 
     request: Request
@@ -64,36 +64,36 @@ class RequestRecord:
     @property
     def prompt_tokens(self) -> int:
         """Each prompt counts once, as in the response's usage."""
-        return sum(len(each.request.prompt_token_ids) for each in self.engine_requests if each.n is not None)
+        return sum(len(record.request.prompt_token_ids) for record in self.engine_requests if record.n is not None)
 
     @property
     def output_tokens(self) -> int:
-        return sum(each.answer_tokens for each in self.engine_requests)
+        return sum(record.answer_tokens for record in self.engine_requests)
 
     def api_seconds(self, now: float) -> float:
         """Seconds until `now` that this request spent in the API only: before submission and after the last token."""
         return (
-            min(each.submitted for each in self.engine_requests)
+            min(record.submitted for record in self.engine_requests)
             - self.began
             + now
-            - max(each.ended or now for each in self.engine_requests)
+            - max(record.ended or now for record in self.engine_requests)
         )
 
     @property
     def spec(self) -> SpecStats | None:
         """The sum over all engine requests. None if nothing was drafted, or if no request has ended yet."""
-        stats = [each.spec for each in self.engine_requests if each.spec is not None]
+        stats = [record.spec for record in self.engine_requests if record.spec is not None]
         if not stats:
             return None
-        histogram = [sum(counts) for counts in zip(*(each.histogram for each in stats), strict=True)]
-        return SpecStats(histogram=histogram, drafted=sum(each.drafted for each in stats))
+        histogram = [sum(counts) for counts in zip(*(spec.histogram for spec in stats), strict=True)]
+        return SpecStats(histogram=histogram, drafted=sum(spec.drafted for spec in stats))
 
 
 current_request: ContextVar[RequestRecord | None] = ContextVar("current_request", default=None)
 
 
 def log_context() -> Mapping[str, str]:
-    """What every log line includes: the id of the current HTTP request."""
+    """The fields that every log line includes: the id of the current HTTP request."""
     record = current_request.get()
     return {} if record is None else {"request_id": record.request_id}
 

@@ -1,6 +1,6 @@
 """Spans for OpenTelemetry, sent to an OTLP endpoint over HTTP: one per generating request.
 
-Attribute names are those of the semantic conventions for generative AI, else vLLM's. The SDK reads its OTEL_* variables
+Attribute names come from the semantic conventions for generative AI, else from vLLM. The SDK reads its OTEL_* variables
 itself: service name, sampler, headers, batches.
 """
 
@@ -16,7 +16,6 @@ from opentelemetry.util.types import AttributeValue
 
 from eagle_server.api.telemetry.request_record import EngineRequestRecord, RequestRecord
 
-NANOSECONDS = 10**9
 SPAN = "llm_request"
 FIRST_SERVER_ERROR = 500
 
@@ -58,7 +57,7 @@ def otlp_processor(endpoint: str) -> SpanProcessor:
 
 
 def attributes(request: RequestRecord, model_name: str) -> dict[str, AttributeValue]:
-    """Latencies are in seconds. They are those of the engine request that ended last."""
+    """The attributes of a request's span. Latencies, in seconds, belong to the engine request that ended last."""
     first = request.engine_requests[0].request
     values: dict[str, AttributeValue] = {
         "http.request.method": request.method,
@@ -67,23 +66,25 @@ def attributes(request: RequestRecord, model_name: str) -> dict[str, AttributeVa
         "gen_ai.operation.name": "text_completion" if request.path == "/v1/completions" else "chat",
         "gen_ai.response.model": model_name,
         "gen_ai.request.id": request.request_id,
-        "gen_ai.request.n": next(each.n for each in request.engine_requests if each.n is not None),
+        "gen_ai.request.n": next(record.n for record in request.engine_requests if record.n is not None),
         "gen_ai.request.max_tokens": first.sampling.max_tokens,
         "gen_ai.request.temperature": first.sampling.temperature,
         "gen_ai.request.top_p": first.sampling.top_p,
-        "gen_ai.response.finish_reasons": [each.reason.value for each in request.engine_requests],
+        "gen_ai.response.finish_reasons": [record.reason.value for record in request.engine_requests],
         "gen_ai.usage.num_sequences": len(request.engine_requests),
         "gen_ai.usage.prompt_tokens": request.prompt_tokens,
         "gen_ai.usage.input_tokens": request.prompt_tokens,
         "gen_ai.usage.completion_tokens": request.output_tokens,
         "gen_ai.usage.output_tokens": request.output_tokens,
     }
-    firsts = [each.first_token - each.submitted for each in request.engine_requests if each.first_token is not None]
+    firsts = [
+        record.first_token - record.submitted for record in request.engine_requests if record.first_token is not None
+    ]
     if firsts:
         values["gen_ai.latency.time_to_first_token"] = min(firsts)
-    ended = [each for each in request.engine_requests if each.ended is not None]
+    ended = [record for record in request.engine_requests if record.ended is not None]
     if ended:
-        values |= _latencies(max(ended, key=lambda each: each.ended or 0.0))
+        values |= _latencies(max(ended, key=lambda record: record.ended or 0.0))
     if request.key:
         values["eagle_server.api_key_name"] = request.key
     spec = request.spec

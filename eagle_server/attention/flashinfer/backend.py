@@ -13,17 +13,18 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
-from eagle_server.attention.flashinfer.forward import FlashInferBackend, Wrapper, WrapperKind
+from eagle_server.attention.flashinfer.forward import FlashInferBackend, PlanSpec, Wrapper, WrapperKind
 from eagle_server.attention.flashinfer.modules import FA3_HEAD_DIMS, HEAD_DIMS, why_not_loaded
 from eagle_server.attention.flashinfer.scratch import AttentionLimits, Mode, int_buffer
 from eagle_server.attention.flashinfer.wrappers import DecodeWrapper, Heads, Lengths, PagedWrapper, plan_arguments
 from eagle_server.attention.interface import Layout
 from eagle_server.attention.workspace import Workspace
-from eagle_server.cache.pool import KVPool
+from eagle_server.cache.pool import KVPool, KVShape
 
 __all__ = ["FlashInferAttention", "AttentionLimits", "Workspace", "flashinfer_module"]
 
@@ -69,7 +70,8 @@ class FlashInferAttention(FlashInferBackend):
         pool: holds K and V. It gives head size, dtype and device.
         workspace: shared with the process's other backends.
         heads: number of query heads.
-        specs: (scale, sliding window or 0) of every layer, duplicates allowed. Each distinct spec has its own plan.
+        specs: (scale, sliding window or 0) of every layer, duplicates allowed, with its `KVShape` if the pool's layers
+            differ, and its query heads if layers differ in them. Each distinct spec has its own plan.
         limits: the size of the largest forward, and which forwards have static buffers.
         verify: how tree forwards are computed: "mask", "cascade" or "auto".
         draft: how draft steps are computed: as `verify`, or "per_node".
@@ -86,7 +88,7 @@ class FlashInferAttention(FlashInferBackend):
         workspace: Workspace,
         *,
         heads: int,
-        specs: Collection[tuple[float, int]],
+        specs: Collection[tuple[Any, ...]],
         limits: AttentionLimits,
         verify: TreeMode = "auto",
         draft: TreeMode = "auto",
@@ -94,19 +96,21 @@ class FlashInferAttention(FlashInferBackend):
     ) -> None:
         super().__init__(pool, workspace, specs, limits)
         self._module = flashinfer_module() if module is None else module
-        _, kv_heads, head_dim = pool.keys[0].shape
-        self._heads = Heads(heads, kv_heads, head_dim, pool.keys[0].dtype)
-        check_dtype(self._heads.dtype, self._module)
-        if head_dim not in HEAD_DIMS and not getattr(self._module, "any_head_dim", False):
-            raise ValueError(
-                f"FlashInfer has kernels for head sizes {HEAD_DIMS}, not {head_dim}: choose --attention-backend "
-                "torch_native"
-            )
+        shapes = {keys.shape[1:] for keys in pool.keys}
+        self._heads = {KVShape(kv, dim): Heads(heads, kv, dim, pool.keys[0].dtype) for kv, dim in shapes}
+        self._any_shape = KVShape(*pool.keys[0].shape[1:])
+        check_dtype(pool.keys[0].dtype, self._module)
+        for _, head_dim in shapes:
+            if head_dim not in HEAD_DIMS and not getattr(self._module, "any_head_dim", False):
+                raise ValueError(
+                    f"FlashInfer has kernels for head sizes {HEAD_DIMS}, not {head_dim}: choose --attention-backend "
+                    "torch_native"
+                )
         if verify not in ("mask", "cascade", "auto") or draft not in ("mask", "cascade", "per_node", "auto"):
             raise ValueError(f"no such way to attend: verify={verify!r}, draft={draft!r}")
         self._verify, self._draft = verify, draft
-        self._prompt_kernels: dict[bool, PromptKernel] = {}  # by whether the layers have a sliding window
-        workspace.require(_eager_floats(head_dim, workspace.device))
+        self._prompt_kernels: dict[tuple[bool, KVShape | None], PromptKernel] = {}  # with a sliding window, or without
+        workspace.require(_eager_floats(max(head_dim for _, head_dim in shapes), workspace.device))
 
     def mode(self, layout: Layout, sliding: int) -> Mode:
         if layout.mask_width is None:
@@ -119,19 +123,23 @@ class FlashInferAttention(FlashInferBackend):
     def make(self, kind: WrapperKind) -> Wrapper:
         return self._decode(kind) if kind.mode in ("decode", "per_node") else self._prefill(kind)
 
+    def _heads_of(self, spec: PlanSpec) -> Heads:
+        heads = self._heads[spec.shape or self._any_shape]
+        return replace(heads, heads=spec.heads) if spec.heads else heads
+
     def _prefill(self, kind: WrapperKind) -> PagedWrapper:
         return self._paged(kind, self._prompt_kernel(kind.spec) if kind.long else "fa2")
 
-    def _prompt_kernel(self, spec: tuple[float, int]) -> PromptKernel:
+    def _prompt_kernel(self, spec: PlanSpec) -> PromptKernel:
         """fa3 if FlashInfer has it for this GPU and head size and can load it, else fa2."""
-        slides = spec[1] > 0
-        if slides not in self._prompt_kernels:
-            self._prompt_kernels[slides] = "fa3" if self._loads_fa3(spec) else "fa2"
-        return self._prompt_kernels[slides]
+        key = (spec.window > 0, spec.shape)
+        if key not in self._prompt_kernels:
+            self._prompt_kernels[key] = "fa3" if self._loads_fa3(spec) else "fa2"
+        return self._prompt_kernels[key]
 
-    def _loads_fa3(self, spec: tuple[float, int]) -> bool:
+    def _loads_fa3(self, spec: PlanSpec) -> bool:
         device = self.workspace.device
-        if self._heads.head_dim not in FA3_HEAD_DIMS or not is_hopper(device):
+        if self._heads_of(spec).head_dim not in FA3_HEAD_DIMS or not is_hopper(device):
             return False
         try:
             self._paged(WrapperKind("prefill", spec), "fa3").plan(Lengths.of([1], [1]), int_buffer(1, device))
@@ -144,10 +152,9 @@ class FlashInferAttention(FlashInferBackend):
         return True
 
     def _paged(self, kind: WrapperKind, kernel: PromptKernel) -> PagedWrapper:
-        scale, sliding = kind.spec
-        masked = kind.mode == "mask"
-        arguments = plan_arguments(self._heads, scale, 0 if masked else sliding)
-        arguments |= {"head_dim_qk": self._heads.head_dim, "causal": kind.mode == "prefill"}
+        masked, heads = kind.mode == "mask", self._heads_of(kind.spec)
+        arguments = plan_arguments(heads, kind.spec.scale, 0 if masked else kind.spec.window)
+        arguments |= {"head_dim_qk": heads.head_dim, "causal": kind.mode == "prefill"}
         buffers: dict[str, Any] = {"use_cuda_graph": kind.static, "backend": kernel}
         if kind.static:
             device = self.workspace.device
@@ -159,13 +166,14 @@ class FlashInferAttention(FlashInferBackend):
                 "paged_kv_last_page_len_buf": int_buffer(kind.batch, device),
             }
         if masked:
-            mask = self.scratch.mask(kind.batch, kind.rows, sliding)
+            mask = self.scratch.mask(kind.batch, kind.rows, kind.spec.window)
             buffers |= {"custom_mask_buf": mask.bits, "mask_indptr_buf": mask.indptr}
         wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(self.workspace.buffer, "NHD", **buffers)
         return PagedWrapper(wrapper, self.workspace, arguments, static=kind.static)
 
     def _decode(self, kind: WrapperKind) -> DecodeWrapper:
-        arguments = plan_arguments(self._heads, *kind.spec) | {"head_dim": self._heads.head_dim}
+        heads = self._heads_of(kind.spec)
+        arguments = plan_arguments(heads, kind.spec.scale, kind.spec.window) | {"head_dim": heads.head_dim}
         buffers: dict[str, Any] = {"use_cuda_graph": kind.static, "backend": "fa2"}
         if kind.static:
             device = self.workspace.device
@@ -178,7 +186,7 @@ class FlashInferAttention(FlashInferBackend):
         wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(
             self.workspace.buffer,
             "NHD",
-            use_tensor_cores=self._heads.heads // self._heads.kv_heads >= TENSOR_CORES_FROM,
+            use_tensor_cores=heads.heads // heads.kv_heads >= TENSOR_CORES_FROM,
             **buffers,
         )
         return DecodeWrapper(wrapper, self.workspace, arguments, static=kind.static)

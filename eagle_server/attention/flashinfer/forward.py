@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,10 +23,22 @@ from eagle_server.attention.flashinfer.scratch import LONG_ROWS, AttentionLimits
 from eagle_server.attention.flashinfer.wrappers import Fence, Lengths
 from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, LayerSpec, Layout, TreeMask
 from eagle_server.attention.workspace import Workspace
-from eagle_server.cache.pool import Pool
+from eagle_server.cache.pool import KVShape, Pool
 from eagle_server.ops.fused import AngleTable, Rotation
 from eagle_server.ops.rope_kv import HeadNorms, rotate_and_write
-from eagle_server.ops.tree_attention import tree_block_attention
+from eagle_server.ops.tree.attention import add_sinks, tree_block_attention
+
+
+class PlanSpec(NamedTuple):
+    """What a plan depends on in a layer: its scale, sliding window, shape and query heads.
+
+    None and 0: those of all layers.
+    """
+
+    scale: float
+    window: int
+    shape: KVShape | None = None
+    heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -34,7 +46,7 @@ class WrapperKind:
     """The properties that a wrapper is made for. Wrappers of one kind are interchangeable. batch 0: any batch size."""
 
     mode: Mode
-    spec: tuple[float, int]  # scale, sliding window
+    spec: PlanSpec
     batch: int = 0
     rows: int = 0
     static: bool = False
@@ -58,10 +70,11 @@ class FlashInferBackend(ABC):
     native_caches: ClassVar[None] = None
 
     def __init__(
-        self, pool: Pool, workspace: Workspace, specs: Collection[tuple[float, int]], limits: AttentionLimits
+        self, pool: Pool, workspace: Workspace, specs: Collection[tuple[Any, ...]], limits: AttentionLimits
     ) -> None:
         self.pool, self.workspace, self.limits = pool, workspace, limits
-        self.specs = tuple(dict.fromkeys(specs))
+        self.specs = tuple(dict.fromkeys(PlanSpec(*spec) for spec in specs))
+        self._by_shape = any(spec.shape is not None for spec in self.specs)
         self.scratch = Scratch(limits, pool.keys[0].device)
         self._static: dict[Hashable, _StaticWrappers] = {}
         self._free: defaultdict[WrapperKind, list[Wrapper]] = defaultdict(list)
@@ -83,7 +96,7 @@ class FlashInferBackend(ABC):
         self._check(layout)
         batch, rows, limits = len(layout.q_lens), layout.q_len or 0, self.limits
         static = batch in limits.graph_batches and rows in limits.graph_rows
-        modes = tuple(self.mode(layout, sliding) for _, sliding in self.specs)
+        modes = tuple(self.mode(layout, spec.window) for spec in self.specs)
         both = zip(self.specs, modes, strict=True)
         kinds = tuple(self._kind(layout, spec, mode, static=static) for spec, mode in both)
         key = (modes, batch, rows, layout.mask_width, layout.num_visible) if static else None
@@ -104,7 +117,19 @@ class FlashInferBackend(ABC):
                 weakref.finalize(plan, self._free[kind].append, wrapper).atexit = False
         return plan
 
-    def _kind(self, layout: Layout, spec: tuple[float, int], mode: Mode, *, static: bool) -> WrapperKind:
+    def spec_of(self, layer: LayerSpec) -> int:
+        """The number of a layer's spec.
+
+        Raises:
+            ValueError: the backend was not built for it.
+        """
+        shape = KVShape(*self.pool.keys[layer.index].shape[1:]) if self._by_shape else None
+        try:
+            return self.specs.index(PlanSpec(layer.scale, layer.sliding_window, shape, layer.heads))
+        except ValueError:
+            raise ValueError(f"the backend was built for {self.specs}, not for {layer}") from None
+
+    def _kind(self, layout: Layout, spec: PlanSpec, mode: Mode, *, static: bool) -> WrapperKind:
         batch, rows = len(layout.q_lens), layout.q_len or 0
         # A masked wrapper uses our buffers only with use_cuda_graph, which fixes its batch size and number of rows.
         if static or mode == "mask":
@@ -178,13 +203,13 @@ class FlashInferPlan:
                 backend.scratch.write_slots(mode, batch)
         tree = None
         if isinstance(batch.mask, TreeMask):
-            slidings = [s for (_, s), mode in zip(backend.specs, self.modes, strict=True) if mode == "mask"]
+            slidings = [spec.window for spec, mode in zip(backend.specs, self.modes, strict=True) if mode == "mask"]
             for sliding in dict.fromkeys(slidings):
                 backend.scratch.write_mask(batch, batch.mask, sliding)
             if "cascade" in self.modes:
                 self._window = window_of(batch, batch.mask) if self._window is None else self._window
                 tree = TreeBlock(self._window, batch.mask.visible)
-        return BoundFlashInfer(self, batch.out_cache_loc, tree)
+        return BoundFlashInfer(self, batch.out_cache_loc, tree, recurrent=batch.recurrent)
 
 
 @dataclass(frozen=True)
@@ -198,7 +223,7 @@ class BoundFlashInfer(BoundAttention):
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec) -> Tensor:
         """See `BoundAttention.run`."""
         self.plan.backend.pool.write(layer.index, self.out_cache_loc, k, v)
-        return self._attend(q, layer)
+        return self.attend(q, layer)
 
     def rotate_and_attend(
         self, qkv: Tensor, heads: int, rotation: Rotation, norms: HeadNorms | None, layer: LayerSpec
@@ -208,41 +233,41 @@ class BoundFlashInfer(BoundAttention):
             return super().rotate_and_attend(qkv, heads, rotation, norms, layer)
         pool = self.plan.backend.pool
         keys, values = pool.keys[layer.index], pool.values[layer.index]
-        return self._attend(rotate_and_write(qkv, heads, rotation, keys, values, self.out_cache_loc, norms), layer)
+        return self.attend(rotate_and_write(qkv, heads, rotation, keys, values, self.out_cache_loc, norms), layer)
 
-    def _attend(self, q: Tensor, layer: LayerSpec) -> Tensor:
-        """Attend, after the layer's keys and values are in the pool."""
+    def attend(self, q: Tensor, layer: LayerSpec) -> Tensor:
+        """See `BoundAttention.attend`."""
         backend, pool = self.plan.backend, self.plan.backend.pool
         if backend.scratch.owner is not self.plan.token:
             raise RuntimeError("another forward of this backend was bound meanwhile; bind it after this one has run")
         keys, values = pool.keys[layer.index], pool.values[layer.index]
-        try:
-            spec = backend.specs.index((layer.scale, layer.sliding_window))
-        except ValueError:
-            raise ValueError(f"the backend was built for {backend.specs}, not for {layer}") from None
+        spec = backend.spec_of(layer)
         wrapper = self.plan.wrappers[spec]
-        out = q.new_empty(*q.shape[:2], values.shape[2])
-        if self.plan.modes[spec] != "cascade":
-            wrapper.run(q, keys, values, out)
-            return out
-        assert self.tree is not None
-        prefix = torch.empty_like(out)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        wrapper.run(q, keys, values, prefix, lse)
-        tree_block_attention(q, keys, values, self.tree.slots, self.tree.mask, layer.scale, (prefix, lse), out)
+        cascades = self.plan.modes[spec] == "cascade"
+        out, lse = q.new_empty(*q.shape[:2], values.shape[2]), None
+        if cascades or layer.sinks is not None:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        wrapper.run(q, keys, values, out, lse)
+        if layer.sinks is not None:  # in a cascade as one more key of the prefix
+            assert lse is not None
+            add_sinks(out, lse, layer.sinks)
+        if cascades:
+            assert self.tree is not None and lse is not None
+            prefix, out = (out, lse), torch.empty_like(out)
+            tree_block_attention(q, keys, values, self.tree.slots, self.tree.mask, layer.scale, prefix, out)
         return out
 
 
 def _plan_inputs(scratch: Scratch, layout: Layout, modes: Sequence[Mode]) -> list[tuple[Lengths, Tensor]]:
     """The arguments of plan for each mode: the lengths, and the buffer for the slots."""
-    found: dict[Mode, tuple[Lengths, Tensor]] = {}
+    inputs_of: dict[Mode, tuple[Lengths, Tensor]] = {}
     for mode in modes:
-        if mode not in found:
-            found[mode] = (
+        if mode not in inputs_of:
+            inputs_of[mode] = (
                 _lengths(layout, mode),
                 scratch.slots(mode, len(layout.q_lens), layout.q_len or 0),
             )
-    return [found[mode] for mode in modes]
+    return [inputs_of[mode] for mode in modes]
 
 
 def _lengths(layout: Layout, mode: Mode) -> Lengths:

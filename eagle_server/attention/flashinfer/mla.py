@@ -49,7 +49,7 @@ class FlashInferMLAAttention(FlashInferBackend):
         workspace: Workspace,
         *,
         heads: int,
-        specs: Collection[tuple[float, int]],
+        specs: Collection[tuple[Any, ...]],
         limits: AttentionLimits,
         module: Any = None,
     ) -> None:
@@ -59,7 +59,7 @@ class FlashInferMLAAttention(FlashInferBackend):
         self._kernel: MLAKernel | None = None  # None: not known yet
         self._width, self._dtype = pool.keys[0].shape[2], pool.keys[0].dtype
         check_dtype(self._dtype, self._module)
-        if any(sliding for _, sliding in self.specs):
+        if any(spec.window for spec in self.specs):
             raise ValueError("latent attention has no sliding windows")
         workspace.require(_floats(self._rank, workspace.device))
 
@@ -76,7 +76,7 @@ class FlashInferMLAAttention(FlashInferBackend):
             "head_dim_kpe": self._width - self._rank,
             "page_size": 1,
             "causal": not cascade,
-            "sm_scale": kind.spec[0],
+            "sm_scale": kind.spec.scale,
             "q_data_type": self._dtype,
             "kv_data_type": self._dtype,
             "query_layout": "packed",

@@ -42,21 +42,27 @@ class MissingModuleError(RuntimeError):
 
 def warn_of_another_toolkit() -> None:
     """Warn if the nvcc that FlashInfer would compile with is of another CUDA than torch's."""
-    found, own = str(importlib.import_module("flashinfer.jit.cpp_ext").get_cuda_version()), torch.version.cuda
-    if own is not None and found.partition(".")[0] != own.partition(".")[0]:
+    toolkit, torch_toolkit = (
+        str(importlib.import_module("flashinfer.jit.cpp_ext").get_cuda_version()),
+        torch.version.cuda,
+    )
+    if torch_toolkit is not None and toolkit.partition(".")[0] != torch_toolkit.partition(".")[0]:
         logger.warning(
             "nvcc is of CUDA %s, but torch of CUDA %s: kernels that are not prebuilt may fail to compile or to load; "
             "let CUDA_HOME name a toolkit of CUDA %s",
-            *(found, own, own.partition(".")[0]),
+            *(toolkit, torch_toolkit, torch_toolkit.partition(".")[0]),
         )
 
 
-def load_modules(backend: FlashInferBackend, norm_sizes: Collection[int], rotated: int = 0) -> None:
+def load_modules(
+    backend: FlashInferBackend, norm_sizes: Collection[int], rotated: int = 0, activation: str = "silu"
+) -> None:
     """Load the modules that a model needs for its forwards over this backend. Compiles those that are not prebuilt.
 
     Args:
         norm_sizes: row sizes of the model's norms, each of which is compiled.
         rotated: the head size that FlashInfer rotates; 0: none, because a kernel of our own does.
+        activation: of the model's gates.
 
     Raises:
         MissingModuleError: one can be neither loaded nor compiled.
@@ -64,7 +70,8 @@ def load_modules(backend: FlashInferBackend, norm_sizes: Collection[int], rotate
     try:
         for layout in _FORWARDS:
             backend.plan(layout)
-        _load_fused(backend.pool.keys[0].device, backend.pool.keys[0].dtype, norm_sizes, rotated)
+        keys = backend.pool.keys[0]
+        _load_fused(keys.device, keys.dtype, norm_sizes, rotated, activation)
     except (OSError, RuntimeError) as error:
         reason = why_not_loaded(error)
         if reason is None:
@@ -89,15 +96,21 @@ def why_not_loaded(error: BaseException) -> str | None:
     return None
 
 
-def _load_fused(device: torch.device, dtype: torch.dtype, norm_sizes: Collection[int], rotated: int = 0) -> None:
+def _load_fused(
+    device: torch.device,
+    dtype: torch.dtype,
+    norm_sizes: Collection[int],
+    rotated: int = 0,
+    activation: str = "silu",
+) -> None:
     """Run every fused operation once, on one row."""
     with torch.inference_mode():
         for size in norm_sizes:
             row, weight = torch.zeros(2, size, dtype=dtype, device=device), torch.ones(size, dtype=dtype, device=device)
             fused.rms_norm(row[:1], weight, 1e-6)
             fused.add_rms_norm(row[:1], row[1:], weight, 1e-6)
-        fused.silu_mul(torch.zeros(1, 128, dtype=dtype, device=device))
-        if rotated and fused.can_use_table(device, dtype, rotated):
+        fused.GATES[activation](torch.zeros(1, 128, dtype=dtype, device=device))
+        if rotated and fused.can_use_table(device, dtype, rotated, rotated):
             table = torch.zeros(1, rotated, dtype=torch.float32, device=device)
             rotation = fused.AngleTable(torch.zeros(1, dtype=torch.int64, device=device), table)
             q, k = torch.zeros(2, 1, 1, rotated, dtype=dtype, device=device)

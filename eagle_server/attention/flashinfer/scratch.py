@@ -16,7 +16,7 @@ from eagle_server.attention.batches import attn_args_decode, attn_args_prefill
 from eagle_server.attention.interface import AttentionBatch, TreeMask
 from eagle_server.attention.spec_info import kv_arguments
 from eagle_server.ops.indices import window_slots
-from eagle_server.ops.mask import pack_tree_mask
+from eagle_server.ops.tree.mask import pack_tree_mask
 
 # How a forward is computed.
 #   decode   causal, one query row per request

@@ -6,20 +6,23 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
 
+from eagle_server.algorithms import ALGORITHMS
 from eagle_server.cache.allocator import PageAllocator
 from eagle_server.cache.block_events import BlockEvents, block_size_of
+from eagle_server.cache.checkpoints import Checkpoints
 from eagle_server.cache.manager import KVCacheManager
 from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.pool import Pool
 from eagle_server.cache.radix import RadixCache
 from eagle_server.engine.build.backends import Backends
 from eagle_server.engine.build.drafters import make_drafter
-from eagle_server.engine.build.pools import make_pool
+from eagle_server.engine.build.pools import make_pool, make_states
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.engine.follow import send_setup
@@ -29,15 +32,16 @@ from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target
 from eagle_server.ops.triton_support import on_gpu
 from eagle_server.request import Ready
-from eagle_server.scheduling.limits import SchedulerLimits
+from eagle_server.scheduling.admission import SchedulerLimits
 from eagle_server.scheduling.scheduler import Scheduler
 from eagle_server.worker.batch.batch import Batches
 from eagle_server.worker.budget.budget import AdaptiveBudget, FixedBudget
 from eagle_server.worker.budget.cost_model import CostModel
 from eagle_server.worker.budget.estimates import AcceptanceEstimates
-from eagle_server.worker.budget.recent_trees import RecentTrees
 from eagle_server.worker.drafting import TreeDrafting
+from eagle_server.worker.first_drafts import FirstDrafts
 from eagle_server.worker.graphs import CudaRecorder, Graphs, Recorder
+from eagle_server.worker.request_states import RequestStates
 from eagle_server.worker.verifier import Verifier
 from eagle_server.worker.warm_up import measure_costs, warm_up
 from eagle_server.worker.worker import Worker
@@ -51,7 +55,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LONG_TEXT = 4096  # tokens, of the longest text whose cost is measured
+_LONG_TEXT = 4096  # tokens of the longest text whose cost is measured
 
 
 def assemble(  # noqa: PLR0913
@@ -71,19 +75,23 @@ def assemble(  # noqa: PLR0913
 
     `document` is the resolved configuration for /v1/server_info. Tests replace the library `flashinfer` and the
     `recorder` of CUDA graphs. `tokenizer` is called when the first request with a grammar arrives; without it such
-    requests are refused. `mask_budget` limits the time of their token masks. `ranks`: the target's; the others run
-    `assemble_follower`. `publisher` gets the events of the prefix cache.
+    requests are refused. `mask_budget` limits the time of their token masks. `ranks` share the target; those above 0
+    run `assemble_follower`. `publisher` gets the events of the prefix cache.
     """
     device = target.embed.device
     _check(draft, config)
     target.aux_boundaries = draft.aux_boundaries if draft is not None else ()
     backends = Backends(config, device, flashinfer)
     graphs = Graphs(_recorder(config, device) if recorder is None else recorder)
-    drafter, draft_pools = make_drafter(draft, config, backends, graphs)
-    pools = [make_pool(target.config, config.kv_slots, device), *draft_pools]
+    target_pool = make_pool(target.config, config.kv_slots, device)
+    drafter, draft_pools = make_drafter(draft, config, backends, graphs, target_pool)
+    pools = [target_pool, *draft_pools]
+    states = _states(target, config)
+    events = None if publisher is None else BlockEvents(config.page_size, block_size_of(config.page_size))
+    if states is None or config.disable_radix_cache:
+        config = replace(config, checkpoints=0, checkpoint_interval=0)
     if ranks is not None:
         send_setup(ranks, config)
-    events = None if publisher is None else BlockEvents(config.page_size, block_size_of(config.page_size))
     kv = _kv_cache(config, pools, device, events, mirrored=ranks is not None)
     attention = backends.make(target, pools[0], _verified_sizes(config), config.verify_attention)
     batches = Batches(
@@ -98,8 +106,10 @@ def assemble(  # noqa: PLR0913
     )
     largest = FixedBudget(config.tree.num_steps, config.tree.num_draft_tokens)
     drafting = TreeDrafting(drafter, batches, largest)
+    if draft is not None and (causes := ALGORITHMS[draft.algorithm].silent_causes):
+        drafting.first_drafts = FirstDrafts(causes)
     captured = max(config.graph_sizes, default=0) * config.tree.num_draft_tokens
-    verifier = Verifier(target, attention, pools[0], graphs, ranks, captured)
+    verifier = Verifier(target, attention, pools[0], graphs, ranks, captured, states)
     worker = Worker(verifier, drafting, batches, config.acceptance)
     if config.graph_sizes:
         _capture(worker, graphs, backends, config)
@@ -115,7 +125,7 @@ def assemble(  # noqa: PLR0913
 
 
 def _adapt(worker: Worker, largest: FixedBudget, config: EngineConfig) -> None:
-    """Let the trees follow cost and load, from a first measurement of the costs on."""
+    """Measure the costs, then let the trees follow cost and load."""
     drafting, tree, costs = worker.drafting, config.tree, CostModel()
     began = time.perf_counter()
     longest = min(config.context_length, config.max_total_tokens, _LONG_TEXT)
@@ -128,8 +138,8 @@ def _adapt(worker: Worker, largest: FixedBudget, config: EngineConfig) -> None:
         largest.num_draft_tokens,
     )
     shapes = () if worker.verifier.attention.ragged_trees else tree.shapes
-    trees = RecentTrees(worker.batches.pad_row + 1, tree.depth, tree.num_draft_tokens - 1)
-    drafting.adapt(AdaptiveBudget(trees, costs, drafting.drafter.forwards, shapes), costs)
+    drafter, rows, size = drafting.drafter, worker.batches.pad_row + 1, (tree.depth, tree.num_draft_tokens)
+    drafting.adapt(AdaptiveBudget(rows, size, costs, drafter.forwards, drafter.widest, shapes), costs)
 
 
 def _check(draft: DraftModel | None, config: EngineConfig) -> None:
@@ -142,6 +152,16 @@ def _check(draft: DraftModel | None, config: EngineConfig) -> None:
         )
     if draft is not None and tree.topk > draft.draft_vocab_size:
         raise ValueError(f"--speculative-eagle-topk {tree.topk}: the head drafts from {draft.draft_vocab_size} tokens")
+
+
+def _states(target: Target, config: EngineConfig) -> RequestStates | None:
+    """The states of the target's recurrent layers; None if it has no such layers."""
+    checkpoints = 0 if config.disable_radix_cache else config.checkpoints
+    sizes = (config.max_running_requests, config.tree.num_draft_tokens)
+    pool = make_states(target.config, *sizes, target.embed.device, checkpoints)
+    if config.poison and pool is not None:
+        pool.poison()
+    return None if pool is None else RequestStates(pool)
 
 
 def _recorder(config: EngineConfig, device: torch.device) -> Recorder | None:
@@ -163,7 +183,9 @@ def _kv_cache(
 
     if config.poison:
         poison(list(range(1, allocator.num_pages + 1)))
-    radix = None if config.disable_radix_cache else RadixCache(config.page_size, events)
+    first = table.pad_row + 1  # row of the state pool
+    checkpoints = Checkpoints(range(first, first + config.checkpoints)) if config.checkpoint_interval else None
+    radix = None if config.disable_radix_cache else RadixCache(config.page_size, events, checkpoints)
     return KVCacheManager(allocator, table, radix, poison if config.poison else None)
 
 
@@ -215,17 +237,19 @@ def _limits(config: EngineConfig, *, uses_features: bool) -> SchedulerLimits:
         spec_steps=config.tree.depth,
         uses_features=uses_features,
         lossy=config.acceptance.lossy,
+        checkpoint_interval=config.checkpoint_interval,
     )
 
 
 def _ready(config: EngineConfig, target: Target, kv: KVCacheManager, document: Mapping[str, Any] | None) -> Ready:
-    """What the engine tells the API process about itself."""
+    """The message in which the engine tells the API process about itself."""
     most = kv.allocator.num_pages * config.page_size - config.tree.num_lookahead_slots
     return Ready(
         context_length=config.context_length,
         max_request_tokens=min(config.context_length, most),
         vocab_size=target.config.vocab_size,
         eos_token_ids=target.config.eos_token_ids,
+        media_token_ids=target.config.media_token_ids,
         speculative_algorithm=config.algorithm,
         num_steps=config.tree.depth,
         resolved=dict(document or {}),

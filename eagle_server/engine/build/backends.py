@@ -12,7 +12,7 @@ import torch
 from eagle_server.attention.interface import AttentionBackend, LayerSpec
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.attention.workspace import Workspace
-from eagle_server.cache.pool import KVPool, LatentPool
+from eagle_server.cache.pool import KVPool, KVShape, LatentPool
 from eagle_server.engine.build.pools import make_pool
 from eagle_server.engine.engine_config import EngineConfig, TreeMode
 from eagle_server.models.config import ModelConfig
@@ -30,22 +30,28 @@ class Backends:
         use_flashinfer(enabled=config.backend == "flashinfer")
 
     def make(
-        self, model: Any, pool: KVPool | LatentPool, graph_rows: Collection[int], trees: TreeMode
+        self,
+        model: Any,
+        pool: KVPool | LatentPool | None,
+        graph_rows: Collection[int],
+        trees: TreeMode,
+        requests_each: int = 1,
     ) -> AttentionBackend:
         """The backend that a `model` runs on, over the KV of `pool`.
 
         `graph_rows`: rows per request of the forwards that are captured. `trees`: how attention under a tree mask is
-        computed.
+        computed. `requests_each`: a forward may have up to this many times the requests that the engine runs.
         """
+        assert pool is not None, "the model's attention reads a pool"
         if self._workspace is None:
             return TorchNativeAttention(pool)
         # Imported here because a CPU does not need them, and their Triton kernels take a second to import.
         from eagle_server.attention.flashinfer.backend import AttentionLimits, FlashInferAttention
         from eagle_server.attention.flashinfer.mla import FlashInferMLAAttention
 
-        config, specs, heads = self._config, layer_specs(model), model.config.num_heads
+        config, specs, heads = self._config, layer_specs(model, model.config), model.config.num_heads
         limits = AttentionLimits(
-            batch=config.max_running_requests,
+            batch=config.max_running_requests * requests_each,
             kv_len=config.context_length + config.tree.num_lookahead_slots,
             graph_batches=config.graph_sizes,
             graph_rows=graph_rows,
@@ -88,7 +94,7 @@ def launch_kernel(device: torch.device) -> None:
 
 
 def load_kernels(model: ModelConfig, device: torch.device, module: Any = None) -> None:
-    """Load the kernels with which FlashInfer computes this model, compiled by nvcc where they are not prebuilt.
+    """Load FlashInfer's kernels for this model. nvcc compiles the kernels that are not prebuilt.
 
     `module`: FlashInfer, or a stand-in.
 
@@ -102,25 +108,32 @@ def load_kernels(model: ModelConfig, device: torch.device, module: Any = None) -
     from eagle_server.attention.flashinfer.scratch import LONG_ROWS
 
     use_flashinfer(enabled=True)
-    pool = make_pool(replace(model, num_layers=1, windows=()), LONG_ROWS + 1, device)
-    own: dict[str, Any] = {
+    shapes = tuple(dict.fromkeys(model.pool_layers))
+    pool = make_pool(replace(model, num_layers=1, windows=(), kv_shapes=shapes), LONG_ROWS + 1, device)
+    slides = sorted(set(model.windows or (0,)))
+    options: dict[str, Any] = {
         "heads": model.num_heads,
-        "specs": [(1.0, window) for window in sorted(set(model.windows or (0,)))],
+        "specs": [
+            (1.0, window, shape, heads)
+            for window in slides
+            for shape in (shapes if len(shapes) > 1 else [None])
+            for heads in sorted(set(model.layer_heads or (0,)))
+        ],
         "limits": AttentionLimits(batch=1, kv_len=LONG_ROWS),
         "module": module,
     }
     if isinstance(pool, LatentPool):
         assert model.mla is not None
         sizes = {model.hidden_size, model.mla.kv_lora_rank, model.mla.q_lora_rank or model.hidden_size}
-        backend = FlashInferMLAAttention(pool, Workspace(device), **own)
+        backend = FlashInferMLAAttention(pool, Workspace(device), **options)
         load_modules(backend, sizes, model.mla.qk_rope_head_dim)
     else:
-        per_node = FlashInferAttention(pool, Workspace(device), draft="per_node", **own)
-        load_modules(per_node, {model.hidden_size})
+        per_node = FlashInferAttention(pool, Workspace(device), draft="per_node", **options)
+        load_modules(per_node, {model.hidden_size}, activation=model.activation)
 
 
-def layer_specs(model: Any) -> set[tuple[float, int]]:
-    """The distinct (scale, sliding window) of a model's attention layers.
+def layer_specs(model: Any, config: ModelConfig) -> set[tuple[float, int, KVShape | None, int]]:
+    """The distinct (scale, sliding window, shape, heads) of a model's attention layers, see `PlanSpec`.
 
     Raises:
         ValueError: a layer caps its scores, which the FlashInfer backend cannot do.
@@ -129,7 +142,11 @@ def layer_specs(model: Any) -> set[tuple[float, int]]:
         raise ValueError(
             "--attention-backend flashinfer does not cap attention scores, which this model does: use torch_native"
         )
-    return {(spec.scale, spec.sliding_window) for spec in _specs(model)}
+    shapes = config.pool_layers
+    differ = len(set(shapes)) > 1 and config.mla is None
+    return {
+        (spec.scale, spec.sliding_window, shapes[spec.index] if differ else None, spec.heads) for spec in _specs(model)
+    }
 
 
 def caps_scores(model: Any) -> bool:

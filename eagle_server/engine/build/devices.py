@@ -26,7 +26,7 @@ SMALL_MODEL_THREADS = 2
 CPU_MEMORY_FOR_KV = 0.25  # share of the machine's memory, for both pools together
 GPU_MEMORY = 0.85  # share of the GPU's memory, for weights and KV together
 LARGEST_GRAPH = 64
-_DEVICE_NODES = Path("/dev")  # the driver puts one there for each GPU
+_DEVICE_NODES = Path("/dev")  # has a file of the driver for each GPU
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +37,15 @@ def resolve_device(config: Config, rank: int = 0) -> torch.device:
     Raises:
         ConfigError: more GPUs were asked for than torch sees, or this machine has one that torch cannot use.
     """
-    wanted, found = config.device.device, torch.cuda.is_available()
-    if wanted == "cuda" and not found:
+    wanted, has_cuda = config.device.device, torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
         raise ConfigError(f"--device cuda: torch cannot use an NVIDIA GPU: {_why_no_gpu()} (docs/gpu.md)")
-    if wanted == "auto" and not found and (nodes := sorted(_DEVICE_NODES.glob("nvidia[0-9]*"))):
+    if wanted == "auto" and not has_cuda and (nodes := sorted(_DEVICE_NODES.glob("nvidia[0-9]*"))):
         raise ConfigError(
             f"{nodes[0]} is an NVIDIA GPU, but torch cannot use it: {_why_no_gpu()}; docs/gpu.md has a table of "
             "drivers and builds of torch, and --device cpu serves without the GPU"
         )
-    device = torch.device("cuda", rank) if found and wanted != "cpu" else torch.device("cpu")
+    device = torch.device("cuda", rank) if has_cuda and wanted != "cpu" else torch.device("cpu")
     if device.type == "cuda" and torch.cuda.device_count() < config.device.tp_size:
         raise ConfigError(f"--tp-size {config.device.tp_size}: torch sees {torch.cuda.device_count()} GPUs")
     if device.type == "cpu":
@@ -56,7 +56,7 @@ def resolve_device(config: Config, rank: int = 0) -> torch.device:
 
 
 def _why_no_gpu() -> str:
-    """torch's own words, in one line."""
+    """torch's error message, in one line."""
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:  # AssertionError: a build without CUDA
@@ -65,9 +65,9 @@ def _why_no_gpu() -> str:
 
 
 def load_kernels_early(config: Config, device: torch.device, model: ModelConfig) -> None:
-    """Before the weights are loaded, load the kernels of the target, or say what is missing to compile them.
+    """Load the target's kernels before its weights, or say what is missing to compile them.
 
-    Whether a model that transformers' code runs needs FlashInfer is known only after it is loaded.
+    This leaves out models that transformers' code runs: it is unknown yet whether they need FlashInfer.
 
     Raises:
         ConfigError: the backend cannot run.
@@ -88,7 +88,7 @@ def load_kernels_early(config: Config, device: torch.device, model: ModelConfig)
 
 
 def load_kernels(device: torch.device, *models: ModelConfig) -> None:
-    """Load the kernels with which FlashInfer computes these models.
+    """Load FlashInfer's kernels for these models.
 
     Raises:
         ConfigError: a module can be neither loaded nor compiled; the message says what to install.
@@ -110,9 +110,11 @@ def resolve_backend(config: Config, device: torch.device, model: ModelConfig, *,
     sixteen_bit = model.dtype in (torch.bfloat16, torch.float16)
     if wanted == "torch_native" or device.type == "cpu" or (wanted == "auto" and not sixteen_bit):
         return "torch_native"
+    sizes = {head_dim for _, head_dim in model.pool_layers} if model.mla is None else set()
+    others = sorted(sizes.difference(HEAD_DIMS))
     for applies, lack in (
         (capped, "does not cap attention scores, which this model does"),
-        (model.mla is None and model.head_dim not in HEAD_DIMS, f"has no kernels for heads of {model.head_dim}"),
+        (bool(others), f"has no kernels for heads of {', '.join(map(str, others))}"),
     ):
         if applies and wanted == "auto":
             logger.info("torch_native is used: the flashinfer backend %s", lack)
@@ -129,33 +131,39 @@ def resolve_backend(config: Config, device: torch.device, model: ModelConfig, *,
     return "flashinfer"
 
 
-def graph_sizes(config: Config, backend: Backend, *, native: bool = True) -> tuple[int, ...]:
+def graph_sizes(config: Config, backend: Backend, *models: ModelConfig) -> tuple[int, ...]:
     """Batch sizes to capture CUDA graphs for.
 
     There are none for torch_native, because its tensor shapes follow the lengths, and none with several ranks, because
-    capturing NCCL is not tested. There are none if a model is not `native`: transformers' code may wait for the device,
-    which cannot be captured.
+    capturing NCCL is not tested. There are none if one of the `models` runs by transformers' code that waits for the
+    device, which cannot be captured.
 
     Raises:
         ConfigError: a size was given, but there are no graphs.
     """
     if backend == "torch_native" or config.device.disable_cuda_graph or config.device.tp_size > 1:
         return ()
-    if not native:
-        if config.device.cuda_graph_max_bs is not None:
-            raise ConfigError("--cuda-graph-max-bs: models that transformers' code runs are not captured; drop it")
-        logger.info("no CUDA graphs: transformers' code runs a model here, and it may wait for the device")
-        return ()
+    for model in models:
+        if model.waits and config.device.cuda_graph_max_bs is not None:
+            raise ConfigError(
+                f"--cuda-graph-max-bs: {model.architecture} is not captured, because transformers' code waits for the "
+                f"device in it ({model.waits}); drop it"
+            )
+        if model.waits:
+            logger.info(
+                "no CUDA graphs: transformers' code of %s waits for the device (%s)", model.architecture, model.waits
+            )
+            return ()
     running = config.scheduler.max_running_requests
     return bucket_sizes(min(running, config.device.cuda_graph_max_bs or LARGEST_GRAPH))
 
 
 def graph_memory(sizes: tuple[int, ...], tree: TreeConfig, model: ModelConfig, *, streams: int, adaptive: bool) -> int:
-    """Bytes that the results of captured functions keep, at most. They grow with every batch size and every shape.
+    """The most bytes that the results of captured functions keep. They grow with every batch size and every shape.
 
-    The float32 logits of the largest verification are the only ones, because all verifications share them. Everything
-    else is captured twice: attention to trees is computed differently over long texts. `streams`: residual streams in
-    the feature that a drafter reads of each node.
+    All verifications share the float32 logits of the largest one. Everything else is captured twice, because attention
+    to trees is computed differently over long texts. `streams`: residual streams in a node's feature that a drafter
+    reads.
     """
     hidden = model.hidden_size * model.dtype.itemsize
     logits = max(sizes, default=0) * tree.num_draft_tokens * model.vocab_size * 4

@@ -20,7 +20,11 @@ from eagle_server.worker.graphs import Graphs
 
 
 def make_drafter(
-    model: DraftModel | None, config: EngineConfig, backends: Backends, graphs: Graphs
+    model: DraftModel | None,
+    config: EngineConfig,
+    backends: Backends,
+    graphs: Graphs,
+    target_pool: KVPool | LatentPool,
 ) -> tuple[Drafter[Any], list[KVPool | LatentPool]]:
     """The drafter, and the KV pools that its model writes.
 
@@ -31,15 +35,17 @@ def make_drafter(
     if model is None:
         return (NgramDrafter(_tries(config)) if tree.ngram_depth else NoDrafter()), []
     pools = [] if model.kv is None else [make_pool(model.kv, config.kv_slots, backends.device)]
+    row = ALGORITHMS[model.algorithm]
+    read, rows_each = (target_pool, tree.topk) if row.reads_target_kv else (pools[0] if pools else None, 1)
     setup = DrafterSetup(
         tree,
         backends.device,
         graphs,
         config.graph_sizes,
-        attention=lambda rows: backends.make(model, pools[0], rows, config.draft_attention),
+        attention=lambda rows: backends.make(model, read, rows, config.draft_attention, rows_each),
         per_node=config.backend == "flashinfer" and config.draft_attention == "per_node",
+        requests=config.max_running_requests + 1,
     )
-    row = ALGORITHMS[model.algorithm]
     name = row.drafter if row.static_drafter is None or not tree.choices else row.static_drafter
     drafter: ModelDrafter[Any] = resolve_name(name)(model, setup)
     return (MixtureDrafter(drafter, _tries(config), setup) if tree.ngram_depth else drafter), pools

@@ -20,13 +20,13 @@ from eagle_server.engine.build.resolve import context_length, lookahead_bound, r
 from eagle_server.engine.engine import Engine
 from eagle_server.engine.follow import assemble_follower
 from eagle_server.engine.process import Rank
-from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target, read_model_config
 from eagle_server.models.checkpoints.weights import resolve_checkpoint, resolve_file
 from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target
-from eagle_server.ops.native import set_threads, use_native
+from eagle_server.ops.native.library import set_threads, use_native
 from eagle_server.text.tokenizer import read_tokenizer_file
 from eagle_server.worker.follower import Follower
 
@@ -56,7 +56,7 @@ def build_engine(config: Config, *, progress: bool = True) -> Engine:
     engine = engine_over(models, config, publisher=publisher)
     target, threads = models.target, torch.get_num_threads()
     chosen = config.device.cpu_threads is not None
-    # With more threads, some of them idle does not mean that other processes want the cores.
+    # With more threads, idle ones do not mean that other processes want the cores.
     if not chosen and target.embed.device.type == "cpu" and not target.is_fused and 1 < threads <= SMALL_MODEL_THREADS:
         engine.cores = SharedCores(threads)
     return engine
@@ -82,9 +82,9 @@ def build_rank(config: Config, rank: Rank) -> Engine | Follower:
 def load_models(
     config: Config, *, lookahead: int = 0, progress: bool = True, ranks: RankGroup | None = None
 ) -> LoadedModels:
-    """Target and draft on their device, for the trees of `config` and all that need at most `lookahead` slots.
+    """Load target and draft, for the trees of `config` and all trees that need at most `lookahead` slots.
 
-    `ranks`: only this rank's share of the target, and a draft on rank 0 only.
+    `ranks`: load only this rank's share of the target, and the draft on rank 0 only.
 
     Raises:
         ValueError, OSError: see `build_engine`.

@@ -1,4 +1,4 @@
-"""The cores and the memory that this process may use: those of the machine, or of its container."""
+"""The cores and the memory that this process may use, on the machine or in its container."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """By this process's affinity, and the quotas of its control groups: `docker run --cpus`, Kubernetes' limits."""
+    """Cores, by this process's affinity and its control groups' quotas: `docker run --cpus`, Kubernetes' limits."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     for group in _groups(root, "cpu"):
         limit = _words(group / "cpu.max") or _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us")
@@ -21,7 +21,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def usable_memory(root: Path = Path("/")) -> int:
-    """Bytes, by the machine's memory and the limits of this process's control groups."""
+    """Bytes of memory, by the machine's size and the limits of this process's control groups."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for group in _groups(root, "memory"):
         for limit in _words(group / "memory.max") + _words(group / "memory.limit_in_bytes"):
@@ -31,10 +31,10 @@ def usable_memory(root: Path = Path("/")) -> int:
 
 
 def stay_on_one_node(threads: int | None, root: Path = Path("/")) -> None:
-    """Run the calling thread, and those that it starts, on one NUMA node: where the weights will lie, which it reads.
+    """Run the calling thread, and the threads that it starts, on one NUMA node, so that they read its own memory.
 
-    The node with most of the cores that this process may use, of equal ones that with most free memory. Nothing changes
-    where they all are of one node, or where more `threads` are asked for than the node has cores.
+    This is the node with the most cores that this process may use; among equals, the one with the most free memory.
+    Nothing changes if all these cores belong to one node, or if the node has fewer cores than `threads`.
     """
     if not hasattr(os, "sched_getaffinity"):
         return
@@ -52,13 +52,13 @@ def stay_on_one_node(threads: int | None, root: Path = Path("/")) -> None:
 
 
 def _core_numbers(path: Path) -> set[int]:
-    """Of a list like 0-3,8,10-11."""
+    """The cores in a list like 0-3,8,10-11."""
     ranges = [part.partition("-") for part in ",".join(_words(path)).split(",") if part]
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
 
 
 def _free_memory(node: Path) -> int:
-    """KiB."""
+    """The free memory of a NUMA node, in KiB."""
     words = _words(node / "meminfo")
     return int(words[words.index("MemFree:") + 1]) if "MemFree:" in words else 0
 
@@ -70,9 +70,9 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
         controllers, _, path = rest.partition(":")
         if number == "0" or controller in controllers.split(","):
             mount = root / "sys/fs/cgroup" / controllers
-            own = mount / path.strip("/")
-            # A container may see the host's path, which is not mounted there: its own group is the mount then.
-            yield from (own, *(each for each in own.parents if each.is_relative_to(mount)))
+            group = mount / path.strip("/")
+            # A container may see the host's path, which is not mounted there. Then the mount is its own group.
+            yield from (group, *(parent for parent in group.parents if parent.is_relative_to(mount)))
 
 
 def _words(path: Path) -> list[str]:

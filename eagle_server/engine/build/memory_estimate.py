@@ -1,4 +1,4 @@
-"""`--dry-run`: the memory that a configuration needs, by config.json and the headers of the weight files."""
+"""`--dry-run`: the memory that a configuration needs, read from config.json and the headers of the weight files."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from eagle_server.engine.build.devices import (
     resolve_device,
 )
 from eagle_server.engine.build.machine import usable_memory
-from eagle_server.engine.build.pools import bytes_per_slot
-from eagle_server.engine.build.resolve import context_length, dynamic_tree, lookahead_bound
-from eagle_server.models.checkpoints.load_draft import detect, draft_files
+from eagle_server.engine.build.pools import bytes_per_slot, state_bytes
+from eagle_server.engine.build.resolve import checkpoint_plan, context_length, dynamic_tree, lookahead_bound
+from eagle_server.models.checkpoints.drafts.load_draft import detect, draft_files
 from eagle_server.models.checkpoints.load_target import read_model_config, serving_dtype
-from eagle_server.models.checkpoints.quantized import QuantizedTensor, read_quantization, with_dequantized
+from eagle_server.models.checkpoints.quantized import read_quantization, with_dequantized
 from eagle_server.models.checkpoints.rank_slices import share_of
-from eagle_server.models.checkpoints.weights import open_weights
+from eagle_server.models.checkpoints.weights import QuantizedTensor, open_weights, without_drafts
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.config_json import read_config
+from eagle_server.ops.native.library import available
 from eagle_server.ops.quantize import Quantization
 from eagle_server.speculation.tree_config import TreeConfig
 
-_BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.4}  # with the scales and zeros of groups of 128
-_MOST_STREAMS = 3  # in the feature of a node: those of an EAGLE-3 head
+_BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.4, "mxfp4": 4.25}  # per weight, with scales, and zeros of groups of 128
+_MOST_STREAMS = 3  # residual streams in a node's feature; an EAGLE-3 head reads the most
 _SYSTEM = 2 << 30  # bytes of a CPU machine's memory that weights and KV should leave free
 
 
@@ -52,34 +53,40 @@ def memory_estimate(config: Config) -> dict[str, Any]:
         return {"unknown": f"{' and '.join(missing)} must be on this machine; a start downloads what is on the Hub"}
     device, target = resolve_device(config), read_model_config(Path(config.target_path).expanduser())
     dtype = serving_dtype(config.model.dtype, target.dtype)
-    graphs = 0
+    graphs, tree = 0, dynamic_tree(config.speculative, target) if config.speculates else TreeConfig()
     if device.type == "cuda":
-        sizes = graph_sizes(config, resolve_backend(config, device, replace(target, dtype=dtype)), native=target.native)
-        tree = dynamic_tree(config.speculative, target) if config.speculates else TreeConfig()
+        sizes = graph_sizes(config, resolve_backend(config, device, replace(target, dtype=dtype)))
         adaptive = config.speculates and config.speculative.adapts
         graphs = graph_memory(sizes, tree, target, streams=_MOST_STREAMS, adaptive=adaptive)
     ranks, draft = config.device.tp_size, 0
+    native = config.device.cpu_kernels != "torch" and available(device, dtype)
     if config.draft_path not in (None, config.target_path):  # the target's files may hold its draft
-        draft = weight_bytes(config.draft_path, dtype, config.model.quantization)
+        draft = weight_bytes(config.draft_path, dtype, config.model.quantization, native=native)
     if config.draft_path is not None and ranks > 1:
         draft += 2 * target.vocab_size * target.hidden_size * dtype.itemsize
+    layers = None if config.draft_path == config.target_path else target.num_layers
+    weights = weight_bytes(config.target_path, dtype, config.model.quantization, layers, native=native)
     parts = {
-        "target_weights": weight_bytes(config.target_path, dtype, config.model.quantization) // ranks,
+        "target_weights": weights // ranks,
         "draft_weights": draft,
         "graphs": graphs,
     }
     share = share_of(replace(target, dtype=dtype), ranks)
+    if target.recurrent is not None:
+        parts["states"] = state_bytes(share, config.scheduler.max_running_requests, tree.num_draft_tokens)
     slot = bytes_per_slot(share) + _draft_bytes_per_slot(config, target, dtype)
     memory = _memory(config, device)
     left = memory - sum(parts.values())
     if device.type == "cpu":
-        left = min(left, memory_for_kv(config, device))
-    tokens = max(0, left // slot)
+        left = min(left, memory_for_kv(config, device) - parts.get("states", 0))
+    saving = checkpoint_plan(config, share, slot)
+    tokens = max(0, left // slot) if saving is None else saving.slots_that_fit(left - saving.least, slot)
     needed = context_length(config, target) + lookahead_bound(config, target)
     return {
         "device": str(device),
         "memory": memory,
         **parts,
+        **({} if saving is None else {"state_checkpoints": saving.size * saving.count(tokens)}),
         "kv_per_token": slot,
         "kv_tokens_that_fit": tokens,
         "kv_tokens_of_a_full_context": needed,
@@ -88,7 +95,7 @@ def memory_estimate(config: Config) -> dict[str, Any]:
 
 
 def given_tree(config: Config) -> dict[str, int]:
-    """The options of the tree that is drafted; {} for static trees, and where files that decide are not here.
+    """The options of the tree that is drafted; {} for static trees, or if the files that decide are not here.
 
     Raises:
         ValueError: the checkpoint is not supported, or no tree has the given options.
@@ -105,25 +112,39 @@ def given_tree(config: Config) -> dict[str, int]:
     return asdict(section.tree_options(target.architecture))
 
 
-def weight_bytes(path: str, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
-    """Bytes that the weights of a checkpoint take when they are served, about."""
+def weight_bytes(
+    path: str,
+    dtype: torch.dtype,
+    quantization: Quantization | None = None,
+    layers: int | None = None,
+    *,
+    native: bool,
+) -> int:
+    """About how many bytes the weights of a checkpoint take when they are served.
+
+    `layers`: how many layers the target has. Draft heads after them are not loaded. None: all is loaded. `native`:
+    whether the native kernels compute.
+    """
     directory = Path(path).expanduser()
     raw, source = _config_of(directory), str(directory / "config.json")
-    stored, found = with_dequantized(open_weights(directory), raw, source), read_quantization(raw, source)
+    stored, quantized = with_dequantized(open_weights(directory), raw, source), read_quantization(raw, source)
+    stored = stored if layers is None else without_drafts(stored, layers)
     plain, bits = 8.0 * dtype.itemsize, 0.0
     for name, tensor in stored.items():
-        own = plain
-        if isinstance(tensor, QuantizedTensor) and found is not None:
-            own = _BITS["int4"] if found.bits == 4 else 8.0  # noqa: PLR2004
+        weight_bits = plain
+        if isinstance(tensor, QuantizedTensor) and quantized is not None:
+            weight_bits = _BITS.get(quantized.method) or (_BITS["int4"] if quantized.bits == 4 else 8.0)  # noqa: PLR2004
+            if quantized.method == "mxfp4" and not native:
+                weight_bits = plain  # it is multiplied out
         elif quantization is not None and len(tensor.shape) == 2 and "embed" not in name:  # noqa: PLR2004
-            own = plain if name.startswith("lm_head") and quantization == "fp8" else _BITS[quantization]
-            own = max(own, 8.0) if name.startswith("lm_head") else own
-        bits += own * math.prod(tensor.shape)
+            weight_bits = plain if name.startswith("lm_head") and quantization == "fp8" else _BITS[quantization]
+            weight_bits = max(weight_bits, 8.0) if name.startswith("lm_head") else weight_bits
+        bits += weight_bits * math.prod(tensor.shape)
     return int(bits / 8)
 
 
 def refusal(config: Config, estimate: dict[str, Any]) -> str | None:
-    """Why the device cannot serve this, and what would help; None: it can, or nobody knows."""
+    """Why the device cannot serve this, and what would help; None: it can, or this is unknown."""
     if estimate.get("fits", True):
         return None
     weights = sum(estimate[part] for part in ("target_weights", "draft_weights", "graphs"))
@@ -135,6 +156,7 @@ def refusal(config: Config, estimate: dict[str, Any]) -> str | None:
         f"beside the weights ({gib['weights']} of {gib['memory']}) there is room for {estimate['kv_tokens_that_fit']} "
         f"tokens of KV, and a request of the full context needs {estimate['kv_tokens_of_a_full_context']}: "
         "a smaller --context-length, or --quantization"
+        f"{', or a smaller --max-running-requests' if 'states' in estimate else ''}"
     )
 
 
@@ -146,7 +168,7 @@ def _memory(config: Config, device: torch.device) -> int:
 
 
 def _draft_bytes_per_slot(config: Config, target: ModelConfig, dtype: torch.dtype) -> int:
-    """A draft's KV: as many layers as its config.json says, with the target's heads where it says nothing else."""
+    """Bytes of a draft's KV per slot: layers and heads from its config.json, else one layer and the target's heads."""
     if config.draft_path is None:
         return 0
     raw, row = _config_of(Path(config.draft_path).expanduser()), _draft_row(config)
@@ -154,13 +176,13 @@ def _draft_bytes_per_slot(config: Config, target: ModelConfig, dtype: torch.dtyp
         return 0
     layers, heads = raw.get("num_hidden_layers", 1), raw.get("num_key_value_heads", target.num_kv_heads)
     if row is not None and row.stored == "in the target":
-        layers = 1
+        layers = max(1, int(raw.get("num_nextn_predict_layers") or 1))
     return int(2 * layers * heads * target.head_dim * dtype.itemsize)
 
 
 def _draft_row(config: Config) -> Algorithm | None:
     """The kind of draft, by its option or by its files; None: its files are not here."""
-    if config.draft_path is None or config.speculative.drafts is not None:
+    if config.draft_path is None or config.speculative.head_algorithm is not None:
         return config.speculative.drafts
     if not _is_here(config.draft_path):
         return None
@@ -168,7 +190,7 @@ def _draft_row(config: Config) -> Algorithm | None:
 
 
 def _config_of(directory: Path) -> dict[str, Any]:
-    """config.json; {} where there is none."""
+    """The values of config.json; {} if there is none."""
     return read_config(directory) if (directory / "config.json").is_file() else {}
 
 

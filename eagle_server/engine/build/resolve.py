@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from typing import Any
 
 from eagle_server.algorithms import ALGORITHMS, NGRAM, NONE
@@ -11,15 +12,14 @@ from eagle_server.cache.block_events import block_size_of
 from eagle_server.config import Config, ConfigError, SpeculativeSection
 from eagle_server.engine.build.backends import caps_scores
 from eagle_server.engine.build.devices import graph_memory, graph_sizes, load_kernels, memory_for_kv, resolve_backend
-from eagle_server.engine.build.pools import bytes_per_slot
-from eagle_server.engine.build.static_trees import TOKEN_TREE, read_choices
+from eagle_server.engine.build.pools import CheckpointPlan, bytes_per_slot, state_bytes
 from eagle_server.engine.engine_config import EngineConfig
-from eagle_server.models.config import ModelConfig
+from eagle_server.models.config import CHUNK_LIMIT, ModelConfig
 from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.models.targets.interface import Target
-from eagle_server.ops.native import available, threads
+from eagle_server.ops.native.library import available, threads
 from eagle_server.speculation.accept import Acceptance, Lossless
-from eagle_server.speculation.static_tree import Choices, depth_of, ranks_of, truncated
+from eagle_server.speculation.static_tree import TOKEN_TREE, Choices, depth_of, ranks_of, read_choices, truncated
 from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.speculation.typical import Typical
 
@@ -42,12 +42,16 @@ def resolve(config: Config, target: Target, draft: DraftModel | None) -> EngineC
     backend = resolve_backend(config, device, target.config, capped=capped)
     if backend == "flashinfer":
         load_kernels(device, *models)
-    sizes = graph_sizes(config, backend, native=all(model.native for model in models))
+    sizes = graph_sizes(config, backend, *models)
     adaptive = config.speculates and config.speculative.adapts
     streams = 0 if draft is None else len(draft.aux_boundaries)
     graphs = graph_memory(sizes, tree, target.config, streams=streams, adaptive=adaptive)
-    memory = memory_for_kv(config, device, graphs)
-    fitting = memory // sum(map(bytes_per_slot, models))
+    states = state_bytes(target.config, config.scheduler.max_running_requests, tree.num_draft_tokens)
+    slot = sum(map(bytes_per_slot, models))
+    saving = checkpoint_plan(config, target.config, slot)
+    states += 0 if saving is None else saving.least
+    memory = _beside_states(config, memory_for_kv(config, device, graphs), states)
+    fitting = memory // slot if saving is None else saving.slots_that_fit(memory, slot)
     slots = config.cache.max_total_tokens or _slots_that_fit(config, context + tree.num_lookahead_slots, fitting)
     return EngineConfig(
         context_length=context,
@@ -57,6 +61,8 @@ def resolve(config: Config, target: Target, draft: DraftModel | None) -> EngineC
         max_running_requests=config.scheduler.max_running_requests,
         chunked_prefill_size=config.scheduler.chunked_prefill_size,
         disable_radix_cache=config.cache.disable_radix_cache,
+        checkpoints=0 if saving is None else saving.count(slots),
+        checkpoint_interval=0 if saving is None else saving.interval,
         algorithm=_algorithm(config, draft),
         backend=backend,
         graph_sizes=sizes,
@@ -65,6 +71,28 @@ def resolve(config: Config, target: Target, draft: DraftModel | None) -> EngineC
         adaptive=adaptive,
         coupling=config.speculative.couples,
     )
+
+
+def checkpoint_plan(config: Config, target: ModelConfig, slot_bytes: int) -> CheckpointPlan | None:
+    """The checkpoints of the target's states; None: it has none, or nothing is cached."""
+    if config.cache.disable_radix_cache:
+        return None
+    return CheckpointPlan.of(target, slot_bytes, config.scheduler.chunked_prefill_size, config.cache.page_size)
+
+
+def _beside_states(config: Config, memory: int, states: int) -> int:
+    """Bytes that are left for KV beside the states of recurrent layers.
+
+    Raises:
+        ConfigError: the states of all running requests take everything.
+    """
+    if states and states >= memory:
+        running = config.scheduler.max_running_requests
+        raise ConfigError(
+            f"--max-running-requests {running}: the states of the recurrent layers of {running} requests take "
+            f"{states / 2**30:.1f} GiB, and there are {memory / 2**30:.1f} GiB for states and KV; give a smaller number"
+        )
+    return memory - states
 
 
 def context_length(config: Config, target: ModelConfig) -> int:
@@ -83,8 +111,10 @@ def context_length(config: Config, target: ModelConfig) -> int:
 
 
 def _extension(target: ModelConfig, wanted: int) -> str:
-    """What to change in config.json for a longer context."""
+    """A hint what to change in config.json for a longer context."""
     rope, original = target.rope, target.rope.original_max_position
+    if target.context_limit[1] == CHUNK_LIMIT:
+        return f"add --context-length {target.context_limit[0]}, or drop it"
     if original and rope.kind in ("linear", "dynamic", "yarn"):
         return f"a factor of {math.ceil(wanted / original)} in its RoPE parameters there allows more"
     if original and rope.kind == "default":
@@ -96,7 +126,7 @@ def _extension(target: ModelConfig, wanted: int) -> str:
 
 
 def lookahead_bound(config: Config, target: ModelConfig) -> int:
-    """Positions past the context that drafting may reach, whatever kind of draft the files turn out to hold.
+    """Positions past the context that drafting may reach, whatever kind of draft the files hold.
 
     The RoPE tables are made when the models are loaded. The kind of draft, and so its tree, is known only after that.
     """
@@ -129,7 +159,7 @@ def _tree(config: Config, target: ModelConfig, draft: DraftModel | None) -> Tree
                 tree.num_draft_tokens,
                 tree.num_steps,
             )
-        return tree
+        return _within_block(tree, section, draft)
     return TreeConfig(
         num_steps=depth_of(choices),
         topk=ranks_of(choices),
@@ -138,6 +168,20 @@ def _tree(config: Config, target: ModelConfig, draft: DraftModel | None) -> Tree
         ngram_depth=tree.ngram_depth,
         ngram_share_tokens=tree.ngram_share_tokens,
     )
+
+
+def _within_block(tree: TreeConfig, section: SpeculativeSection, draft: DraftModel | None) -> TreeConfig:
+    """The tree, cut to the levels that the draft can draft. More given steps than that are refused."""
+    most = None if draft is None else draft.max_steps
+    if most is None or tree.num_steps <= most:
+        return tree
+    if section.num_steps is not None:
+        raise ConfigError(f"--speculative-num-steps {section.num_steps}: one pass of this draft scores {most} tokens")
+    cut = replace(tree, num_steps=most)
+    if tree.ngram_depth:
+        return cut
+    nodes = most + 1 if tree.topk == 1 else min(tree.num_draft_tokens, tree.topk + (most - 1) * tree.topk**2 + 1)
+    return replace(cut, num_draft_tokens=nodes)
 
 
 def dynamic_tree(section: SpeculativeSection, target: ModelConfig) -> TreeConfig:
@@ -161,21 +205,21 @@ def _static_choices(section: SpeculativeSection, draft: DraftModel | None) -> Ch
     if section.token_tree is None:
         return _own_choices(section, draft) if draft is not None else ()
     if drafts is None or drafts.static_drafter is None:
-        found = "there is no draft" if drafts is None else f"the files hold a {drafts.name} draft"
-        raise ConfigError(f"--speculative-token-tree is for EAGLE and MTP heads, but {found}; drop it")
+        held = "there is no draft" if drafts is None else f"the files hold a {drafts.name} draft"
+        raise ConfigError(f"--speculative-token-tree is for EAGLE and MTP heads, but {held}; drop it")
     return read_choices(section.token_tree, TOKEN_TREE)
 
 
 def _own_choices(section: SpeculativeSection, draft: DraftModel) -> Choices:
-    """The tree of the draft's own option, if it has one. The default tree is cut to what the draft can draft."""
+    """The tree of the draft's own option, if it has one. The default tree is cut to the draft's depth."""
     row = ALGORITHMS[draft.algorithm]
     if row.tree_option is None or draft.max_steps is None:
         return ()
     if section.head_algorithm != row.name and section.shapes_tree:
         raise ConfigError(f"--speculative-num-steps, --topk: {row.trees_follow}; drop it")
-    given = getattr(section, row.tree_option)
-    choices = read_choices(given, row.tree_flag)
-    if given is None:
+    option_text = getattr(section, row.tree_option)
+    choices = read_choices(option_text, row.tree_flag)
+    if option_text is None:
         return truncated(choices, draft.max_steps)
     if depth_of(choices) > draft.max_steps:
         depth = depth_of(choices)
@@ -205,7 +249,7 @@ def _slots_that_fit(config: Config, per_request: int, most: int) -> int:
 
 
 def server_info(config: Config, resolved: EngineConfig, target: Target) -> dict[str, Any]:
-    """What /v1/server_info shows: the configuration with every automatic value in its place."""
+    """The configuration with all automatic values, for /v1/server_info."""
     values = config.public_dict()
     values["model"].update(
         dtype=str(target.config.dtype).removeprefix("torch."),
@@ -231,7 +275,15 @@ def server_info(config: Config, resolved: EngineConfig, target: Target) -> dict[
             coupling="on" if resolved.coupling else "off",
         )
     if tree.choices:
-        own = ALGORITHMS[resolved.algorithm.removesuffix(f"+{NGRAM}")].tree_option
-        speculative[own or "token_tree"] = [list(node) for node in tree.choices]
-    values["cache"].update(max_total_tokens=resolved.max_total_tokens, block_size=block_size_of(resolved.page_size))
+        tree_option = ALGORITHMS[resolved.algorithm.removesuffix(f"+{NGRAM}")].tree_option
+        speculative[tree_option or "token_tree"] = [list(node) for node in tree.choices]
+    values["cache"].update(
+        max_total_tokens=resolved.max_total_tokens,
+        block_size=block_size_of(resolved.page_size),
+        disable_radix_cache=resolved.disable_radix_cache,
+    )
+    if resolved.checkpoints:
+        values["cache"].update(
+            state_checkpoints=resolved.checkpoints, state_checkpoint_interval=resolved.checkpoint_interval
+        )
     return values

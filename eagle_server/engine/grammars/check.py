@@ -1,7 +1,7 @@
 """Compiles a grammar in a process of its own first, with limits of time, memory and stack.
 
 A few lines of grammar may take hours or gigabytes to compile, or overflow the stack, and a thread cannot be stopped.
-So the engine compiles only what such a process has compiled before: for each grammar a fork of one that waits.
+So the engine compiles only what such a process has compiled before. A waiting process forks for each grammar.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 from eagle_server.engine.grammars.sources import llguidance_source, readable
 from eagle_server.request import Grammar
 
-SECONDS = 1  # of CPU time for one grammar
+SECONDS = 1  # CPU time for one grammar
 MEMORY = 64 << 20  # bytes that one compiled grammar may take
 _ADDRESS_SPACE = 1 << 30
 _STACK = 4 << 20  # bytes; half of what threads have by default, so that a grammar compiled here fits there
@@ -42,7 +42,7 @@ def limits() -> llguidance.LLParserLimits:
 
 
 class GrammarCheck:
-    """The process that waits. It is started for the first grammar, or ahead; and again if something has killed it."""
+    """The waiting process. It starts early or for the first grammar, and again after it was killed."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -60,7 +60,7 @@ class GrammarCheck:
         return self._process
 
     def check(self, grammar: Grammar) -> str:
-        """What llguidance takes.
+        """The grammar in the form that llguidance takes.
 
         Raises:
             ValueError: the grammar is wrong, or too large.

@@ -19,10 +19,11 @@ import tokenizers
 from eagle_server.engine.grammars.check import GrammarCheck, limits
 from eagle_server.engine.grammars.matcher import LLGuidanceMatcher, MaskBudget
 from eagle_server.request import Grammar
+from eagle_server.text.token_spelling import byte_alphabet
 
-CACHED = 256  # grammars, as llguidance takes them
-_CHECKS = 2  # processes, so that a slow grammar delays only slow ones
-_MASK_THREADS = 2  # for slow masks
+CACHED = 256  # grammars
+_CHECKS = 2  # processes, so that one slow grammar does not delay the others
+_MASK_THREADS = 2  # threads that compute slow masks
 
 
 @dataclass(frozen=True)
@@ -54,24 +55,17 @@ class Vocabulary:
 
 
 def _spelling(tokenizer: tokenizers.Tokenizer) -> Callable[[str], bytes]:
-    """How the pieces of tokenizer.json spell bytes."""
+    """The function that gives the bytes of a piece in tokenizer.json."""
     described = json.loads(tokenizer.to_str())
     parts = json.dumps([described["decoder"], described["pre_tokenizer"], described["normalizer"]], ensure_ascii=False)
     if '"ByteLevel"' in parts:
-        bytes_of = _byte_level()
+        bytes_of = byte_alphabet()
         return lambda piece: (
             bytes(map(bytes_of.__getitem__, piece)) if bytes_of.keys() >= set(piece) else piece.encode()
         )
     space = "▁" if "▁" in parts else " "
     named = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)} if '"ByteFallback"' in parts else {}
     return lambda piece: named.get(piece) or piece.replace(space, " ").encode()
-
-
-def _byte_level() -> dict[str, int]:
-    """The byte of each character of byte-level BPE: printable bytes are themselves, the others follow at 256."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 @dataclass(frozen=True)
@@ -91,11 +85,11 @@ class CompiledGrammar:
     def matcher(self, prompt_length: int, stop_ids: Iterable[int]) -> LLGuidanceMatcher:
         """A matcher for one request.
 
-        Only a complete output may end. The end tokens are the model's end of sequence and those of the request's
-        stop_ids that have no text. Other stop ids are ordinary tokens of the grammar.
+        Only a complete output may end. The end tokens are the model's end of sequence and the request's stop_ids that
+        have no text. Other stop ids are ordinary tokens of the grammar.
         """
-        own = set(self.vocabulary.special_token_ids).intersection(stop_ids).difference(self.ends)
-        ends, size = (*self.ends, *sorted(own)), len(self.vocabulary.tokens)
+        extra = set(self.vocabulary.special_token_ids).intersection(stop_ids).difference(self.ends)
+        ends, size = (*self.ends, *sorted(extra)), len(self.vocabulary.tokens)
         return LLGuidanceMatcher(self.make, size, prompt_length, ends, self.threads.submit, self.budget)
 
 
@@ -117,7 +111,7 @@ class Grammars:
         """`ends`: the model's end-of-sequence tokens, at least one."""
         self._read, self._vocab_size, self._ends = read, vocab_size, tuple(ends)
         self._checking = ThreadPoolExecutor(_CHECKS, thread_name_prefix="grammar")
-        self._checks = LifoQueue[GrammarCheck]()  # first the one that runs already
+        self._checks = LifoQueue[GrammarCheck]()  # the one that runs already comes first
         for _ in range(_CHECKS):
             self._checks.put(GrammarCheck(vocab_size))
         self._masking = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="mask")
@@ -128,20 +122,20 @@ class Grammars:
     def compile(self, grammar: Grammar, salt: str | None = None) -> Future[CompiledGrammar]:
         """A future of the compiled grammar. Its exception is a ValueError in one line if the grammar is invalid.
 
-        Requests with different salts share none: the time would tell which grammars others use.
+        Requests with different salts share no grammar: the time would reveal which grammars others use.
         """
         key = (grammar, salt)
-        found = self._cache.get(key)
-        if found is None or _may_succeed_later(found):
-            found = self._cache[key] = self._checking.submit(self._compile, grammar, self.preload())
+        future = self._cache.get(key)
+        if future is None or _may_succeed_later(future):
+            future = self._cache[key] = self._checking.submit(self._compile, grammar, self.preload())
             if len(self._cache) > CACHED:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(key)
-        return found
+        return future
 
     def cancel(self, grammar: Grammar, salt: str | None = None) -> None:
-        """Nobody waits for this grammar any more: do not compile it if that has not begun."""
-        if (found := self._cache.get((grammar, salt))) is not None and found.cancel():
+        """Nobody waits for this grammar any more: do not compile it if compiling has not begun."""
+        if (future := self._cache.get((grammar, salt))) is not None and future.cancel():
             del self._cache[grammar, salt]
 
     def preload(self) -> Future[tuple[llguidance.LLTokenizer, Vocabulary]]:

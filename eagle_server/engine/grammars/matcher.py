@@ -17,7 +17,7 @@ from eagle_server.plan import MASK_WORD, allows
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PENALTY = 4  # tokens after a slow mask; doubled with each
+_FIRST_PENALTY = 4  # tokens after a slow mask whose masks a thread computes; doubled with each slow mask
 
 TOO_SLOW = "grammar: it takes too long to find which token may follow; make it less ambiguous"
 Submit = Callable[[Callable[[], None]], "Future[None]"]
@@ -30,14 +30,14 @@ class MaskBudget:
     slow: float = 0.002  # after a mask of a root that takes longer, the next ones are computed on a thread
     longest: float = 0.1  # for one mask; a longer one ends the request
     per_cycle: float = 0.016  # for the drafted tokens of all requests in a cycle; those beyond it are not verified
-    per_request: float = 0.002  # for those of one request, at most
+    per_request: float = 0.002  # most for the drafted tokens of one request
 
     def __post_init__(self) -> None:
-        self.each = self.per_request  # for those of each request in this cycle
+        self.allowance = self.per_request  # for the drafted tokens of each request in this cycle
 
     def share(self, requests: int) -> None:
-        """A cycle begins that decodes this many requests with grammars."""
-        self.each = min(self.per_request, self.per_cycle / max(requests, 1))
+        """Divide a cycle's time among this many requests with grammars."""
+        self.allowance = min(self.per_request, self.per_cycle / max(requests, 1))
 
 
 class LLGuidanceMatcher:
@@ -47,8 +47,8 @@ class LLGuidanceMatcher:
     Its first mask and the masks after slow ones are computed on a thread; no other method is called meanwhile. It
     shares nothing with other matchers: copies of llguidance's would share a lexer, its lock and its limits.
 
-    The text alone decides whether a limit ends the request. Drafted tokens use up a matcher's limits too, so after an
-    error of one that has consumed any, a new one goes through the text as plain decoding does.
+    The text alone decides whether a limit ends the request. Drafted tokens use up a matcher's limits too. So if a
+    matcher that has consumed drafted tokens fails, a new one consumes the text as in plain decoding.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LLGuidanceMatcher:
         submit: Submit,
         budget: MaskBudget,
     ) -> None:
-        """`ends`: tokens that end the output where the grammar is complete, the model's first."""
+        """`ends`: tokens that end a complete output, the model's first."""
         self.words = -(-vocab_size // MASK_WORD)
         self.failure: str | None = None
         self._make, self._submit, self._budget = make, submit, budget
@@ -71,7 +71,7 @@ class LLGuidanceMatcher:
         self._has_drafted = False  # whether the matcher has ever consumed drafted tokens
         self._masks: dict[tuple[int, ...], NDArray[np.int32] | None] = {}
         self._spent = 0.0  # in this cycle
-        self._slow_until, self._penalty = prompt_length, _FIRST_PENALTY  # lengths of the text
+        self._slow_until, self._penalty = prompt_length, _FIRST_PENALTY  # a length of the text, and tokens
         self._running: Future[None] | None = None
 
     def is_ready(self, text: Sequence[int]) -> bool:
@@ -102,15 +102,14 @@ class LLGuidanceMatcher:
     def _compute_root(self, text: Sequence[int]) -> None:
         """Consume the output tokens since the last call, and find the mask after them.
 
-        Without a result if drafted tokens may be why the matcher has failed: the next call makes a new one.
+        There is no result if the matcher fails and drafted tokens may be the reason: the next call makes a new one.
         """
         started = time.thread_time()
         self._masks.clear()
         root, is_slow = self._advance(text)
         self._spent = time.thread_time() - started
-        if self._spent > self._budget.slow and self._start < len(
-            text
-        ):  # the first mask includes the matcher's compilation
+        # The first mask does not count: it includes the matcher's compilation.
+        if self._spent > self._budget.slow and self._start < len(text):
             self._slow_until, self._penalty = len(text) + self._penalty, 2 * self._penalty
         if root is None and self._has_drafted:
             self._drop()
@@ -124,9 +123,10 @@ class LLGuidanceMatcher:
             self._masks[()] = root
 
     def _advance(self, text: Sequence[int]) -> tuple[NDArray[np.int32] | None, bool]:
-        """The mask after the text, and whether one took too long. None: a limit is reached, or the text not allowed.
+        """The mask after the text, and whether a mask took too long. None: a limit is reached, or text is not allowed.
 
-        A matcher that has not drafted finds one after each token, as plain decoding does. So it fails where that does.
+        A matcher without drafted tokens computes a mask after each token, as in plain decoding. So both fail at the
+        same token.
         """
         root, is_slow = None, False
         if self._matcher is None:
@@ -145,16 +145,16 @@ class LLGuidanceMatcher:
         return root, is_slow
 
     def _drop(self) -> None:
-        """The next mask is that of a new matcher."""
+        """Drop the matcher. A new one computes the next mask."""
         self._matcher, self._path, self._has_drafted = None, (), False
 
     def _fail(self, reason: str) -> None:
-        """No token may follow."""
+        """Allow no further token, for this reason."""
         self.failure = self.failure or reason
         self._masks[()] = np.zeros(self.words, dtype=np.int32)
 
     def _compute(self, text: Sequence[int], path: tuple[int, ...]) -> NDArray[np.int32] | None:
-        if self._spent > self._budget.each or len(text) < self._slow_until or path[-1] in self._ends:
+        if self._spent > self._budget.allowance or len(text) < self._slow_until or path[-1] in self._ends:
             return None
         parent = self.mask(text, path[:-1])
         if parent is None or not allows(parent, path[-1]) or self._matcher is None:
@@ -174,7 +174,7 @@ class LLGuidanceMatcher:
             common += 1
         if common < len(self._path):
             self._matcher.rollback(len(self._path) - common)
-            # Without a mask here llguidance 1.9.1 may take rows of the path that was left for those of the new one.
+            # Compute a mask here, or llguidance 1.9.1 may use rows of the old path for the new one.
             self._matcher.compute_bitmask()
             self._path = path[:common]
         for token in path[common:]:

@@ -12,21 +12,23 @@ from typing import Any
 import llguidance
 
 from eagle_server.request import Grammar
-from eagle_server.text.tool_grammars import JSON, json_rule
+from eagle_server.text.tool_grammars import JSON, json_rule, literal
 
-# Otherwise a mask allows only one spelling of a text that the grammar leaves no choice about.
+# Otherwise a mask allows only one tokenization of a text that the grammar forces.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _OWN_OPTIONS = re.compile(r"^%llguidance .*\n", re.MULTILINE)
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
 _REGEX_ERROR = re.compile(r"^error: (.*)$", re.MULTILINE)
 _PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*)")
-_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # of schemas
-_VALUES = frozenset({"const", "enum", "default", "examples"})  # of values, which are no schemas
+_NAMED = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)  # map names to schemas
+_VALUES = frozenset({"const", "enum", "default", "examples"})  # have values that are no schemas
 _CODE_POINT = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 
 
 def llguidance_source(grammar: Grammar) -> str:
-    """What llguidance's matchers take.
+    """The grammar in the form that llguidance's matchers take.
 
     Raises:
         ValueError: the source has a wrong form. Most errors show only when a matcher is made.
@@ -47,7 +49,7 @@ def _lark(grammar: Grammar) -> str:
             return f"start: /{llguidance.regex_to_lark(grammar.source, 'd')}/"
         case "choice":
             # One regular expression compiles faster than many alternatives.
-            texts = "|".join(map(_literal, json.loads(grammar.source)))
+            texts = "|".join(map(literal, json.loads(grammar.source)))
             return f"start: /{texts}/"
         case "ebnf":
             return llguidance.grammar_from("ebnf", _CODE_POINT.sub(_character, grammar.source))
@@ -64,20 +66,20 @@ def _parsed(source: str) -> Any:
 
 def readable(error: str, source: str) -> str:
     """llguidance's reason in one line, for the llguidance `source`. It names the place of unknown schema keywords."""
-    if found := _UNIMPLEMENTED.search(error):
-        keywords = {word.strip(' "') for word in found[1].split(",")}
+    if match := _UNIMPLEMENTED.search(error):
+        keywords = {word.strip(' "') for word in match[1].split(",")}
         places = sorted({place for schema in _schemas(source) for place in _places(schema, keywords)}, key=len)
         return "the JSON schema has keywords that cannot be enforced: " + ", ".join(places[:8] or sorted(keywords))
     if "panic" in error:
         return "llguidance cannot read it"
     if "NoExtension" in error:
         return "it matches no text"
-    if found := _REGEX_ERROR.search(error):  # what stands before it repeats the expression
-        return found[1]
+    if match := _REGEX_ERROR.search(error):  # the text before it repeats the expression
+        return match[1]
     reason = error.split("<non-verbose/>")[0].split("<state>")[0]
-    if found := _PLACE.match(reason):
-        line = source.splitlines()[int(found[1]) - 1]
-        reason = found[2] if JSON in line else f"{found[2]} in line {line.strip()[:100]}"
+    if match := _PLACE.match(reason):
+        line = source.splitlines()[int(match[1]) - 1]
+        reason = match[2] if JSON in line else f"{match[2]} in line {line.strip()[:100]}"
     return " ".join(reason.split())[:300]
 
 
@@ -91,8 +93,8 @@ def _schemas(source: str) -> Iterator[Any]:
 def _places(schema: Any, keywords: set[str], path: str = "#") -> Iterator[str]:
     """JSON pointers to the keywords in a schema."""
     if isinstance(schema, list):
-        for number, each in enumerate(schema):
-            yield from _places(each, keywords, f"{path}/{number}")
+        for number, part in enumerate(schema):
+            yield from _places(part, keywords, f"{path}/{number}")
     if not isinstance(schema, dict):
         return
     for key, value in schema.items():
@@ -100,19 +102,14 @@ def _places(schema: Any, keywords: set[str], path: str = "#") -> Iterator[str]:
         if key in keywords:
             yield place
         elif key in _NAMED and isinstance(value, dict):
-            for name, each in value.items():
-                yield from _places(each, keywords, f"{place}/{name.replace('~', '~0').replace('/', '~1')}")
+            for name, part in value.items():
+                yield from _places(part, keywords, f"{place}/{name.replace('~', '~0').replace('/', '~1')}")
         elif key not in _VALUES:
             yield from _places(value, keywords, place)
 
 
-def _literal(text: str) -> str:
-    """A regular expression for exactly this text."""
-    return re.sub(r"[^\w ]", lambda found: f"\\x{{{ord(found[0]):X}}}", text)
-
-
-def _character(found: re.Match[str]) -> str:
+def _character(match: re.Match[str]) -> str:
     """An escaped letter, digit or other word character of EBNF as the character itself."""
-    code = found[1] or found[2] or found[3]
+    code = match[1] or match[2] or match[3]
     value = sys.maxunicode + 1 if code is None else int(code, 16)
-    return chr(value) if value <= sys.maxunicode and chr(value).isalnum() else found[0]
+    return chr(value) if value <= sys.maxunicode and chr(value).isalnum() else match[0]

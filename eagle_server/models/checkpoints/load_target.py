@@ -12,8 +12,9 @@ from typing import Literal
 
 import torch
 
-from eagle_server.algorithms import ALGORITHMS
+from eagle_server.models.checkpoints.fused_experts import separate_gates
 from eagle_server.models.checkpoints.packed_cache import PackedCache
+from eagle_server.models.checkpoints.padded_values import with_padded_values
 from eagle_server.models.checkpoints.quantized import (
     Rounded,
     read_quantization,
@@ -28,9 +29,9 @@ from eagle_server.models.checkpoints.weights import (
     check_names,
     copy_weights,
     open_weights,
-    refuse_quantized,
     resolve_checkpoint,
     stored_heads,
+    without_drafts,
 )
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import read_config, token_ids
@@ -40,9 +41,10 @@ from eagle_server.models.rope import at_context
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.interface import Target
 from eagle_server.models.targets.registry import find_family, read_target_config
+from eagle_server.models.wrappers import MEDIA
 from eagle_server.ops.linear import why_not_computed
-from eagle_server.ops.native import available
-from eagle_server.ops.native_linear import NativeWeight
+from eagle_server.ops.native.library import available
+from eagle_server.ops.native.linear import NativeWeight
 from eagle_server.ops.quantize import Quantization
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
@@ -88,7 +90,9 @@ def load_target(  # noqa: PLR0913
     stored: Weights = {}
     if config.native:
         found = with_dequantized(open_weights(directory), read_config(directory), str(directory / "config.json"))
-        config, stored = _as_stored(config, _without_inert(found, config), directory)
+        own = separate_gates(_without_unused(without_drafts(found, config.num_layers), config))
+        config, stored = _as_stored(config, own, directory)
+        stored = with_padded_values(stored, config)
         _check_sizes(config, stored, directory)
     context = context or config.max_position
     config = _served(config, directory, dtype, context)
@@ -100,7 +104,9 @@ def load_target(  # noqa: PLR0913
     if not config.native:
         from eagle_server.models.checkpoints.load_transformers import load_transformers  # seconds of import
 
-        return load_transformers(directory, config, context=context, device=device)
+        return load_transformers(
+            directory, config, context=context, device=device, quantization=quantization, progress=progress
+        )
     try:
         with created_as(config.dtype, device):
             model = TargetModel(config, context + lookahead)
@@ -121,10 +127,32 @@ def load_target(  # noqa: PLR0913
     return model
 
 
+def _without_unused(stored: Weights, config: ModelConfig) -> Weights:
+    """Without tensors that files may hold, and no layer reads.
+
+    Projections and norms of keys and values in layers that write none, and weights of experts that give back their
+    input.
+    """
+    shared = [layer for layer, place in enumerate(config.kv_places) if not place.writes]
+    unused = {f"model.layers.{layer}.self_attn.{part}" for layer in shared for part in ("k_proj", "v_proj", "k_norm")}
+    first, count = (config.moe.experts, config.moe.identities) if config.moe is not None else (0, 0)
+    identities = tuple(f".mlp.experts.{expert}." for expert in range(first, first + count))
+    return {
+        name: tensor
+        for name, tensor in stored.items()
+        if name.rpartition(".")[0] not in unused and not any(part in name for part in identities)
+    }
+
+
 def _share(
     config: ModelConfig, stored: Weights, directory: Path, ranks: RankGroup, *, cached: bool
 ) -> tuple[ModelConfig, Weights]:
     """What this rank has of the target."""
+    if config.recurrent is not None and config.recurrent.shape.rule != "delta":
+        raise CheckpointError(
+            f"{directory}: --tp-size {ranks.size}: the recurrent layers of {config.architecture} are not split over "
+            "ranks yet; drop it"
+        )
     if not config.native or cached:
         reason = "--quantization-cache keeps whole weights" if config.native else "it runs by transformers' code"
         raise CheckpointError(f"{directory}: --tp-size {ranks.size}: not supported, as {reason}")
@@ -201,9 +229,11 @@ def _check_quantizable(
     directory: Path, config: ModelConfig, quantization: Quantization, device: torch.device, *, cached: bool
 ) -> None:
     asked = f"{directory}: --quantization {quantization}"
-    if not config.native or config.moe is not None:
-        reason = "has experts" if config.native else "runs by transformers' code"
-        raise CheckpointError(f"{asked}: {config.architecture} {reason}; drop it")
+    if config.moe is not None and (quantization == "fp8" or not available(device, config.dtype)):
+        reason = "has experts, which only the native kernels for CPUs compute in 8 and 4 bits"
+        raise CheckpointError(f"{asked}: {config.architecture} {reason} (int8, int4); drop it")
+    if not config.native and cached:
+        raise CheckpointError(f"{asked}: --quantization-cache: transformers' code runs {config.architecture}; drop it")
     if (unable := why_not_computed(quantization, device, config.dtype)) is not None:
         raise CheckpointError(f"{asked}: {unable}")
     if cached and not available(device, config.dtype):
@@ -237,10 +267,9 @@ def read_model_config(directory: Path) -> ModelConfig:
         CheckpointError: the architecture is not supported, or the weights are quantized.
     """
     raw, source = read_config(directory), str(directory / "config.json")
-    if find_family(raw) is None:
-        refuse_quantized(raw, source)
-        return transformers_config(directory)
     read_quantization(raw, source)
+    if find_family(raw) is None:
+        return transformers_config(directory)
     return read_target_config(raw, source)
 
 
@@ -283,8 +312,11 @@ def _as_stored(config: ModelConfig, stored: Weights, directory: Path) -> tuple[M
     An lm_head that differs from a tied embedding is used, as in transformers.
     """
     raw, source = read_config(directory), str(directory / "config.json")
-    sizes = stored_heads(raw, stored, "model.layers.0.self_attn.", source)
+    attends_first = config.attending[0] == 0  # in some families recurrent layers have projections of these names
+    sizes = stored_heads(raw, stored, "model.layers.0.self_attn.", source) if attends_first else {}
     config = read_target_config({**raw, **sizes}, source) if sizes else config
+    if MEDIA in raw and "tie_word_embeddings" not in raw:  # the class's default, which differs from wrapper to wrapper
+        config = replace(config, tie_word_embeddings=LM_HEAD not in stored)
     if not config.tie_word_embeddings or LM_HEAD not in stored or EMBED not in stored:
         return config, stored
     head, embed = stored[LM_HEAD], stored[EMBED]
@@ -292,14 +324,3 @@ def _as_stored(config: ModelConfig, stored: Weights, directory: Path) -> tuple[M
         return config, {name: tensor for name, tensor in stored.items() if name != LM_HEAD}
     log.warning("%s: tie_word_embeddings is true, but %s is not %s; it is used as it is", source, LM_HEAD, EMBED)
     return replace(config, tie_word_embeddings=False), stored
-
-
-def _without_inert(stored: Weights, config: ModelConfig) -> Weights:
-    """The target's tensors without draft heads and RoPE frequencies."""
-    heads = (row.prefix for row in ALGORITHMS.values() if row.prefix)
-    drafting = (*heads, *(f"model.layers.{config.num_layers + k}." for k in range(config.nextn_layers)))
-    return {
-        name: tensor
-        for name, tensor in stored.items()
-        if not name.endswith("rotary_emb.inv_freq") and not name.startswith(drafting)
-    }

@@ -23,8 +23,8 @@ from eagle_server.models.checkpoints.weights import Weights
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.layers import Linear
 from eagle_server.ops import quantize
-from eagle_server.ops.build import SOURCES
-from eagle_server.ops.native_linear import CACHE_LINE, NativeWeight
+from eagle_server.ops.native.build import SOURCES
+from eagle_server.ops.native.linear import CACHE_LINE, NativeWeight
 from eagle_server.ops.quantize import Quantization
 from eagle_server.ops.whole_file import put_whole
 
@@ -54,8 +54,8 @@ class PackedCache:
         for source in (Path(quantize.__file__), SOURCES / "packed.h", checkpoint / "config.json"):
             digest.update(source.read_bytes() if source.is_file() else b"")
         for file in sorted({tensor.file for tensor in stored.values()}):
-            found = file.stat()
-            digest.update(f"{file.name} {found.st_size} {found.st_mtime_ns}".encode())
+            stat = file.stat()
+            digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode())
         self._path = directory / f"{checkpoint.name}-{quantization}-{digest.hexdigest()[:_DIGITS]}.safetensors"
 
     def read(self, model: nn.Module) -> dict[Linear, NativeWeight] | None:
@@ -68,20 +68,20 @@ class PackedCache:
             kinds = json.loads((handle.metadata() or {})["linears"])
             if set(kinds) != set(linears):
                 raise ValueError("it is of another model")
-            found = {linear: _mapped(handle, name, linear, kinds[name]) for name, linear in linears.items()}
+            weights = {linear: _mapped(handle, name, linear, kinds[name]) for name, linear in linears.items()}
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             log.warning("--quantization-cache: %s cannot be used and is made again (%s)", self._path, error)
             return None
         log.info("rounded weights are mapped from %s", self._path)
-        return found
+        return weights
 
     def write(self, model: nn.Module) -> None:
         """Keep the packed weights of all linear layers. Without them, on a full disk, the model serves all the same."""
         weights = {name: linear.native[0] for name, linear in _linears(model).items() if linear.native is not None}
         tensors = {
-            f"{name}.{part}": tensor for name, each in weights.items() for part, tensor in each.tensors().items()
+            f"{name}.{part}": tensor for name, weight in weights.items() for part, tensor in weight.tensors().items()
         }
-        kinds = {name: [each.quantization, each.group] for name, each in weights.items()}
+        kinds = {name: [weight.quantization, weight.group] for name, weight in weights.items()}
         # Zeros are no multiple of a cache line, so they come last.
         ordered = dict(sorted(tensors.items(), key=lambda item: item[0].endswith(".zeros")))
 
@@ -104,7 +104,8 @@ def _linears(model: nn.Module) -> dict[str, Linear]:
 
 
 def _mapped(handle: Any, name: str, linear: Linear, kind: tuple[Quantization, int]) -> NativeWeight:
-    parts = {part: handle.get_tensor(f"{name}.{part}") for part in ("data", "scales", "zeros")}
+    names, stored = {part: f"{name}.{part}" for part in ("data", "scales", "zeros")}, set(handle.keys())
+    parts = {part: handle.get_tensor(key) for part, key in names.items() if key in stored}
     shape = (linear.weight.shape[0], linear.weight.shape[1])
     return NativeWeight.packed(shape, *kind, **parts)
 

@@ -1,4 +1,4 @@
-"""Checkpoints with quantized linear layers: GPTQ, AWQ, compressed-tensors (int4, int8, fp8) and FP8 in blocks.
+"""Checkpoints with quantized linear layers: GPTQ, AWQ, compressed-tensors (int4, int8, fp8), FP8 in blocks and MXFP4.
 
 A layer is stored as several tensors, which are listed here as one weight. Native kernels take its integers as they are.
 All others, and the kinds that no kernel computes, get (codes - zeros) * scales in floating point.
@@ -8,6 +8,7 @@ All others, and the kinds that no kernel computes, get (codes - zeros) * scales 
     pack-quantized         weight_packed int32 [out, in / 8], weight_scale [out, groups], weight_zero_point
     int-, float-quantized  weight int8 or float8 [out, in], weight_scale [out, 1], [1] or [out / b, in / b]
     FP8                    weight float8 [out, in], weight_scale_inv [out / b, in / b]
+    MXFP4                  experts only: see `fused_experts`, which also splits experts that are stored together
 
 Sources: the packing code of AutoGPTQ 0.7, AutoAWQ 0.2 and compressed-tensors 0.20, and DeepSeek-V3's checkpoints.
 """
@@ -15,13 +16,14 @@ Sources: the packing code of AutoGPTQ 0.7, AutoAWQ 0.2 and compressed-tensors 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from eagle_server.models.checkpoints.weights import StoredTensor, Weights
+from eagle_server.models.checkpoints.fused_experts import single_experts
+from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTensor, Weights
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.config_json import LARGEST_SIZE
 from eagle_server.models.layers import Linear, linear_views
@@ -31,13 +33,6 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the outputs of a word stand in it
 _UNUSED = ("input_scale", "output_scale", "k_scale", "v_scale", "input_zero_point")  # of activations and KV
 _BITS = (4, 8)
 _INT8_ZERO = 128
-
-
-@dataclass(frozen=True)
-class QuantizedTensor(StoredTensor):
-    """A quantized weight [out, in]. `read` dequantizes it, `load` does so only if no kernel takes it as it is."""
-
-    load: Callable[[], QuantizedWeight | Tensor] = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -55,16 +50,16 @@ Parts = dict[str, StoredTensor]  # of one layer, by the last part of their names
 
 
 def with_dequantized(stored: Weights, raw: Mapping[str, Any], source: str) -> Weights:
-    """The tensors of a checkpoint, with one `QuantizedTensor` for all parts of a quantized weight.
+    """The tensors of a checkpoint, with one `QuantizedTensor` for all parts of a quantized weight, and single experts.
 
     Args:
-        raw: config.json. Without a quantization_config the result is `stored`.
+        raw: config.json.
 
     Raises:
         CheckpointError: a method, number of bits or strategy that is not supported, or a part is missing.
     """
-    found = read_quantization(raw, source)
-    if found is None:
+    scheme, stored = read_quantization(raw, source), single_experts(stored)
+    if scheme is None or scheme.method == "mxfp4":
         return stored
     layers: dict[str, Parts] = {}
     for name, tensor in stored.items():
@@ -73,8 +68,8 @@ def with_dequantized(stored: Weights, raw: Mapping[str, Any], source: str) -> We
     weights: Weights = {}
     for base, parts in layers.items():
         parts = {part: tensor for part, tensor in parts.items() if part not in _UNUSED}
-        if (own := _weight_of(parts, found)) is not None:
-            weights[f"{base}.weight"] = own
+        if (weight := _weight_of(parts, scheme)) is not None:
+            weights[f"{base}.weight"] = weight
         weights |= {f"{base}.{part}" if base else part: tensor for part, tensor in parts.items()}
     return weights
 
@@ -94,8 +89,12 @@ def read_quantization(raw: Mapping[str, Any], source: str) -> Quantized | None:
         return _compressed_tensors(config, where)
     if method == "fp8":
         return Quantized("fp8", 8, 0, block=_block(config.get("weight_block_size"), f"{where}.weight_block_size"))
+    if method == "mxfp4":  # other modules have no blocks, so the list of them only has to be one
+        if not _is_list_of_names(config.get("modules_to_not_convert")):
+            raise CheckpointError(f"{where}.modules_to_not_convert: a list of names is expected")
+        return Quantized("mxfp4", 4, 32)
     if method not in ("gptq", "awq"):
-        known = "gptq, awq, compressed-tensors and fp8"
+        known = "gptq, awq, compressed-tensors, fp8 and mxfp4"
         raise CheckpointError(f"{where}: {method} is not supported; known are {known}")
     bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size", 128))
     if bits not in (_BITS if method == "gptq" else (4,)) or type(group) is not int or not -1 <= group <= LARGEST_SIZE:
@@ -104,6 +103,10 @@ def read_quantization(raw: Mapping[str, Any], source: str) -> Quantized | None:
         raise CheckpointError(f"{where}: AWQ's layout {config['version']} is not supported, gemm is")
     older = method == "gptq" and config.get("checkpoint_format", "gptq") == "gptq"
     return Quantized(method, bits, max(group, 0), offset=int(older))
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
 
 
 def _compressed_tensors(config: Mapping[str, Any], where: str) -> Quantized:
@@ -144,22 +147,24 @@ def _block(sizes: Any, where: str) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
-def _weight_of(parts: Parts, found: Quantized) -> QuantizedTensor | None:
+def _weight_of(parts: Parts, scheme: Quantized) -> QuantizedTensor | None:
     """The weight whose parts these are. They are removed from `parts`. None: it is not quantized."""
     shape: tuple[int, ...]
-    if found.method in ("gptq", "awq") and "qweight" in parts:
+    if scheme.method in ("gptq", "awq") and "qweight" in parts:
         rows, columns = parts["qweight"].shape
-        per_word = 32 // found.bits
-        shape = (columns, rows * per_word) if found.method == "gptq" else (columns * per_word, rows)
-        return _taken(parts, _gptq if found.method == "gptq" else _awq, shape, found, "qweight qzeros scales", "g_idx")
+        per_word = 32 // scheme.bits
+        shape = (columns, rows * per_word) if scheme.method == "gptq" else (columns * per_word, rows)
+        return _taken(
+            parts, _gptq if scheme.method == "gptq" else _awq, shape, scheme, "qweight qzeros scales", "g_idx"
+        )
     if "weight_packed" in parts:
         shape = _stored_shape(parts["weight_shape"]) if "weight_shape" in parts else ()
         optional = "weight_zero_point weight_g_idx"
-        return _taken(parts, _packed, shape, found, "weight_packed weight_scale weight_shape", optional)
+        return _taken(parts, _packed, shape, scheme, "weight_packed weight_scale weight_shape", optional)
     scale = next((part for part in ("weight_scale", "weight_scale_inv") if part in parts), None)
     if scale is None or "weight" not in parts:
         return None
-    return _taken(parts, _scaled, parts["weight"].shape, found, f"weight {scale}", "weight_zero_point")
+    return _taken(parts, _scaled, parts["weight"].shape, scheme, f"weight {scale}", "weight_zero_point")
 
 
 def _stored_shape(stored: StoredTensor) -> tuple[int, ...]:
@@ -174,20 +179,20 @@ Reader = Callable[[Mapping[str, Tensor], tuple[int, ...], Quantized], QuantizedW
 
 
 def _taken(
-    parts: Parts, reader: Reader, shape: tuple[int, ...], found: Quantized, needed: str, optional: str
+    parts: Parts, reader: Reader, shape: tuple[int, ...], scheme: Quantized, needed: str, optional: str
 ) -> QuantizedTensor:
     missing = [part for part in needed.split() if part not in parts]
     first = parts[needed.split()[0]]
     if missing:
         raise CheckpointError(f"{first.file}: {first.key}: its {' and '.join(missing)} is missing")
-    own = {part: parts.pop(part) for part in (*needed.split(), *optional.split()) if part in parts}
+    taken = {part: parts.pop(part) for part in (*needed.split(), *optional.split()) if part in parts}
     if len(shape) != 2:  # noqa: PLR2004  [out, in]
         raise CheckpointError(f"{first.file}: {first.key}: a weight has two dimensions, found {list(shape)}")
 
     def load() -> QuantizedWeight | Tensor:
-        tensors = {part: tensor.read() for part, tensor in own.items()}
+        tensors = {part: tensor.read() for part, tensor in taken.items()}
         try:
-            return reader(tensors, shape, found)
+            return reader(tensors, shape, scheme)
         except (RuntimeError, IndexError, ValueError) as error:  # shapes that do not fit each other
             sizes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in tensors.items())
             raise CheckpointError(f"{first.file}: {first.key}: the parts do not fit: {sizes} ({error})") from None
@@ -200,23 +205,23 @@ def _dense(weight: QuantizedWeight | Tensor) -> Tensor:
 
 
 def _grouped(
-    codes: Tensor, scales: Tensor, zeros: Tensor, g_idx: Tensor | None, found: Quantized
+    codes: Tensor, scales: Tensor, zeros: Tensor, g_idx: Tensor | None, scheme: Quantized
 ) -> QuantizedWeight | Tensor:
     """codes [out, in], scales and zeros [groups, out]. Groups of inputs that are not neighbours become floats."""
     inputs = codes.shape[1]
-    group = found.group or inputs
+    group = scheme.group or inputs
     if (g_idx is None or int(g_idx.min()) < 0) and len(scales) != -(-inputs // group):
         raise RuntimeError(f"groups of {group} inputs need {-(-inputs // group)} rows of scales: group_size is wrong")
     in_order = torch.arange(inputs) // group
-    own = in_order if g_idx is None or int(g_idx.min()) < 0 else g_idx.long()  # -1: not set
+    groups = in_order if g_idx is None or int(g_idx.min()) < 0 else g_idx.long()  # -1: not set
     scales = scales.float().contiguous()
     if zeros.shape != scales.shape or scales.shape[1] != len(codes):
         raise RuntimeError("scales and zeros have one row for each group")
-    whole = found.bits == 4 or (len(scales) == 1 and bool((zeros == _INT8_ZERO).all()))  # noqa: PLR2004
-    if own.equal(in_order) and group % 8 == 0 and whole:
-        kind: Quantization = "int4" if found.bits == 4 else "int8"  # noqa: PLR2004
+    whole = scheme.bits == 4 or (len(scales) == 1 and bool((zeros == _INT8_ZERO).all()))  # noqa: PLR2004
+    if groups.equal(in_order) and group % 8 == 0 and whole:
+        kind: Quantization = "int4" if scheme.bits == 4 else "int8"  # noqa: PLR2004
         return QuantizedWeight(kind, codes.contiguous(), scales, zeros.to(torch.uint8).contiguous(), group)
-    return (codes - zeros.float()[own].t()) * scales[own].t()
+    return (codes - zeros.float()[groups].t()) * scales[groups].t()
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
@@ -225,34 +230,34 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
     return ((words[:, :, None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
 
 
-def _gptq(parts: Mapping[str, Tensor], shape: tuple[int, ...], found: Quantized) -> QuantizedWeight | Tensor:
-    codes = _unpacked(parts["qweight"].t().contiguous(), found.bits)
-    zeros = _unpacked(parts["qzeros"], found.bits)[:, : shape[0]].short() + found.offset  # 15 stands for 16
-    return _grouped(codes, parts["scales"], zeros, parts.get("g_idx"), found)
+def _gptq(parts: Mapping[str, Tensor], shape: tuple[int, ...], scheme: Quantized) -> QuantizedWeight | Tensor:
+    codes = _unpacked(parts["qweight"].t().contiguous(), scheme.bits)
+    zeros = _unpacked(parts["qzeros"], scheme.bits)[:, : shape[0]].short() + scheme.offset  # 15 stands for 16
+    return _grouped(codes, parts["scales"], zeros, parts.get("g_idx"), scheme)
 
 
-def _awq(parts: Mapping[str, Tensor], shape: tuple[int, ...], found: Quantized) -> QuantizedWeight | Tensor:
+def _awq(parts: Mapping[str, Tensor], shape: tuple[int, ...], scheme: Quantized) -> QuantizedWeight | Tensor:
     order = torch.arange(shape[0]).view(-1, len(_AWQ_ORDER))[:, _AWQ_ORDER].flatten()
-    codes, zeros = (_unpacked(parts[part], found.bits)[:, order] for part in ("qweight", "qzeros"))
-    return _grouped(codes.t(), parts["scales"], zeros, None, found)
+    codes, zeros = (_unpacked(parts[part], scheme.bits)[:, order] for part in ("qweight", "qzeros"))
+    return _grouped(codes.t(), parts["scales"], zeros, None, scheme)
 
 
-def _packed(parts: Mapping[str, Tensor], shape: tuple[int, ...], found: Quantized) -> QuantizedWeight | Tensor:
-    codes, scales = _unpacked(parts["weight_packed"], found.bits)[:, : shape[1]], parts["weight_scale"]
+def _packed(parts: Mapping[str, Tensor], shape: tuple[int, ...], scheme: Quantized) -> QuantizedWeight | Tensor:
+    codes, scales = _unpacked(parts["weight_packed"], scheme.bits)[:, : shape[1]], parts["weight_scale"]
     scales = scales.expand(1, shape[0]) if scales.numel() == 1 else scales.t()
     if (packed := parts.get("weight_zero_point")) is not None:
-        zeros = _unpacked(packed.t().contiguous(), found.bits)[:, : shape[0]]
+        zeros = _unpacked(packed.t().contiguous(), scheme.bits)[:, : shape[0]]
     else:
-        zeros = torch.full(scales.shape, 1 << (found.bits - 1), dtype=torch.uint8)
-    return _grouped(codes, scales, zeros, parts.get("weight_g_idx"), found)
+        zeros = torch.full(scales.shape, 1 << (scheme.bits - 1), dtype=torch.uint8)
+    return _grouped(codes, scales, zeros, parts.get("weight_g_idx"), scheme)
 
 
-def _scaled(parts: Mapping[str, Tensor], shape: tuple[int, ...], found: Quantized) -> QuantizedWeight | Tensor:
+def _scaled(parts: Mapping[str, Tensor], shape: tuple[int, ...], scheme: Quantized) -> QuantizedWeight | Tensor:
     weight = parts["weight"]
     scale = (parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"]).float()
     if weight.is_floating_point() and weight.element_size() > 1:
         raise RuntimeError("the weight is not compressed; save the checkpoint compressed, or without scales")
-    (rows, columns), block = shape, (1, found.group) if found.group else found.block
+    (rows, columns), block = shape, (1, scheme.group) if scheme.group else scheme.block
     if scale.numel() == 1 or scale.shape in ((rows,), (rows, 1)):
         spread = scale.reshape(-1, 1).expand(rows, 1)
     elif block is not None and scale.shape == (-(-rows // block[0]), -(-columns // block[1])):
@@ -309,7 +314,7 @@ def rounded_linears(model: nn.Module, views: Mapping[str, Tensor], stored: Weigh
     Raises:
         CheckpointError: a tensor has another shape than its view.
     """
-    found: dict[Linear, Rounded] = {}
+    rounded: dict[Linear, Rounded] = {}
     for linear, parts in linear_views(model, views).items():
         tensors = {name: tensor for name in parts if isinstance(tensor := stored[name], QuantizedTensor)}
         for name, tensor in tensors.items():
@@ -317,5 +322,5 @@ def rounded_linears(model: nn.Module, views: Mapping[str, Tensor], stored: Weigh
                 shapes = f"expected shape {list(parts[name].shape)}, found {list(tensor.shape)}"
                 raise CheckpointError(f"{tensor.file}: {tensor.key}: {shapes}")
         if len(tensors) == len(linear.parts):
-            found[linear] = Rounded(tensors, tuple(parts.values()))
-    return found
+            rounded[linear] = Rounded(tensors, tuple(parts.values()))
+    return rounded

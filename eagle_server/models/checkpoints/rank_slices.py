@@ -1,46 +1,67 @@
 """Tensor parallelism: each rank's share of a decoder's layers, and the slices of a checkpoint that it reads.
 
     split by                 tensors                                    what is summed
-    attention heads          q, k, v, q_b, kv_b by rows; o by columns   the output of attention
+    attention heads          q, k, v, g, q_b, kv_b, sinks by    the output of attention
+                             rows; o by columns
+    key heads                q, k, v and z, gates, convolution by       that of a recurrent layer
+                             rows; out by columns
     width                    gate, up by rows; down by columns          that of an MLP, or of a mixture of experts
     vocabulary               embedding and lm_head by rows              the embeddings; logits are gathered
 
 Every expert is split by its width, so that all ranks have equal work for any routing. KV heads are replicated where
-there are fewer of them than ranks. Attention, MLPs or experts are replicated as a whole where their heads or width do
-not divide. The vocabulary is padded. Norms, routers and MLA's compressed KV are replicated.
+there are fewer of them than ranks. Attention, recurrent layers, MLPs or experts are replicated as a whole where their
+heads or width do not divide. The vocabulary is padded. Norms, routers and MLA's compressed KV are replicated.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_server.models.checkpoints.quantized import QuantizedTensor
-from eagle_server.models.checkpoints.weights import StoredTensor, Weights
+from eagle_server.cache.pool import KVShape
+from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTensor, Weights
 from eagle_server.models.config import CheckpointError, ModelConfig, Split
 from eagle_server.models.ranks import RankGroup
 from eagle_server.ops.quantize import QuantizedWeight
 
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-_LAYER = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.((?:shared_)?experts\.)?(?:\d+\.)?(\w+)\.(weight|bias)")
-_KV, _OUTPUTS = ("k_proj", "v_proj"), ("o_proj", "down_proj")
-_BY_ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", *_KV)
+_LAYER = re.compile(
+    r"model\.layers\.(\d+)\.(?:(self_attn|linear_attn|mlps?)\.)?((?:shared_)?experts?\.)?(?:\d+\.)?(\w+?)(?:\.(weight|bias))?"
+)
+_KV, _OUTPUTS = ("k_proj", "v_proj"), ("o_proj", "down_proj", "out_proj")
+_QKV = ("in_proj_qkv", "conv1d")  # of recurrent layers: all of q, all of k, all of v
+_BY_ROWS = (
+    *("q_proj", "g_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "sinks", *_KV),
+    *("in_proj_qkvz", "in_proj_ba", "in_proj_z", "in_proj_b", "in_proj_a", "A_log", "dt_bias"),
+)
 
 
 def share_of(config: ModelConfig, size: int) -> ModelConfig:
     """Heads and widths of one of `size` ranks. What does not divide stays whole."""
     heads, kv_heads, width, moe = config.num_heads, config.num_kv_heads, config.intermediate_size, config.moe
-    if heads % size == 0 and (config.mla is not None or kv_heads % size == 0 or size % kv_heads == 0):
+    shapes, every = config.kv_shapes, {kv_heads, *(shape.kv_heads for shape in config.kv_shapes)}
+    layer_heads = config.layer_heads
+    divides = config.mla is not None or all(n % size == 0 or size % n == 0 for n in every)
+    if divides and all(n % size == 0 for n in (heads, *layer_heads)):
         heads, kv_heads = heads // size, max(1, kv_heads // size)
+        layer_heads = tuple(n // size for n in layer_heads)
+        shapes = tuple(KVShape(max(1, shape.kv_heads // size), shape.head_dim) for shape in shapes)
+    recurrent = config.recurrent
+    if recurrent is not None and recurrent.shape.key_heads % size == 0:
+        keys, values = recurrent.shape.key_heads // size, recurrent.shape.value_heads // size
+        recurrent = replace(recurrent, shape=replace(recurrent.shape, key_heads=keys, value_heads=values))
     if width % size == 0:
         width //= size
     if moe is not None and moe.intermediate_size % size == 0:
         moe = replace(moe, intermediate_size=moe.intermediate_size // size)
-    return replace(config, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=width, moe=moe)
+    sizes = {"num_heads": heads, "layer_heads": layer_heads, "num_kv_heads": kv_heads, "intermediate_size": width}
+    return replace(config, **sizes, kv_shapes=shapes, moe=moe, recurrent=recurrent)  # type: ignore[arg-type]
 
 
 def split_over(config: ModelConfig, ranks: RankGroup) -> ModelConfig:
@@ -51,6 +72,7 @@ def split_over(config: ModelConfig, ranks: RankGroup) -> ModelConfig:
         attention=share.num_heads < config.num_heads,
         mlp=share.intermediate_size < config.intermediate_size,
         experts=share.moe != config.moe,
+        recurrent=share.recurrent != config.recurrent,
     )
     return replace(share, split=split)
 
@@ -61,6 +83,7 @@ def replicated(config: ModelConfig) -> str:
     assert split is not None
     whole = {
         "attention heads": not split.attention,
+        "recurrent layers": config.recurrent is not None and not split.recurrent,
         "of the MLPs": not split.mlp,
         "experts": config.moe is not None and not split.experts,
     }
@@ -75,23 +98,24 @@ def own_slices(stored: Weights, whole: ModelConfig, split: Split) -> Weights:
 def _own(name: str, tensor: StoredTensor, whole: ModelConfig, split: Split) -> StoredTensor:
     rank, size = split.ranks.rank, split.ranks.size
     if name in _VOCABULARY:
-        return _slice_of(tensor, 0, rank, size)
+        return slice_of(tensor, 0, rank, size)
     match = _LAYER.fullmatch(name)
-    block, expert, part, kind = ("", "", "", "") if match is None else match.groups()
-    is_split = {"": False, "self_attn": split.attention, "mlp": split.experts if expert else split.mlp}[block]
-    if not is_split:
-        return tensor
-    if part in _BY_ROWS:
-        shares = min(size, whole.num_kv_heads) if part in _KV else size
-        return _slice_of(tensor, 0, rank * shares // size, shares)
-    if part in _OUTPUTS and kind == "weight":
-        return _slice_of(tensor, 1, rank, size)
-    if part in _OUTPUTS and rank > 0:  # the sum has the bias of rank 0
+    layer, block, expert, part, kind = ("0", "", "", "", "") if match is None else match.groups()
+    dense = {"self_attn": split.attention, "linear_attn": split.recurrent, "mlp": split.mlp, "mlps": split.mlp}
+    is_split = split.experts if expert else dense.get(block, False)
+    if is_split and part in _BY_ROWS:
+        shares = min(size, whole.kv_shape(int(layer)).kv_heads) if part in _KV else size
+        return slice_of(tensor, 0, rank * shares // size, shares)
+    if is_split and part in _QKV and whole.recurrent is not None:
+        return _rows_of_each(tensor, whole.recurrent.shape.sections, rank, size)
+    if is_split and part in _OUTPUTS and kind == "weight":
+        return slice_of(tensor, 1, rank, size)
+    if is_split and part in _OUTPUTS and rank > 0:  # the sum has the bias of rank 0
         return replace(tensor, read=lambda: torch.zeros(tensor.shape))
     return tensor
 
 
-def _slice_of(tensor: StoredTensor, dim: int, number: int, shares: int) -> StoredTensor:
+def slice_of(tensor: StoredTensor, dim: int, number: int, shares: int) -> StoredTensor:
     """One of equal shares of a tensor's dimension. If they are not equal, the last ones end with zeros."""
     if dim >= len(tensor.shape):
         return tensor  # refused later, for its shape
@@ -113,13 +137,37 @@ def _slice_of(tensor: StoredTensor, dim: int, number: int, shares: int) -> Store
         weight = tensor.load()
         if isinstance(weight, Tensor):
             return weight[where]
-        part = weight.rows(first, last) if dim == 0 else weight.columns(first, last)
+        part = weight.rows(slice(first, last)) if dim == 0 else weight.columns(first, last)
         if part is None:
             raise CheckpointError(
                 f"{tensor.file}: {tensor.key}: quantized in groups of {weight.group} of its {full} inputs, which do "
                 f"not divide over --tp-size {shares}"
             )
         return part
+
+    if isinstance(tensor, QuantizedTensor):
+        return QuantizedTensor(tensor.file, tensor.key, shape, read, load=load)
+    return StoredTensor(tensor.file, tensor.key, shape, read)
+
+
+def _rows_of_each(tensor: StoredTensor, sections: Sequence[int], number: int, shares: int) -> StoredTensor:
+    """One of equal shares of each section of a tensor's rows."""
+    if tensor.shape[0] != sum(sections):
+        return tensor  # refused later, for its shape
+    lengths = [rows // shares for rows in sections]
+    firsts = [end - rows + number * rows // shares for end, rows in zip(accumulate(sections), sections, strict=True)]
+    parts = [slice(first, first + length) for first, length in zip(firsts, lengths, strict=True)]
+    shape = (sum(lengths), *tensor.shape[1:])
+
+    def read() -> Tensor:
+        return torch.cat([tensor.read_part((rows,)) for rows in parts])
+
+    def load() -> QuantizedWeight | Tensor:
+        assert isinstance(tensor, QuantizedTensor)
+        weight = tensor.load()
+        if isinstance(weight, Tensor):
+            return torch.cat([weight[rows] for rows in parts])
+        return QuantizedWeight.stacked([weight.rows(rows) for rows in parts])
 
     if isinstance(tensor, QuantizedTensor):
         return QuantizedTensor(tensor.file, tensor.key, shape, read, load=load)

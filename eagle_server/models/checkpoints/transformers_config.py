@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_server.models.config import CheckpointError, ModelConfig, RopeConfig
+from eagle_server.cache.pool import KVShape
+from eagle_server.models.config import CHUNK_LIMIT, CheckpointError, ModelConfig, RopeConfig
 from eagle_server.models.config_json import architecture_name, read_config, stored_dtype, token_ids
+from eagle_server.models.wrappers import MEDIA, WRAPPERS
 
 TESTED = (
     "ApertusForCausalLM",
@@ -18,16 +20,18 @@ TESTED = (
     "Exaone4ForCausalLM",
     "GemmaForCausalLM",
     "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
     "GlmForCausalLM",
     "Glm4ForCausalLM",
-    "Glm4MoeForCausalLM",
     "GPT2LMHeadModel",
     "GPTBigCodeForCausalLM",
     "GPTNeoXForCausalLM",
     "GraniteForCausalLM",
     "GraniteMoeForCausalLM",
+    "GraniteSWAForCausalLM",
     "HunYuanDenseV1ForCausalLM",
+    "Llama4ForCausalLM",
+    "MinistralForCausalLM",
+    "Ministral3ForCausalLM",
     "MixtralForCausalLM",
     "NemotronForCausalLM",
     "OlmoForCausalLM",
@@ -38,13 +42,13 @@ TESTED = (
     "PhiForCausalLM",
     "Phi3ForCausalLM",
     "Qwen2MoeForCausalLM",
-    "Qwen3MoeForCausalLM",
     "SeedOssForCausalLM",
     "SmolLM3ForCausalLM",
     "StableLmForCausalLM",
     "Starcoder2ForCausalLM",
 )
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_CAUSAL = (None, False, "vision")  # "vision": between the tokens of one image alone
 _LENGTH_DEPENDENT = ("dynamic", "longrope")  # RoPE types that change the rotation of all keys in long texts
 
 
@@ -56,29 +60,38 @@ def transformers_config(directory: Path) -> ModelConfig:
     """
     raw, source = read_config(directory), str(directory / "config.json")
     theirs = read_theirs(directory)
-    reason = _reason_against(theirs, raw)
-    if reason is None:
-        try:
-            config = _config(theirs, raw)
-        except (AttributeError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-    if reason is not None:
-        raise CheckpointError(f"{source}: architecture {architecture_name(raw)!r} cannot be served: {reason}")
-    return config
+    architecture = _architecture(theirs, raw)
+    try:
+        reason = _reason_against(theirs, architecture)
+        if reason is None:
+            return _config(theirs, raw, architecture)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # RuntimeError: one value per layer
+        reason = " ".join(str(error).split())[:200]
+    raise CheckpointError(f"{source}: architecture {architecture!r} cannot be served: {reason}")
 
 
-def _config(config: Any, raw: Mapping[str, Any]) -> ModelConfig:
+def _architecture(config: Any, raw: Mapping[str, Any]) -> str:
+    """The name of the class; of a decoder in a wrapper, which names none, that of its model_type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) if MEDIA in raw else architecture_name(raw))
+
+
+def _config(config: Any, raw: Mapping[str, Any], architecture: str) -> ModelConfig:
+    varies = hasattr(config, "num_kv_shared_layers")  # Gemma 4
+    layer = config.per_layer_config[0] if varies else config
     heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
     rope, limit = _context_limit(config)
     return ModelConfig(
-        architecture=str(architecture_name(raw)),
+        architecture=architecture,
         vocab_size=int(config.vocab_size),
         hidden_size=hidden,
         intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * hidden),
         num_layers=int(config.num_hidden_layers),
         num_heads=heads,
-        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
+        num_kv_heads=int(getattr(layer, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(layer, "head_dim", None) or hidden // heads),
+        kv_shapes=_kv_shapes(config) if varies else (),
         rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
         rope=rope,
         max_position=limit[0],
@@ -88,7 +101,14 @@ def _config(config: Any, raw: Mapping[str, Any]) -> ModelConfig:
         eos_token_ids=token_ids({"eos_token_id": getattr(config, "eos_token_id", None)}, "config.json"),
         bos_token_id=getattr(config, "bos_token_id", None),
         native=False,
+        media_token_ids=tuple(raw[MEDIA]) if MEDIA in raw else None,
     )
+
+
+def _kv_shapes(config: Any) -> tuple[KVShape, ...]:
+    """Of the layers that write KV; the last `num_kv_shared_layers` do not. Before the survey, for an estimate."""
+    layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers - config.num_kv_shared_layers)]
+    return tuple(KVShape(layer.num_key_value_heads, layer.head_dim) for layer in layers)
 
 
 def _context_limit(config: Any) -> tuple[RopeConfig, tuple[int, str]]:
@@ -98,6 +118,9 @@ def _context_limit(config: Any) -> tuple[RopeConfig, tuple[int, str]]:
     declared = int(getattr(config, "max_position_embeddings", None) or 2048)
     if declared < 0:
         raise ValueError(f"max_position_embeddings must be a positive integer, found {declared}")
+    chunk = getattr(config, "longest_chunk", declared)
+    if chunk < declared:
+        return RopeConfig(), (chunk, CHUNK_LIMIT)
     parameters = getattr(config, "rope_parameters", None) or {}
     kind = str(parameters.get("rope_type", "default"))
     if kind in _LENGTH_DEPENDENT:
@@ -111,18 +134,43 @@ def _context_limit(config: Any) -> tuple[RopeConfig, tuple[int, str]]:
 
 
 def read_theirs(directory: Path) -> Any:
-    """transformers' config object of a checkpoint directory. Code in the directory is never run."""
+    """transformers' config object of a checkpoint directory. Code in the directory is never run.
+
+    Raises:
+        CheckpointError: transformers cannot read it.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig  # seconds of import that native targets never need
 
+    raw = read_config(directory)
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except (ValueError, KeyError, OSError, TypeError, ArithmeticError, StrictDataclassError) as error:
+        if MEDIA in raw:
+            config = AutoConfig.for_model(**{key: value for key, value in raw.items() if key != MEDIA})
+        else:
+            config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    except (ValueError, KeyError, OSError, TypeError, ArithmeticError, AttributeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
-            f"{directory / 'config.json'}: architecture {architecture_name(read_config(directory))!r} is not supported "
+            f"{directory / 'config.json'}: architecture {architecture_name(raw)!r} is not supported "
             f"here, and transformers cannot read it without foreign code ({reason})"
         ) from None
+    _limit_to_chunk(config)
+    return config
+
+
+def _limit_to_chunk(config: Any) -> None:
+    """Attention in chunks is full attention within the first chunk, and the config then says so (Llama 4).
+
+    Queries grow from position `floor_scale` - 1 on. transformers counts a forward's rows for it, and ours are those of
+    many requests.
+    """
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is None:
+        return
+    grows = getattr(config, "attn_temperature_tuning", False)
+    config.longest_chunk = min(int(chunk), int(config.floor_scale) - 1) if grows else int(chunk)
+    config.attention_chunk_size, config.attn_temperature_tuning = None, False
+    config.layer_types = ["full_attention" if kind == "chunked_attention" else kind for kind in config.layer_types]
 
 
 def check_rope(config: Any, context: int, source: str) -> None:
@@ -158,19 +206,18 @@ def _ropes(parameters: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield from (each for each in parameters.values() if isinstance(each, Mapping))
 
 
-def _reason_against(config: Any, raw: Mapping[str, Any]) -> str | None:
+def _reason_against(config: Any, architecture: str) -> str | None:
     """The first reason in the config why the architecture cannot be served; None if there is none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     reasons = {
         "it is an encoder and a decoder, and only decoders are served": config.is_encoder_decoder,
-        "it reads more than text": config.get_text_config() is not config,
-        "transformers knows it as no causal language model": architecture_name(raw)
+        f"it reads more than text; the text of {', '.join(WRAPPERS)} is served": config.get_text_config() is not config,
+        "transformers knows it as no causal language model": architecture
         not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
         f"its layers keep more than keys and values ({', '.join(kinds)})": kinds,
-        "its attention is bidirectional": getattr(config, "use_bidirectional_attention", None),
+        "its attention is bidirectional": getattr(config, "use_bidirectional_attention", None) not in _CAUSAL,
         "its attention has an ALiBi bias": getattr(config, "alibi", False),
-        "its attention is in chunks": getattr(config, "attention_chunk_size", None),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,21 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from eagle_server.algorithms import ALGORITHMS
 from eagle_server.hub import HubError, hub_file, hub_snapshot
 from eagle_server.models.config import CheckpointError
+from eagle_server.models.config_json import read_whole_config
+from eagle_server.models.targets.registry import find_family
+from eagle_server.models.wrappers import Order, text_config, text_name, wrapper_of
+from eagle_server.ops.quantize import QuantizedWeight
 
 _NAMED = 8  # the number of keys that an error message lists
 _LOCAL_MARKS = ("/", ".", "~", "\\")
-_HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja"]
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja", "mask_embedding.pt"]
 _HUB_PICKLES = ["*.bin", "*.bin.index.json", "*.pt"]
 _HUB_SKIPPED = ["*/*", "consolidated*"]
+_MTP = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
+_FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,13 @@ class StoredTensor:
     def read_part(self, index: tuple[slice, ...]) -> Tensor:
         """`read()[index]`."""
         return self.read()[index] if self.part is None else self.part(index)
+
+
+@dataclass(frozen=True)
+class QuantizedTensor(StoredTensor):
+    """A quantized weight [out, in]. `read` dequantizes it, `load` does so only if no kernel takes it as it is."""
+
+    load: Callable[[], QuantizedWeight | Tensor] = field(kw_only=True)
 
 
 Weights = dict[str, StoredTensor]
@@ -86,9 +101,80 @@ def resolve_file(name: str) -> Path:
 def open_weights(directory: Path) -> Weights:
     """Every tensor of a checkpoint directory by name. Of safetensors files only the headers are read.
 
+    Of a checkpoint that reads images too, those of its text decoder. Names are as `TargetFamily.renames` has them.
+
     Raises:
         CheckpointError: no weight files, a damaged or missing file, or a pickle that would run code.
     """
+    stored = _open_files(directory)
+    raw = read_whole_config(directory) if (directory / "config.json").is_file() else {}
+    wrapper, own = wrapper_of(raw), text_config(raw)
+    family = find_family(own)
+    renames: Mapping[str, str] = {} if family is None else family.renames
+    if wrapper is None:
+        return {_usual(name, renames): tensor for name, tensor in stored.items()}
+    hidden, text = own.get("hidden_size"), Weights()
+    for key, tensor in stored.items():
+        name = text_name(wrapper, key)
+        if name is not None:
+            name = _usual(name, renames)
+            text |= {name: tensor} if wrapper.experts is None else split_experts(name, tensor, wrapper.experts, hidden)
+    return text
+
+
+def _usual(name: str, renames: Mapping[str, str]) -> str:
+    for part, usual in renames.items():
+        name = name.replace(part, usual)
+    return name
+
+
+def without_drafts(stored: Weights, layers: int) -> Weights:
+    """A target's tensors without draft heads, MTP layers and RoPE frequencies. `layers`: the number of its own."""
+    extra = {int(match[1]) for name in stored if (match := _MTP.fullmatch(name))}
+    drafts = (
+        *(row.prefix for row in ALGORITHMS.values() if row.prefix),
+        *("mtp.", "model.mtp.", "model.mtp_layers."),
+        *(f"model.layers.{layer}." for layer in extra if layer >= layers),
+    )
+    return {
+        name: tensor
+        for name, tensor in stored.items()
+        if not name.endswith("rotary_emb.inv_freq") and not name.startswith(drafts)
+    }
+
+
+def split_experts(name: str, tensor: StoredTensor, order: Order, hidden: int | None) -> Weights:
+    """Experts that are stored as one tensor, as one tensor each.
+
+    `order` "in, out": gate_up_proj [experts, hidden, 2 * width], down_proj [experts, width, hidden]. "out, in": both
+    transposed. Where `hidden` fits the other order alone, that is the files' (transformers saves published ones so).
+    """
+    match = _FUSED_EXPERTS.fullmatch(name)
+    if match is None or len(tensor.shape) != 3:  # noqa: PLR2004
+        return {name: tensor}
+    prefix, kind = match.groups()
+    count, *sizes = tensor.shape
+    inward = kind == "gate_up_proj"
+    fits = {"in, out": sizes[0 if inward else 1] == hidden, "out, in": sizes[1 if inward else 0] == hidden}
+    in_out = fits["in, out"] and (order == "in, out" or not fits["out, in"])
+    rows, columns = reversed(sizes) if in_out else sizes
+    halves = {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)}
+    split: Weights = {}
+    for expert in range(count):
+        for part, (first, last) in (halves if inward else {"down_proj": (0, rows)}).items():
+            where = (slice(expert, expert + 1), slice(None), slice(first, last))
+            read = partial(_read_expert, tensor, where if in_out else (where[0], where[2], where[1]), in_out=in_out)
+            key = f"{tensor.key}[{expert}]"
+            split[f"{prefix}.{expert}.{part}.weight"] = StoredTensor(tensor.file, key, (last - first, columns), read)
+    return split
+
+
+def _read_expert(tensor: StoredTensor, where: tuple[slice, ...], *, in_out: bool) -> Tensor:
+    matrix = tensor.read_part(where)[0]
+    return matrix.t() if in_out else matrix
+
+
+def _open_files(directory: Path) -> Weights:
     for name, reader in (("model.safetensors", _safetensors), ("pytorch_model.bin", _pickled)):
         index = directory / f"{name}.index.json"
         if (directory / name).is_file():
@@ -100,8 +186,8 @@ def open_weights(directory: Path) -> Weights:
         if len(files) == 1:
             return reader(files[0])
         if files:
-            found = ", ".join(file.name for file in files)
-            raise CheckpointError(f"{directory}: several weight files and no index to choose by: {found}")
+            names = ", ".join(file.name for file in files)
+            raise CheckpointError(f"{directory}: several weight files and no index to choose by: {names}")
     raise CheckpointError(f"{directory}: no model.safetensors, pytorch_model.bin or their index.json here")
 
 
@@ -147,29 +233,21 @@ def stored_heads(raw: Mapping[str, Any], stored: Weights, attention: str, source
     Only what config.json does not have, or has otherwise, which is logged. A declared head_dim is never replaced: then
     num_attention_heads could as well be wrong.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     q_rows, k_rows = (stored[name].shape[0] if name in stored else 0 for name in _projections(attention))
     heads, head_dim = raw.get("num_attention_heads"), raw.get("head_dim")
     if head_dim is None and isinstance(heads, int) and heads > 0 and q_rows % heads == 0:
-        found["head_dim"] = head_dim = q_rows // heads
+        sizes["head_dim"] = head_dim = q_rows // heads
     if isinstance(head_dim, int) and head_dim > 0 and k_rows % head_dim == 0:
-        found["num_key_value_heads"] = k_rows // head_dim
-    found = {key: value for key, value in found.items() if value and raw.get(key) != value}
-    for key in (key for key in found if raw.get(key) is not None):
-        log.warning("%s: %s is %s, but the files hold %d; the tensors count", source, key, raw[key], found[key])
-    return found
+        sizes["num_key_value_heads"] = k_rows // head_dim
+    sizes = {key: value for key, value in sizes.items() if value and raw.get(key) != value}
+    for key in (key for key in sizes if raw.get(key) is not None):
+        log.warning("%s: %s is %s, but the files hold %d; the tensors count", source, key, raw[key], sizes[key])
+    return sizes
 
 
 def _projections(attention: str) -> tuple[str, str]:
     return f"{attention}q_proj.weight", f"{attention}k_proj.weight"
-
-
-def refuse_quantized(raw: Mapping[str, Any], source: str) -> None:
-    """Raise CheckpointError for quantized weights, which are not supported for this kind of model yet."""
-    quantization = raw.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
-        raise CheckpointError(f"{source}: quantization_config: quantized weights ({method}) are not supported yet")
 
 
 def _safetensors(path: Path) -> Weights:
@@ -180,8 +258,8 @@ def _safetensors(path: Path) -> Weights:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
     return {
-        key: StoredTensor(path, key, tuple(each.get_shape()), partial(handle.get_tensor, key), each.__getitem__)
-        for key, each in slices.items()
+        key: StoredTensor(path, key, tuple(piece.get_shape()), partial(handle.get_tensor, key), piece.__getitem__)
+        for key, piece in slices.items()
     }
 
 

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.interface import DraftHead, DraftOutput, TargetWeights
-from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views, native_decoder
+from eagle_server.models.layers import Attention, GatedMLP, Linear, RMSNorm, Views
+from eagle_server.models.native_layers import native_decoder
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.llama import llama_layer
 from eagle_server.ops.fused import Rotation
-from eagle_server.ops.native_decoder import NativeDecoder
-from eagle_server.ops.native_drafting import HeadWeights, Residual
+from eagle_server.ops.native.decoder import NativeDecoder
+from eagle_server.ops.native.drafting import HeadWeights, Residual
 
 FeatureNorm = Literal["none", "each", "concat"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.layers import Linear
-from eagle_server.ops.native_drafting import HeadWeights
+from eagle_server.ops.native.drafting import HeadWeights
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,13 @@ class DraftModel(nn.Module, ABC):
 
 
 class DraftHead(DraftModel):
-    """A small decoder over pairs (embedding of token t+1, target feature at t)."""
+    """A small decoder over pairs (embedding of token t+1, target feature at t).
+
+    num_layers: how many of its layers draft one level of trees each (several MTP layers); 1: all levels alike.
+    """
 
     config: ModelConfig
+    num_layers: int = 1
 
     @property
     def kv(self) -> ModelConfig:
@@ -78,6 +83,37 @@ class DraftHead(DraftModel):
     @abstractmethod
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: BoundAttention) -> DraftOutput:
         """tokens, positions [rows], hidden [rows, H] -> the next feedback and the input of the logits."""
+
+    def extend(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        attention: BoundAttention,
+        row_before: Callable[[int, Tensor], Tensor] | None = None,  # noqa: ARG002
+    ) -> DraftOutput:
+        """`forward` over committed tokens, each with the target's feature [rows, F] of the position before it.
+
+        row_before(k, z) -> what layer k gave at the row before each of these, from what it gives here, both [rows, H];
+        a head with one layer that drafts does not ask.
+        """
+        return self(tokens, self.combine(features), positions, attention)  # type: ignore[no-any-return]
+
+    def step(
+        self,
+        level: int,  # noqa: ARG002
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attention: BoundAttention,
+        *,
+        is_last: bool = False,  # noqa: ARG002
+    ) -> DraftOutput:
+        """`forward` over the nodes of a level of trees (1: the root's children), each with its parent's feedback.
+
+        is_last: no deeper level follows.
+        """
+        return self(tokens, hidden, positions, attention)  # type: ignore[no-any-return]
 
     @abstractmethod
     def logits(self, normed: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from eagle_server.models.config import ModelConfig
 from eagle_server.models.drafts.interface import DraftHead, TargetWeights
 from eagle_server.models.layers import Linear, RMSNorm
-from eagle_server.ops.native_decoder import NativeDecoder
-from eagle_server.ops.native_drafting import HeadWeights, Residual
+from eagle_server.ops.native.decoder import NativeDecoder
+from eagle_server.ops.native.drafting import HeadWeights, Residual
 
 
 class PostNormHead(DraftHead):
@@ -77,8 +77,8 @@ class PostNormHead(DraftHead):
             residual=Residual.JOINED,
             feeds_normed=True,
             joined=native,
-            embed_norm=None if embed_norm is None else embed_norm.weight,
-            hidden_norm=None if hidden_norm is None else hidden_norm.weight,
+            embed_norm=None if embed_norm is None else embed_norm.gain,
+            hidden_norm=None if hidden_norm is None else hidden_norm.gain,
         )
 
     def _draft_head(self) -> Linear:

@@ -8,7 +8,7 @@ from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.drafts.interface import DraftHead, DraftOutput
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.interface import Target
-from eagle_server.ops.native_drafting import HeadWeights
+from eagle_server.ops.native.drafting import HeadWeights
 
 
 class DraftLM(DraftHead):

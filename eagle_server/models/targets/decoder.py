@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from eagle_server.attention.interface import BoundAttention
 from eagle_server.models.config import ModelConfig
-from eagle_server.models.layers import Linear, RMSNorm, Views, native_decoder
+from eagle_server.models.layer_inputs import LayerInputs
+from eagle_server.models.layers import Linear, Views, norm_of
+from eagle_server.models.native_layers import native_decoder
 from eagle_server.models.rope import RotaryEmbedding
 from eagle_server.models.targets.interface import TargetOutput
 from eagle_server.models.targets.registry import decoder_layer
-from eagle_server.ops.native_decoder import NativeDecoder
-from eagle_server.ops.native_drafting import HeadWeights, Residual
+from eagle_server.ops.native.decoder import NativeDecoder
+from eagle_server.ops.native.drafting import HeadWeights, Residual
 
 
 class TargetModel(nn.Module):
@@ -31,9 +33,13 @@ class TargetModel(nn.Module):
         self.ranks = None if config.split is None else config.split.ranks
         rows = config.vocab_size if self.ranks is None else -(-config.vocab_size // self.ranks.size)
         self.embed = nn.Parameter(torch.empty(rows, config.hidden_size))
-        self.rope = RotaryEmbedding(config.rope, config.head_dim, context)
+        local = config.local_rope
+        self.rope = RotaryEmbedding(config.rope, _head_dim(config, slides=local is None), context)
+        self.local_rope = None if local is None else RotaryEmbedding(local, _head_dim(config, slides=True), context)
+        own = config.gemma4
+        self.layer_inputs = None if own is None or not own.layer_input_size else LayerInputs(config, own)
         self.layers = nn.ModuleList(decoder_layer(config, index) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = norm_of(config, config.hidden_size)
         self.lm_head = Linear(config.hidden_size, [("lm_head", rows)])
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed
@@ -42,24 +48,31 @@ class TargetModel(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, attention: BoundAttention) -> TargetOutput:
         """tokens, positions [rows] -> hidden states of every row."""
         x = self._embedded(tokens)
-        at_once = attention.decode(self._native, x, None, positions, self.aux_boundaries)
+        inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x)  # [rows, layers, size]
+        at_once = attention.decode(self._native, x, None, positions, self.aux_boundaries, inputs)
         if at_once is not None:
             hidden, _, aux = at_once
             return TargetOutput(hidden, None if aux is None else aux.to(x.dtype))
         rope = self.rope(positions, x.dtype)
+        local_rope = rope if self.local_rope is None else self.local_rope(positions, x.dtype)
         captured: list[Tensor] = []
         residual: Tensor | None = None
         for boundary, layer in enumerate(self.layers):
             if boundary in self.aux_boundaries:  # a copy, because layers may overwrite their arguments
                 captured.append(x.clone() if residual is None else residual + x)
-            x, residual = layer(x, residual, rope, attention)
-        assert residual is not None, "a target has layers"
-        hidden, stream = self.norm.after_add(x, residual)
+            slides = bool(self.config.windows and self.config.windows[boundary])
+            own = None if inputs is None else inputs[:, boundary]
+            x, residual = layer(x, residual, local_rope if slides else rope, attention, own)
+        hidden, stream = (self.norm(x), x) if residual is None else self.norm.after_add(x, residual)
         if len(self.layers) in self.aux_boundaries:
             captured.append(stream)
         return TargetOutput(hidden, torch.cat(captured, dim=-1) if captured else None)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
+        x, scale = self._looked_up(tokens), self.config.embed_scale
+        return x if scale == 1.0 else x * x.new_tensor(scale)  # rounded to the dtype, as in transformers
+
+    def _looked_up(self, tokens: Tensor) -> Tensor:
         if self.ranks is None:
             return F.embedding(tokens, self.embed)
         rows = tokens - self.ranks.rank * len(self.embed)
@@ -74,29 +87,44 @@ class TargetModel(nn.Module):
 
     def fuse(self) -> None:
         """Compute all layers by one native call, if they are of that kind. `pack_linears` calls it."""
-        self._native = native_decoder(self.layers, self.norm, self.rope)
+        self._native = native_decoder(self.layers, self.norm, self.rope, self.local_rope)
 
     def native_weights(self) -> HeadWeights | None:
         """The model as a draft, see `DraftHead`."""
         lm_head = self.lm_head.native
-        if self._native is None or lm_head is None:
+        if self._native is None or lm_head is None or self.layer_inputs is not None or self.config.logits_softcap:
             return None
         return HeadWeights(
-            self._native, lm_head, self.embed, residual=Residual.JOINED, feeds_normed=True, uses_hidden=False
+            *(self._native, lm_head, self.embed),
+            residual=Residual.JOINED,
+            feeds_normed=True,
+            uses_hidden=False,
+            embed_scale=self.config.embed_scale,
         )
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[rows, hidden] -> [rows, vocab] in float32, written to `out` if there is one."""
-        logits: Tensor = self.lm_head(hidden)
+        divisor = self.config.logits_divisor
+        logits: Tensor = self.lm_head(hidden if divisor == 1 else hidden / divisor)
         if self.ranks is not None:
             logits = self.ranks.gather(logits)[:, : self.config.vocab_size]  # without the padding of the last ranks
+        if self.config.logits_softcap:
+            logits = self.config.logits_softcap * torch.tanh(logits.float() / self.config.logits_softcap)
         return logits.float() if out is None else out.copy_(logits)
 
     def weight_views(self) -> Views:
         """Every checkpoint name with its view of a parameter."""
         yield "model.embed_tokens.weight", self.embed
+        if self.layer_inputs is not None:
+            yield from self.layer_inputs.weight_views()
         for index, layer in enumerate(self.layers):
             yield from layer.weight_views(f"model.layers.{index}.")  # type: ignore[operator]
         yield "model.norm.weight", self.norm.weight
         if not self.config.tie_word_embeddings:
             yield from self.lm_head.weight_views("")
+
+
+def _head_dim(config: ModelConfig, *, slides: bool) -> int:
+    """The head size of the layers with a sliding window, or without; of the first layer if there are none."""
+    kinds = [bool(window) == slides for window in config.windows or (0,) * config.num_layers]
+    return config.kv_shape(kinds.index(True) if any(kinds) else 0).head_dim

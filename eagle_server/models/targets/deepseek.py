@@ -6,36 +6,34 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast, get_args
 
-from torch import nn
-
 from eagle_server.models.config import CheckpointError, MLAConfig, ModelConfig, MoEConfig, Routing, Scoring
 from eagle_server.models.config_json import integer
-from eagle_server.models.layers import DecoderLayer, GatedMLP
+from eagle_server.models.layers import DecoderLayer
 from eagle_server.models.mla import MLAAttention
-from eagle_server.models.moe import MixtureOfExperts
+from eagle_server.models.moe import feed_forward
 from eagle_server.models.targets.interface import TargetFamily
 
 
-def _layer(config: ModelConfig, layer: int) -> DecoderLayer:
-    assert config.mla is not None, "DeepSeek's config has MLA"
-    moe = config.moe
-    mlp: nn.Module = MixtureOfExperts(config, moe) if moe is not None and moe.is_sparse(layer) else GatedMLP(config)
-    return DecoderLayer(config, MLAAttention(config, config.mla, layer), mlp)
+def latent_layer(config: ModelConfig, layer: int) -> DecoderLayer:
+    """Latent attention, then an MLP or experts."""
+    assert config.mla is not None, "a config with MLA"
+    return DecoderLayer(config, MLAAttention(config, config.mla, layer), feed_forward(config, layer))
 
 
 def _add_v2_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> ModelConfig:
-    config = _with_mla(config, raw, source)
-    moe = _moe(raw, source, scoring="softmax", routing="greedy", normalize=False)
+    config = with_mla(config, raw, source)
+    moe = routed_experts(raw, source, scoring="softmax", routing="greedy", normalize=False)
     return replace(config, mlp_bias=bool(raw.get("mlp_bias", False)), moe=moe)
 
 
 def _add_v3_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> ModelConfig:
-    config = _with_mla(config, raw, source)
-    moe = _moe(raw, source, scoring="sigmoid", routing="noaux_tc", normalize=True)
+    config = with_mla(config, raw, source)
+    moe = routed_experts(raw, source, scoring="sigmoid", routing="noaux_tc", normalize=True)
     return replace(config, moe=moe)
 
 
-def _with_mla(config: ModelConfig, raw: Mapping[str, Any], source: str) -> ModelConfig:
+def with_mla(config: ModelConfig, raw: Mapping[str, Any], source: str) -> ModelConfig:
+    """`config` with the sizes of latent attention."""
     bias = bool(raw.get("attention_bias", False))
     mla = MLAConfig(
         q_lora_rank=None if raw.get("q_lora_rank") is None else integer(raw, "q_lora_rank", source),
@@ -48,7 +46,7 @@ def _with_mla(config: ModelConfig, raw: Mapping[str, Any], source: str) -> Model
     return replace(config, qkv_bias=bias, o_bias=bias, head_dim=mla.qk_rope_head_dim, mla=mla)
 
 
-def _moe(
+def routed_experts(
     raw: Mapping[str, Any], source: str, *, scoring: Scoring, routing: Routing, normalize: bool
 ) -> MoEConfig | None:
     """The experts, None for a dense model. `scoring`, `routing` and `normalize` are the family's defaults."""
@@ -67,13 +65,14 @@ def _moe(
             f"{chosen} do not fit together"
         )
     declared = raw.get("norm_topk_prob")
+    first, frequency = int(raw.get("first_k_dense_replace") or 0), int(raw.get("moe_layer_freq") or 1)
+    layers = range(integer(raw, "num_hidden_layers", source))
     return MoEConfig(
         experts=experts,
         experts_per_token=chosen,
         intermediate_size=integer(raw, "moe_intermediate_size", source),
         shared_experts=int(raw.get("n_shared_experts") or 0),
-        first_dense_layers=int(raw.get("first_k_dense_replace") or 0),
-        layer_frequency=int(raw.get("moe_layer_freq") or 1),
+        dense_layers=frozenset(layer for layer in layers if layer < first or layer % frequency),
         scoring=scoring,
         routing=routing,
         groups=groups,
@@ -83,5 +82,5 @@ def _moe(
     )
 
 
-DEEPSEEK_V2 = TargetFamily("DeepseekV2ForCausalLM", "deepseek_v2", _add_v2_flags, _layer)
-DEEPSEEK_V3 = TargetFamily("DeepseekV3ForCausalLM", "deepseek_v3", _add_v3_flags, _layer)
+DEEPSEEK_V2 = TargetFamily("DeepseekV2ForCausalLM", "deepseek_v2", _add_v2_flags, latent_layer)
+DEEPSEEK_V3 = TargetFamily("DeepseekV3ForCausalLM", "deepseek_v3", _add_v3_flags, latent_layer)

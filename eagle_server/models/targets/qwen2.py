@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama's layer with biases on q, k and v, and optional sliding windows in the later layers."""
+"""Qwen2, Qwen2.5 and MiMo: Llama's layer with biases on q, k and v, and optional windows in the later layers."""
 
 from __future__ import annotations
 
@@ -33,3 +33,4 @@ def qwen_windows(raw: Mapping[str, Any], layers: int, source: str) -> tuple[int,
 
 
 QWEN2 = TargetFamily("Qwen2ForCausalLM", "qwen2", _add_flags, llama_layer)
+MIMO = TargetFamily("MiMoForCausalLM", "mimo", _add_flags, llama_layer)

@@ -5,17 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from eagle_server.models.config import CheckpointError, ModelConfig
 from eagle_server.models.config_json import architecture_name, common_config
-from eagle_server.models.layers import DecoderLayer
+from eagle_server.models.targets.bamba import BAMBA
 from eagle_server.models.targets.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from eagle_server.models.targets.interface import TargetFamily
+from eagle_server.models.targets.falcon_h1 import FALCON_H1
+from eagle_server.models.targets.gemma3 import GEMMA3
+from eagle_server.models.targets.gemma4 import GEMMA4
+from eagle_server.models.targets.glm4_moe import GLM4_MOE
+from eagle_server.models.targets.gpt_oss import GPT_OSS
+from eagle_server.models.targets.granite_hybrid import GRANITE_HYBRID
+from eagle_server.models.targets.interface import MtpTraits, TargetFamily
+from eagle_server.models.targets.kimi_linear import KIMI_LINEAR
+from eagle_server.models.targets.lfm2 import LFM2, LFM2_MOE
 from eagle_server.models.targets.llama import LLAMA
+from eagle_server.models.targets.longcat import LONGCAT_FLASH
+from eagle_server.models.targets.mimo_v2 import MIMO_V2
+from eagle_server.models.targets.minicpm3 import MINICPM3
 from eagle_server.models.targets.mistral import MISTRAL
-from eagle_server.models.targets.qwen2 import QWEN2
+from eagle_server.models.targets.nemotron_h import NEMOTRON_H
+from eagle_server.models.targets.qwen2 import MIMO, QWEN2
 from eagle_server.models.targets.qwen3 import QWEN3
+from eagle_server.models.targets.qwen3_5 import QWEN3_5
+from eagle_server.models.targets.qwen3_moe import QWEN3_MOE
+from eagle_server.models.targets.qwen3_next import QWEN3_5_MOE, QWEN3_NEXT
+from eagle_server.models.targets.step3p5 import STEP3P5
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, DEEPSEEK_V2, DEEPSEEK_V3)
+FAMILIES = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, GEMMA3, GEMMA4, GLM4_MOE),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, MINICPM3, LONGCAT_FLASH, GPT_OSS, MIMO, MIMO_V2, STEP3P5),
+    *(GRANITE_HYBRID, BAMBA, NEMOTRON_H, FALCON_H1, LFM2, LFM2_MOE, KIMI_LINEAR),
+)
 
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
@@ -31,7 +53,7 @@ def find_family(raw: Mapping[str, Any]) -> TargetFamily | None:
             return _BY_ARCHITECTURE[name]
     if architectures and not str(architectures[0]).startswith(_VARIANTS):
         return None
-    return _BY_MODEL_TYPE.get(raw.get("model_type", ""))
+    return _BY_MODEL_TYPE.get(str(raw.get("model_type")))
 
 
 def read_target_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
@@ -46,9 +68,32 @@ def read_target_config(raw: Mapping[str, Any], source: str = "config.json") -> M
             f"{source}: architecture {architecture_name(raw)!r} is not supported; supported are "
             f"{', '.join(_BY_ARCHITECTURE)}"
         )
-    return family.add_flags(common_config(raw, family.architecture, source), raw, source)
+    complete = {**family.defaults, **raw}
+    complete |= {usual: raw[own] for own, usual in family.aliases.items() if own in raw}
+    try:
+        complete = dict(family.usual(complete, source))
+        config = common_config(complete, family.architecture, source, family.partial_rotary_factor)
+        return _checked_rope(family.add_flags(config, complete, source), source)
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:  # of a value of another type
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{source}: {family.architecture} cannot have these values: {reason}") from None
 
 
-def decoder_layer(config: ModelConfig, layer: int) -> DecoderLayer:
+def _checked_rope(config: ModelConfig, source: str) -> ModelConfig:
+    pairs, given = config.rope.rotary_dim(config.head_dim) // 2, len(config.rope.short_factor)
+    if given not in (0, pairs):
+        raise CheckpointError(f"{source}: short_factor: a number for each of {pairs} pairs is expected, found {given}")
+    return config
+
+
+def mtp_traits(architecture: str) -> MtpTraits:
+    """The MTP layers of a native family."""
+    return _BY_ARCHITECTURE[architecture].mtp
+
+
+def decoder_layer(config: ModelConfig, layer: int) -> nn.Module:
     """Decoder layer `layer` of the family that `config.architecture` names."""
-    return _BY_ARCHITECTURE[config.architecture].layer(config, layer)
+    module: nn.Module = _BY_ARCHITECTURE[config.architecture].layer(config, layer)
+    return module

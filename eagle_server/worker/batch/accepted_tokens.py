@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle_server.ops.accepted import store_accepted
+from eagle_server.ops.tree.accepted import store_accepted
 from eagle_server.plan import Decode
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree
@@ -117,11 +117,11 @@ class AcceptedTokens:
 
     def counts(self, decodes: Sequence[Decode]) -> tuple[int, ...]:
         """How many entries each request has for draft-extend, at least the bonus. Without the backlog."""
-        found = []
+        lengths = []
         for decode in decodes:
             segments = self._segments.get(decode.req_pool_index)
-            found.append(1 if segments is None else decode.seq_len - segments[-1].start)
-        return tuple(found)
+            lengths.append(1 if segments is None else decode.seq_len - segments[-1].start)
+        return tuple(lengths)
 
     def start(self, decode: Decode) -> int:
         """The first position whose pair the drafter has not computed: at most seq_len - 1."""
@@ -193,9 +193,9 @@ class AcceptedTokens:
         if before.features.shape[1] > 1:  # not the columns of nodes that were not accepted
             segments[-2] = _Segment(before.start, before.until(end)[None].clone(), 0)
         if len(segments) > _MERGE:
-            found = self.backlog(index)
-            assert found is not None
-            start, features = found
+            backlog = self.backlog(index)
+            assert backlog is not None
+            start, features = backlog
             segments[:-1] = [_Segment(start, features[None], 0)]
         if self.backlog_bytes > _BACKLOG_BYTES:
             longest = max(self._segments, key=self.backlog_length)

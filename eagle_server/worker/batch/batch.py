@@ -58,6 +58,7 @@ class DecodeBatch:
     ranking: DraftRanking = BY_PROBABILITY  # of the children of the roots
     num_steps: int = 0  # levels that a draft model drafts in this cycle
     num_draft_tokens: int = 1  # the most nodes of a tree, root included
+    topk: int = 0  # nodes that each draft step feeds; 0: as many as the flags say
     least_logp: float = -math.inf  # a drafter may leave out nodes whose score is lower
 
     @property
@@ -97,6 +98,7 @@ class PromptBatch:
     attention: AttentionBatch
     counts: tuple[int, ...]
     requests: tuple[int, ...]  # rows of attention.req_to_token
+    req_pool_indices: tuple[int, ...]  # of the pieces, in the page table
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,12 @@ class Prompts:
     pairs: PromptFeatures | None  # None: the drafter reads no features, or the only piece is a last token: no pair yet
 
 
-def prompt_batch(pieces: Sequence[Piece], req_to_token: Tensor) -> PromptBatch:
+def prompt_batch(
+    pieces: Sequence[Piece], req_to_token: Tensor, req_pool_indices: Sequence[int] | None = None
+) -> PromptBatch:
     """Pieces of prompt, each with the request and position that it starts at.
+
+    req_pool_indices: their requests in the page table, if req_to_token is a copy of a part of it.
 
     On a CPU the batch has a copy of its part of the page table: the drafter reads prompts when requests may have ended.
     """
@@ -127,11 +133,12 @@ def prompt_batch(pieces: Sequence[Piece], req_to_token: Tensor) -> PromptBatch:
     positions = np.concatenate([np.arange(end - count, end) for count, end in zip(counts, ends, strict=True)])
     numbers = upload(np.stack([flat, positions]), device)
     requests = tuple(index for index, _, _ in pieces)
+    given = requests if req_pool_indices is None else tuple(req_pool_indices)
     if device.type == "cpu":
         req_to_token, requests = req_to_token[list(requests), : max(ends)], tuple(range(len(pieces)))
     indices, kv_lens = upload([requests, ends], device)
     attention = prefill_batch(indices, kv_lens, req_to_token, Causal(), Layout(counts, ends))
-    return PromptBatch(numbers[0], numbers[1], attention, counts, requests)
+    return PromptBatch(numbers[0], numbers[1], attention, counts, requests, given)
 
 
 class Batches:
@@ -175,7 +182,7 @@ class Batches:
 
     def can_draft(self, decodes: Sequence[Decode]) -> list[bool]:
         """Which requests may draft: they do not forbid it, and their accepted tokens are known."""
-        return [each.speculative and not self.accepted_tokens.is_lost(each.req_pool_index) for each in decodes]
+        return [decode.speculative and not self.accepted_tokens.is_lost(decode.req_pool_index) for decode in decodes]
 
     def drafting(self, batch: DecodeBatch, budget: CycleBudget, *, cut: bool = False) -> DecodeBatch | None:
         """The requests of the batch that draft in this cycle; None: there are none. `cut`: see `least_logp`."""
@@ -183,19 +190,24 @@ class Batches:
             return None
         if len(budget.drafting) < len(batch.decodes):
             batch = self.decode([batch.decodes[i] for i in budget.drafting], drafting=True)
-        steps, size = budget.num_steps, budget.num_draft_tokens
-        least = budget.least_logp if cut else -math.inf
-        return replace(batch, ranking=self._ranking(batch), num_steps=steps, num_draft_tokens=size, least_logp=least)
+        return replace(
+            batch,
+            ranking=self._ranking(batch),
+            num_steps=budget.num_steps,
+            num_draft_tokens=budget.num_draft_tokens,
+            topk=budget.topk,
+            least_logp=budget.least_logp if cut else -math.inf,
+        )
 
     def backlog(self, decodes: Sequence[Decode]) -> Prompts | None:
         """What the requests accepted while they did not draft, for the drafter's prefill; None: there is nothing."""
         pieces, features = list[tuple[int, int, Sequence[int]]](), list[Tensor]()
         for decode in decodes:
-            found = self.accepted_tokens.backlog(decode.req_pool_index)
-            if found is not None:
-                start, own = found
-                pieces.append((decode.req_pool_index, start, decode.text[start + 1 : start + 1 + len(own)]))
-                features.append(own)
+            kept = self.accepted_tokens.backlog(decode.req_pool_index)
+            if kept is not None:
+                start, rows = kept
+                pieces.append((decode.req_pool_index, start, decode.text[start + 1 : start + 1 + len(rows)]))
+                features.append(rows)
         if not pieces:
             return None
         pairs = PromptFeatures(self._prompt(pieces), torch.cat(features))
@@ -215,15 +227,16 @@ class Batches:
 
         A prompt's last row has no next token yet. It is recorded in the accepted tokens once the token is sampled.
         """
-        pieces, kept, start = [], list[Tensor](), 0
+        pieces, kept, start, given = [], list[Tensor](), 0, list[int]()
         for chunk, request in zip(chunks, rows.requests, strict=True):
             if chunk.following and features is not None:
                 pieces.append((request, chunk.start, chunk.following))
+                given.append(chunk.req_pool_index)
                 kept.append(features[start : start + len(chunk.following)])
             start += len(chunk.tokens)
         if not pieces:
             return Prompts(chunks, rows, None)
-        pairs = prompt_batch(pieces, rows.attention.req_to_token)
+        pairs = prompt_batch(pieces, rows.attention.req_to_token, given)
         return Prompts(chunks, rows, PromptFeatures(pairs, kept[0] if len(kept) == 1 else torch.cat(kept)))
 
     def decode(self, decodes: Sequence[Decode], *, drafting: bool = False) -> DecodeBatch:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagle_server.ops.topk import coupled_topk_logprobs, topk_logprobs
+from eagle_server.ops.sampling.topk import coupled_topk_logprobs, topk_logprobs
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Decode
 from eagle_server.speculation.sampling import SamplingBatch, above_min_ps, transformed
@@ -74,12 +74,24 @@ class DraftRanking:
             assert self.positions is not None
             logits = self.parameters.applied(logits, self.positions + self.level, vocabulary)
         if self.noise is None:
-            logp, found = topk_logprobs(logits, k)
+            logp, ids = topk_logprobs(logits, k)
         else:
-            logp, found = self.noise.best(logits, k, self.positions, self.level, vocabulary)
+            logp, ids = self.noise.best(logits, k, self.positions, self.level, vocabulary)
         if self._may_refuse:
             logp = finite_or_off(logp)  # NaN where no token is allowed
-        return logp, found if vocabulary is None else vocabulary.index_select(0, found.view(-1)).view_as(found)
+        return logp, ids if vocabulary is None else vocabulary.index_select(0, ids.view(-1)).view_as(ids)
+
+    def conditioned(self, logp: Tensor, edges: Tensor) -> Tensor:
+        """The scores of candidates if `edges` [bs, nodes, C] are added to their logits, of the same shape.
+
+        logp [bs, 1 or nodes, C] are the scores of `best` without them. All other tokens keep their logits.
+        """
+        if self.noise is not None:
+            t = self.noise.temperature[:, None, None]
+            edges = edges / torch.where(t > 0, t, 1.0)
+        added = logp + edges
+        others = torch.log1p(-logp.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
+        return added - torch.logaddexp(others, added.logsumexp(-1, keepdim=True))
 
     def chances(self, scores: Tensor) -> Tensor:
         """The scores of `best`, corrected by what was accepted before; -inf stays."""
@@ -147,11 +159,11 @@ class GrammarPaths:
 
     def advance(self, tokens: Tensor, chosen: Tensor | None, fan_out: int) -> GrammarPaths:
         """The nodes of the next level; see `DraftRanking.advance`. Waits for the device."""
-        found, places = HostCopy(tokens, torch.zeros_like(tokens) if chosen is None else chosen).lists()
+        token_lists, places = HostCopy(tokens, torch.zeros_like(tokens) if chosen is None else chosen).lists()
         return replace(
             self,
             paths=tuple(
-                tuple((*paths[place // fan_out], token) for token, place in zip(found[n], places[n], strict=True))
+                tuple((*paths[place // fan_out], token) for token, place in zip(token_lists[n], places[n], strict=True))
                 for n, paths in zip(self.requests, self.paths, strict=True)
             ),
         )
@@ -172,10 +184,10 @@ class SamplingParameters:
         """
         rows = logits.float().unflatten(0, (len(positions), -1))
         if self.sampling.transforms:
-            own = torch.arange(logits.shape[1], device=logits.device) if vocabulary is None else vocabulary
-            wide = rows.new_full((*rows.shape[:2], self.vocab_size), _OFF).index_copy_(2, own, rows)
+            target_ids = torch.arange(logits.shape[1], device=logits.device) if vocabulary is None else vocabulary
+            wide = rows.new_full((*rows.shape[:2], self.vocab_size), _OFF).index_copy_(2, target_ids, rows)
             where = positions[:, None].expand(-1, rows.shape[1])
-            rows = transformed(wide, where, self.sampling).index_select(2, own)
+            rows = transformed(wide, where, self.sampling).index_select(2, target_ids)
         kept: Tensor = above_min_ps(rows, self.sampling).flatten(0, 1)
         return kept
 
@@ -199,6 +211,6 @@ def _masks(decode: Decode, paths: Sequence[Path]) -> NDArray[np.int32]:
     """Bits of int32 [nodes, words]; no bit is set below a node that the grammar refuses."""
     matcher = decode.grammar_matcher
     assert matcher is not None
-    found = [matcher.mask(decode.text, path) for path in paths]
+    masks = [matcher.mask(decode.text, path) for path in paths]
     nothing = np.zeros(matcher.words, dtype=np.int32)
-    return np.stack([nothing if mask is None else mask for mask in found])
+    return np.stack([nothing if mask is None else mask for mask in masks])

@@ -46,24 +46,24 @@ class PenalizerStates:
 
     def of(self, scheduled: Sequence[Decode | Chunk]) -> PenalizerState:
         """The state of these requests' texts as they are now. Chunks must be the last of their prompts."""
-        penalized = [each for each in scheduled if each.sampling.penalized]
+        penalized = [request for request in scheduled if request.sampling.penalized]
         counts, prompts = self._update(penalized) if penalized else (None, None)
         return PenalizerState(counts, prompts, self._begun(scheduled))
 
     def _begun(self, scheduled: Sequence[Decode | Chunk]) -> Tensor | None:
-        found = []
-        for number, each in enumerate(scheduled):
-            if each.sampling.long_words[1].size:
-                rows = self._beginnings_of(each).after(each.text)
-                found.append(np.column_stack([np.full(len(rows), number), rows]))
-        return upload(np.concatenate(found).T.copy(), self._device) if any(map(len, found)) else None
+        begun = []
+        for number, request in enumerate(scheduled):
+            if request.sampling.long_words[1].size:
+                rows = self._beginnings_of(request).after(request.text)
+                begun.append(np.column_stack([np.full(len(rows), number), rows]))
+        return upload(np.concatenate(begun).T.copy(), self._device) if any(map(len, begun)) else None
 
-    def _beginnings_of(self, each: Decode | Chunk) -> WordBeginnings:
-        params, kept = each.sampling.params, self._beginnings.get(each.req_pool_index)
+    def _beginnings_of(self, request: Decode | Chunk) -> WordBeginnings:
+        params, kept = request.sampling.params, self._beginnings.get(request.req_pool_index)
         if kept is None or kept[0] is not params:
-            kept = self._beginnings[each.req_pool_index] = (
+            kept = self._beginnings[request.req_pool_index] = (
                 params,
-                WordBeginnings(*each.sampling.long_words, self._spec_steps),
+                WordBeginnings(*request.sampling.long_words, self._spec_steps),
             )
         return kept[1]
 
@@ -73,27 +73,33 @@ class PenalizerStates:
             zeros = torch.zeros(self._shape, device=self._device)
             self._counts = zeros, torch.zeros_like(zeros, dtype=torch.bool)
         counts, prompts = self._counts
-        known = [self._length_counted(each) for each in scheduled]
-        fresh = [each.req_pool_index for each, length in zip(scheduled, known, strict=True) if length == 0]
+        known = [self._length_counted(request) for request in scheduled]
+        fresh = [request.req_pool_index for request, length in zip(scheduled, known, strict=True) if length == 0]
         if fresh:
             indices = upload(fresh, self._device)
             counts.index_fill_(0, indices, 0.0)
             prompts.index_fill_(0, indices, value=False)
-        both = [(each, length, each.sampling.prompt_length) for each, length in zip(scheduled, known, strict=True)]
+        both = [
+            (request, length, request.sampling.prompt_length) for request, length in zip(scheduled, known, strict=True)
+        ]
         one, true = counts.new_ones(()), prompts.new_ones(())
-        for place in self._places((each.req_pool_index, each.text[length:prompt]) for each, length, prompt in both):
+        for place in self._places(
+            (request.req_pool_index, request.text[length:prompt]) for request, length, prompt in both
+        ):
             prompts.index_put_(place, true)
-        outputs = ((each.req_pool_index, each.text[max(length, prompt) :]) for each, length, prompt in both)
+        outputs = ((request.req_pool_index, request.text[max(length, prompt) :]) for request, length, prompt in both)
         for place in self._places(outputs):
             counts.index_put_(place, one, accumulate=True)
-        self._counted.update((each.req_pool_index, _Counted(each.text, len(each.text))) for each in scheduled)
-        indices = upload([each.req_pool_index for each in scheduled], self._device)
+        self._counted.update(
+            (request.req_pool_index, _Counted(request.text, len(request.text))) for request in scheduled
+        )
+        indices = upload([request.req_pool_index for request in scheduled], self._device)
         return counts.index_select(0, indices), prompts.index_select(0, indices)
 
-    def _length_counted(self, each: Decode | Chunk) -> int:
+    def _length_counted(self, request: Decode | Chunk) -> int:
         """How many of its tokens are counted. Another list belongs to another request, whatever it holds."""
-        counted = self._counted.get(each.req_pool_index)
-        return 0 if counted is None or counted.text is not each.text else counted.length
+        counted = self._counted.get(request.req_pool_index)
+        return 0 if counted is None or counted.text is not request.text else counted.length
 
     def _places(self, texts: Iterable[tuple[int, Sequence[int]]]) -> list[tuple[Tensor, Tensor]]:
         """Rows and tokens, int64 [tokens] each; an empty list if there are no tokens."""

@@ -35,7 +35,7 @@ class VerifyTokenMask:
     @classmethod
     def of(cls, scheduled: Sequence[Decode | Chunk], device: torch.device, tree: Tree | None = None) -> VerifyTokenMask:
         """Starts the copy of the trees; there is none where no request has a grammar."""
-        masked = tuple((n, each) for n, each in enumerate(scheduled) if each.grammar_matcher is not None)
+        masked = tuple((n, request) for n, request in enumerate(scheduled) if request.grammar_matcher is not None)
         if not masked or tree is None or tree.size == 1:
             return cls(masked, device)
         return cls(masked, device, HostCopy(tree.tokens, tree.parents))
@@ -53,10 +53,10 @@ class VerifyTokenMask:
             return tree, sampling
         tokens, parents = (None, None) if self.trees is None else self.trees.lists()
         bits, is_cut = [], False
-        for number, each in self.scheduled:
-            assert each.grammar_matcher is not None
-            own = _NO_TREE if tokens is None else (tokens[number], parents[number])
-            found, kept = tree_masks(each.grammar_matcher, each.text, *own)
+        for number, request in self.scheduled:
+            assert request.grammar_matcher is not None
+            request_tree = _NO_TREE if tokens is None else (tokens[number], parents[number])
+            found, kept = tree_masks(request.grammar_matcher, request.text, *request_tree)
             bits.append(found)
             if tokens is not None and kept != tokens[number]:
                 tokens[number], is_cut = kept, True

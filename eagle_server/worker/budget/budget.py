@@ -1,10 +1,11 @@
-"""The budget of a cycle: which requests draft, how deep, and how many nodes the target verifies.
+"""The budget of a cycle: which requests draft, how deep, how wide, and how many nodes the target verifies.
 
 Drafting and verifying nodes takes time, and each node is accepted with some chance. The budget takes nodes in order of
 estimated chance, over all requests of the batch, while the expected number of tokens per second still grows. It decides
 before drafting, from the trees of earlier cycles, so that nothing waits for the device:
 
-    tokens per second (steps, nodes) = (requests + sum of the nodes' chances) / (verify + extend + steps * draft step)
+    tokens per second (steps, width, nodes) = (requests + sum of the nodes' chances)
+                                              / (verify + extend + steps * draft step of that width)
 
 No text depends on a budget, because no draw depends on a tree.
 """
@@ -12,7 +13,6 @@ No text depends on a budget, because no draw depends on a tree.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -22,38 +22,10 @@ import numpy as np
 from eagle_server.plan import Decode
 from eagle_server.request import SpeculationState
 from eagle_server.worker.budget.cost_model import CostModel, draft_steps
-from eagle_server.worker.budget.recent_trees import TREES, Floats, Ints, RecentTrees
+from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
+from eagle_server.worker.budget.prospects import Floats, Ints, Prospects
 
-
-@dataclass(frozen=True)
-class BudgetPolicy:
-    """The numbers of `AdaptiveBudget`. docs/design/adaptive-trees.md says what they do together.
-
-    A cycle is one forward of the target. "Compared": the measured speeds of plain decoding and of drafting.
-    """
-
-    early_cycles: int = 500  # cycles in which estimates and costs still move much
-    early_hold: int = 8  # cycles that a choice holds in these, and one more for each 4 requests
-    hold: int = 32  # cycles that a choice holds later, and one more for each 4 requests
-    least_expected: float = 0.8  # of plain decoding's speed: what drafting must promise to be measured at all
-    least_measured: float = 0.98  # of plain decoding's speed: with less, drafting has lost
-    close: float = 1.3  # of plain decoding's speed: an expected gain below this is compared again and again
-    plain_burst: int = 8  # cycles of a period that are plain, to be compared
-    plain_period: int = 300  # cycles
-    absent: int = 4  # cycles without one of a kind (plain, or with drafts) after which the kind was absent
-    cold: int = 3  # cycles of a kind that are not compared after it was absent, because the first are slow
-    enough_plain: int = 4  # plain cycles that suffice to compare
-    enough_drafted: int = 16  # cycles with drafts that suffice to compare
-    learning_cycles: int = 30  # first cycles with drafts: of the largest trees, and not compared
-    learners: int = 8  # requests that draft in these
-    verdict: int = 500  # cycles that a comparison counts for, then drafting may try again
-    outlier: float = 3.0  # times the mean: a cycle counts as no more, because another process had the core
-    memory: int = 100  # cycles that a measured speed is the exponential moving average of
-    probe_share: float = 0.004  # of the time: for requests to draft of which nothing is expected
-    probe_logp: float = math.log(0.5)  # log chance that a node of such drafts must have to be verified
-
-
-POLICY = BudgetPolicy()
+_LEAST_LOGP = np.linspace(math.log(0.95), math.log(0.005), 24)  # to choose from
 
 
 @dataclass(frozen=True)
@@ -61,12 +33,14 @@ class CycleBudget:
     """The budget of one cycle.
 
     drafting: which decodes draft, in order. num_steps: levels of their trees. num_draft_tokens: the most nodes of a
-    tree, root included. least_logp: nodes whose path has a smaller chance (its log) are not verified.
+    tree, root included. topk: nodes that each draft step feeds; 0: as many as the flags say. least_logp: nodes whose
+    path has a smaller chance (its log) are not verified.
     """
 
     drafting: tuple[int, ...]
     num_steps: int
     num_draft_tokens: int
+    topk: int = 0
     least_logp: float = -math.inf
 
 
@@ -76,14 +50,15 @@ NOTHING = CycleBudget((), 0, 1)
 class Budget(Protocol):
     """Chooses the budget of each cycle."""
 
-    def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
-        """The budget of a cycle. `able`: which decodes may draft at all."""
+    def choose(self, decodes: Sequence[Decode], able: Sequence[bool], *, lesson: bool = False) -> CycleBudget:
+        """The budget of a cycle. `able`: which decodes may draft at all. A lesson has the largest trees."""
         ...
 
-    def drafted(self, decodes: Sequence[Decode], logp: Floats, depths: Floats) -> None:
-        """These requests have drafted trees of n >= 1 nodes, [requests, n] each.
+    def drafted(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
+        """These requests have drafted trees in a lesson, n >= 1 nodes each.
 
-        logp: the log chances of the nodes' paths, -inf for padding. depths: 1 for children of the root.
+        logp [requests, n]: the log chances of the nodes' paths, -inf for padding. parents [requests, n]: node numbers,
+        0 for the root.
         """
         ...
 
@@ -106,12 +81,13 @@ class FixedBudget:
 
     num_steps: int
     num_draft_tokens: int
+    topk: int = 0
 
-    def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
+    def choose(self, decodes: Sequence[Decode], able: Sequence[bool], *, lesson: bool = False) -> CycleBudget:
         drafting = tuple(i for i, each in enumerate(able) if each)
-        return CycleBudget(drafting, self.num_steps, self.num_draft_tokens)
+        return CycleBudget(drafting, self.num_steps, self.num_draft_tokens, self.topk)
 
-    def drafted(self, decodes: Sequence[Decode], logp: Floats, depths: Floats) -> None:
+    def drafted(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
         return None
 
     def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
@@ -126,19 +102,16 @@ class FixedBudget:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Steps and least chance with the best expected speed, for a number of requests."""
+    """Steps, width and least chance with the best expected speed, for a number of requests."""
 
     requests: int
-    until: int = 0  # the cycle of its load in which to choose again
+    lessons: int = 0  # how many had been learned
     plain: float = 0.0  # expected tokens per second without drafts
     rate: float = 0.0  # and with the best trees
     num_steps: int = 0
     num_draft_tokens: int = 1
-    least_logp: float = POLICY.probe_logp
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.num_steps, self.num_draft_tokens
+    topk: int = 0
+    least_logp: float = 0.0
 
 
 @dataclass
@@ -146,139 +119,151 @@ class _Speed:
     """A measured speed. Older cycles weigh less in tokens, seconds and weight."""
 
     policy: BudgetPolicy
-    until: int = 0  # the cycle in which it is measured anew
+    until: int  # the cycle in which it is measured anew
+    losses: int = 0  # comparisons that it lost
     tokens: float = 0.0
     seconds: float = 0.0
     weight: float = 0.0
     cycles: int = 0
 
+    def restart(self) -> None:
+        """Measure anew."""
+        self.tokens = self.seconds = self.weight = 0.0
+        self.cycles = 0
+
     def add(self, tokens: int, seconds: float) -> None:
         """One more cycle."""
         if self.weight:
             seconds = min(seconds, self.policy.outlier * self.seconds / self.weight)
-        kept = 1 - 1 / self.policy.memory
+        kept = 1 - 1 / self.policy.window
         self.tokens, self.seconds = kept * self.tokens + tokens, kept * self.seconds + seconds
         self.weight, self.cycles = kept * self.weight + 1, self.cycles + 1
 
+    @property
+    def is_enough(self) -> bool:
+        """Whether it suffices to compare drafting."""
+        return self.cycles >= self.policy.drafted_cycles
+
     def loses(self, plain: _Speed) -> bool:
         """Whether drafting, measured by this one, was slower beyond doubt."""
-        policy = self.policy
-        if plain.cycles < policy.enough_plain or self.cycles < policy.enough_drafted:
+        if plain.cycles < self.policy.plain_cycles or not self.is_enough:
             return False
-        return self.tokens * plain.seconds < policy.least_measured * plain.tokens * self.seconds
+        return self.tokens * plain.seconds < self.policy.least_measured * plain.tokens * self.seconds
 
 
 class AdaptiveBudget:
     """Maximizes the expected tokens per second of each cycle.
 
-    `forwards(num_steps)` is the number of draft steps that a drafter needs for trees of that depth, after draft-extend.
-    `shapes`: pairs (num_steps, num_draft_tokens), if all trees of a cycle must have one of these, as with CUDA graphs;
-    then all requests draft, or none. (): any shapes.
+    `forwards(num_steps)` is the number of draft steps that a drafter needs for trees of that depth, after draft-extend,
+    and `widest` how many nodes each feeds at most. `largest`: steps and nodes of the flags' tree. `shapes`: pairs
+    (num_steps, num_draft_tokens), if all trees of a cycle must have one of these, as with CUDA graphs; then all
+    requests draft, or none, and the width is the flags'. (): any shapes.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917
         self,
-        trees: RecentTrees,
+        requests: int,
+        largest: tuple[int, int],
         costs: CostModel,
         forwards: Callable[[int], int],
+        widest: int = 1,
         shapes: Sequence[tuple[int, int]] = (),
         policy: BudgetPolicy = POLICY,
     ) -> None:
-        self.trees, self.costs, self.shapes, self.policy = trees, costs, tuple(shapes), policy
-        self.num_steps, self.num_draft_tokens = trees.num_steps, trees.nodes + 1
-        self._forwards = forwards
+        self.costs, self.shapes, self.policy = costs, tuple(shapes), policy
+        (self.num_steps, self.num_draft_tokens), self.widest = largest, widest
+        widths = sorted({1 << power for power in range(widest.bit_length())} | {widest})
+        options = [(steps, 0, size) for steps, size in shapes] or [
+            (steps, width, self.num_draft_tokens) for steps in range(1, self.num_steps + 1) for width in widths
+        ]
+        self.prospects = Prospects(requests, options, np.array([-math.inf]) if shapes else _LEAST_LOGP, policy)
+        # Of the options, each [options, 1].
+        self._steps, topk, self._sizes = np.array(options, dtype=float).T[:, :, None]
+        self._fed = np.where(topk > 0, topk, widest)
+        self._forwards = np.array([[float(forwards(steps))] for steps, _, _ in options])
+        self._option = {(steps, topk): number for number, (steps, topk, _) in enumerate(options)}
         self._cycle, self._credit = 0, 0.0
         self._choice = _Choice(0)
-        self._choices: dict[tuple[int, int], _Choice] = {}  # by load: reach, and about the number of requests
-        self._loads: Counter[tuple[int, int]] = Counter()  # cycles of each
-        # By the number of requests and the share that is sampled; those of drafting by reach, too.
-        self._speeds: dict[tuple[int, ...], _Speed] = {}
-        # Of the newest cycle: the share that is sampled, in halves; levels that its requests may keep, in the mean.
-        self._sampled = self._reach = 0
-        self._last, self._cold = (
-            [-self.policy.absent] * 2,
-            [0, 0],
-        )  # of each kind: its newest cycle, those that do not count yet
-        self._follows = True  # whether the newest cycle does what was chosen: it neither learns nor probes
-        self._learned = [0, 0, 0]  # cycles with drafts, by that share
+        self._choices: dict[tuple[int, int, int], _Choice] = {}  # by load
+        self._speeds: dict[tuple[int, ...], _Speed] = {}  # by load, of plain decoding without the levels
+        # Of the newest cycle: requests in half octaves, share sampled in halves, levels to keep.
+        self._load = (0, 0, 0)
+        self._measured = self._speed(0), self._speed(0)  # for its load, with drafts and plain
+        self._follows = True  # whether the newest cycle does what was chosen: it is no lesson
+        self._probes = False  # whether it lets a request draft of which nothing is expected
         self._refuted = False  # whether the choice was measured to be slower than plain decoding
 
-    def choose(self, decodes: Sequence[Decode], able: Sequence[bool]) -> CycleBudget:
+    def choose(self, decodes: Sequence[Decode], able: Sequence[bool], *, lesson: bool = False) -> CycleBudget:
         self._cycle += 1
-        self._follows = True
+        self._follows = not lesson
         requests = len(decodes)
-        self._sampled = round(2 * sum(each.sampling.params.temperature > 0 for each in decodes) / requests)
-        if not any(able):
+        sampled = round(2 * sum(each.sampling.params.temperature > 0 for each in decodes) / requests)
+        candidates = [number for number, may in enumerate(able) if may]
+        # What each may keep: one token is drawn without any level.
+        levels = [min(decodes[number].tokens_left - 1, self.num_steps) for number in candidates]
+        reach = round(sum(levels) / len(levels)) if levels else 0
+        self._load = round(2 * math.log2(requests)), sampled, reach
+        measured, plain = self._measured = self._speed(*self._load), self._speed(*self._load[:2])
+        if not candidates:
             return NOTHING
-        candidates, drafters = np.flatnonzero(able), [each for each, may in zip(decodes, able, strict=True) if may]
-        # [n, 1, 1], levels that each may keep: one token is drawn without any
-        levels = np.array([min(each.tokens_left - 1, self.num_steps) for each in drafters])[:, None, None]
-        self._reach = round(float(levels.mean()))
-        self._refuted = self._speed(requests, self._reach).loses(self._speed(requests))
+        self._refuted = self._is_refuted(measured, plain)
         if self._refuted:
             return NOTHING
-        kv = float(sum(decode.seq_len for decode in decodes))
-        rows = self.trees.rows(drafters)
-        load = (self._reach, requests - requests % max(1, requests // 8))
-        choice, self._loads[load] = self._choices.get(load), self._loads[load] + 1
-        if choice is None or self._loads[load] >= choice.until:
-            choice = (self._best_shape if self.shapes else self._best)(rows, levels, requests, kv)
-            hold = self.policy.early_hold if self._cycle < self.policy.early_cycles else self.policy.hold
-            choice = replace(choice, until=self._loads[load] + hold + requests // 4)
-            self._choices[load] = choice
+        rows = self.prospects.rows([decodes[number] for number in candidates])
+        choice = self._choices.get(self._load)
+        if choice is None or choice.lessons < self.prospects.lessons:
+            kv = float(sum(decode.seq_len for decode in decodes))
+            choice = self._choices[self._load] = self._best(rows, levels, requests, kv)
         self._choice = choice
-        if self._learned[self._sampled] < self.policy.learning_cycles:
-            self._learned[self._sampled] += 1
-            self._follows = False
-            learners = candidates if self.shapes else candidates[: self.policy.learners]
-            return CycleBudget(tuple(map(int, learners)), self.num_steps, self.num_draft_tokens)
-        if choice.num_steps and not self._holds(choice, requests):
-            return NOTHING
-        wanted = (self.trees.best[rows] >= math.exp(choice.least_logp)) & bool(choice.num_steps)
-        if self.shapes:
-            wanted[:] = wanted.any()
-        self._follows = bool(wanted.any())
-        self._credit += self.policy.probe_share * self._plain(requests, kv)
-        budget = CycleBudget(tuple(map(int, candidates[wanted])), *choice.shape, choice.least_logp)
-        return self._probed(budget, candidates[~wanted], rows[~wanted], requests, kv)
-
-    def _holds(self, choice: _Choice, requests: int) -> bool:
-        """Whether this cycle shall draft as was chosen.
-
-        The model may be wrong, so plain decoding is measured once whatever it says, and what is close again and again.
-        """
-        policy = self.policy
-        close = choice.rate <= policy.close * choice.plain
-        measured = self._speed(requests).cycles >= policy.enough_plain
-        if measured and not close:
-            return True
-        period = policy.plain_period if measured or not close else 2 * policy.plain_burst
-        return self._cycle % period >= policy.plain_burst
+        if choice.num_steps and measured.is_enough and plain.cycles < self.policy.plain_cycles and not lesson:
+            return NOTHING  # the model may be wrong, so plain decoding is measured whatever it says
+        least, best = math.exp(choice.least_logp), self.prospects.best
+        wanted = [n for n, row in zip(candidates, rows, strict=True) if choice.num_steps and best[row] >= least]
+        if self.shapes and wanted:
+            wanted = candidates
+        if not lesson:
+            return CycleBudget(tuple(wanted), choice.num_steps, choice.num_draft_tokens, choice.topk, choice.least_logp)
+        # Until the first lessons are over there is a prior only, so all draft, whatever is expected.
+        new = [n for n in candidates if self.prospects.trees(decodes[n]) < self.policy.first_lessons]
+        others = [(self.prospects.last[row], n) for n, row in zip(candidates, rows, strict=True) if n not in wanted]
+        self._probes = bool(others and not new) and self._credit > 0
+        if self._probes:  # who drafted longest ago drafts once, to see whether that pays
+            new = [min(others)[1]]
+        wanted = sorted({*wanted, *new})
+        steps, size = self.shapes[0] if self.shapes else (self.num_steps, self.num_draft_tokens)
+        least_logp = choice.least_logp if choice.num_steps or self.shapes else math.log(self.policy.probe_chance)
+        return CycleBudget(tuple(wanted), steps, size, 0, least_logp)
 
     def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
-        if self._cycle - self._last[drafted] > self.policy.absent:
-            self._cold[drafted] = self.policy.cold
-        self._last[drafted] = self._cycle
-        if self._cold[drafted]:
-            self._cold[drafted] -= 1
-        elif not drafted:
-            self._speed(requests).add(tokens, seconds)
+        if not drafted:
+            self._credit += self.policy.probe_share * seconds
+            self._measured[1].add(tokens, seconds)
         elif self._follows:
-            self._speed(requests, self._reach).add(tokens, seconds)
+            self._measured[0].add(tokens, seconds)
+        elif self._probes and not self._choice.num_steps:  # what it took longer than a plain cycle
+            self._credit -= max(0.0, seconds - requests / self._choice.plain)
 
-    def _speed(self, requests: int, *reach: int) -> _Speed:
-        """What was measured for about as many requests: of plain decoding, or with drafts of this reach."""
-        load = (round(math.log2(requests)), self._sampled, *reach)
+    def _is_refuted(self, drafting: _Speed, plain: _Speed) -> bool:
+        """Whether drafting was measured to be slower, again and again: other processes may have slowed down one."""
+        if drafting.loses(plain) and drafting.losses < self.policy.losses:
+            drafting.losses += 1
+            if drafting.losses < self.policy.losses:
+                drafting.restart()
+                plain.restart()
+        return drafting.losses == self.policy.losses and drafting.loses(plain)
+
+    def _speed(self, *load: int) -> _Speed:
+        """What was measured for such a load."""
         speed = self._speeds.get(load)
-        if speed is None or (reach and self._cycle >= speed.until):
-            speed = self._speeds[load] = _Speed(self.policy, self._cycle + self.policy.verdict)
+        if speed is None or self._cycle >= speed.until:
+            speed = self._speeds[load] = _Speed(self.policy, self._cycle + self.policy.period)
         return speed
 
-    def drafted(self, decodes: Sequence[Decode], logp: Floats, depths: Floats) -> None:
-        self.trees.add(decodes, logp, depths, self._cycle)
+    def drafted(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
+        self.prospects.add(decodes, logp, parents, self._cycle)
 
     def forget(self, req_pool_index: int) -> None:
-        self.trees.forget(req_pool_index)
+        self.prospects.forget(req_pool_index)
 
     def state(self) -> SpeculationState:
         """The newest choice."""
@@ -289,7 +274,7 @@ class AdaptiveBudget:
         if not choice.plain:
             words = "nothing was decoded yet"
         elif drafting:
-            words = f"on: {choice.num_steps} steps; {speeds}"
+            words = f"on: {choice.num_steps} steps of {choice.topk or self.widest}; {speeds}"
         elif choice.num_steps:
             words = f"off, because it was measured to be slower than plain decoding, although {speeds}"
         else:
@@ -303,75 +288,35 @@ class AdaptiveBudget:
             costs=self.costs.describe(max(choice.requests, 8) * self.num_draft_tokens),
         )
 
-    def _best(self, rows: Ints, levels: Ints, requests: int, kv: float) -> _Choice:
-        """The best number of steps and nodes, if the next trees are like the last ones."""
-        logp = self.trees.logp[rows]  # [requests, TREES, n]
-        first = np.zeros_like(logp)
-        first[:, :, 0] = 1 / TREES
-        order = np.argsort(-logp, axis=None)
-        logp, first = logp.reshape(-1)[order], first.reshape(-1)[order]
-        depths = self.trees.depths[rows]
-        depths = np.where(depths <= levels, depths, np.inf).reshape(-1)[order]
-        gains, drafting = np.exp(logp) / TREES, np.cumsum(first)
-        found = self._no_choice(requests, kv)
-        for steps in range(1, self.num_steps + 1):
-            reached = depths <= steps
-            tokens, nodes = requests + np.cumsum(gains * reached), np.cumsum(reached) / TREES
-            rates = tokens / self._seconds(requests, nodes, drafting, steps, kv)
-            place = int(np.argmax(rates))
-            if rates[place] > found.rate:
-                found = replace(found, rate=float(rates[place]), num_steps=steps, least_logp=float(logp[place]))
-        return self._if_it_pays(replace(found, num_draft_tokens=self.num_draft_tokens))
+    def _best(self, rows: Sequence[int], levels: Sequence[int], requests: int, kv: float) -> _Choice:
+        """The best option and least chance, if the next trees are like the last ones."""
+        seen, costs = self.prospects, self.costs
+        plain = requests / (costs.speed * costs.verify.at(requests, kv) + costs.between)
+        # An option has no more levels than a request may keep.
+        places = [
+            [self._option.get((min(steps, most_steps), topk), n) for n, (steps, topk, _) in enumerate(seen.options)]
+            for most_steps in levels
+        ]
+        of = np.array(rows)[:, None], np.array(places)
+        tokens, nodes = requests + seen.tokens[of].sum(axis=0), seen.nodes[of].sum(axis=0)  # [options, chances]
+        drafting = seen.drafts[rows].sum(axis=0)
+        if self.shapes:  # all requests verify as many rows, whether they draft or not
+            nodes, drafting = requests * (self._sizes - 1), np.array([float(len(rows))])
+        rates = tokens / self._seconds(requests, nodes, drafting, kv)
+        option, place = np.unravel_index(int(np.argmax(rates)), rates.shape)
+        steps, topk, size = seen.options[option]
+        choice = _Choice(requests, seen.lessons, plain, float(rates[option, place]))
+        if choice.rate <= plain:
+            return choice
+        least_logp = float(seen.least_logp[place])
+        return replace(choice, num_steps=steps, num_draft_tokens=size, topk=topk, least_logp=least_logp)
 
-    def _best_shape(self, rows: Ints, levels: Ints, requests: int, kv: float) -> _Choice:
-        """The best of `shapes`. All requests verify as many rows, whether they draft or not."""
-        chances, depths = np.exp(self.trees.logp[rows]), self.trees.depths[rows]  # [requests, TREES, n], best first
-        found = self._no_choice(requests, kv)
-        for steps, size in self.shapes:
-            reached = depths <= np.minimum(levels, steps)
-            taken = reached & (reached.cumsum(axis=2) < size)
-            nodes, drafting = np.array([requests * (size - 1.0)]), np.array([float(len(rows))])
-            tokens = requests + float((chances * taken).sum()) / TREES
-            rate = tokens / float(self._seconds(requests, nodes, drafting, steps, kv)[0])
-            if rate > found.rate:
-                found = replace(found, rate=rate, num_steps=steps, num_draft_tokens=size, least_logp=-math.inf)
-        return self._if_it_pays(found)
-
-    def _no_choice(self, requests: int, kv: float) -> _Choice:
-        return _Choice(requests, plain=requests / self._plain(requests, kv))
-
-    def _if_it_pays(self, choice: _Choice) -> _Choice:
-        pays = choice.rate >= self.policy.least_expected * choice.plain
-        return choice if pays else replace(choice, num_steps=0, num_draft_tokens=1, least_logp=self.policy.probe_logp)
-
-    def _plain(self, requests: int, kv: float) -> float:
-        """Seconds of a cycle in which nothing is drafted."""
-        costs = self.costs
-        return costs.speed * costs.verify.at(requests, kv) + costs.between
-
-    def _seconds(self, requests: int, nodes: Floats, drafting: Floats, steps: int, kv: float) -> Floats:
-        """Seconds of a cycle in which `drafting` requests draft `steps` levels, and `nodes` of theirs are verified."""
+    def _seconds(self, requests: int, nodes: Floats, drafting: Floats, kv: float) -> Floats:
+        """Seconds of cycles in which `drafting` [chances] requests draft, by every option, and `nodes` [options,
+        chances] of theirs are verified."""
         costs = self.costs
         # Draft-extend has as many rows for each request as the one with most accepted tokens needs.
-        width = 1 + np.minimum(steps, 1.5 + 0.5 * np.log2(np.maximum(drafting, 1.0)))
-        drafts = costs.extend.predict(width * drafting)
-        drafts = drafts + draft_steps(self._forwards(steps)) * costs.step.predict(drafting)
+        extended = 1 + np.minimum(self._steps, 1.5 + 0.5 * np.log2(np.maximum(drafting, 1.0)))
+        drafts = costs.extend.predict(extended * drafting)
+        drafts = drafts + draft_steps(self._forwards) * costs.step.predict(self._fed * drafting)
         return costs.speed * (costs.verify.predict(requests + nodes, kv) + drafts) + costs.between
-
-    def _probed(self, budget: CycleBudget, others: Ints, rows: Ints, requests: int, kv: float) -> CycleBudget:
-        """The budget with one more request, if there is time to see whether its drafts pay: who drafted longest ago."""
-        if not len(others):
-            return budget
-        drafting = float(len(budget.drafting))
-        steps, size = self.shapes[-1] if self.shapes else (budget.num_steps or self.num_steps, self.num_draft_tokens)
-        # In one of the shapes, all requests verify as many rows.
-        nodes, after = np.full(1, requests * (size - 1.0) if self.shapes else 0.0), np.array([drafting + 1])
-        before = self._seconds(requests, nodes, after - 1, steps, kv) if drafting else self._plain(requests, kv)
-        price = float((self._seconds(requests, nodes, after, steps, kv) - before)[0])
-        if self._credit < price:
-            return budget
-        self._credit = 0.0
-        longest = int(others[np.argmin(self.trees.last[rows])])
-        if drafting:
-            return replace(budget, drafting=tuple(sorted([*budget.drafting, longest])))
-        return CycleBudget((longest,), steps, size, -math.inf if self.shapes else self.policy.probe_logp)

@@ -15,25 +15,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
+
 Floats = NDArray[np.float64]
 
 _SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096]
 _KNOTS = np.array(_SIZES, float)
 _NEAR = 0.5 ** np.abs(np.log2(_KNOTS[:, None] / _KNOTS))  # half as much at twice or half the size
 _KV = 1024.0  # attention's cost is counted per this many KV tokens
-_SHAPE_RATE, _SPEED_RATE = 0.05, 0.1  # the weights of one observation in the moving averages: a curve, the speed
 _LEAK = 0.98  # the speed's distance to 1 is multiplied by this at each observation
 _PROPOSING = 0.3  # draft steps: the fixed cost of proposing a tree, added to that of its steps
 _OF_DRAFTING = ("extend", "build_tree", "keep")  # stages that take time in cycles with drafts only
 LONGEST_WAIT = 0.01  # seconds between cycles of a loaded engine
-_OUTLIER = 2.0  # an observation counts as at most this many times the prediction, or that fraction of it
-_FARTHEST = 5.0  # factor that a curve may move away from its fit, and the speed from 1
 _SHORTEST = 1e-6  # seconds
 
 
-def draft_steps(forwards: int) -> float:
+def draft_steps(forwards: Floats | float) -> Floats:
     """How many draft steps proposing takes as long as, if it has so many forwards. 0: it counts as draft-extend."""
-    return forwards + _PROPOSING if forwards else 0.0
+    return np.where(np.asarray(forwards) > 0, forwards + _PROPOSING, 0.0)
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ class StageTimes:
         extend = sum(stages.get(stage, 0.0) for stage in _OF_DRAFTING) if "propose" in stages else 0.0
         propose = stages.get("propose", 0.0)
         verify = sum(stages.values()) - extend - propose - stages.get("prefill", 0.0)
-        if steps := draft_steps(forwards):
-            return cls(verify, extend, propose / steps)
+        if forwards:
+            return cls(verify, extend, propose / float(draft_steps(forwards)))
         return cls(verify, extend + propose)
 
 
@@ -63,7 +62,8 @@ def _above(rows: float) -> int:
 class CostCurve:
     """Seconds of a stage against its number of rows and the KV tokens that it reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: BudgetPolicy = POLICY) -> None:
+        self.policy = policy
         self.seconds: Floats = np.zeros(len(_KNOTS))
         self.per_kv = 0.0  # seconds per _KV tokens
         self.is_known = False
@@ -104,11 +104,11 @@ class CostCurve:
         right = _above(rows)
         nearest = right if rows > (_SIZES[right - 1] + _SIZES[right]) / 2 else right - 1
         of_rows, of_kv = self.at(rows), self.per_kv * kv / _KV
-        step = _SHAPE_RATE * error / (of_rows + of_kv)
+        step, farthest = self.policy.rate * error / (of_rows + of_kv), self.policy.farthest
         first, per_kv = self._fit
         moved = self.seconds * (1 + step * of_rows * _NEAR[nearest])
-        moved = np.minimum(np.maximum(moved, first / _FARTHEST), first * _FARTHEST)
-        self.per_kv = min(max(self.per_kv * (1 + step * of_kv), per_kv / _FARTHEST), per_kv * _FARTHEST)
+        moved = np.minimum(np.maximum(moved, first / farthest), first * farthest)
+        self.per_kv = min(max(self.per_kv * (1 + step * of_kv), per_kv / farthest), per_kv * farthest)
         # more rows never take less time
         moved[right:] = np.maximum.accumulate(moved[right:])
         moved[: right + 1] = np.minimum.accumulate(moved[right::-1])[::-1]
@@ -129,9 +129,10 @@ class CostModel:
     """The stages of a cycle.
 
     verify: all but drafting, by rows verified. extend: all that a cycle with drafts does once more, by rows of
-    draft-extend. step: one more draft step, by the requests that draft.
+    draft-extend. step: one more draft step, by the nodes that it feeds.
     """
 
+    policy: BudgetPolicy = POLICY
     verify: CostCurve = field(default_factory=CostCurve)
     extend: CostCurve = field(default_factory=CostCurve)
     step: CostCurve = field(default_factory=CostCurve)
@@ -145,22 +146,23 @@ class CostModel:
             curve.fit({int(max(rows, 1)): seconds / self.speed})
             return seconds
         predicted = self.speed * curve.at(max(rows, 1.0), kv)
-        error = min(max(seconds / predicted, 1 / _OUTLIER), _OUTLIER) - 1
+        policy = self.policy
+        error = min(max(seconds / predicted, 1 / policy.outlier), policy.outlier) - 1
         if curve is self.verify:  # the longest stage, and in every cycle
-            speed = 1 + (self.speed * (1 + _SPEED_RATE * error) - 1) * _LEAK
-            self.speed = min(max(speed, 1 / _FARTHEST), _FARTHEST)
+            speed = 1 + (self.speed * (1 + 2 * policy.rate * error) - 1) * _LEAK
+            self.speed = min(max(speed, 1 / policy.farthest), policy.farthest)
         curve.move(max(rows, 1.0), kv, error)
         return predicted
 
     def compare(self, predicted: float, seconds: float) -> None:
         """A whole cycle was predicted to take `predicted`, and took `seconds`."""
         if seconds > 0:
-            self.error += _SHAPE_RATE * (min(1.0, abs(predicted / seconds - 1)) - self.error)
+            self.error += self.policy.rate * (min(1.0, abs(predicted / seconds - 1)) - self.error)
 
     def wait(self, seconds: float) -> None:
         """The time from the end of a cycle to the start of the next one was `seconds`. Long ones are no load."""
         if 0 < seconds < LONGEST_WAIT:
-            self.between += _SPEED_RATE * (seconds - self.between)
+            self.between += 2 * self.policy.rate * (seconds - self.between)
 
     def describe(self, largest: int) -> dict[str, Any]:
         """The curves for /v1/server_info."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.drafters.interface import DrafterSetup
 from eagle_server.worker.graphs import GraphKey
@@ -16,6 +14,7 @@ class FeatureDrafter:
     """All of a `Drafter` but `propose`."""
 
     uses_features, extends_ahead = True, False
+    widest = 1
 
     def __init__(self, setup: DrafterSetup) -> None:
         self.graphs, self.graph_sizes = setup.graphs, frozenset(setup.graph_sizes)
@@ -35,9 +34,6 @@ class FeatureDrafter:
     def forwards(self, num_steps: int) -> int:  # noqa: ARG002
         """One for all levels."""
         return 0
-
-    def observe(self, batch: DecodeBatch, tree: Tree, accepted: Accepted) -> None:
-        """Heads do not learn while serving."""
 
     def graph_key(self, name: str, batch: DecodeBatch) -> GraphKey | None:
         """The key of this batch's graph; None: it is not captured."""

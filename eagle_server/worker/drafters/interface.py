@@ -9,7 +9,6 @@ from typing import Protocol, TypeVar
 import torch
 
 from eagle_server.attention.interface import AttentionBackend
-from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree
 from eagle_server.speculation.tree_config import TreeConfig
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
@@ -26,7 +25,7 @@ def _no_kv(graph_rows: Collection[int]) -> AttentionBackend:
 class DrafterSetup:
     """What a drafter is made from, beside its model.
 
-    graph_sizes: batch sizes that graphs are captured for.
+    graph_sizes: batch sizes that graphs are captured for. requests: rows of req_to_token.
     attention: the backend over the model's KV, whose forwards of these numbers of rows per request are captured.
     per_node: attention computes each node of a step as a decode query of its own, and every step is planned.
     """
@@ -37,12 +36,14 @@ class DrafterSetup:
     graph_sizes: Collection[int] = ()
     attention: Callable[[Collection[int]], AttentionBackend] = _no_kv
     per_node: bool = False
+    requests: int = 1
 
 
 class Drafter(Protocol[State]):
     """Proposes trees. `State` passes from `extend` to `propose`; the cycle does not look into it."""
 
     uses_features: bool  # it reads prompts and accepted tokens, each with a feature of the target
+    widest: int  # nodes that each of its draft steps feeds, if a budget may choose fewer; 1: it may not
     extends_ahead: bool  # `extend` reads device tensors and the host's lengths alone, and its State has `of(requests)`
 
     def forget(self, req_pool_index: int) -> None:
@@ -60,19 +61,13 @@ class Drafter(Protocol[State]):
     def propose(self, draft: State, batch: DecodeBatch) -> Tree:
         """The tree of each decoding request under verified_id, ranked by `batch.ranking`, with scores.
 
-        A model drafts `batch.num_steps` levels. A tree has at most `batch.num_draft_tokens` nodes, root included.
+        A model drafts `batch.num_steps` levels, and feeds `batch.topk` nodes of each (0: `widest`). A tree has at most
+        `batch.num_draft_tokens` nodes, root included.
         """
         ...
 
     def forwards(self, num_steps: int) -> int:
         """Forwards that `propose` needs for trees of `num_steps` levels; 0: its time does not depend on them."""
-        ...
-
-    def observe(self, batch: DecodeBatch, tree: Tree, accepted: Accepted) -> None:
-        """What was accepted of the last trees. All of it is still on the device.
-
-        The trees may be compacted; `tree.proposed` are the nodes' places in the drafted ones.
-        """
         ...
 
 

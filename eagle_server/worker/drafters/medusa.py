@@ -60,14 +60,14 @@ class MedusaDrafter(FeatureDrafter):
         logp, ids = list[Tensor](), list[Tensor]()
         logits: Tensor = self.heads(feature, num_steps)  # [num_steps, bs, V]
         for of_head in logits:
-            best, found = ranking.best(of_head, self.ranks)  # [bs, ranks]
+            best, head_ids = ranking.best(of_head, self.ranks)  # [bs, ranks]
             logp.append(best)
-            ids.append(found)
+            ids.append(head_ids)
             ranking = ranking.deeper()
         unused = (self.num_steps - num_steps) * self.ranks
-        each = F.pad(finite_or_off(torch.cat(logp, dim=1)), (0, unused + 1))
+        path_logp = F.pad(finite_or_off(torch.cat(logp, dim=1)), (0, unused + 1))
         paths = self._paths[: self._counts[num_steps]]
-        steps = each.index_select(1, paths.reshape(-1)).unflatten(1, paths.shape)
+        steps = path_logp.index_select(1, paths.reshape(-1)).unflatten(1, paths.shape)
         tokens, scores = torch.cat(ids, dim=1).index_select(1, paths[:, -1]), steps.sum(-1)
         return tokens, scores
 

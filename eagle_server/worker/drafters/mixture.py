@@ -9,17 +9,15 @@ from typing import Generic
 from torch import Tensor
 
 from eagle_server.ops.upload import upload
-from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.merge import best, join_trees
+from eagle_server.speculation.merge import best, chances, join_trees
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
-from eagle_server.worker.budget.calibration import Calibration
 from eagle_server.worker.drafters.interface import DrafterSetup, ModelDrafter, State
 from eagle_server.worker.drafters.ngram.drafter import NgramTries, packed, trie_tree
 
 
 class MixtureDrafter(Generic[State]):
-    """Joins a model's tree and the tries, and keeps the nodes with the highest calibrated chance of acceptance.
+    """Joins a model's tree and the tries, and keeps the nodes with the highest estimated chance of acceptance.
 
     The model is not run while the tries of all requests are almost certain: its forwards could not pay then. `depth` is
     the larger of the two depths. Joining uses tensors only, and is captured.
@@ -29,10 +27,8 @@ class MixtureDrafter(Generic[State]):
 
     def __init__(self, model: ModelDrafter[State], tries: NgramTries, setup: DrafterSetup) -> None:
         self.model, self.tries = model, tries
-        self.depth = max(model.num_steps, tries.depth)
+        self.depth, self.widest = max(model.num_steps, tries.depth), model.widest
         self.graphs, self.graph_sizes = setup.graphs, frozenset(setup.graph_sizes)
-        self.calibration = Calibration(setup.device)
-        self._proposed: tuple[Tensor, Tensor] | None = None  # bins and priors of the nodes proposed last
 
     def forget(self, req_pool_index: int) -> None:
         self.model.forget(req_pool_index)
@@ -52,30 +48,18 @@ class MixtureDrafter(Generic[State]):
         size = len(batch.seq_lens_host)
         numbers = upload(packed(tries, size, self.tries.max_nodes), batch.seq_lens.device)
         if all(map(self.tries.is_certain, tries)):
-            self._proposed = None
             return trie_tree(batch.verified_id, batch.seq_lens, numbers, self.depth)
         levels = min(batch.num_steps, self.model.num_steps)
         # What is worth its time follows from both sources, so nothing is cut before they are joined.
-        found = self.model.propose(draft, replace(batch, num_steps=levels, least_logp=-math.inf))
+        tree = self.model.propose(draft, replace(batch, num_steps=levels, least_logp=-math.inf))
         key = ("join", size) if size in self.graph_sizes else None
-        tree, bins, priors = self.graphs.run(key, self._join, found, numbers)
-        self._proposed = (bins, priors)
-        return tree
+        return self.graphs.run(key, self._join, tree, numbers)
 
     def forwards(self, num_steps: int) -> int:
         return self.model.forwards(min(num_steps, self.model.num_steps))
 
-    def observe(self, batch: DecodeBatch, tree: Tree, accepted: Accepted) -> None:
-        """Calibrate by what was accepted, if both sources proposed. Padding does not count."""
-        if self._proposed is None:
-            return
-        served = sum(bool(decode.text) for decode in batch.decodes)  # warm-up has no text
-        self.calibration.observe(*self._proposed, tree, accepted, served)
-
-    def _join(self, found: Tree, numbers: Tensor) -> tuple[Tree, Tensor, Tensor]:
-        """The tree, and the bins and priors of its nodes, [bs, max_nodes]. `numbers`: the tries', packed."""
-        tries = trie_tree(found.tokens[:, 0], found.start, numbers, self.depth)
-        union, estimates = join_trees(found, tries, self.depth)
-        chances, bins, priors = self.calibration.chances(estimates, union.depths[:, 1:])
-        tree, order = best(union, chances, self.tries.max_nodes)
-        return tree, bins.gather(1, order), priors.gather(1, order)
+    def _join(self, tree: Tree, numbers: Tensor) -> Tree:
+        """The best nodes of both. `numbers`: the tries', packed."""
+        tries = trie_tree(tree.tokens[:, 0], tree.start, numbers, self.depth)
+        union, estimates = join_trees(tree, tries, self.depth)
+        return best(union, chances(estimates), self.tries.max_nodes)

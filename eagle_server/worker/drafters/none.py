@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree, root_alone
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 
@@ -11,6 +10,7 @@ class NoDrafter:
     """Proposes no nodes: verify has one row per request, and accept samples the next token."""
 
     uses_features = extends_ahead = False
+    widest = 1
 
     def forget(self, req_pool_index: int) -> None:
         return None
@@ -26,6 +26,3 @@ class NoDrafter:
 
     def forwards(self, num_steps: int) -> int:  # noqa: ARG002
         return 0
-
-    def observe(self, batch: DecodeBatch, tree: Tree, accepted: Accepted) -> None:
-        return None

@@ -28,8 +28,7 @@ class StaticEagleDrafter(EagleDrafter):
     def __init__(self, head: DraftHead, setup: DrafterSetup) -> None:
         self.tree = tree = static_tree(setup.tree.choices, setup.device)
         super().__init__(head, replace(setup, tree=replace(setup.tree, topk=tree.topk)))
-        self.num_steps, self.num_draft_tokens = len(tree.levels), tree.size + 1
-        self.window, self.first_rows = tree.window, tree.rows[0] if tree.rows else 0
+        self.num_steps, self.num_draft_tokens, self.widest = len(tree.levels), tree.size + 1, 1
 
     def graph_rows(self, setup: DrafterSetup) -> Collection[int]:
         """Rows per request of draft-extend and of every level."""
@@ -42,7 +41,7 @@ class StaticEagleDrafter(EagleDrafter):
             for rows in self.tree.rows[: batch.num_steps - 1]
         ]
         distinct = {layout: self.attention.plan(layout) for layout in dict.fromkeys(layouts)}
-        keys = tuple(each.graph_key for each in distinct.values())
+        keys = tuple(plan.graph_key for plan in distinct.values())
         key = None if None in keys or not keys or batch.ranking.has_grammars else ("propose", keys)
         plans = [distinct[layout] for layout in layouts]
         function = partial(self._grow, plans, layouts)
@@ -61,8 +60,8 @@ class StaticEagleDrafter(EagleDrafter):
         seq_lens = requests.seq_lens
         bs = len(seq_lens)
         if len(layouts) > 1:
-            slots = window_slots(requests.req_to_token, requests.req_pool_indices, seq_lens, self.window)
-            self._clear(slots)
+            slots = window_slots(requests.req_to_token, requests.req_pool_indices, seq_lens, self.tree.window)
+            self._clear(slots[:, self.tree.rows[0] :])
         first, *deeper = self.tree.levels
         tokens, scores = [draft.topk_index.index_select(1, first.picks)], [draft.topk_logp.index_select(1, first.picks)]
         feedback = draft.hidden_states[:: self.topk].to(self.head.config.dtype)[:, None]  # [bs, 1, H], the root's
@@ -71,20 +70,22 @@ class StaticEagleDrafter(EagleDrafter):
             ranking = ranking.advance(fed, level.parents.expand(bs, -1))
             mask, layout = self._mask(level, step, bs), layouts[step]
             attention = static_level_batch(mask, level.start, requests, layout)
-            out = self.head(
+            out = self.head.step(
+                step + 1,
                 fed.view(-1),
                 feedback.index_select(1, level.parents).flatten(0, 1),
                 (seq_lens + step)[:, None].expand(-1, count).reshape(-1),
                 plans[step].bind(attention),
+                is_last=step == len(layouts) - 1,
             )
             logp, children = self._best(out.normed, ranking)
             paths = scores[-1].index_select(1, level.fed)[:, :, None] + logp.view(bs, count, -1)  # [bs, rows, topk]
             tokens.append(children.view(bs, -1).index_select(1, below.picks))
             scores.append(paths.flatten(1).index_select(1, below.picks))
             feedback = out.feedback.unflatten(0, (bs, count))
-        found, worth = torch.cat(tokens, dim=1), finite_or_off(torch.cat(scores, dim=1))
-        parents = self.tree.parents[: found.shape[1]].expand(bs, -1)
-        tree = build_tree(verified_id, seq_lens, found, parents, len(tokens), worth)
+        drafted, worth = torch.cat(tokens, dim=1), finite_or_off(torch.cat(scores, dim=1))
+        parents = self.tree.parents[: drafted.shape[1]].expand(bs, -1)
+        tree = build_tree(verified_id, seq_lens, drafted, parents, len(tokens), worth)
         return ranking.without_refused(tree)
 
     def _mask(self, level: Level, step: int, bs: int) -> TreeMask:

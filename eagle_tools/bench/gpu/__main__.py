@@ -20,7 +20,7 @@ from eagle_tools.bench.gpu.child_command import BUILD, PARTS, ChildCommand
 from eagle_tools.bench.gpu.report import markdown, plot
 from eagle_tools.bench.gpu.suite import SUITE, run_suite
 
-TESTS_SHARE = 0.3  # of the budget, at most
+TESTS_SHARE = 0.3  # the most that tests take of the budget
 RESERVE = 20.0  # seconds kept for the report
 GRACE = 5.0
 

@@ -18,7 +18,7 @@ DEEPSEEK_V3 = MLAConfig(1536, 512, 128, 64, 128, rope_interleaved=True)
 
 
 def build(engines: BenchEngines) -> dict[str, Any]:
-    """Seconds for the modules of each model. Where FlashInfer is not installed there are none."""
+    """Seconds for the modules of each model. Without FlashInfer there are none."""
     launch_kernel(engines.device)
     if not engines.flashinfer:
         return {"seconds": {}}
@@ -31,7 +31,7 @@ def build(engines: BenchEngines) -> dict[str, Any]:
 
 
 def models(scale: Scale, dtype: torch.dtype) -> dict[str, ModelConfig]:
-    """The shapes that modules are compiled for. Only tests have sliding windows, and as many KV heads as heads."""
+    """The shapes that modules are compiled for. Tests need sliding windows, and as many KV heads as heads."""
     shape = scale.shape
     demo = replace(read_model_config(DEMO / "target"), head_dim=shape.head_dim, dtype=dtype)
     latent = replace(DEEPSEEK_V3, kv_lora_rank=scale.mla_rank, qk_rope_head_dim=scale.mla_rope)

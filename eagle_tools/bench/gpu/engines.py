@@ -26,12 +26,12 @@ from eagle_tools.bench.padding import LLAMA_8B, PaddedShape, pad_demo
 
 CONTEXT = 2048  # of engines for many requests
 CHUNK = 8192  # prompt rows per cycle
-AS_SERVED = {"adaptive": True, "estimating": True}  # settings of an engine with drafts that the server has by default
+AS_SERVED = {"adaptive": True, "estimating": True}  # the server's default settings with drafts
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of the model, the batches and the measurements. For `num_steps` and its like see `TreeConfig`."""
+    """Sizes of the model, the batches and the measurements. For `num_steps` and the like see `TreeConfig`."""
 
     shape: PaddedShape
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -130,7 +130,7 @@ class BenchEngines:
         return (tokens * (length // len(tokens) + 1))[:length]
 
     def release(self) -> None:
-        """Give the device's memory back that this process only caches, so that another process has it."""
+        """Give back the device's memory that this process only caches, so that another process can use it."""
         if self.machine.cuda:
             torch.cuda.empty_cache()
 
@@ -142,7 +142,7 @@ class BenchEngines:
         return assemble(target, pair.head if speculative else None, config, **self.stand_ins)
 
     def config(self, *, speculative: bool, batches: Sequence[int] = (1,), **settings: Any) -> EngineConfig:
-        """For these batch sizes, with CUDA graphs and FlashInfer if available.
+        """The configuration for these batch sizes, with CUDA graphs and FlashInfer if available.
 
         Trees are of one size, so that stages can be compared. With `AS_SERVED` they follow cost and load.
         """

@@ -15,7 +15,7 @@ Document = dict[str, Any]
 
 GOALS = {"plain step / floor": 1.15, "cycle / plain step": 1.40}
 ADAPTIVE: Document = {"speculative": True, **AS_SERVED}
-STEP_SECONDS = 6.0  # that must be left to begin a larger batch
+STEP_SECONDS = 6.0  # seconds that must be left to begin a larger batch
 
 
 def floor(engines: BenchEngines) -> Document:
@@ -36,7 +36,7 @@ def floor(engines: BenchEngines) -> Document:
 
 
 def read_per_step(engines: BenchEngines) -> int:
-    """Bytes of weights that a step of one row reads: all except the embedding, where it reads one row."""
+    """Bytes of weights that a step of one row reads: all except the embedding, of which it reads one row."""
     target = engines.pair.target
     read = weight_bytes(target)
     return read if target.config.tie_word_embeddings else read - target.embed.numel() * target.embed.element_size()
@@ -82,7 +82,7 @@ def batches(engines: BenchEngines) -> Document:
     rows: list[Document] = []
     sizes, cycles = engines.scale.batches, engines.scale.cycles
     settings: tuple[dict[str, Any], ...] = ({"speculative": False}, {"speculative": True}, ADAPTIVE)
-    made = [engines.make(batches=sizes, **each) for each in settings]
+    made = [engines.make(batches=sizes, **setting) for setting in settings]
     for size in sizes:
         if rows and engines.seconds_left < STEP_SECONDS:
             return {"rows": rows, "note": f"no time left for batch {size} and more"}
@@ -106,8 +106,8 @@ def batches(engines: BenchEngines) -> Document:
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of a model's parameters, those of packed linear layers included."""
+    """Bytes of a model's parameters, including packed linear layers."""
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     packed = {id(linear.weight) for linear in linears}
-    others: int = sum(each.nbytes for each in model.parameters() if id(each) not in packed)
+    others: int = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in packed)
     return others + sum(linear.nbytes for linear in linears)

@@ -15,7 +15,7 @@ from eagle_server.attention.flashinfer.mla import FlashInferMLAAttention
 from eagle_server.attention.interface import AttentionBackend, AttentionBatch, Causal, LayerSpec, Layout, TreeMask
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.cache.pool import LatentPool
-from eagle_server.ops.tree import ancestors
+from eagle_server.ops.tree.build import ancestors
 from eagle_tools.bench.gpu.engines import BenchEngines
 from eagle_tools.bench.gpu.machine import GIGA, brief, is_fatal
 

@@ -11,7 +11,7 @@ def installed(module: str) -> bool:
 
 
 def version(distribution: str) -> str | None:
-    """None: not installed, or installed without a version."""
+    """The installed version; None if it is not installed or has no version."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

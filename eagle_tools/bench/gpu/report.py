@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle_tools.bench.figures import save, subplots
+
 KILO = 1024  # tokens
 _SUMMARIZED = (1, 8, 64)  # batch sizes
 
@@ -86,17 +88,17 @@ def _stages(result: Document) -> Iterator[str]:
     yield from _goals(result)
     yield ""
     both = [result[name] for name in ("plain", "speculative")]
-    names = dict.fromkeys(name for each in both[::-1] for name in each["ms"])  # a plain step has fewer stages
+    names = dict.fromkeys(name for step in both[::-1] for name in step["ms"])  # a plain step has fewer stages
     rows = [
-        _stage_row(name, [(each["ms"].get(name, 0.0), each["kernels"].get(name, 0)) for each in both]) for name in names
+        _stage_row(name, [(step["ms"].get(name, 0.0), step["kernels"].get(name, 0)) for step in both]) for name in names
     ]
-    rows.append(_stage_row("all", [(each["total_ms"], sum(each["kernels"].values())) for each in both]))
-    rows.append(_stage_row("cycle, wall clock", [(each["cycle_ms"], 0) for each in both]))
+    rows.append(_stage_row("all", [(step["total_ms"], sum(step["kernels"].values())) for step in both]))
+    rows.append(_stage_row("cycle, wall clock", [(step["cycle_ms"], 0) for step in both]))
     yield from table(("stage", "plain ms", "kernels", "speculative ms", "kernels"), rows)
-    for name, each in zip(("plain step", "cycle"), both, strict=True):
-        if each["top"]:
+    for name, step in zip(("plain step", "cycle"), both, strict=True):
+        if step["top"]:
             yield ""
-            yield from table((name, "ms", "calls", "share"), [_kernel_row(kernel) for kernel in each["top"]])
+            yield from table((name, "ms", "calls", "share"), [_kernel_row(kernel) for kernel in step["top"]])
 
 
 def _stage_row(name: str, values: Sequence[tuple[float, float]]) -> tuple[str, ...]:
@@ -152,7 +154,7 @@ def _served_rows(results: Results) -> list[tuple[str, ...]]:
     rows = []
     served = results.get("served", {"plain": (), "speculative": ()})
     for slow, fast in zip(served["plain"], served["speculative"], strict=True):
-        rates = [each["tokens_per_second"] for each in (slow, fast)]
+        rates = [server["tokens_per_second"] for server in (slow, fast)]
         who = "1 client" if slow["clients"] == 1 else f"{slow['clients']} clients"
         rows.append((who, *(f"{rate:.0f}" for rate in rates), f"{rates[1] / rates[0]:.2f} x"))
     return rows
@@ -174,10 +176,10 @@ def _series(results: Results) -> dict[str, dict[str, float]]:
     series: dict[str, dict[str, float]] = {}
     if "contexts" in results:
         series |= {"floor": results["contexts"]["floor_ms"], "plain step": results["contexts"]["step_ms"]}
-    for each in (results[name] for name in _LONG[1:] if name in results):
-        series.setdefault(f"verify, {each['verify']}", each["verify_ms"])
-        series.setdefault(f"propose, {each['draft']}", each["propose_ms"])
-        series[f"cycle, {each['verify']} and {each['draft']}"] = each["cycle_ms"]
+    for measured in (results[name] for name in _LONG[1:] if name in results):
+        series.setdefault(f"verify, {measured['verify']}", measured["verify_ms"])
+        series.setdefault(f"propose, {measured['draft']}", measured["propose_ms"])
+        series[f"cycle, {measured['verify']} and {measured['draft']}"] = measured["cycle_ms"]
     return series
 
 
@@ -204,8 +206,8 @@ def _peer(result: Document) -> Iterator[str]:
 
 
 def _build(result: Document) -> Iterator[str]:
-    each = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result["seconds"].items())
-    yield f"Before the measurement, FlashInfer's modules were loaded or compiled: {each or 'none'}."
+    times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result["seconds"].items())
+    yield f"Before the measurement, FlashInfer's modules were loaded or compiled: {times or 'none'}."
 
 
 _SECTIONS = {
@@ -250,23 +252,16 @@ def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> Iterator[
 
 def plot(path: Path, document: Document) -> None:
     """Stages of a cycle, speedup over batch, curves over context: one panel for each that was measured."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     results = results_of(document)
     drawers = [draw for names, draw in _PANELS if any(name in results for name in names)]
     if not drawers:
         return
-    figure, axes = plt.subplots(1, len(drawers), figsize=(5.4 * len(drawers), 4.2), dpi=100, squeeze=False)
+    figure, axes = subplots(1, len(drawers), figsize=(5.4 * len(drawers), 4.2), squeeze=False)
     for axis, draw in zip(axes[0], drawers, strict=True):
         draw(axis, results)
     title = document.get("machine", {}).get("device", "")
     figure.suptitle(f"{title}{' (tiny shapes)' if document['settings']['tiny'] else ''}")
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _plot_stages(axis: Any, results: Results) -> None:

@@ -36,13 +36,13 @@ def served(engines: BenchEngines) -> dict[str, Any]:
                     workload = Workload(tuple(engines.batch_of(2 * clients)), scale.served_tokens, 0.0)
                     for _ in range(2):  # the first time trees and costs settle
                         server.flush_cache()
-                        found = measure(server, workload, clients)
-                    rates[name].append({"clients": clients, "tokens_per_second": found.tokens_per_second})
+                        measurement = measure(server, workload, clients)
+                    rates[name].append({"clients": clients, "tokens_per_second": measurement.tokens_per_second})
     return rates
 
 
 def server_flags(folder: str, device: str) -> dict[str, list[str]]:
-    """The flags of both servers. All else is what a server has by default."""
+    """The flags of both servers. All other options have their defaults."""
     target = ["--device", device, "--model-path", f"{folder}/target"]
     return {
         "plain": [*target, "--speculative-algorithm", "NONE"],

@@ -30,7 +30,7 @@ _CALLS = {"cuda_runtime", "cuda_driver"}
 
 @dataclass
 class StageKernels:
-    """Of several cycles together: seconds and number of kernels by stage, and by kernel. A CPU has no kernels."""
+    """Seconds and number of kernels of several cycles together, by stage and by kernel. A CPU has no kernels."""
 
     cycles: int
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -63,7 +63,7 @@ class StageKernels:
 
 
 def stages(engines: BenchEngines) -> dict[str, Any]:
-    """Each stage of a plain step and of a whole cycle, and what of the cycle's wall time is not kernels."""
+    """Each stage of a plain step and of a whole cycle, and the wall time of both."""
     document: dict[str, Any] = {}
     times = {}
     for name, speculative in (("plain", False), ("speculative", True)):
@@ -102,7 +102,7 @@ def of_trace(events: Iterable[Mapping[str, Any]], cycles: int) -> StageKernels:
     )
     began = [start for start, _, _ in spans]
     launched = {event["args"].get("correlation"): event["ts"] for event in complete if event.get("cat") in _CALLS}
-    found = StageKernels(cycles)
+    stages = StageKernels(cycles)
     for event in complete:
         if event.get("cat") not in _ON_DEVICE:
             continue
@@ -110,17 +110,17 @@ def of_trace(events: Iterable[Mapping[str, Any]], cycles: int) -> StageKernels:
         if call is not None and (place := bisect_right(began, call)) and call < spans[place - 1][1]:
             stage = spans[place - 1][2]
         seconds = event["dur"] / 1e6
-        found.seconds[stage] += seconds
-        found.kernels[stage] += 1
-        found.by_kernel[event["name"]].append(seconds)
-    return found
+        stages.seconds[stage] += seconds
+        stages.kernels[stage] += 1
+        stages.by_kernel[event["name"]].append(seconds)
+    return stages
 
 
 def _by_clock(engine: Engine, prompts: Sequence[Sequence[int]]) -> StageKernels:
-    found = StageKernels(PROFILED)
+    stages = StageKernels(PROFILED)
     with Steady(engine, prompts, PROFILED + 1) as run:
         before = engine.stats().stage_seconds
         run.cycles(PROFILED)
         for name, total in engine.stats().stage_seconds.items():
-            found.seconds[name] += total - before.get(name, 0.0)
-    return found
+            stages.seconds[name] += total - before.get(name, 0.0)
+    return stages

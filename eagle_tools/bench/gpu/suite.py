@@ -53,12 +53,12 @@ def run_suite(out: Path, limit: float, suite: Path = SUITE) -> dict[str, Any]:
     names = [name for name, _, _ in running]
     stopped = [f"{name} stopped after {limit:.0f} s" for name, code in zip(names, codes, strict=True) if code is None]
     broken = [reason for ended in zip(names, codes, texts, strict=True) if (reason := _broken(*ended))]
-    found = counts(text)
-    if not broken and not stopped and not found["passed"] + found["failed"] + found["skipped"]:
+    results = counts(text)
+    if not broken and not stopped and not results["passed"] + results["failed"] + results["skipped"]:
         broken = ["no test ran"]
-    found["failed"] += len(broken)
-    found["failures"] = [*broken, *found["failures"]][:SHOWN]
-    return {"status": "; ".join([*stopped, *broken]) or "ok", **found}
+    results["failed"] += len(broken)
+    results["failures"] = [*broken, *results["failures"]][:SHOWN]
+    return {"status": "; ".join([*stopped, *broken]) or "ok", **results}
 
 
 def _command(settings: Path, file: Path) -> list[str]:

@@ -12,17 +12,16 @@ then the same turns in the simulation, side by side.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
 from eagle_tools import DEMO
+from eagle_tools.bench.load import read_texts
 from eagle_tools.bench.replicas.conversations import BURSTY, POISSON, Dialogue, Habits, converse
 from eagle_tools.bench.replicas.costs import DEMO_COSTS, ReplicaCosts, read_costs
 from eagle_tools.bench.replicas.measure import measure_costs, steps
@@ -36,8 +35,8 @@ from eagle_tools.bench.servers import BenchError, ServerAddress
 PROMPTS = DEMO / "prompts.json"
 BATCHES = (1, 2, 4, 8, 16, 32, 48)
 TABLE_WIDTH = 144  # the table needs it, also if the output is not a terminal
-REAL_SHARE = 0.8  # of the context, what conversations with a real server may plan: its tokens are known afterwards
-WARM = 0.25  # of the simulated time is not counted: caches fill, conversations begin
+REAL_SHARE = 0.8  # the part of the context that real conversations plan: their tokens are known only afterwards
+WARM = 0.25  # the part of the simulated time that is not counted: caches fill, conversations begin
 EPILOG = """\
 examples:
   python -m eagle_tools.bench.replicas                                 the demo, 1 to 100 replicas
@@ -147,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
 def _measure(arguments: argparse.Namespace, console: Console) -> ReplicaCosts:
     with Progress(console=console) as progress:
         task = progress.add_task("measuring", total=steps(arguments.batches))
-        server, texts = ServerAddress.of(arguments.measure), _texts(arguments.prompts)
+        server, texts = ServerAddress.of(arguments.measure), read_texts(arguments.prompts)
         costs = measure_costs(server, texts, arguments.batches, lambda: progress.advance(task))
     write_json(arguments.out / "costs.json", {"measure": arguments.measure}, {"costs": asdict(costs)})
     console.print(f"written: {arguments.out / 'costs.json'}")
@@ -179,13 +178,15 @@ def _simulate(
 def _replay(arguments: argparse.Namespace, costs: ReplicaCosts, habits: Habits, rate: float, console: Console) -> None:
     """Real conversations on one server, and the same ones simulated."""
     planned = converse(habits, rate, arguments.seconds, int(costs.context_length * REAL_SHARE), arguments.seed)
-    server, texts = ServerAddress.of(arguments.replay), _texts(arguments.prompts)
+    server, texts = ServerAddress.of(arguments.replay), read_texts(arguments.prompts)
     server.post("/flush_cache", {})
     with Progress(console=console) as progress:
-        task = progress.add_task(f"{sum(len(each.turns) for each in planned)} turns", total=len(planned))
+        task = progress.add_task(
+            f"{sum(len(conversation.turns) for conversation in planned)} turns", total=len(planned)
+        )
         measured, counted = replay(server, planned, texts, lambda: progress.advance(task))
     simulated = simulate(costs, counted, 1, POLICIES["round-robin"](1))
-    end = max(float(each.ended.max()) for each in (measured, simulated))
+    end = max(float(times.ended.max()) for times in (measured, simulated))
     results = {"measured": measured.summary(0.0, end), "simulated": simulated.summary(0.0, end)}
     print_replay(results["measured"], results["simulated"], console)
     write_json(arguments.out / "replay.json", vars(arguments), results)
@@ -193,17 +194,10 @@ def _replay(arguments: argparse.Namespace, costs: ReplicaCosts, habits: Habits, 
 
 
 def _converse(costs: ReplicaCosts, habits: Habits, rate: float, arguments: argparse.Namespace) -> list[Dialogue]:
-    found = converse(habits, rate, arguments.seconds, costs.context_length, arguments.seed)
-    if not found:
+    conversations = converse(habits, rate, arguments.seconds, costs.context_length, arguments.seed)
+    if not conversations:
         raise BenchError(f"no conversation begins in {arguments.seconds:g} s and fits: raise --seconds or --load")
-    return found
-
-
-def _texts(path: Path) -> list[str]:
-    texts: Any = json.loads(path.read_text())
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise BenchError(f"{path}: a JSON list of strings is expected")
-    return texts
+    return conversations
 
 
 if __name__ == "__main__":

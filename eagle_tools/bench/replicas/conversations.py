@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 POISSON, BURSTY = "poisson", "bursty"
-BURST = 3.0  # a burst has so many times the mean rate, and what lies between two bursts the rest
+BURST = 3.0  # times the mean rate within a burst; the other requests come between bursts
 BURST_SECONDS = 10.0  # mean length of a burst
 BURST_SHARE = 0.25  # of the time
 
@@ -23,7 +23,7 @@ class Turn(NamedTuple):
 
 
 class Dialogue(NamedTuple):
-    """`start` in seconds. Its prompts begin with the `beginning_tokens` of its `beginning`, as others' do."""
+    """`start` in seconds. All conversations with the same `beginning` share its `beginning_tokens` tokens."""
 
     start: float
     beginning: int
@@ -56,23 +56,23 @@ class Habits:
 def converse(habits: Habits, rate: float, seconds: float, context_length: int, seed: int) -> list[Dialogue]:
     """Conversations that start within `seconds`, `rate` per second on average, in order of their starts.
 
-    One that would exceed the context ends before.
+    A conversation ends before it would exceed the context.
     """
     chance = np.random.default_rng(seed)
     popularity = 1 / np.arange(1, habits.beginnings + 1)
     shares = np.cumsum(popularity / popularity.sum())
-    found = []
+    conversations = []
     for start in _starts(habits.arrivals, rate, seconds, chance):
         count = int(chance.geometric(1 / habits.turns))
         new = 1 + chance.exponential(habits.new_tokens - 1, count).astype(int)
         answers = 1 + chance.exponential(habits.answer_tokens - 1, count).astype(int)
         thinks = chance.exponential(habits.think, count)
         fits = habits.beginning_tokens + np.cumsum(new + answers) <= context_length
-        turns = [Turn(*each) for each in zip(new.tolist(), answers.tolist(), thinks.tolist(), strict=True)]
+        turns = [Turn(*turn) for turn in zip(new.tolist(), answers.tolist(), thinks.tolist(), strict=True)]
         beginning = min(int(np.searchsorted(shares, chance.random())), habits.beginnings - 1)
         if kept := tuple(turns[: int(fits.sum())]):
-            found.append(Dialogue(start, beginning, habits.beginning_tokens, kept))
-    return found
+            conversations.append(Dialogue(start, beginning, habits.beginning_tokens, kept))
+    return conversations
 
 
 def _starts(arrivals: str, rate: float, seconds: float, chance: np.random.Generator) -> Iterator[float]:

@@ -17,10 +17,10 @@ DEMO_COSTS = Path(__file__).parent / "demo-costs.json"
 
 @dataclass(frozen=True)
 class ReplicaCosts:
-    """What a cycle takes, and the server's limits. Between and beyond the measured batches, lines.
+    """What a cycle takes, and the server's limits. Linear between and beyond the measured batches.
 
     prefill_cycle: seconds that a cycle takes longer because it computes prompts; prefill_token: per prompt token.
-    batches: numbers of requests that decode; cycle_seconds and cycle_tokens: of a cycle, and of one request in it.
+    batches: numbers of requests that decode; cycle_seconds: of one cycle; cycle_tokens: of one request in a cycle.
     kv_token_seconds: what one token of context adds to a cycle.
     """
 
@@ -56,7 +56,8 @@ class ReplicaCosts:
     @cached_property
     def tokens_by_batch(self) -> list[float]:
         """Tokens per cycle and request, by the number of requests that decode."""
-        return [0.0, *(max(1.0, each) for each in _line(self.batches, self.cycle_tokens, self.max_running_requests))]
+        line = _line(self.batches, self.cycle_tokens, self.max_running_requests)
+        return [0.0, *(max(1.0, tokens) for tokens in line)]
 
     def turns_per_second(self, prompt: float, answer: float) -> float:
         """Turns that a replica answers at its largest batch if it computes every prompt whole."""
@@ -68,13 +69,13 @@ class ReplicaCosts:
 
 
 def _line(sizes: tuple[int, ...], values: tuple[float, ...], largest: int) -> list[float]:
-    """Values at 1..largest: linear between the sizes, and beyond the last one as before it."""
+    """Values at 1..largest: linear between the sizes, and beyond the last one with the slope before it."""
     wanted = np.arange(1, largest + 1)
-    found = np.interp(wanted, sizes, values)
+    line = np.interp(wanted, sizes, values)
     if len(sizes) > 1:
         slope = (values[-1] - values[-2]) / (sizes[-1] - sizes[-2])
-        found += np.maximum(wanted - sizes[-1], 0) * slope
-    return [float(each) for each in found]
+        line += np.maximum(wanted - sizes[-1], 0) * slope
+    return [float(value) for value in line]
 
 
 def read_costs(path: Path) -> ReplicaCosts:

@@ -18,11 +18,11 @@ from eagle_tools.bench.servers import BenchError, ServerAddress
 
 PROMPT_POINTS, PROMPT_REPEATS = 5, 3
 SHORT_PROMPT = 64  # tokens
-LONG_SHARE = 0.7  # of the context, what the long prompts have
+LONG_SHARE = 0.7  # of the context, filled by long prompts
 ANSWER_TOKENS = 64  # longer ones of a small model repeat themselves, which is easy to draft
 ROUNDS = 3
-LEAST_ANSWERS = 8  # of a round: small batches are repeated
-ATTENTION_SHARE = 0.8  # of a cycle at most; a bound on noise
+LEAST_ANSWERS = 8  # in a round: small batches are repeated
+ATTENTION_SHARE = 0.8  # the most of a cycle that counts as attention; a bound on noise
 
 
 def measure_costs(
@@ -44,7 +44,7 @@ def measure_costs(
     waits: dict[int, list[float]] = {}
     points = [(batch, length) for batch in batches for length in (min(SHORT_PROMPT, long), long)]
     means: dict[tuple[int, int], list[tuple[float, float]]] = {point: [] for point in points}
-    for turn in range(ROUNDS):  # everything in each round, so that a machine that others slow down slows all alike
+    for turn in range(ROUNDS):  # everything in each round, so that other load on the machine slows all alike
         for prompt in _prompts(serving):
             waits.setdefault(len(prompt), []).append(ask(server, prompt, Workload((), 1, 0.0)).first_token)
         advance()
@@ -53,8 +53,8 @@ def measure_costs(
             means[batch, length].append((statistics.mean(s for s, _ in gaps), statistics.mean(t for _, t in gaps)))
             advance()
     cycles = {
-        point: (statistics.median(s for s, _ in own), statistics.mean(t for _, t in own))
-        for point, own in means.items()
+        point: (statistics.median(s for s, _ in gaps), statistics.mean(t for _, t in gaps))
+        for point, gaps in means.items()
     }
     prefill_cycle, prefill_token = _prefill(waits)
     per_token = _attention(cycles, answer)
@@ -66,7 +66,7 @@ def measure_costs(
         )
         for batch in batches
     }
-    gains = {b: statistics.mean(gain for (own, _), (_, gain) in cycles.items() if own == b) for b in batches}
+    gains = {b: statistics.mean(gain for (batch, _), (_, gain) in cycles.items() if batch == b) for b in batches}
     return ReplicaCosts(
         model=str(info["served_model_name"]),
         prefill_cycle=_rounded(prefill_cycle),
@@ -95,8 +95,8 @@ def _prompts(serving: dict[str, Any]) -> list[list[int]]:
 
 
 def _prefill(waits: dict[int, list[float]]) -> tuple[float, float]:
-    """Seconds until the first token: those of any prompt, and those per token. `waits`: by tokens of the prompt."""
-    seconds = [statistics.median(own) for own in waits.values()]
+    """Seconds until the first token: a constant, and per prompt token. `waits`: by tokens of the prompt."""
+    seconds = [statistics.median(waited) for waited in waits.values()]
     # relative errors count: a line through the longest prompts alone says little about short ones
     slope, intercept = np.polyfit(list(waits), seconds, 1, w=1 / np.array(seconds))
     return max(float(intercept), 0.0), max(float(slope), 0.0)
@@ -105,7 +105,7 @@ def _prefill(waits: dict[int, list[float]]) -> tuple[float, float]:
 def _decode_often(  # noqa: PLR0913
     server: ServerAddress, tokens: Sequence[int], batch: int, length: int, answer: int, turn: int
 ) -> list[tuple[float, int]]:
-    """`_decode` for at least LEAST_ANSWERS requests, whose prompts differ from those of the other turns."""
+    """`_decode` for at least LEAST_ANSWERS requests, with other prompts than in the other turns."""
     repeats = max(1, LEAST_ANSWERS // batch)
     count, first = repeats * batch, turn * repeats * batch
     pieces = [_piece(tokens, first + number, ROUNDS * count, length) for number in range(count)]
@@ -131,11 +131,11 @@ def _decode(server: ServerAddress, prompts: Sequence[list[int]], answer: int) ->
         list(clients.map(lambda prompt: client(prompt, 1), prompts))  # so that they are in the prefix cache
         answers = list(clients.map(client, prompts))
     times = [list(accumulate(a.gaps, initial=begin + a.first_token)) for begin, a in answers]
-    begin, end = max(each[0] for each in times), min(each[-1] for each in times)
+    begin, end = max(starts[0] for starts in times), min(starts[-1] for starts in times)
     return [
         (gap, count)
-        for each, (_, own) in zip(times, answers, strict=True)
-        for at, gap, count in zip(each, own.gaps, own.gap_tokens, strict=False)
+        for starts, (_, timed) in zip(times, answers, strict=True)
+        for at, gap, count in zip(starts, timed.gaps, timed.gap_tokens, strict=False)
         if begin <= at and at + gap <= end
     ]
 

@@ -30,7 +30,7 @@ def replay(
     texts: Sequence[str],
     advance: Callable[[], None] = lambda: None,
 ) -> tuple[TurnTimes, list[Dialogue]]:
-    """Hold the conversations with a server, with pieces of `texts` as what users say.
+    """Hold the conversations with a server. Users say pieces of `texts`.
 
     Returns what was measured, and the conversations with the lengths that the server counted.
 
@@ -47,18 +47,18 @@ def replay(
     def client(numbered: tuple[int, Dialogue]) -> list[Replayed]:
         number, conversation = numbered
         time.sleep(max(0.0, start + conversation.start - time.perf_counter()))
-        found = _hold(server, conversation, _Speech(whole, characters, number), start)
+        turns = _hold(server, conversation, _Speech(whole, characters, number), start)
         advance()
-        return found
+        return turns
 
     with ThreadPoolExecutor(len(conversations)) as clients:
         held = list(clients.map(client, enumerate(conversations)))
-    counted = [_counted(own, turns) for own, turns in zip(conversations, held, strict=True)]
+    counted = [_counted(conversation, turns) for conversation, turns in zip(conversations, held, strict=True)]
     return _outcome([turn for turns in held for turn in turns]), counted
 
 
 class _Speech:
-    """Pieces of a text of about so many tokens. The same beginning has the same piece."""
+    """Cuts pieces of about a number of tokens from a text. The same beginning gets the same piece."""
 
     def __init__(self, text: str, characters: float, number: int) -> None:
         self._text, self._characters = text, characters
@@ -73,7 +73,7 @@ class _Speech:
         return "\n" + piece
 
     def _cut(self, at: int, tokens: int) -> str:
-        """From the next line on, and up to a space: what begins or ends inside a word is hard to continue."""
+        """A piece from the next line on, up to a space: models hardly continue parts of words."""
         length = max(1, round(tokens * self._characters))
         text = self._text[at:] + self._text * (2 + length // len(self._text))
         text = text[text.find("\n") + 1 :]
@@ -83,20 +83,20 @@ class _Speech:
 def _hold(server: ServerAddress, conversation: Dialogue, speech: _Speech, start: float) -> list[Replayed]:
     """All turns of one conversation, one after the other."""
     history = speech.beginning(conversation.beginning, conversation.beginning_tokens)
-    found = []
+    replayed = []
     for number, turn in enumerate(conversation.turns):
         if number:
             time.sleep(turn.think)
         history += speech.next(turn.new_tokens)
         sent = time.perf_counter()
         answer = ask(server, history, Workload((), turn.answer_tokens, 0.0))
-        found.append(Replayed(sent - start, time.perf_counter() - sent, answer))
+        replayed.append(Replayed(sent - start, time.perf_counter() - sent, answer))
         history += answer.text
-    return found
+    return replayed
 
 
 def _counted(planned: Dialogue, turns: Sequence[Replayed]) -> Dialogue:
-    """The conversation with the lengths and the times that really were."""
+    """The conversation with its real lengths and times."""
     counted, before, ended = [], planned.beginning_tokens, turns[0].sent
     for turn in turns:
         new = max(1, turn.answer.prompt_tokens - before)

@@ -15,7 +15,7 @@ _ROUNDING = 1e-6  # tokens
 
 @dataclass(slots=True)
 class TurnRequest:
-    """A turn on its way. `number` is that of the conversation; times in seconds, NaN until they are known."""
+    """A turn on its way. `number` is the conversation's; times in seconds, NaN until they are known."""
 
     number: int
     conversation: Dialogue
@@ -35,7 +35,7 @@ class TurnRequest:
 
 @dataclass(slots=True)
 class SharedBeginning:
-    """A cached beginning: its tokens, and how many conversations continue it here, all and those that run."""
+    """A cached beginning: its tokens, and how many conversations continue it here: all, and the running ones."""
 
     tokens: int
     conversations: int = 0
@@ -45,7 +45,8 @@ class SharedBeginning:
 class SimulatedCache:
     """The prefix cache, in tokens: the least recently used leaf is evicted, from its end, as in cache/radix.py.
 
-    Leaves are the histories of conversations, and beginnings that no history continues any more. What runs is pinned.
+    Leaves are the histories of conversations, and beginnings that no history continues any more. Running requests pin
+    their tokens.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -191,7 +192,7 @@ class Replica:
             room -= 1
 
     def _run(self, now: float) -> None:
-        """Start cycles of the batch as it is now. A cycle that computes prompts stands alone."""
+        """Start a run of cycles with the present batch. A cycle that computes prompts is a run of its own."""
         batch, costs = len(self._decoding), self.costs
         self._start, self._cycles, self.end = now, 0, math.inf
         if not batch and not self._prefilling:

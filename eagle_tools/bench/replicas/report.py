@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from eagle_tools.bench.figures import save, subplots
 from eagle_tools.bench.replicas.costs import ReplicaCosts
 from eagle_tools.bench.replicas.routing import POLICIES
 
@@ -72,28 +73,24 @@ def print_costs(costs: ReplicaCosts, console: Console) -> None:
 
 def plot_points(path: Path, points: Sequence[Point], costs: ReplicaCosts) -> None:
     """Hit rate, times and throughput by replicas, a line per policy; and the costs behind them. p99 is dashed."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure, axes = plt.subplots(2, 3, figsize=(13.5, 7.5), dpi=100)
+    figure, axes = subplots(2, 3, figsize=(13.5, 7.5))
     hits, first, whole, speed, gain, measured = axes.flat
     for policy in dict.fromkeys(point.policy for point in points):
-        own = [point for point in points if point.policy == policy]
-        replicas = [point.replicas for point in own]
+        drawn = [point for point in points if point.policy == policy]
+        replicas = [point.replicas for point in drawn]
         style = {"color": COLOURS[policy], "linewidth": 1.5, "markersize": 4}
 
         def draw(axis: Any, values: list[float], line: str = "o-", style: Any = style, at: Any = replicas) -> Any:
             return axis.plot(at, values, line, **style)[0]
 
-        draw(hits, [100 * point.summary["hit rate"] for point in own]).set_label(policy)
+        draw(hits, [100 * point.summary["hit rate"] for point in drawn]).set_label(policy)
         for axis, name in ((first, "TTFT"), (whole, "latency")):
-            draw(axis, [1e3 * point.summary[f"{name} p50"] for point in own])
-            draw(axis, [1e3 * point.summary[f"{name} p99"] for point in own], "o--")
-        draw(speed, [point.summary["tokens/s"] / point.replicas for point in own])
-        draw(gain, [point.summary["tokens/cycle"] for point in own])
+            draw(axis, [1e3 * point.summary[f"{name} p50"] for point in drawn])
+            draw(axis, [1e3 * point.summary[f"{name} p99"] for point in drawn], "o--")
+        draw(speed, [point.summary["tokens/s"] / point.replicas for point in drawn])
+        draw(gain, [point.summary["tokens/cycle"] for point in drawn])
     titles = {
         hits: "prompt tokens found in a prefix cache, %",
         first: "time to first token, ms (p99 dashed)",
@@ -104,7 +101,7 @@ def plot_points(path: Path, points: Sequence[Point], costs: ReplicaCosts) -> Non
     replicas = sorted({point.replicas for point in points})
     for axis, title in titles.items():
         axis.set(title=title, xscale="log", xlabel="replicas")
-        axis.set_xticks(replicas, [str(each) for each in replicas])
+        axis.set_xticks(replicas, [str(count) for count in replicas])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     for axis in (first, whole):
@@ -116,14 +113,12 @@ def plot_points(path: Path, points: Sequence[Point], costs: ReplicaCosts) -> Non
         axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
     hits.legend(fontsize=8)
     _plot_costs(measured, costs)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _plot_costs(axis: Any, costs: ReplicaCosts) -> None:
     """A cycle's milliseconds by batch, and on the right scale the tokens it gives each request."""
-    seconds = [1e3 * each for each in costs.cycle_seconds]
+    seconds = [1e3 * cycle for cycle in costs.cycle_seconds]
     (cycle,) = axis.plot(costs.batches, seconds, "o-", color="black", markersize=4, label="cycle, ms")
     axis.set(title=f"measured costs: {costs.model}", xscale="log", xlabel="requests that decode", ylabel="ms")
     axis.set_xticks(costs.batches, [str(batch) for batch in costs.batches])

@@ -36,7 +36,7 @@ class RoundRobin:
 
 
 class LeastLoad:
-    """One of those with the fewest requests, at random."""
+    """A random one of the replicas with the fewest requests."""
 
     def __init__(self, replicas: int) -> None:
         self._chance = np.random.default_rng(0)
@@ -121,7 +121,7 @@ def _hash(number: int) -> float:
     return (mixed ^ mixed >> 31) / 2**64
 
 
-POLICIES: dict[str, Callable[[int], Routing]] = {  # by their names, for so many replicas
+POLICIES: dict[str, Callable[[int], Routing]] = {  # by name, made for a number of replicas
     "round-robin": RoundRobin,
     "least-load": LeastLoad,
     "cache-aware": CacheAware,

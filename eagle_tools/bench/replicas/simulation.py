@@ -30,15 +30,15 @@ class TurnTimes:
     tokens_per_cycle: float  # of a request that decodes
 
     def summary(self, begin: float, end: float) -> dict[str, float]:
-        """Of the turns that arrived in [begin, end), and tokens/s of those that ended in it. Times in seconds."""
-        own = (self.arrived >= begin) & (self.arrived < end)
-        if not own.any():
+        """Times in seconds of the turns that arrived in [begin, end), and tokens/s of the turns that ended in it."""
+        counted = (self.arrived >= begin) & (self.arrived < end)
+        if not counted.any():
             raise ValueError("no turn arrived in the time that counts: raise --seconds or --load")
         ended = (self.ended >= begin) & (self.ended < end)
-        first, whole = (self.first_token - self.arrived)[own], (self.ended - self.arrived)[own]
+        first, whole = (self.first_token - self.arrived)[counted], (self.ended - self.arrived)[counted]
         return {
-            "turns": float(own.sum()),
-            "hit rate": float(self.cached_tokens[own].sum() / self.prompt_tokens[own].sum()),
+            "turns": float(counted.sum()),
+            "hit rate": float(self.cached_tokens[counted].sum() / self.prompt_tokens[counted].sum()),
             "TTFT p50": float(np.quantile(first, 0.5)),
             "TTFT p99": float(np.quantile(first, 0.99)),
             "latency p50": float(np.quantile(whole, 0.5)),
@@ -95,12 +95,12 @@ def simulate(
     cycles = sum(server.request_cycles for server in servers)
     tokens = sum(server.decoded_tokens for server in servers)
     return TurnTimes(
-        arrived=np.array([each.arrived for each in done]),
-        first_token=np.array([each.first_token for each in done]),
-        ended=np.array([each.ended for each in done]),
-        prompt_tokens=np.array([each.prompt_tokens for each in done], float),
-        cached_tokens=np.array([each.cached_tokens for each in done], float),
-        answer_tokens=np.array([each.answer_tokens for each in done], float),
+        arrived=np.array([turn.arrived for turn in done]),
+        first_token=np.array([turn.first_token for turn in done]),
+        ended=np.array([turn.ended for turn in done]),
+        prompt_tokens=np.array([turn.prompt_tokens for turn in done], float),
+        cached_tokens=np.array([turn.cached_tokens for turn in done], float),
+        answer_tokens=np.array([turn.answer_tokens for turn in done], float),
         tokens_per_cycle=tokens / cycles if cycles else 1.0,
     )
 

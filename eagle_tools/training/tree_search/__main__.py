@@ -77,34 +77,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         "the tree is what is searched for; --depth, --ranks and --nodes bound it",
     )
     refused["--acceptance"] = refused["--speculative-acceptance"] = "what is counted here are the target's own draws"
-    own, flags = _parser().split(sys.argv[1:] if argv is None else argv, refused)
+    options, flags = _parser().split(sys.argv[1:] if argv is None else argv, refused)
     try:
-        run(own, [*model_flags(own), *flags])
+        run(options, [*model_flags(options), *flags])
     except (OSError, ValueError) as error:
         print(f"eagle_server: error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def run(own: argparse.Namespace, flags: Sequence[str]) -> None:
+def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     """Measure, choose, check, write and print.
 
     Raises:
         ValueError: the measurement is not possible; the message says what to change.
         OSError: a file that cannot be read or written.
     """
-    own.out.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     config = parse_args(flags, environ={})
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.target_path)
-    prompts = prompts_of(own.data, tokenizer, own.texts)
+    prompts = prompts_of(options.data, tokenizer, options.texts)
     kept = prompts[CHECKED - 1 :: CHECKED]
     task = Task(
         [prompt for place, prompt in enumerate(prompts) if place % CHECKED != CHECKED - 1],
-        own.max_tokens,
-        own.temperature,
-        own.batch,
+        options.max_tokens,
+        options.temperature,
+        options.batch,
     )
-    engines = TreeEngines(flags, task, own.depth, own.ranks, own.nodes or 0)
+    engines = TreeEngines(flags, task, options.depth, options.ranks, options.nodes or 0)
     counts = measure_accuracies(engines)
     accuracies = counts.accuracies()
     if not any(map(any, accuracies)):
@@ -112,53 +112,56 @@ def run(own: argparse.Namespace, flags: Sequence[str]) -> None:
             f"no guess was accepted in {counts.cycles} cycles, or too few were made: {LEAST_TRIES} count; "
             "take more --texts or --max-tokens, or another draft"
         )
-    timed, chosen = _choose(engines, accuracies, own)
+    timed, chosen = _choose(engines, accuracies, options)
     checked = dataclasses.replace(task, prompts=kept)
     trials = check(engines, checked, accuracies, chosen) if engines.option is not None and kept else []
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(own).items()}
-    settings["data"] = None if own.data is None else [str(path) for path in own.data]
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    settings["data"] = None if options.data is None else [str(path) for path in options.data]
     settings["flags"] = list(flags)
-    _tell(Findings(engines.algorithm, engines.option, counts, accuracies, chosen, timed, trials, settings), own)
+    _tell(Findings(engines.algorithm, engines.option, counts, accuracies, chosen, timed, trials, settings), options)
 
 
 def _choose(
-    engines: TreeEngines, accuracies: Accuracies, own: argparse.Namespace
+    engines: TreeEngines, accuracies: Accuracies, options: argparse.Namespace
 ) -> tuple[list[list[Candidate]], Candidate]:
     """All timed candidates, in groups, and the chosen one: of size --nodes, or else the fastest of the last group."""
-    timed = [time_sizes(engines, accuracies, own.rounds, own.nodes)]
-    if own.nodes is None and engines.option is not None:
-        timed.append(time_shallower(engines, accuracies, timed[0], own.rounds))
+    timed = [time_sizes(engines, accuracies, options.rounds, options.nodes)]
+    if options.nodes is None and engines.option is not None:
+        timed.append(time_shallower(engines, accuracies, timed[0], options.rounds))
     drafting = [candidate for candidate in timed[-1] if candidate.nodes]
-    if own.nodes is None:
+    if options.nodes is None:
         return timed, max(drafting, key=lambda candidate: candidate.speed)
-    return timed, next((c for c in drafting if c.nodes == own.nodes), drafting[-1])
+    return timed, next((c for c in drafting if c.nodes == options.nodes), drafting[-1])
 
 
-def _tell(found: Findings, own: argparse.Namespace) -> None:
-    console, chosen = Console(width=TABLE_WIDTH), found.chosen
-    print_accuracies(found, console)
-    print_costs(found, console, own.batch)
-    if found.trials:
-        print_trials(found, console)
-    choices = chosen.choices or tuple(grown.choice for grown in grow(found.accuracies, chosen.nodes))
-    expected = expected_tokens(found.accuracies, choices)
-    what = f"{len(choices)} nodes for {found.algorithm}, {expected:.2f} tokens per cycle expected"
-    measured = f"from {found.counts.cycles} cycles at temperature {own.temperature:g}"
-    write_choices(own.out / "choices.txt", choices, f"{what}, {measured}")
-    draw_choices(choices, found.accuracies, f"A static tree of {what}", measured, own.out / "tree")
+def _tell(findings: Findings, options: argparse.Namespace) -> None:
+    console, chosen = Console(width=TABLE_WIDTH), findings.chosen
+    print_accuracies(findings, console)
+    print_costs(findings, console, options.batch)
+    if findings.trials:
+        print_trials(findings, console)
+    choices = chosen.choices or tuple(grown.choice for grown in grow(findings.accuracies, chosen.nodes))
+    expected = expected_tokens(findings.accuracies, choices)
+    what = f"{len(choices)} nodes for {findings.algorithm}, {expected:.2f} tokens per cycle expected"
+    measured = f"from {findings.counts.cycles} cycles at temperature {options.temperature:g}"
+    write_choices(options.out / "choices.txt", choices, f"{what}, {measured}")
+    draw_choices(choices, findings.accuracies, f"A static tree of {what}", measured, options.out / "tree")
     write_json(
-        own.out / "measurements.json", dataclasses.replace(found, chosen=dataclasses.replace(chosen, choices=choices))
+        options.out / "measurements.json",
+        dataclasses.replace(findings, chosen=dataclasses.replace(chosen, choices=choices)),
     )
-    if own.nodes is not None and len(choices) < own.nodes:
+    if options.nodes is not None and len(choices) < options.nodes:
         print(f"only {len(choices)} nodes: no more were ever accepted often enough; more --texts or --ranks may help")
-    print(f"{own.out}: choices.txt, measurements.json, tree.png, tree.svg")
-    if found.option is None:
-        print(f"{found.algorithm} makes its trees from each request: it cannot serve choices.txt, which is to compare.")
-        verb = "was the fastest that was timed" if own.nodes is None else "is what --nodes asked for"
+    print(f"{options.out}: choices.txt, measurements.json, tree.png, tree.svg")
+    if findings.option is None:
+        print(
+            f"{findings.algorithm} makes its trees from each request: it cannot serve choices.txt, which is to compare."
+        )
+        verb = "was the fastest that was timed" if options.nodes is None else "is what --nodes asked for"
         print(f"Of its own trees --speculative-num-draft-tokens {chosen.nodes + 1} {verb}.")
         return
-    print(f"serve it with {found.option} {own.out / 'choices.txt'}")
-    plain = next(candidate.speed for candidate in found.timed[-1] if not candidate.nodes)
+    print(f"serve it with {findings.option} {options.out / 'choices.txt'}")
+    plain = next(candidate.speed for candidate in findings.timed[-1] if not candidate.nodes)
     if chosen.speed < plain:
         print("but plain decoding was faster than every tree: --speculative-algorithm NONE")
 

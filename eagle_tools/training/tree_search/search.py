@@ -91,24 +91,24 @@ def time_shallower(
     return _time(engines, accuracies, [(), *trees], rounds)
 
 
-def check(engines: TreeEngines, task: Task, accuracies: Accuracies, found: Candidate) -> list[Trial]:
+def check(engines: TreeEngines, task: Task, accuracies: Accuracies, chosen: Candidate) -> list[Trial]:
     """Serve the tree that was found, and others of its size, on texts that were not used to grow it."""
     assert engines.option is not None
-    guesses = [("full levels, all nodes alike", level_tree(found.nodes, engines.depth, engines.ranks))]
-    guesses += [("alternatives to the best path only", comb_tree(found.nodes, found.depth))]
-    trees = [("the tree found", list(found.choices)), *guesses]
+    guesses = [("full levels, all nodes alike", level_tree(chosen.nodes, engines.depth, engines.ranks))]
+    guesses += [("alternatives to the best path only", comb_tree(chosen.nodes, chosen.depth))]
+    trees = [("the tree found", list(chosen.choices)), *guesses]
     distinct = {frozenset(tree): (name, tree) for name, tree in reversed(trees)}  # a guess may equal the tree found
     runs: list[tuple[str, float | None, tuple[str, ...]]] = [
         (name, expected_tokens(accuracies, tree), engines.static(tree)) for name, tree in reversed(distinct.values())
     ]
-    if engines.algorithm != "MEDUSA" and found.nodes <= engines.most_own_nodes():
-        runs.append(("the head's own trees, best by its scores", None, engines.own_trees(found.nodes)))
+    if engines.algorithm != "MEDUSA" and chosen.nodes <= engines.most_own_nodes():
+        runs.append(("the head's own trees, best by its scores", None, engines.own_trees(chosen.nodes)))
     trials = []
     with tqdm(total=len(runs) * len(task.prompts), desc="check on other texts", unit="text") as bar:
         for name, expected, flags in runs:
             tally = RankCounts(0, 0)
             complete(engines.make(*flags), task, tally.add, bar.update)
-            trials.append(Trial(name, found.nodes, expected, tally.emitted / tally.cycles, tally.cycles))
+            trials.append(Trial(name, chosen.nodes, expected, tally.emitted / tally.cycles, tally.cycles))
     return trials
 
 
@@ -138,6 +138,6 @@ def _time_own(engines: TreeEngines, sizes: Sequence[int], rounds: int) -> list[C
 
 
 def _costs(engines: TreeEngines, flags: Sequence[Sequence[str] | None], rounds: int) -> list[Cost]:
-    made = [engines.plain() if each is None else engines.make(*each) for each in flags]
+    made = [engines.plain() if tree is None else engines.make(*tree) for tree in flags]
     with tqdm(total=rounds, desc=f"time {len(made)} sizes of trees", unit="round") as bar:
         return measure_costs(made, engines.task, rounds, bar.update)

@@ -10,9 +10,9 @@ from eagle_server.algorithms import ALGORITHMS
 from eagle_server.config import Config, ConfigError, parse_args
 from eagle_server.config.commands import without_drafting
 from eagle_server.engine.build.from_config import LoadedModels, engine_over, load_models
-from eagle_server.engine.build.static_trees import TOKEN_TREE
 from eagle_server.engine.engine import Engine
 from eagle_server.request import Request, SamplingParams
+from eagle_server.speculation.static_tree import TOKEN_TREE
 from eagle_tools.training.tree_search.growth import Accuracies, Choice, wide_tree
 from eagle_tools.tree.record import DraftedTree, recorded
 
@@ -144,11 +144,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def model_flags(own: argparse.Namespace) -> list[str]:
+def model_flags(options: argparse.Namespace) -> list[str]:
     """The options of `add_model_options` as the server's flags."""
     named = {
-        "--model-path": own.target,
-        "--speculative-draft-model-path": own.draft,
-        "--speculative-algorithm": own.algorithm,
+        "--model-path": options.target,
+        "--speculative-draft-model-path": options.draft,
+        "--speculative-algorithm": options.algorithm,
     }
     return [text for flag, value in named.items() if value is not None for text in (flag, value)]

@@ -20,7 +20,7 @@ from eagle_server.attention.flashinfer.scratch import AttentionLimits
 from eagle_server.attention.interface import AttentionBackend, LayerSpec
 from eagle_server.attention.torch_native import TorchNativeAttention
 from eagle_server.attention.workspace import Workspace
-from eagle_server.cache.pool import KVPool, LatentPool
+from eagle_server.cache.pool import KVPool, KVShape, LatentPool
 from tests.support.covering import covering
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.paged import CPU, Case, World, causal, draft_step, replay_with, verify
@@ -312,13 +312,13 @@ def test_what_flashinfer_cannot_compute_is_refused_with_a_way_out() -> None:
     class Real:
         """FlashInfer without the emulation's any_dtype and any_head_dim."""
 
-    pool, workspace = KVPool(1, 8, 2, 128, torch.float32, CPU), Workspace(CPU)
+    pool, workspace = KVPool([KVShape(2, 128)], 8, torch.float32, CPU), Workspace(CPU)
     with pytest.raises(ValueError, match=r"not torch.float32: choose --dtype bfloat16"):
         FlashInferAttention(pool, workspace, heads=4, specs=FULL, limits=EAGER, module=Real())
     latents = LatentPool(1, 8, 512, 64, torch.float32, CPU)
     with pytest.raises(ValueError, match=r"not torch.float32"):
         FlashInferMLAAttention(latents, workspace, heads=4, specs=FULL, limits=EAGER, module=Real())
-    pool = KVPool(1, 8, 2, 96, torch.bfloat16, CPU)
+    pool = KVPool([KVShape(2, 96)], 8, torch.bfloat16, CPU)
     with pytest.raises(ValueError, match="not 96"):
         FlashInferAttention(pool, workspace, heads=4, specs=FULL, limits=EAGER, module=Real())
     with pytest.raises(ValueError, match="no sliding windows"):

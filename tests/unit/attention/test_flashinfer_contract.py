@@ -23,14 +23,14 @@ from eagle_server.attention.flashinfer.mla import FlashInferMLAAttention
 from eagle_server.attention.flashinfer.modules import FA3_HEAD_DIMS, load_modules
 from eagle_server.attention.flashinfer.scratch import AttentionLimits
 from eagle_server.attention.workspace import Workspace
-from eagle_server.cache.pool import KVPool, LatentPool
-from eagle_server.ops.mask import pack_tree_mask
+from eagle_server.cache.pool import KVPool, KVShape, LatentPool
+from eagle_server.ops.tree.mask import pack_tree_mask
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.flashinfer_log import parameters
 from tests.support.flashinfer_real import CUSTOM, Kernels, packbits, real_flashinfer, replace_kernels
 from tests.support.paged import CPU, Case, World, causal, draft_step, replay_with, verify
 
-LAYERS = ((0.37, 0), (0.37, 5))
+LAYERS = ((0.37, 0), (0.37, 5), (0.37, 5), (0.37, 0))
 LIMITS = AttentionLimits(6, 48, graph_batches=(1, 2, 4), graph_rows=(1, 3, 7))
 WRAPPERS = (
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -178,7 +178,7 @@ def test_each_head_size_asks_for_modules_that_have_its_kernels(
 ) -> None:
     """FlashInfer's own choice between fa2 and fa3 differs in `workspace_size` and `plan`, so it must not be asked."""
     monkeypatch.setattr(flashinfer, "is_hopper", lambda device: True)
-    pool = KVPool(1, 65, 2, head_dim, torch.bfloat16, CPU)
+    pool = KVPool([KVShape(2, head_dim)], 65, torch.bfloat16, CPU)
     shape: dict[str, Any] = {"heads": 4, "specs": LAYERS, "limits": AttentionLimits(1, 65), "module": real}
     if head_dim in (80, 96):
         with pytest.raises(ValueError, match="choose --attention-backend torch_native"):

@@ -273,6 +273,6 @@ def test_an_engine_on_torch_native_uses_no_fused_operation_of_flashinfer() -> No
     target = random_target()
     with torch.no_grad():
         plain(target, backend="flashinfer", stand_ins={"flashinfer": Emulation()})
-        assert fused.can_use_table(CUDA, torch.bfloat16, 64)
+        assert fused.can_use_table(CUDA, torch.bfloat16, 64, 64)
         plain(target, backend="torch_native")
-        assert not fused.can_use_table(CUDA, torch.bfloat16, 64)
+        assert not fused.can_use_table(CUDA, torch.bfloat16, 64, 64)

@@ -25,7 +25,7 @@ from eagle_server.attention.interface import AttentionBatch, Causal, LayerSpec, 
 from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput, EagleVerifyInput
 from eagle_server.attention.torch_native import SHORT_QUERY, TorchNativeAttention
 from eagle_server.cache.page_table import PageTable
-from eagle_server.cache.pool import KVPool
+from eagle_server.cache.pool import KVPool, KVShape
 from eagle_server.speculation.tree import Tree, compacted
 from tests.support.trees import tree_of
 
@@ -55,7 +55,7 @@ class Paged:
         pages = [-(-length // self.page) for length in self.kv_lens]
         order = (torch.randperm(sum(pages), generator=self.generator) + 1).tolist()
         slots = (sum(pages) + 1) * self.page
-        self.pool = KVPool(LAYERS, slots, self.kv_heads, DIM, self.dtype, torch.device("cpu"))
+        self.pool = KVPool([KVShape(self.kv_heads, DIM)] * LAYERS, slots, self.dtype, torch.device("cpu"))
         self.pool.poison(torch.arange(self.page, slots))
         self.table.slots[:] = 1  # after a request's pages: a slot of another request
         for row, (count, length) in enumerate(zip(pages, self.kv_lens, strict=True)):
@@ -296,5 +296,5 @@ def test_layers_keep_their_own_kv_and_plans_are_reused() -> None:
     for layer in range(LAYERS):
         bound.run(queries, keys[layer], values[layer], LayerSpec(layer, 1 / math.sqrt(DIM)))
     slots = paged.req_to_token[0, :6].long()
-    assert torch.equal(paged.pool.data[0][:, slots], keys)
-    assert torch.equal(paged.pool.data[1][:, slots], values)
+    assert torch.equal(paged.pool.groups[0][0][:, slots], keys)
+    assert torch.equal(paged.pool.groups[0][1][:, slots], values)

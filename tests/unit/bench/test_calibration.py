@@ -31,6 +31,10 @@ def test_a_tree_that_its_request_did_not_finish_counts_nothing() -> None:
     assert list(estimates(TREE.cut(1))) == []
 
 
+def test_a_plain_step_counts_nothing() -> None:
+    assert list(estimates(DraftTree(token_ids=[1], parents=[-1], scores=None, path=[], bonus=3))) == []
+
+
 def test_trees_without_scores_are_refused() -> None:
     blind = DraftTree(token_ids=[1, 2], parents=[-1, 0], scores=None, path=[], bonus=3)
     with pytest.raises(ValueError, match="no estimates"):

@@ -38,7 +38,8 @@ SMALL = replace(
 )
 HOST = {"peer", "served"}  # transformers needs no FlashInfer, and servers run in processes of their own
 SIZES = {"context_length", "max_total_tokens", "tree", "max_running_requests", "chunked_prefill_size", "graph_sizes"}
-CHOSEN = SIZES | {"disable_radix_cache", "backend", "algorithm"}  # by a part, for its machine and its question
+CACHED = {"disable_radix_cache", "checkpoints", "checkpoint_interval"}  # checkpoints are of recurrent layers
+CHOSEN = SIZES | CACHED | {"backend", "algorithm"}  # by a part, for its machine and its question
 
 
 @cache

@@ -179,7 +179,7 @@ def test_every_preset_is_valid_and_speculates(preset):
         (["--tp-size", "2", "--cuda-graph-max-bs", "8"], "--cuda-graph-max-bs has no effect with --tp-size above 1"),
         (
             ["--speculative-algorithm", "eagle"],
-            "--speculative-algorithm 'eagle': should be 'NONE', 'EAGLE', 'EAGLE3', ",
+            "--speculative-algorithm 'eagle': should be 'NONE', 'DFLASH', 'EAGLE', 'EAGLE3', ",
         ),
         (["--model-path", "/no/such/place"], "--model-path '/no/such/place': no such directory"),
         (["--model-path", ""], "--model-path is empty: give it a value, or leave it out"),

@@ -11,7 +11,7 @@ import pytest
 from eagle_server.algorithms import ALGORITHMS, ALIASES, NAMES, Algorithm
 from eagle_server.config import SpeculativeSection
 from eagle_server.config.sections import DEMO_TARGET
-from eagle_server.models.checkpoints.draft_loading import DraftFormat, format_of
+from eagle_server.models.checkpoints.drafts.draft_loading import DraftFormat, format_of
 from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.worker.drafters.interface import DrafterSetup
 

@@ -340,7 +340,7 @@ def test_drafted_tokens_beyond_a_cycles_time_are_cut_from_the_tree(
 ) -> None:
     found, ab = compiled(grammars, "regex"), json_tokenizer().token_to_id("ab")
     grammar_matcher, tokens, parents = found.matcher(0, [0]), [ab, ab, ab, ab], [-1, 0, 1, 2]
-    monkeypatch.setattr(grammars.budget, "each", 60.0)
+    monkeypatch.setattr(grammars.budget, "allowance", 60.0)
     _, kept = tree_masks(grammar_matcher, [ab], tokens, parents)
     assert kept == tokens
     grammars.budget.share(1 << 60)  # so many that there is no time for each

@@ -11,7 +11,7 @@ import torch
 from eagle_server.config import ConfigError, parse_args
 from eagle_server.engine.build.from_config import build_engine
 from eagle_server.engine.engine import Engine
-from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.speculation.static_tree import PRESETS, truncated
@@ -69,7 +69,6 @@ def test_tries_beside_the_heads_fill_the_tree(files: TinyPair, flags: list[str],
     assert (shown["num_steps"], shown["num_draft_tokens"], shown["ngram_depth"]) == (3, nodes, 8)
     assert shown["ngram_share_tokens"] == 1 << 20
     assert len(run(engine, [request(0, [*range(9), *range(9)], max_tokens=6, ignore_eos=True)])["0"].tokens) == 6
-    assert engine.worker.drafter.calibration.expected.sum() > 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from eagle_server.__main__ import main
 from eagle_server.config import DEMO_DRAFT, DEMO_TARGET, parse_args
@@ -17,9 +19,12 @@ from eagle_server.engine.build import devices
 from eagle_server.engine.build import memory_estimate as module
 from eagle_server.engine.build.from_config import load_models
 from eagle_server.engine.build.memory_estimate import memory_estimate, refusal, weight_bytes
-from eagle_server.engine.build.pools import bytes_per_slot
+from eagle_server.engine.build.pools import bytes_per_slot, make_states
+from eagle_server.engine.build.resolve import resolve
 from eagle_server.models.checkpoints.load_target import DtypeName, load_target
+from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.targets.decoder import TargetModel
+from tests.support.hybrids import hybrid_config, hybrid_target
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -32,8 +37,20 @@ def test_weights_take_what_the_estimate_says(dtype: DtypeName) -> None:
     assert estimate["fits"] is True
 
 
+def test_draft_heads_in_the_targets_files_count_only_if_they_draft(tmp_path: Path) -> None:
+    shutil.copytree(DEMO_TARGET, tmp_path / "target")
+    file = tmp_path / "target" / "model.safetensors"
+    flags = ["--model-path", str(tmp_path / "target"), "--speculative-algorithm", "NONE"]
+    before = memory_estimate(parse_args(flags, environ={}))["target_weights"]
+    tensors = load_file(file)
+    layers = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers."))
+    save_file(tensors | {f"model.layers.{layers}.eh_proj.weight": torch.ones(8, 16)}, file, metadata={"format": "pt"})
+    assert memory_estimate(parse_args(flags, environ={}))["target_weights"] == before
+
+
 def test_rounded_weights_take_less() -> None:
-    whole, eight, four = (weight_bytes(str(DEMO_TARGET), torch.bfloat16, each) for each in (None, "int8", "int4"))
+    demo = str(DEMO_TARGET)
+    whole, eight, four = (weight_bytes(demo, torch.bfloat16, each, native=True) for each in (None, "int8", "int4"))
     assert 0.5 * whole < eight < 0.75 * whole
     assert 0.25 * whole < four < eight
 
@@ -124,7 +141,30 @@ def test_a_dry_run_of_a_damaged_checkpoint_says_what_is_wrong(
 
 def test_medusa_heads_without_a_config_are_counted(tmp_path: Path) -> None:
     save_file({"0.1.weight": torch.zeros(64, 32)}, tmp_path / "medusa_lm_head.safetensors")
-    assert weight_bytes(str(tmp_path), torch.bfloat16) == 64 * 32 * 2
+    assert weight_bytes(str(tmp_path), torch.bfloat16, native=True) == 64 * 32 * 2
     flags = ["--model-path", str(DEMO_TARGET), "--speculative-draft-model-path", str(tmp_path)]
     estimate = memory_estimate(parse_args([*flags, "--speculative-algorithm", "MEDUSA"], environ={}))
     assert estimate["draft_weights"] == 64 * 32 * load_target(str(DEMO_TARGET), progress=False).config.dtype.itemsize
+
+
+def test_states_of_recurrent_layers_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the estimate, and taken off the memory for KV. Too many requests are refused with the flag to change."""
+    save_checkpoint(hybrid_target(), tmp_path, hybrid_config(), torch.float32)
+    flags = ["--model-path", str(tmp_path), "--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "9"]
+    config = parse_args([*flags, "--max-running-requests", "3"], environ={})
+    estimate, target = memory_estimate(config), load_target(tmp_path, progress=False)
+    states = make_states(target.config, 3, 9, torch.device("cpu"))
+    assert states is not None
+    assert estimate["states"] == sum(part.nbytes for part in states.parts)
+    split = memory_estimate(parse_args([*flags, "--max-running-requests", "3", "--tp-size", "2"], environ={}))
+    assert split["states"] == estimate["states"] // 2
+    assert estimate["kv_per_token"] == 2 * 4 * 2 * 16, "of the one layer that attends"
+    one = states.states[:, 0].nbytes + states.rings[:, 0].nbytes
+    assert estimate["state_checkpoints"] == one * 2 * math.ceil(estimate["kv_tokens_that_fit"] / 512)
+    without = memory_estimate(parse_args([*flags, "--max-running-requests", "3", "--disable-radix-cache"], environ={}))
+    assert "state_checkpoints" not in without
+    assert without["kv_tokens_that_fit"] >= estimate["kv_tokens_that_fit"]
+    monkeypatch.setattr(devices, "usable_memory", lambda: 2**22)
+    many = parse_args([*flags, "--max-running-requests", "3000"], environ={})
+    with pytest.raises(ValueError, match="--max-running-requests 3000: the states of the recurrent layers"):
+        resolve(many, target, None)

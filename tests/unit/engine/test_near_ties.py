@@ -11,7 +11,7 @@ import torch
 from eagle_server.config import parse_args
 from eagle_server.engine.build.from_config import load_models
 from eagle_server.models.checkpoints.save import save_checkpoint
-from eagle_server.ops.native import available, use_native
+from eagle_server.ops.native.library import available, use_native
 from tests.support import deepseek
 from tests.support.engines import random_config, random_target
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from eagle_server.config import parse_args
+from eagle_server.engine.build import devices
 from eagle_server.engine.build.from_config import load_models
+from eagle_server.engine.build.pools import state_bytes
 from eagle_server.engine.build.resolve import lookahead_bound, resolve, server_info
 from eagle_server.speculation.tree_config import TreeConfig
+from tests.support.hybrids import hybrid_target
 
 CASES = {
     "NONE": (["--speculative-algorithm", "NONE"], TreeConfig()),
@@ -58,3 +63,24 @@ def test_options_become_one_tree_that_the_rope_tables_and_server_info_agree_with
             *(tree.num_steps, tree.topk, tree.num_draft_tokens, tree.ngram_depth),
         )
     assert shown["algorithm"] == case if case in ("NONE", "NGRAM", "MEDUSA") or "+" in case else "EAGLE3"
+
+
+def test_checkpoints_of_states_share_the_memory_with_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, size = hybrid_target(), 3 * 4 * (4 * 8 * 8 + 3 * 64)
+    flags = ["--speculative-algorithm", "NONE", "--context-length", "64", "--page-size", "4"]
+    resolved = resolve(parse_args([*flags, "--chunked-prefill-size", "6"], environ={}), target, None)
+    kv = 2 * 2 * 16 * 4  # bytes per token
+    assert resolved.checkpoint_interval == 32, "a state takes as much memory as 22 tokens; chunks of 6, blocks of 16"
+    assert resolved.checkpoint_interval * kv >= size
+    assert resolved.checkpoints == 2 * math.ceil(resolved.max_total_tokens / 32)
+    shown = server_info(parse_args(flags, environ={}), resolved, target)["cache"]
+    assert (shown["state_checkpoints"], shown["state_checkpoint_interval"]) == (resolved.checkpoints, 32)
+    monkeypatch.setattr(devices, "usable_memory", lambda: 2**21)
+    tight = resolve(parse_args([*flags, "--max-running-requests", "40"], environ={}), target, None)
+    taken = tight.max_total_tokens * kv + tight.checkpoints * size + state_bytes(target.config, 40, 1)
+    room = int(2**21 * devices.CPU_MEMORY_FOR_KV)
+    assert room - 3 * size < taken <= room
+    without = resolve(parse_args([*flags, "--disable-radix-cache"], environ={}), target, None)
+    assert (without.checkpoints, without.disable_radix_cache) == (0, True)
+    events = ["--kv-events-config", '{"publisher": "zmq", "enable_kv_cache_events": true}']
+    assert resolve(parse_args([*flags, *events], environ={}), target, None).checkpoints > 0

@@ -37,10 +37,10 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def target(seed: int = 0) -> TargetModel:
+def target(seed: int = 0, **config: Any) -> TargetModel:
     """A random target of 8 layers. Drafts share its embedding and lm_head."""
     torch.manual_seed(seed)
-    raw = {**CONFIG, "num_hidden_layers": LAYERS}
+    raw = {**CONFIG, "num_hidden_layers": LAYERS, **config}
     model = TargetModel(read_target_config(raw), CONTEXT)
     with torch.no_grad():
         for parameter in model.parameters():

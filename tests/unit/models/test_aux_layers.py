@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from eagle_server.models.checkpoints.aux_layers import aux_boundaries
-from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.checkpoints.drafts.aux_layers import aux_boundaries
+from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.config import CheckpointError
 from tests.unit.models import draft_checkpoints as dc
 from tests.unit.models.draft_checkpoints import LAYERS

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.dense import DenseCausal
-from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.save import save_checkpoint
+from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.eagle3 import Eagle3Head
 from eagle_server.models.drafts.interface import DraftHead, DraftModel
 from eagle_server.models.targets.decoder import TargetModel
@@ -190,6 +191,39 @@ def test_eagle3_variant_computes_its_formula(tmp_path: Path, target: TargetModel
     loaded = load(dc.write(tmp_path, written, config), target)
     assert loaded.algorithm == "EAGLE3"
     close(passes(loaded), expected_eagle3(tensors, target, loaded, how))
+
+
+def test_a_speculators_head_without_the_flag_norms_before_the_residual(tmp_path: Path, target: TargetModel) -> None:
+    """As vLLM reads it, for which older exports were made."""
+    config = as_speculators(VARIANTS["plain"])
+    del config["norm_before_residual"]
+    tensors = tensors_of(VARIANTS["plain"])
+    written = {key.replace("midlayer.", "layers.0."): tensor for key, tensor in tensors.items()}
+    head = load(dc.write(tmp_path, written, config), target)
+    close(passes(head), expected_eagle3(tensors, target, head, Semantics(norm_before_residual=True)))
+
+
+def test_deepspecs_heads_are_eagle3_over_the_outputs_of_their_layers(tmp_path: Path, target: TargetModel) -> None:
+    """Five streams, norms of queries and keys, the whole vocabulary, copies of the target's embedding and lm_head."""
+    shape = {f"{_ATTENTION}{n}_norm.weight": (D,) for n in "qk"}
+    tensors = tensors_of(Variant(adds=shape, drops=("lm_head.weight", *_MAP), streams=5))
+    copies = {"embed_tokens.weight": target.embed.detach(), "lm_head.weight": target.lm_head.weight.detach()}
+    written = {key.replace("midlayer.", "layers.0."): tensor for key, tensor in (tensors | copies).items()}
+    config = {
+        **{key: value for key, value in CONFIG.items() if key != "draft_vocab_size"},
+        "architectures": ["Qwen3Eagle3Model"],
+        "model_type": "qwen3",
+        "num_target_layers": target.config.num_layers,
+        "target_layer_ids": (ids := [0, 1, 2, 4, 5]),
+        "ttt_length": 7,
+    }
+    head = load(dc.write(tmp_path, written, config), target)
+    assert head.algorithm == "EAGLE3"
+    assert head.aux_boundaries == tuple(layer + 1 for layer in ids)
+    close(passes(head), expected_eagle3(tensors, target, head))
+    config["target_layer_ids"] = [0, 1, 2, 4, target.config.num_layers - 1]
+    with pytest.raises(CheckpointError, match="the output of the last layer, .* is after the final norm"):
+        load(dc.write(tmp_path, written, config), target)
 
 
 @pytest.mark.parametrize("norm", ["input_layernorm", "hidden_norm"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.targets.decoder import TargetModel
 from tests.unit.models import draft_checkpoints as dc
@@ -149,13 +149,11 @@ W = torch.ones(4, 4)
 _LM = {"model.embed_tokens.weight": W, "model.norm.weight": W, "model.layers.0.input_layernorm.weight": W}
 OTHER_FORMATS: dict[str, tuple[Tensors, dict[str, Any], str]] = {
     "hydra": ({"hydra_lm_head.0.weight": W}, {}, "Hydra"),
-    "mtp-qwen": ({"mtp.fc.weight": W}, {}, "MTP"),
+    "mtp-other": ({"mtp.other.weight": W}, {}, "MTP"),
     "mtp-speculators": ({"mtp_layers.0.input_proj.weight": W}, {}, "MTP"),
-    "dflash": ({"hidden_norm.weight": W}, {"target_layer_ids": [1, 5]}, "DFlash"),
-    "p-eagle": ({"midlayer.hidden_norm.weight": W, "mask_hidden": W}, {}, "P-EAGLE"),
     "mlp": ({"emb.0.weight": W, "proj.0.weight": W}, {"n_predict": 3}, "MLPSpeculator"),
     "draft-lm": (_LM, CONFIG, "holds a language model, not a draft head; .* STANDALONE"),
-    "speculators-peagle": ({"fc.weight": W}, {"speculators_model_type": "peagle"}, "'peagle' is not supported yet"),
+    "speculators-xpress": ({"fc.weight": W}, {"speculators_model_type": "xpress"}, "'xpress' is not supported yet"),
     "unknown": ({"something.weight": W}, {}, "not a draft format known here; its tensors are something.weight"),
 }
 

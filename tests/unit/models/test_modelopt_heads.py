@@ -11,14 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.eagle3 import Eagle3Head
 from eagle_server.models.targets.decoder import TargetModel
 from tests.support.engines import plain, pools, request, run, speculative, tokens_of
 from tests.unit.models import draft_checkpoints as dc
 from tests.unit.models.draft_checkpoints import CONFIG, CONTEXT, LAYERS, VD, D, H, Semantics, Tensors, V
-from tests.unit.models.test_draft_formats import close, expected_eagle, expected_eagle3, load, passes
+from tests.unit.models.test_draft_formats import (
+    VARIANTS,
+    as_speculators,
+    close,
+    expected_eagle,
+    expected_eagle3,
+    load,
+    passes,
+)
 
 EAGLE3: dict[str, Any] = {**CONFIG, "draft_vocab_size": VD}
 # The keys of ModelOpt's template. In its code, an id of eagle_config is the number of a layer whose output is read.
@@ -229,3 +237,35 @@ def test_deep_head_is_served_with_the_texts_of_plain_decoding(tmp_path: Path, ta
         assert tokens_of(run(engine, requests)) == expected
     finally:
         target.aux_boundaries = ()
+
+
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+}
+
+
+@pytest.mark.parametrize("layout", ["SpecForge", "ModelOpt", "speculators"])
+def test_heads_of_every_layout_draft_for_gpt_oss(tmp_path: Path, layout: str) -> None:
+    """Plain heads of a Llama layer, as lmsys, NVIDIA and Red Hat publish them."""
+    large, tensors = dc.target(seed=3, **GPT_OSS), dc.eagle3_tensors()
+    written, config, how = {
+        "SpecForge": (tensors, {**EAGLE3, "architectures": ["LlamaForCausalLMEagle3"]}, Semantics()),
+        "ModelOpt": (exported(tensors, "midlayer."), MODELOPT, MODELOPT_ROPE),
+        "speculators": (
+            {key.replace("midlayer.", "layers.0."): tensor for key, tensor in tensors.items()},
+            as_speculators(VARIANTS["plain"]),
+            Semantics(),
+        ),
+    }[layout]
+    head = load(dc.write(tmp_path, written, config), large)
+    close(passes(head), expected_eagle3(tensors, large, head, how))
+    requests = [request(i, range(1, 5 + 4 * i), max_tokens=16, ignore_eos=True) for i in range(3)]
+    settings = {"context_length": 40, "chunked_prefill_size": 5}
+    expected = tokens_of(run(plain(large, **settings), requests))
+    engine = speculative(large, head, **settings)
+    assert tokens_of(run(engine, requests)) == expected
+    assert engine.stats().drafted_tokens > 0

@@ -10,10 +10,13 @@ import torch
 
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.config import CheckpointError, MoEConfig
+from eagle_server.models.layers import Linear
 from eagle_server.models.moe import MixtureOfExperts, Router
 from eagle_server.models.targets.registry import read_target_config
 from eagle_server.ops.grouped import group_ends, grouped_linear, grouped_linear_twin
+from eagle_server.ops.native.library import available
 from tests.support.deepseek import DEEPSEEK, write_config
+from tests.support.paged import CPU
 from tests.unit.worker.test_no_host_sync import Device
 
 MOE = MoEConfig(
@@ -21,8 +24,7 @@ MOE = MoEConfig(
     experts_per_token=3,
     intermediate_size=16,
     shared_experts=1,
-    first_dense_layers=0,
-    layer_frequency=1,
+    dense_layers=frozenset(),
     scoring="sigmoid",
     routing="noaux_tc",
     groups=4,
@@ -151,6 +153,61 @@ def test_a_model_without_experts_is_dense_throughout() -> None:
 
 
 def test_layers_are_sparse_from_the_first_on_and_by_frequency() -> None:
-    config = read_target_config({**DEEPSEEK, "first_k_dense_replace": 2, "moe_layer_freq": 2}).moe
+    config = read_target_config(
+        {**DEEPSEEK, "num_hidden_layers": 6, "first_k_dense_replace": 2, "moe_layer_freq": 2}
+    ).moe
     assert config is not None
     assert [config.is_sparse(layer) for layer in range(6)] == [False, False, True, False, True, False]
+
+
+def test_qwen3_has_experts_by_step_and_names_its_dense_layers() -> None:
+    raw = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+        "vocab_size": 10,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    }
+    moe = read_target_config(raw).moe
+    assert moe is not None and moe.experts == 4 and not moe.normalize
+    assert [moe.is_sparse(layer) for layer in range(6)] == [False, True, False, False, False, True]
+    with pytest.raises(CheckpointError, match="num_experts_per_tok 5 of num_experts 4"):
+        read_target_config({**raw, "num_experts_per_tok": 5})
+
+
+def test_glm_rotates_half_of_a_head_unless_config_says_otherwise() -> None:
+    raw = {
+        "architectures": ["Glm4MoeForCausalLM"],
+        **{key: DEEPSEEK[key] for key in ("hidden_size", "num_attention_heads", "vocab_size")},
+        **{"intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+        **{"num_hidden_layers": 3, "head_dim": 24},
+    }
+    config = read_target_config(raw)
+    assert config.rope.rotary_dim(config.head_dim) == 12
+    assert config.moe is not None and [config.moe.is_sparse(layer) for layer in range(3)] == [False, True, True]
+    quarter = read_target_config({**raw, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}})
+    assert quarter.rope.rotary_dim(24) == 6
+    with pytest.raises(CheckpointError, match="rotates 7 of 24 dimensions; an even number"):
+        read_target_config({**raw, "partial_rotary_factor": 0.3})
+
+
+@torch.inference_mode()
+@pytest.mark.skipif(not available(CPU, torch.float32), reason="native kernels sum each row by itself")
+def test_a_row_of_gated_shared_experts_has_the_same_bits_in_every_batch() -> None:
+    config = replace(read_target_config(DEEPSEEK), hidden_size=256, moe=replace(MOE, shared_gate=True))
+    assert config.moe is not None
+    torch.manual_seed(0)
+    mixture, x = MixtureOfExperts(config, config.moe), torch.randn(90, 256)
+    for parameter in mixture.parameters():
+        parameter.normal_(0.0, 0.2)
+    for module in mixture.modules():
+        if isinstance(module, Linear):
+            module.pack()
+    whole = mixture(x)
+    for rows in (1, 3, 17):
+        assert torch.equal(mixture(x[:rows]), whole[:rows]), rows

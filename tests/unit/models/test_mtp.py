@@ -14,13 +14,14 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
 
 from eagle_server.attention.dense import DenseCausal
-from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.drafts.interface import DraftHead, DraftModel
 from eagle_server.models.drafts.mtp import MtpHead
 from eagle_server.models.targets.decoder import TargetModel
+from tests.parity.checkpoints import CASES, write
 from tests.support import deepseek
 from tests.support.deepseek import DEEPSEEK, LAYERS
 from tests.unit.models import draft_checkpoints as dc
@@ -200,9 +201,23 @@ ERRORS: dict[str, tuple[Callable[[Tensors], object], str]] = {
         r"eh_proj.weight: expected shape \[48, 96\]",
     ),
     "vocabulary": (lambda t: t.update({f"{PREFIX}embed_tokens.weight": torch.ones(65, 48)}), "embed_tokens.*64.*65"),
-    "two layers": (
+    "second of two layers": (
         lambda t: t.update({f"model.layers.{LAYERS + 1}.eh_proj.weight": torch.ones(48, 96)}),
-        r"2 MTP layers, \[2, 3\]; only one is supported yet",
+        "missing tensors: layers.3.enorm.weight",
+    ),
+    "second of three layers": (
+        lambda t: t.update({f"model.layers.{LAYERS + 2}.eh_proj.weight": torch.ones(48, 96)}),
+        "3 MTP layers are expected, but there is no model.layers.3.eh_proj.weight",
+    ),
+    "embedding of a later layer": (
+        lambda t: t.update(
+            {
+                name.replace(PREFIX, f"model.layers.{LAYERS + 1}."): 2 * each
+                for name, each in t.items()
+                if PREFIX in name
+            }
+        ),
+        r"layers.3.embed_tokens.weight: not the target's; MTP layers after the first must share it",
     ),
 }
 
@@ -217,6 +232,21 @@ def test_mtp_layer_is_refused(directory: Path, name: str) -> None:
     assert str(directory) in str(caught.value)
 
 
+def test_layers_that_config_json_counts_and_nobody_stored_are_named(directory: Path) -> None:
+    target = served(directory)
+    deepseek.write_config(directory, num_nextn_predict_layers=2)
+    with pytest.raises(CheckpointError, match=r"2 MTP layers are expected, but there is no model.layers.3.eh_proj"):
+        own(directory, target)
+
+
+def test_mtp_layers_of_longcat_are_refused_by_name(tmp_path: Path) -> None:
+    write(CASES["longcat-flash"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "model.mtp.layers.0.eh_proj.weight": torch.ones(64, 128)}, file)
+    with pytest.raises(CheckpointError, match="LongcatFlashForCausalLM: its 1 MTP layers, which attend once"):
+        own(tmp_path, served(tmp_path))
+
+
 def test_another_targets_config_is_refused(tmp_path: Path, directory: Path) -> None:
     target = served(directory)
     save_checkpoint(own(directory, target), tmp_path / "draft", {**DEEPSEEK, "vocab_size": 99}, torch.float32)  # type: ignore[arg-type]
@@ -229,10 +259,18 @@ def test_mtp_layer_under_another_algorithm_is_refused(directory: Path) -> None:
         own(directory, served(directory), algorithm="EAGLE")
 
 
-def test_target_with_mtp_layers_loads_only_if_the_config_counts_them(directory: Path) -> None:
-    served(directory)
-    deepseek.write_config(directory, num_nextn_predict_layers=0)
-    with pytest.raises(CheckpointError, match=f"unexpected tensors: {PREFIX}"):
+@pytest.mark.parametrize("declared", [None, 0, 1, 2])
+def test_mtp_layers_that_nobody_asked_for_are_left_alone(directory: Path, declared: int | None) -> None:
+    """Their tensors tell which layers they are; config.json may count them, or not, or wrongly."""
+    expected = served(directory)
+    deepseek.write_config(directory, num_nextn_predict_layers=declared)
+    found = served(directory)
+    assert len(found.layers) == expected.config.num_layers  # type: ignore[union-attr]
+    assert set(dict(found.weight_views())) == set(dict(expected.weight_views()))  # type: ignore[union-attr]
+
+
+def test_a_layer_too_many_that_is_no_mtp_layer_is_refused(directory: Path) -> None:
+    layers = served(directory).config.num_layers
+    deepseek.write_config(directory, num_hidden_layers=layers - 1)
+    with pytest.raises(CheckpointError, match=rf"unexpected tensors: model.layers.{layers - 1}\."):
         served(directory)
-    deepseek.write_config(directory, num_nextn_predict_layers=2)
-    served(directory)

@@ -19,7 +19,7 @@ from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops import linear
-from eagle_server.ops.native import available
+from eagle_server.ops.native.library import available
 from eagle_server.ops.quantize import Quantization
 from tests.unit.models.test_load_target import checkpoint, logits
 
@@ -43,7 +43,15 @@ def refuse_rounding(*_: Any) -> None:
     raise AssertionError("weights are rounded again")
 
 
-@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}], ids=str)
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}, EXPERTS], ids=str)
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_later_loads_map_the_same_weights(
     quantization: Quantization, settings: dict[str, Any], tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch

@@ -14,10 +14,9 @@ from torch import Tensor
 from eagle_server.attention.dense import DenseCausal
 from eagle_server.models import layers
 from eagle_server.models.checkpoints.load_target import load_target
-from eagle_server.models.checkpoints.quantized import QuantizedTensor
 from eagle_server.models.checkpoints.rank_slices import own_slices, split_over
 from eagle_server.models.checkpoints.save import save_checkpoint
-from eagle_server.models.checkpoints.weights import StoredTensor
+from eagle_server.models.checkpoints.weights import QuantizedTensor, StoredTensor
 from eagle_server.models.config import CheckpointError, Split
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
@@ -43,7 +42,8 @@ def checkpoint(directory: Path, settings: dict[str, Any]) -> Path:
 
 def logits(model: Any) -> Tensor:
     with torch.inference_mode():
-        output = model(TOKENS, torch.arange(len(TOKENS)), DenseCausal(1))
+        causal = torch.full((len(TOKENS), len(TOKENS)), -torch.inf).triu(1)  # sliding windows are longer than TOKENS
+        output = model(TOKENS, torch.arange(len(TOKENS)), DenseCausal(1, causal))
         return model.logits(output.hidden)  # type: ignore[no-any-return]
 
 
@@ -55,7 +55,32 @@ def split_logits(directory: Path, size: int, **settings: Any) -> tuple[list[Tens
         return list(threads.map(logits, models)), models
 
 
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_GLM = {"n_shared_experts": 1, "attention_bias": True, "use_qk_norm": True}
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "layer_types": ["full_attention"] * 2,
+}
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
+NEXT = {
+    **{**HYBRID, "architectures": ["Qwen3NextForCausalLM"], **_EXPERTS},
+    **{"num_experts": 4, "shared_expert_intermediate_size": 48},
+}
 DEEPSEEK_NAMES = {"architectures": ["DeepseekV3ForCausalLM"]}
+STEP = {
+    **{"architectures": ["Step3p5ForCausalLM"], **_EXPERTS, "n_routed_experts": 4, "share_expert_dim": 48},
+    **{"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9, "num_sliding_attention_heads": 6},
+    **{"mlp_layer_types": ["dense", "sparse"], "swiglu_limits": [0, 0.2], "swiglu_limits_shared": [0.2, 0.1]},
+}
 CASES: dict[str, tuple[dict[str, Any], int, Sequence[int]]] = {  # config, ranks, heads and KV heads of a rank
     "llama": ({}, 2, (2, 1)),
     "four ranks share two KV heads": ({}, 4, (1, 1)),
@@ -68,9 +93,18 @@ CASES: dict[str, tuple[dict[str, Any], int, Sequence[int]]] = {  # config, ranks
     "biases": ({"attention_bias": True, "mlp_bias": True}, 2, (2, 1)),
     "qwen2": ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, 2, (2, 1)),
     "qwen3": ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, 2, (2, 1)),
+    "qwen3-moe": ({"architectures": ["Qwen3MoeForCausalLM"], **_EXPERTS, "num_experts": 4}, 2, (2, 1)),
+    "glm4-moe": ({"architectures": ["Glm4MoeForCausalLM"], **_EXPERTS, "n_routed_experts": 4, **_GLM}, 2, (2, 1)),
     "deepseek": (DEEPSEEK_NAMES, 2, (2, 2)),
     "deepseek with biases": ({**DEEPSEEK_NAMES, "attention_bias": True, "q_lora_rank": None}, 4, (1, 1)),
     "deepseek with three heads": ({**DEEPSEEK_NAMES, "num_attention_heads": 3, "num_key_value_heads": 3}, 2, (3, 3)),
+    "gpt-oss": (GPT_OSS, 2, (2, 1)),
+    "gpt-oss, four ranks": (GPT_OSS, 4, (1, 1)),
+    "qwen3.5": (HYBRID, 2, (2, 1)),
+    "qwen3-next": (NEXT, 2, (2, 1)),
+    "two key heads on four ranks": (NEXT, 4, (1, 1)),
+    "step3p5, layers with other heads": (STEP, 2, (2, 1)),
+    "step3p5, heads of some layers that do not divide": (STEP, 4, (4, 2)),
     "experts that do not divide": ({**DEEPSEEK_NAMES, "moe_intermediate_size": 31}, 2, (2, 2)),
 }
 
@@ -151,6 +185,23 @@ def test_a_quantized_vocabulary_that_does_not_divide_ends_with_zeros() -> None:
     assert isinstance(loaded, Tensor)
     assert loaded.shape == own.shape == (3, 32)
     assert loaded.equal(torch.cat([torch.full((2, 32), 2.0), torch.zeros(1, 32)]))
+
+
+def test_each_rank_has_its_heads_of_q_k_and_v_in_a_quantized_projection() -> None:
+    ranks, config = SimpleNamespace(rank=1, size=2), read_target_config({**CONFIG, **HYBRID})
+    rows = torch.arange(64, dtype=torch.uint8)  # q and k: two heads of 6; v: four heads of 10
+    ones, zeros = torch.ones(1, 64), torch.zeros(1, 64, dtype=torch.uint8)
+    codes = QuantizedWeight("int8", rows[:, None].repeat(1, 32), ones, zeros, 32)
+    name = "model.layers.0.linear_attn.in_proj_qkv.weight"
+    stored = QuantizedTensor(Path("f"), name, (64, 32), codes.dense, load=lambda: codes)
+    split = Split(ranks, attention=True, mlp=True, experts=True, recurrent=True)  # type: ignore[arg-type]
+    [own] = own_slices({name: stored}, config, split).values()
+    assert isinstance(own, QuantizedTensor)
+    loaded = own.load()
+    assert isinstance(loaded, QuantizedWeight)
+    expected = [*range(6, 12), *range(18, 24), *range(44, 64)]
+    assert loaded.codes[:, 0].tolist() == own.read()[:, 0].tolist() == expected
+    assert own.shape == (32, 32)
 
 
 def test_attention_sums_over_the_ranks_once() -> None:

@@ -42,20 +42,26 @@ BLOCK_TYPES = "bf16* bf16* bf16* i64* u8* bf16* fp32* bf16*" + 17 * " i32" + " f
 BLOCK_CONSTANTS = {"MERGES": True, "VALUES_ARE_KEYS": False, "PAIRS": 32, "COLUMNS": 32, "FRONT": 128, "REST": 0}
 MLA = {"VALUES_ARE_KEYS": True, "FRONT": 512, "REST": 64}
 ROTATED = "bf16* i64* fp32* bf16* bf16* i64*"  # qkv, positions, table, keys, values, slots
+STATES = "fp32* bf16* bf16* fp32* fp32* fp32*"  # states, rings, inputs, keys, updates, decays
+DELTA = f"bf16* fp32* fp32* {STATES} fp32*{9 * ' i32'} fp32"  # from the convolution's weight on
 NOISE = "i64* i64* fp32*"  # keys, positions, temperature
 KERNELS = [
     Kernel(
-        "candidates",
+        "tree.candidates",
         "_children_kernel",
         "fp32* i64* u8* i32 i32 i32 fp32* i64* i64* i64* u8* i32 i32 i32",
         {"CHILDREN": 64, "WIDTH": 64},
     ),
-    Kernel("candidates", "_candidates_kernel", "fp32* i64* None i64* i64* fp32* None i32 i32", {"SIZE": 512}),
+    Kernel("tree.candidates", "_candidates_kernel", "fp32* i64* None i64* i64* fp32* None i32 i32", {"SIZE": 512}),
     Kernel(
-        "candidates", "_candidates_kernel", "fp32* i64* fp32* i64* i64* fp32* fp32* i32 i32", {"SIZE": 2048}, "guesses"
+        "tree.candidates",
+        "_candidates_kernel",
+        "fp32* i64* fp32* i64* i64* fp32* fp32* i32 i32",
+        {"SIZE": 2048},
+        "guesses",
     ),
-    Kernel("gumbel", "_gumbel_kernel", "i64* i64* None fp32* i32", {"BLOCK": 1024}),
-    Kernel("gumbel", "_gumbel_kernel", "i64* i64* i64* fp32* i32", {"BLOCK": 1024}, "ids"),
+    Kernel("sampling.gumbel", "_gumbel_kernel", "i64* i64* None fp32* i32", {"BLOCK": 1024}),
+    Kernel("sampling.gumbel", "_gumbel_kernel", "i64* i64* i64* fp32* i32", {"BLOCK": 1024}, "ids"),
     Kernel(
         "indices", "_kv_indices_kernel", "i32* i64* i64* i32* i32* i32", {"REQUESTS": 64, "SPLITS": 8, "BLOCK": 512}
     ),
@@ -67,42 +73,80 @@ KERNELS = [
         {"WINDOW_BLOCK": 32, "SPLITS": 8, "BLOCK": 512},
     ),
     Kernel("kv_move", "_move_kernel", "i64* i64* i64* i64* i32* i32 i32 i32 i32", {"BLOCK": 256}),
+    Kernel("tree.attention", "_sinks_kernel", "bf16* fp32* fp32* i32 i32 i32 i32 i32", {"SIZE": 64}),
     Kernel(
-        "mask",
+        "tree.mask",
         "_pack_kernel",
         "u8* i64* i64* i64* u8* i32* i32 i32 i32",
         {"SLIDES": True, "REQUESTS": 64, "SPLITS": 16, "BLOCK": 128},
     ),
     Kernel(
-        "tree", "_link_kernel", "i64* i64* i64* i64* u8* i32 i32 i32 i32", {"HALVINGS": 8, "ROWS": 16, "NODES": 256}
+        "tree.build",
+        "_link_kernel",
+        "i64* i64* i64* i64* u8* i32 i32 i32 i32",
+        {"HALVINGS": 8, "ROWS": 16, "NODES": 256},
     ),
     Kernel(
-        "accept",
+        "tree.accept",
         "_walk_kernel",
         "i64* i64* i64* u8* i64* fp32* i64* i64* i64* i64* u8* i32 i32",
         {"NODES": 256, "COLUMNS": 32, "WIDTH": 16},
     ),
-    Kernel("correction", "_correction_kernel", f"fp32* fp32* fp32* i64* fp32* {6 * 'i32 '}fp32", {"BLOCK": 64}),
-    Kernel("accepted", "_store_kernel", f"bf16* i64* i64* i64* bf16* i64* bf16*{7 * ' i32'}", {"BLOCK": 1024}),
-    Kernel("draw", "_draw_kernel", "fp32* i64* i64* fp32* fp32* i32* i32 i32 i32", {"BLOCK": 2048}),
-    Kernel("draw", "_merge_kernel", "fp32* i32* i64* fp32* i32", {"PIECES": 64}),
-    Kernel("topk", "_block_kernel", "bf16* None None None None fp32* i32* fp32* i32 i32 i32 i32 i32", {"BLOCK": 2048}),
     Kernel(
-        "topk", "_block_kernel", f"bf16* {NOISE} None fp32* i32* fp32* i32 i32 i32 i32 i32", {"BLOCK": 2048}, "coupled"
+        "sampling.correction", "_correction_kernel", f"fp32* fp32* fp32* i64* fp32* {8 * 'i32 '}fp32", {"BLOCK": 64}
     ),
-    Kernel("topk", "_block_kernel", f"bf16* {NOISE} i64* fp32* i32* fp32* i32 i32 i32 i32 i32", {"BLOCK": 2048}, "ids"),
-    Kernel("topk", "_merge_kernel", "fp32* i32* fp32* fp32* i64* i32 i32 i32", {"PIECES": 64, "CANDIDATES": 1024}),
-    Kernel("rope_kv", "_rotation_kernel", f"{ROTATED} None None {10 * 'i32 '}fp32", {"HALF": 64}),
-    Kernel("rope_kv", "_rotation_kernel", f"{ROTATED} bf16* bf16* {10 * 'i32 '}fp32", {"HALF": 64}, "norms"),
-    Kernel("truncate", "_truncate_kernel", "fp32* fp32* fp32* fp32* i32 i32 i32", {"BLOCK": 4096}),
-    Kernel("tree_attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS, "heads"),
-    Kernel("tree_attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS | MLA, "latent"),
+    Kernel("tree.accepted", "_store_kernel", f"bf16* i64* i64* i64* bf16* i64* bf16*{7 * ' i32'}", {"BLOCK": 1024}),
+    Kernel("sampling.draw", "_draw_kernel", "fp32* i64* i64* fp32* fp32* i32* i32 i32 i32", {"BLOCK": 2048}),
+    Kernel("sampling.draw", "_merge_kernel", "fp32* i32* i64* fp32* i32", {"PIECES": 64}),
+    Kernel(
+        "sampling.topk",
+        "_block_kernel",
+        "bf16* None None None None fp32* i32* fp32* i32 i32 i32 i32 i32",
+        {"BLOCK": 2048},
+    ),
+    Kernel(
+        "sampling.topk",
+        "_block_kernel",
+        f"bf16* {NOISE} None fp32* i32* fp32* i32 i32 i32 i32 i32",
+        {"BLOCK": 2048},
+        "coupled",
+    ),
+    Kernel(
+        "sampling.topk",
+        "_block_kernel",
+        f"bf16* {NOISE} i64* fp32* i32* fp32* i32 i32 i32 i32 i32",
+        {"BLOCK": 2048},
+        "ids",
+    ),
+    Kernel(
+        "sampling.topk", "_merge_kernel", "fp32* i32* fp32* fp32* i64* i32 i32 i32", {"PIECES": 64, "CANDIDATES": 1024}
+    ),
+    Kernel("rope_kv", "_rotation_kernel", f"{ROTATED} None None {11 * 'i32 '}fp32 fp32", {"HALF": 64, "REST": 0}),
+    Kernel(
+        *("rope_kv", "_rotation_kernel", f"{ROTATED} bf16* bf16* {11 * 'i32 '}fp32 fp32"),
+        *({"HALF": 32, "REST": 64}, "norms"),
+    ),
+    Kernel("sampling.truncate", "_truncate_kernel", "fp32* fp32* fp32* fp32* i32 i32 i32", {"BLOCK": 4096}),
+    Kernel("tree.attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS, "heads"),
+    Kernel(
+        "recurrent_kernels",
+        "_tree_kernel",
+        f"bf16* bf16* i64* u8* i64* i64* i64* {DELTA}",
+        {"KERNEL": 4, "NODES": 64, "KEYS": 16, "VALUE": 64},
+    ),
+    Kernel(
+        "recurrent_kernels",
+        "_keep_kernel",
+        f"i64* i64* {STATES}{9 * ' i32'}",
+        {"KERNEL": 4, "KEY": 128, "VALUE": 64},
+    ),
+    Kernel("tree.attention", "_block_kernel", BLOCK_TYPES, BLOCK_CONSTANTS | MLA, "latent"),
 ]
 
 
 def arguments(kernel: Kernel) -> list[str]:
     """The names of the kernel's arguments without its constexpr arguments."""
-    source = ast.parse((OPS / f"{kernel.module}.py").read_text(encoding="utf-8"))
+    source = ast.parse((OPS / f"{kernel.module.replace('.', '/')}.py").read_text(encoding="utf-8"))
     function = next(n for n in source.body if isinstance(n, ast.FunctionDef) and n.name == kernel.name)
     return [argument.arg for argument in function.args.args if argument.annotation is None]
 
@@ -140,8 +184,8 @@ def test_the_kernel_compiles_for_hopper(kernel: Kernel, errors: dict[str, str]) 
 def test_no_kernel_is_left_out() -> None:
     """A kernel is a @jit function with a name that ends in _kernel. Other @jit functions are called by kernels."""
     found = {
-        f"{path.stem}.{node.name}"
-        for path in OPS.glob("*.py")
+        f"{'.'.join(path.relative_to(OPS).with_suffix('').parts)}.{node.name}"
+        for path in OPS.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef) and node.decorator_list and node.name.endswith("_kernel")
     }

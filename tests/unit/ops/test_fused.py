@@ -45,6 +45,21 @@ def test_the_norm_after_an_addition_is_the_norm_of_the_sum(size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_with_an_offset_multiplies_by_the_sum_before_it_rounds(dtype):
+    x, residual, weight = (normal(*size, seed=i, dtype=dtype) for i, size in enumerate([(5, 24), (5, 24), (24,)]))
+    wide = x.float() / (x.float().square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + weight.float())
+    torch.testing.assert_close(fused.rms_norm(x, weight, 1e-6, 1.0), wide.to(dtype))
+    normed, stream = fused.add_rms_norm(x, residual, weight, 1e-6, 1.0)
+    assert torch.equal(normed, fused.rms_norm(stream, weight, 1e-6, 1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gate_of_gemma_is_gelu_of_the_first_half_times_the_second(dtype):
+    gate_up = normal(3, 14, dtype=dtype)
+    assert torch.equal(fused.gelu_tanh_mul(gate_up), F.gelu(gate_up[:, :7], approximate="tanh") * gate_up[:, 7:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gate_is_silu_of_the_first_half_times_the_second(dtype):
     gate_up = normal(3, 14, dtype=dtype)
     assert torch.equal(fused.silu_mul(gate_up), F.silu(gate_up[:, :7]) * gate_up[:, 7:])
@@ -62,8 +77,9 @@ def test_gradients_flow_through_every_twin():
     assert torch.autograd.gradcheck(everything, (x, residual, weight))
 
 
-def angles(positions: Tensor, dim: int, dtype: torch.dtype = torch.float32) -> AngleRows:
-    rotation = RotaryEmbedding(RopeConfig(theta=100.0), dim, 64)(positions, dtype)
+def angles(positions: Tensor, dim: int, dtype: torch.dtype = torch.float32, part: float = 1.0) -> AngleRows:
+    config = RopeConfig(theta=100.0, partial_rotary_factor=part)
+    rotation = RotaryEmbedding(config, dim, 64)(positions, dtype)
     assert isinstance(rotation, AngleRows)
     return rotation
 
@@ -93,6 +109,17 @@ def test_rotation_multiplies_pairs_as_complex_numbers(dim, interleaved):
     q, k = fused.apply_rope_pair(x[:, :2], x[:, 2:], rows, interleaved=interleaved)
     assert torch.equal(torch.cat([q, k], dim=1), found)
     assert torch.equal(x, before), "the twin overwrites nothing"
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("dim", "rotary"), [(4, 2), (10, 6), (64, 16), (6, 4)])
+def test_rotation_of_a_part_of_a_head_leaves_the_other_dimensions(dim, rotary, interleaved):
+    x, positions = normal(5, 3, dim), torch.tensor([0, 1, 7, 7, 63])
+    rows = angles(positions, dim, part=rotary / dim)
+    assert rows.cos.shape[-1] == rotary
+    found = fused.apply_rope(x, rows, interleaved=interleaved)
+    first = fused.apply_rope(x[..., :rotary], angles(positions, rotary), interleaved=interleaved)
+    assert torch.equal(found, torch.cat([first, x[..., rotary:]], dim=-1))
 
 
 def test_dense_attention_takes_values_of_another_size_than_keys():
@@ -131,10 +158,12 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     use_kernel_branch(monkeypatch)
 
 
+@pytest.mark.parametrize("part", [1.0, 0.5])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_the_kernel_branch_equals_the_twins(in_place, interleaved):
+def test_the_kernel_branch_equals_the_twins(in_place, interleaved, part):
     x, residual, norm, gate_up = normal(3, 64), normal(3, 64, seed=1), RMSNorm(64, 1e-5), normal(3, 32, seed=3)
-    rope, positions = RotaryEmbedding(RopeConfig(), 16, 8), torch.tensor([1, 5, 2])
+    rope = RotaryEmbedding(RopeConfig(partial_rotary_factor=part), 16, 8)
+    positions = torch.tensor([1, 5, 2])
 
     def results() -> list[Tensor]:
         q_k = x.view(3, 4, 16).clone()
@@ -215,12 +244,13 @@ def test_flashinfer_has_the_functions_that_are_called():
 def test_kernels_are_for_16_bit_cuda_tensors_outside_autograd(monkeypatch):
     monkeypatch.setattr(fused, "_uses_flashinfer", True)
     cuda = torch.device("cuda")
-    assert not fused.can_use_table(cuda, torch.bfloat16, 64), "autograd is on"
+    assert not fused.can_use_table(cuda, torch.bfloat16, 64, 64), "autograd is on"
     with torch.no_grad():
-        assert fused.can_use_table(cuda, torch.bfloat16, 64)
-        assert fused.can_use_table(cuda, torch.float16, 128)
-        assert not fused.can_use_table(cuda, torch.bfloat16, 80), "a head size without a kernel"
-        assert not fused.can_use_table(cuda, torch.float32, 64)
-        assert not fused.can_use_table(CPU, torch.bfloat16, 64)
+        assert fused.can_use_table(cuda, torch.bfloat16, 64, 64)
+        assert fused.can_use_table(cuda, torch.float16, 128, 64)
+        assert not fused.can_use_table(cuda, torch.bfloat16, 80, 80), "a head size without a kernel"
+        assert not fused.can_use_table(cuda, torch.bfloat16, 64, 16), "a thread would rotate across the halves"
+        assert not fused.can_use_table(cuda, torch.float32, 64, 64)
+        assert not fused.can_use_table(CPU, torch.bfloat16, 64, 64)
         monkeypatch.setattr(fused, "_uses_flashinfer", False)
-        assert not fused.can_use_table(cuda, torch.bfloat16, 64)
+        assert not fused.can_use_table(cuda, torch.bfloat16, 64, 64)

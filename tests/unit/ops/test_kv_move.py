@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_server.cache.pool import KVPool, LatentPool
+from eagle_server.cache.pool import KVPool, KVShape, LatentPool
 from eagle_server.ops import kv_move
 from tests.support.kernels import DEVICE, every_way, generator, on_device, take
 
@@ -52,12 +52,28 @@ def test_accepted_nodes_move_to_the_front(
 
 
 def test_pools_move_keys_and_values_of_every_layer() -> None:
-    kv = KVPool(2, SLOTS, 2, 4, torch.float32, DEVICE)
+    kv = KVPool([KVShape(2, 4), KVShape(1, 6), KVShape(2, 4)], SLOTS, torch.float32, DEVICE)
+    assert [tuple(keys.shape) for keys in kv.keys] == [(SLOTS, 2, 4), (SLOTS, 1, 6), (SLOTS, 2, 4)]
     latent = LatentPool(2, SLOTS, 6, 2, torch.float32, DEVICE)
-    for pool, dim in ((kv, 2), (latent, 1)):
-        pool.data.copy_(torch.randn(pool.data.shape, generator=generator(dim)))
-        before = pool.data.clone()
+    for pool in (kv, latent):
+        layers = pool.keys if pool is latent else (*pool.keys, *pool.values)
+        for layer in layers:
+            layer.copy_(torch.randn(layer.shape, generator=generator(layer.shape[2])))
+        before = [layer.clone() for layer in layers]
         arguments, source, target = paths(3, 4)
         pool.keep(*on_device(*arguments))
         for here, there in zip(source.flatten().tolist(), target.flatten().tolist(), strict=True):
-            assert torch.equal(pool.data.select(dim, there), before.select(dim, here))
+            assert all(torch.equal(layer[there], old[here]) for layer, old in zip(layers, before, strict=True))
+
+
+def test_layers_of_a_pool_share_no_memory_and_are_cleared_and_poisoned_in_every_shape() -> None:
+    pool = KVPool([KVShape(2, 4), KVShape(1, 6), KVShape(2, 4)], SLOTS, torch.float32, DEVICE)
+    sides = (*pool.keys, *pool.values)
+    for number, side in enumerate(sides):
+        side.fill_(number + 1)
+    assert all(bool((side == number + 1).all()) for number, side in enumerate(sides))
+    pool.poison(torch.tensor([3], device=DEVICE))
+    pool.clear(torch.tensor([4], device=DEVICE))
+    for side in sides:
+        assert bool(side[3].isnan().all()) and bool((side[4] == 0).all()) and bool((side[5] > 0).all())
+    assert KVPool.bytes_per_slot([KVShape(2, 4), KVShape(1, 6), KVShape(2, 4)], torch.float32) == 2 * (8 + 6 + 8) * 4

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from eagle_server.attention.spec_info import retrive_links
-from eagle_server.ops.accept import walk_tree
-from eagle_server.ops.accepted import store_accepted
-from eagle_server.ops.candidates import best_candidates, best_children
-from eagle_server.ops.correction import correct_guesses
-from eagle_server.ops.draw import draw_tokens
-from eagle_server.ops.gumbel import gumbel
 from eagle_server.ops.indices import build_draft_decode_kv_indices, build_kv_indices, window_slots
 from eagle_server.ops.kv_move import keep_accepted
-from eagle_server.ops.mask import pack_tree_mask
-from eagle_server.ops.topk import coupled_topk_logprobs, topk_logprobs
-from eagle_server.ops.tree import link_tree
+from eagle_server.ops.sampling.correction import correct_guesses
+from eagle_server.ops.sampling.draw import draw_tokens
+from eagle_server.ops.sampling.gumbel import gumbel
+from eagle_server.ops.sampling.topk import coupled_topk_logprobs, topk_logprobs
+from eagle_server.ops.tree.accept import walk_tree
+from eagle_server.ops.tree.accepted import store_accepted
+from eagle_server.ops.tree.build import link_tree
+from eagle_server.ops.tree.candidates import best_candidates, best_children
+from eagle_server.ops.tree.mask import pack_tree_mask
 from tests.support.reference import verify_tree_greedy
 
 
@@ -48,8 +48,8 @@ def test_no_twin_reads_a_value() -> None:
     best = best_children(children, valueless(bs, topk, topk), ancestor_mask, 1)
     assert best.ancestor_mask.shape == ancestor_mask.shape
     assert best_candidates(children.flatten(1), valueless(bs, topk * topk), None, 3).tokens.shape == (bs, 3)
-    ratios, guesses = valueless(2, steps, 5, dtype=torch.float32), children.flatten(1)
-    assert correct_guesses(guesses, ratios, ratios[0, 0, 1:], lens, 1, 0.0).shape == guesses.shape
+    ratios = valueless(2, steps, 2, 5, dtype=torch.float32)
+    assert correct_guesses(children, ratios, ratios[0, 0, 0, 1:], lens, 1, 0.0).shape == children.shape
     stored = valueless(9, steps + 2), valueless(9, steps + 2, 7, dtype=torch.float32)
     features = valueless(bs * size, 7, dtype=torch.float32)
     assert store_accepted(features, path, path, lens, *stored).shape == (*path.shape, 7)

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_server.models.config import CheckpointError
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_server.ops import native
 from eagle_server.ops.linear import pack_weight, packed_linear, unpack_weight
+from eagle_server.ops.native import library as native
 from eagle_server.ops.quantize import Quantization, QuantizedWeight, quantize
 from eagle_server.ops.torch_quantized import TorchQuantizedWeight, fits, why_not
 from tests.unit.models.test_load_target import checkpoint, logits

@@ -10,7 +10,7 @@ from eagle_server.cache.radix import RadixCache
 from eagle_server.plan import CycleResult, Failure, SequenceOutput
 from eagle_server.request import FinishReason
 from eagle_server.scheduling import admission
-from eagle_server.scheduling.growth import OutputGrowth, peak_growth
+from eagle_server.scheduling.admission import OutputGrowth, peak_growth
 from eagle_server.scheduling.scheduler import Scheduler
 from eagle_server.scheduling.sequence import Sequence
 from tests.unit.scheduling.test_scheduler import add, cycle, finish, lengths, names, scheduler, work

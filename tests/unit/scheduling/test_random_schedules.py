@@ -16,7 +16,7 @@ from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.radix import RadixCache
 from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, SequenceOutput
 from eagle_server.request import FinishReason, Request
-from eagle_server.scheduling.limits import SchedulerLimits
+from eagle_server.scheduling.admission import SchedulerLimits
 from eagle_server.scheduling.scheduler import Scheduler
 from tests.support.engines import admit_without_reserve, request
 from tests.support.kv_events import MirroredBlocks, cached_prefixes

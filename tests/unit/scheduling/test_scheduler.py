@@ -14,7 +14,7 @@ from eagle_server.cache.page_table import PageTable
 from eagle_server.cache.radix import RadixCache
 from eagle_server.plan import Chunk, CyclePlan, CycleResult, Decode, Failure, SequenceOutput
 from eagle_server.request import FinishReason, TokenDelta
-from eagle_server.scheduling.limits import SchedulerLimits
+from eagle_server.scheduling.admission import SchedulerLimits
 from eagle_server.scheduling.scheduler import Scheduler
 from tests.support.engines import admit_without_reserve, request
 from tests.support.sampling import request_sampling

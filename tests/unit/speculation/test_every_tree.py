@@ -121,7 +121,7 @@ def joined_trees(draw: st.DrawFn) -> Tree:
     union, _ = join_trees(pool.of(requests), grams.of(requests), max(pool.steps, grams.steps))
     source = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     chances = torch.rand(union.tokens[:, 1:].shape, generator=source) * 0.98 + 0.001
-    return best(union, chances, draw(st.integers(1, union.size - 1)))[0]
+    return best(union, chances, draw(st.integers(1, union.size - 1)))
 
 
 BUILDERS = {each.__name__: each for each in (candidate_pool, medusa, static, packed_beam, trie, joined_trees)}

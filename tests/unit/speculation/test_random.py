@@ -12,7 +12,7 @@ import pytest
 import scipy
 import torch
 
-from eagle_server.ops.gumbel import gumbel
+from eagle_server.ops.sampling.gumbel import gumbel
 from eagle_server.speculation.random import TARGET_STREAM, TokenNoise, request_key
 
 ALPHA = 1e-6

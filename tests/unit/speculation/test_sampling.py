@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eagle_server.ops import draw as draw_module
-from eagle_server.ops.gumbel import gumbel
+from eagle_server.ops.sampling import draw as draw_module
+from eagle_server.ops.sampling.gumbel import gumbel
 from eagle_server.plan import RequestSampling
 from eagle_server.speculation.random import request_key
 from eagle_server.speculation.sampling import SamplingBatch, draw, draw_rows, truncate

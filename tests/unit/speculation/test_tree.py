@@ -199,7 +199,11 @@ def test_a_compacted_tree_has_the_paths_of_its_nodes(bs: int, size: int, seed: i
         assert tree.depths[r, : len(kept)].tolist() == [len(text) - 1 for text in texts]
         if tree.proposed is not None:
             assert [0, *(tree.proposed[r] + 1).tolist()][: len(kept)] == kept
-    assert tree.steps == (size if tree is padded else int(tree.depths.max()))
+    assert tree.steps == (size if tree.proposed is None else int(tree.depths.max()))
+    assert (tree.topk == 1) == all(
+        parents[:n] == [*range(-1, n - 1)]
+        for parents, n in zip(tree.parents.tolist(), old.ge(0).sum(1).tolist(), strict=True)
+    )
     assert int(tree.retrive_index.max()) + 1 == int(old.ge(0).sum())
     computed = tree.tokens.view(-1) if tree.rows is None else tree.tokens.view(-1)[tree.rows]
     assert computed.tolist() == old[old >= 0].tolist()

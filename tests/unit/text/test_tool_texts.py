@@ -105,6 +105,9 @@ def rendered(format: str, calls: list[Call], chance: random.Random) -> str:  # n
             return f"[{', '.join(texts)}]"
         case "mistral_v13":
             return "".join(f"[TOOL_CALLS]{name}[ARGS]{dumped(own)}" for name, own in calls)
+        case "gpt_oss":
+            header = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
+            return "".join(header.format(name) + dumped(own) for name, own in calls)
         case "deepseek_v3":
             each = (
                 f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{dumped(own)}\n```<｜tool▁call▁end｜>"

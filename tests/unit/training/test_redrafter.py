@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_server.models.checkpoints.load_draft import load_draft
+from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
 from eagle_tools.training.__main__ import main
 from eagle_tools.training.loop import read_history

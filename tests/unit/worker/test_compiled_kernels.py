@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from eagle_server.cache import states
 from eagle_server.engine.build import assemble as assemble_module
 from eagle_server.engine.engine import Engine
-from eagle_server.ops import indices, rope_kv
+from eagle_server.ops import indices, recurrent_kernels, rope_kv
 from eagle_server.ops.fused import AngleTable
 from eagle_server.ops.triton_support import HAS_TRITON
 from eagle_server.request import Request
 from tests.support.engines import random_head, random_target, request, run, speculative
 from tests.support.flashinfer_emulation import Emulation
+from tests.support.hybrids import hybrid_target
 from tests.support.kernel_counts import LaunchCounter, take_gpu_branches
 from tests.support.launches import launch_kernels, launched
 from tests.support.replay import FirstCallRecorder
@@ -96,3 +98,37 @@ def test_prompts_of_all_lengths_have_few_signatures(monkeypatch: pytest.MonkeyPa
         if length in (2, 8192):
             counted.append(len(seen))
     assert counted == [3, 3], sorted(seen)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # costs are measured over states that nobody has written
+@pytest.mark.parametrize("name", ["graphs, adaptive", "without graphs"])
+def test_kernels_of_recurrent_layers_are_compiled_before_the_engine_is_ready(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only these run as kernels here."""
+    settings, target = ENGINES[name], hybrid_target(62, linear_num_key_heads=1, linear_num_value_heads=1)
+    monkeypatch.setattr(assemble_module, "on_gpu", lambda _: True)
+    monkeypatch.setattr(states, "available", lambda *_: False)
+    launch_kernels(monkeypatch, recurrent_kernels)
+    seen = launched(monkeypatch)
+    ready = speculative(
+        target,
+        random_head(target, "EAGLE3"),
+        2,
+        2,
+        num_draft_tokens=4,
+        max_running_requests=3,
+        chunked_prefill_size=40,
+        estimating=True,
+        poison=False,
+        stand_ins={"flashinfer": Emulation(), "recorder": FirstCallRecorder() if settings.get("graph_sizes") else None},
+        **settings,
+    )
+    compiled = set(seen)
+    seen.clear()
+    for requests in served():
+        run(ready, requests)
+    late = sorted(seen - compiled)
+    assert {each.split()[0] for each in seen} == {"_tree_kernel", "_keep_kernel"}
+    assert not late, f"{len(late)} of {len(seen)}:\n" + "\n".join(late)

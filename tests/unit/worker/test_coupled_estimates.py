@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eagle_server.ops.gumbel import gumbel
+from eagle_server.ops.sampling.gumbel import gumbel
 from eagle_server.plan import Decode
 from eagle_server.speculation.random import request_key
 from eagle_server.worker.drafters.ngram.coupled_estimates import CoupledEstimates, coupled_estimates

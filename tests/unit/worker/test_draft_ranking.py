@@ -11,8 +11,8 @@ from torch import Tensor
 
 from eagle_server.cache.page_table import PageTable
 from eagle_server.ops.captured import restored, tensors_of
-from eagle_server.ops.gumbel import gumbel
-from eagle_server.ops.topk import topk_logprobs
+from eagle_server.ops.sampling.gumbel import gumbel
+from eagle_server.ops.sampling.topk import topk_logprobs
 from eagle_server.plan import MASK_WORD, CyclePlan, Decode
 from eagle_server.speculation.random import request_key
 from eagle_server.speculation.sampling import draw

@@ -39,7 +39,8 @@ def test_estimates_become_what_is_observed_in_each_bin() -> None:
         for temperature_bin in (0, 1, 2):
             found = estimates.of(chain([0.55, 0.55]), torch.tensor([temperature_bin]))
             accepted = random.random(2) < [chances[temperature_bin, 1], chances[temperature_bin, 2]]
-            estimates.observe(found.guesses[0].numpy(), np.array([1, 2]), np.full(2, temperature_bin), accepted)
+            places = np.full(2, temperature_bin), np.array([1, 2]), np.zeros(2, dtype=int)
+            estimates.observe(found.guesses[0].numpy(), places, accepted)
     for temperature_bin in (0, 1, 2):
         first, second = estimates.of(chain([0.55, 0.55]), torch.tensor([temperature_bin])).path_logp[0].exp().tolist()
         assert abs(first - chances[temperature_bin, 1]) < 0.06
@@ -51,7 +52,8 @@ def test_a_child_never_outranks_its_parent() -> None:
     for _ in range(200):
         found = estimates.of(chain([0.5, 0.95, 0.95]), torch.tensor([0]))
         accepted = np.array([False, True, True])
-        estimates.observe(found.guesses[0].numpy(), np.array([1, 2, 3]), np.zeros(3, dtype=int), accepted)
+        nothing = np.zeros(3, dtype=int)
+        estimates.observe(found.guesses[0].numpy(), (nothing, np.array([1, 2, 3]), nothing), accepted)
     logp = estimates.of(chain([0.5, 0.95, 0.95]), torch.tensor([0])).path_logp[0]
     assert (logp.diff() < 0).all()
 
@@ -59,3 +61,18 @@ def test_a_child_never_outranks_its_parent() -> None:
 def test_padding_is_never_worth_a_row() -> None:
     found = AcceptanceEstimates(CPU).of(chain([0.9, -1.0]), torch.tensor([0]))
     assert found.path_logp[0, 1] == -torch.inf
+
+
+def test_second_children_are_corrected_for_themselves() -> None:
+    """The drafter believes as much in every second child as in the first, but they are accepted half as often."""
+    estimates, random = AcceptanceEstimates(CPU), np.random.default_rng(0)
+    scores, parents = torch.tensor([[0.45, 0.45]]).log(), torch.zeros(1, 2, dtype=torch.int64)
+    tree = build_tree(torch.tensor([1]), torch.tensor([10]), torch.tensor([[5, 6]]), parents, 1, scores)
+    for _ in range(400):
+        accepted = random.random(2) < [0.45, 0.2]
+        places = np.zeros(2, dtype=int), np.ones(2, dtype=int), np.array([0, 1])
+        estimates.observe(scores[0].numpy(), places, accepted)
+    wanted = torch.tensor([[0.45, 0.2]])
+    torch.testing.assert_close(estimates.of(tree, torch.tensor([0])).path_logp.exp(), wanted, atol=0.08, rtol=0)
+    found = estimates.corrected(scores, torch.tensor([0]), 0)
+    torch.testing.assert_close(found, estimates.of(tree, torch.tensor([0])).path_logp)

@@ -16,9 +16,10 @@ from eagle_server.models.drafts.mtp import MtpConfig, MtpHead
 from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.models.layers import pack_linears
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_server.ops.native import available
+from eagle_server.ops.native.library import available
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree
+from eagle_server.worker.budget.budget import FixedBudget
 from eagle_server.worker.drafters.eagle import EagleDrafter
 from tests.support.engines import CONTEXT, MARGIN, random_head, random_target, randomized, request, run, speculative
 
@@ -47,13 +48,16 @@ def head_of(name: str, target: TargetModel) -> DraftHead:
         head = randomized(MtpHead(MtpConfig(one, config.num_layers), CONTEXT + MARGIN, borrowed), 1, 0.25)
     elif name == "STANDALONE":
         head = DraftLM(random_target(hidden=64, layers=2, seed=7, head_dim=config.head_dim))
+    elif name == "STANDALONE Gemma 3":
+        family = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 8, "sliding_window_pattern": 2}
+        head = DraftLM(random_target(hidden=64, layers=2, seed=7, head_dim=config.head_dim, **family))
     else:
         head = random_head(target, name, draft_vocab=30 if name == "EAGLE" else None)
     pack_linears(head)
     return head
 
 
-HEADS = [*FLAGS, "EAGLE", "EAGLE3", "MTP", "STANDALONE"]
+HEADS = [*FLAGS, "EAGLE", "EAGLE3", "MTP", "STANDALONE", "STANDALONE Gemma 3"]
 
 
 def trees_of(engine: Engine, temperature: float) -> list[tuple[Tensor, ...]]:
@@ -80,21 +84,26 @@ def trees_of(engine: Engine, temperature: float) -> list[tuple[Tensor, ...]]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(("steps", "topk", "dim"), [(1, 3, 16), (2, 1, 18), (4, 3, 16), (4, 3, 18)])
+@pytest.mark.parametrize(
+    ("steps", "topk", "dim", "width"), [(1, 3, 16, 0), (2, 1, 18, 0), (4, 3, 16, 0), (4, 3, 18, 0), (4, 3, 16, 2)]
+)
 @pytest.mark.parametrize("name", HEADS)
 def test_the_native_calls_draft_the_trees_of_the_loop(
-    name: str, steps: int, topk: int, dim: int, temperature: float
+    name: str, steps: int, topk: int, dim: int, width: int, temperature: float
 ) -> None:
     target = random_target(hidden=64, head_dim=dim)
     pack_linears(target)
     trees = []
     for native in (True, False):
-        kind = {"algorithm": "STANDALONE"} if name == "STANDALONE" else {}
+        kind = {"algorithm": "STANDALONE"} if name.startswith("STANDALONE") else {}
         engine = speculative(target, head_of(name, target), steps, topk, page_size=4, **kind)
         drafter = engine.worker.drafter
         assert isinstance(drafter, EagleDrafter) and drafter._native is not None
         if not native:
             drafter._native = None
+        fixed = engine.worker.drafting.budget
+        assert isinstance(fixed, FixedBudget)
+        engine.worker.drafting.budget = replace(fixed, topk=width)  # nodes that each draft step feeds
         trees.append(trees_of(engine, temperature))
     assert len(trees[0]) == len(trees[1]) > 5
     for mine, theirs in zip(*trees, strict=True):

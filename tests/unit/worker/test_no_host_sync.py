@@ -8,26 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace as with_fields
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle_server.models.drafts.block import BlockConfig, BlockHead
+from eagle_server.models.drafts.block_edges import EdgeConfig
+from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.medusa import MedusaHeads
 from eagle_server.models.targets.decoder import TargetModel
+from eagle_server.ops.host_reads import waits
 from eagle_server.speculation.static_tree import PRESETS, truncated
 from eagle_server.speculation.typical import Typical
 from eagle_server.worker.output_processing import OutputCopy
 from eagle_tools.training.medusa import new_heads
-from tests.support.engines import random_head, random_target, request, run, speculative
+from tests.support.engines import CONTEXT, MARGIN, random_head, random_target, randomized, request, run, speculative
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.redrafter import random_redrafter
 from tests.support.replay import FirstCallRecorder
 
-aten = torch.ops.aten
 EVERYTHING: dict[str, Any] = {
     "repetition_penalty": 1.2,
     "frequency_penalty": 0.2,
@@ -38,18 +41,6 @@ EVERYTHING: dict[str, Any] = {
     "min_tokens": 4,
     "ignore_eos": True,
     "stop_token_ids": (9,),
-}
-SYNCHRONIZE = {
-    aten.item.default,  # under inference mode; and bool(tensor)
-    aten._local_scalar_dense.default,
-    aten.where.default,  # the form that gives indices
-    aten.argwhere.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten.unique_dim.default,
-    aten._unique2.default,
-    aten.equal.default,
-    aten.is_nonzero.default,
 }
 
 
@@ -62,17 +53,9 @@ class Device(TorchDispatchMode):
         self.refused: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.inside and (func in SYNCHRONIZE or self._selects(func, args, kwargs or {})):
+        if self.inside and waits(func, args, kwargs or {}):
             self.refused.append(str(func))
         return func(*args, **(kwargs or {}))
-
-    @staticmethod
-    def _selects(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Indexing with a boolean mask, and repeats whose sum is not given."""
-        if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
-            return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-        repeats = (aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor)
-        return func in repeats and kwargs.get("output_size") is None
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -107,8 +90,19 @@ def random_medusa(target: TargetModel) -> MedusaHeads:
     return heads.requires_grad_(requires_grad=False)
 
 
+def random_block(target: TargetModel) -> BlockHead:
+    """With Domino's edges, and layers of both kinds of causality."""
+    numbers = {"target_hidden_size": target.config.hidden_size, "draft_vocab_size": target.config.vocab_size}
+    sizes = {**numbers, "aux_boundaries": (1, 2), "block_size": 4, "mask_token_id": 1, "causal": (True, False)}
+    layers, edges = replace(target.config, num_layers=2, attentions=2), EdgeConfig("gru", 6, 7, after_root=False)
+    config = BlockConfig(layers, next_token=True, edges=edges, **sizes)
+    head = randomized(BlockHead(config, CONTEXT + MARGIN, TargetWeights(target.embed, target.lm_head)), 1, 0.25)
+    assert isinstance(head, BlockHead)
+    return head
+
+
 def head_of(target: TargetModel, kind: str) -> Any:
-    others = {"REDRAFTER": random_redrafter, "MEDUSA": random_medusa}
+    others = {"REDRAFTER": random_redrafter, "MEDUSA": random_medusa, "DFLASH": random_block}
     return others[kind](target) if kind in others else random_head(target, kind)
 
 
@@ -173,8 +167,9 @@ def test_no_cycle_waits_for_the_device_before_its_results_are_copied(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topk", [1, 4])
-def test_no_cycle_of_redrafter_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, topk: int) -> None:
-    device, count = cycles(monkeypatch, topk, {}, "REDRAFTER")
+@pytest.mark.parametrize("kind", ["REDRAFTER", "PEAGLE", "DFLASH"])
+def test_no_cycle_of_other_heads_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, kind: str, topk: int) -> None:
+    device, count = cycles(monkeypatch, topk, {}, kind)
     assert count > 5
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
 

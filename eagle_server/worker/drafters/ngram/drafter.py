@@ -12,7 +12,6 @@ from torch import Tensor
 
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, Decode, GrammarMatcher, allows
-from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree, build_tree
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
 from eagle_server.worker.drafters.ngram.coupled_estimates import coupled_estimates
@@ -66,8 +65,8 @@ class NgramTries:
     def read(self, scheduled: Sequence[Decode | Chunk], limit: int = _PER_CYCLE) -> None:
         """Read on in the requests' texts, and share on, `limit` tokens in all."""
         unread = unshared = limit
-        for each in scheduled:
-            reader = self._reader(each)
+        for request in scheduled:
+            reader = self._reader(request)
             unread -= self._read(reader, unread)
             unshared -= self._share(reader, _PIECE, unshared)
 
@@ -85,14 +84,14 @@ class NgramTries:
         self._read(reader, _GROWTH)
         tail = None if reader.end == len(decode.text) else decode.text[-LONGEST:]
         coupled = coupled_estimates(decode) if self.coupling else None
-        own = self._allowed(reader.automaton.continuations(self._wanted(decode), tail, coupled), decode)
+        private = self._allowed(reader.automaton.continuations(self._wanted(decode), tail, coupled), decode)
         if self.shared is None or not reader.shares_text:
-            return own
+            return private
         self._share(reader, _PIECE, _GROWTH)
-        if self.is_certain(own):
-            return own
+        if self.is_certain(private):
+            return private
         shared = self._allowed(self.shared.continuations(decode.text, self._wanted(decode), coupled), decode)
-        return blended(own, shared, self.max_nodes)
+        return blended(private, shared, self.max_nodes)
 
     def _reader(self, scheduled: Decode | Chunk) -> _Reader:
         text, reader = scheduled.text, self._readers.get(scheduled.req_pool_index)
@@ -138,6 +137,7 @@ class NgramDrafter:
     """A trie per request, padded to `max_nodes`. A request without a match drafts nothing."""
 
     uses_features = extends_ahead = False
+    widest = 1
 
     def __init__(self, tries: NgramTries) -> None:
         self.tries = tries
@@ -159,9 +159,6 @@ class NgramDrafter:
 
     def forwards(self, num_steps: int) -> int:  # noqa: ARG002
         return 0
-
-    def observe(self, batch: DecodeBatch, tree: Tree, accepted: Accepted) -> None:
-        return None
 
 
 def _allowed_nodes(trie: Trie, text: Sequence[int], grammar_matcher: GrammarMatcher, count: int) -> Trie:

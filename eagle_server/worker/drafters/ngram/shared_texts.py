@@ -64,12 +64,12 @@ class SharedTexts:
         `coupled`: estimate, given the noise of the target's draws.
         """
         tail = text[-LONGEST:]
-        found = [(self._agreement(tail, place), place) for place in self._places(tail)]
-        longest = max((length for length, _ in found), default=0)
+        matches = [(self._agreement(tail, place), place) for place in self._places(tail)]
+        longest = max((length for length, _ in matches), default=0)
         if longest < CONTEXT:
             return Trie([], [], [])
         root = _Node()
-        for length, place in found:
+        for length, place in matches:
             if 2 * length >= longest:  # ignore much shorter contexts
                 self._insert(root, length, place + 1)
         return _best(root, count, longest, coupled)
@@ -141,15 +141,15 @@ def _best(root: _Node, count: int, context: int, coupled: CoupledEstimates | Non
     return trie
 
 
-def blended(own: Trie, shared: Trie, count: int) -> Trie:
+def blended(private: Trie, shared: Trie, count: int) -> Trie:
     """The `count` most probable nodes of both tries.
 
     The trie with the longer context has priority; at equal length it is the request's own. The probability that its
     estimates leave over goes to the other trie.
     """
-    if not shared.tokens or not own.tokens:
-        return own if own.tokens else shared
-    first, second = (own, shared) if own.context >= shared.context else (shared, own)
+    if not shared.tokens or not private.tokens:
+        return private if private.tokens else shared
+    first, second = (private, shared) if private.context >= shared.context else (shared, private)
     number: dict[tuple[int, int], int] = {}  # of a node, by its parent's and its token
     estimates, undecided = [1.0], [1.0]
 

@@ -115,10 +115,10 @@ class SuffixAutomaton:
         ends = self._suffixes()
         while len(trie.tokens) < nodes:
             if depth < self.depth and length >= SHORTEST:
-                found = self._following(state, length, ends)
-                estimates = {token: estimate for token, (estimate, _, _) in found.items()}
+                following = self._following(state, length, ends)
+                estimates = {token: estimate for token, (estimate, _, _) in following.items()}
                 for token, estimate in (coupled.given_noise(depth, estimates) if coupled else estimates).items():
-                    _, successor, reached = found[token]
+                    _, successor, reached = following[token]
                     pushed += 1
                     likely = min(estimate, _CERTAIN)
                     entry = (-chance * likely, pushed, token, node, likely, successor, reached, depth + 1)
@@ -135,18 +135,18 @@ class SuffixAutomaton:
 
     def _suffixes(self) -> set[int]:
         """The states of the text's own suffixes of at most `_reach` tokens."""
-        state, found = self._near, set[int]()
+        state, states = self._near, set[int]()
         while state > 0:
-            found.add(state)
+            states.add(state)
             state = self._link[state]
-        return found
+        return states
 
     def _following(self, state: int, length: int, ends: Container[int]) -> dict[int, tuple[float, int, int]]:
         """For each token that followed a suffix of the context: its estimate, and the state and length it leads to.
 
         `ends`: states of suffixes of the text, whose last occurrence nothing follows.
         """
-        count, found = self._count, dict[int, tuple[float, int, int]]()
+        count, following = self._count, dict[int, tuple[float, int, int]]()
         weight = 1.0  # of this context; the rest goes to the next shorter one
         while length >= SHORTEST and weight > _NEGLIGIBLE:
             successors, total = self._successors(state), count[state] - (state in ends)
@@ -154,15 +154,15 @@ class SuffixAutomaton:
             share = weight / (total + doubt)
             for token in successors if len(successors) <= _FAN_OUT else self._commonest(successors):
                 to = successors[token]
-                if token in found:
-                    estimate, longest, reached = found[token]
-                    found[token] = (estimate + share * count[to], longest, reached)
+                if token in following:
+                    estimate, longest, reached = following[token]
+                    following[token] = (estimate + share * count[to], longest, reached)
                 else:
-                    found[token] = (share * count[to], to, length + 1)
+                    following[token] = (share * count[to], to, length + 1)
             weight = share * doubt
             state = self._link[state]
             length = self._longest[state]
-        return found
+        return following
 
     def _commonest(self, successors: dict[int, int]) -> list[int]:
         return nlargest(

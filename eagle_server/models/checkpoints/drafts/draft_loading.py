@@ -1,0 +1,95 @@
+"""What the loaders of all draft heads share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Protocol, TypeVar
+
+import torch
+
+from eagle_server.algorithms import Algorithm
+from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles, canonical_name
+from eagle_server.models.checkpoints.weights import copy_weights
+from eagle_server.models.drafts.block import BlockConfig, BlockHead
+from eagle_server.models.drafts.eagle import EagleConfig, EagleHead
+from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
+from eagle_server.models.drafts.gemma4_assistant import Gemma4Assistant
+from eagle_server.models.drafts.interface import DraftModel, TargetWeights
+from eagle_server.models.drafts.mtp import MtpConfig
+from eagle_server.models.drafts.peagle import PEagleConfig, PEagleHead
+from eagle_server.models.drafts.redrafter import RedrafterHead
+from eagle_server.models.layers import Linear
+from eagle_server.models.rope import at_context
+from eagle_server.models.targets.interface import DraftedTarget
+from eagle_server.ops.quantize import Quantization
+
+HeadConfig = TypeVar("HeadConfig", EagleConfig, Eagle3Config, PEagleConfig, MtpConfig, BlockConfig)
+Head = TypeVar("Head", EagleHead, Eagle3Head, PEagleHead, RedrafterHead, Gemma4Assistant, BlockHead)
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How a draft is loaded. The RoPE table has context + lookahead positions, for any max_position_embeddings."""
+
+    context: int
+    lookahead: int = 0
+    progress: bool = True
+    quantization: Quantization | None = None
+    target_path: str | Path | None = None
+
+    @property
+    def positions(self) -> int:
+        return self.context + self.lookahead
+
+
+class DraftFormat(Protocol):
+    """A module that reads the files of one algorithm."""
+
+    def recognizes(self, files: DraftFiles) -> bool:
+        """Whether the files are of this format."""
+        ...
+
+    def load(self, files: DraftFiles, target: DraftedTarget, how: Loading) -> DraftModel:
+        """The model with its weights.
+
+        Raises:
+            CheckpointError: tensors are missing, unexpected or for another target.
+        """
+        ...
+
+
+def format_of(row: Algorithm) -> DraftFormat:
+    """The module that reads the files of an algorithm."""
+    return resolve_name(row.files)  # type: ignore[no-any-return]
+
+
+def filled(head: Head, files: DraftFiles, how: Loading) -> Head:
+    """The head with the weights of the files."""
+    views = {canonical_name(name): view for name, view in head.weight_views()}
+    copy_weights(views, files.tensors, source=files.directory, progress=how.progress)
+    return head
+
+
+def shared_weights(
+    target: DraftedTarget, config: EagleConfig | Eagle3Config | MtpConfig | BlockConfig | None = None
+) -> TargetWeights:
+    """Of a split target only what the head does not have itself: the rest need not be read."""
+    own = config if target.config.split is not None else None
+    embed = torch.empty(0) if own is not None and own.own_embed else target.embed.detach()
+    return TargetWeights(embed, Linear(0, []) if own is not None and own.own_lm_head else target.lm_head)
+
+
+def as_loaded(config: HeadConfig, files: DraftFiles, how: Loading) -> HeadConfig:
+    """The config with what the files hold, and with RoPE resolved for the served context.
+
+    The lookahead of the trees must not change RoPE.
+    """
+    layers = config.layers
+    return replace(
+        config,
+        layers=replace(layers, rope=at_context(layers.rope, layers.head_dim, how.context)),
+        own_embed="embed_tokens.weight" in files.tensors,
+        own_lm_head="lm_head.weight" in files.tensors,
+    )

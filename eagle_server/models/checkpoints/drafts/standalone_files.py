@@ -1,0 +1,94 @@
+"""A language model as a draft: loaded like a target, and its vocabulary compared with the target's."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import cast
+
+from eagle_server.algorithms import ALGORITHMS
+from eagle_server.models.checkpoints.drafts.draft_format import DraftFiles
+from eagle_server.models.checkpoints.drafts.draft_loading import Loading, format_of
+from eagle_server.models.checkpoints.load_target import DtypeName, load_target, read_model_config
+from eagle_server.models.checkpoints.weights import resolve_checkpoint
+from eagle_server.models.config import CheckpointError
+from eagle_server.models.drafts.standalone import DraftLM
+from eagle_server.models.targets.interface import DraftedTarget
+
+_TOKENIZER = "tokenizer.json"
+
+log = logging.getLogger(__name__)
+
+
+def recognizes(files: DraftFiles) -> bool:
+    """Whether the tensors or the class name are those of a language model. Other families have other tensor names."""
+    names = files.config.get("architectures") or ()
+    return _has_llamas_names(files) or any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+
+
+def load(files: DraftFiles, target: DraftedTarget, how: Loading) -> DraftLM:
+    """The language model, in the target's dtype and on its device.
+
+    With `how.target_path`, the tokenizers are compared too.
+
+    Raises:
+        CheckpointError: the files hold a head, the model cannot be loaded as a target, or its vocabulary is not the
+            target's.
+    """
+    heads = (row for row in ALGORITHMS.values() if not row.is_model and format_of(row).recognizes(files))
+    head = None if _has_llamas_names(files) else next(heads, None)
+    if head is not None:
+        raise CheckpointError(
+            f"{files.directory}: --speculative-algorithm STANDALONE was asked for, but the files hold {head.holds}"
+        )
+    directory = files.directory
+    config = read_model_config(directory)
+    if config.recurrent is not None:
+        raise CheckpointError(
+            f"{directory}: {config.architecture} has recurrent layers: it can be a target, but a draft model must "
+            "have keys and values alone; choose another draft"
+        )
+    wanted = target.config.vocab_size
+    if config.vocab_size != wanted:
+        raise CheckpointError(
+            f"{directory}: vocab_size {config.vocab_size}, but the target's is {wanted}: a draft model must have the "
+            "target's vocabulary; choose a smaller model of the same family"
+        )
+    if how.target_path is not None:
+        _check_tokenizers(directory, resolve_checkpoint(how.target_path))
+    if config.max_position < how.context:
+        log.warning(
+            "%s: trained for %d positions and the target is served with %d: beyond them few drafts will be accepted",
+            *(directory, config.max_position, how.context),
+        )
+    model = load_target(
+        directory,
+        dtype=cast(DtypeName, str(target.config.dtype).removeprefix("torch.")),
+        context=how.context,
+        lookahead=how.lookahead,
+        device=target.embed.device,
+        progress=how.progress,
+        quantization=how.quantization,
+    )
+    return DraftLM(model)
+
+
+def _has_llamas_names(files: DraftFiles) -> bool:
+    needed = {"embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.weight"}
+    return needed <= set(files.tensors) and "fc.weight" not in files.tensors
+
+
+def _check_tokenizers(draft: Path, target: Path) -> None:
+    """If both have a tokenizer.json, all ids must mean the same tokens."""
+    files = [directory / _TOKENIZER for directory in (draft, target)]
+    if draft == target or not all(file.is_file() for file in files):
+        return
+    import tokenizers  # only here, because a GPU benchmark loads other heads without this package
+
+    mine, theirs = (tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True) for file in files)
+    if mine != theirs:
+        token = min(t for t in mine | theirs if mine.get(t) != theirs.get(t))
+        raise CheckpointError(
+            f"{files[0]}: another vocabulary than {files[1]}: token {token!r} is {mine.get(token)} there and "
+            f"{theirs.get(token)} in the target's; choose a draft model of the same family"
+        )

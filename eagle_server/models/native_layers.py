@@ -1,0 +1,85 @@
+"""Packed layers as one native call: which kinds the kernels compute, and with what weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from eagle_server.models.layers import DecoderLayer, RMSNorm
+from eagle_server.models.rope import RotaryEmbedding
+from eagle_server.ops.native.decoder import (
+    AttentionWeights,
+    DeltaWeights,
+    FeedForwardWeights,
+    LayerWeights,
+    NativeDecoder,
+)
+
+
+@runtime_checkable
+class Mixer(Protocol):
+    """What a `DecoderLayer` has in the place of attention."""
+
+    def native_weights(
+        self, rope: RotaryEmbedding, local_rope: RotaryEmbedding
+    ) -> AttentionWeights | DeltaWeights | None:
+        """For the native kernels; None: they do not compute it. `local_rope`: of layers with a sliding window."""
+        ...
+
+
+@runtime_checkable
+class FeedForward(Protocol):
+    """What a `DecoderLayer` computes after attention."""
+
+    def native_weights(self) -> FeedForwardWeights | None:
+        """For the native kernels; None: they do not compute it."""
+        ...
+
+
+def native_decoder(
+    layers: Iterable[nn.Module],
+    norm: RMSNorm | None,
+    rope: RotaryEmbedding,
+    local_rope: RotaryEmbedding | None = None,
+) -> NativeDecoder | None:
+    """One native call for all of these packed layers and the norm after them; None: they are not of that kind.
+
+    A first layer that is no `DecoderLayer` gets its input normed, and the residual stream with it. `local_rope`: for
+    layers with a sliding window; None: `rope`.
+    """
+    weights = [_native_layer(layer, rope, local_rope or rope) for layer in layers]
+    known = [each for each in weights if each is not None]
+    if len(known) < len(weights):
+        return None
+    return NativeDecoder(known, _gain(norm))
+
+
+def _native_layer(layer: Any, rope: RotaryEmbedding, local_rope: RotaryEmbedding) -> LayerWeights | None:
+    attention, mlp = getattr(layer, "attention", None), getattr(layer, "mlp", None)
+    if not isinstance(attention, Mixer) or not isinstance(mlp, FeedForward):
+        return None
+    if getattr(layer, "residual_scale", 1.0) != 1:
+        return None
+    mixer, feed_forward = attention.native_weights(rope, local_rope), mlp.native_weights()
+    tail = getattr(layer, "tail", None)
+    ends = (None, None) if tail is None or tail.gate is None else (tail.gate.native, tail.projection.native)
+    lacks = tail is not None and tail.gate is not None and None in ends
+    if mixer is None or feed_forward is None or lacks:
+        return None
+    is_decoder = isinstance(layer, DecoderLayer)
+    return LayerWeights(
+        *(mixer, feed_forward, ends),
+        input_norm=_gain(layer.input_norm) if is_decoder else None,
+        post_norm=layer.post_norm.gain,
+        attention_norm=_gain(layer.attention_norm) if is_decoder else None,
+        mlp_norm=_gain(layer.mlp_norm) if is_decoder else None,
+        tail_norm=None if tail is None else _gain(tail.norm),
+        factor=1.0 if tail is None else float(tail.factor),
+        eps=layer.post_norm.eps,
+    )
+
+
+def _gain(norm: RMSNorm | None) -> Tensor | None:
+    return None if norm is None else norm.gain

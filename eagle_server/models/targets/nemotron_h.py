@@ -1,0 +1,196 @@
+"""Nemotron-H and Nemotron 3: each layer is one of Mamba-2, attention without positions, an MLP, or experts.
+
+    s <- s + mixer(norm(s))
+
+MLPs and experts have no gate: down(relu(up(x))^2). Experts may work on a narrower copy of their input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from eagle_server.attention.interface import BoundAttention
+from eagle_server.models.config import CheckpointError, ModelConfig, NemotronHConfig, RecurrentConfig, RopeConfig
+from eagle_server.models.config_json import integer
+from eagle_server.models.layers import Attention, Linear, Views, norm_of
+from eagle_server.models.mamba2 import Mamba2, step_limits
+from eagle_server.models.moe import Experts, Router, native_experts
+from eagle_server.models.targets.deepseek import routed_experts
+from eagle_server.models.targets.interface import MtpTraits, TargetFamily
+from eagle_server.ops.fused import Rotation, squared_relu
+from eagle_server.ops.native.experts import NativeExperts
+from eagle_server.ops.recurrent import RecurrentShape
+
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
+_OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+class UngatedMLP(nn.Module):
+    """down(relu(up(x))^2)."""
+
+    def __init__(self, config: ModelConfig, width: int) -> None:
+        super().__init__()
+        self.up = Linear(config.hidden_size, [("up_proj", width)], bias=config.mlp_bias)
+        self.down = Linear(width, [("down_proj", config.hidden_size)], bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(squared_relu(self.up(x)))
+        return y
+
+    def weight_views(self, prefix: str) -> Views:
+        yield from self.up.weight_views(prefix)
+        yield from self.down.weight_views(prefix)
+
+
+class UngatedExperts(nn.Module):
+    """Experts without a gate, an MLP that sees every token, and projections to and from the experts' size."""
+
+    def __init__(self, config: ModelConfig, own: NemotronHConfig) -> None:
+        super().__init__()
+        assert config.moe is not None, "a config with experts"
+        moe, hidden, size = config.moe, config.hidden_size, own.latent_size or config.hidden_size
+        self.router, self.experts = Router(moe, hidden), Experts(moe, size, "relu2")
+        self.shared = UngatedMLP(config, own.shared_width)
+        narrows, bias = own.latent_size > 0, config.mlp_bias
+        self.narrow = Linear(hidden, [("fc1_latent_proj", size)], bias=bias) if narrows else None
+        self.widen = Linear(size, [("fc2_latent_proj", hidden)], bias=bias) if narrows else None
+        self._native: NativeExperts | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared: Tensor = self.shared(x)
+        native = self._native_experts()
+        if native is not None and self.narrow is None:
+            return native(x) + shared
+        chosen, weights = self.router(x)
+        inputs = x if self.narrow is None else self.narrow(x)
+        mixed = (self.experts if native is None else native.of)(inputs, chosen, weights)
+        return shared + (mixed if self.widen is None else self.widen(mixed))
+
+    def _native_experts(self) -> NativeExperts | None:
+        if self._native is None:
+            native = native_experts(self.router, self.experts)
+            self._native = native if native is None or self.narrow is None else replace(native, router=None)
+        return self._native
+
+    def weight_views(self, prefix: str) -> Views:
+        yield from self.router.weight_views(f"{prefix}gate.")
+        yield from self.experts.weight_views(f"{prefix}experts.")
+        yield from self.shared.weight_views(f"{prefix}shared_experts.")
+        for projection in (self.narrow, self.widen):
+            if projection is not None:
+                yield from projection.weight_views(prefix)
+
+
+class NemotronLayer(nn.Module):
+    """A layer of Nemotron-H, called as a `DecoderLayer` is."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        own = config.nemotron_h
+        assert own is not None, "Nemotron-H's config"
+        kind = own.kinds[layer]
+        self.norm, self.mixes_rows = norm_of(config, config.hidden_size), kind in _OLDER.values()
+        self.mixer: nn.Module
+        if kind == "linear_attention":
+            self.mixer = Mamba2(config, layer)
+        elif kind == "full_attention":
+            self.mixer = Attention(config, layer, config.hidden_size)
+        else:
+            self.mixer = UngatedMLP(config, config.intermediate_size) if kind == "mlp" else UngatedExperts(config, own)
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rope: Rotation,
+        attention: BoundAttention,
+        layer_input: Tensor | None = None,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer`."""
+        normed, residual = (self.norm(x), x) if residual is None else self.norm.after_add(x, residual)
+        return self.mixer(normed, rope, attention) if self.mixes_rows else self.mixer(normed), residual
+
+    def weight_views(self, prefix: str) -> Views:
+        yield f"{prefix}norm.weight", self.norm.weight
+        yield from self.mixer.weight_views(f"{prefix}mixer.")  # type: ignore[operator]
+
+
+def _add_flags(config: ModelConfig, raw: Mapping[str, Any], source: str) -> ModelConfig:
+    kinds = _kinds(raw, source)
+    if len(kinds) != config.num_layers:
+        raise CheckpointError(
+            f"{source}: num_hidden_layers {config.num_layers} beside the kinds of {len(kinds)} layers"
+        )
+    if (raw.get("mlp_hidden_act") or "relu2") != "relu2":
+        raise CheckpointError(f"{source}: mlp_hidden_act {raw['mlp_hidden_act']!r} is not supported, only 'relu2' is")
+    heads, groups = integer(raw, "mamba_num_heads", source), integer(raw, "n_groups", source)
+    if heads % groups:
+        raise CheckpointError(f"{source}: mamba_num_heads {heads} is no multiple of n_groups {groups}")
+    shape = RecurrentShape(
+        key_heads=groups,
+        value_heads=heads,
+        key_dim=integer(raw, "ssm_state_size", source),
+        value_dim=integer(raw, "mamba_head_dim", source),
+        kernel=integer(raw, "conv_kernel", source),
+        rule="ssd",
+        steps=step_limits(raw, source),
+    )
+    layers, attending = (
+        tuple(layer for layer, each in enumerate(kinds) if each == kind)
+        for kind in ("linear_attention", "full_attention")
+    )
+    if not attending:
+        raise CheckpointError(f"{source}: no layer attends, which is not supported")
+    biases = (bool(raw.get("use_bias", False)), raw.get("use_conv_bias") is not False)
+    moe = None
+    if "moe" in kinds:
+        fixed = {**raw, "num_hidden_layers": len(kinds), "topk_method": "noaux_tc", "n_shared_experts": 0}
+        moe = routed_experts(fixed, source, scoring="sigmoid", routing="noaux_tc", normalize=True)
+    return replace(
+        config,
+        rope=RopeConfig("none"),
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        moe=moe,
+        recurrent=RecurrentConfig(layers, shape, attending, *biases),
+        nemotron_h=NemotronHConfig(
+            kinds,
+            shared_width=integer(raw, "moe_shared_expert_intermediate_size", source, default=1),
+            latent_size=int(raw.get("moe_latent_size") or 0),
+        ),
+    )
+
+
+def _kinds(raw: Mapping[str, Any], source: str) -> tuple[str, ...]:
+    pattern = raw.get("hybrid_override_pattern")
+    given = raw.get("layers_block_type") or raw.get("layer_types") or [_LETTERS.get(c, c) for c in pattern or ""]
+    kinds = tuple(_OLDER.get(kind, kind) for kind in given)
+    if not kinds or not set(kinds) <= set(_LETTERS.values()):
+        raise CheckpointError(
+            f"{source}: layers_block_type must name {', '.join(_LETTERS.values())} for each layer, found {list(kinds)}"
+        )
+    return kinds
+
+
+def _no_mtp(config: ModelConfig, count: int) -> ModelConfig:
+    raise CheckpointError(
+        f"{config.architecture}: its {count} MTP layers are of several kinds, and are not supported yet"
+    )
+
+
+NEMOTRON_H = TargetFamily(
+    "NemotronHForCausalLM",
+    "nemotron_h",
+    _add_flags,
+    NemotronLayer,
+    {
+        **{"rms_norm_eps": 1e-5, "intermediate_size": 21504, "mamba_num_heads": 128, "mamba_head_dim": 64},
+        **{"ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "head_dim": 128},
+    },
+    mtp=MtpTraits(_no_mtp),
+    aliases={"layer_norm_epsilon": "rms_norm_eps", "attention_head_dim": "head_dim"},
+    renames={"backbone.": "model.", "model.embeddings.": "model.embed_tokens.", "model.norm_f.": "model.norm."},
+)

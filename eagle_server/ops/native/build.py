@@ -1,0 +1,209 @@
+"""Compiles kernels/cpu for this machine, once: the library is kept in a cache, by sources, compiler and processor.
+
+Where there is no compiler, libraries that were built before serve:
+`python -m eagle_server.ops.native.build kernels/built` makes them for several processors, and a wheel built then has
+them. Without those the torch twins compute everything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from eagle_server.ops.whole_file import put_whole
+
+OPS = Path(__file__).parents[1]
+SOURCES = next((path for path in (OPS / "kernels", OPS.parents[1] / "kernels") if path.is_dir()), OPS) / "cpu"
+BUILT = SOURCES.parent / "built"
+CACHE = Path("~/.cache/eagle_server/kernels")
+_NATIVE = "-march=native"
+_FLAGS = ("-std=c++2a", "-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
+_TIMEOUT = 300  # seconds, for the compiler
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A processor to build for: the compiler's flags, and what /proc/cpuinfo must list."""
+
+    flags: tuple[str, ...]
+    needs: frozenset[str]
+
+
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
+_VNNI, _BF16 = _AVX512 | {"avx512_vnni"}, _AVX512 | {"avx512_vnni", "avx512_bf16"}
+_VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni")
+_BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
+VARIANTS = {  # best first
+    "amx": Variant(
+        (*_BF16_FLAGS, "-mamx-tile", "-mamx-int8", "-mamx-bf16"), _BF16 | {"amx_tile", "amx_int8", "amx_bf16"}
+    ),
+    "avx512_bf16": Variant(_BF16_FLAGS, _BF16),
+    "avx512_vnni": Variant(_VNNI_FLAGS, _VNNI),
+    "avx2": Variant(("-march=x86-64-v3",), _AVX2),
+    "x86_64": Variant((), frozenset()),
+}
+
+logger = logging.getLogger(__name__)
+
+
+class BuildError(ValueError):
+    """The kernels cannot be compiled or loaded here. The message says why."""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The kernels for this machine: compiled now if it has not done that yet, or else built before.
+
+    Raises:
+        BuildError: there is no compiler, it fails, or the library cannot be kept or loaded.
+    """
+    if platform.system() != "Linux":
+        raise BuildError(f"kernels/cpu is for Linux, this is {platform.system()}")
+    try:
+        return _loaded(CACHE.expanduser(), _compiler())
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+        path = _built_before()
+        if path is None:
+            raise BuildError(str(error)) from None
+        return ctypes.CDLL(str(path))
+
+
+def compile_kernels(output: Path, flags: Sequence[str] = (_NATIVE,)) -> None:
+    """Compile kernels/cpu to the library `output`. `flags` say for which processor.
+
+    Raises:
+        BuildError: there is no compiler, or it fails.
+    """
+    command = [_compiler(), *_FLAGS, *flags, str(SOURCES / "kernels.cpp"), "-o", str(output)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"kernels/cpu cannot be compiled ({error})") from None
+    if done.returncode:
+        raise BuildError(f"{command[0]} fails: {_reason(done.stderr)}")
+
+
+def _reason(output: str) -> str:
+    """The line of a compiler's output that says why it failed. "ld returned 1" does not: the line before it does."""
+    lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith("collect2:")]
+    wanted = ("no space left", "error:", "error")
+    found = (line for word in wanted for line in lines if word in line.lower())
+    return next(found, lines[-1] if lines else "it does not say why")
+
+
+def build_variants(directory: Path) -> None:
+    """Compile a library for each of the `VARIANTS` of this kind of machine.
+
+    Raises:
+        BuildError: there is no compiler, or it fails.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, variant in _variants().items():
+        compile_kernels(directory / f"{name}.so", variant.flags)
+
+
+def _variants() -> dict[str, Variant]:
+    machine = platform.machine()
+    return VARIANTS if machine == "x86_64" else {machine: Variant((), frozenset())}
+
+
+def _built_before() -> Path | None:
+    """The best of the libraries that were built before."""
+    has = set(_processor().split())
+    paths = (BUILT / f"{name}.so" for name, variant in _variants().items() if variant.needs <= has)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _loaded(directory: Path, compiler: str) -> ctypes.CDLL:
+    """The library in this directory. It is compiled if it is not there, is damaged, or cannot be loaded."""
+    try:
+        return ctypes.CDLL(str(_cached(directory, compiler)))
+    except OSError as error:
+        logger.warning("%s: it is compiled again", error)
+        return ctypes.CDLL(str(_cached(directory, compiler, anew=True)))
+
+
+def _cached(directory: Path, compiler: str, *, anew: bool = False) -> Path:
+    """Where the library is. Several processes may compile it at once. `anew`: also if it is there."""
+    path = directory / f"{_key(compiler)}.so"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(directory)
+        if anew or not _is_whole(path):
+            logger.info("compiling the kernels for this processor, once; this may take half a minute")
+            began = time.perf_counter()
+            put_whole(path, _compile_sealed)
+            logger.info("compiled them in %.1f s into %s", time.perf_counter() - began, path)
+        _check_owner(path)
+    except OSError as error:
+        raise BuildError(f"{directory} cannot be used ({error})") from None
+    return path
+
+
+def _compile_sealed(path: Path) -> None:
+    """Compile the kernels to `path`, and add the digest of the library. What loads it ignores bytes after its end."""
+    compile_kernels(path)
+    with path.open("ab") as file:
+        file.write(hashlib.sha256(path.read_bytes()).digest())
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file is as it was written. The loader would not notice a page of zeros, and the process would die."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    size = hashlib.sha256().digest_size
+    whole = len(content) > size and hashlib.sha256(content[:-size]).digest() == content[-size:]
+    if not whole:
+        logger.warning("%s is damaged", path)
+    return whole
+
+
+def _check_owner(path: Path) -> None:
+    """Code is loaded from there: nobody else may have put it there."""
+    found = path.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise BuildError(f"{path} belongs to another user, or others may write it: remove it")
+
+
+def _compiler() -> str:
+    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if found is None:
+        raise BuildError("there is no C++ compiler (Debian: apt-get install g++)")
+    return found
+
+
+def _key(compiler: str) -> str:
+    """A name for what the library depends on: sources, flags, compiler and processor."""
+    digest = hashlib.sha256(" ".join((*_FLAGS, _NATIVE)).encode())
+    for source in sorted(SOURCES.glob("*.*")):
+        digest.update(source.name.encode() + source.read_bytes())
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False, timeout=_TIMEOUT).stdout
+    digest.update(compiler.encode() + version + _processor().encode())
+    return digest.hexdigest()[:32]
+
+
+def _processor() -> str:
+    """Model and instruction sets of the first processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(line for line in lines if line.startswith(("vendor_id", "model", "flags", "Features")))
+
+
+if __name__ == "__main__":
+    build_variants(Path(sys.argv[1]))

@@ -1,0 +1,201 @@
+"""EAGLE's draft-extend and all its draft steps by the native kernels, one call each.
+
+`worker.drafters.eagle` is the reference, and computes what these calls do not: grammars and sampling parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import byref
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from eagle_server.ops.native.decoder import NativeDecoder, NativeRows
+from eagle_server.ops.native.library import check_inside, empty, floats, functions, pointer, session
+from eagle_server.ops.native.linear import Biased
+from eagle_server.ops.native.structs import (
+    AcceptedStruct,
+    CandidatesStruct,
+    EstimatesStruct,
+    HeadStruct,
+    PackedStruct,
+    RequestsStruct,
+)
+from eagle_server.ops.tree.candidates import BestCandidates
+
+
+class Residual(IntEnum):
+    """The residual stream before a head's first layer: the input itself, or the hidden state as it is or normed."""
+
+    JOINED = 0
+    HIDDEN = 1
+    NORMED_HIDDEN = 2
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """A draft head as the kernels compute it. Its parts are the normed embedding and the normed hidden state.
+
+    combine: features to hidden states; None: they are hidden states. joined: the parts side by side to the decoder's
+    input; None: they are the input. feeds_normed: the feedback is the normed stream. uses_hidden: whether there is a
+    second part. embed_scale: of embeddings, without a norm of their own.
+    """
+
+    decoder: NativeDecoder
+    lm_head: Biased
+    embed: Tensor
+    residual: Residual
+    feeds_normed: bool
+    combine: Biased | None = None
+    joined: Biased | None = None
+    embed_norm: Tensor | None = None
+    hidden_norm: Tensor | None = None
+    uses_hidden: bool = True
+    embed_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class DraftRequests:
+    """The requests of a call. int64 [bs], except the page table and temperature float32 [bs].
+
+    keys, positions and temperature rank the children of the roots by noise, see `coupled_topk_logprobs`; None: there is
+    none.
+    """
+
+    seq_lens: Tensor
+    extend_lens: Tensor
+    req_pool_indices: Tensor
+    req_to_token: Tensor
+    keys: Tensor | None = None
+    positions: Tensor | None = None
+    temperature: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What corrects guesses, see `AcceptanceEstimates`: ratios float32 [temperatures, depths, 2, bins], edges of
+    the bins, and the requests' temperature bins int64 [bs]."""
+
+    ratios: Tensor
+    edges: Tensor
+    temperature_bin: Tensor
+    depths: int
+    most: float
+
+
+class NativeHead:
+    """A head over its caches. Draft-extend finds `topk` children of each root."""
+
+    def __init__(
+        self, weights: HeadWeights, caches: Sequence[tuple[Tensor, Tensor]], topk: int, ids: Tensor | None
+    ) -> None:
+        """ids: int64 [draft vocabulary], the target ids of the draft's tokens; None: they are the same."""
+        assert topk <= weights.lm_head[0].outputs
+        self.weights, self.caches, self.topk = weights, caches, topk
+        biased = (weights.combine, weights.joined, weights.lm_head)
+        biases = [None if each is None or each[1] is None else floats(each[1].detach()) for each in biased]
+        norms = [None if each is None else floats(each.detach()) for each in (weights.embed_norm, weights.hidden_norm)]
+        self._embed = weights.embed.detach().contiguous()
+        self._tensors = [*biases, *norms, ids]  # keeps them alive
+        self._struct = HeadStruct(
+            weights.decoder.struct(caches),
+            *(
+                PackedStruct() if each is None else each[0].struct(bias)
+                for each, bias in zip(biased, biases, strict=True)
+            ),
+            *(None if each is None else pointer(each) for each in (self._embed, *norms, ids)),
+            *(int(self._embed.dtype == torch.bfloat16), int(weights.uses_hidden)),
+            *(int(weights.residual), int(weights.feeds_normed), weights.embed_scale),
+        )
+
+    def prefill(self, tokens: Tensor, features: Tensor | None, positions: Tensor, rows: NativeRows) -> None:
+        """Write the draft's KV of prompt rows. No output is computed.
+
+        Args:
+            tokens, positions: int64 [rows]. features: [rows, F]; None: the head uses none.
+        """
+        places, ids = positions.contiguous(), tokens.contiguous()
+        full = None if features is None else floats(features)
+        rows.struct.positions = pointer(places)
+        outside: int = functions().eagle_draft_prefill(
+            *(session(), byref(self._over_caches()), byref(rows.struct)),
+            *(pointer(ids), None if full is None else pointer(full)),
+        )
+        check_inside(outside=bool(outside))
+
+    def extend(self, requests: DraftRequests, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rewrite the draft's KV of the accepted tokens. Then the children of each request's newest one.
+
+        Args:
+            tokens: int64 [rows of the page table, width]. features: [.., .., F].
+
+        Returns:
+            feedback float32 [bs, H], logp float32 [bs, topk] and target ids int64 [bs, topk].
+        """
+        bs, width = len(requests.seq_lens), tokens.shape[1]
+        feedback, logp = empty(bs, self.weights.decoder.hidden), empty(bs, self.topk)
+        found = torch.empty(bs, self.topk, dtype=torch.int64)
+        is_bf16 = int(features.dtype == torch.bfloat16)
+        accepted = AcceptedStruct(pointer(tokens), pointer(features), is_bf16, width, features.shape[2])
+        outside: int = functions().eagle_draft_extend(
+            *(session(), byref(self._over_caches()), byref(_struct(requests, self.topk)), byref(accepted)),
+            *map(pointer, (feedback, logp, found)),
+        )
+        check_inside(outside=bool(outside))
+        return feedback, logp, found
+
+    def steps(  # noqa: PLR0913, PLR0917
+        self,
+        requests: DraftRequests,
+        correction: Correction | None,
+        steps: int,
+        count: int,
+        least: float,
+        logp: Tensor,
+        tokens: Tensor,
+        hidden: Tensor,
+    ) -> tuple[BestCandidates, Tensor]:
+        """All draft steps after draft-extend, and at most `count` candidates, the best.
+
+        Args:
+            least: candidates with a lower score are left out, or padding if others have more.
+            logp, tokens: [bs, topk], the first level. As many nodes are fed of each further one.
+            hidden: float32 [bs * topk, H], the feedback at the first level's parents.
+
+        Returns:
+            The candidates, and the parent_list of `link_tree`.
+        """
+        bs, topk = tokens.shape
+        count = min(count, topk + steps * topk**2)
+        found, selected = (torch.empty(bs, count, dtype=torch.int64) for _ in range(2))
+        parents = torch.empty(bs, topk * steps + 1, dtype=torch.int64)
+        scores, guesses = empty(bs, count), empty(bs, count)
+        estimates = EstimatesStruct()
+        if correction is not None:
+            tensors = (correction.ratios, correction.edges, correction.temperature_bin)
+            sizes = (correction.depths, len(correction.edges))
+            estimates = EstimatesStruct(*map(pointer, tensors), *sizes, correction.most)
+        given = [logp.contiguous(), tokens.contiguous(), floats(hidden)]
+        candidates = CandidatesStruct(*map(pointer, (found, selected, parents, scores, guesses)), count, least)
+        size: int = functions().eagle_draft_steps(
+            *(session(), byref(self._over_caches()), byref(_struct(requests, topk)), byref(estimates), steps),
+            *(*map(pointer, given), byref(candidates)),
+        )
+        check_inside(outside=size < 0)
+        best = (each.view(-1)[: bs * size].view(bs, size) for each in (selected, found, scores, guesses))
+        return BestCandidates(*best), parents
+
+    def _over_caches(self) -> HeadStruct:
+        self._struct.decoder = self.weights.decoder.struct(self.caches)  # a forward may have bound other caches
+        return self._struct
+
+
+def _struct(requests: DraftRequests, topk: int) -> RequestsStruct:
+    table = requests.req_to_token
+    own = (requests.seq_lens, requests.extend_lens, requests.req_pool_indices, table)
+    noise = (requests.keys, requests.positions, requests.temperature)
+    pointers = (None if each is None else pointer(each) for each in noise)
+    return RequestsStruct(len(requests.seq_lens), topk, *map(pointer, own), table.shape[1], *pointers)

@@ -1,0 +1,57 @@
+"""Scores with noise by the native kernels: the twins of `gumbel`, `draw_tokens` and `topk_logprobs`."""
+
+from __future__ import annotations
+
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from eagle_server.ops.native.library import empty, functions, pointer, session
+from eagle_server.ops.native.structs import ScoringStruct
+
+
+class NativeScoring:
+    """Rows of logits float32 [n, vocab] (None: only their noise is wanted), and whose noise they get.
+
+    keys, positions: int64 [n]; temperature: float32 [n]; None: no row gets noise. ids: int64 [vocab], see `gumbel`.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor | None,
+        vocab_size: int,
+        keys: Tensor | None = None,
+        positions: Tensor | None = None,
+        temperature: Tensor | None = None,
+        ids: Tensor | None = None,
+    ) -> None:
+        if logits is not None and (logits.dtype != torch.float32 or logits.stride(1) != 1):
+            logits = logits.float().contiguous()
+        given = [each if each is None else each.contiguous() for each in (keys, positions, temperature, ids)]
+        assert all(each is None or each.dtype == torch.int64 for each in (given[0], given[1], given[3]))
+        self._tensors = logits, *given  # keeps them alive
+        rows = len(next(each for each in self._tensors if each is not None))
+        stride = 0 if logits is None else logits.stride(0)
+        pointers = (None if each is None else pointer(each) for each in self._tensors)
+        self.rows, self.vocab_size = rows, vocab_size
+        self.struct = ScoringStruct(*pointers, stride, rows, vocab_size)
+
+    def noise(self) -> Tensor:
+        """float32 [n, vocab]"""
+        out = empty(self.rows, self.vocab_size)
+        functions().eagle_gumbel(session(), byref(self.struct), pointer(out))
+        return out
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        """See `draw_tokens`."""
+        tokens, scores = torch.empty(self.rows, dtype=torch.int64), empty(self.rows)
+        functions().eagle_draw(session(), byref(self.struct), pointer(tokens), pointer(scores))
+        return tokens, scores
+
+    def topk(self, k: int) -> tuple[Tensor, Tensor]:
+        """See `topk_logprobs`."""
+        assert k <= self.vocab_size
+        logp, tokens = empty(self.rows, k), torch.empty(self.rows, k, dtype=torch.int64)
+        functions().eagle_best_tokens(session(), byref(self.struct), k, pointer(logp), pointer(tokens))
+        return logp, tokens

@@ -1,0 +1,150 @@
+"""The tree mask in FlashInfer's format: bits over prefix and window, packed on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eagle_server.ops.triton_support import jit, on_gpu, tl
+
+_BLOCK = 128  # bytes
+_SPLITS = 16  # programs per request
+_REQUESTS = 64  # requests whose lengths are added up at once
+
+
+def pack_tree_mask(
+    window: Tensor,
+    kv_lens: Tensor,
+    out: Tensor,
+    mask_indptr: Tensor,
+    *,
+    sliding: int = 0,
+    row_depths: Tensor | None = None,
+    column_depths: Tensor | None = None,
+) -> None:
+    """Extend the mask of the query window to the whole KV and pack it, one bit per KV slot (1 = attend).
+
+    Each request has R rows of kv_len bits, row-major, little-endian, and starts at a byte of its own. All rows see the
+    kv_len - W columns of the prefix, unless there is a sliding window of `sliding` > 0 positions. Then row i, at
+    position p = kv_len - W + row_depths[i], sees only positions above p - sliding.
+
+    Args:
+        window: bool [bs, R, W], True = attend.
+        kv_lens: int32 or int64 [bs], including the window.
+        out: uint8 [capacity], capacity at least sum(ceil(R * kv_len / 8)). Bytes after that are not written.
+        mask_indptr: int32 [bs + 1]; receives the byte offsets of the requests.
+        row_depths, column_depths: int64 [bs, R] and [bs, W], required with `sliding`.
+    """
+    if sliding and (row_depths is None or column_depths is None):
+        raise ValueError("a sliding window is counted by depth: row_depths and column_depths are needed")
+    launch = _launch_pack if on_gpu(out) else _pack_torch
+    launch(window, kv_lens, out, mask_indptr, sliding, row_depths, column_depths)
+
+
+def _pack_torch(
+    window: Tensor,
+    kv_lens: Tensor,
+    out: Tensor,
+    mask_indptr: Tensor,
+    sliding: int,
+    row_depths: Tensor | None,
+    column_depths: Tensor | None,
+) -> None:
+    bs, rows, width = window.shape
+    kv_lens = kv_lens.long()
+    mask_indptr[:1].zero_()
+    torch.cumsum(torch.div(rows * kv_lens + 7, 8, rounding_mode="floor"), 0, dtype=torch.int32, out=mask_indptr[1:])
+    place = torch.arange(len(out), dtype=torch.int32, device=out.device)
+    request = torch.searchsorted(mask_indptr[1:], place, right=True).clamp(max=bs - 1)  # [capacity]
+    bit = torch.arange(8, device=out.device)
+    # [capacity, 8], bit numbers within the request
+    index = (place - mask_indptr.index_select(0, request))[:, None] * 8 + bit
+    length, request = kv_lens.index_select(0, request)[:, None], request[:, None]
+    row = torch.div(index, length, rounding_mode="floor")
+    column = index - row * length - (length - width)  # negative in the prefix
+    inside = row < rows
+    row, tree_column = row.clamp(max=rows - 1), column.clamp(min=0)
+    visible = inside & ((column < 0) | window[request, row, tree_column])
+    if row_depths is not None and column_depths is not None and sliding:
+        # Depth counts from the start of the window, so it is negative in the prefix.
+        depth = torch.where(column < 0, column, column_depths[request, tree_column])
+        visible &= depth > row_depths[request, row] - sliding
+    packed = (visible.int() << bit.int()).sum(1).to(torch.uint8)
+    out.copy_(torch.where(place < mask_indptr[-1], packed, out))
+
+
+def _launch_pack(
+    window: Tensor,
+    kv_lens: Tensor,
+    out: Tensor,
+    mask_indptr: Tensor,
+    sliding: int,
+    row_depths: Tensor | None,
+    column_depths: Tensor | None,
+) -> None:
+    bs, rows, width = window.shape
+    bits = window.contiguous().view(torch.uint8)
+    slides = row_depths is not None and column_depths is not None and sliding > 0
+    _pack_kernel[bs, _SPLITS](
+        bits,
+        kv_lens,
+        row_depths.contiguous() if slides and row_depths is not None else bits,
+        column_depths.contiguous() if slides and column_depths is not None else bits,
+        out,
+        mask_indptr,
+        rows,
+        width,
+        sliding,
+        SLIDES=slides,
+        REQUESTS=_REQUESTS,
+        SPLITS=_SPLITS,
+        BLOCK=_BLOCK,
+    )
+
+
+@jit(varying=("kv_lens",))
+def _pack_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+    window,
+    kv_lens,
+    row_depths,
+    column_depths,
+    out,
+    mask_indptr,
+    rows,
+    width,
+    sliding,
+    SLIDES: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request, split = tl.program_id(0), tl.program_id(1)
+    before = tl.zeros([REQUESTS], tl.int32)
+    for first in range(0, request, REQUESTS):
+        others = first + tl.arange(0, REQUESTS)
+        length = tl.load(kv_lens + others, mask=others < request, other=0).to(tl.int32)
+        before += (length * rows + 7) // 8
+    start = tl.sum(before, 0)
+    length = tl.load(kv_lens + request).to(tl.int32)
+    count = (length * rows + 7) // 8
+    if split == 0:
+        tl.store(mask_indptr + request + 1, start + count)
+        if request == 0:
+            tl.store(mask_indptr, 0)
+    bit = tl.arange(0, 8)[None, :]
+    for first in range(split * BLOCK, count, SPLITS * BLOCK):
+        byte = first + tl.arange(0, BLOCK)
+        index = byte[:, None] * 8 + bit  # [BLOCK, 8]
+        row = index // length
+        column = index - row * length - (length - width)  # negative in the prefix
+        inside = row < rows
+        in_tree = inside & (column >= 0)
+        place = (request * rows + row) * width + column
+        visible = inside & ((column < 0) | (tl.load(window + place, mask=in_tree, other=0) != 0))
+        if SLIDES:
+            tree_depth = tl.load(column_depths + request * width + column, mask=in_tree, other=0).to(tl.int32)
+            depth = tl.where(column < 0, column, tree_depth)
+            at = tl.load(row_depths + request * rows + row, mask=inside, other=0).to(tl.int32)
+            visible = visible & (depth > at - sliding)
+        packed = tl.sum(visible.to(tl.int32) << bit, 1)
+        tl.store(out + start + byte, packed.to(tl.uint8), mask=byte < count)

@@ -1,0 +1,126 @@
+"""What whole trees of every request would have given, from which a budget predicts the next ones. On the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_server.plan import TEMPERATURE_BINS, Decode
+from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Option = tuple[int, int, int]  # steps, topk (0: any), nodes at most
+
+
+class Prospects:
+    """Exponential moving averages over lessons, by option and by least chance of a node that is verified.
+
+    `tokens` [rows, options, chances]: the sum of the verified nodes' chances. `nodes`: how many these are. `drafts`
+    [rows, chances]: how often there is any. `best` [rows]: the best node's chance. `last` [rows]: the cycle of the
+    newest lesson. A request has the row of its req_pool_index once it has drafted. The last rows are those of all
+    requests of a temperature bin. `lessons` counts.
+    """
+
+    def __init__(
+        self, requests: int, options: Sequence[Option], least_logp: Floats, policy: BudgetPolicy = POLICY
+    ) -> None:
+        self.options, self.least_logp, self.lessons = tuple(options), least_logp, 0
+        self._policy, self._requests = policy, requests
+        self._steps, self._widths, self._most = np.array(options, dtype=float).T[:, :, None]
+        self._widths = np.where(self._widths > 0, self._widths, np.inf)
+        chain = np.arange(1, max(steps for steps, _, _ in options) + 1)
+        prior = self._of(chain[None] * np.log(policy.first_chance), chain[None] - 1)
+        rows = requests + TEMPERATURE_BINS
+        self.tokens, self.nodes, self.drafts = (np.tile(each, (rows,) + (1,) * (each.ndim - 1)) for each in prior[:3])
+        self.best: list[float] = [policy.first_chance] * rows
+        self.last: list[int] = [0] * rows
+        self._counts = [0] * rows
+        self._known = [False] * rows
+
+    def rows(self, decodes: Sequence[Decode]) -> list[int]:
+        """The row of each request; before it has drafted, that of its temperature bin."""
+        return [
+            decode.req_pool_index
+            if self._known[decode.req_pool_index]
+            else self._requests + decode.sampling.temperature_bin
+            for decode in decodes
+        ]
+
+    def trees(self, decode: Decode) -> int:
+        """How many lessons its temperature bin has had."""
+        return self._counts[self._requests + decode.sampling.temperature_bin]
+
+    def forget(self, req_pool_index: int) -> None:
+        """The request has ended, or was preempted."""
+        self._known[req_pool_index] = False
+
+    def add(self, decodes: Sequence[Decode], logp: Floats, parents: Ints, cycle: int) -> None:
+        """Each request has drafted a tree, [requests, any number of nodes], parents before children."""
+        seen = self._of(np.nan_to_num(logp, nan=-np.inf, neginf=-np.inf), parents)
+        bins = [self._requests + decode.sampling.temperature_bin for decode in decodes]
+        for shared in set(bins):
+            own = [n for n, each in enumerate(bins) if each == shared]
+            self._move(shared, [each[own].mean(axis=0) for each in seen], cycle)
+        for n, decode in enumerate(decodes):
+            row = decode.req_pool_index
+            if not self._known[row]:
+                self._known[row], shared = True, bins[n]
+                self.best[row], self.last[row] = self.best[shared], self.last[shared]
+                self._counts[row] = self._counts[shared]
+                for array in (self.tokens, self.nodes, self.drafts):
+                    array[row] = array[shared]
+            self._move(row, [each[n] for each in seen], cycle)
+        self.lessons += 1
+
+    def _move(self, row: int, seen: Sequence[Floats], cycle: int) -> None:
+        """Let a new tree count for the cycles since the last one."""
+        self._counts[row] += 1
+        weight = max(1 / (self._counts[row] + 1), -math.expm1((self.last[row] - cycle) / self._policy.forgetting))
+        self.last[row] = cycle
+        tokens, nodes, drafts, best = seen
+        self.tokens[row] += weight * (tokens - self.tokens[row])
+        self.nodes[row] += weight * (nodes - self.nodes[row])
+        self.drafts[row] += weight * (drafts - self.drafts[row])
+        self.best[row] += weight * (float(best) - self.best[row])
+
+    def _of(self, logp: Floats, parents: Ints) -> tuple[Floats, Floats, Floats, Floats]:
+        """Tokens, nodes, drafts and the best chance of trees [requests, n]."""
+        depths, widths = shapes(logp, parents)
+        order = np.argsort(-logp, axis=1, kind="stable")
+        logp, depths, widths = (np.take_along_axis(each, order, axis=1)[:, None] for each in (logp, depths, widths))
+        reached = (depths <= self._steps) & (widths <= self._widths) & (logp > -np.inf)  # [requests, options, n]
+        reached &= np.cumsum(reached, axis=2) < self._most
+        verified = (logp[:, 0, :, None] >= self.least_logp).astype(float)  # [requests, n, chances]
+        chances = np.exp(logp)
+        return (reached * chances) @ verified, reached @ verified, verified[:, 0], chances[:, 0, 0]
+
+
+def shapes(logp: Floats, parents: Ints) -> tuple[Floats, Floats]:
+    """Depths and widths of nodes [requests, n], given the log chances of their paths.
+
+    parents: node numbers, 0 for the root and i + 1 for entry i. A draft step with topk K feeds the K best nodes of a
+    level, and takes K children of each. So a node needs K > its number among its siblings, K > its parent's number in
+    its level, best first, and what its parent needs.
+    """
+    requests, count = parents.shape
+    depths, widths = np.ones((requests, count + 1)), np.ones((requests, count + 1))
+    depths[:, 0] = 0
+    every_row = np.arange(requests)[:, None]
+    while True:
+        deeper = depths[every_row, parents] + 1
+        if (deeper == depths[:, 1:]).all():
+            break
+        depths[:, 1:] = deeper
+    earlier = np.tri(count, k=-1, dtype=bool)
+    siblings = ((parents[:, :, None] == parents[:, None, :]) & earlier).sum(axis=2)
+    above = (logp[:, None, :] > logp[:, :, None]) | ((logp[:, None, :] == logp[:, :, None]) & earlier)
+    ranks = np.zeros((requests, count + 1))
+    ranks[:, 1:] = ((deeper[:, :, None] == deeper[:, None, :]) & above).sum(axis=2)  # in the level
+    needed = np.maximum(siblings, ranks[every_row, parents]) + 1
+    for _ in range(int(deeper.max(initial=0))):
+        widths[:, 1:] = np.maximum(needed, widths[every_row, parents])
+    return deeper, widths[:, 1:]

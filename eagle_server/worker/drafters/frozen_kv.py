@@ -1,0 +1,68 @@
+"""Gemma 4's assistant: draft steps that attend to the target's KV as it is.
+
+All nodes stand at the position of the root and see the committed prefix alone, so every row of a step is a request
+of its own with one query. The ancestors of a node reach it by token and feedback.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from eagle_server.attention.batches import prefill_batch
+from eagle_server.attention.interface import BoundAttention, Causal, Layout
+from eagle_server.attention.spec_info import DraftWindow, EagleDraftInput
+from eagle_server.models.drafts.gemma4_assistant import Gemma4Assistant
+from eagle_server.speculation.candidates import Children, organize_draft_results
+from eagle_server.speculation.tree import Tree
+from eagle_server.worker.batch.batch import DecodeBatch
+from eagle_server.worker.drafters.feature import FeatureDrafter
+from eagle_server.worker.drafters.interface import DrafterSetup
+
+
+class FrozenKVDrafter(FeatureDrafter):
+    """Multi-step top-k drafting without KV of its own."""
+
+    def __init__(self, head: Gemma4Assistant, setup: DrafterSetup) -> None:
+        super().__init__(setup)
+        tree = setup.tree
+        self.head, self.attention = head, setup.attention(())
+        self.num_steps, self.topk, self.num_draft_tokens = tree.num_steps, tree.topk, tree.num_draft_tokens
+        self._window = DraftWindow.of(tree.topk, (tree.num_steps - 1) * tree.topk, setup.device)
+
+    def forwards(self, num_steps: int) -> int:
+        return num_steps
+
+    def propose(self, draft: Tensor, batch: DecodeBatch) -> Tree:
+        """num_steps forwards: the root, then the best nodes of each level."""
+        ranking, topk, seq_lens = batch.ranking, self.topk, batch.seq_lens
+        out = self.head(batch.verified_id, draft, seq_lens, self._bound(batch, 1))
+        guesses, tokens = ranking.best(self.head.logits(out.normed), topk)
+        hidden = out.feedback.repeat_interleave(topk, dim=0)
+        nodes = EagleDraftInput.first(guesses, tokens, hidden, self._window)
+        nodes = replace(nodes, topk_logp=ranking.chances(guesses))
+        levels, expanded = [Children(tokens, nodes.topk_logp, guesses)], list[Tensor]()
+        steps = batch.num_steps - 1
+        bound, positions = (self._bound(batch, topk) if steps else None), seq_lens.repeat_interleave(topk)
+        for step in range(steps):
+            assert bound is not None
+            ranking = ranking.advance(nodes.topk_index, expanded[-1] if expanded else None, topk)
+            out = self.head(nodes.topk_index.view(-1), nodes.hidden_states, positions, bound)
+            logp, tokens = ranking.best(self.head.logits(out.normed), topk)
+            shape = (*nodes.topk_index.shape, topk)
+            scores = nodes.topk_logp[:, :, None] + ranking.chances(logp).view(shape)
+            levels.append(Children(tokens.view(shape), scores, logp.view(shape)))
+            if step < steps - 1:
+                nodes, chosen = nodes.advance(tokens.view(shape), scores, out.feedback)
+                expanded.append(chosen)
+        tree = organize_draft_results(batch.verified_id, seq_lens, levels, expanded, batch.num_draft_tokens)
+        return ranking.without_refused(tree)
+
+    def _bound(self, batch: DecodeBatch, rows: int) -> BoundAttention:
+        """Attention of `rows` rows per request to its committed prefix."""
+        lens = tuple(length for length in batch.seq_lens_host for _ in range(rows))
+        layout = Layout((1,) * len(lens), lens)
+        indices, kv_lens = (x.repeat_interleave(rows) for x in (batch.req_pool_indices, batch.seq_lens))
+        attention = prefill_batch(indices, kv_lens, batch.req_to_token, Causal(), layout)
+        return self.attention.plan(layout).bind(attention)

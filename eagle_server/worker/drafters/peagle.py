@@ -1,0 +1,81 @@
+"""P-EAGLE: draft-extend and the rows of all levels are one forward, and a tree grows over the rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from eagle_server.attention.batches import extend_batch, extend_layout
+from eagle_server.attention.interface import AttentionPlan, Layout, PagedRequests
+from eagle_server.models.drafts.peagle import PEagleHead
+from eagle_server.speculation.tree import Tree
+from eagle_server.worker.batch.accepted_tokens import AcceptedTokens
+from eagle_server.worker.batch.batch import DecodeBatch, Prompts
+from eagle_server.worker.drafters.interface import DrafterSetup
+from eagle_server.worker.drafters.rows import RowDrafter
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """y [bs, levels, H]: row j scores the tokens of level j + 1."""
+
+    y: Tensor
+
+    def of(self, requests: Tensor) -> DraftRows:
+        return DraftRows(self.y.index_select(0, requests))
+
+
+class PEagleDrafter(RowDrafter):
+    """Drafts with a `PEagleHead`. Its mask slots' KV is scratch behind the context: draft-extend overwrites it.
+
+    With captured graphs draft-extend may run before the cycle's number of levels is known. It computes the rows of all
+    levels then, and otherwise those of the cycle's.
+    """
+
+    head: PEagleHead
+
+    def __init__(self, head: PEagleHead, setup: DrafterSetup) -> None:
+        super().__init__(head, setup, {setup.tree.depth + setup.tree.num_steps})
+
+    def prefill(self, prompts: Prompts) -> None:
+        """Draft KV of prompt rows, causally."""
+        if prompts.pairs is not None:
+            batch = prompts.pairs.batch
+            bound = self.attention.plan(batch.attention.layout).bind(batch.attention)
+            self.head.extend(batch.tokens, prompts.pairs.features, batch.positions, bound)
+
+    def extend(self, batch: DecodeBatch) -> DraftRows:
+        """One forward: the pairs of accepted tokens, then the mask slots, then padding up to the widest request."""
+        width = batch.extend_width
+        levels = self.num_steps if self.graphs.captures else min(batch.num_steps, self.num_steps)
+        layout = extend_layout(batch.seq_lens_host, batch.extend_lens_host, width + levels - 1)
+        plan = self.attention.plan(layout)
+        key = None if plan.graph_key is None else ("extend", plan.graph_key)
+        function = partial(self._extend, plan, layout, batch.accepted_tokens, width)
+        return self.graphs.run(key, function, batch.requests, batch.extend_lens)
+
+    def _extend(  # noqa: PLR0913, PLR0917
+        self,
+        plan: AttentionPlan,
+        layout: Layout,
+        accepted: AcceptedTokens,
+        width: int,
+        requests: PagedRequests,
+        extend_lens: Tensor,
+    ) -> DraftRows:
+        tokens, features = accepted.take(requests.req_pool_indices, width)
+        first = requests.seq_lens - extend_lens
+        positions = first[:, None] + torch.arange(layout.q_lens[0], device=first.device)
+        bound = plan.bind(extend_batch(requests, first, layout))
+        return DraftRows(self.head.rows(tokens.view(-1, width), features, extend_lens, positions, bound))
+
+    def propose(self, draft: DraftRows, batch: DecodeBatch) -> Tree:
+        """A tree over the first rows. No forward."""
+        size, steps, nodes = len(batch.seq_lens_host), batch.num_steps, batch.num_draft_tokens
+        captured = size in self.graph_sizes and not batch.ranking.has_grammars
+        function = partial(self.tree_over, nodes)
+        key = ("propose", size, steps, nodes) if captured else None
+        return self.graphs.run(key, function, draft.y[:, :steps], batch.verified_id, batch.seq_lens, batch.ranking)

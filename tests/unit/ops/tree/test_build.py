@@ -1,0 +1,101 @@
+"""Trees from selections, and their links: torch twin and kernel against plain Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eagle_server.attention.spec_info import retrive_links
+from eagle_server.ops.tree import build as tree
+from eagle_server.ops.tree.build import link_tree
+from tests.support.drafts import example_pool
+from tests.support.kernels import DEVICE, climb, every_way, generator, on_device, random_parents, take
+
+
+def selection(bs: int, drafted: int, topk: int, steps: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random `selected_index` and `parent_list`, closed under ancestors."""
+    source = generator(bs, drafted, topk, seed)
+    levels = [list(range(topk))]
+    selected, parent_lists = [], []
+    for _ in range(bs):
+        parents = [-1]
+        known = dict.fromkeys(range(topk), -1)
+        frontier = levels[0]
+        for level in range(1, steps):
+            parents += frontier
+            first = topk + (level - 1) * topk**2
+            children = {first + f * topk + c: frontier[f] for f in range(topk) for c in range(topk)}
+            known |= children
+            chosen = torch.randperm(topk**2, generator=source)[:topk].tolist()
+            frontier = [first + place for place in chosen]
+        kept: set[int] = set()
+        while len(kept) < drafted:
+            open_nodes = [i for i, above in known.items() if i not in kept and (above < 0 or above in kept)]
+            kept.add(open_nodes[int(torch.randint(len(open_nodes), (), generator=source))])
+        selected.append(sorted(kept))
+        parent_lists.append(parents[: topk * (steps - 1) + 1])
+    return torch.tensor(selected).view(bs, drafted), torch.tensor(parent_lists)
+
+
+@every_way
+@pytest.mark.parametrize(
+    ("bs", "drafted", "topk", "steps"),
+    [
+        (1, 1, 1, 1),
+        (3, 1, 4, 1),
+        (5, 4, 1, 4),
+        (3, 12, 4, 3),
+        (5, 15, 2, 8),
+        (2, 63, 4, 5),
+        pytest.param(1, 255, 8, 6, marks=pytest.mark.slow),
+    ],
+)
+def test_every_node_is_linked_to_its_pool_parent(
+    way: str, bs: int, drafted: int, topk: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(way, monkeypatch, tree)
+    selected, parent_list = selection(bs, drafted, topk, steps, seed=0)
+    parents, depths, mask = link_tree(*on_device(selected, parent_list), topk, steps)
+    for request in range(bs):
+        chosen, above = selected[request].tolist(), parent_list[request].tolist()
+        number = {-1: 0} | {index: place + 1 for place, index in enumerate(chosen)}
+        links = [-1, *(number[above[index // topk]] for index in chosen)]
+        assert parents[request].tolist() == links
+        assert depths[request].tolist() == [len(climb(links, node)) - 1 for node in range(drafted + 1)]
+        for node, row in enumerate(mask[request].tolist()):
+            assert [column for column, seen in enumerate(row) if seen] == sorted(climb(links, node))
+
+
+@every_way
+def test_the_worked_example_and_a_root_alone(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    take(way, monkeypatch, tree)
+    selected, parent_list = torch.tensor([[0, 1, 2, 3, 8]]), torch.tensor([[-1, 0, 1, 2, 3]])
+    assert example_pool()[0].tree(5).tokens.tolist() == [[77, 11, 12, 21, 22, 33]]
+    parents, depths, _ = link_tree(*on_device(selected, parent_list), 2, 3)
+    assert parents.tolist() == [[-1, 0, 0, 1, 1, 4]]
+    assert depths.tolist() == [[0, 1, 1, 2, 2, 3]]
+    next_token, next_sibling = retrive_links(parents)
+    assert next_token.tolist() == [[1, 3, -1, -1, 5, -1]]
+    assert next_sibling.tolist() == [[-1, 2, -1, 4, -1, -1]]
+    empty = torch.empty(2, 0, dtype=torch.int64, device=DEVICE)
+    parents, depths, mask = link_tree(empty, empty, 1, 0)
+    assert (parents.tolist(), depths.tolist(), mask.tolist()) == ([[-1]] * 2, [[0]] * 2, [[[True]]] * 2)
+    assert [links.tolist() for links in retrive_links(parents)] == [[[-1]] * 2] * 2
+
+
+@every_way
+@pytest.mark.parametrize(("bs", "size"), [(1, 1), (3, 2), (5, 13), (3, 64), (1, 256)])
+def test_the_links_name_first_children_and_next_siblings(
+    way: str, bs: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(way, monkeypatch, tree)
+    parents = random_parents(bs, size, 5, generator(bs, size))
+    next_token, next_sibling = retrive_links(parents.to(DEVICE))
+    for request, links in enumerate(parents.tolist()):
+        children = {node: [c for c in range(1, size) if links[c] == node] for node in range(size)}
+        assert next_token[request].tolist() == [(children[node] or [-1])[0] for node in range(size)]
+        expected = [-1] * size
+        for siblings in children.values():
+            for one, following in zip(siblings, siblings[1:], strict=False):
+                expected[one] = following
+        assert next_sibling[request].tolist() == expected
