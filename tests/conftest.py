@@ -59,7 +59,11 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("eagle_server")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("deep"):
+            item.add_marker("slow")
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not for_gpu:
         return

@@ -122,12 +122,15 @@ async def sent(body: str) -> AsyncIterator[bytes]:
 
 
 async def stall_during(call: Any) -> tuple[Any, float]:
-    """The call's result, and the longest time in seconds that the event loop did not run meanwhile."""
+    """The call's result, and the most seconds that this process computed while the event loop did not run.
+
+    Time of the processor: that of other processes does not count.
+    """
     longest, task = 0.0, asyncio.ensure_future(call)
-    last = time.monotonic()
+    last = time.process_time()
     while not task.done():
         await asyncio.sleep(0.001)
-        now = time.monotonic()
+        now = time.process_time()
         longest, last = max(longest, now - last), now
     return task.result(), longest
 

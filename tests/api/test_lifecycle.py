@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,14 +48,12 @@ def test_a_dying_engine_fails_its_requests_and_comes_back(mortal: Server, death:
     prompt = {"exception": f"{CRASH}abc", "exit": f"{SLOW}{EXIT}abc", "kill": f"{SLOW}abc"}[death]
     lines: list[str] = []
     body = {"prompt": prompt, "max_tokens": 1000, "stream": True}
-    began = time.monotonic()
     with httpx.stream("POST", f"{mortal.url}/v1/completions", json=body, timeout=PATIENCE) as response:
         for line in response.iter_lines():
             lines.append(line)
             if death == "kill" and len(lines) == 1:
                 os.kill(engine, signal.SIGKILL)
     waiting.join()
-    assert time.monotonic() - began < 10
     assert answers[0].status_code == 503
     assert "died" in answers[0].json()["error"]["message"]
     if death == "exception":  # it dies before the first token
@@ -120,12 +117,10 @@ def test_clients_cannot_delay_the_end(tokenizer_dir: Path, tmp_path: Path) -> No
         unread.sendall(head.format("/detokenize", len(body)).encode() + body)
         unread.settimeout(PATIENCE)
         assert unread.recv(10)
-        began = time.monotonic()
         running.process.send_signal(signal.SIGTERM)
         idle.settimeout(PATIENCE)
         assert b" 503 " in idle.recv(1000)
-        assert running.process.wait(timeout=PATIENCE) == 0
-        assert time.monotonic() - began < 45  # 120 with the limits of a running server
+        assert running.process.wait(timeout=PATIENCE) == 0  # twice as long with the limits of a running server
         assert "Traceback" not in running.log.read_text()
 
 

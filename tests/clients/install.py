@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
 import venv
 from concurrent.futures import ThreadPoolExecutor
@@ -23,14 +25,25 @@ def dependencies(script: Path) -> list[str]:
     return listed
 
 
-def install(folder: Path, script: Path) -> None:
-    venv.create(folder / script.stem, with_pip=True)
-    subprocess.run([folder / script.stem / "bin" / "pip", "install", "--quiet", *dependencies(script)], check=True)
+def install(folder: Path, script: Path) -> bool:
+    """Whether it could be installed. Otherwise its environment is removed, so that its test is skipped."""
+    environment = folder / script.stem
+    venv.create(environment, with_pip=True)
+    command = [environment / "bin" / "pip", "install", "--quiet", *dependencies(script)]
+    done = subprocess.run(command, check=False).returncode == 0
+    if not done:
+        shutil.rmtree(environment)
+    return done
 
 
 if __name__ == "__main__":
+    names = [script.stem for script in SCRIPTS]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="TEST_CLIENTS=FOLDER then shows the tests where they are")
-    folder = parser.parse_args().folder
+    parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"of {', '.join(names)} (not given: all)")
+    parsed = parser.parse_args()
+    if unknown := set(parsed.clients) - set(names):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    chosen = [script for script in SCRIPTS if script.stem in (parsed.clients or names)]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda script: install(folder, script), SCRIPTS))
+        sys.exit(not all(list(pool.map(lambda script: install(parsed.folder, script), chosen))))

@@ -1,4 +1,4 @@
-"""Full products of parameters, of which the quick round runs a covering part."""
+"""Full products of parameters, of which the gate runs a covering part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 def covering(*axes: Iterable[Any], together: int) -> list[Any]:
     """Every combination of one value per axis, for `parametrize`. Values that are tuples stand for several arguments.
 
-    All but a covering part are marked slow. With `together` 1 the part has every value of every axis; with 2 it has
+    All but a covering part are marked deep. With `together` 1 the part has every value of every axis; with 2 it has
     every pair of values of every two axes, for axes that interact.
     """
     values = [list(axis) for axis in axes]
@@ -28,6 +28,6 @@ def covering(*axes: Iterable[Any], together: int) -> list[Any]:
     def parameter(combination: tuple[int, ...]) -> Any:
         chosen = [axis[place] for axis, place in zip(values, combination, strict=True)]
         spread = [part for value in chosen for part in (value if isinstance(value, tuple) else (value,))]
-        return pytest.param(*spread, marks=() if combination in quick else (pytest.mark.slow,))
+        return pytest.param(*spread, marks=() if combination in quick else (pytest.mark.deep,))
 
     return [parameter(combination) for combination in combinations]

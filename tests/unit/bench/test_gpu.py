@@ -217,8 +217,8 @@ def test_a_part_that_hangs_is_ended_with_the_budget(
 ) -> None:
     child(CHILD)
     monkeypatch.setattr(gpu, "GRACE", 1.0)
-    known = measured(tmp_path, ["floor", "mla"], 1)
-    assert known["floor"]["status"] == "ok"
+    assert measured(tmp_path, ["floor"], 60)["floor"]["status"] == "ok"
+    known = measured(tmp_path, ["mla"], 2)
     assert known["mla"] == {"status": "failed", "reason": "still running when the time budget was spent"}
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -104,11 +103,10 @@ async def test_a_killed_engine_fails_requests_and_returns() -> None:
         pid = supervisor._process.pid
         stalled = asyncio.create_task(tokens(client, request("a", STALL)))
         await until_running(client, 1)
-        began = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineUnavailable, match="the engine died"):
-            await stalled
-        assert time.monotonic() - began < 5
+        with pytest.raises(EngineUnavailable, match="the engine died"):  # long before the watchdog's 300 seconds
+            async with asyncio.timeout(PATIENCE):
+                await stalled
         assert not client.is_available
         with pytest.raises(EngineUnavailable, match="not running"):
             await tokens(client, request("b"))
