@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,6 +55,22 @@ def test_a_block_of_commands_does_what_it_says(block: Block, served: Served, tmp
 @pytest.mark.parametrize("block", SNIPPETS, ids=str)
 def test_a_block_of_python_runs(block: Block, served: Served, tmp_path: Path) -> None:
     output(block, served, tmp_path, sys.executable, "-c")
+
+
+def holds(shown: Any, found: Any) -> bool:
+    """Whether `found` has all that a document shows of it. Numbers are shown with two decimals."""
+    if isinstance(shown, dict):
+        return all(name in found and holds(value, found[name]) for name, value in shown.items())
+    if isinstance(shown, list):
+        return len(shown) == len(found) and all(map(holds, shown, found))
+    return bool(shown == (round(found, 2) if isinstance(shown, float) else found))
+
+
+def test_the_quick_starts_answer_is_what_the_server_gives(served: Served, tmp_path: Path) -> None:
+    blocks = [block for block in ALL_BLOCKS if block.page.name == "index.md"]
+    (place,) = [at for at, block in enumerate(blocks) if block.language == "json"]
+    found = json.loads(output(blocks[place - 1], served, tmp_path, "bash", "-euo", "pipefail", "-c"))
+    assert holds(json.loads(blocks[place].code), found), found
 
 
 def test_there_are_blocks_of_each_kind() -> None:

@@ -17,9 +17,9 @@ from tests.lossless.drafters import CASES, Case
 from tests.lossless.pairs import Pair, Pairs
 
 KINDS = {"EAGLE": makers.eagle, "EAGLE3": makers.eagle3}
-# Runs a test with both heads. The quick round has only EAGLE3, because another test covers EAGLE.
-eagle_is_slow = pytest.mark.parametrize(
-    "pair", [pytest.param("EAGLE", marks=pytest.mark.slow), "EAGLE3"], indirect=True, scope="session"
+# Runs a test with both heads. The gate has only EAGLE3, because another test covers EAGLE.
+eagle_is_deep = pytest.mark.parametrize(
+    "pair", [pytest.param("EAGLE", marks=pytest.mark.deep), "EAGLE3"], indirect=True, scope="session"
 )
 
 

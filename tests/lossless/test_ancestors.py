@@ -13,7 +13,7 @@ from eagle_server.attention.spec_info import EagleDraftInput
 from eagle_server.engine.engine import Engine
 from eagle_server.models.drafts.interface import DraftHead, DraftOutput
 from eagle_server.plan import CyclePlan, CycleResult
-from tests.lossless.conftest import eagle_is_slow
+from tests.lossless.conftest import eagle_is_deep
 from tests.lossless.pairs import Pair
 from tests.support.dense import Recording, extend, features_of, follow_path
 from tests.support.engines import request, run, speculative
@@ -118,14 +118,14 @@ def largest_error(pair: Pair, size: int) -> float:
     return max(errors)
 
 
-@eagle_is_slow
-@pytest.mark.parametrize("size", [pytest.param(13, marks=pytest.mark.slow), 4])
+@eagle_is_deep
+@pytest.mark.parametrize("size", [pytest.param(13, marks=pytest.mark.deep), 4])
 def test_drafting_a_tree_equals_drafting_each_of_its_paths_alone(pair: Pair, size: int) -> None:
     """Size 4: drafting needs more slots than verification."""
     assert largest_error(pair, size) < TOLERANCE
 
 
-@eagle_is_slow
+@eagle_is_deep
 def test_attending_to_columns_instead_of_ancestors_is_caught(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layout of a known server: column c of a level attends to column c of the levels above, not to ancestors."""
     advance = EagleDraftInput.advance

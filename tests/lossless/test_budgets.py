@@ -27,7 +27,7 @@ QUICK = {
     ("MEDUSA+NGRAM", "alone"),
 }
 PLAYED = [
-    pytest.param(name, scene, marks=() if (name, scene) in QUICK else (pytest.mark.slow,))
+    pytest.param(name, scene, marks=() if (name, scene) in QUICK else (pytest.mark.deep,))
     for name in DRAFTING
     for scene in SCENES
 ]

@@ -115,7 +115,7 @@ CAPTURED = [name for name, case in CASES.items() if case.stages > 1 and not case
 
 @pytest.mark.parametrize(
     "drafting",
-    [pytest.param(name, marks=() if "chain" in name else (pytest.mark.slow,)) for name in CAPTURED],
+    [pytest.param(name, marks=() if "chain" in name else (pytest.mark.deep,)) for name in CAPTURED],
     indirect=True,
 )
 def test_captured_functions_rank_by_the_noise_of_each_cycles_requests(drafting: Drafting) -> None:

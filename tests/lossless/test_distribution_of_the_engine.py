@@ -93,16 +93,16 @@ def untrained(target: TargetModel, **settings: Any) -> Engine:
     return speculative(target, head, steps=2, topk=6, num_draft_tokens=25, max_running_requests=64, **settings)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_speculative_decoding_has_the_models_distribution(target: TargetModel, exact_probs: Distribution) -> None:
     outcome = run(untrained(target), requests(TEXTS))
     assert p_value(texts_of(outcome), exact_probs) > ALPHA
     assert min(accepted(outcome)) > TEXTS / 50  # none, a part and all of a path were accepted often
 
 
-# The quick round has one drafter: all of them use the same acceptance rule.
+# The gate has one drafter: all of them use the same acceptance rule.
 QUICK = {"EAGLE3"}
-CASES_BY_TIME = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,)) for name in CASES]
+CASES_BY_TIME = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.deep,)) for name in CASES]
 
 
 @pytest.mark.parametrize("drafting", CASES_BY_TIME, indirect=True)
@@ -163,7 +163,7 @@ MUTANTS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_planted_bias_is_caught(
     target: TargetModel, exact_probs: Distribution, mutant: object, monkeypatch: pytest.MonkeyPatch
@@ -172,7 +172,7 @@ def test_a_planted_bias_is_caught(
     assert p_value(texts_of(run(untrained(target), requests(TEXTS // 4))), exact_probs) < ALPHA
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_typical_acceptance_changes_the_distribution_and_is_reported_as_lossy(
     target: TargetModel, exact_probs: Distribution
 ) -> None:

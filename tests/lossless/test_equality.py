@@ -36,12 +36,12 @@ SHAPES = [  # steps, topk, nodes, page size
 def played() -> Iterator[Any]:
     """(pair, shape, scene): every shape with both heads. The scenes take turns.
 
-    The quick round has every other shape, and EAGLE-3's head only: that of EAGLE is trained for slow tests alone.
+    The gate has every other shape, and EAGLE-3's head only: that of EAGLE is trained for deep tests alone.
     """
     for number, shape in enumerate(SHAPES):
         for head in ("EAGLE", "EAGLE3"):
             quick = head == "EAGLE3" and (number + number // len(SCENES)) % 2 == 0
-            marks = () if quick else (pytest.mark.slow,)
+            marks = () if quick else (pytest.mark.deep,)
             yield pytest.param(head, shape, list(SCENES)[number % len(SCENES)], marks=marks)
 
 
@@ -103,10 +103,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def in_every_family() -> Iterator[Any]:
-    """All (family, head, page size). The quick round has every family once, and every head with every page size."""
+    """All (family, head, page size). The gate has every family once, and every head with every page size."""
     for number, family in enumerate(FAMILIES):
         for cell, (kind, page) in enumerate((k, p) for k in ("EAGLE", "EAGLE3") for p in (1, 16)):
-            yield pytest.param(family, kind, page, marks=() if cell == number % 4 else (pytest.mark.slow,))
+            yield pytest.param(family, kind, page, marks=() if cell == number % 4 else (pytest.mark.deep,))
 
 
 @pytest.mark.parametrize(("family", "kind", "page"), list(in_every_family()))

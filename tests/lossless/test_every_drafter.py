@@ -26,26 +26,26 @@ from tests.support.engines import tokens_of
 PAGES = (1, 16)
 
 
-def slow_unless(quick: bool) -> tuple[pytest.MarkDecorator, ...]:
-    return () if quick else (pytest.mark.slow,)
+def deep_unless(quick: bool) -> tuple[pytest.MarkDecorator, ...]:
+    return () if quick else (pytest.mark.deep,)
 
 
 def played() -> Iterator[Any]:
     """All (drafter, page size, scene).
 
-    The quick round has each drafter except EAGLE once, and each scene with each page size. EAGLE's head takes seconds
+    The gate has each drafter except EAGLE once, and each scene with each page size. EAGLE's head takes seconds
     to train and drafts like EAGLE-3's head; `test_equality` has an untrained one.
     """
     for number, (name, case) in enumerate(CASES.items()):
         quick = (PAGES[number // len(SCENES) % len(PAGES)], list(SCENES)[number % len(SCENES)])
         for page, scene in itertools.product(PAGES, SCENES):
-            yield pytest.param(name, page, scene, marks=slow_unless((page, scene) == quick and case.maker is not eagle))
+            yield pytest.param(name, page, scene, marks=deep_unless((page, scene) == quick and case.maker is not eagle))
 
 
 def played_on_a_gpu() -> Iterator[Any]:
     """(drafter, attention mode for trees, page size, scene). Both modes run with both page sizes, and every scene.
 
-    The quick round has every third drafter once, with each mode.
+    The gate has every third drafter once, with each mode.
     """
     batches = [("mask", 16, "batch"), ("cascade", 1, "batch")]
     others = [("mask", 1, "alone"), ("cascade", 16, "preempted"), ("mask", 1, "prefix_hit")]
@@ -53,7 +53,7 @@ def played_on_a_gpu() -> Iterator[Any]:
     for number, (name, case) in enumerate(CASES.items()):
         for place, scene in enumerate(scenes[case.branches]):
             quick = number % 3 == 0 and place == number // 3 % len(scenes[case.branches])
-            yield pytest.param(name, *scene, marks=slow_unless(quick))
+            yield pytest.param(name, *scene, marks=deep_unless(quick))
 
 
 def check_case(drafting: Drafting, scene: str, settings: dict[str, Any]) -> Engine:

@@ -26,7 +26,7 @@ def test_the_table_has_a_row_for_every_family_and_names_what_was_compared() -> N
 
 @pytest.mark.skipif(not available(torch.device("cpu"), torch.float32), reason="the table is of native kernels")
 @pytest.mark.parametrize(
-    "architecture", [pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,)) for name in names()]
+    "architecture", [pytest.param(name, marks=() if name in QUICK else (pytest.mark.deep,)) for name in names()]
 )
 def test_every_cell_is_what_a_small_model_of_the_family_does(architecture: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)

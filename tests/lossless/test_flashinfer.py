@@ -21,14 +21,14 @@ from eagle_server.ops.tree import attention as tree_attention
 from eagle_server.ops.tree import build as tree
 from eagle_server.ops.triton_support import HAS_TRITON
 from eagle_server.request import Request
-from tests.lossless.conftest import eagle_is_slow
+from tests.lossless.conftest import eagle_is_deep
 from tests.lossless.pairs import Pair
 from tests.lossless.scenes import REQUESTS, SIZES, as_on_a_gpu, check, play
 from tests.lossless.test_equality import FAMILIES
 from tests.support.engines import plain, random_head, random_target, request, run, speculative, tokens_of
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
-pytestmark = pytest.mark.slow  # test_every_drafter has this backend in the quick round
+pytestmark = pytest.mark.deep  # test_every_drafter has this backend in the gate
 
 KERNELS = (
     accept,
@@ -42,11 +42,11 @@ KERNELS = (
 )  # modules that choose between kernel and torch
 
 
-@eagle_is_slow
+@eagle_is_deep
 @pytest.mark.parametrize(
     ("steps", "topk", "page", "modes"),
     [
-        pytest.param(6, 8, 1, {"verify_attention": "mask", "draft_attention": "per_node"}, marks=pytest.mark.slow),
+        pytest.param(6, 8, 1, {"verify_attention": "mask", "draft_attention": "per_node"}, marks=pytest.mark.deep),
         (4, 1, 16, {}),
         (1, 4, 1, {}),
     ],
@@ -63,8 +63,8 @@ def test_captured_cycles_with_other_trees_and_modes_give_the_plain_text(
     check(pair.target, outcome, texts, engines)
 
 
-@eagle_is_slow
-@pytest.mark.parametrize("sizes", [(1, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in ((), SIZES))], ids=str)
+@eagle_is_deep
+@pytest.mark.parametrize("sizes", [(1, 2), *(pytest.param(s, marks=pytest.mark.deep) for s in ((), SIZES))], ids=str)
 def test_batches_beyond_the_largest_graph_are_launched_eagerly_with_the_same_text(
     pair: Pair, texts: Mapping[str, Sequence[int]], sizes: tuple[int, ...]
 ) -> None:
@@ -75,7 +75,7 @@ def test_batches_beyond_the_largest_graph_are_launched_eagerly_with_the_same_tex
     assert len(captured) == 3 * len(sizes), "extend, propose and verify for each size"
 
 
-@eagle_is_slow
+@eagle_is_deep
 def test_the_workspace_is_large_enough_for_batches_beyond_the_largest_graph(
     pair: Pair, texts: Mapping[str, Sequence[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +84,7 @@ def test_the_workspace_is_large_enough_for_batches_beyond_the_largest_graph(
     assert tokens_of(run(speculative(pair.target, pair.head, **as_on_a_gpu((1, 2))), REQUESTS)) == texts
 
 
-@eagle_is_slow
+@eagle_is_deep
 def test_plain_decoding_is_captured_too(pair: Pair, texts: Mapping[str, Sequence[int]]) -> None:
     engine = plain(pair.target, **as_on_a_gpu())
     assert tokens_of(run(engine, REQUESTS)) == texts
@@ -92,11 +92,11 @@ def test_plain_decoding_is_captured_too(pair: Pair, texts: Mapping[str, Sequence
 
 
 def with_windows() -> Iterator[Any]:
-    """All (attention mode, family). The quick round has both families and both modes of verification."""
+    """All (attention mode, family). The gate has both families and both modes of verification."""
     quick = [("cascade", "qwen2, window 5 in one layer"), ("per_node", "mistral, window 7")]
     for modes in ("mask", "cascade", "per_node"):
         for family in ("mistral, window 7", "qwen2, window 5 in one layer"):
-            yield pytest.param(modes, family, marks=() if (modes, family) in quick else (pytest.mark.slow,))
+            yield pytest.param(modes, family, marks=() if (modes, family) in quick else (pytest.mark.deep,))
 
 
 @pytest.mark.parametrize(("modes", "family"), list(with_windows()))
@@ -120,8 +120,8 @@ def test_sliding_windows_count_positions_along_the_path(family: str, modes: str)
     ("pair", "topk", "sizes"),
     [  # launched eagerly, and captured
         ("EAGLE3", 1, ()),
-        pytest.param("EAGLE", 1, (2,), marks=pytest.mark.slow),
-        pytest.param("EAGLE3", 4, (2,), marks=pytest.mark.slow),
+        pytest.param("EAGLE", 1, (2,), marks=pytest.mark.deep),
+        pytest.param("EAGLE3", 4, (2,), marks=pytest.mark.deep),
     ],
     indirect=["pair"],
 )

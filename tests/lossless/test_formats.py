@@ -104,7 +104,7 @@ def texts_of(pair: Pair) -> dict[str, list[int]]:
 @pytest.mark.parametrize(
     ("drafter", "form"),
     [
-        pytest.param(drafter, form, marks=() if (drafter, form) in QUICK else pytest.mark.slow)
+        pytest.param(drafter, form, marks=() if (drafter, form) in QUICK else pytest.mark.deep)
         for drafter in DRAFTERS
         for form in FORMATS
     ],
@@ -122,7 +122,7 @@ def test_texts_are_those_of_plain_decoding_alone(pairs: Pairs, drafter: str, for
 @pytest.mark.parametrize(
     ("drafter", "form"),
     [(name, form) for name in ("NEXTN", "NEXTN chain", "NEXTN+NGRAM") for form in ("float32", "bfloat16")]
-    + [pytest.param("NEXTN", form, marks=pytest.mark.slow) for form in ("int8", "int4")],
+    + [pytest.param("NEXTN", form, marks=pytest.mark.deep) for form in ("int8", "int4")],
 )
 def test_latent_attention_with_mtp_layers_differs_in_near_ties_at_most(pairs: Pairs, drafter: str, form: str) -> None:
     """torch computes these models, so a row's rounding may depend on the others: a draw may change if two are close."""

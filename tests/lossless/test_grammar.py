@@ -173,9 +173,9 @@ def joined() -> tuple[list[Request], dict[int, list[Request]]]:
     return free, {3: [with_fields(each, trees=True) for each in with_grammar]}
 
 
-# Every drafter that uses the token mask. The quick round has the mixture instead of its two sources.
+# Every drafter that uses the token mask. The gate has the mixture instead of its two sources.
 SLOWER = ("EAGLE3", "NGRAM, shared", "EAGLE3 static tree", "STANDALONE", "REDRAFTER")
-DRAFTERS = ["MEDUSA unsorted", "EAGLE3+NGRAM", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOWER)]
+DRAFTERS = ["MEDUSA unsorted", "EAGLE3+NGRAM", *(pytest.param(n, marks=pytest.mark.deep) for n in SLOWER)]
 
 
 @pytest.mark.parametrize("drafting", DRAFTERS, indirect=True)

@@ -17,12 +17,12 @@ from eagle_server.cache.pool import Pool
 from eagle_server.cache.radix import RadixCache
 from eagle_server.engine.engine import Engine
 from eagle_server.worker.verifier import Verifier
-from tests.lossless.conftest import eagle_is_slow
+from tests.lossless.conftest import eagle_is_deep
 from tests.lossless.pairs import Pair
 from tests.support.dense import Recording, extend, features_of
 from tests.support.engines import admit_without_reserve, pools, request, run, speculative
 
-pytestmark = eagle_is_slow
+pytestmark = eagle_is_deep
 
 TOLERANCE = 1e-4
 

@@ -32,7 +32,7 @@ from tests.support.engines import (
 )
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deep
 
 VOCAB, ROWS = 24, 12
 
@@ -133,7 +133,7 @@ def check_everything_is_free(engine: Engine) -> None:
     assert kv.table.free_rows == ROWS
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_thousand_requests_with_aborts_and_preemptions_leave_nothing_behind() -> None:
     rng, target = random.Random(16), random_target(VOCAB, hidden=16, layers=3, seed=16)
     requests = random_requests(rng, 1000)

@@ -9,12 +9,12 @@ import pytest
 
 from eagle_server.engine.engine import Engine
 from eagle_server.worker.drafters.ngram import drafter as ngram_drafter
-from tests.lossless.conftest import eagle_is_slow
+from tests.lossless.conftest import eagle_is_deep
 from tests.lossless.pairs import Pair
 from tests.lossless.scenes import REQUESTS
 from tests.support.engines import plain, run, speculative, tokens_of
 
-pytestmark = eagle_is_slow
+pytestmark = eagle_is_deep
 
 
 def mixed(pair: Pair, **numbers: Any) -> Engine:
@@ -31,10 +31,10 @@ def alone(pair: Pair, **numbers: Any) -> Engine:
     [
         {"steps": 6, "topk": 1, "num_draft_tokens": 4, "ngram_depth": 2},  # a chain deeper than the tries
         pytest.param(  # one node for both sources
-            {"steps": 1, "topk": 2, "num_draft_tokens": 2, "ngram_depth": 8}, marks=pytest.mark.slow
+            {"steps": 1, "topk": 2, "num_draft_tokens": 2, "ngram_depth": 8}, marks=pytest.mark.deep
         ),
         {"steps": 1, "topk": 2, "num_draft_tokens": 40, "ngram_depth": 9},  # more than the head can fill
-        pytest.param({"steps": 4, "topk": 8, "num_draft_tokens": 6, "ngram_depth": 1}, marks=pytest.mark.slow),
+        pytest.param({"steps": 4, "topk": 8, "num_draft_tokens": 6, "ngram_depth": 1}, marks=pytest.mark.deep),
     ],
     ids=str,
 )

@@ -18,7 +18,7 @@ from tests.support.thinning import ThinningDrafter, VerifiedRows, thinned
 
 QUICK = {("EAGLE3", "batch"), ("EAGLE3+NGRAM", "preempted"), ("EAGLE3 chain", "batch"), ("MEDUSA unsorted", "alone")}
 THINNED = [
-    pytest.param(name, scene, marks=() if (name, scene) in QUICK else (pytest.mark.slow,))
+    pytest.param(name, scene, marks=() if (name, scene) in QUICK else (pytest.mark.deep,))
     for name, case in CASES.items()
     if case.numbers["num_draft_tokens"] > 1
     for scene in SCENES

@@ -128,7 +128,7 @@ def test_captured_cycles_give_the_plain_text(target: TargetModel, texts: dict[st
 
 
 @needs_triton
-@pytest.mark.parametrize("name", [pytest.param("EAGLE3", marks=pytest.mark.slow), "NGRAM"])
+@pytest.mark.parametrize("name", [pytest.param("EAGLE3", marks=pytest.mark.deep), "NGRAM"])
 def test_the_kernels_for_gpus_give_the_plain_text(
     target: TargetModel, texts: dict[str, list[int]], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,14 +14,14 @@ from eagle_server.engine.engine import Engine
 from eagle_server.models.drafts.interface import DraftOutput
 from eagle_server.plan import CycleResult
 from eagle_server.request import FinishReason, TokenDelta, TokenLogprob
-from tests.lossless.conftest import eagle_is_slow
+from tests.lossless.conftest import eagle_is_deep
 from tests.lossless.pairs import Pair
 from tests.support.engines import Finished, admit_without_reserve, plain, request, run, speculative
 from tests.support.scoring import in_float64, logits_of
 from tests.support.wrapped_head import WrappedHead
 
-pytestmark = eagle_is_slow
-each_temperature = pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
+pytestmark = eagle_is_deep
+each_temperature = pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.deep), 1.0])
 
 TOLERANCE = 1e-4
 SAMPLED = {"temperature": 1.0, "ignore_eos": True}

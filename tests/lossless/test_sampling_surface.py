@@ -28,7 +28,7 @@ from tests.support.scoring import NEAR_TIE, in_float64, logits_of
 from tests.support.thinning import thinned
 
 pytestmark = pytest.mark.parametrize("pair", ["EAGLE3"], indirect=True, scope="session")
-slow = pytest.mark.slow
+deep = pytest.mark.deep
 VOCAB, LENGTH = 62, 18
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)]"
 
@@ -173,22 +173,22 @@ def captured(pair: Pair, **settings: Any) -> Engine:
 
 DRAFTERS = {build.__name__: build for build in (dynamic, ragged, static, ngram, mixture, captured)}
 PAIRINGS = [
-    pytest.param(dynamic, alone, marks=slow),
+    pytest.param(dynamic, alone, marks=deep),
     (dynamic, batch),
     (dynamic, preempted),
-    pytest.param(dynamic, prefix_hit, marks=slow),
+    pytest.param(dynamic, prefix_hit, marks=deep),
     (ragged, batch),
-    pytest.param(ragged, preempted, marks=slow),
+    pytest.param(ragged, preempted, marks=deep),
     (static, batch),
     (ngram, alone),
-    pytest.param(ngram, preempted, marks=slow),
+    pytest.param(ngram, preempted, marks=deep),
     (mixture, batch),
-    pytest.param(captured, batch, marks=slow),
+    pytest.param(captured, batch, marks=deep),
 ]
 
 
 @pytest.mark.parametrize(
-    "scene", ["alone", "batch", *(pytest.param(s, marks=slow) for s in ("preempted", "prefix_hit"))]
+    "scene", ["alone", "batch", *(pytest.param(s, marks=deep) for s in ("preempted", "prefix_hit"))]
 )
 def test_plain_text_is_the_references(pair: Pair, case: Case, scene: str) -> None:
     outcome = SCENES[scene](lambda **settings: plain(pair.target, **settings), case.requests)
@@ -242,7 +242,7 @@ PATH_DEPENDENT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name", ["repetition", "words", *(pytest.param(n, marks=slow) for n in ("frequency", "presence"))]
+    "name", ["repetition", "words", *(pytest.param(n, marks=deep) for n in ("frequency", "presence"))]
 )
 def test_transforms_that_ignore_the_path_are_caught(pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant uses the root's penalizer state at every node."""
@@ -254,7 +254,7 @@ def test_transforms_that_ignore_the_path_are_caught(pair: Pair, name: str, monke
     assert tokens_of(run(dynamic(pair), requests)) != expected
 
 
-@pytest.mark.parametrize("drafter", [*(pytest.param(d, marks=slow) for d in ("dynamic", "ngram")), "mixture"])
+@pytest.mark.parametrize("drafter", [*(pytest.param(d, marks=deep) for d in ("dynamic", "ngram")), "mixture"])
 def test_requests_without_speculation_do_not_disable_it_for_others(pair: Pair, case: Case, drafter: str) -> None:
     requests = [with_fields(each, speculative=number % 2 == 0) for number, each in enumerate(case.requests[:8])]
     outcome = run(DRAFTERS[drafter](pair), requests)

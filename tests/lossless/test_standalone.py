@@ -34,7 +34,7 @@ from tests.support.engines import (
 )
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deep
 
 MACHINES: dict[str, dict[str, Any]] = {
     "cpu": {},
@@ -80,9 +80,9 @@ def latent() -> TargetModel:
     ("family", "machine"),
     [
         (random_target, "cpu"),
-        pytest.param(random_target, "per_node", marks=pytest.mark.slow),
+        pytest.param(random_target, "per_node", marks=pytest.mark.deep),
         (latent, "cpu"),
-        pytest.param(latent, "mask", marks=pytest.mark.slow),
+        pytest.param(latent, "mask", marks=pytest.mark.deep),
     ],
 )
 def test_a_draft_that_is_the_target_is_accepted_whole_in_every_cycle(

@@ -7,14 +7,14 @@ import torch
 
 from eagle_server.config import parse_args
 from eagle_server.engine.build.from_config import build_engine
-from tests.lossless.conftest import eagle_is_slow
+from tests.lossless.conftest import eagle_is_deep
 from tests.lossless.drafters import UNEQUAL
 from tests.lossless.pairs import Pair
 from tests.lossless.scenes import REQUESTS
 from tests.support.engines import FIXED_TREES, run, tokens_of
 
 
-@eagle_is_slow
+@eagle_is_deep
 def test_a_tree_is_served_by_its_option(pair: Pair, texts: dict[str, list[int]]) -> None:
     paths = ["--model-path", str(pair.directory), "--speculative-draft-model-path", str(pair.draft)]
     override = ["--speculative-draft-config-override", '{"aux_boundaries": [1, 2, 3]}'] if pair.kind == "EAGLE3" else []

@@ -28,7 +28,7 @@ def played() -> list[Any]:
     drafters = [name for name in CASES if name != "FROZEN_KV_MTP"]  # reads the target's KV, of which a rank has a part
     scenes = [(name, QUICK.get(name, list(SCENES)[number % len(SCENES)])) for number, name in enumerate(drafters)]
     quick = [pytest.param(*each, None) for each in QUICK.items()]
-    slow = [pytest.param(*each, None, marks=pytest.mark.slow) for each in scenes if each[0] not in QUICK]
+    slow = [pytest.param(*each, None, marks=pytest.mark.deep) for each in scenes if each[0] not in QUICK]
     return [*quick, *slow, *(pytest.param(*each, Emulation) for each in ON_A_GPU.items())]
 
 
@@ -84,7 +84,7 @@ def test_an_adaptive_budget_and_log_probabilities_are_those_of_one_rank(drafting
         (6, 3, 2, {}),
         (4, 2, 2, {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 6, "sliding_window_pattern": 2}),
         (4, 2, 2, GEMMA4),
-        pytest.param(4, 2, 4, {}, marks=pytest.mark.slow),
+        pytest.param(4, 2, 4, {}, marks=pytest.mark.deep),
     ],
 )
 def test_heads_that_do_not_divide_and_other_families_give_the_text_of_one_rank(

@@ -7,18 +7,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eagle_server.request import FinishReason
-from tests.lossless.conftest import eagle_is_slow
+from tests.lossless.conftest import eagle_is_deep
 from tests.lossless.pairs import Pair
 from tests.support.engines import request, run, speculative
 from tests.support.scoring import NEAR_TIE, in_float64, slack
 
-pytestmark = eagle_is_slow
+pytestmark = eagle_is_deep
 
 NEW_TOKENS = 48
 
 
 @pytest.mark.parametrize(
-    ("topk", "page"), [pytest.param(1, 16, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow), (4, 16)]
+    ("topk", "page"), [pytest.param(1, 16, marks=pytest.mark.deep), pytest.param(4, 1, marks=pytest.mark.deep), (4, 16)]
 )
 def test_greedy_output_equals_transformers_generate(pair: Pair, topk: int, page: int) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(pair.directory, dtype=torch.float32)

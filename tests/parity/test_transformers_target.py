@@ -179,10 +179,10 @@ def load(directory: Path, **settings: Any) -> TransformersTarget:
     return target
 
 
-# The quick round has those that differ most: capped scores and windows, learned positions, one KV head, parallel
+# The gate has those that differ most: capped scores and windows, learned positions, one KV head, parallel
 # blocks, scaled residuals, sinks, experts, clipped projections, norms of queries and keys, fused weights.
 QUICK = {"gemma2", "gpt2", "gpt-bigcode", "gpt-neox", "granite", "granite-swa", "mixtral", "olmo", "olmo2", "phi3"}
-CASES_BY_TIME = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,)) for name in {**CASES, **NATIVE}]
+CASES_BY_TIME = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.deep,)) for name in {**CASES, **NATIVE}]
 
 
 @torch.inference_mode()
@@ -219,7 +219,7 @@ def generated(theirs: PreTrainedModel, prompts: Sequence[list[int]], count: int)
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "gemma4", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "mixtral"))]
+    "name", ["gpt2", "gemma4", *(pytest.param(n, marks=pytest.mark.deep) for n in ("gemma2", "mixtral"))]
 )
 def test_greedy_text_with_any_drafter_is_what_transformers_generates(name: str, tmp_path: Path) -> None:
     """N-grams, a draft model (itself) and an EAGLE-3 head, with preemption, prefix hits, chunks, and FlashInfer."""
@@ -248,9 +248,9 @@ def test_greedy_text_with_any_drafter_is_what_transformers_generates(name: str, 
 
 
 @pytest.mark.skipif(not available(torch.device("cpu"), torch.float32), reason="needs the native kernels")
-@pytest.mark.parametrize("form", [pytest.param(n, marks=() if n == "int8" else pytest.mark.slow) for n in FORMATS])
+@pytest.mark.parametrize("form", [pytest.param(n, marks=() if n == "int8" else pytest.mark.deep) for n in FORMATS])
 @pytest.mark.parametrize(
-    "name", ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "phi", "olmo2"))]
+    "name", ["gpt2", *(pytest.param(n, marks=pytest.mark.deep) for n in ("gemma2", "phi", "olmo2"))]
 )
 def test_texts_in_every_format_are_those_of_plain_decoding_alone(name: str, form: str, tmp_path: Path) -> None:
     """Native kernels compute attention and linear layers, so a row's bits do not depend on the other rows."""

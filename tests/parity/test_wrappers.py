@@ -34,7 +34,7 @@ from tests.parity.wrappers import CASES, MEDIA, VOCAB, rename, write
 from tests.support.engines import CONTEXT, MARGIN, plain, random_head, request, run, speculative, tokens_of
 
 QUICK = {"qwen2.5-vl", "gemma3"}
-ALL = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,)) for name in CASES]
+ALL = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.deep,)) for name in CASES]
 NGRAM = {"steps": 0, "topk": 1, "ngram_depth": 4, "num_draft_tokens": 8}
 
 
@@ -130,7 +130,7 @@ OLD_AND_NEW = {  # a name in older files, and in those of transformers 5
 
 @torch.inference_mode()
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else (pytest.mark.slow,)) for n in OLD_AND_NEW]
+    "name", [pytest.param(n, marks=() if n in QUICK else (pytest.mark.deep,)) for n in OLD_AND_NEW]
 )
 def test_old_and_new_names_are_read(name: str, tmp_path: Path) -> None:
     write(CASES[name], tmp_path)

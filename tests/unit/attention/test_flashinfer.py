@@ -230,7 +230,7 @@ def test_a_forward_cannot_run_after_another_was_bound() -> None:
         case.run(bound, case.queries())
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_borrowed_wrappers_come_back() -> None:
     world = World(LAYERS)
     built = flashinfer(world, EAGER)

@@ -29,7 +29,7 @@ def kernels() -> Any:
     return kernels
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("size", [64, 384, 4096])
 def test_norms_compile_for_hopper(kernels: Any, size: int) -> None:
@@ -38,7 +38,7 @@ def test_norms_compile_for_hopper(kernels: Any, size: int) -> None:
         assert compiled("bfloat16", size, 0.0, True, 90, True)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("size", [64, 128])
 def test_norms_of_heads_compile_for_hopper(kernels: Any, size: int) -> None:

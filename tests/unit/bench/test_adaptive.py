@@ -149,7 +149,7 @@ def test_a_servers_flags_can_be_given(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "NONE" in started["plain"]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_every_fixed_tree_gives_the_plain_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

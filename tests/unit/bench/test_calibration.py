@@ -57,7 +57,7 @@ def test_the_error_is_weighted_by_the_nodes_of_each_bin() -> None:
     assert mean_error([first, second]) == pytest.approx((16 * first.error + 48) / 64)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_demos_estimates_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--prompts", "4", "--max-tokens", "24", "--running", "4", "--temperatures", "0", "1"]
     tree = ["--", "--speculative-num-steps", "3", "--topk", "4"]

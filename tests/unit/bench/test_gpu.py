@@ -18,7 +18,7 @@ from eagle_tools.bench.gpu.suite import counts, run_suite
 
 
 @pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(600)
 def test_tiny_shapes_on_a_cpu_give_a_whole_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = ["floor", "decode", "stages", "served", "peer", "mla"]
@@ -196,7 +196,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_server_does_not_outlive_the_part_that_started_it(
     tmp_path: Path, child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,7 +211,7 @@ def test_a_server_does_not_outlive_the_part_that_started_it(
         time.sleep(0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_part_that_hangs_is_ended_with_the_budget(
     tmp_path: Path, child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +262,7 @@ def test_outcomes_of_the_suite_are_counted_with_their_reasons() -> None:
     assert found["skips"] == ["5 x why"]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_suite_runs_without_the_projects_plugins_and_is_time_boxed(tmp_path: Path) -> None:
     suite = tmp_path / "suite"
     suite.mkdir()

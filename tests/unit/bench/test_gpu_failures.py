@@ -46,7 +46,7 @@ def test_the_benchmark_imports_no_more_than_docs_gpu_md_lists() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_gpu_suite_imports_no_more_than_docs_gpu_md_lists(tmp_path: Path) -> None:
     from eagle_tools.bench.gpu.suite import _INI, _command
 
@@ -72,7 +72,7 @@ def test_a_suite_that_cannot_start_has_failed(tmp_path: Path) -> None:
     assert "test_a.py ended with status" in found["status"] and "no_such_module" in found["failures"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_file_that_cannot_be_imported_has_failed_and_the_others_count(tmp_path: Path) -> None:
     suite = suite_of(tmp_path, test_a="import no_such_module", test_b="def test_good(): pass")
     found = run_suite(tmp_path, 60.0, suite)
@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_imported_has_failed_and_the_others_count(tmp_path
     assert found["failures"][0].startswith("test_a.py ended with status 2")
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_suite_without_tests_has_failed(tmp_path: Path) -> None:
     suite = suite_of(tmp_path, test_a="pytestmark = []\ndef test_not_for_a_gpu(): pass")
     found = run_suite(tmp_path, 60.0, suite)

@@ -55,7 +55,7 @@ def engines() -> Iterator[BenchEngines]:
     yield made
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("part", [BUILD, *(part for part in PARTS if part not in HOST)])
 def test_every_part_runs_through_flashinfer_and_graphs(engines: BenchEngines, part: str) -> None:
     result = child.MEASURES[part](engines)

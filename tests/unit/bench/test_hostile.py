@@ -57,7 +57,7 @@ def test_baselines_are_ordinary_requests_that_differ() -> None:
             assert first != second, name
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_an_attack_on_the_demo_is_reported(tmp_path: Path) -> None:
     name = "body: 4M brackets"
     hostile.main(["--only", name, "--rounds", "1", "--seconds", "1", "--out", str(tmp_path)])

@@ -21,7 +21,7 @@ from eagle_tools.bench.padding import PaddedShape, load_demo, main, pad_checkpoi
 from tests.support.dense import Recording, features_of, follow_path
 from tests.support.engines import CONTEXT, MARGIN, request, run, speculative
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deep
 
 SHAPE = PaddedShape.tiny()
 NEVER = 50.0  # how far below the best logit that of a padding token is at least
@@ -79,7 +79,7 @@ def test_target_logits_are_the_demos(demo: Pair, padded: Pair, prompts: list[lis
         assert_same(target_logits(padded.target, prompt), target_logits(demo.target, prompt), 1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @torch.no_grad()
 def test_head_logits_are_the_demos_along_a_draft(demo: Pair, padded: Pair, prompts: list[list[int]]) -> None:
     path = prompts[1][:6]
@@ -116,7 +116,7 @@ def test_new_draft_ids_mean_distinct_new_tokens(demo: Pair, padded: Pair) -> Non
     assert padded.head.t2d is not None and padded.head.t2d.nonzero().flatten().tolist() == ids.sort().values.tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_engine_writes_the_demos_text_and_accepts_as_much(demo: Pair, padded: Pair, prompts: list[list[int]]) -> None:
     asked = [request(i, prompt, max_tokens=24, ignore_eos=True) for i, prompt in enumerate(prompts[:3])]
     asked.append(request("sampled", prompts[3], max_tokens=24, temperature=1.0, seed=5, ignore_eos=True))
@@ -134,7 +134,7 @@ def test_bfloat16_mostly_decides_alike(demo: Pair, prompts: list[list[int]]) -> 
     assert (wide.argmax(1) == narrow.argmax(1)).float().mean() > 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_checkpoint_is_one_for_transformers_and_for_this_server(
     tmp_path: Path, padded: Pair, prompts: list[list[int]]
 ) -> None:
@@ -166,7 +166,7 @@ def test_a_shape_that_cannot_hold_the_model_is_refused(demo: Pair) -> None:
         pad(demo, torch.float32, replace(SHAPE, draft_vocab_size=2600))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_command_writes_checkpoints_that_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), "--shape", "tiny"]) == 0
     assert capsys.readouterr().out == f"written: {tmp_path / 'target'}, {tmp_path / 'eagle3'}\n"

@@ -35,7 +35,7 @@ def flags(tmp_path: Path, *more: str) -> list[str]:
     return [*pair, *more, "--rounds", "1", "--tokens", "6", "--threads", "1"]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_engines_take_turns_and_keep_their_own_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fake = program(tmp_path / "python", ENGINE)
     assert peers.main([*flags(tmp_path, "--vllm", fake), "--steps", "0", "2", "--clients", "1", "2"]) == 0

@@ -211,7 +211,7 @@ def test_the_command_writes_a_picture_and_every_number(tmp_path, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_simulation_agrees_with_the_demo_that_it_measured(tmp_path):
     """Measure, then hold conversations and simulate them. Times have wide bounds: others may use the machine."""
     with running("demo", ["--max-running-requests", "8"]) as server:

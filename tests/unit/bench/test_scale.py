@@ -41,7 +41,7 @@ def test_a_router_that_is_missing_is_one_line(
     assert capsys.readouterr().err == "scale: vllm-router is not installed: pip install -e '.[routers]'\n"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.skipif(not is_installed("vllm-router"), reason="needs vllm-router: pip install -e '.[routers]'")
 def test_workers_behind_a_router_give_the_texts_of_one_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -163,7 +163,7 @@ def test_saved_target_loads_again_with_equal_logits(tmp_path: Path, directory: P
     torch.testing.assert_close(*logits, atol=0, rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_own_embedding_and_head_are_kept_where_they_differ(directory: Path) -> None:
     head_weight = torch.randn(VOCAB, 48)
     edit(directory, lambda t: t.update({f"{PREFIX}shared_head.head.weight": head_weight}))

@@ -175,7 +175,7 @@ def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return {kernel.id: error for kernel, error in zip(kernels, said, strict=True)}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.id)
 def test_the_kernel_compiles_for_hopper(kernel: Kernel, errors: dict[str, str]) -> None:
     assert errors[kernel.id] == ""

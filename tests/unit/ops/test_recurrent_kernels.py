@@ -81,9 +81,9 @@ CASES = [  # shape, dtype, requests, nodes, largest depth, whether trees differ 
     ("no short convolution", torch.float32, 3, 5, 4, True),
     ("wide", torch.float32, 2, 7, 3, False),
     ("wide keys", torch.float32, 3, 7, 3, False),
-    pytest.param("wide", torch.bfloat16, 4, 9, 8, True, marks=pytest.mark.slow),
-    pytest.param("wide", torch.float32, 1, 33, 6, False, marks=pytest.mark.slow),
-    pytest.param("odd", torch.bfloat16, 2, 64, 9, False, marks=pytest.mark.slow),
+    pytest.param("wide", torch.bfloat16, 4, 9, 8, True, marks=pytest.mark.deep),
+    pytest.param("wide", torch.float32, 1, 33, 6, False, marks=pytest.mark.deep),
+    pytest.param("odd", torch.bfloat16, 2, 64, 9, False, marks=pytest.mark.deep),
 ]
 
 

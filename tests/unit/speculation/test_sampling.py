@@ -201,23 +201,23 @@ def p_value_of_pairs(setting: RequestSampling) -> float:
     return float(scipy.stats.chi2.sf(statistic, len(expected) - 1))
 
 
-# The quick round has the one in which all of them are together.
+# The gate has the one in which all of them are together.
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.slow
+@pytest.mark.deep
 def test_draws_follow_the_distribution_and_are_independent_between_positions(name: str) -> None:
     """130,000 pairs in 64 cells. The test rejects a correct distribution with probability 1e-6. It misses a total
     variation of .02 with probability below 1e-6."""
     assert p_value_of_pairs(changed(SAMPLED, **SETTINGS[name])) > ALPHA
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_noise_that_is_a_tenth_too_small_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draw_module, "available", lambda *_: False)  # torch's twin
     monkeypatch.setattr(draw_module, "gumbel", lambda *args: gumbel(*args) * 0.9)
     assert p_value_of_pairs(SAMPLED) < ALPHA
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_noise_shared_by_neighbouring_positions_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draw_module, "available", lambda *_: False)  # torch's twin
     monkeypatch.setattr(draw_module, "gumbel", lambda keys, where, *args: gumbel(keys, where // 2 * 2, *args))

@@ -43,7 +43,7 @@ def test_the_environment_is_that_of_transformers() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_it_renders_as_transformers_does() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -38,7 +38,7 @@ def pieces(tokenizer: FastTokenizer, token_ids: list[int], prompt: list[int] | N
 
 
 @given(st.text(max_size=80))
-@pytest.mark.slow
+@pytest.mark.deep
 def test_pieces_add_up_to_the_text(text: str) -> None:
     out = pieces(BYTES, BYTES.encode(text))
     assert "".join(out) == text

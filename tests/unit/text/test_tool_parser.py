@@ -161,7 +161,7 @@ def pieces_of(text: str, chance: random.Random) -> list[str]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("format", MARKER)
 def test_random_texts_in_random_pieces(format: str) -> None:
     chance = random.Random(format)

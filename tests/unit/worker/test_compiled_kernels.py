@@ -63,7 +63,7 @@ def served() -> Iterator[list[Request]]:
         yield [request(i, range(1, 2 + 3 * i), max_tokens=3 + i, ignore_eos=True, **ways[i % 3]) for i in range(count)]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] if name == "without graphs" else []) for name in ENGINES]
 )
@@ -100,7 +100,7 @@ def test_prompts_of_all_lengths_have_few_signatures(monkeypatch: pytest.MonkeyPa
     assert counted == [3, 3], sorted(seen)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # costs are measured over states that nobody has written
 @pytest.mark.parametrize("name", ["graphs, adaptive", "without graphs"])
 def test_kernels_of_recurrent_layers_are_compiled_before_the_engine_is_ready(

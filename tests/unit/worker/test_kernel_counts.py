@@ -98,7 +98,7 @@ CASCADE = MASK | {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("sampling", "settings", "golden"),
     [({}, {}, MASK), (TRUNCATED, {"verify_attention": "cascade", "estimating": True}, CASCADE)],

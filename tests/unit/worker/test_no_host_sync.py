@@ -150,13 +150,13 @@ def cycles(
     return device, engine.stats().cycles
 
 
-TREES = (pytest.param(1, marks=pytest.mark.slow), 4)  # chains, and trees, which do all that chains do and more
+TREES = (pytest.param(1, marks=pytest.mark.deep), 4)  # chains, and trees, which do all that chains do and more
 CASCADE = {"verify_attention": "cascade", "draft_attention": "per_node"}
 
 
 @pytest.mark.parametrize("topk", TREES)
-@pytest.mark.parametrize("modes", [{}, pytest.param(CASCADE, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.slow
+@pytest.mark.parametrize("modes", [{}, pytest.param(CASCADE, marks=pytest.mark.deep)], ids=str)
+@pytest.mark.deep
 def test_no_cycle_waits_for_the_device_before_its_results_are_copied(
     monkeypatch: pytest.MonkeyPatch, topk: int, modes: dict[str, Any]
 ) -> None:
@@ -165,7 +165,7 @@ def test_no_cycle_waits_for_the_device_before_its_results_are_copied(
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("topk", [1, 4])
 @pytest.mark.parametrize("kind", ["REDRAFTER", "PEAGLE", "DFLASH"])
 def test_no_cycle_of_other_heads_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, kind: str, topk: int) -> None:
@@ -174,14 +174,14 @@ def test_no_cycle_of_other_heads_waits_for_the_device(monkeypatch: pytest.Monkey
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_no_cycle_with_typical_acceptance_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device, count = cycles(monkeypatch, 4, {"acceptance": Typical(0.09, 0.3)})
     assert count > 5
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["NGRAM", "EAGLE3", "REDRAFTER"])
 def test_no_cycle_with_ngrams_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     device, count = cycles(monkeypatch, 4, {"ngram_depth": 5}, kind)
@@ -190,7 +190,7 @@ def test_no_cycle_with_ngrams_waits_for_the_device(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("ngram_depth", [0, 5])
-@pytest.mark.slow
+@pytest.mark.deep
 def test_no_cycle_of_medusa_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, ngram_depth: int) -> None:
     choices = truncated(PRESETS["mc_sim_7b_63"], 3)
     shape = {"choices": choices, "num_draft_tokens": len(choices) + 1, "ngram_depth": ngram_depth}
@@ -199,7 +199,7 @@ def test_no_cycle_of_medusa_waits_for_the_device(monkeypatch: pytest.MonkeyPatch
     assert not device.refused, f"a GPU would be waited for: {sorted(set(device.refused))}"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_planted_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from eagle_server.worker.verifier import Verifier
 

@@ -47,7 +47,7 @@ def selection(bs: int, drafted: int, topk: int, steps: int, seed: int) -> tuple[
         (3, 12, 4, 3),
         (5, 15, 2, 8),
         (2, 63, 4, 5),
-        pytest.param(1, 255, 8, 6, marks=pytest.mark.slow),
+        pytest.param(1, 255, 8, 6, marks=pytest.mark.deep),
     ],
 )
 def test_every_node_is_linked_to_its_pool_parent(
