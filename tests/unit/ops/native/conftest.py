@@ -12,26 +12,27 @@ import pytest
 from eagle_server.ops.native import library as native
 from eagle_server.ops.native.build import compile_kernels
 
+THIS = "this machine"
 MACHINES = {
-    "this machine": ("-march=native",),
     "without tiles": ("-march=native", "-mno-amx-tile"),
     "AVX2": ("-march=x86-64-v3",),
     "SSE2": ("-march=x86-64",),
 }
 
 
-@pytest.fixture(scope="module", params=MACHINES)
+@pytest.fixture(scope="module", params=[THIS, *(pytest.param(name, marks=pytest.mark.deep) for name in MACHINES)])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The kernels as compiled for this machine, or for lesser ones. Processes of `pytest -n` share the libraries."""
-    shared = tmp_path_factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
-    path = shared / f"kernels {request.param}.so"
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
-        if not path.exists():
-            compile_kernels(path, MACHINES[request.param])
+    """The library that serves on this machine, or one for lesser machines, which processes of `pytest -n` share."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(native, "library", lambda: ctypes.CDLL(str(path)))
+    if request.param != THIS:
+        shared = tmp_path_factory.getbasetemp()
+        shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+        path = shared / f"kernels {request.param}.so"
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            if not path.exists():
+                compile_kernels(path, MACHINES[request.param])
+        patch.setattr(native, "library", lambda: ctypes.CDLL(str(path)))
     forget()
     yield
     patch.undo()

@@ -313,7 +313,7 @@ def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, capl
     [
         ("flags: avx2 fma f16c bmi2 sse4_2", "avx2"),
         ("flags: sse4_2", "x86_64"),
-        (None, None),  # this machine's own
+        pytest.param(None, None, marks=pytest.mark.deep),  # this machine's own, compiled
     ],
 )
 def test_without_a_compiler_the_best_library_that_was_built_serves(
