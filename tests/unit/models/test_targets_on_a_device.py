@@ -17,7 +17,7 @@ from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.fused_experts import mxfp4_weight
 from eagle_server.models.checkpoints.load_target import created_as, load_target
 from eagle_server.models.checkpoints.quantized import with_dequantized
-from eagle_server.models.checkpoints.weights import QuantizedTensor
+from eagle_server.models.checkpoints.weights import QuantizedTensor, open_weights
 from eagle_server.ops.quantize import QuantizedWeight, quantize
 from tests.parity import test_mxfp4, wrappers
 from tests.parity import test_quantized_checkpoints as quantized
@@ -147,6 +147,15 @@ def test_a_weight_is_rounded_on_its_device(quantization: Any) -> None:
     with SecondDevice() as gpu:
         rounded = quantize(torch.randn(16, 64, device=gpu.device), quantization)
         assert elsewhere(rounded, gpu) == []
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_files_are_read_to_the_host(file: str, tmp_path: Path) -> None:
+    dc.write(tmp_path, {"a": torch.ones(4, 3)}, {}, None if file.endswith("safetensors") else file)
+    with SecondDevice() as gpu, created_as(torch.bfloat16, gpu.device):
+        stored = open_weights(tmp_path)["a"]
+        assert not gpu.has(stored.read())
+        assert not gpu.has(stored.read_part((slice(1, 3),)))
 
 
 MIXED: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {  # of a tensor there and one on the host
