@@ -71,7 +71,8 @@ class QuantizedWeight:
             for values in (self.scales, self.zeros.float())
         )
         if self.quantization == "mxfp4":
-            return torch.tensor([*_E2M1, *(-number for number in _E2M1)])[self.codes.int()] * scales
+            numbers = scales.new_tensor([*_E2M1, *(-number for number in _E2M1)])
+            return numbers[self.codes.int()] * scales
         return (self.codes.float() - zeros) * scales
 
 
@@ -96,13 +97,13 @@ def _int8(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:  # noqa:
     """codes [rows, in], scales and zeros [rows, 1]."""
     scales = (weight.abs().amax(dim=1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
     codes = (weight / scales).round_().clamp_(-127, 127) + 128
-    return codes.to(torch.uint8), scales, torch.full(scales.shape, 128, dtype=torch.uint8)
+    return codes.to(torch.uint8), scales, torch.full_like(scales, 128, dtype=torch.uint8)
 
 
 def _fp8(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001  all inputs are one group
     """codes [rows, in], scales and zeros [rows, 1]."""
     codes, scales = fp8_rows(weight)
-    return codes, scales, torch.zeros(scales.shape, dtype=torch.uint8)
+    return codes, scales, torch.zeros_like(scales, dtype=torch.uint8)
 
 
 def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:

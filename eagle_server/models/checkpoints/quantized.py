@@ -212,7 +212,7 @@ def _grouped(
     group = scheme.group or inputs
     if (g_idx is None or int(g_idx.min()) < 0) and len(scales) != -(-inputs // group):
         raise RuntimeError(f"groups of {group} inputs need {-(-inputs // group)} rows of scales: group_size is wrong")
-    in_order = torch.arange(inputs) // group
+    in_order = torch.arange(inputs, device=codes.device) // group
     groups = in_order if g_idx is None or int(g_idx.min()) < 0 else g_idx.long()  # -1: not set
     scales = scales.float().contiguous()
     if zeros.shape != scales.shape or scales.shape[1] != len(codes):
@@ -226,7 +226,7 @@ def _grouped(
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
     """int32 [rows, n] -> uint8 [rows, n * 32 / bits], the lowest bits first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return ((words[:, :, None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
 
 
@@ -237,7 +237,7 @@ def _gptq(parts: Mapping[str, Tensor], shape: tuple[int, ...], scheme: Quantized
 
 
 def _awq(parts: Mapping[str, Tensor], shape: tuple[int, ...], scheme: Quantized) -> QuantizedWeight | Tensor:
-    order = torch.arange(shape[0]).view(-1, len(_AWQ_ORDER))[:, _AWQ_ORDER].flatten()
+    order = torch.arange(shape[0], device=parts["qweight"].device).view(-1, len(_AWQ_ORDER))[:, _AWQ_ORDER].flatten()
     codes, zeros = (_unpacked(parts[part], scheme.bits)[:, order] for part in ("qweight", "qzeros"))
     return _grouped(codes.t(), parts["scales"], zeros, None, scheme)
 
@@ -248,7 +248,7 @@ def _packed(parts: Mapping[str, Tensor], shape: tuple[int, ...], scheme: Quantiz
     if (packed := parts.get("weight_zero_point")) is not None:
         zeros = _unpacked(packed.t().contiguous(), scheme.bits)[:, : shape[0]]
     else:
-        zeros = torch.full(scales.shape, 1 << (scheme.bits - 1), dtype=torch.uint8)
+        zeros = torch.full_like(scales, 1 << (scheme.bits - 1), dtype=torch.uint8)
     return _grouped(codes, scales, zeros, parts.get("weight_g_idx"), scheme)
 
 
@@ -265,11 +265,12 @@ def _scaled(parts: Mapping[str, Tensor], shape: tuple[int, ...], scheme: Quantiz
     else:
         raise RuntimeError(f"blocks of {block} need other scales")
     if weight.dtype == FP8 and spread.shape[1] == 1:
-        zeros = torch.zeros((1, rows), dtype=torch.uint8)
+        zeros = torch.zeros((1, rows), dtype=torch.uint8, device=weight.device)
         return QuantizedWeight("fp8", weight, spread.t().contiguous(), zeros, columns)
     if weight.dtype == torch.int8 and spread.shape[1] == 1 and "weight_zero_point" not in parts:
-        codes, zeros = (weight.short() + _INT8_ZERO).to(torch.uint8), torch.full((1, rows), _INT8_ZERO)
-        return QuantizedWeight("int8", codes, spread.t().contiguous(), zeros.to(torch.uint8), columns)
+        codes = (weight.short() + _INT8_ZERO).to(torch.uint8)
+        zeros = torch.full((1, rows), _INT8_ZERO, dtype=torch.uint8, device=weight.device)
+        return QuantizedWeight("int8", codes, spread.t().contiguous(), zeros, columns)
     zero = parts.get("weight_zero_point")
     shifted = weight.float() if zero is None else weight.float() - zero.float().reshape(-1, 1)
     return shifted * spread

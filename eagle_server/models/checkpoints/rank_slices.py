@@ -111,7 +111,7 @@ def _own(name: str, tensor: StoredTensor, whole: ModelConfig, split: Split) -> S
     if is_split and part in _OUTPUTS and kind == "weight":
         return slice_of(tensor, 1, rank, size)
     if is_split and part in _OUTPUTS and rank > 0:  # the sum has the bias of rank 0
-        return replace(tensor, read=lambda: torch.zeros(tensor.shape))
+        return replace(tensor, read=lambda: torch.zeros(tensor.shape, device="cpu"))
     return tensor
 
 

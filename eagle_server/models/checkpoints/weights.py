@@ -37,7 +37,10 @@ _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor on disk: its key in `file` and its shape. `read` loads it, `part` only the part at an index."""
+    """A tensor on disk: its key in `file` and its shape.
+
+    `read` loads it, `part` only the part at an index, both to the host.
+    """
 
     file: Path
     key: str
@@ -258,9 +261,16 @@ def _safetensors(path: Path) -> Weights:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
     return {
-        key: StoredTensor(path, key, tuple(piece.get_shape()), partial(handle.get_tensor, key), piece.__getitem__)
+        key: StoredTensor(path, key, tuple(piece.get_shape()), partial(handle.get_tensor, key), partial(_part, piece))
         for key, piece in slices.items()
     }
+
+
+def _part(piece: Any, index: tuple[slice, ...]) -> Tensor:
+    """Slices of safetensors, unlike whole tensors, would follow the default device."""
+    with torch.device("cpu"):
+        part: Tensor = piece[index]
+        return part
 
 
 def _pickled(path: Path) -> Weights:

@@ -112,13 +112,13 @@ def with_map(files: DraftFiles, draft_vocab: int, vocab: int) -> DraftFiles:
 
 def _marked(d2t: Tensor, vocab: int, files: DraftFiles) -> Tensor:
     """bool [vocab], true at the ids of a map. Raise CheckpointError if ids are repeated or outside of 0..vocab - 1."""
-    ids = torch.arange(len(d2t)) + d2t
+    ids = torch.arange(len(d2t), device=d2t.device) + d2t
     where = f"{files.directory}: d2t: offsets (target id = i + d2t[i]) are expected"
     if bool((ids < 0).any()) or bool((ids >= vocab).any()):
         raise CheckpointError(f"{where} that give ids in 0..{vocab - 1}, found {int(ids.min())}..{int(ids.max())}")
     if len(set(ids.tolist())) != len(ids):
         raise CheckpointError(f"{where} that give distinct ids, found {len(ids) - len(set(ids.tolist()))} repeated")
-    return torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, value=True)
+    return torch.zeros(vocab, dtype=torch.bool, device=ids.device).index_fill(0, ids, value=True)
 
 
 def load_token_map(path: Path, vocab: int) -> Tensor:
@@ -129,7 +129,7 @@ def load_token_map(path: Path, vocab: int) -> Tensor:
     """
     content = load_pickle(path)
     is_list = isinstance(content, list) and all(type(item) is int for item in content)
-    ids = torch.tensor(content) if is_list else content
+    ids = torch.tensor(content, device="cpu") if is_list else content
     if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.is_floating_point() or not len(ids):
         raise CheckpointError(f"{path}: a 1-D list of token ids is expected, found {type(content).__name__}")
     ids = ids.long()
