@@ -124,7 +124,8 @@ class FakeEngine:
         sequence = self.sequences.pop(request_id, None)
         if sequence is not None:
             self.aborted.append(request_id)
-            self._end(request_id, FinishReason.ABORT, spec=sequence.spec)
+            spec = None if sequence.asks_for(PLAIN) else sequence.spec
+            self._end(request_id, FinishReason.ABORT, spec=spec)
 
     def has_work(self) -> bool:
         return bool(self._said or self.sequences)
