@@ -95,6 +95,7 @@ class FakeEngine:
         self._cycle: CycleStats | None = None
         self.cached = 0
         self.waiting_clients, self.longest_wait = 0, 0.0  # what its statistics say: it lets nobody wait
+        self.draft_warning: str | None = None  # the same
 
     def preload(self) -> None:
         pass
@@ -164,6 +165,7 @@ class FakeEngine:
             accepted_tokens=0,
             preemptions=0,
             stage_seconds={},
+            draft_warning=self.draft_warning,
         )
 
     def catch_up(self) -> None:
