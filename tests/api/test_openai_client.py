@@ -65,9 +65,9 @@ def test_completions_count_drafted_tokens_and_none_without_drafts(client: openai
 
 
 def test_chats_stream(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model="fake", messages=HI)
-    options = {"include_usage": True}
-    chunks = list(client.chat.completions.create(model="fake", messages=HI, stream=True, stream_options=options))
+    whole = client.chat.completions.create(model="fake", messages=HI, seed=1)
+    options, asked = {"include_usage": True}, {"model": "fake", "messages": HI, "seed": 1}
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options=options))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == SAID
     assert chunks[-2].choices[0].finish_reason == "stop"
