@@ -13,6 +13,9 @@ NONE, NGRAM = "NONE", "NGRAM"
 _FILES, _DRAFTERS = "eagle_server.models.checkpoints.drafts", "eagle_server.worker.drafters"
 _EAGLE, _STATIC_EAGLE = f"{_DRAFTERS}.eagle:EagleDrafter", f"{_DRAFTERS}.static_eagle:StaticEagleDrafter"
 
+_OTHER_TARGET = "a draft for another target or another chat template"
+_OVERRIDE = ". The log's first lines say how it is read, and --speculative-draft-config-override changes it"
+
 
 @dataclass(frozen=True)
 class Algorithm:
@@ -22,6 +25,7 @@ class Algorithm:
     holds: str  # what its files hold, for messages
     files: str  # the module that reads them, see `DraftFormat`
     drafter: str  # the class that drafts, made from the model and a `DrafterSetup`
+    silent_causes: str  # why almost nothing of it may be accepted without an error, for a warning
     static_drafter: str | None = None  # the same for --speculative-token-tree; None: that option is refused
     tree_option: str | None = None  # the option that gives its static tree; then it has no steps and topk
     refuses: tuple[str, ...] = ()  # options that have no effect on it
@@ -31,7 +35,6 @@ class Algorithm:
     is_model: bool = False  # a language model of its own, no head over the target's features
     has_kv: bool = True
     reads_target_kv: bool = False  # it attends to the target's KV
-    silent_causes: str = ""  # why it may accept almost nothing without an error, for a warning; "": no warning
     demo: str = "eagle3"  # the directory of the demo's draft for it
 
     @property
@@ -52,6 +55,7 @@ _ROWS = (
         "Medusa heads",
         files=f"{_FILES}.medusa_files",
         drafter=f"{_DRAFTERS}.medusa:MedusaDrafter",
+        silent_causes=_OTHER_TARGET,
         tree_option="medusa_choices",
         stored="both",
         prefix="medusa_head.",
@@ -64,6 +68,7 @@ _ROWS = (
         "a ReDrafter head",
         files=f"{_FILES}.redrafter_files",
         drafter=f"{_DRAFTERS}.redrafter:RedrafterDrafter",
+        silent_causes=_OTHER_TARGET,
         has_kv=False,
         demo="redrafter",
     ),
@@ -72,6 +77,7 @@ _ROWS = (
         "an MTP layer (NEXTN)",
         files=f"{_FILES}.mtp_files",
         drafter=_EAGLE,
+        silent_causes=f"another RoPE, MTP layers that were not trained, or {_OTHER_TARGET}",
         static_drafter=_STATIC_EAGLE,
         stored="in the target",
     ),
@@ -80,6 +86,7 @@ _ROWS = (
         "a Gemma 4 assistant",
         files=f"{_FILES}.gemma4_assistant_files",
         drafter=f"{_DRAFTERS}.frozen_kv:FrozenKVDrafter",
+        silent_causes=f"another RoPE, or {_OTHER_TARGET}",
         has_kv=False,
         reads_target_kv=True,
     ),
@@ -89,8 +96,7 @@ _ROWS = (
         files=f"{_FILES}.block_files",
         drafter=f"{_DRAFTERS}.block:BlockDrafter",
         silent_causes="another layout (sample_from_anchor), other aux layers (target_layer_ids), another window or "
-        "causality (sliding_window, is_causal), another mask token (mask_token_id), or a draft for another target or "
-        "chat mode",
+        f"causality (sliding_window, is_causal), another mask token (mask_token_id), or {_OTHER_TARGET}{_OVERRIDE}",
         demo="block",
     ),
     Algorithm(
@@ -99,20 +105,37 @@ _ROWS = (
         files=f"{_FILES}.peagle_files",
         drafter=f"{_DRAFTERS}.peagle:PEagleDrafter",
         silent_causes="other aux layers (eagle_aux_hidden_state_layer_ids), another residual (norm_before_residual), "
-        "another mask token (mask_token_id), or a draft for another target or chat mode",
+        f"another mask token (mask_token_id), or {_OTHER_TARGET}{_OVERRIDE}",
     ),
-    Algorithm("EAGLE3", "an EAGLE3 head", files=f"{_FILES}.eagle3_files", drafter=_EAGLE, static_drafter=_STATIC_EAGLE),
-    Algorithm("EAGLE", "an EAGLE head", files=f"{_FILES}.eagle_files", drafter=_EAGLE, static_drafter=_STATIC_EAGLE),
+    Algorithm(
+        "EAGLE3",
+        "an EAGLE3 head",
+        files=f"{_FILES}.eagle3_files",
+        drafter=_EAGLE,
+        silent_causes="other aux layers (eagle_aux_hidden_state_layer_ids), another residual (norm_before_residual), "
+        f"another vocabulary map (d2t), another RoPE, or {_OTHER_TARGET}{_OVERRIDE}",
+        static_drafter=_STATIC_EAGLE,
+    ),
+    Algorithm(
+        "EAGLE",
+        "an EAGLE head",
+        files=f"{_FILES}.eagle_files",
+        drafter=_EAGLE,
+        silent_causes=f"another vocabulary map (--speculative-token-map), another RoPE, or {_OTHER_TARGET}{_OVERRIDE}",
+        static_drafter=_STATIC_EAGLE,
+    ),
     Algorithm(
         "STANDALONE",
         "a language model",
         files=f"{_FILES}.standalone_files",
         drafter=f"{_DRAFTERS}.standalone:StandaloneDrafter",
+        silent_causes="a model with other token ids, or trained on texts in another chat template",
         refuses=("token_map", "draft_config_override"),
         is_model=True,
     ),
 )
 ALGORITHMS = {row.name: row for row in _ROWS}
-UNNAMED = Algorithm("", "a draft", files="", drafter="", stored="both")  # no draft, or one whose files tell its kind
+# No draft, or one whose files tell its kind.
+UNNAMED = Algorithm("", "a draft", files="", drafter="", silent_causes="", stored="both")
 ALIASES = {"MTP": "NEXTN", f"MTP+{NGRAM}": f"NEXTN+{NGRAM}"}
 NAMES = (NONE, *sorted(ALGORITHMS), NGRAM, *(f"{name}+{NGRAM}" for name in sorted(ALGORITHMS)))

@@ -245,6 +245,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     `waiting_clients` counts the clients with waiting requests. `longest_wait` is the longest time that one of these
     requests has waited. `waiting` also counts requests whose grammars are being compiled; the other two do not.
     `speculation` is sent from time to time; None: it has not changed, or trees do not follow the load.
+    `draft_warning`: hardly any draft was accepted, see `FirstDrafts`; None: enough was, or there was too little to see.
     """
 
     running: int
@@ -261,6 +262,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     preemptions: int
     stage_seconds: dict[str, float]
     speculation: SpeculationState | None = None
+    draft_warning: str | None = None
 
 
 class CycleStats(msgspec.Struct, kw_only=True):

@@ -187,7 +187,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Load, KV use, and totals since the start."""
-        kv, totals = self.scheduler.kv, self.scheduler.totals
+        kv, totals, first_drafts = self.scheduler.kv, self.scheduler.totals, self.worker.drafting.first_drafts
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting) + len(self._compiling),
@@ -203,6 +203,7 @@ class Engine:
             preemptions=totals.preemptions,
             stage_seconds=dict(self._stages),
             speculation=self._speculation(),
+            draft_warning=None if first_drafts is None else first_drafts.warning,
         )
 
     def _speculation(self) -> SpeculationState | None:

@@ -26,7 +26,7 @@ from eagle_server.worker.budget.estimates import Estimates
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
 from eagle_server.worker.clock import StageClock
 from eagle_server.worker.drafters.interface import Drafter
-from eagle_server.worker.first_drafts import FirstDrafts
+from eagle_server.worker.first_drafts import TREES, FirstDrafts
 
 _BACKLOG_ROWS = 512  # of backlogs that one cycle computes, about
 
@@ -78,7 +78,7 @@ class TreeDrafting:
         self._cycles = 0  # how many there were
         self._lessons: Counter[int] = Counter()  # of each temperature bin
         self._ended = 0.0  # when the last one ended
-        self.first_drafts: FirstDrafts | None = None
+        self.first_drafts: FirstDrafts | None = None  # None: there is no draft model
         self.observers: list[Callable[[Tree, Accepted, int], None]] = []  # get trees, paths, requests
 
     def adapt(self, budget: Budget, costs: CostModel) -> None:
@@ -123,7 +123,10 @@ class TreeDrafting:
                 estimates = self.estimates.of(tree, drafting.ranking.temperature_bin)
                 tree = replace(tree, scores=estimates.path_logp)
                 if budget.least_logp > -math.inf and (lesson or not tree.is_cut):
-                    tree = without(tree, estimates.path_logp < budget.least_logp)
+                    unlikely = estimates.path_logp < budget.least_logp
+                    if lesson and self._is_unjudged:  # the likeliest node is verified, whatever is expected of it
+                        unlikely &= estimates.path_logp < estimates.path_logp.amax(dim=1, keepdim=True)
+                    tree = without(tree, unlikely)
             tree = _within_reach(tree, drafting)
             requests = None
             if len(budget.drafting) < len(batch.decodes):
@@ -222,8 +225,8 @@ class TreeDrafting:
             expected = float(np.exp(logp[logp >= drafts.budget.least_logp]).sum())
         if drafts.lesson and estimates:
             self._learn(drafts, estimates)
-        if self.first_drafts is not None and drafts.batch is not None:
-            self.first_drafts.count(plan, result, drafts.budget.drafting)
+        if self._is_unjudged and drafts.batch is not None:
+            self._count_first_drafts(plan, result, drafts.budget.drafting)
         steps = drafts.budget.num_steps if drafts.batch else 0
         drafting = CycleDrafting(
             steps=steps,
@@ -236,6 +239,22 @@ class TreeDrafting:
         computed = tuple(accepted.start(decode) for decode in plan.decodes) if self.drafter.uses_features else ()
         decodes = with_steps(result.decodes, steps, drafts.budget.drafting)
         return replace(result, decodes=decodes, drafting=drafting, draft_computed_tokens=computed)
+
+    @property
+    def _is_unjudged(self) -> bool:
+        return self.first_drafts is not None and self.first_drafts.is_open
+
+    def _count_first_drafts(self, plan: CyclePlan, result: CycleResult, drafting: Sequence[int]) -> None:
+        """The cycle's greedy trees. Warm-up has no text."""
+        first = self.first_drafts
+        assert first is not None
+        for number in drafting:
+            decode, output = plan.decodes[number], result.decodes[number]
+            if decode.text and output.drafted and decode.sampling.params.temperature == 0:
+                first.trees += 1
+                first.accepted += len(output.tokens) > 1
+        if first.trees >= TREES:
+            first.judge()
 
     def _learn(self, drafts: Drafts, values: Sequence[NDArray[Any]]) -> None:
         """Update budget and estimates."""

@@ -95,6 +95,7 @@ class FakeEngine:
         self._cycle: CycleStats | None = None
         self.cached = 0
         self.waiting_clients, self.longest_wait = 0, 0.0  # what its statistics say: it lets nobody wait
+        self.draft_warning: str | None = None  # the same
 
     def preload(self) -> None:
         pass
@@ -124,7 +125,8 @@ class FakeEngine:
         sequence = self.sequences.pop(request_id, None)
         if sequence is not None:
             self.aborted.append(request_id)
-            self._end(request_id, FinishReason.ABORT, spec=sequence.spec)
+            spec = None if sequence.asks_for(PLAIN) else sequence.spec
+            self._end(request_id, FinishReason.ABORT, spec=spec)
 
     def has_work(self) -> bool:
         return bool(self._said or self.sequences)
@@ -163,6 +165,7 @@ class FakeEngine:
             accepted_tokens=0,
             preemptions=0,
             stage_seconds={},
+            draft_warning=self.draft_warning,
         )
 
     def catch_up(self) -> None:

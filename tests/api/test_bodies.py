@@ -333,6 +333,15 @@ async def test_an_ordinary_prompt_does_not_wait_for_large_ones(clients: Clients)
     assert {answer.status_code for answer in await asyncio.gather(*large)} == {200}
 
 
+async def test_a_short_prompt_does_not_wait_for_long_ones(clients: Clients) -> None:
+    long = [clients.send(f"held {number} ", LARGE_BODY - 2000) for number in range(60)]
+    await clients.until(1)
+    assert (await clients.send("short", 6000)).json()["choices"][0]["text"] == "abc"
+    assert [user.partition("x")[0] for user in clients.begun] == ["held 0 ", "short"]
+    clients.gate.set()
+    assert {answer.status_code for answer in await asyncio.gather(*long)} == {200}
+
+
 async def test_waiting_to_be_prepared_is_bounded_by_the_queues_size(clients: Clients) -> None:
     client = clients.service.client
     client.max_waiting = 4

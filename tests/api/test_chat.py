@@ -68,7 +68,8 @@ async def test_an_answer_has_openais_shape(chat: httpx.AsyncClient, engine: Fake
     body = await answer(chat, max_completion_tokens=9, seed=0)
     assert body.pop("id").startswith("chatcmpl-")
     assert isinstance(body.pop("created"), int)
-    assert body.pop("metrics")["speculative_decoding"]["num_spec_tokens"] == 3
+    spec = body.pop("metrics")["speculative_decoding"]
+    assert spec["num_spec_tokens"] == 3
     assert prompt_of(engine) == "user=hé😀;assistant="
     assert body == {
         "object": "chat.completion",
@@ -86,7 +87,11 @@ async def test_an_answer_has_openais_shape(chat: httpx.AsyncClient, engine: Fake
             "completion_tokens": 9,
             "total_tokens": 32,
             "prompt_tokens_details": {"cached_tokens": 11},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "accepted_prediction_tokens": spec["num_accepted_draft_tokens"],
+                "rejected_prediction_tokens": spec["num_draft_tokens"] - spec["num_accepted_draft_tokens"],
+            },
         },
     }
 

@@ -11,6 +11,7 @@ import pytest
 from eagle_server.request import Request
 from tests.api.calls import complete, stream, text_of
 from tests.api.fake_engine import EOS, ID, PLAIN, FakeEngine
+from tests.api.test_metrics import scrape
 
 
 async def test_a_completion_has_openais_shape(http: httpx.AsyncClient) -> None:
@@ -27,7 +28,11 @@ async def test_a_completion_has_openais_shape(http: httpx.AsyncClient) -> None:
             "completion_tokens": 7,
             "total_tokens": 10,
             "prompt_tokens_details": {"cached_tokens": 1},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "accepted_prediction_tokens": metrics["num_accepted_draft_tokens"],
+                "rejected_prediction_tokens": metrics["num_draft_tokens"] - metrics["num_accepted_draft_tokens"],
+            },
         },
     }
     assert set(metrics) == {
@@ -56,6 +61,28 @@ async def test_metrics_follow_from_the_histogram(http: httpx.AsyncClient) -> Non
 async def test_metrics_are_null_where_nothing_was_speculated(http: httpx.AsyncClient) -> None:
     answer = await complete(http, prompt=f"{PLAIN}abc", max_tokens=4)
     assert answer["metrics"] == {"speculative_decoding": None}
+    assert predicted(answer) == (0, 0)
+
+
+def predicted(answer: dict[str, Any]) -> tuple[int, int]:
+    details = answer["usage"]["completion_tokens_details"]
+    return details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+
+
+@pytest.mark.parametrize("stop", [[], ["cab"]])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_drafted_tokens_of_all_choices_are_counted_as_in_the_metrics(
+    http: httpx.AsyncClient, stop: list[str], *, streamed: bool
+) -> None:
+    body = {"prompt": ["abc", f"{PLAIN}abc"], "n": 3, "max_tokens": 9, "seed": 1, "stop": stop}
+    if streamed:
+        answer = (await stream(http, **body, stream_options={"include_usage": True}))[-1]
+    else:
+        answer = await complete(http, **body)
+    accepted, rejected = predicted(answer)
+    found = await scrape(http)
+    assert accepted == found["vllm:spec_decode_num_accepted_tokens_total"] > 0
+    assert accepted + rejected == found["vllm:spec_decode_num_draft_tokens_total"] > accepted
 
 
 async def test_a_stream_says_the_same_as_an_answer(http: httpx.AsyncClient) -> None:

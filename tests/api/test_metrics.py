@@ -131,6 +131,16 @@ async def test_who_waits_and_for_how_long_is_the_engines_word(http: httpx.AsyncC
     assert (found["eagle_server_waiting_clients"], found["eagle_server_longest_wait_seconds"]) == (3, 12.5)
 
 
+async def test_a_draft_that_is_never_accepted_is_a_gauge_and_a_reason(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    for warning in (None, "only 0 % of the first drafts were accepted"):
+        engine.draft_warning = warning
+        await complete(http, prompt="abc", max_tokens=3)
+        assert (await scrape(http))["eagle_server_draft_warning"] == (warning is not None)
+        assert (await http.get("/v1/server_info")).json()["engine"]["draft_warning"] == warning
+
+
 async def test_counts_are_those_of_the_answers(http: httpx.AsyncClient) -> None:
     bodies = [{"prompt": "abcdefgh" * count, "max_tokens": 5 + 7 * count, "seed": count} for count in range(1, 6)]
     answers = await asyncio.gather(*(complete(http, **body) for body in bodies))

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tests.api.conftest import Server, serving
-from tests.api.fake_engine import EOS
+from tests.api.fake_engine import DRAFTED_PER_CYCLE, EOS, PLAIN
 from tests.api.test_chat import TEMPLATE, TOOL
 
 
@@ -50,14 +50,29 @@ def test_chats(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(model="fake", messages=conversation, max_tokens=3).choices
 
 
+def predicted(answer: openai.types.chat.ChatCompletion | openai.types.Completion) -> tuple[int, int]:
+    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+    details = answer.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens is not None and details.rejected_prediction_tokens is not None
+    return details.accepted_prediction_tokens, details.rejected_prediction_tokens
+
+
+def test_completions_count_drafted_tokens_and_none_without_drafts(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="fake", prompt="abc", max_tokens=40, seed=0, n=2)
+    accepted, rejected = predicted(answer)
+    assert min(accepted, rejected) > 0 == (accepted + rejected) % DRAFTED_PER_CYCLE
+    assert predicted(client.completions.create(model="fake", prompt=f"abc{PLAIN}", max_tokens=40)) == (0, 0)
+
+
 def test_chats_stream(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model="fake", messages=HI)
-    options = {"include_usage": True}
-    chunks = list(client.chat.completions.create(model="fake", messages=HI, stream=True, stream_options=options))
+    whole = client.chat.completions.create(model="fake", messages=HI, seed=1)
+    options, asked = {"include_usage": True}, {"model": "fake", "messages": HI, "seed": 1}
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options=options))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == SAID
     assert chunks[-2].choices[0].finish_reason == "stop"
     assert chunks[-1].usage == whole.usage
+    assert predicted(whole) > (0, 0)
     with client.chat.completions.stream(model="fake", messages=HI) as events:  # the package joins the chunks
         assert events.get_final_completion().choices[0].message.content == SAID
 

@@ -23,7 +23,7 @@ from tests.api.servers import stats, wait_for_running, wait_until_idle
 def test_the_openai_client_completes_and_streams(server: Server) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         assert [model.id for model in client.models.list()] == ["fake"]
-        answer = client.completions.create(model="fake", prompt="hé😀", max_tokens=14, logprobs=1)
+        answer = client.completions.create(model="fake", prompt="hé😀", max_tokens=14, logprobs=1, seed=1)
         assert answer.choices[0].text == "hé😀hé😀"
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 14
@@ -31,7 +31,7 @@ def test_the_openai_client_completes_and_streams(server: Server) -> None:
         assert answer.model_extra["metrics"]["speculative_decoding"]["num_spec_tokens"] == 3
         events = list(
             client.completions.create(
-                model="fake", prompt="hé😀", max_tokens=14, stream=True, stream_options={"include_usage": True}
+                model="fake", prompt="hé😀", max_tokens=14, seed=1, stream=True, stream_options={"include_usage": True}
             )
         )
         assert "".join(event.choices[0].text for event in events[:-1]) == "hé😀hé😀"

@@ -70,6 +70,10 @@ def test_counters_equal_the_sums_over_the_responses(served: Served) -> None:
 
     for name, path in COUNTED.items():
         assert gained(name) == sum(at(answer, path) for answer in answers) > 0, name
+    details = [answer["usage"]["completion_tokens_details"] for answer in answers]
+    accepted, drafted = (gained(f"vllm:spec_decode_num_{kind}_tokens_total") for kind in ("accepted", "draft"))
+    assert accepted == sum(each["accepted_prediction_tokens"] for each in details)
+    assert drafted - accepted == sum(each["rejected_prediction_tokens"] for each in details)
     for position in range(3):
         histograms = [answer["metrics"]["speculative_decoding"]["acceptance_histogram"] for answer in answers]
         reached = sum(sum(histogram[position + 1 :]) for histogram in histograms)

@@ -25,6 +25,7 @@ from msgspec import UNSET, UnsetType
 from eagle_server.api.errors import ApiError
 from eagle_server.api.generation.request_state import OutputDelta, RequestState
 from eagle_server.api.generation.response_parts import (
+    CompletionTokensDetails,
     Encoded,
     Metrics,
     PromptLogprobs,
@@ -99,7 +100,10 @@ class Answer(ABC):
             prompt=sum(len(state.prompt.token_ids) for state in self.first_states),
             completion=sum(state.completion_tokens for state in self.states),
             cached=sum(state.cached_tokens for state in self.first_states),
-            reasoning=sum(state.reasoning_tokens for state in self.states),
+            details=CompletionTokensDetails.of(
+                reasoning=sum(state.reasoning_tokens for state in self.states),
+                specs=(state.spec for state in self.states),
+            ),
         )
 
     @property

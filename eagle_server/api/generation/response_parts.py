@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -22,7 +22,18 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
+    """OpenAI's. Accepted and rejected tokens together are the drafted ones that the target verified."""
+
     reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+    @classmethod
+    def of(cls, reasoning: int, specs: Iterable[SpecStats | None]) -> CompletionTokensDetails:
+        """`specs`: of the choices, which have them once they have ended. None: nothing was drafted."""
+        known = [spec for spec in specs if spec is not None]
+        accepted = sum(spec.accepted for spec in known)
+        return cls(reasoning, accepted, sum(spec.drafted for spec in known) - accepted)
 
 
 class Usage(msgspec.Struct):
@@ -35,9 +46,8 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails
 
     @classmethod
-    def of(cls, prompt: int, completion: int, cached: int, reasoning: int) -> Usage:
-        details = PromptTokensDetails(cached), CompletionTokensDetails(reasoning)
-        return cls(prompt, completion, prompt + completion, *details)
+    def of(cls, prompt: int, completion: int, cached: int, details: CompletionTokensDetails) -> Usage:
+        return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
 
 
 class SpeculativeMetrics(msgspec.Struct, omit_defaults=True):

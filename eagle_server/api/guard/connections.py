@@ -11,6 +11,8 @@ import asyncio
 import heapq
 import re
 import resource
+import select
+import socket
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -33,6 +35,8 @@ REST_SECONDS = 0.004  # between turns, for everything else: long bodies take a t
 PART = 2**16  # bytes of a body of known length that are parsed at once
 CHUNKED_PART = 256  # the same for a body in chunks: 40 chunks of one byte take 3 ms
 SHORT_BODY = 2**18  # bytes; a body that is longer, or of unknown length, is parsed in turns
+FIRST_CHECK_SECONDS = 0.1  # after a client has closed its sending side: until it is seen whether it is gone
+SOON_SECONDS, RARELY_SECONDS = 0.01, 1.0  # the next check after an interim answer, and the longest time between checks
 MOST_IGNORED = 2**16  # bytes of a body in chunks after an answer that did not wait for it
 _HEADER_END = re.compile(rb"\n\r?\n")
 _OVERLAP = 2  # bytes of a header's end that may be in the previous part
@@ -95,6 +99,8 @@ class BoundedConnection(H11Protocol):
         self._before = b""  # the last bytes that were parsed
         self._body_left = 0  # bytes of the body that are to come, if its length is known
         self._ignored = 0
+        self._is_half_closed = False
+        self._probed: object = None  # the newest request for which an interim answer was sent
         super().connection_made(transport)
         most = most_connections()
         if len(self.connections) > most:
@@ -130,6 +136,7 @@ class BoundedConnection(H11Protocol):
                 self._count_body(part, in_header=in_header)
         if not self._received and not self._must_pause:
             self.flow.resume_reading()
+        self._close_if_done()
         return bool(part and self._received)
 
     def _next_part(self) -> bytes:
@@ -180,6 +187,60 @@ class BoundedConnection(H11Protocol):
         super().on_response_complete()
         if self._received:
             self._wait_for_turn()
+        self._close_if_done()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. If a whole request waits for its answer, the connection stays open for that.
+
+        TCP says the same of a client that has closed its socket. That one resets the connection when something is sent
+        to it, see `_check_half_closed`. TLS has no half-closed connections in asyncio.
+        """
+        if self.scheme == "https" or self._is_gone or not (self._received or self._owes_answer):
+            return False
+        if not self._is_half_closed:
+            self._is_half_closed = True
+            self.loop.call_later(FIRST_CHECK_SECONDS, self._check_half_closed, FIRST_CHECK_SECONDS)
+        return True
+
+    def _check_half_closed(self, delay: float) -> None:
+        """Abort the connection if its client is gone. If nothing was sent yet, send an interim answer to find out."""
+        if self.transport.is_closing():
+            return
+        if self._is_gone:
+            self.transport.abort()
+            return
+        delay = min(2 * delay, RARELY_SECONDS)
+        if self._may_probe:
+            self._probed, delay = self.cycle, SOON_SECONDS
+            interim = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self.transport.write(self.conn.send(interim))
+        self.loop.call_later(delay, self._check_half_closed, delay)
+
+    @property
+    def _may_probe(self) -> bool:
+        """HTTP/1.0 has no interim answers, and a Unix socket needs none."""
+        if not self._owes_answer or self._probed is self.cycle or self.cycle.response_started:
+            return False
+        is_unix: bool = self.transport.get_extra_info("socket").family == socket.AF_UNIX
+        return not is_unix and self.scope["http_version"] != "1.0"
+
+    @property
+    def _is_gone(self) -> bool:
+        """Whether the connection was reset, or, on a Unix socket, closed."""
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), 0)
+        return bool(poll.poll(0))  # hang-ups and errors are always reported
+
+    def _close_if_done(self) -> None:
+        """Close the connection if its client sends no more, and has all answers."""
+        if self._is_half_closed and not self._received and not self._owes_answer:
+            self.transport.close()
+
+    @property
+    def _owes_answer(self) -> bool:
+        """Whether the server has a whole request and has not answered it."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        return not is_answered and self.conn.their_state is not h11.SEND_BODY
 
     def _wait_for_turn(self) -> None:
         _turns.setdefault(self.loop, _Turns()).add(self)

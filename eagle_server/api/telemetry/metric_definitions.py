@@ -56,6 +56,9 @@ class MetricDefinitions:
             "eagle_server_longest_wait_seconds", "Time for which the request that waits longest has waited by now."
         )
         self.kv_cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of the KV cache that is in use, 0 to 1.")
+        self.draft_warning = self._gauge(
+            "eagle_server_draft_warning", "1 if hardly any first draft of 200 greedy trees was accepted, else 0."
+        )
         cache = ready.resolved.get("cache", {})
         block_size, slots = cache.get("block_size", 1), cache.get("max_total_tokens") or 0
         values = {

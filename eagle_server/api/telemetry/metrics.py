@@ -67,6 +67,7 @@ class ServerMetrics:
         self._definitions.waiting_clients.set_function(lambda: self._state(lambda stats: stats.waiting_clients))
         self._definitions.longest_wait.set_function(lambda: self._state(lambda stats: stats.longest_wait))
         self._definitions.kv_cache_usage.set_function(lambda: self._state(kv_cache_usage))
+        self._definitions.draft_warning.set_function(lambda: self._state(lambda stats: stats.draft_warning is not None))
 
     def _state(self, value: Callable[[EngineStats], float]) -> float:
         stats = self._stats()

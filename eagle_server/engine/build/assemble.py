@@ -106,8 +106,8 @@ def assemble(  # noqa: PLR0913
     )
     largest = FixedBudget(config.tree.num_steps, config.tree.num_draft_tokens)
     drafting = TreeDrafting(drafter, batches, largest)
-    if draft is not None and (causes := ALGORITHMS[draft.algorithm].silent_causes):
-        drafting.first_drafts = FirstDrafts(causes)
+    if draft is not None:
+        drafting.first_drafts = FirstDrafts(ALGORITHMS[draft.algorithm].silent_causes)
     captured = max(config.graph_sizes, default=0) * config.tree.num_draft_tokens
     verifier = Verifier(target, attention, pools[0], graphs, ranks, captured, states)
     worker = Worker(verifier, drafting, batches, config.acceptance)
@@ -139,7 +139,10 @@ def _adapt(worker: Worker, largest: FixedBudget, config: EngineConfig) -> None:
     )
     shapes = () if worker.verifier.attention.ragged_trees else tree.shapes
     drafter, rows, size = drafting.drafter, worker.batches.pad_row + 1, (tree.depth, tree.num_draft_tokens)
-    drafting.adapt(AdaptiveBudget(rows, size, costs, drafter.forwards, drafter.widest, shapes), costs)
+    budget = AdaptiveBudget(
+        rows, size, costs, drafter.forwards, drafter.widest, shapes, first_drafts=drafting.first_drafts
+    )
+    drafting.adapt(budget, costs)
 
 
 def _check(draft: DraftModel | None, config: EngineConfig) -> None:

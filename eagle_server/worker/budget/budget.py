@@ -24,6 +24,7 @@ from eagle_server.request import SpeculationState
 from eagle_server.worker.budget.cost_model import CostModel, draft_steps
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
 from eagle_server.worker.budget.prospects import Floats, Ints, Prospects
+from eagle_server.worker.first_drafts import FirstDrafts
 
 _LEAST_LOGP = np.linspace(math.log(0.95), math.log(0.005), 24)  # to choose from
 
@@ -157,7 +158,8 @@ class AdaptiveBudget:
     `forwards(num_steps)` is the number of draft steps that a drafter needs for trees of that depth, after draft-extend,
     and `widest` how many nodes each feeds at most. `largest`: steps and nodes of the flags' tree. `shapes`: pairs
     (num_steps, num_draft_tokens), if all trees of a cycle must have one of these, as with CUDA graphs; then all
-    requests draft, or none, and the width is the flags'. (): any shapes.
+    requests draft, or none, and the width is the flags'. (): any shapes. `first_drafts`: while they are not judged,
+    greedy requests draft in lessons, whatever is expected.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917
@@ -169,7 +171,9 @@ class AdaptiveBudget:
         widest: int = 1,
         shapes: Sequence[tuple[int, int]] = (),
         policy: BudgetPolicy = POLICY,
+        first_drafts: FirstDrafts | None = None,
     ) -> None:
+        self.first_drafts = first_drafts
         self.costs, self.shapes, self.policy = costs, tuple(shapes), policy
         (self.num_steps, self.num_draft_tokens), self.widest = largest, widest
         widths = sorted({1 << power for power in range(widest.bit_length())} | {widest})
@@ -226,6 +230,8 @@ class AdaptiveBudget:
         # Until the first lessons are over there is a prior only, so all draft, whatever is expected.
         new = [n for n in candidates if self.prospects.trees(decodes[n]) < self.policy.first_lessons]
         others = [(self.prospects.last[row], n) for n, row in zip(candidates, rows, strict=True) if n not in wanted]
+        if self.first_drafts is not None and self.first_drafts.is_open and not wanted and not new:
+            new = [n for _, n in others if decodes[n].sampling.params.temperature == 0]
         self._probes = bool(others and not new) and self._credit > 0
         if self._probes:  # who drafted longest ago drafts once, to see whether that pays
             new = [min(others)[1]]

@@ -50,6 +50,12 @@ def test_options_and_files_of_a_row_exist(row: Algorithm) -> None:
     assert row.tree_option is None or row.static_drafter is None
 
 
+@ROWS
+def test_a_row_names_why_its_drafts_may_be_rejected(row: Algorithm) -> None:
+    assert ("--speculative-draft-config-override" not in row.silent_causes) or not row.refuses
+    assert "chat template" in row.silent_causes
+
+
 def test_names_are_those_of_the_table() -> None:
     assert set(ALIASES.values()) <= set(NAMES)
     assert len(set(NAMES)) == len(NAMES) == 2 * len(ALGORITHMS) + 2

@@ -15,6 +15,7 @@ from eagle_server.worker.budget.budget import NOTHING, AdaptiveBudget, CycleBudg
 from eagle_server.worker.budget.cost_model import CostModel, draft_steps
 from eagle_server.worker.budget.policy import POLICY
 from eagle_server.worker.budget.prospects import shapes
+from eagle_server.worker.first_drafts import FirstDrafts
 
 STEPS, TOPK, SIZE = 5, 4, 8
 
@@ -113,6 +114,19 @@ def test_a_request_that_was_not_believed_is_probed_and_comes_back() -> None:
     later = settled(budget, alone, 0.95, cycles=3000)
     assert sum(len(each.drafting) for each in later[-100:]) > 80
     assert settled(budget, alone, 0.95)[-1].num_steps == STEPS, "also the levels that were not drafted meanwhile"
+
+
+def test_lessons_draft_for_greedy_requests_until_the_draft_is_judged() -> None:
+    """Else a budget that stops drafting would hide why."""
+    first_drafts = FirstDrafts("causes")
+    budget, decodes = adaptive(costs(per_row=1.0), first_drafts=first_drafts), [decode(0), decode(1, temperature=1.0)]
+    for _ in range(POLICY.first_lessons):
+        draft(budget, decodes, budget.choose(decodes, [True, True], lesson=True), {0: 0.01, 1: 0.01})
+    assert budget.choose(decodes, [True, True], lesson=True).drafting == (0,)
+    assert budget.choose(decodes, [False, True], lesson=True).drafting == ()
+    assert budget.choose(decodes, [True, True]).drafting == (), "lessons only"
+    first_drafts.is_open = False
+    assert budget.choose(decodes, [True, True], lesson=True).drafting == ()
 
 
 def test_the_first_lessons_draft_even_where_nothing_is_expected() -> None:
