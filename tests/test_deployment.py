@@ -91,7 +91,7 @@ def test_images_have_the_version_and_the_torch_of_the_package():
         assert re.findall(r"ARG VERSION=(.+)", text) == [project["version"]]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_bill_of_materials_lists_what_is_installed(tmp_path):
     script = ROOT / "docker" / "bill_of_materials.sh"
     run("sh", str(script), str(Path(tool("cyclonedx-py")).parent), sys.executable, str(tmp_path))

@@ -102,7 +102,7 @@ def test_a_signal_drains(tokenizer_dir: Path, tmp_path: Path, signal_number: int
         assert "Traceback" not in running.log.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_clients_cannot_delay_the_end(tokenizer_dir: Path, tmp_path: Path) -> None:
     """One never ends its body, another never reads its answer."""
     # 3 MB of answer, more than the operating system buffers

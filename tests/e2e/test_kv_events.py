@@ -104,7 +104,7 @@ def check_predictions(up: Served, subscriber: KVEventSubscriber) -> int:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_router_predicts_cached_tokens_also_after_the_engine_was_killed(tmp_path: Path) -> None:
     endpoints = f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
     with (

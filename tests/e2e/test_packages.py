@@ -19,7 +19,7 @@ import pytest
 from tests.e2e.conftest import README_FLAGS, REPOSITORY, serving
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.deep,
     pytest.mark.skipif(find_spec("build") is None, reason="needs build: pip install -e '.[test]'"),
 ]
 SOURCES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "kernels", "eagle_server", "eagle_tools")

@@ -128,7 +128,8 @@ def test_captured_cycles_give_the_plain_text(target: TargetModel, texts: dict[st
 
 
 @needs_triton
-@pytest.mark.parametrize("name", [pytest.param("EAGLE3", marks=pytest.mark.deep), "NGRAM"])
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["EAGLE3", "NGRAM"])
 def test_the_kernels_for_gpus_give_the_plain_text(
     target: TargetModel, texts: dict[str, list[int]], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

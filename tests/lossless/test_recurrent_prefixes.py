@@ -25,6 +25,7 @@ from eagle_server.request import FinishReason, Request
 from eagle_server.scheduling.sequence import Sequence
 from tests.lossless.scenes import as_on_a_gpu
 from tests.lossless.test_recurrent import DRAFTERS, VOCABULARY, Drafted
+from tests.support.covering import covering, deep_unless
 from tests.support.engines import (
     CONTEXT,
     MARGIN,
@@ -117,8 +118,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("kind", "name", "settings"),
     [
-        *(("qwen3.5", name, settings) for name in BUILDS for settings in SETTINGS),
-        *((kind, name, "little KV") for kind in OTHERS for name in ("EAGLE3", "EAGLE3 chain", "STANDALONE", "NGRAM")),
+        *covering(["qwen3.5"], BUILDS, SETTINGS, together=1),
+        *covering(OTHERS, ["EAGLE3", "EAGLE3 chain", "STANDALONE", "NGRAM"], ["little KV"], together=1),
     ],
     indirect=["kind"],
 )
@@ -143,7 +144,10 @@ def test_conversations_have_the_texts_that_they_have_without_a_cache(
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [*(("qwen3.5", name) for name in ("NONE", "EAGLE3", "NGRAM")), *((kind, "NGRAM") for kind in OTHERS)],
+    [
+        *(pytest.param("qwen3.5", name, marks=deep_unless(name == "EAGLE3")) for name in ("NONE", "EAGLE3", "NGRAM")),
+        *(pytest.param(kind, "NGRAM", marks=pytest.mark.deep) for kind in OTHERS),
+    ],
     indirect=["kind"],
 )
 def test_captured_cycles_find_the_same(
@@ -260,13 +264,14 @@ def test_without_a_prefix_cache_there_are_no_checkpoints(target: TargetModel) ->
         assert run(engine, [request(0, words(50, 6), max_tokens=3)])["0"].cached_tokens == 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("qwen3.5", "EAGLE3"),
-        *((kind, "NGRAM") for kind in HYBRIDS if kind != "kimi"),  # torch computes latent attention
-    ],
+    ("kind", "name", "dtype"),
+    covering(
+        # torch computes latent attention
+        [("qwen3.5", "EAGLE3"), *((kind, "NGRAM") for kind in HYBRIDS if kind != "kimi")],
+        ["float32", "bfloat16"],
+        together=1,
+    ),
     indirect=["kind"],
 )
 def test_every_checkpoint_is_the_state_of_its_text_bit_for_bit(

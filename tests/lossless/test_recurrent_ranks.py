@@ -21,6 +21,7 @@ from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.request import FinishReason
 from tests.lossless.test_recurrent import REQUESTS, VOCABULARY, target, texts
 from tests.lossless.test_recurrent_prefixes import SETTINGS, poison_unused, talk, turns, words
+from tests.support.covering import covering, deep_unless
 from tests.support.engines import (
     CONTEXT,
     MARGIN,
@@ -84,7 +85,9 @@ def build(tmp_path: Path, target: TargetModel, request: pytest.FixtureRequest) -
     return lambda **stand_in: (SplitEngines(tmp_path, 2, **stand_in), made)
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=deep_unless(name in ("NGRAM", "EAGLE3"))) for name in DRAFTS]
+)
 def test_two_ranks_give_the_text_of_one(build: Any, texts: dict[str, list[int]], name: str) -> None:
     """Chunked prompts that join others, and so little KV that some are preempted. Twice, so that prompts are cached."""
     splits, made = build()
@@ -101,8 +104,10 @@ def test_two_ranks_give_the_text_of_one(build: Any, texts: dict[str, list[int]],
             assert outcome["0"].cached_tokens > 0 or "max_total_tokens" in settings
 
 
-@pytest.mark.parametrize("settings", ["checkpoints in plenty", "two checkpoints", "little KV"])
-@pytest.mark.parametrize("name", ["NONE", "EAGLE3", "NGRAM"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    covering(["NONE", "EAGLE3", "NGRAM"], ["checkpoints in plenty", "two checkpoints", "little KV"], together=1),
+)
 def test_conversations_find_their_states_on_both_ranks(build: Any, turns: Any, name: str, settings: str) -> None:
     splits, made = build()
     with splits as split:
@@ -114,7 +119,7 @@ def test_conversations_find_their_states_on_both_ranks(build: Any, turns: Any, n
     assert sum(each.cached_tokens for each in outcomes[2].values()) > 100 or settings != "checkpoints in plenty"
 
 
-@pytest.mark.parametrize("name", ["EAGLE3", "NGRAM"])
+@pytest.mark.parametrize("name", ["EAGLE3", pytest.param("NGRAM", marks=pytest.mark.deep)])
 def test_on_the_flashinfer_backend_all_ranks_warm_up(
     build: Any, texts: dict[str, list[int]], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from eagle_server.models.checkpoints.drafts.load_draft import load_draft
 from eagle_server.models.checkpoints.load_target import load_target
 from tests.lossless.scenes import as_on_a_gpu
 from tests.support import mimo_v2, step3p5
+from tests.support.covering import covering
 from tests.support.engines import CONTEXT, MARGIN, admit_without_reserve, plain, request, run, speculative, tokens_of
 
 VOCABULARY = 12  # few tokens, so that untrained drafts are accepted now and then
@@ -40,8 +41,9 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return directory
 
 
-@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize(("steps", "topk"), [(3, 1), (4, 3)])
+@pytest.mark.parametrize(
+    ("steps", "topk", "form"), covering([(3, 1), (4, 3)], ["float32", "bfloat16", "int8"], together=1)
+)
 def test_drafts_of_its_layers_change_no_text(directory: Path, form: str, steps: int, topk: int) -> None:
     """Levels below the third repeat the last layer. Prompts again, from the prefix cache."""
     dtype: Any = "float32" if form == "int8" else form

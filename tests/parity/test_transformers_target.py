@@ -219,7 +219,7 @@ def generated(theirs: PreTrainedModel, prompts: Sequence[list[int]], count: int)
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "gemma4", *(pytest.param(n, marks=pytest.mark.deep) for n in ("gemma2", "mixtral"))]
+    "name", ["gpt2", *(pytest.param(n, marks=pytest.mark.deep) for n in ("gemma2", "gemma4", "mixtral"))]
 )
 def test_greedy_text_with_any_drafter_is_what_transformers_generates(name: str, tmp_path: Path) -> None:
     """N-grams, a draft model (itself) and an EAGLE-3 head, with preemption, prefix hits, chunks, and FlashInfer."""

@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 
 
+def deep_unless(quick: bool) -> tuple[pytest.MarkDecorator, ...]:
+    return () if quick else (pytest.mark.deep,)
+
+
 def covering(*axes: Iterable[Any], together: int) -> list[Any]:
     """Every combination of one value per axis, for `parametrize`. Values that are tuples stand for several arguments.
 
@@ -28,6 +32,6 @@ def covering(*axes: Iterable[Any], together: int) -> list[Any]:
     def parameter(combination: tuple[int, ...]) -> Any:
         chosen = [axis[place] for axis, place in zip(values, combination, strict=True)]
         spread = [part for value in chosen for part in (value if isinstance(value, tuple) else (value,))]
-        return pytest.param(*spread, marks=() if combination in quick else (pytest.mark.deep,))
+        return pytest.param(*spread, marks=deep_unless(combination in quick))
 
     return [parameter(combination) for combination in combinations]
