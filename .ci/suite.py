@@ -1,7 +1,7 @@
 """Run one suite of tests; what failed in it is run once more, alone: python .ci/suite.py NAME SECONDS COMMAND.
 
-NAME names its report in .pytest_cache. After SECONDS pytest ends the suite, with its summary. If at most `MOST_AGAIN` tests
-failed and all pass alone, the suite has passed, and .pytest_cache/flaky.txt names them. No process of the suite is left.
+NAME names its report in .pytest_cache. After SECONDS pytest ends the suite, with its summary. If at most `MOST_AGAIN`
+tests failed and all pass alone, the suite has passed, and .pytest_cache/flaky.txt names them. No process of it is left.
 """
 
 from __future__ import annotations

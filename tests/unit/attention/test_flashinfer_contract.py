@@ -51,6 +51,9 @@ PHASES: dict[str, Callable[[World], Case]] = {
 }
 
 
+pytestmark = pytest.mark.deep  # .ci/run installs FlashInfer's Python code for the deep tests
+
+
 @pytest.fixture(scope="module")
 def real() -> Any:
     return real_flashinfer()

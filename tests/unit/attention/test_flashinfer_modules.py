@@ -204,6 +204,7 @@ def test_only_the_fused_operations_of_the_model_are_loaded(
     assert normed == sizes
 
 
+@pytest.mark.deep  # needs FlashInfer's Python code
 @pytest.mark.parametrize(("release", "warned"), [("12.4", True), ("13.0", False)])
 def test_a_toolkit_of_another_cuda_than_torchs_is_warned_of(
     release: str, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

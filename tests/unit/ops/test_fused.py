@@ -229,6 +229,7 @@ def test_an_eagle_head_leaves_its_callers_feature_alone(in_place, target):
     run(head, torch.tensor([1, 2, 3, 4, 49]), normal(5, 32))
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed")
 @pytest.mark.filterwarnings("ignore")  # of its dependencies
 def test_flashinfer_has_the_functions_that_are_called():
