@@ -7,7 +7,8 @@ import contextlib
 import os
 import resource
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -15,7 +16,14 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from eagle_server.api.guard import connections
-from eagle_server.api.guard.connections import MOST_CONNECTIONS, RESERVED_FILES, most_connections
+from eagle_server.api.guard.connections import (
+    MOST_CONNECTIONS,
+    RESERVED_FILES,
+    BoundedConnection,
+    Wait,
+    close_overdue,
+    most_connections,
+)
 from eagle_server.api.server import HttpServer, listen
 from tests.api.conftest import PATIENCE, Server, serving
 from tests.api.fake_engine import SLOW
@@ -90,15 +98,57 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": bytes(LARGE if scope["path"] == "/large" else 1)})
 
 
+@dataclass
+class Running:
+    port: int
+    server: HttpServer
+
+    @property
+    def connections(self) -> list[BoundedConnection]:
+        return [each for each in self.server.server_state.connections if isinstance(each, BoundedConnection)]
+
+    async def until(self, condition: Callable[[list[BoundedConnection]], bool]) -> None:
+        """Wait until the server's connections are so."""
+        async with asyncio.timeout(PATIENCE):
+            while not condition(self.connections):
+                await asyncio.sleep(0.001)
+
+
 @pytest.fixture
-async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
+async def running(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
     monkeypatch.setattr(connections, "REQUEST_SECONDS", 1.0)
     server = HttpServer(application)
     with listen("127.0.0.1", 0) as listener:
         task = asyncio.create_task(server.serve(sockets=[listener]))
-        yield listener.getsockname()[1]
+        yield Running(listener.getsockname()[1], server)
         server.should_exit = True
         await task
+
+
+@pytest.fixture
+def port(running: Running) -> int:
+    return running.port
+
+
+class Clock:
+    """The server's clock, which stands still until it is moved."""
+
+    def __init__(self, running: Running) -> None:
+        self._running, self._now = running, 0.0
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def move(self, seconds: float) -> None:
+        self._now += seconds
+        close_overdue(self._running.connections)  # as the server does about once a second
+
+
+@pytest.fixture
+def clock(running: Running, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock(running)
+    monkeypatch.setattr(connections, "time", clock)
+    return clock
 
 
 @contextlib.asynccontextmanager
@@ -162,15 +212,20 @@ async def test_a_client_that_reads_slowly_gets_its_whole_answer(port: int) -> No
             await asyncio.sleep(0.25)
 
 
-@pytest.mark.slow
-async def test_long_answers_and_kept_connections_have_their_time(port: int) -> None:
-    async with connected(port, b"") as (reader, writer), asyncio.timeout(PATIENCE):
+async def test_long_answers_and_kept_connections_have_their_time(running: Running, clock: Clock) -> None:
+    async with connected(running.port, b"") as (reader, writer), asyncio.timeout(PATIENCE):
         for _ in range(2):
             writer.write(get("/slow"))
-            assert (await reader.readuntil(b"0\r\n\r\n")).count(b"x\r\n") == 4
-            await asyncio.sleep(0.8)
+            await reader.readuntil(b"x\r\n")
+            clock.move(100)
+            assert (await reader.readuntil(b"0\r\n\r\n")).count(b"x\r\n") == 3
+            await running.until(lambda found: found[0].wait is Wait.REQUEST)
+            clock.move(0.8)
             writer.write(get("/"))
             await reader.readuntil(b"0\r\n\r\n")
+        await running.until(lambda found: found[0].wait is Wait.REQUEST)
+        clock.move(1.1)
+        assert await reader.read() == b""
 
 
 # --- Which connections are closed past the bound ---
@@ -182,19 +237,25 @@ def post(path: bytes, body: bytes = b"") -> bytes:
     return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: 20\r\n\r\n%b" % (path, body)
 
 
+async def turns(count: int) -> None:
+    """Turns of the loop that the server has, too: on a machine that stops for a while they are as many."""
+    for _ in range(count):
+        await asyncio.sleep(0.003)
+
+
 @contextlib.asynccontextmanager
 async def many(port: int, sent: bytes, count: int) -> AsyncIterator[list[asyncio.StreamReader]]:
     async with contextlib.AsyncExitStack() as stack:
         readers = []
         for _ in range(count):
             readers.append((await stack.enter_async_context(connected(port, sent)))[0])
-            await asyncio.sleep(0.02)  # the server sees them in this order
+            await turns(10)  # the server sees them in this order
         yield readers
 
 
 async def closed(readers: list[asyncio.StreamReader]) -> list[int]:
     """The places of those that the server has closed."""
-    await asyncio.sleep(0.2)
+    await turns(50)
     return [place for place, reader in enumerate(readers) if reader.at_eof() or reader.exception() is not None]
 
 
@@ -253,21 +314,19 @@ async def test_a_client_that_stopped_reading_makes_room_last(port: int, monkeypa
             assert received < LARGE
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", [b"/body", b"/"], ids=["read", "answered early"])
-async def test_each_request_of_a_connection_has_the_whole_time(
-    port: int, monkeypatch: pytest.MonkeyPatch, path: bytes
-) -> None:
-    monkeypatch.setattr(connections, "REQUEST_SECONDS", 2.5)
-    async with connected(port, post(path, b"x" * 10)) as (reader, writer), asyncio.timeout(PATIENCE):
-        await asyncio.sleep(0.1)
-        writer.write(b"x" * 10)
-        assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")
-        await asyncio.sleep(2)
-        writer.write(post(b"/body", b"x" * 10))
-        await asyncio.sleep(2)
-        writer.write(b"x" * 10)
-        assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")
+async def test_each_request_of_a_connection_has_the_whole_time(running: Running, clock: Clock, path: bytes) -> None:
+    async with connected(running.port, post(path, b"x" * 10)) as (reader, writer), asyncio.timeout(PATIENCE):
+        for request, seconds in ((b"", 0.1), (post(b"/body", b"x" * 10), 0.8)):
+            writer.write(request)
+            await running.until(lambda found: len(found) == 1 and found[0].wait is Wait.BODY)
+            clock.move(seconds)
+            writer.write(b"x" * 10)
+            assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            await running.until(lambda found: found[0].wait is Wait.REQUEST)
+            clock.move(0.8)
+        clock.move(0.3)
+        assert await reader.read() == b""
 
 
 @pytest.mark.parametrize("path", [b"/", b"/body"])
