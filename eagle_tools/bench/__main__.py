@@ -1,4 +1,4 @@
-"""python -m eagle_tools.bench: speculative and plain decoding side by side."""
+"""`eagle-server bench`: speculative and plain decoding side by side."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ DEMO_PROMPTS = DEMO / "prompts.json"
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m eagle_tools.bench",
+        prog="eagle-server bench",
         description="Starts two servers, one that speculates and one with --speculative-algorithm NONE, sends the same "
         "prompts to both alternately, and compares tokens/s. Both get the server flags after `--`; the plain one "
         "without those of drafting.",
-        epilog="example: python -m eagle_tools.bench --concurrency 1 8 -- --speculative-num-steps 3 --topk 4",
+        epilog="example: eagle-server bench --concurrency 1 8 -- --speculative-num-steps 3 --topk 4",
     )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8], metavar="N", help="clients (1 8)")
     parser.add_argument("--prompts", type=Path, default=DEMO_PROMPTS, help="JSON list of strings (the demo's held-out)")

@@ -61,6 +61,11 @@ def main(argv: Sequence[str]) -> int:
     if arguments.device == "cpu" and not arguments.tiny:
         print("bench.gpu: --device cpu needs --tiny: the full model is for a GPU", file=sys.stderr)
         return 2
+    import torch  # not needed for --help
+
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("bench.gpu: no CUDA device here; --tiny --device cpu tries the command out on a CPU", file=sys.stderr)
+        return 2
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     parts = Parts(out / "parts.json", arguments.device, tiny=arguments.tiny)

@@ -19,9 +19,10 @@ from eagle_server.models.checkpoints.load_target import load_native_target
 from eagle_tools.training import corpus as corpus_module
 from eagle_tools.training.__main__ import main
 from eagle_tools.training.corpus import Corpus, own_files, standard_library, train_tokenizer
-from eagle_tools.training.eagle3 import Recipe, own_texts
+from eagle_tools.training.eagle3 import own_texts
 from eagle_tools.training.fingerprint import cached_arrays, target_fingerprint
 from eagle_tools.training.loop import Job, Schedule, train
+from eagle_tools.training.recipes import Recipe
 from eagle_tools.training.tiny import TinyPair, tiny_pair
 
 REMADE = "it is made again"
