@@ -97,7 +97,10 @@ def _add_common_arguments(parser: argparse.ArgumentParser, default: AnyRecipe) -
     parser.add_argument("--target", required=True, help="checkpoint directory or Hub id of a dense target")
     parser.add_argument("--out", type=Path, required=True, help="where the head is written; training/ below it resumes")
     parser.add_argument(
-        "--data", type=Path, nargs="+", help="text files or directories of them (not given: Python's standard library)"
+        "--data",
+        type=Path,
+        nargs="+",
+        help="text files or directories of them, no chats (not given: Python's standard library)",
     )
     parser.add_argument(
         "--steps", type=int, default=default.steps, help="training steps of about 6144 rows (%(default)s)"

@@ -15,7 +15,7 @@ from eagle_server.models.checkpoints.load_target import load_native_target
 from eagle_server.models.checkpoints.weights import resolve_checkpoint
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_tools.training.block import train_block
-from eagle_tools.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library
+from eagle_tools.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library, text_files
 from eagle_tools.training.eagle3 import evaluate_head, own_texts, train_head
 from eagle_tools.training.export import export_demo, export_demo_heads, export_head, export_target, write_evaluation
 from eagle_tools.training.fingerprint import target_fingerprint
@@ -108,13 +108,14 @@ def _common(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _target_and_corpus(parsed: argparse.Namespace) -> tuple[TargetModel, Corpus]:
+    texts = text_files(parsed.data, parsed.out) if parsed.data else None
     directory = resolve_checkpoint(parsed.target)
     target = load_native_target(directory, dtype="float32", device=_device(parsed.device), pack=False)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     end = target.config.eos_token_ids[0] if target.config.eos_token_ids else 0
     cache = parsed.out / "training" / "corpus.npz"
-    if parsed.data:
-        return target, own_files(tokenizer, parsed.data, end, cache, out=parsed.out)
+    if texts is not None:
+        return target, own_files(tokenizer, texts, end, cache)
     return target, standard_library(tokenizer, end, cache)
 
 
