@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-
 from eagle_server.config.commands import without_drafting
 from eagle_tools import DEMO
 from eagle_tools.bench.load import Measurement, Workload, measure, read_texts
 from eagle_tools.bench.report import PLAIN, SPECULATIVE, equal_texts, plot, print_table, ratios, rows_of, write_json
+from eagle_tools.bench.rich_output import Console, Progress
 from eagle_tools.bench.servers import BenchError, running
 
 TABLE_WIDTH = 96  # the tables need it, also if the output is not a terminal
