@@ -21,7 +21,6 @@ import logging
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +47,13 @@ from eagle_server.version import version
 signal.signal(signal.SIGINT, _on_interrupt)
 logger = logging.getLogger("eagle_server")
 
-# Loaded by name: a server needs neither them nor their packages.
+# Loaded by name: a server needs neither them nor their packages. They check that their packages are installed.
 COMMANDS = {
     "chat": "eagle_tools.chat.command",
     "tree": "eagle_tools.tree.command",
     "bench": "eagle_tools.bench.__main__",
     "train": "eagle_tools.training.__main__",
 }
-TOOLS_NEED = ("httpx", "matplotlib", "rich")  # the extra "tools"
 SERVE, HELP = "serve", "help"
 EXAMPLE_BODY = r'{"prompt": "def fibonacci(n):\n", "max_tokens": 64, "temperature": 0}'
 
@@ -75,9 +73,6 @@ def _command(words: list[str]) -> int:
             return _fail(f"help is for one command, not for {' '.join(rest)}", CONFIGURATION_STATUS)
         return _command([*rest, "--help"])
     if first in COMMANDS:
-        if missing := [name for name in TOOLS_NEED if find_spec(name) is None]:
-            fix = "pip install 'eagle-server[tools]'"
-            return _fail(f"{first} needs {' and '.join(missing)}: {fix}", CONFIGURATION_STATUS)
         status: int = importlib.import_module(COMMANDS[first]).main(rest)
         return status
     if first == SERVE:

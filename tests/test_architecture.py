@@ -15,7 +15,8 @@ TOOLS = ROOT / "eagle_tools"
 MODULES = sorted([*PACKAGE.rglob("*.py"), *TOOLS.rglob("*.py")])
 
 # A part may import itself, the vocabulary, and what stands here: only what lies below it.
-VOCABULARY = {"algorithms", "request", "plan", "version", "hub", "tools.DEMO"}  # DEMO: a name of the package itself
+# DEMO, require_extra: names of the package itself.
+VOCABULARY = {"algorithms", "request", "plan", "version", "hub", "tools.DEMO", "tools.require_extra"}
 LOWEST = {"ops"}
 PEERS = {"models", "attention", "speculation", "cache"}
 ARROWS: dict[str, set[str]] = {
@@ -55,8 +56,10 @@ SEE_CONFIG = {
     "tools.bench.__main__",
     "tools.bench.demo",
     "tools.chat.command",
+    "tools.chat.conversation",
     "tools.training",
     "tools.tree.command",
+    "tools.tree.story",
 }  # the composition roots
 COPIES_TO_HOST = PACKAGE / "worker" / "host.py"
 READ_SIZES = {  # functions that read sizes from the device, and why that costs no cycle on a GPU

@@ -18,7 +18,7 @@ class CommandParser(OneLineParser):
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(
             prog=prog,
-            usage=f"%(prog)s {first}[options] [options of python -m eagle_server]",
+            usage=f"%(prog)s {first}[options] [options of eagle-server]",
             description=description,
             epilog=epilog,
             formatter_class=raw,

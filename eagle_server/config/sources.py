@@ -32,20 +32,20 @@ the environment. Flags win over the file, the file over the environment, the env
 
 _EXAMPLES = """\
 examples:
-  python -m eagle_server
+  eagle-server
       the demo on http://127.0.0.1:30000
-  python -m eagle_server --speculative-num-steps 3 --topk 4
+  eagle-server --speculative-num-steps 3 --topk 4
       the same with draft trees of depth 3, 4 children per node and 3 * 4 + 1 nodes
-  python -m eagle_server --model-path meta-llama/Llama-3.1-8B-Instruct \\
+  eagle-server --model-path meta-llama/Llama-3.1-8B-Instruct \\
       --speculative-draft-model-path yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
       a published pair: the head's format is detected, the trees are chosen by architecture
-  python -m eagle_server --speculative-algorithm NONE
+  eagle-server --speculative-algorithm NONE
       the demo without speculation
-  python -m eagle_server --config configs/llama-3.1-8b-eagle3.yaml --port 8000 --dry-run
+  eagle-server --config configs/llama-3.1-8b-eagle3.yaml --port 8000 --dry-run
       print the configuration of a preset and a flag
 
 other commands, each with its own --help:
-  eagle-server serve [MODEL] [options]   the same as python -m eagle_server; MODEL is short for --model-path
+  eagle-server serve [MODEL] [options]   the same as eagle-server; MODEL is short for --model-path
   eagle-server chat [MODEL] [options]    talk to a model in the terminal, or with --url URL to a running server
   eagle-server tree --prompt "def f(n):" generate a text without a server and show the tree of each cycle
   eagle-server bench                     speculative and plain serving, side by side
@@ -189,7 +189,7 @@ class OneLineParser(argparse.ArgumentParser):
 def _parser(*, everything: bool = True) -> OneLineParser:
     """`everything`: the help shows all options, not only COMMON ones."""
     parser = OneLineParser(
-        prog="python -m eagle_server",
+        prog="eagle-server",
         usage="%(prog)s [options]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,

@@ -7,7 +7,7 @@ from ctypes import c_int64
 import torch
 from torch import Tensor
 
-from eagle_server.ops.native.library import available, functions, pointer
+from eagle_server.ops.native.library import available, check_inside, functions, pointer
 from eagle_server.ops.triton_support import blocks, jit, on_gpu, power_of_two, tl
 
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -26,6 +26,9 @@ def keep_accepted(
         path: int64 [bs, w], node numbers, the root first; -1 after its end.
         seq_lens: int64 [bs], the position of node 0.
         req_pool_indices: int64 [bs], rows of the page table req_to_token int32 [max requests, width].
+
+    Raises:
+        IndexError: on a CPU, a position or slot that does not exist.
     """
     move = _launch_move if on_gpu(data) else _move_native if available(data.device, torch.float32) else _move_torch
     move(data, slot_dim, path, seq_lens, req_pool_indices, req_to_token)
@@ -52,9 +55,11 @@ def _move_native(
         planes.shape[0],
         c_int64(planes.shape[1]),
         c_int64(row_bytes),
+        c_int64(req_to_token.shape[0]),
         c_int64(req_to_token.stride(0)),
     )
-    functions().eagle_keep(*map(pointer, (data, path, seq_lens, req_pool_indices, req_to_token)), *sizes)
+    tensors = (data, path, seq_lens, req_pool_indices, req_to_token)
+    check_inside(outside=bool(functions().eagle_keep(*map(pointer, tensors), *sizes)))
 
 
 def _launch_move(

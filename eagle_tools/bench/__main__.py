@@ -1,4 +1,4 @@
-"""python -m eagle_tools.bench: speculative and plain decoding side by side."""
+"""`eagle-server bench`: speculative and plain decoding side by side."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-
 from eagle_server.config.commands import without_drafting
 from eagle_tools import DEMO
 from eagle_tools.bench.load import Measurement, Workload, measure, read_texts
 from eagle_tools.bench.report import PLAIN, SPECULATIVE, equal_texts, plot, print_table, ratios, rows_of, write_json
+from eagle_tools.bench.rich_output import Console, Progress
 from eagle_tools.bench.servers import BenchError, running
 
 TABLE_WIDTH = 96  # the tables need it, also if the output is not a terminal
@@ -25,11 +23,11 @@ DEMO_PROMPTS = DEMO / "prompts.json"
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m eagle_tools.bench",
+        prog="eagle-server bench",
         description="Starts two servers, one that speculates and one with --speculative-algorithm NONE, sends the same "
         "prompts to both alternately, and compares tokens/s. Both get the server flags after `--`; the plain one "
         "without those of drafting.",
-        epilog="example: python -m eagle_tools.bench --concurrency 1 8 -- --speculative-num-steps 3 --topk 4",
+        epilog="example: eagle-server bench --concurrency 1 8 -- --speculative-num-steps 3 --topk 4",
     )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8], metavar="N", help="clients (1 8)")
     parser.add_argument("--prompts", type=Path, default=DEMO_PROMPTS, help="JSON list of strings (the demo's held-out)")

@@ -6,10 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-
 from eagle_tools.bench.demo import Tally, demo_engine, held_out, measure
+from eagle_tools.bench.rich_output import Console, Table
 
 TREE = ("--speculative-num-steps", "3", "--topk", "4")
 

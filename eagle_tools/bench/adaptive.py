@@ -18,10 +18,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-
 from eagle_server.engine.engine import Engine
 from eagle_tools.bench.demo import FIXED, Tally, demo_engine, held_out
 from eagle_tools.bench.demo import measure as measure_alone
@@ -35,6 +31,7 @@ from eagle_tools.bench.report import (
     stream_times,
     write_json,
 )
+from eagle_tools.bench.rich_output import Console, Progress, Table
 from eagle_tools.bench.servers import BenchError, Server, running
 
 

@@ -9,15 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-
 from eagle_server.engine.engine import Engine
 from eagle_server.request import DraftTree, Request, SamplingParams
 from eagle_tools.bench.demo import demo_engine, held_out
 from eagle_tools.bench.figures import save, subplots
 from eagle_tools.bench.report import write_json
+from eagle_tools.bench.rich_output import Console, Table, track
 
 BINS = 10  # of equal width
 LEAST = 20  # nodes of a bin that is drawn

@@ -8,12 +8,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from rich.console import Console
-from rich.table import Table
-
 from eagle_server.engine.engine import Engine
 from eagle_server.speculation.static_tree import PRESETS
 from eagle_tools.bench.demo import Tally, demo_engine, held_out, measure
+from eagle_tools.bench.rich_output import Console, Table
 
 SETTLING = 160  # tokens after which the demo's greedy answers repeat themselves
 UNCOUPLED = " uncoupled"  # after the name of a drafter that ranks by probability alone

@@ -25,13 +25,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-
 from eagle_tools import DEMO
 from eagle_tools.bench.attacks import LOADS
 from eagle_tools.bench.load import Workload, ask
+from eagle_tools.bench.rich_output import Console, Progress, Table
 from eagle_tools.bench.servers import BenchError, Server, running
 from eagle_tools.bench.soak import family
 

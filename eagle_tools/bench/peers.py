@@ -18,16 +18,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-
 from eagle_server.engine.build.machine import usable_cores
 from eagle_server.text.tokenizer import load_tokenizer
 from eagle_tools import DEMO
 from eagle_tools.bench.figures import save, subplots
 from eagle_tools.bench.peer_engines import OURS, Loaded, Prompts, Spec, Texts, loaded, specs
 from eagle_tools.bench.report import write_json
+from eagle_tools.bench.rich_output import Console, Progress, Table
 from eagle_tools.bench.servers import BenchError
 
 LENGTH = 64  # tokens of a prompt

@@ -14,15 +14,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-
 from eagle_server.engine.engine import Engine
 from eagle_server.models.layers import Linear
 from eagle_server.request import Request, SamplingParams
 from eagle_tools.bench.demo import Tally, demo_engine, held_out, measure
 from eagle_tools.bench.report import write_json
+from eagle_tools.bench.rich_output import Console, Progress, Table
 
 FORMATS = {
     "float32": ("--dtype", "float32"),

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from eagle_tools.bench.figures import save, subplots
 from eagle_tools.bench.load import Measurement, TimedAnswer
+from eagle_tools.bench.rich_output import Console, Table
 
 SPECULATIVE, PLAIN = "speculative", "plain"
 

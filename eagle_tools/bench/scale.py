@@ -22,14 +22,11 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-
 from eagle_tools import DEMO
 from eagle_tools.bench.figures import save, subplots
 from eagle_tools.bench.load import TimedAnswer, Workload, ask
 from eagle_tools.bench.report import percentile, write_json
+from eagle_tools.bench.rich_output import Console, Progress, Table
 from eagle_tools.bench.routers import MODULES, require, routing
 from eagle_tools.bench.servers import BenchError, Server, running
 

@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from eagle_server.attention.interface import AttentionBatch, BoundAttention, Causal, Layout, TreeMask
@@ -37,6 +35,7 @@ from eagle_server.ops.native.library import set_threads
 from eagle_server.ops.quantize import Quantization, QuantizedWeight
 from eagle_server.speculation.tree import Tree
 from eagle_tools.bench.report import write_json
+from eagle_tools.bench.rich_output import Console, Table
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {

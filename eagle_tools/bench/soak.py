@@ -15,13 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-
 from eagle_tools import DEMO
 from eagle_tools.bench.figures import save, subplots
 from eagle_tools.bench.load import Leaving, Workload, ask
+from eagle_tools.bench.rich_output import Console, Progress, Table
 from eagle_tools.bench.servers import BenchError, Server, running
 
 PROMPTS = DEMO / "prompts.json"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+COMPLETION_TOKENS = 128  # of an answer without a chat template, unless max_tokens is set: base models seldom end
 Event = Mapping[str, Any]  # of a stream of /v1/completions or /v1/chat/completions
 
 

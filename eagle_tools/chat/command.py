@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
 
 from eagle_server.config import parse_args
-from eagle_server.config.commands import (
-    CommandParser,
-    count,
-    environment_value,
-    environment_without,
-    flags_of,
-    temperature,
-)
-from eagle_tools.chat.connection import ChatFailure, Connection
-from eagle_tools.chat.own_server import OwnServer
-from eagle_tools.chat.screen import Screen
-from eagle_tools.chat.session import COMPLETION_TOKENS, ChatSession, Ended
+from eagle_server.config.commands import CommandParser, count, environment_without, flags_of, temperature
+from eagle_tools import require_extra
+from eagle_tools.chat.answer import COMPLETION_TOKENS
 
-PROMPT, CONTINUED = ">>> ", "... "
-QUOTES = '"""'
-FAILURE_STATUS, INTERRUPTED_STATUS = 1, 130
 SERVES_ALONE = "the chat's own server listens on a socket of its own"
-NO_TEMPLATE_NOTE = (
-    "This model has no chat template, so each text is continued by itself, without what was said before. "
-    "--chat-template FILE, where it is served, makes it a chat."
-)
 
 _DESCRIPTION = """\
 Talk to a model in the terminal. With --url to one that is served; otherwise the options of the model, the drafter and
@@ -55,84 +36,17 @@ def main(argv: Sequence[str]) -> int:
     options, flags = parser.split(rest, dict.fromkeys(flags_of("server"), SERVES_ALONE))
     if options.url is not None and flags:
         parser.error(f"{flags[0]}: --url names a server, which has its own options; drop one of them")
-    screen = Screen(colors=options.colors)
-    with ExitStack() as opened:
-        try:
-            _talk(options, _connected(options, flags, screen, opened), screen)
-        except ChatFailure as error:
-            screen.fail(f"eagle_server: error: {error}")
-            return FAILURE_STATUS
-        except KeyboardInterrupt:
-            return INTERRUPTED_STATUS
-    return 0
+    model = ""
+    if options.url is None:
+        config = parse_args(flags, environment_without("server"))
+        model = config.served_model_name
+        for name in ("api_key", "api_key_file", "ssl_certfile"):
+            if getattr(config.server, name) is not None:  # given in the file of --config
+                parser.error(f"--{name.replace('_', '-')}: {SERVES_ALONE}; drop it")
+    require_extra("chat")
+    from eagle_tools.chat.conversation import converse  # imports packages that --help does not need
 
-
-def _connected(options: argparse.Namespace, flags: Sequence[str], screen: Screen, opened: ExitStack) -> Connection:
-    """A client of the server at --url, or of one that is started now and ends with `opened`.
-
-    Raises:
-        ChatFailure: it cannot be started.
-    """
-    if options.url is not None:
-        key = options.api_key or environment_value("api-key")
-        return opened.enter_context(closing(Connection(options.url, key)))
-    environment = environment_without("server")
-    config = parse_args(flags, environment)
-    for name in ("api_key", "api_key_file", "ssl_certfile"):
-        if getattr(config.server, name) is not None:  # given in the file of --config
-            raise ChatFailure(f"--{name.replace('_', '-')}: {SERVES_ALONE}; drop it")
-    server = opened.enter_context(OwnServer(flags, environment))
-    connection = opened.enter_context(closing(Connection(server.url, None)))
-    server.wait(connection, screen, config.served_model_name)
-    return connection
-
-
-def _talk(options: argparse.Namespace, connection: Connection, screen: Screen) -> None:
-    """One message from a pipe, or a conversation with the user.
-
-    Raises:
-        ChatFailure: the server is not there; the one message of a pipe is refused or fails.
-    """
-    served = connection.served()
-    values = {"temperature": options.temperature, "max_tokens": options.max_tokens, "seed": options.seed}
-    settings = {name: value for name, value in values.items() if value is not None}
-    session = ChatSession(connection, served, screen, system=options.system, settings=settings)
-    if not served.has_template:
-        screen.warn(NO_TEMPLATE_NOTE)
-    if not sys.stdin.isatty():
-        text = sys.stdin.read()
-        if text.strip() and not session.answer(text.strip() if served.has_template else text):
-            raise KeyboardInterrupt
-        return
-    screen.note(f"{served.model}{f', drafts: {served.drafts}' if served.drafts else ''}. /help shows the commands.")
-    _converse(session)
-
-
-def _converse(session: ChatSession) -> None:
-    import readline  # noqa: F401  # `input` then edits lines and remembers them
-
-    while True:
-        try:
-            session.handle(_read())
-        except (EOFError, Ended):
-            return
-        except KeyboardInterrupt:
-            session.screen.note("\nCtrl-D or /exit ends the chat.")
-
-
-def _read() -> str:
-    """A line, or the lines between two QUOTES.
-
-    Raises:
-        EOFError: Ctrl-D.
-    """
-    line = input(PROMPT)
-    if not line.startswith(QUOTES):
-        return line
-    lines = [line.removeprefix(QUOTES)]
-    while not lines[-1].endswith(QUOTES):
-        lines.append(input(CONTINUED))
-    return "\n".join(lines).removesuffix(QUOTES)
+    return converse(options, flags, model)
 
 
 def _parser() -> CommandParser:

@@ -7,11 +7,10 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle_tools.chat.answer import StreamedAnswer
+from eagle_tools.chat.answer import COMPLETION_TOKENS, StreamedAnswer
 from eagle_tools.chat.connection import ChatFailure, Connection, Served
 from eagle_tools.chat.screen import Screen
 
-COMPLETION_TOKENS = 128  # of an answer without a chat template, unless max_tokens is set: base models seldom end
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")  # parameters of the API
 HELP = f"""\
 /system TEXT     set the system message; without TEXT: none

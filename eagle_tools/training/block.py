@@ -26,59 +26,21 @@ from eagle_tools.training.corpus import Corpus
 from eagle_tools.training.eagle3 import PROMPT, OwnTexts, at_most, begin, text_window
 from eagle_tools.training.heads import default_boundaries, layer_keys
 from eagle_tools.training.loop import Job, Schedule, train
-from eagle_tools.training.losses import LossName, coupled_acceptance, overlap
+from eagle_tools.training.losses import coupled_acceptance, overlap
 from eagle_tools.training.packed_blocks import (
     BlockScores,
-    Weighting,
     block_loss,
     block_scores,
     drawn_anchors,
 )
+from eagle_tools.training.recipes import BlockRecipe, EdgeName
 from eagle_tools.training.redrafter import accept_length, accuracies
 from eagle_tools.training.target import evenly_spaced
 from eagle_tools.training.ttt import Lesson, teach
 
-EdgeName = Literal["none", "selector", "markov"]
 _CONVOLUTION = (2, 16)  # DFlash 2's taps, and the channels that share a kernel
 _EVALUATED = 4  # texts per forward
 _EVALUATED_BLOCKS = 64  # of each text
-
-
-@dataclass(frozen=True)
-class BlockRecipe:
-    """The shape of a block drafter and the length of its training. For the other fields see `eagle3.Recipe`.
-
-    layers: of the trunk. intermediate_size: None takes the target's.
-    next_token: row j drafts the token after its own; else the token at its place, and the root's row drafts nothing.
-    causal: whether a row sees only the rows before it. Such rows do not depend on how many are computed.
-    edges, rank: what the token before adds to the scores, see `block_edges`. With a selector come DFlash 2's
-        convolutions.
-    mask_token_id: of the rows behind the root; None: the rarest token of the corpus.
-    anchors: blocks per `length` tokens of a text.
-    weighting, gamma: of the drafts of a block in the loss, see `packed_blocks.row_weights`.
-    """
-
-    kind: str = "block"
-    layers: int = 2
-    block_size: int = 8
-    next_token: bool = True
-    causal: bool = True
-    edges: EdgeName = "markov"
-    rank: int = 64
-    confidence: bool = True
-    boundaries: tuple[int, ...] | None = None
-    intermediate_size: int | None = None
-    mask_token_id: int | None = None
-    steps: int = 1200
-    peak: float = 8e-3
-    loss: LossName = "dspark"
-    weighting: Weighting = "decay"
-    gamma: float = 4.0
-    anchors: int = 32
-    texts: int = 24
-    length: int = 256
-    sampled_texts: int = 4096
-    compiled: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
+from eagle_tools.training.chat_rows import refuse_chats
 from eagle_tools.training.fingerprint import cached_arrays, fingerprint
 
 END_OF_TEXT = "<|endoftext|>"
@@ -92,15 +93,22 @@ def standard_library(tokenizer: Tokenizer, end: int, cache: Path) -> Corpus:
     return _cached(cache, _key(tokenizer, end, b"whole files", train, held_out), read)
 
 
-def own_files(tokenizer: Tokenizer, paths: Sequence[Path], end: int, cache: Path, *, out: Path | None = None) -> Corpus:
-    """Every UTF-8 file of `paths` and below; the last fiftieth of the stream is held out.
+def text_files(paths: Sequence[Path], out: Path | None = None) -> list[Path]:
+    """Every UTF-8 file of `paths` and below.
 
     Files below `out` do not count: a training writes there, and would not find its own text again.
+
+    Raises:
+        ValueError: a file of chats.
     """
     files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     if out is not None:
         files = [file for file in files if not file.resolve().is_relative_to(out.resolve())]
-    texts = [file for file in files if file.is_file() and _is_text(file)]
+    return [file for file in files if file.is_file() and _is_text(file)]
+
+
+def own_files(tokenizer: Tokenizer, texts: Sequence[Path], end: int, cache: Path) -> Corpus:
+    """The user's files, see `text_files`; the last fiftieth of the stream is held out."""
 
     def read() -> dict[str, np.ndarray]:
         stream = tokenize(tokenizer, texts, end, "text")
@@ -131,9 +139,10 @@ def _key(tokenizer: Tokenizer, end: int, split: bytes, *lists: Sequence[Path]) -
 
 def _is_text(path: Path) -> bool:
     try:
-        path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return False
+    refuse_chats(path, text)
     return True
 
 

@@ -24,7 +24,6 @@ from eagle_tools.training.fingerprint import (
 )
 from eagle_tools.training.generate import TextSampling, target_texts
 from eagle_tools.training.heads import (
-    Kind,
     NewHead,
     default_boundaries,
     existing_head,
@@ -33,39 +32,12 @@ from eagle_tools.training.heads import (
     new_eagle3,
 )
 from eagle_tools.training.loop import Job, Schedule, train
-from eagle_tools.training.losses import LossName
+from eagle_tools.training.recipes import Recipe
 from eagle_tools.training.target import TOKENS_PER_STEP, evenly_spaced, windows
 from eagle_tools.training.ttt import accuracies, chain_length, coupling, teach, ttt_loss
 
 _OWN_TEXTS = "own-texts.npz"
 PROMPT = 64  # prompt tokens of the texts that the target writes for evaluation
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The shape of a head and the length of its training.
-
-    boundaries: the residual streams that an EAGLE-3 head reads, b for the stream after b layers; None: the defaults.
-    draft_vocab, intermediate_size: None takes the target's.
-    passes: draft steps that are trained; serving may use more, with lower acceptance.
-    sampled_texts: number of texts that the target writes, used in every second step; 0 trains on the corpus alone.
-    texts: maximum texts of `length` per step; fewer if the texts are longer.
-    loss, temperatures: what is minimized; the steps take the temperatures of p and q in turn.
-    """
-
-    kind: Kind = "eagle3"
-    steps: int = 1200
-    passes: int = 4
-    peak: float = 4e-3
-    loss: LossName = "kl"
-    temperatures: tuple[float, ...] = (1.0,)
-    boundaries: tuple[int, ...] | None = None
-    draft_vocab: int | None = None
-    intermediate_size: int | None = None
-    length: int = 256
-    texts: int = 24
-    sampled_texts: int = 4096
-    compiled: bool = False
 
 
 def at_most(texts: int, window: Tensor, length: int) -> Tensor:

@@ -20,8 +20,8 @@ from eagle_server.models.drafts.eagle3 import Eagle3Config, Eagle3Head
 from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
+from eagle_tools.training.recipes import Kind
 
-Kind = Literal["eagle3", "eagle"]
 _SMALLEST_DEFAULT = 7  # layers; a smaller target has no three distinct default boundaries
 
 

@@ -18,13 +18,12 @@ tokens that may come before y are taken as a Poisson process.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-LossName = Literal["kl", "tv", "kl+tv", "coupled", "dspark"]
-LOSS_NAMES: tuple[LossName, ...] = get_args(LossName)
+from eagle_tools.training.recipes import LossName
+
 _HYBRID_DECAY = 3.0
 _CHILDREN = 4
 _GOLDEN = 0.6180339887498949

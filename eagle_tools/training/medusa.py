@@ -24,34 +24,14 @@ from eagle_server.models.targets.decoder import TargetModel
 from eagle_tools.training.corpus import Corpus
 from eagle_tools.training.eagle3 import OwnTexts, at_most, begin, text_window, written_part
 from eagle_tools.training.loop import Job, Schedule, train
-from eagle_tools.training.losses import LossName, draft_loss
+from eagle_tools.training.losses import draft_loss
+from eagle_tools.training.recipes import LossName, MedusaRecipe
 from eagle_tools.training.target import evenly_spaced
 from eagle_tools.training.ttt import accuracies, chain_length
 
 HEAD_DECAY = 0.8
 FILE = "medusa_lm_head.safetensors"
 _EVALUATED = 8  # texts per forward
-
-
-@dataclass(frozen=True)
-class MedusaRecipe:
-    """The shape of the heads and the length of their training. For `length` and `sampled_texts` see `eagle3.Recipe`.
-
-    shared_lm_head: the heads use the target's lm_head; a head is then only its residual blocks.
-    texts: maximum texts of `length` per step; fewer if the texts are longer.
-    """
-
-    heads: int = 4
-    layers: int = 1
-    shared_lm_head: bool = False
-    steps: int = 1200
-    peak: float = 3e-3
-    texts: int = 24
-    length: int = 256
-    sampled_texts: int = 4096
-    loss: LossName = "kl"
-    compiled: bool = False
-    kind: str = "medusa"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +21,10 @@ from torch import Tensor
 from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.drafts.block import BlockAttention, BlockHead
 from eagle_server.models.drafts.block_edges import CANDIDATES
-from eagle_tools.training.losses import LossName, draft_loss, overlap, weighted_mean
+from eagle_tools.training.losses import draft_loss, overlap, weighted_mean
+from eagle_tools.training.recipes import LossName, Weighting
 from eagle_tools.training.ttt import Lesson
 
-Weighting = Literal["decay", "dpace"]
-WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
 _LOWEST = -1e4  # finite, so that 0 probability times a forbidden token's logit is 0
 _DPACE_FLOOR = 0.5  # alpha of arXiv 2605.18810
 

@@ -23,33 +23,10 @@ from eagle_server.models.targets.decoder import TargetModel
 from eagle_tools.training.corpus import Corpus
 from eagle_tools.training.eagle3 import OwnTexts, at_most, begin, text_window, written_part
 from eagle_tools.training.loop import Job, Schedule, train
-from eagle_tools.training.losses import LossName, draft_loss
+from eagle_tools.training.losses import draft_loss
+from eagle_tools.training.recipes import LossName, RedrafterRecipe
 from eagle_tools.training.target import evenly_spaced
 from eagle_tools.training.ttt import PASS_DECAY, Lesson, teach
-
-
-@dataclass(frozen=True)
-class RedrafterRecipe:
-    """The shape of a ReDrafter head and the length of its training.
-
-    exit_dim: None takes twice the target's width, which needs no input projection.
-    rollout: draft steps that are trained; serving may use more, with lower acceptance.
-    sampled_texts: number of texts that the target writes, used in every second step; 0 trains on the corpus alone.
-    texts: maximum texts of `length` per step; fewer if the texts are longer.
-    """
-
-    kind: str = "redrafter"
-    steps: int = 1200
-    rollout: int = 5
-    peak: float = 4e-3
-    exit_dim: int | None = None
-    draft_layers: int = 2
-    rnn: bool = True
-    texts: int = 24
-    length: int = 256
-    sampled_texts: int = 4096
-    loss: LossName = "kl"
-    compiled: bool = False
 
 
 @dataclass(frozen=True)

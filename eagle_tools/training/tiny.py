@@ -18,9 +18,10 @@ from eagle_server.models.checkpoints.save import save_checkpoint
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
 from eagle_tools.training.generate import continue_texts
-from eagle_tools.training.heads import Kind, NewHead, new_eagle, new_eagle3
+from eagle_tools.training.heads import NewHead, new_eagle, new_eagle3
 from eagle_tools.training.loop import Optimizers
 from eagle_tools.training.medusa import export_medusa, medusa_lesson, medusa_loss, new_heads
+from eagle_tools.training.recipes import Kind
 from eagle_tools.training.ttt import teach, ttt_loss
 
 BOUNDARIES = (1, 2, 3)  # of three layers: too few for EAGLE-3's defaults

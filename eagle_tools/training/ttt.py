@@ -19,7 +19,8 @@ from eagle_server.attention.dense import DenseCausal
 from eagle_server.attention.interface import BoundAttention, LayerSpec
 from eagle_server.models.drafts.interface import DraftHead
 from eagle_server.models.targets.decoder import TargetModel
-from eagle_tools.training.losses import LossName, coupled_acceptance, draft_loss, overlap
+from eagle_tools.training.losses import coupled_acceptance, draft_loss, overlap
+from eagle_tools.training.recipes import LossName
 
 PASS_DECAY = 0.8
 

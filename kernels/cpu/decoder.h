@@ -272,8 +272,10 @@ void layer_forward(Session& s, const Decoder& d, const Layer& l, const Batch& ba
         });
 }
 
-// Whether all positions and slots exist.
+// Whether all positions and slots exist, and the pool of recurrent layers holds the trees.
 bool is_inside(const Decoder& d, const Batch& batch) {
+    for (int i = 0; i < d.count; i++)
+        if (d.layers[i].recurrent && !holds_trees(*d.layers[i].recurrent, d.sequences, d.groups)) return false;
     for (int r = 0; r < batch.rows; r++) {
         bool inside = batch.positions[r] >= 0 && batch.positions[r] < d.context && batch.out_cache_loc[r] >= 0;
         for (int i = 0; i < d.count && inside; i++) inside = d.layers[i].recurrent || batch.out_cache_loc[r] < d.layers[i].cache.slots;

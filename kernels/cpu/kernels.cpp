@@ -78,20 +78,28 @@ int eagle_decode(
     return 0;
 }
 
-// See `recur`.
-void eagle_recur(
+// See `recur`. Returns 1, and computes nothing, if the pool does not hold the trees.
+int eagle_recur(
     Session* s, const Recurrent* layer, const Sequences* groups, int number, const float* x, const float* gates, float* out) {
+    if (!holds_trees(*layer, groups, number)) return 1;
     std::lock_guard lock(s->mutex);
     Team::Together together(s->team, recurrent_nanoseconds(*layer, groups, number));
     recur(*s, *layer, groups, number, x, gates, out);
+    return 0;
 }
 
-// See `keep_states`.
-void eagle_keep_states(
-    Session* s, const Recurrent* layers, int number, const int64_t* path, const int64_t* requests, int count, int steps) {
+// See `keep_states`. rows: of the pool. Returns 1, and moves nothing, if a row or a node does not exist.
+int eagle_keep_states(
+    Session* s, const Recurrent* layers, int number, const int64_t* path, const int64_t* requests, int count, int steps, int rows) {
+    for (int i = 0; i < count; i++) {
+        if (requests[i] < 0 || requests[i] >= rows) return 1;
+        for (int j = 0; j < steps; j++)
+            if (path[(int64_t)i * steps + j] >= layers->nodes) return 1;
+    }
     std::lock_guard lock(s->mutex);
     Team::Together together(s->team, 0.3 * number * count * layers->value_heads * layers->key_dim * layers->value_dim);
     keep_states(*s, layers, number, path, requests, count, steps);
+    return 0;
 }
 
 // noise [rows, vocab]
@@ -115,23 +123,31 @@ void eagle_best_tokens(Session* s, const Scoring* scoring, int k, float* logp, i
     best_tokens(*s, *scoring, k, logp, tokens);
 }
 
-// selected [bs, drafted], above [bs, groups]; parents, depths [bs, nodes], mask [bs, nodes, nodes]
-void eagle_link_trees(
+// selected [bs, drafted], above [bs, groups]; parents, depths [bs, nodes], mask [bs, nodes, nodes]. Returns 1 if an index of
+// `selected` is outside the pool or not behind its parent.
+int eagle_link_trees(
     const int64_t* selected, const int64_t* above, int bs, int drafted, int groups, int topk, int64_t* parents, int64_t* depths,
     uint8_t* mask) {
     int64_t nodes = drafted + 1;
     for (int64_t i = 0; i < bs; i++)
-        link_tree(selected + i * drafted, above + i * groups, drafted, topk, parents + i * nodes, depths + i * nodes, mask + i * nodes * nodes);
+        if (!link_tree(
+                selected + i * drafted, above + i * groups, drafted, groups, topk, parents + i * nodes, depths + i * nodes,
+                mask + i * nodes * nodes))
+            return 1;
+    return 0;
 }
 
-// `trees`: the first of `bs`. path, tokens [bs, steps + 1], accept_length, finite [bs]
-void eagle_walk_trees(const Tree* trees, int bs, int64_t* path, int64_t* accept_length, int64_t* tokens, uint8_t* finite) {
+// `trees`: the first of `bs`. path, tokens [bs, steps + 1], accept_length, finite [bs]. Returns 1 if a depth is above `steps`, or
+// a parent is no node.
+int eagle_walk_trees(const Tree* trees, int bs, int64_t* path, int64_t* accept_length, int64_t* tokens, uint8_t* finite) {
     int64_t nodes = trees->nodes, width = trees->steps + 1;
     for (int64_t i = 0; i < bs; i++) {
         Tree tree{trees->tokens + i * nodes, trees->parents + i * nodes, trees->depths + i * nodes, trees->mask + i * nodes * nodes,
                   trees->drawn + i * nodes, trees->finite + i * nodes, trees->nodes, trees->steps};
+        if (!is_tree(tree)) return 1;
         finite[i] = walk_tree(tree, path + i * width, accept_length + i, tokens + i * width);
     }
+    return 0;
 }
 
 int eagle_draft_prefill(Session* s, const Head* head, const Batch* batch, const int64_t* tokens, const float* features) {
@@ -153,10 +169,18 @@ int eagle_draft_steps(
 }
 
 // Moves the rows of `size` bytes of the nodes path [bs, width] to the front of their windows, in every plane of data
-// [planes, slots, size]. Windows begin at positions seq_lens of the rows req_pool_indices of the page table.
-void eagle_keep(
+// [planes, slots, size]. Windows begin at positions seq_lens of the rows req_pool_indices of the page table [table_rows,
+// table_width]. Returns 1, and moves nothing, if a position or slot does not exist.
+int eagle_keep(
     char* data, const int64_t* path, const int64_t* seq_lens, const int64_t* req_pool_indices, const int32_t* req_to_token,
-    int bs, int width, int planes, int64_t slots, int64_t size, int64_t table_width) {
+    int bs, int width, int planes, int64_t slots, int64_t size, int64_t table_rows, int64_t table_width) {
+    for (int i = 0; i < bs; i++) {
+        if (req_pool_indices[i] < 0 || req_pool_indices[i] >= table_rows || seq_lens[i] < 0) return 1;
+        const int32_t* window = req_to_token + req_pool_indices[i] * table_width + seq_lens[i];
+        for (int j = 1; j < width && path[i * width + j] >= 0; j++)
+            for (int64_t node : {(int64_t)j, path[i * width + j]})
+                if (seq_lens[i] + node >= table_width || window[node] < 0 || window[node] >= slots) return 1;
+    }
     for (int i = 0; i < bs; i++) {
         const int32_t* window = req_to_token + req_pool_indices[i] * table_width + seq_lens[i];
         for (int j = 1; j < width && path[i * width + j] >= 0; j++) {
@@ -165,5 +189,6 @@ void eagle_keep(
             for (int64_t p = 0; p < planes; p++) memcpy(data + (p * slots + target) * size, data + (p * slots + source) * size, size);
         }
     }
+    return 0;
 }
 }

@@ -50,6 +50,24 @@ struct Sequences {
     int32_t count, width, saves;
 };
 
+int64_t parent_of(const Sequences& s, int request, int64_t node) {
+    return s.parents ? s.parents[(int64_t)request * s.width + node] : node - 1;
+}
+
+// Whether the pool has a place for every node of the trees, and every parent is before its children.
+bool holds_trees(const Recurrent& l, const Sequences* groups, int number) {
+    for (const Sequences* s = groups; s < groups + number; s++) {
+        if (!s->parents) continue;
+        if (s->width > l.nodes) return false;
+        for (int i = 0; i < s->count; i++) {
+            if (s->qo_indptr[i + 1] - s->qo_indptr[i] > s->width) return false;
+            for (int64_t node = 0; node < s->width; node++)
+                if (parent_of(*s, i, node) < -1 || parent_of(*s, i, node) >= node) return false;
+        }
+    }
+    return true;
+}
+
 Vector ring_values(const Recurrent& l, int64_t place, int n) {
     return l.is_bf16 ? load_some_bf16((const uint16_t*)l.rings + place, n) : load_some((const float*)l.rings + place, n);
 }
@@ -58,10 +76,6 @@ Vector ring_values(const Recurrent& l, int64_t place, int n) {
 void put_inputs(const Recurrent& l, void* ring, int64_t place, const float* x) {
     if (l.is_bf16) store_bf16((uint16_t*)ring + place, x, l.channels());
     else memcpy((float*)ring + place, x, 4 * (int64_t)l.channels());
-}
-
-int64_t parent_of(const Sequences& s, int request, int64_t node) {
-    return s.parents ? s.parents[(int64_t)request * s.width + node] : node - 1;
 }
 
 // One row: the convolution; silu, and norms of queries and keys, where the rule has them. x: [rows, channels], from the request's

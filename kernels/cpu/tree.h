@@ -8,19 +8,24 @@
 namespace {
 
 // One tree of `drafted` + 1 nodes. selected [drafted]: ascending pool indices, closed under ancestors. above: the pool index of
-// the parent of each group of `topk` siblings, -1 for the root. mask [nodes, nodes]: ancestor or self.
-void link_tree(
-    const int64_t* selected, const int64_t* above, int drafted, int topk, int64_t* parents, int64_t* depths, uint8_t* mask) {
+// the parent of each of `groups` groups of `topk` siblings, -1 for the root. mask [nodes, nodes]: ancestor or self. Returns false
+// if an index is outside the pool or not behind its parent.
+bool link_tree(
+    const int64_t* selected, const int64_t* above, int drafted, int groups, int topk, int64_t* parents, int64_t* depths,
+    uint8_t* mask) {
     int nodes = drafted + 1;
     memset(mask, 0, (int64_t)nodes * nodes);
     parents[0] = -1, depths[0] = 0, mask[0] = 1;
     for (int node = 1; node < nodes; node++) {
+        if (selected[node - 1] < 0 || selected[node - 1] >= (int64_t)groups * topk) return false;
         int64_t pool = above[selected[node - 1] / topk];
         int64_t parent = pool < 0 ? 0 : std::lower_bound(selected, selected + node - 1, pool) - selected + 1;
+        if (parent >= node) return false;
         parents[node] = parent, depths[node] = depths[parent] + 1;
         memcpy(mask + (int64_t)node * nodes, mask + parent * nodes, nodes);
         mask[(int64_t)node * nodes + node] = 1;
     }
+    return true;
 }
 
 struct Tree {
@@ -32,6 +37,15 @@ struct Tree {
     const uint8_t* finite;   // whether its score is
     int nodes, steps;
 };
+
+// Whether all depths are at most `steps`, and all parents are nodes.
+bool is_tree(const Tree& t) {
+    for (int node = 0; node < t.nodes; node++) {
+        if (t.depths[node] < 0 || t.depths[node] > t.steps) return false;
+        if (node && (t.parents[node] < 0 || t.parents[node] >= t.nodes)) return false;
+    }
+    return true;
+}
 
 // The deepest node below which all nodes to the root have the token drawn at their parent, the first of several. path, tokens
 // [steps + 1]: -1 after its end. Returns whether all scores on the path are finite.

@@ -1,4 +1,4 @@
-"""`python -m eagle_server tree` shows the tokens that the demo writes."""
+"""`eagle-server tree` shows the tokens that the demo writes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from eagle_server.__main__ import main
 from eagle_server.config import parse_args
 from eagle_server.engine.build.from_config import build_engine
 from eagle_server.text.tokenizer import load_tokenizer
-from eagle_tools.tree.command import DEFAULT_PROMPT, Story, tell
+from eagle_tools.tree.command import DEFAULT_PROMPT
 from eagle_tools.tree.spelling import visible
+from eagle_tools.tree.story import Story, tell
 from tests.support.engines import request, run, tokens_of
 
 FLAGS = ["--max-total-tokens", "512", "--max-running-requests", "2", "--cpu-threads", "1"]

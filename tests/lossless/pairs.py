@@ -24,7 +24,7 @@ from eagle_server.models.drafts.interface import TargetWeights
 from eagle_server.models.drafts.peagle import PEagleHead
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
-from eagle_tools.training.heads import Kind
+from eagle_tools.training.recipes import Kind
 from eagle_tools.training.tiny import tiny_medusa, tiny_pair
 from tests.lossless.scenes import REQUESTS
 from tests.support import deepseek

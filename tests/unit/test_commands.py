@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tomllib
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from eagle_server.__main__ import TOOLS_NEED, described, main
+from eagle_server.__main__ import described, main
+from eagle_tools import EXTRA
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -117,15 +119,80 @@ def test_the_banner_names_model_drafts_and_kv() -> None:
     assert described({"dtype": "float32"}) == []
 
 
-def test_a_tool_whose_packages_are_missing_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("eagle_server.__main__.find_spec", lambda name: None if name == "rich" else find_spec(name))
-    assert main(["bench"]) == 2
-    expected = "eagle_server: error: bench needs rich: pip install 'eagle-server[tools]'"
-    assert capsys.readouterr().err.strip() == expected
+def run_programs(calls: list[list[str]], without: Sequence[str]) -> list[tuple[int, str, str]]:
+    """Run modules with arguments as `python -m` does, all in one process without these packages.
+
+    Returns status, stdout and stderr of each.
+    """
+    program = f"""
+import contextlib, io, json, runpy, sys
+sys.modules.update(dict.fromkeys({list(without)!r}))
+done = []
+for module, *arguments in json.loads(sys.argv[1]):
+    sys.modules.pop(f"{{module}}.__main__", None)  # imported by `eagle-server`
+    sys.argv, out, err, status = [module, *arguments], io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            status = end.code
+    done.append((status, out.getvalue(), err.getvalue()))
+print(json.dumps(done))
+"""
+    command = [sys.executable, "-c", program, json.dumps(calls)]
+    shown = subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True, text=True)
+    return [tuple(each) for each in json.loads(shown.stdout)]
+
+
+def test_a_program_without_the_extra_says_so_before_it_begins(tmp_path: Path) -> None:
+    paths = sorted((REPOSITORY / "eagle_tools" / "bench").rglob("*.py"))
+    benchmarks = [
+        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+        for path in paths
+        if 'if __name__ == "__main__"' in (text := path.read_text()) and "rich_output" in text
+    ]
+    assert len(benchmarks) > 10  # the others need less
+    calls = {
+        "bench": [["eagle_server", "bench"], *([name.removesuffix(".__main__")] for name in benchmarks)],
+        "chat": [["eagle_server", "chat"]],
+        "tree": [["eagle_server", "tree"]],
+        "train": [
+            [*train, "tokenizer", "--work", str(tmp_path)]
+            for train in (["eagle_server", "train"], ["eagle_tools.training"])
+        ],
+        "tree_search": [["eagle_tools.training.tree_search", "--out", str(tmp_path / "tree")]],
+    }
+    named = [(name, call) for name, programs in calls.items() for call in programs]
+    for (name, call), done in zip(named, run_programs([call for _, call in named], EXTRA), strict=True):
+        line = f"eagle_server: error: {name} needs httpx and matplotlib and rich: pip install 'eagle-server[tools]'\n"
+        assert done == (2, "", line), call
+    assert list(tmp_path.iterdir()) == []
+    [gpu] = run_programs([["eagle_tools.bench.gpu", "--out", str(tmp_path / "gpu")]], EXTRA)
+    assert gpu == (2, "", "eagle_server: error: bench.gpu needs matplotlib: pip install 'eagle-server[tools]'\n")
+
+
+def test_the_extra_is_what_is_checked() -> None:
     needed = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]["tools"]
-    assert {requirement.partition(">")[0] for requirement in needed} == set(TOOLS_NEED)
+    assert {requirement.partition(">")[0] for requirement in needed} == set(EXTRA)
+
+
+def test_help_needs_neither_the_extra_nor_torch_and_names_one_program() -> None:
+    calls = [
+        ["eagle_server", *command, "--help"] for command in ([], ["chat"], ["tree"], ["train"], ["train", "block"])
+    ]
+    calls += [["eagle_tools.training", "--help"], ["eagle_tools.training.tree_search", "--help"]]
+    for call, (status, shown, error) in zip(
+        calls, run_programs(calls, [*EXTRA, "torch", "transformers", "numpy"]), strict=True
+    ):
+        assert (status, error) == (0, ""), call
+        [usage] = re.findall(r"^usage: (.*)", shown)
+        expected = {
+            "eagle_server": " ".join(["eagle-server", *call[1:-1]]),
+            "eagle_tools.training": "eagle-server train",
+            "eagle_tools.training.tree_search": "python -m eagle_tools.training.tree_search",
+        }[call[0]]
+        assert usage.startswith(f"{expected} "), call
+        assert not re.search(r"python -m eagle_(server|tools\.(chat|tree|bench|training))\b(?!\.)", shown), call
 
 
 def test_a_server_imports_no_tools() -> None:

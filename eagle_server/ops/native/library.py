@@ -58,7 +58,7 @@ def functions() -> Any:
     check_layout(loaded.eagle_layout().decode())
     loaded.eagle_session_new.restype = c_void_p
     loaded.eagle_packed_bytes.restype = c_int64
-    for name in ("pack", "unpack", "linear", "experts", "attention", "recur", "keep_states"):
+    for name in ("pack", "unpack", "linear", "experts", "attention"):
         getattr(loaded, f"eagle_{name}").restype = None
     return loaded
 
@@ -100,9 +100,9 @@ def floats(x: Tensor) -> Tensor:
 
 
 def check_inside(*, outside: bool) -> None:
-    """Raise IndexError if a kernel was given a position or slot `outside` of its tables."""
+    """Raise IndexError if a kernel was given a position, slot or tree node `outside` of its tables."""
     if outside:
-        raise IndexError("a position is beyond the RoPE table, or a slot beyond the pool")
+        raise IndexError("a position is beyond the RoPE or page table, or a slot, row or tree node beyond the pool")
 
 
 def pointer(tensor: Tensor) -> c_void_p:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_server.ops.native.library import empty, floats, functions, pointer, session
+from eagle_server.ops.native.library import check_inside, empty, floats, functions, pointer, session
 from eagle_server.ops.native.structs import RecurrentStruct, SequencesStruct
 from eagle_server.ops.recurrent import RULES, RecurrentLayer, RecurrentShape
 
@@ -70,7 +70,8 @@ class NativeStates:
         rows, rates = floats(x.to(self._parts[1].dtype)), floats(gates)
         out = empty(len(x), self._shape.value_heads, self._shape.value_dim)
         places = map(pointer, (rows, rates, out))
-        functions().eagle_recur(session(), byref(struct), sequences, len(sequences), *places)
+        outside = functions().eagle_recur(session(), byref(struct), sequences, len(sequences), *places)
+        check_inside(outside=bool(outside))
         return out
 
     def address(self, layer: RecurrentLayer) -> c_void_p:
@@ -80,10 +81,11 @@ class NativeStates:
     def keep(self, path: Tensor, requests: Tensor) -> None:
         """See `StatePool.keep`."""
         path, requests = path.contiguous(), requests.contiguous()
-        sizes = (len(path), path.shape[1])
-        functions().eagle_keep_states(
+        sizes = (len(path), path.shape[1], self._parts[2].shape[1])
+        outside = functions().eagle_keep_states(
             session(), self._layers, len(self._layers), pointer(path), pointer(requests), *sizes
         )
+        check_inside(outside=bool(outside))
 
     def _with_weights(self, layer: RecurrentLayer) -> RecurrentStruct:
         struct: RecurrentStruct = self._layers[layer.index]

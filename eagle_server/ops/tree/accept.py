@@ -42,6 +42,9 @@ def walk_tree(
         drawn: int64 [bs, D], the token that the target drew after each node.
         scores: float32 [bs, D], the scores of these tokens.
 
+    Raises:
+        ValueError: a depth is above `spec_steps`, or a parent is no node. Only the native kernel checks it.
+
     Returns:
         See `Walk`. Rejected nodes do not count for `finite`: a request must not fail where plain decoding would
         succeed.
@@ -65,7 +68,10 @@ def _walk_native(
     path, tokens = depths.new_empty(bs, spec_steps + 1), depths.new_empty(bs, spec_steps + 1)
     accept_length, finite = depths.new_empty(bs), mask.new_empty(bs)
     trees = TreeStruct(*map(pointer, given), size, spec_steps)
-    functions().eagle_walk_trees(byref(trees), bs, *map(pointer, (path, accept_length, tokens, finite)))
+    if functions().eagle_walk_trees(byref(trees), bs, *map(pointer, (path, accept_length, tokens, finite))):
+        raise ValueError(
+            f"a tree has a node deeper than {spec_steps} steps, or a parent that is none of its {size} nodes"
+        )
     return Walk(path, accept_length, tokens, _drafted(draft_token), finite)
 
 

@@ -20,6 +20,9 @@ def link_tree(selected_index: Tensor, parent_list: Tensor, topk: int, spec_steps
             group's parent, -1 for the root.
         spec_steps: the largest depth of a node.
 
+    Raises:
+        ValueError: a candidate is outside the pool, or not behind its parent. Only the native kernel checks it.
+
     Returns:
         parents int64 [bs, D] (-1 at the root), depths int64 [bs, D], mask bool [bs, D, D] (True: ancestor or self).
     """
@@ -69,7 +72,8 @@ def _link_native(selected_index: Tensor, parent_list: Tensor, topk: int) -> tupl
     mask = torch.empty(bs, drafted + 1, drafted + 1, dtype=torch.bool, device=parents.device)
     selected, above = selected_index.contiguous(), parent_list.contiguous()
     sizes = (bs, drafted, groups, topk)
-    functions().eagle_link_trees(pointer(selected), pointer(above), *sizes, *map(pointer, (parents, depths, mask)))
+    if functions().eagle_link_trees(pointer(selected), pointer(above), *sizes, *map(pointer, (parents, depths, mask))):
+        raise ValueError(f"a selected candidate is not behind its parent, or not one of {groups * topk}")
     return parents, depths, mask
 
 

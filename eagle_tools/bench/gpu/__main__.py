@@ -16,6 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from eagle_tools import require_extra
 from eagle_tools.bench.gpu.child_command import BUILD, PARTS, ChildCommand
 from eagle_tools.bench.gpu.report import markdown, plot
 from eagle_tools.bench.gpu.suite import SUITE, run_suite
@@ -60,6 +61,12 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.device == "cpu" and not arguments.tiny:
         print("bench.gpu: --device cpu needs --tiny: the full model is for a GPU", file=sys.stderr)
+        return 2
+    require_extra("bench.gpu", ["matplotlib"])
+    import torch  # not needed for --help
+
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("bench.gpu: no CUDA device here; --tiny --device cpu tries the command out on a CPU", file=sys.stderr)
         return 2
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)

@@ -17,9 +17,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
-
 from eagle_tools import DEMO
 from eagle_tools.bench.load import read_texts
 from eagle_tools.bench.replicas.conversations import BURSTY, POISSON, Dialogue, Habits, converse
@@ -30,6 +27,7 @@ from eagle_tools.bench.replicas.report import Point, plot_points, print_costs, p
 from eagle_tools.bench.replicas.routing import POLICIES
 from eagle_tools.bench.replicas.simulation import simulate
 from eagle_tools.bench.report import write_json
+from eagle_tools.bench.rich_output import Console, Progress
 from eagle_tools.bench.servers import BenchError, ServerAddress
 
 PROMPTS = DEMO / "prompts.json"

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from eagle_tools.bench.figures import save, subplots
 from eagle_tools.bench.replicas.costs import ReplicaCosts
 from eagle_tools.bench.replicas.routing import POLICIES
+from eagle_tools.bench.rich_output import Console, Table
 
 Summary = Mapping[str, float]
 TIMES = ("TTFT p50", "TTFT p99", "latency p50", "latency p99")

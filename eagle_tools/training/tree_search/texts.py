@@ -8,6 +8,7 @@ from pathlib import Path
 
 from eagle_server.text.tokenizer import Tokenizer
 from eagle_tools import DEMO
+from eagle_tools.training.chat_rows import refuse_chats
 
 DEMO_PROMPTS = DEMO / "prompts.json"
 PIECE = 64  # tokens of a prompt cut from a text
@@ -39,6 +40,7 @@ def _files(path: Path) -> list[Path]:
 def _prompts(file: Path, tokenizer: Tokenizer) -> list[list[int]]:
     try:
         text = file.read_text(encoding="utf-8")
+        refuse_chats(file, text)
         listed = json.loads(text) if file.suffix == ".json" else None
     except UnicodeDecodeError:
         raise ValueError(f"--data {file}: no UTF-8 text") from None

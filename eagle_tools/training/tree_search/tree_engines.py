@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -131,24 +130,3 @@ def complete(
                     raise ValueError(delta.error)
                 if delta.finish_reason is not None:
                     done()
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Options of the server under the names that the other trainings use."""
-    parser.add_argument("--target", "--model-path", metavar="TARGET", help="Hub id or directory (not given: the demo)")
-    parser.add_argument(
-        "--draft", "--speculative-draft-model-path", metavar="HEAD", help="its draft head (the demo brings its own)"
-    )
-    parser.add_argument(
-        "--algorithm", "--speculative-algorithm", metavar="NAME", help="if it does not follow from the head's files"
-    )
-
-
-def model_flags(options: argparse.Namespace) -> list[str]:
-    """The options of `add_model_options` as the server's flags."""
-    named = {
-        "--model-path": options.target,
-        "--speculative-draft-model-path": options.draft,
-        "--speculative-algorithm": options.algorithm,
-    }
-    return [text for flag, value in named.items() if value is not None for text in (flag, value)]

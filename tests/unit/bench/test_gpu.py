@@ -281,3 +281,13 @@ def test_the_suite_runs_without_the_projects_plugins_and_is_time_boxed(tmp_path:
 def test_the_full_model_is_not_for_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--device", "cpu"]) == 2
     assert "--tiny" in capsys.readouterr().err
+
+
+def test_a_machine_without_a_gpu_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert gpu.main(["--out", str(tmp_path / "out")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("bench.gpu: no CUDA device here")
+    assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from eagle_server.models.drafts.mtp import MtpHead
 from eagle_server.models.targets.decoder import TargetModel
 from tests.parity.checkpoints import CASES, write
 from tests.support import deepseek
-from tests.support.deepseek import DEEPSEEK, LAYERS
+from tests.support.deepseek import DEEPSEEK, GLM, LAYERS
 from tests.unit.models import draft_checkpoints as dc
 
 CONTEXT, ROWS, VOCAB = 64, 12, DEEPSEEK["vocab_size"]
@@ -237,6 +238,23 @@ def test_layers_that_config_json_counts_and_nobody_stored_are_named(directory: P
     deepseek.write_config(directory, num_nextn_predict_layers=2)
     with pytest.raises(CheckpointError, match=r"2 MTP layers are expected, but there is no model.layers.3.eh_proj"):
         own(directory, target)
+
+
+@pytest.mark.parametrize("base", [DEEPSEEK, GLM], ids=["deepseek", "glm"])
+@pytest.mark.parametrize("form", ["own", "exported", "whole"])
+def test_mtp_layers_draft_from_the_targets_files_alone_or_within_a_whole_model(
+    tmp_path: Path, base: dict[str, Any], form: str
+) -> None:
+    """`whole`: a copy of the target in another directory, as the files of a quantized target have beside them."""
+    directory = deepseek.save(*deepseek.random_pair(3, base), tmp_path / "target", base)
+    target, draft = served(directory), tmp_path / "draft"
+    expected = passes(own(directory, target))  # type: ignore[arg-type]
+    shutil.copytree(directory, draft)
+    if form == "exported":
+        edit(draft, lambda t: [t.pop(name) for name in list(t) if not name.startswith(PREFIX)])
+    found = own(directory, target) if form == "own" else load(draft, target, algorithm="NEXTN")
+    assert isinstance(found, MtpHead)
+    close(passes(found), expected)
 
 
 def test_mtp_layers_of_longcat_are_refused_by_name(tmp_path: Path) -> None:

@@ -77,3 +77,18 @@ def test_layers_of_a_pool_share_no_memory_and_are_cleared_and_poisoned_in_every_
     for side in sides:
         assert bool(side[3].isnan().all()) and bool((side[4] == 0).all()) and bool((side[5] > 0).all())
     assert KVPool.bytes_per_slot([KVShape(2, 4), KVShape(1, 6), KVShape(2, 4)], torch.float32) == 2 * (8 + 6 + 8) * 4
+
+
+@pytest.mark.parametrize(("argument", "value"), [(0, 40), (1, 30), (1, -1), (2, 9), (2, -1), (3, SLOTS), (3, -1)])
+def test_the_native_move_refuses_what_its_tables_do_not_hold(
+    argument: int, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node of the path, a length, a row of the page table, or a slot in it."""
+    take("native", monkeypatch, kv_move)
+    arguments, *_ = paths(3, 5)
+    data = torch.randn(2, SLOTS, 3)
+    before = data.clone()
+    arguments[argument][0, ...] = value
+    with pytest.raises(IndexError, match="beyond"):
+        kv_move.keep_accepted(data, 1, *arguments)
+    assert torch.equal(data, before)

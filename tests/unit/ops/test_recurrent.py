@@ -227,6 +227,22 @@ def test_native_kernels_give_a_token_the_same_bits_in_a_prompt_a_step_and_a_tree
     assert torch.equal(again.rings[:, 1], pool.rings[:, 1])
 
 
+def test_native_states_refuse_a_tree_or_a_path_that_they_do_not_hold(shape: RecurrentShape) -> None:
+    if not available(torch.device("cpu"), torch.float32):
+        pytest.skip("there is no compiler")
+    layer, pool, requests = random_layer(shape, torch.float32), pool_of(shape, torch.float32), torch.tensor([1])
+    nodes = pool.inputs.shape[2]
+    for parents in ([-1, *range(nodes)], [-1, 0, 2]):
+        tree = trees([parents])
+        with pytest.raises(IndexError, match="beyond"):
+            TreeRows(pool, tree, requests).run(*rows(tree.size, shape, torch.float32), layer)
+    states = pool.states.clone()
+    for path, row in (([0, nodes], 1), ([0, 1], len(pool.states[0])), ([0, 1], -1)):
+        with pytest.raises(IndexError, match="beyond"):
+            pool.keep(torch.tensor([path]), torch.tensor([row]))
+    torch.testing.assert_close(pool.states, states, rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_node_takes_at_most_48_kb_per_layer_at_the_shape_of_qwen3_5_9b() -> None:
     assert StatePool.bytes_per_node(1, QWEN3_5_9B, torch.bfloat16) <= 48 * 1024
     assert StatePool.bytes_per_request(1, QWEN3_5_9B, torch.bfloat16) > 2 * 1024**2

@@ -17,7 +17,7 @@ from eagle_server.models.drafts.block import BlockHead
 from eagle_server.models.drafts.block_edges import CANDIDATES
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_tools.training.__main__ import main
-from eagle_tools.training.block import BlockRecipe, EdgeName, NewBlock, new_block, rarest_token
+from eagle_tools.training.block import NewBlock, new_block, rarest_token
 from eagle_tools.training.export import export_head
 from eagle_tools.training.loop import History, Optimizers, read_history
 from eagle_tools.training.losses import overlap
@@ -30,6 +30,7 @@ from eagle_tools.training.packed_blocks import (
     drawn_anchors,
     row_weights,
 )
+from eagle_tools.training.recipes import BlockRecipe, EdgeName
 from eagle_tools.training.tiny import tiny_pair
 from eagle_tools.training.ttt import Lesson, teach
 from tests.support.engines import CONTEXT, MARGIN, random_target, request, run, speculative

@@ -18,10 +18,11 @@ from tokenizers import Tokenizer
 from eagle_server.models.checkpoints.load_target import load_native_target
 from eagle_tools.training import corpus as corpus_module
 from eagle_tools.training.__main__ import main
-from eagle_tools.training.corpus import Corpus, own_files, standard_library, train_tokenizer
-from eagle_tools.training.eagle3 import Recipe, own_texts
+from eagle_tools.training.corpus import Corpus, own_files, standard_library, text_files, train_tokenizer
+from eagle_tools.training.eagle3 import own_texts
 from eagle_tools.training.fingerprint import cached_arrays, target_fingerprint
 from eagle_tools.training.loop import Job, Schedule, train
+from eagle_tools.training.recipes import Recipe
 from eagle_tools.training.tiny import TinyPair, tiny_pair
 
 REMADE = "it is made again"
@@ -46,7 +47,7 @@ def tokenizer_of(pair: TinyPair) -> Tokenizer:
 
 
 def read(pair: TinyPair, data: Path, cache: Path, end: int = 0) -> Corpus:
-    return own_files(tokenizer_of(pair), [data], end, cache)
+    return own_files(tokenizer_of(pair), text_files([data]), end, cache)
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
@@ -89,7 +90,7 @@ def test_corpus_of_another_tokenizer_or_end_is_tokenized_again(pair: TinyPair, d
     cache = tmp_path / "corpus.npz"
     keys = [read(pair, data, cache, end).key for end in (0, 1)]
     other = train_tokenizer(sorted(data.rglob("*.txt")), 300)
-    second = own_files(other, [data], 0, cache)
+    second = own_files(other, text_files([data]), 0, cache)
     assert len({*keys, second.key}) == 3
     assert int(second.train.max()) > int(read(pair, data, cache).train.max())
 
@@ -109,7 +110,7 @@ def test_files_of_the_training_itself_are_no_text(pair: TinyPair, data: Path) ->
     out = data / "head"
     keys = []
     for _ in range(2):
-        keys.append(own_files(tokenizer_of(pair), [data], 0, out / "training" / "corpus.npz", out=out).key)
+        keys.append(own_files(tokenizer_of(pair), text_files([data], out), 0, out / "training" / "corpus.npz").key)
         (out / "config.json").write_text("{}")
     assert keys[0] == keys[1]
 

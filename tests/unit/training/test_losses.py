@@ -15,11 +15,12 @@ from eagle_server.attention.dense import DenseCausal
 from eagle_server.models.checkpoints.load_target import load_native_target
 from eagle_server.models.config import CheckpointError
 from eagle_tools.training.corpus import Corpus
-from eagle_tools.training.eagle3 import Recipe, train_head
+from eagle_tools.training.eagle3 import train_head
 from eagle_tools.training.export import export_head
 from eagle_tools.training.heads import existing_head, mean_head, new_eagle3
-from eagle_tools.training.losses import LOSS_NAMES, LossName, coupled_acceptance, draft_loss, overlap, spread_draws
+from eagle_tools.training.losses import coupled_acceptance, draft_loss, overlap, spread_draws
 from eagle_tools.training.medusa import medusa_lesson, medusa_loss, new_heads
+from eagle_tools.training.recipes import LOSS_NAMES, LossName, Recipe
 from eagle_tools.training.tiny import tiny_pair
 from eagle_tools.training.ttt import coupling, rollout, teach
 

@@ -19,13 +19,14 @@ from eagle_server.models.checkpoints.load_target import load_native_target, load
 from eagle_server.models.drafts.eagle3 import Eagle3Head
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.models.targets.registry import read_target_config
-from eagle_tools.training.__main__ import DEMO_HEAD, DEMO_PARTS, DEMO_TUNINGS, main
+from eagle_tools.training.__main__ import main
 from eagle_tools.training.corpus import train_tokenizer
 from eagle_tools.training.export import MAX_DEMO_BYTES, export_demo, export_head, export_target, write_evaluation
 from eagle_tools.training.fingerprint import target_fingerprint
 from eagle_tools.training.generate import continue_texts
-from eagle_tools.training.heads import Kind, NewHead, default_boundaries, new_eagle, new_eagle3
+from eagle_tools.training.heads import NewHead, default_boundaries, new_eagle, new_eagle3
 from eagle_tools.training.loop import Job, Schedule, train
+from eagle_tools.training.recipes import DEMO_HEAD, DEMO_PARTS, DEMO_TUNINGS, Kind
 from eagle_tools.training.target import build_target
 from eagle_tools.training.tiny import tiny_pair
 from eagle_tools.training.ttt import accuracies, chain_length, rollout, teach, ttt_loss

@@ -112,7 +112,8 @@ def mtp_layers(files: DraftFiles, target_layers: int) -> tuple[range, DraftFiles
     """(the numbers of the MTP layers, their tensors).
 
     The first one's embedding and lm_head get the names they have in other drafts. In the target's own files the layers
-    are numbered from `target_layers` on; other files hold nothing else.
+    are numbered from `target_layers` on. Other files hold these layers alone, or a whole model, such as the target
+    before it was quantized: of that only these layers are read.
 
     Raises:
         CheckpointError: there is no MTP layer with known names, or not all that config.json counts.
@@ -137,10 +138,11 @@ def mtp_layers(files: DraftFiles, target_layers: int) -> tuple[range, DraftFiles
         names = ", ".join(f"model.layers.{layer}.eh_proj.weight" for layer in absent)
         raise CheckpointError(f"{files.directory}: {count} MTP layers are expected, but there is no {names}")
     prefixes = tuple(f"layers.{layer}." for layer in layers)
+    has_target = first == target_layers and any(name.startswith("layers.0.") for name in files.tensors)
     kept = {
         mtp_name(name, first): tensor
         for name, tensor in files.tensors.items()
-        if not files.is_target or name.startswith(prefixes)
+        if not has_target or name.startswith(prefixes)
     }
     return layers, replace(files, tensors=kept)
 

@@ -102,3 +102,14 @@ def test_both_walks_are_equal_where_siblings_differ(way: str, bs: int, size: int
     assert 0 < int(by_parents[1].sum()) < bs * deepest, "neither refused nor accepted anything"
     case = Case(bs, size, deepest, distinct=False, seed=seed)
     assert bool((case.walk_links()[1] <= case.walk()[1]).all())
+
+
+@pytest.mark.parametrize("way", ["native"])
+@pytest.mark.parametrize(
+    ("part", "value"), [("depths", 3), ("depths", -1), ("depths", 1 << 40), ("parents", 13), ("parents", -1)]
+)
+def test_the_native_walk_refuses_a_tree_that_its_arrays_do_not_hold(way: str, part: str, value: int) -> None:
+    case = Case(2, 13, 2, distinct=False, seed=0)
+    getattr(case, part)[1, 7] = value
+    with pytest.raises(ValueError, match=r"a node deeper than 2 steps, or a parent that is none of its 13 nodes"):
+        case.walk()

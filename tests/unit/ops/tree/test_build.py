@@ -99,3 +99,19 @@ def test_the_links_name_first_children_and_next_siblings(
             for one, following in zip(siblings, siblings[1:], strict=False):
                 expected[one] = following
         assert next_sibling[request].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("selected", "above"),
+    [
+        ([0, 4 + 16], [-1, 0, 1, 2, 3]),  # beyond the last group
+        ([-1, 0], [-1, 0]),
+        ([0, 4], [-1, 5]),  # the parent comes later
+    ],
+)
+def test_the_native_links_refuse_a_selection_that_is_not_in_its_pool(
+    selected: list[int], above: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take("native", monkeypatch, tree)
+    with pytest.raises(ValueError, match="not behind its parent, or not one of"):
+        link_tree(torch.tensor([selected]), torch.tensor([above]), 4, 2)

@@ -1,0 +1,200 @@
+"""The stages that `eagle-server train` runs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from eagle_server.models.checkpoints.load_target import load_native_target
+from eagle_server.models.checkpoints.weights import resolve_checkpoint
+from eagle_server.models.targets.decoder import TargetModel
+from eagle_tools.training.block import train_block
+from eagle_tools.training.corpus import Corpus, ensure_tokenizer, own_files, standard_library, text_files
+from eagle_tools.training.eagle3 import evaluate_head, own_texts, train_head
+from eagle_tools.training.export import export_demo, export_demo_heads, export_head, export_target, write_evaluation
+from eagle_tools.training.fingerprint import target_fingerprint
+from eagle_tools.training.heads import mean_head
+from eagle_tools.training.loop import read_history
+from eagle_tools.training.medusa import export_medusa, train_medusa
+from eagle_tools.training.recipes import (
+    DEMO_BLOCK,
+    DEMO_HEAD,
+    DEMO_MEDUSA,
+    DEMO_PARTS,
+    DEMO_REDRAFTER,
+    DEMO_TUNINGS,
+    AnyRecipe,
+    BlockRecipe,
+    MedusaRecipe,
+    Recipe,
+    RedrafterRecipe,
+)
+from eagle_tools.training.redrafter import train_redrafter
+from eagle_tools.training.target import DEMO_TARGET, VOCAB_SIZE, train_target
+
+
+def _tokenizer(parsed: argparse.Namespace) -> None:
+    ensure_tokenizer(parsed.work / "tokenizer.json", VOCAB_SIZE)
+
+
+def _target(parsed: argparse.Namespace) -> None:
+    train_target(_demo_corpus(parsed.work), parsed.work, parsed.target_steps, compiled=parsed.compile)
+    export_target(parsed.work, parsed.work / "target")
+
+
+def _head(parsed: argparse.Namespace) -> None:
+    recipe = Recipe(
+        kind=parsed.kind,
+        passes=parsed.passes,
+        boundaries=tuple(parsed.aux_layers) if parsed.aux_layers else None,
+        draft_vocab=parsed.draft_vocab,
+        intermediate_size=parsed.ffn,
+        temperatures=tuple(parsed.temperatures),
+        **_common(parsed),
+    )
+    _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out, parsed.init)
+
+
+def _medusa(parsed: argparse.Namespace) -> None:
+    recipe = MedusaRecipe(
+        heads=parsed.heads,
+        layers=parsed.layers,
+        shared_lm_head=parsed.shared_lm_head,
+        **_common(parsed),
+    )
+    _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out)
+
+
+def _redrafter(parsed: argparse.Namespace) -> None:
+    recipe = RedrafterRecipe(
+        rollout=parsed.rollout,
+        exit_dim=parsed.exit_dim,
+        draft_layers=parsed.draft_layers,
+        **_common(parsed),
+    )
+    _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out)
+
+
+def _block(parsed: argparse.Namespace) -> None:
+    recipe = BlockRecipe(
+        layers=parsed.layers,
+        block_size=parsed.block_size,
+        next_token=not parsed.fill_in,
+        causal=not parsed.bidirectional,
+        edges=parsed.edges,
+        rank=parsed.rank,
+        confidence=not parsed.no_confidence,
+        boundaries=tuple(parsed.aux_layers) if parsed.aux_layers else None,
+        intermediate_size=parsed.ffn,
+        mask_token_id=parsed.mask_token_id,
+        weighting=parsed.weights,
+        gamma=parsed.gamma,
+        anchors=parsed.anchors,
+        **_common(parsed),
+    )
+    _train_and_write(*_target_and_corpus(parsed), recipe, parsed.out)
+
+
+def _common(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The settings of every recipe, from the options that every head's training has."""
+    names = ("steps", "peak", "length", "texts", "sampled_texts", "loss")
+    return {"compiled": parsed.compile, **{name: getattr(parsed, name) for name in names}}
+
+
+def _target_and_corpus(parsed: argparse.Namespace) -> tuple[TargetModel, Corpus]:
+    texts = text_files(parsed.data, parsed.out) if parsed.data else None
+    directory = resolve_checkpoint(parsed.target)
+    target = load_native_target(directory, dtype="float32", device=_device(parsed.device), pack=False)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    end = target.config.eos_token_ids[0] if target.config.eos_token_ids else 0
+    cache = parsed.out / "training" / "corpus.npz"
+    if texts is not None:
+        return target, own_files(tokenizer, texts, end, cache)
+    return target, standard_library(tokenizer, end, cache)
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _export(parsed: argparse.Namespace) -> None:
+    size = export_demo(parsed.work, parsed.out, DEMO_PARTS)
+    print(f"{parsed.out}: {size / 1e6:.1f} MB")
+
+
+def _demo(parsed: argparse.Namespace) -> None:
+    _target(parsed)
+    target, corpus = load_native_target(parsed.work / "target", pack=False), _demo_corpus(parsed.work)
+    recipe = dataclasses.replace(DEMO_HEAD, steps=parsed.head_steps, compiled=parsed.compile)
+    first, *tuned = (parsed.work / part for part in DEMO_PARTS)
+    _train_and_write(target, corpus, recipe, first)
+    texts = own_texts(target, corpus, recipe, first / "training", target_fingerprint(target))
+    for tuning, out in zip(DEMO_TUNINGS, tuned, strict=True):
+        texts.save(out / "training")
+        _train_and_write(target, corpus, dataclasses.replace(tuning, compiled=parsed.compile), out, first)
+    new = mean_head(target, [first, *tuned], recipe.kind)
+    export_head(new, parsed.work / "eagle3")
+    write_evaluation(parsed.work / "eagle3", evaluate_head(target, new, corpus, texts, recipe.passes))
+    _export(parsed)
+    _demo_heads(parsed)
+
+
+def _demo_corpus(work: Path) -> Corpus:
+    tokenizer = ensure_tokenizer(work / "tokenizer.json", VOCAB_SIZE)
+    return standard_library(tokenizer, int(str(DEMO_TARGET["eos_token_id"])), work / "corpus.npz")
+
+
+def _demo_heads(parsed: argparse.Namespace) -> None:
+    """Train the demo's other heads for its target; Medusa and ReDrafter on the same texts."""
+    directory = parsed.out / "target"
+    target = load_native_target(directory, dtype="float32", device="cpu", pack=False)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    corpus = standard_library(tokenizer, target.config.eos_token_ids[0], parsed.work / "corpus.npz")
+    texts = own_texts(target, corpus, DEMO_MEDUSA, parsed.work, target_fingerprint(target))
+    for recipe in (DEMO_MEDUSA, DEMO_REDRAFTER, DEMO_BLOCK):
+        recipe = dataclasses.replace(recipe, steps=parsed.other_head_steps or recipe.steps, compiled=parsed.compile)
+        if recipe.sampled_texts == DEMO_MEDUSA.sampled_texts:
+            texts.save(parsed.work / recipe.kind / "training")
+        _train_and_write(target, corpus, recipe, parsed.work / recipe.kind)
+    size = export_demo_heads(parsed.work, parsed.out)
+    print(f"{parsed.out}: {size / 1e6:.1f} MB")
+
+
+def _train_and_write(
+    target: TargetModel, corpus: Corpus, recipe: AnyRecipe, out: Path, start: str | Path | None = None
+) -> None:
+    training = out / "training"
+    match recipe:
+        case MedusaRecipe():
+            export_medusa(train_medusa(target, corpus, recipe, training), out)
+        case RedrafterRecipe():
+            export_head(train_redrafter(target, corpus, recipe, training), out)
+        case BlockRecipe():
+            export_head(train_block(target, corpus, recipe, training), out)
+        case Recipe():
+            export_head(train_head(target, corpus, recipe, training, start), out)
+    for name, points in read_history(training / f"{recipe.kind}-history.json").curves.items():
+        if name.startswith("T="):
+            print(f"{name}: {points[0][1]:.3f} at step {points[0][0]}, {points[-1][1]:.3f} at step {points[-1][0]}")
+    print(f"{out}: done; curves in {training / f'{recipe.kind}-loss.png'}")
+
+
+STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
+    "demo": _demo,
+    "tokenizer": _tokenizer,
+    "target": _target,
+    "export": _export,
+    "demo-heads": _demo_heads,
+    "eagle3": _head,
+    "medusa": _medusa,
+    "redrafter": _redrafter,
+    "block": _block,
+}
