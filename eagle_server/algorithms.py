@@ -1,6 +1,6 @@
-"""The table of drafting algorithms. No other module that serves tells them apart.
+"""The table of drafting algorithms: what options, files, loader and engine need to know of each.
 
-Options, loader and engine read its rows. A row names modules, because options are checked before torch is imported.
+A row names modules, because options are checked before torch is imported.
 N-grams have no row: they need no files, and any row can be joined with them.
 """
 
