@@ -34,6 +34,7 @@ FOREIGN = {
     *("--index-url", "--torch-backend"),  # pip, uv
     *("--balance-abs-threshold", "--cache-threshold", "--policy"),  # the routers, held by tests/e2e/test_routers.py
     *("--mode", "--check", "--dist", "--strict"),  # flashinfer, ruff, pytest, mkdocs
+    "--renew",  # .ci/run
 }
 shell_blocks = pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.language == SHELL], ids=str)
 
