@@ -17,14 +17,13 @@ from eagle_server.engine.engine import Engine
 from eagle_server.text.tokenizer import load_tokenizer
 from eagle_server.worker.budget.budget import AdaptiveBudget, _Choice
 from eagle_server.worker.first_drafts import LEAST, TREES
+from tests.support.covering import deep_unless
 from tests.support.engines import FIXED_TREES, request, run
 
 DEMO = Path(DEMO_TARGET).parent
 HEADS = {"EAGLE3": "eagle3", "MEDUSA": "medusa", "REDRAFTER": "redrafter", "DFLASH": "block"}
 REQUESTS = 16
-EACH = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "MEDUSA" else []) for name in HEADS]
-)
+EACH = pytest.mark.parametrize("name", [pytest.param(name, marks=deep_unless(name == "EAGLE3")) for name in HEADS])
 
 
 def shuffled(name: str, directory: Path) -> Path:
