@@ -99,7 +99,7 @@ def _flashinfer(toy: Toy) -> bool:
 
 def _graphs(toy: Toy) -> bool:
     head = random_head(toy.target, "EAGLE3")
-    return not toy.target.config.waits and toy.has_plain_text(speculative(toy.target, head, **as_on_a_gpu()))
+    return not toy.target.config.waits and toy.has_plain_text(speculative(toy.target, head, **as_on_a_gpu((2, 4))))
 
 
 def _ranks(toy: Toy) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,14 +27,23 @@ QUICK = {
     ("MEDUSA", "batch"),
     ("MEDUSA+NGRAM", "alone"),
 }
-PLAYED = [
-    pytest.param(name, scene, marks=() if (name, scene) in QUICK else (pytest.mark.deep,))
-    for name in DRAFTING
-    for scene in SCENES
-]
 
 
-@pytest.mark.parametrize(("drafting", "scene"), PLAYED, indirect=["drafting"])
+def played() -> Iterator[Any]:
+    """(drafter, scene): every drafter in the batch, where some requests draft and some do not, and in one more scene.
+
+    `test_every_drafter` has all pairs.
+    """
+    others = [scene for scene in SCENES if scene != "batch"]
+    for number, name in enumerate(DRAFTING):
+        for scene in SCENES:
+            if (name, scene) in QUICK:
+                yield pytest.param(name, scene)
+            elif scene in ("batch", others[number % len(others)]):
+                yield pytest.param(name, scene, marks=pytest.mark.deep)
+
+
+@pytest.mark.parametrize(("drafting", "scene"), list(played()), indirect=["drafting"])
 def test_texts_do_not_depend_on_random_budgets(drafting: Drafting, scene: str) -> None:
     """The free slots are poisoned, so that a drafter that reads a position it never computed would show."""
     budgets: list[RandomBudget] = []

@@ -22,6 +22,7 @@ from eagle_server.worker.batch.draft_ranking import DraftRanking
 from tests.lossless.conftest import Drafting
 from tests.lossless.drafters import CASES
 from tests.lossless.scenes import as_on_a_gpu, prompt
+from tests.lossless.test_every_drafter import deep_unless
 from tests.support.engines import (
     Finished,
     plain,
@@ -40,7 +41,7 @@ from tests.unit.worker.test_no_host_sync import random_medusa
 CHAIN = ((0,), (0, 0), (0, 0, 0))
 STEPS = len(CHAIN)
 STATIC = {"choices": CHAIN, "num_draft_tokens": STEPS + 1}
-GPU: list[Callable[[], dict[str, Any]]] = [dict, as_on_a_gpu]
+SIZES = (2, 8)  # batch sizes of the captured graphs: a capture takes longer than the requests
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,9 @@ def standalone(target: TargetModel, logits: Tensor, **settings: Any) -> Engine:
     return speculative(target, DraftLM(target), STEPS, 1, **settings)
 
 
+BUILDS: list[Callable[..., Engine]] = [eagle, static_eagle, medusa, redrafter, standalone]
+
+
 def requests(**settings: Any) -> list[Request]:
     """Sampled requests, and a greedy one among them."""
     temperatures = (0.7, 1.0, 0.0, 1.5)
@@ -86,8 +90,20 @@ def requests(**settings: Any) -> list[Request]:
     return [request(i, prompt(9 + i, i), seed=i, temperature=t, **common) for i, t in enumerate(temperatures)]
 
 
-@pytest.mark.parametrize("settings", GPU, ids=["eager", "captured"])
-@pytest.mark.parametrize("build", [eagle, static_eagle, medusa, redrafter, standalone])
+def as_captured() -> dict[str, Any]:
+    return as_on_a_gpu(SIZES)
+
+
+@pytest.mark.parametrize(
+    ("build", "settings"),
+    [
+        *(pytest.param(build, dict, id=f"{build.__name__}-eager") for build in BUILDS),
+        *(
+            pytest.param(build, as_captured, id=f"{build.__name__}-captured", marks=deep_unless(build is eagle))
+            for build in BUILDS
+        ),
+    ],
+)
 def test_a_draft_that_agrees_with_the_target_guesses_every_draw(
     unigram: TargetModel, build: Callable[..., Engine], settings: Callable[[], dict[str, Any]]
 ) -> None:
@@ -115,16 +131,16 @@ CAPTURED = [name for name, case in CASES.items() if case.stages > 1 and not case
 
 @pytest.mark.parametrize(
     "drafting",
-    [pytest.param(name, marks=() if "chain" in name else (pytest.mark.deep,)) for name in CAPTURED],
+    [pytest.param(name, marks=deep_unless(name == "EAGLE3 chain")) for name in CAPTURED],
     indirect=True,
 )
 def test_captured_functions_rank_by_the_noise_of_each_cycles_requests(drafting: Drafting) -> None:
     """Requests with other temperatures and keys take the places of others. Stale inputs would draft other tokens."""
     # As captured functions do, both draft all steps near a request's end.
-    uncaptured = {**as_on_a_gpu(), "stand_ins": {"flashinfer": Emulation()}}
-    captured, eager = (run_in_turn(drafting.engine(**settings)) for settings in (as_on_a_gpu(), uncaptured))
+    uncaptured = {**as_captured(), "stand_ins": {"flashinfer": Emulation()}}
+    captured, eager = (run_in_turn(drafting.engine(**settings)) for settings in (as_captured(), uncaptured))
     assert drafts_of(captured) == drafts_of(eager)
-    uncoupled = run_in_turn(drafting.engine(**as_on_a_gpu(), coupling=False))
+    uncoupled = run_in_turn(drafting.engine(**as_captured(), coupling=False))
     assert tokens_of(uncoupled) == tokens_of(captured)
     assert drafts_of(uncoupled) != drafts_of(captured)
 
@@ -137,7 +153,7 @@ def test_noise_that_a_graph_holds_from_its_capture_is_caught(
     monkeypatch.setattr(
         captured_inputs, "_copied", lambda value: [] if isinstance(value, DraftRanking) else copied(value)
     )
-    captured = run_in_turn(drafting.engine(**as_on_a_gpu()))
+    captured = run_in_turn(drafting.engine(**as_captured()))
     assert tokens_of(captured) == tokens_of(eager)
     assert drafts_of(captured) != drafts_of(eager)
 

@@ -10,7 +10,6 @@ first call.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,10 +19,12 @@ from eagle_server.engine.engine import Engine
 from tests.lossless.conftest import Drafting
 from tests.lossless.drafters import CASES
 from tests.lossless.pairs import eagle
-from tests.lossless.scenes import SCENES, SIZES, as_on_a_gpu, check, play
+from tests.lossless.scenes import SCENES, as_on_a_gpu, check, play
 from tests.support.engines import tokens_of
 
-PAGES = (1, 16)
+PAGES, MODES = (1, 16), ("mask", "cascade")
+SIZES = (2, 8)  # batch sizes of the captured graphs: a capture takes longer than the requests
+OTHERS = [scene for scene in SCENES if scene != "batch"]
 
 
 def deep_unless(quick: bool) -> tuple[pytest.MarkDecorator, ...]:
@@ -31,29 +32,32 @@ def deep_unless(quick: bool) -> tuple[pytest.MarkDecorator, ...]:
 
 
 def played() -> Iterator[Any]:
-    """All (drafter, page size, scene).
+    """(drafter, page size, scene): every drafter in each scene and with each page size, and each scene with both sizes.
 
     The gate has each drafter except EAGLE once, and each scene with each page size. EAGLE's head takes seconds
     to train and drafts like EAGLE-3's head; `test_equality` has an untrained one.
     """
     for number, (name, case) in enumerate(CASES.items()):
-        quick = (PAGES[number // len(SCENES) % len(PAGES)], list(SCENES)[number % len(SCENES)])
-        for page, scene in itertools.product(PAGES, SCENES):
-            yield pytest.param(name, page, scene, marks=deep_unless((page, scene) == quick and case.maker is not eagle))
+        for place, scene in enumerate(SCENES):
+            page = PAGES[(number // len(SCENES) + number + place) % len(PAGES)]
+            quick = place == number % len(SCENES) and case.maker is not eagle
+            yield pytest.param(name, page, scene, marks=deep_unless(quick))
 
 
 def played_on_a_gpu() -> Iterator[Any]:
-    """(drafter, attention mode for trees, page size, scene). Both modes run with both page sizes, and every scene.
+    """(drafter, attention mode for trees, page size, scene): every drafter with each mode, in the batch and in one more
+    scene. Both modes run with both page sizes, and every scene.
 
     The gate has every third drafter once, with each mode.
     """
-    batches = [("mask", 16, "batch"), ("cascade", 1, "batch")]
-    others = [("mask", 1, "alone"), ("cascade", 16, "preempted"), ("mask", 1, "prefix_hit")]
-    scenes = {True: batches + others, False: batches[:1] + others[:2]}  # a chain is causal, so it has one mode
     for number, (name, case) in enumerate(CASES.items()):
-        for place, scene in enumerate(scenes[case.branches]):
-            quick = number % 3 == 0 and place == number // 3 % len(scenes[case.branches])
-            yield pytest.param(name, *scene, marks=deep_unless(quick))
+        modes = MODES if case.branches else MODES[:1] * 2  # a chain is causal, so it has one mode
+        first = number // 2 % 2
+        for place, mode in enumerate(modes):
+            scene = "batch" if place == first else OTHERS[number // 3 % len(OTHERS)]
+            page = PAGES[(number // 4 + place) % len(PAGES)]
+            quick = number % 3 == 0 and place == number // 3 % 2
+            yield pytest.param(name, mode, page, scene, marks=deep_unless(quick))
 
 
 def check_case(drafting: Drafting, scene: str, settings: dict[str, Any]) -> Engine:
@@ -77,5 +81,5 @@ def test_captured_cycles_on_flashinfer_give_the_plain_text(
     drafting: Drafting, form: str, page: int, scene: str
 ) -> None:
     modes = {"verify_attention": form, "draft_attention": form}
-    engine = check_case(drafting, scene, {"page_size": page, **modes, **as_on_a_gpu()})
+    engine = check_case(drafting, scene, {"page_size": page, **modes, **as_on_a_gpu(SIZES)})
     assert len(engine.worker.verifier.graphs.keys) == drafting.case.stages * len(SIZES), "each stage once per size"

@@ -128,7 +128,9 @@ def test_sliding_windows_count_positions_along_the_path(family: str, modes: str)
 def test_the_gpu_kernels_in_the_cycle_give_the_plain_text(
     pair: Pair, texts: Mapping[str, Sequence[int]], monkeypatch: pytest.MonkeyPatch, topk: int, sizes: tuple[int, ...]
 ) -> None:
-    """Every operation of the cycle runs its Triton kernel, in the interpreter."""
+    """Every operation of the cycle runs its Triton kernel, in the interpreter. Warm-up, without a result, does not."""
+    modes = {"verify_attention": "cascade", "draft_attention": "mask"}
+    engine = speculative(pair.target, pair.head, 2, topk, **as_on_a_gpu(sizes), **modes)
     launched: set[str] = set()
     for module in KERNELS:
 
@@ -137,8 +139,6 @@ def test_the_gpu_kernels_in_the_cycle_give_the_plain_text(
             return True
 
         monkeypatch.setattr(module, "on_gpu", chosen)
-    modes = {"verify_attention": "cascade", "draft_attention": "mask"}
-    engine = speculative(pair.target, pair.head, 2, topk, **as_on_a_gpu(sizes), **modes)
     short = [replace_tokens(REQUESTS[i], 5) for i in (0, 6)]  # greedy, and sampled with top-k and top-p
     outcome = tokens_of(run(engine, short))
     assert outcome == {each.request_id: texts[each.request_id][:5] for each in short}

@@ -134,9 +134,9 @@ def check_everything_is_free(engine: Engine) -> None:
 
 
 @pytest.mark.deep
-def test_a_thousand_requests_with_aborts_and_preemptions_leave_nothing_behind() -> None:
+def test_hundreds_of_requests_with_aborts_and_preemptions_leave_nothing_behind() -> None:
     rng, target = random.Random(16), random_target(VOCAB, hidden=16, layers=3, seed=16)
-    requests = random_requests(rng, 1000)
+    requests = random_requests(rng, 500)
     expected = run(plain(target, max_running_requests=64), requests)
     head = random_head(target, "EAGLE3")
     engine = speculative(
@@ -155,10 +155,10 @@ def test_a_thousand_requests_with_aborts_and_preemptions_leave_nothing_behind() 
     assert len(departed) <= len(requests) / 200
 
     stats = engine.stats()
-    assert stats.preemptions > 20
+    assert stats.preemptions > 10
     assert reasons.count(FinishReason.ABORT) > 20
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
-    assert sum(finished.cached_tokens > 0 for finished in outcome.values()) > 100
+    assert sum(finished.cached_tokens > 0 for finished in outcome.values()) > 50
     check_everything_is_free(engine)
 
 
@@ -172,7 +172,7 @@ def undisturbed() -> dict[str, dict[str, Finished]]:
 def test_no_state_of_a_request_outlives_it(drafting: Drafting, undisturbed: dict[str, dict[str, Finished]]) -> None:
     """Pages, request slots and the drafter's state are freed, however a request ends. A failure affects no others."""
     rng = random.Random(1)
-    requests = [*random_requests(rng, 60), request("never served", [1], max_tokens=CONTEXT)]
+    requests = [*random_requests(rng, 36), request("never served", [1], max_tokens=CONTEXT)]
     growing = [
         request(f"growing {i}", [5, i], seed=i, max_tokens=40, temperature=1.0, ignore_eos=True) for i in range(6)
     ]
@@ -199,7 +199,7 @@ def test_no_state_of_a_request_outlives_it(drafting: Drafting, undisturbed: dict
     exact = in_float64(drafting.pair.target) if departed else None
     assert all(slack(exact, each, expected[each.request_id].tokens) < NEAR_TIE for each in departed)
     assert len(departed) <= 1
-    assert len(seen) > 30
+    assert len(seen) > 20
     assert leaked_texts(engine, seen) == 0
     check_everything_is_free(engine)
 

@@ -234,7 +234,7 @@ def test_greedy_text_with_any_drafter_is_what_transformers_generates(name: str, 
         (random_head(ours, "EAGLE3"), {"chunked_prefill_size": 16}),  # type: ignore[arg-type]
     ]
     if name != "gemma2":  # FlashInfer refuses its capped scores
-        drafts.append((DraftLM(ours), as_on_a_gpu()))  # in emulated CUDA graphs
+        drafts.append((DraftLM(ours), as_on_a_gpu((2, 4))))  # in emulated CUDA graphs
     for draft, settings in drafts:
         engine = speculative(ours, draft, **settings)  # type: ignore[arg-type]
         admit_without_reserve(engine.scheduler)

@@ -1,8 +1,9 @@
 """Counts what a cycle would launch on a GPU, on a CPU: kernels and copies from the host, by stage.
 
-The cycle takes the GPU's branches: Triton's kernels run in the interpreter, FlashInfer is emulated, and a graph replays
-its function. An operation of torch counts as one kernel, unless it only makes a view or allocates. So does a kernel of
-Triton or FlashInfer, whatever runs inside it. FlashInfer's attention is two where it splits KV.
+The cycle takes the GPU's branches: launches of Triton's kernels are counted while torch twins compute, FlashInfer is
+emulated, and a graph replays its function. An operation of torch counts as one kernel, unless it only makes a view or
+allocates. So does a kernel of Triton or FlashInfer, whatever runs inside it. FlashInfer's attention is two where it
+splits KV.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from eagle_server.ops import upload as upload_module
 from eagle_server.worker import host
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.fused_kernels import fake_flashinfer, use_kernel_branch
+from tests.support.launches import compute_with_twins
 from tests.support.replay import FirstCall, FirstCallRecorder, own, tensors_of
 
 Output = TypeVar("Output")
@@ -154,12 +156,11 @@ class _CountedCall(FirstCall):
 def take_gpu_branches(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter) -> Emulation:
     """Let the package run on the CPU what it runs on a GPU. Returns the emulated FlashInfer."""
     for module in _modules(eagle_server.ops):
-        if hasattr(module, "on_gpu") and module.__name__ != "eagle_server.ops.triton_support":
-            monkeypatch.setattr(module, "on_gpu", lambda _: True)
         if hasattr(module, "available") and module.__name__ != "eagle_server.ops.native.library":
             monkeypatch.setattr(module, "available", lambda *_: False)
     functions = vars(fake_flashinfer())
     use_kernel_branch(monkeypatch, SimpleNamespace(**{n: counter.as_one(f, n) for n, f in functions.items()}))
+    compute_with_twins(monkeypatch, counter.paused)
     _count_triton(monkeypatch, counter)
     _count_copies(monkeypatch, counter)
     return _counted_flashinfer(monkeypatch, counter)
@@ -168,12 +169,7 @@ def take_gpu_branches(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter) -
 def _count_triton(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter) -> None:
     from triton.runtime.interpreter import InterpretedFunction
 
-    run = InterpretedFunction.run
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return counter.as_one(run, self.fn.__name__)(self, *args, **kwargs)
-
-    monkeypatch.setattr(InterpretedFunction, "run", counted)
+    monkeypatch.setattr(InterpretedFunction, "run", lambda self, *_, **__: counter.launch(self.fn.__name__))
 
 
 def _count_copies(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter) -> None:

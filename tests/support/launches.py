@@ -6,11 +6,19 @@ address that is a multiple of 16.
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, wraps
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
+
+from eagle_server.ops import triton_support
+from tests.support.replay import tensors_of
+
+CHOICES = {"on_gpu", "has_truncation_kernel"}  # which choose between a kernel and its twin
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, *, run: bool = True) -> set[str]:
@@ -47,3 +55,48 @@ def launch_kernels(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> Non
         monkeypatch.setattr(module, "on_gpu", lambda _: True)
         if hasattr(module, "available"):
             monkeypatch.setattr(module, "available", lambda *_: False)
+
+
+def compute_with_twins(
+    monkeypatch: pytest.MonkeyPatch, aside: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> None:
+    """Let every operation launch its kernels as on a GPU, and take its results from its torch twin.
+
+    Use it where launches are recorded but not run. An operation returns the tensors of its kernel's branch, so that
+    addresses and strides are those of a GPU, with the twin's values. aside: the context in which the twins run.
+    """
+    twins = 0  # that are running
+
+    def operation(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def launched_and_computed(*args: Any, **kwargs: Any) -> Any:
+            nonlocal twins
+            if twins:
+                return original(*args, **kwargs)
+            results = original(*args, **kwargs)
+            twins += 1
+            try:
+                with aside():
+                    computed = original(*args, **kwargs)
+                    for result, values in zip(tensors_of(results), tensors_of(computed), strict=True):
+                        result.copy_(values)
+            finally:
+                twins -= 1
+            return results
+
+        return launched_and_computed
+
+    wrapped: dict[Any, Callable[..., Any]] = {}
+    for module in [each for name, each in sys.modules.items() if name.startswith("eagle_server.")]:
+        for name, value in list(vars(module).items()):
+            if is_operation(value):
+                monkeypatch.setattr(module, name, wrapped.setdefault(value, operation(value)))
+        if module.__name__.startswith("eagle_server.ops.") and hasattr(module, "on_gpu") and module != triton_support:
+            monkeypatch.setattr(module, "on_gpu", lambda _: not twins)
+
+
+def is_operation(value: object) -> bool:
+    """Whether this is a function that chooses between a kernel and its twin, and not one of the choices."""
+    if not isinstance(value, FunctionType) or not value.__module__.startswith("eagle_server."):
+        return False
+    return bool(CHOICES.intersection(value.__code__.co_names)) and value.__annotations__["return"] != "bool"

@@ -17,6 +17,7 @@ from eagle_server.engine.engine_config import EngineConfig
 from eagle_server.plan import TRACED_STAGE
 from eagle_server.worker.clock import StageClock
 from eagle_tools.bench.gpu import child
+from eagle_tools.bench.gpu import engines as engines_module
 from eagle_tools.bench.gpu.child_command import BUILD, PARTS
 from eagle_tools.bench.gpu.engines import TINY, BenchEngines, Pair
 from eagle_tools.bench.gpu.measurements import ADAPTIVE
@@ -48,7 +49,8 @@ def pair() -> Pair:
 
 
 @pytest.fixture
-def engines() -> Iterator[BenchEngines]:
+def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[BenchEngines]:
+    monkeypatch.setattr(engines_module, "CONTEXT", 256)  # texts of this length are captured
     stand_ins = {"flashinfer": Emulation(), "recorder": FirstCallRecorder()}
     made = BenchEngines(SMALL, CPU, stand_ins=stand_ins)
     made.__dict__["pair"] = pair()

@@ -136,14 +136,15 @@ def cycles(
             device.inside = False
 
     monkeypatch.setattr(engine, "step", step)
+    short = {"max_tokens": 10}
     requests = [
-        request(0, range(1, 30)),
-        request(1, range(1, 9), seed=1, temperature=0.8, ignore_eos=True),
-        request(2, range(3, 40), seed=2, temperature=1.0, top_k=5, top_p=0.9),
-        request(3, range(5, 9), seed=3, temperature=0.7, min_tokens=6),
-        request(4, range(2, 19), seed=4, temperature=0.7, min_p=0.05, **EVERYTHING),
-        with_fields(request(5, range(2, 19), **EVERYTHING), speculative=False),
-        with_fields(request(6, range(1, 9)), trees=True),
+        request(0, range(1, 30), **short),
+        request(1, range(1, 9), seed=1, temperature=0.8, ignore_eos=True, **short),
+        request(2, range(3, 40), seed=2, temperature=1.0, top_k=5, top_p=0.9, **short),
+        request(3, range(5, 9), seed=3, temperature=0.7, min_tokens=6, **short),
+        request(4, range(2, 19), seed=4, temperature=0.7, min_p=0.05, **EVERYTHING, **short),
+        with_fields(request(5, range(2, 19), **EVERYTHING, **short), speculative=False),
+        with_fields(request(6, range(1, 9), **short), trees=True),
     ]
     with device:
         run(engine, requests[:2], joining={2: requests[2:]})
