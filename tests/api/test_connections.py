@@ -202,7 +202,7 @@ async def test_a_client_that_does_not_read_its_answer_is_disconnected(port: int)
         assert received < LARGE
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 async def test_a_client_that_reads_slowly_gets_its_whole_answer(port: int) -> None:
     async with connected(port, get("/large")) as (reader, _), asyncio.timeout(PATIENCE):
         await reader.readuntil(b"\r\n\r\n")
@@ -398,7 +398,7 @@ async def answers(reader: asyncio.StreamReader, count: int) -> None:
             assert await reader.readexactly(1) == b"x"
 
 
-@pytest.mark.parametrize("size", [1, 16, 64, 1000])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.deep), 16, 64, 1000])
 async def test_tiny_chunks_leave_others_their_turns(
     bodies: tuple[Bodies, int], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

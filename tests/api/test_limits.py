@@ -189,7 +189,7 @@ async def test_a_hanging_engine_is_killed_and_started_again() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clients", [1, 20])
+@pytest.mark.parametrize("clients", [pytest.param(1, marks=pytest.mark.deep), 20])
 async def test_a_hanging_engine_is_started_again_after_its_clients_gave_up(clients: int) -> None:
     """Each client waits for less time than the watchdog."""
     client = EngineClient()

@@ -120,7 +120,7 @@ async def test_without_max_tokens_only_the_scores_that_come_are_counted(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("chat", [False, pytest.param(True, marks=pytest.mark.deep)])
 async def test_scores_are_kept_encoded(http: httpx.AsyncClient, chat: bool) -> None:
     """As objects they take several times the size of the response."""
     wanted: dict[str, Any] = {"prompt": "abc", "logprobs": 20}

@@ -40,7 +40,7 @@ def test_mean_accept_length_on_held_out_prompts(tokenizer: Tokenizer, temperatur
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.7, marks=pytest.mark.deep), 1.0])
 def test_demo_text_with_speculation_equals_text_without(tokenizer: Tokenizer, temperature: float) -> None:
     """Texts may differ only at near-ties of float32. These are counted, and none is expected here."""
     asked = requests(tokenizer, temperature, 8, 48)

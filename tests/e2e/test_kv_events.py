@@ -30,7 +30,7 @@ def enabled(endpoint: str, replay_endpoint: str) -> tuple[str, str]:
     return "--kv-events-config", json.dumps(events)
 
 
-@pytest.mark.parametrize("page", ["1", "16"])
+@pytest.mark.parametrize("page", [pytest.param("1", marks=pytest.mark.deep), "16"])
 def test_the_view_is_the_tree_after_evictions_preemptions_and_flushes(page: str, tmp_path: Path) -> None:
     endpoints = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     engine = demo_engine(*enabled(*endpoints), "--page-size", page, "--max-total-tokens", "480", "--cpu-threads", "1")

@@ -67,7 +67,7 @@ def test_a_client_that_goes_away_frees_its_kv(two_ranks: Served, expected: list[
     assert texts(two_ranks) == expected
 
 
-@pytest.mark.parametrize("number", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [1, pytest.param(0, marks=pytest.mark.deep)])
 def test_a_killed_rank_is_one_clear_error_and_a_restart(two_ranks: Served, expected: list[str], number: int) -> None:
     before = rank_pids(two_ranks)
     with httpx.stream("POST", f"{two_ranks.url}/v1/completions", json=LONG, timeout=PATIENCE) as response:

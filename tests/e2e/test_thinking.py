@@ -69,7 +69,7 @@ def parts(choice: Any) -> tuple[Any, ...]:
     return getattr(choice.message, "reasoning_content", None), choice.message.content, calls, choice.finish_reason
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.deep), 1.0])
 @pytest.mark.parametrize(
     "wanted", [{"response_format": FORMAT}, {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}]
 )

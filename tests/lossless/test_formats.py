@@ -27,6 +27,7 @@ from tests.lossless.drafters import CASES as DRAFTING
 from tests.lossless.drafters import Case
 from tests.lossless.pairs import GEMMA4, Pair, Pairs
 from tests.lossless.scenes import REQUESTS, SCENES, as_on_a_gpu, check, play
+from tests.support.covering import covering
 from tests.support.engines import (
     CONTEXT,
     MARGIN,
@@ -122,7 +123,7 @@ def test_texts_are_those_of_plain_decoding_alone(pairs: Pairs, drafter: str, for
 
 @pytest.mark.parametrize(
     ("drafter", "form"),
-    [(name, form) for name in ("NEXTN", "NEXTN chain", "NEXTN+NGRAM") for form in ("float32", "bfloat16")]
+    covering(["NEXTN", "NEXTN chain", "NEXTN+NGRAM"], ["float32", "bfloat16"], together=1)
     + [pytest.param("NEXTN", form, marks=pytest.mark.deep) for form in ("int8", "int4")],
 )
 def test_latent_attention_with_mtp_layers_differs_in_near_ties_at_most(pairs: Pairs, drafter: str, form: str) -> None:

@@ -14,6 +14,7 @@ from tests.lossless.conftest import Drafting
 from tests.lossless.drafters import CASES
 from tests.lossless.pairs import GEMMA4, Pair, loaded_head
 from tests.lossless.scenes import REQUESTS, SCENES, check, play
+from tests.support.covering import deep_unless
 from tests.support.engines import engine_config, plain, random_config, random_target, request, run, tokens_of
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.ranks import SplitEngines
@@ -28,8 +29,11 @@ def played() -> list[Any]:
     drafters = [name for name in CASES if name != "FROZEN_KV_MTP"]  # reads the target's KV, of which a rank has a part
     scenes = [(name, QUICK.get(name, list(SCENES)[number % len(SCENES)])) for number, name in enumerate(drafters)]
     quick = [pytest.param(*each, None) for each in QUICK.items()]
-    slow = [pytest.param(*each, None, marks=pytest.mark.deep) for each in scenes if each[0] not in QUICK]
-    return [*quick, *slow, *(pytest.param(*each, Emulation) for each in ON_A_GPU.items())]
+    deep = [pytest.param(*each, None, marks=pytest.mark.deep) for each in scenes if each[0] not in QUICK]
+    emulated = [
+        pytest.param(*each, Emulation, marks=deep_unless(each[0] == "NEXTN chain")) for each in ON_A_GPU.items()
+    ]
+    return [*quick, *deep, *emulated]
 
 
 def draft_of(pair: Pair, target: Any) -> Any:

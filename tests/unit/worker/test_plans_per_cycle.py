@@ -17,6 +17,7 @@ from eagle_server.attention.flashinfer import mla as flashinfer_mla
 from eagle_server.attention.flashinfer import wrappers as flashinfer_wrappers
 from eagle_server.speculation.static_tree import PRESETS, truncated
 from eagle_server.worker.output_processing import OutputCopy
+from tests.support.covering import covering
 from tests.support.engines import random_head, random_target, request, run, speculative, tree_size
 from tests.support.flashinfer_emulation import Emulation
 from tests.support.replay import FirstCall, FirstCallRecorder
@@ -99,8 +100,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return device
 
 
-@pytest.mark.parametrize("graph_sizes", [(1, 2, 4), ()], ids=["graphs", "eager"])
-@pytest.mark.parametrize("drafting", DRAFTING)
+@pytest.mark.parametrize(("drafting", "graph_sizes"), covering(DRAFTING, [((1, 2, 4),), ((),)], together=1), ids=str)
 def test_a_cycle_plans_each_wrapper_once_and_waits_for_no_copy(
     device: Device, drafting: str, graph_sizes: tuple[int, ...]
 ) -> None:
