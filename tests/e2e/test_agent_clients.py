@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import PROMPTS, README_FLAGS, Served, serving
+from tests.e2e.conftest import FIXED_TREES, PROMPTS, README_FLAGS, Served, serving
 from tests.e2e.test_tool_calls import COLOUR, TEMPLATE
 
 pytestmark = pytest.mark.slow  # a server of its own; tests/api has both APIs over the fake engine
@@ -26,7 +26,7 @@ MESSAGES: Any = [{"role": "user", "content": ASKED}]
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("agents")
     (directory / "template.jinja").write_text(TEMPLATE)
-    flags = ("--chat-template", str(directory / "template.jinja"), "--cpu-threads", "1", *README_FLAGS)
+    flags = ("--chat-template", str(directory / "template.jinja"), "--cpu-threads", "1", *README_FLAGS, *FIXED_TREES)
     with serving(directory / "log", *flags) as up:
         yield up
 

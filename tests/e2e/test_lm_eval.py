@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import README_FLAGS, REPOSITORY, Served, serving
+from tests.e2e.conftest import FIXED_TREES, README_FLAGS, REPOSITORY, Served, serving
 
 ONE_THREAD = ("--cpu-threads", "1")  # two servers and lm-eval share the machine with other tests
 RUNS = REPOSITORY / "tests" / "support" / "lm_eval_runs.py"
@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture
 def drafting(tmp_path: Path) -> Iterator[Served]:
-    with serving(tmp_path / "drafting.log", *ONE_THREAD, *README_FLAGS) as up:
+    with serving(tmp_path / "drafting.log", *ONE_THREAD, *README_FLAGS, *FIXED_TREES) as up:
         yield up
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.conftest import README_FLAGS, REPOSITORY, serving
+from tests.e2e.conftest import FIXED_TREES, README_FLAGS, REPOSITORY, serving
 
 pytestmark = [
     pytest.mark.deep,
@@ -89,7 +89,9 @@ def test_the_installed_wheel_serves(installed: Path, tmp_path: Path, monkeypatch
     assert place.startswith(str(installed.parent))
     assert run(installed / "eagle-server", "--version").split()[-1] == VERSION
 
-    with serving(tmp_path / "log", *README_FLAGS, program=(str(installed / "eagle-server"), "serve")) as up:
+    with serving(
+        tmp_path / "log", *README_FLAGS, *FIXED_TREES, program=(str(installed / "eagle-server"), "serve")
+    ) as up:
         body = {"prompt": "def fibonacci(n):\n", "max_tokens": 16, "temperature": 0}
         answer = httpx.post(f"{up.url}/v1/completions", json=body, timeout=60).json()
         assert answer["usage"]["completion_tokens"] == 16

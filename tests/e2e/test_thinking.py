@@ -14,7 +14,7 @@ import pytest
 
 from eagle_server import LLM, SamplingParams
 from eagle_server.config import DEMO_TARGET
-from tests.e2e.conftest import README_FLAGS, serving
+from tests.e2e.conftest import FIXED_TREES, README_FLAGS, serving
 
 pytestmark = pytest.mark.slow  # a server of its own; tests/api has thinking, and tests/lossless grammars after it
 TEMPLATE = """\
@@ -54,7 +54,9 @@ def options(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def client(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
     with (
-        serving(tmp_path_factory.mktemp("log") / "log", *flags, "--cpu-threads", "1", *README_FLAGS) as running,
+        serving(
+            tmp_path_factory.mktemp("log") / "log", *flags, "--cpu-threads", "1", *README_FLAGS, *FIXED_TREES
+        ) as running,
         openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as made,
     ):
         yield made

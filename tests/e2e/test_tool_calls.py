@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.conftest import README_FLAGS, serving
+from tests.e2e.conftest import FIXED_TREES, README_FLAGS, serving
 
 pytestmark = pytest.mark.slow  # a server of its own; tests/api has tools, and tests/lossless has grammars
 TEMPLATE = """\
@@ -36,7 +36,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "def paint(name, rgb, comment
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     directory = tmp_path_factory.mktemp("tools")
     (directory / "template.jinja").write_text(TEMPLATE)
-    flags = ("--chat-template", str(directory / "template.jinja"), "--cpu-threads", "1", *README_FLAGS)
+    flags = ("--chat-template", str(directory / "template.jinja"), "--cpu-threads", "1", *README_FLAGS, *FIXED_TREES)
     with (
         serving(directory / "log", *flags) as running,
         openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as made,
