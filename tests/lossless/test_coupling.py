@@ -22,7 +22,7 @@ from eagle_server.worker.batch.draft_ranking import DraftRanking
 from tests.lossless.conftest import Drafting
 from tests.lossless.drafters import CASES
 from tests.lossless.scenes import as_on_a_gpu, prompt
-from tests.lossless.test_every_drafter import deep_unless
+from tests.support.covering import deep_unless
 from tests.support.engines import (
     Finished,
     plain,

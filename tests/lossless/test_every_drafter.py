@@ -20,15 +20,12 @@ from tests.lossless.conftest import Drafting
 from tests.lossless.drafters import CASES
 from tests.lossless.pairs import eagle
 from tests.lossless.scenes import SCENES, as_on_a_gpu, check, play
+from tests.support.covering import deep_unless
 from tests.support.engines import tokens_of
 
 PAGES, MODES = (1, 16), ("mask", "cascade")
 SIZES = (2, 8)  # batch sizes of the captured graphs: a capture takes longer than the requests
 OTHERS = [scene for scene in SCENES if scene != "batch"]
-
-
-def deep_unless(quick: bool) -> tuple[pytest.MarkDecorator, ...]:
-    return () if quick else (pytest.mark.deep,)
 
 
 def played() -> Iterator[Any]:
