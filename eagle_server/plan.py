@@ -175,6 +175,9 @@ class StateMoves:
     restores: tuple[tuple[int, int], ...] = ()
 
 
+NO_MOVES = StateMoves()
+
+
 @dataclass(frozen=True)
 class CyclePlan:
     """One cycle. The requests in `released` have left since the last plan; the worker drops their state."""
@@ -182,7 +185,12 @@ class CyclePlan:
     chunks: tuple[Chunk, ...] = ()
     decodes: tuple[Decode, ...] = ()
     released: tuple[int, ...] = ()  # req_pool_indices
-    states: StateMoves = StateMoves()
+    states: StateMoves = NO_MOVES
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.chunks or self.decodes or self.released or self.states != NO_MOVES)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-import torch
-
 from eagle_server.cache.page_table import PageTable
 from eagle_server.engine.build.backends import Backends
 from eagle_server.engine.build.pools import make_pool, make_states
@@ -38,7 +36,7 @@ def assemble_follower(target: Target, ranks: RankGroup, *, flashinfer: Any = Non
     device = target.embed.device
     pool = make_pool(target.config, config.kv_slots, device)
     attention = Backends(config, device, flashinfer).make(target, pool, (), config.verify_attention)
-    table = PageTable(running, context + lookahead, page_size)
+    table = PageTable(running, context + lookahead, page_size, device)
     states = make_states(target.config, running, nodes, device, checkpoints)
     verifier = Verifier(target, attention, pool, states=None if states is None else RequestStates(states))
-    return Follower(ranks, verifier, torch.from_numpy(table.slots).to(device))
+    return Follower(ranks, verifier, table.tensor)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from eagle_server.attention.batches import verify_layout
 from eagle_server.attention.interface import PagedRequests
+from eagle_server.cache.page_table import write_changes
 from eagle_server.models.ranks import RankGroup
 from eagle_server.ops.upload import upload
 from eagle_server.plan import StateMoves, StateSave
 from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.batch import Piece, prompt_batch
-from eagle_server.worker.batch.req_to_token import write_changes
 from eagle_server.worker.rank_messages import RankMessage
 from eagle_server.worker.verifier import Verifier
 

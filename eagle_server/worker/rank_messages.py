@@ -38,7 +38,7 @@ class RankMessage(IntEnum):
 
 
 def send_changes(ranks: RankGroup, changes: NDArray[np.int64]) -> None:
-    """The changes of `PageTable.take_changes`, int64 [3, n]."""
+    """The changes of `PageTable.refresh`, int64 [3, n]."""
     ranks.send(RankMessage.CHANGES, changes.reshape(-1))
 
 

@@ -92,7 +92,7 @@ def assemble(  # noqa: PLR0913
         config = replace(config, checkpoints=0, checkpoint_interval=0)
     if ranks is not None:
         send_setup(ranks, config)
-    kv = _kv_cache(config, pools, device, events, mirrored=ranks is not None)
+    kv = _kv_cache(config, pools, device, events, shared=ranks is not None)
     attention = backends.make(target, pools[0], _verified_sizes(config), config.verify_attention)
     batches = Batches(
         kv.table,
@@ -172,12 +172,12 @@ def _recorder(config: EngineConfig, device: torch.device) -> Recorder | None:
 
 
 def _kv_cache(
-    config: EngineConfig, pools: Sequence[Pool], device: torch.device, events: BlockEvents | None, *, mirrored: bool
+    config: EngineConfig, pools: Sequence[Pool], device: torch.device, events: BlockEvents | None, *, shared: bool
 ) -> KVCacheManager:
     """The KV cache, all pages free. With `poison`, free pages hold values that no result may depend on."""
     allocator = PageAllocator(config.max_total_tokens // config.page_size, config.page_size)
     width = config.context_length + config.tree.num_lookahead_slots
-    table = PageTable(config.max_running_requests, width, config.page_size, mirrored=mirrored or device.type != "cpu")
+    table = PageTable(config.max_running_requests, width, config.page_size, device, shared=shared)
 
     def poison(pages: list[int]) -> None:
         first = torch.tensor(pages)[:, None] * config.page_size

@@ -29,9 +29,9 @@ from eagle_server.worker.batch.draft_ranking import (
     SamplingParameters,
 )
 from eagle_server.worker.batch.penalizer_state import PenalizerStates
-from eagle_server.worker.batch.req_to_token import ReqToToken
 from eagle_server.worker.budget.budget import CycleBudget
 from eagle_server.worker.budget.estimates import AcceptanceEstimates
+from eagle_server.worker.rank_messages import send_changes
 
 Piece = tuple[int, int, Sequence[int]]  # of prompt: req_pool_index, first position, tokens
 _PADDING = RequestSampling(SamplingParams(max_tokens=1, seed=0, temperature=0.0), key=0)
@@ -163,7 +163,7 @@ class Batches:
     ) -> None:
         self.device, self.sizes, self.coupling, self.vocab_size = device, tuple(sizes), coupling, vocab_size
         self.estimates = estimates
-        self.req_to_token = ReqToToken(table, device, ranks)
+        self.table, self.ranks = table, ranks
         self.accepted_tokens = AcceptedTokens(
             table.pad_row + 1, spec_steps + 1, device, lazy=device.type == "cpu" and not sizes
         )
@@ -178,7 +178,9 @@ class Batches:
         for req_pool_index in plan.released:
             self.accepted_tokens.forget(req_pool_index)
             self.penalizers.forget(req_pool_index)
-        self.req_to_token.refresh()
+        changes = self.table.refresh()
+        if changes is not None and self.ranks is not None:
+            send_changes(self.ranks, changes)
 
     def can_draft(self, decodes: Sequence[Decode]) -> list[bool]:
         """Which requests may draft: they do not forbid it, and their accepted tokens are known."""
@@ -258,7 +260,7 @@ class Batches:
             extend_width=self.accepted_tokens.width if self.sizes else max(extend_lens),
             accepted_tokens=self.accepted_tokens,
             sampling=self._with_penalizer_state(self._sampling_of(decodes, padding, drafting=drafting), decodes),
-            req_to_token=self.req_to_token.tensor,
+            req_to_token=self.table.tensor,
         )
 
     def _ranking(self, batch: DecodeBatch) -> DraftRanking:
@@ -284,7 +286,7 @@ class Batches:
         return next((bucket for bucket in self.sizes if bucket >= size), size)
 
     def _prompt(self, pieces: Sequence[Piece]) -> PromptBatch:
-        return prompt_batch(pieces, self.req_to_token.tensor)
+        return prompt_batch(pieces, self.table.tensor)
 
     def _sampling_of(self, decodes: Sequence[Decode], padding: int, *, drafting: bool) -> SamplingBatch:
         """The sampling tensors. They are reused while the same requests decode in the same order, as in most cycles."""

@@ -13,7 +13,7 @@ from eagle_server.attention.batches import prefill_batch, verify_layout
 from eagle_server.attention.flashinfer.backend import AttentionLimits, Workspace
 from eagle_server.attention.flashinfer.mla import FlashInferMLAAttention
 from eagle_server.attention.interface import AttentionBackend, AttentionBatch, Causal, LayerSpec, Layout, TreeMask
-from eagle_server.attention.torch_native import TorchNativeAttention
+from eagle_server.attention.torch_native import torch_native
 from eagle_server.cache.pool import LatentPool
 from eagle_server.ops.tree.build import ancestors
 from eagle_tools.bench.gpu.engines import BenchEngines
@@ -68,7 +68,7 @@ class Layer:
 
     def _make(self, engines: BenchEngines, width: int) -> AttentionBackend:
         if not engines.flashinfer:
-            return TorchNativeAttention(self.pool)
+            return torch_native(self.pool)
         return FlashInferMLAAttention(
             self.pool,
             Workspace(engines.device),
