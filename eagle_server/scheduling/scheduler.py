@@ -89,7 +89,7 @@ class Scheduler:
         self._arrivals += 1
         tokens = list(request.prompt_token_ids)
         lossy = self.limits.lossy if sampling.params.temperature > 0 else None
-        spec = SpecStats(histogram=[0] * (self.limits.spec_steps + 1), lossy=lossy)
+        spec = SpecStats(histogram=[0] * (self.limits.steps + 1), lossy=lossy)
         sequence = Sequence(request, sampling, stop_ids, self._arrivals, tokens, spec, grammar_matcher)
         self._sequences[request.request_id] = sequence
         self.queue.add(sequence)

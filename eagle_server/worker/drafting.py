@@ -185,9 +185,9 @@ class TreeDrafting:
         if len(kept) < len(budget.drafting):
             budget = replace(budget, drafting=kept)
         reach = max((batch.decodes[i].tokens_left - 1 for i in kept), default=0)
-        if self.batches.sizes or lesson or reach >= budget.num_steps:
+        if self.batches.sizes or lesson or reach >= budget.steps:
             return budget  # captured drafters have the depths of their graphs only
-        return replace(budget, num_steps=reach)
+        return replace(budget, steps=reach)
 
     def _with_room(self, batch: DecodeBatch, drafting: Sequence[int]) -> tuple[int, ...]:
         """The requests whose backlogs are computed in this cycle. The others draft in later cycles."""
@@ -227,7 +227,7 @@ class TreeDrafting:
             self._learn(drafts, estimates)
         if self._is_unjudged and drafts.batch is not None:
             self._count_first_drafts(plan, result, drafts.budget.drafting)
-        steps = drafts.budget.num_steps if drafts.batch else 0
+        steps = drafts.budget.steps if drafts.batch else 0
         drafting = CycleDrafting(
             steps=steps,
             requests=len(drafts.budget.drafting),
@@ -289,7 +289,7 @@ class TreeDrafting:
         if drafts.batch is None:
             costs.wait(waited)
         kv = float(sum(decode.seq_len for decode in plan.decodes))
-        forwards = self.drafter.forwards(drafts.budget.num_steps) if drafts.batch is not None else 0
+        forwards = self.drafter.forwards(drafts.budget.steps) if drafts.batch is not None else 0
         times = StageTimes.of(stages, forwards)
         predicted = costs.observe(costs.verify, rows, kv, times.verify)
         if drafts.batch is not None:

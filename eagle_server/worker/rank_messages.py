@@ -6,7 +6,7 @@ SETTLE    saves; request, length, checkpoint per save; checkpoint and     -
           request per restore
 PREFILL   chunks, logit rows, saves; row per logit row; request, length,  -
           checkpoint per save; request, start, length per chunk; tokens
-VERIFY    requests, nodes, topk, depth; lengths; nodes per tree, or none  requests, tokens, parents
+VERIFY    requests, nodes, topk, steps; lengths; nodes per tree, or none  requests, tokens, parents
 KEEP      requests, whether trees branch; request and length per text     requests, lengths, accepted path
 """
 

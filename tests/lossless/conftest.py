@@ -33,7 +33,7 @@ class Drafting:
 
     @property
     def drafts(self) -> bool:
-        return bool(self.case.numbers["num_draft_tokens"] > 1)
+        return bool(self.case.numbers["nodes"] > 1)
 
     def engine(self, **settings: Any) -> Engine:
         return self.case.engine(self.pair, **settings)

@@ -98,7 +98,7 @@ def tree_of(text: list[int], request_number: int, steps: list[Call]) -> Drafted:
 def largest_error(pair: Pair, size: int) -> float:
     """The largest difference between a drafted node's logits and those of its path alone, over three requests."""
     spy = SpyHead(pair.head)
-    settings = {"num_draft_tokens": size, "page_size": 4, "chunked_prefill_size": 16, "coupling": False}
+    settings = {"nodes": size, "page_size": 4, "chunked_prefill_size": 16, "coupling": False}
     engine = speculative(pair.target, spy, STEPS, TOPK, **settings)
     trees = drafted_trees(engine, spy)
     prompts = torch.randint(0, 62, (3, 23), generator=torch.Generator().manual_seed(5)).tolist()
@@ -134,7 +134,7 @@ def test_attending_to_columns_instead_of_ancestors_is_caught(pair: Pair, monkeyp
         self: EagleDraftInput, tokens: Tensor, scores: Tensor, feedback: Tensor
     ) -> tuple[EagleDraftInput, Tensor]:
         frontier, chosen = advance(self, tokens, scores, feedback)
-        own = frontier.ancestor_mask & (frontier.window.levels == frontier.step)
+        own = frontier.ancestor_mask & (frontier.window.column_steps == frontier.step)
         return replace(frontier, ancestor_mask=self.ancestor_mask | own), chosen
 
     monkeypatch.setattr(EagleDraftInput, "advance", by_column)

@@ -35,7 +35,7 @@ from tests.support.engines import CONTEXT, MARGIN, plain, random_head, request, 
 
 QUICK = {"qwen2.5-vl", "gemma3"}
 ALL = [pytest.param(name, marks=() if name in QUICK else (pytest.mark.deep,)) for name in CASES]
-NGRAM = {"steps": 0, "topk": 1, "ngram_depth": 4, "num_draft_tokens": 8}
+NGRAM = {"steps": 0, "topk": 1, "ngram_steps": 4, "nodes": 8}
 
 
 @pytest.fixture(autouse=True)

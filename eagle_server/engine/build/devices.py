@@ -166,7 +166,7 @@ def graph_memory(sizes: tuple[int, ...], tree: TreeConfig, model: ModelConfig, *
     reads.
     """
     hidden = model.hidden_size * model.dtype.itemsize
-    logits = max(sizes, default=0) * tree.num_draft_tokens * model.vocab_size * 4
+    logits = max(sizes, default=0) * tree.nodes * model.vocab_size * 4
     extend = (tree.topk + 1) * hidden + tree.topk * (12 + tree.num_lookahead_slots)
     per_request = 0
     for steps, nodes in tree.captured_shapes(adaptive=adaptive):

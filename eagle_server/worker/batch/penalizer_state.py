@@ -32,9 +32,9 @@ class PenalizerStates:
     host, and are compared with the texts in every cycle.
     """
 
-    def __init__(self, requests: int, vocab_size: int, device: torch.device, spec_steps: int = 0) -> None:
-        """`spec_steps`: the depth of the trees whose rows are drawn."""
-        self._shape, self._device, self._spec_steps = (requests, vocab_size), device, spec_steps
+    def __init__(self, requests: int, vocab_size: int, device: torch.device, steps: int = 0) -> None:
+        """`steps`: the depth of the trees whose rows are drawn."""
+        self._shape, self._device, self._steps = (requests, vocab_size), device, steps
         self._counts: tuple[Tensor, Tensor] | None = None  # float32 and bool [requests, vocab], see PenalizerState
         self._counted: dict[int, _Counted] = {}
         self._beginnings: dict[int, tuple[SamplingParams, WordBeginnings]] = {}
@@ -63,7 +63,7 @@ class PenalizerStates:
         if kept is None or kept[0] is not params:
             kept = self._beginnings[request.req_pool_index] = (
                 params,
-                WordBeginnings(*request.sampling.long_words, self._spec_steps),
+                WordBeginnings(*request.sampling.long_words, self._steps),
             )
         return kept[1]
 

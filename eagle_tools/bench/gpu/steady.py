@@ -68,7 +68,7 @@ class Steady:
         limits = engine.scheduler.limits
         # Cycles in which the first requests decode already, while the last ones still wait for their prompts.
         filling = sum(map(len, prompts)) // limits.chunked_prefill_size + len(prompts)
-        self._longest = (filling + WARM_UPS + cycles) * (limits.spec_steps + 1) + 1
+        self._longest = (filling + WARM_UPS + cycles) * (limits.steps + 1) + 1
         self.texts: dict[str, list[int]] = {}
 
     def __enter__(self) -> Steady:

@@ -167,7 +167,7 @@ def test_random_schedules_read_the_right_kv_and_end(seed: int, drafts: bool) -> 
         max_running_requests=rng.choice((1, 3, 8)),
         chunked_prefill_size=rng.choice((1, 5, 16, 64)),
         num_lookahead_slots=WINDOW,
-        spec_steps=STEPS,
+        steps=STEPS,
         uses_features=drafts,
     )
     table = PageTable(limits.max_running_requests, limits.context_length + WINDOW, page)

@@ -18,7 +18,7 @@ from eagle_server.worker.drafters.ngram.shared_texts import SharedTexts
 from eagle_server.worker.drafters.ngram.suffix_automaton import SuffixAutomaton, Trie
 from tests.support.sampling import request_sampling
 
-DEPTH, BUDGET = 4, 6
+STEPS, BUDGET = 4, 6
 
 
 def scheduled(row: int, text: Sequence[int]) -> Decode:
@@ -27,13 +27,13 @@ def scheduled(row: int, text: Sequence[int]) -> Decode:
 
 
 def from_scratch(text: Sequence[int]) -> Trie:
-    automaton = SuffixAutomaton(DEPTH)
+    automaton = SuffixAutomaton(STEPS)
     automaton.extend(text)
     return automaton.continuations(BUDGET)
 
 
 def test_a_text_that_grew_by_several_tokens_is_read_on() -> None:
-    tries, text = NgramTries(DEPTH, BUDGET + 1), [1, 2, 3, 1, 2]
+    tries, text = NgramTries(STEPS, BUDGET + 1), [1, 2, 3, 1, 2]
     for more in ([], [3], [1, 2, 3, 4], [1], [2, 3]):
         text.extend(more)
         assert tries.of(scheduled(7, text)) == from_scratch(text)
@@ -41,14 +41,14 @@ def test_a_text_that_grew_by_several_tokens_is_read_on() -> None:
 
 def test_a_row_that_another_request_took_over_is_read_anew() -> None:
     """Even where its text begins with all that the row's last one held."""
-    tries, text = NgramTries(DEPTH, BUDGET + 1), [1, 2, 3, 1, 2]
+    tries, text = NgramTries(STEPS, BUDGET + 1), [1, 2, 3, 1, 2]
     tries.of(scheduled(0, text))
     for other in ([1, 2, 3, 1, 2, 9, 1], [4, 5, 4], [1, 2, 3, 1, 2]):
         assert tries.of(scheduled(0, other)) == from_scratch(other)
 
 
 def test_a_resumed_request_is_read_in_its_new_row() -> None:
-    tries, text = NgramTries(DEPTH, BUDGET + 1), [1, 2, 3, 1, 2]
+    tries, text = NgramTries(STEPS, BUDGET + 1), [1, 2, 3, 1, 2]
     first = tries.of(scheduled(0, text))
     tries.forget(0)
     assert tries.of(scheduled(3, text)) == first
@@ -56,7 +56,7 @@ def test_a_resumed_request_is_read_in_its_new_row() -> None:
 
 
 def test_a_text_that_was_cut_is_read_anew() -> None:
-    tries, text = NgramTries(DEPTH, BUDGET + 1), [1, 2, 3, 1, 2, 3, 1]
+    tries, text = NgramTries(STEPS, BUDGET + 1), [1, 2, 3, 1, 2, 3, 1]
     tries.of(scheduled(0, text))
     del text[4:]
     assert tries.of(scheduled(0, text)) == from_scratch(text)
@@ -81,7 +81,7 @@ def long_text(length: int) -> list[int]:
 
 
 def test_a_cycle_reads_a_limited_number_of_tokens_of_all_long_texts() -> None:
-    tries, texts = NgramTries(DEPTH, BUDGET + 1, SharedTexts(100_000, DEPTH)), [long_text(n) for n in (9000, 8000, 20)]
+    tries, texts = NgramTries(STEPS, BUDGET + 1, SharedTexts(100_000, STEPS)), [long_text(n) for n in (9000, 8000, 20)]
     assert tries.shared is not None
     before = shared = 0
     while before < sum(map(len, texts)):
@@ -91,11 +91,11 @@ def test_a_cycle_reads_a_limited_number_of_tokens_of_all_long_texts() -> None:
         assert 0 < now - before <= _PER_CYCLE + 3 * _GROWTH
         assert tries.shared.length - shared <= 2 * (_PER_CYCLE + 3 * _GROWTH), "new tokens, and context before them"
         before, shared = now, tries.shared.length
-    assert NgramTries(DEPTH, BUDGET + 1).of(scheduled(2, texts[2])) == from_scratch(texts[2])
+    assert NgramTries(STEPS, BUDGET + 1).of(scheduled(2, texts[2])) == from_scratch(texts[2])
 
 
 def test_a_prompt_is_read_while_it_is_prefilled() -> None:
-    tries, text, size = NgramTries(DEPTH, BUDGET + 1), long_text(20_000), 4000
+    tries, text, size = NgramTries(STEPS, BUDGET + 1), long_text(20_000), 4000
     for start in range(0, len(text), size):
         assert tokens_read(tries) == start
         tries.read_prompts(
@@ -107,7 +107,7 @@ def test_a_prompt_is_read_while_it_is_prefilled() -> None:
 
 def test_of_a_text_beyond_the_limit_the_newest_tokens_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram_drafter, "_MOST", 100)
-    tries, text = NgramTries(DEPTH, BUDGET + 1), [token % 7 for token in range(90)]
+    tries, text = NgramTries(STEPS, BUDGET + 1), [token % 7 for token in range(90)]
     for _ in range(30):
         text.extend(text[-40:-31])
         found = tries.of(scheduled(0, text))
@@ -120,13 +120,13 @@ def test_of_a_text_beyond_the_limit_the_newest_tokens_are_kept(monkeypatch: pyte
 
 def test_requests_without_a_match_and_padding_draft_nothing() -> None:
     """Of a batch of 4 the first finds something; the second does not, and the others are padding."""
-    drafter = NgramDrafter(NgramTries(DEPTH, BUDGET + 1))
+    drafter = NgramDrafter(NgramTries(STEPS, BUDGET + 1))
     decodes = (scheduled(0, [1, 2, 1]), scheduled(1, [1, 2, 3]))
     seq_lens, roots = torch.tensor([2, 2, 1, 1]), torch.full((4,), 9)
     batch = SimpleNamespace(decodes=decodes, seq_lens_host=(2, 2, 1, 1), seq_lens=seq_lens, verified_id=roots)
     nodes = drafter.propose(None, cast(DecodeBatch, cast(Any, batch)))
     assert nodes.tokens.shape == nodes.parents.shape == (4, BUDGET + 1)
-    assert nodes.steps == DEPTH
+    assert nodes.steps == STEPS
     assert nodes.tokens[0].tolist() == [9, 2, 1, 2, 1, -1, -1]
     assert nodes.parents[0].tolist() == [-1, 0, 1, 2, 3, 0, 0]
     assert (nodes.tokens[1:, 1:] == -1).all()
@@ -136,7 +136,7 @@ def test_requests_without_a_match_and_padding_draft_nothing() -> None:
 def test_a_trie_travels_as_integers_and_scores_are_those_of_paths() -> None:
     trie = Trie([5, 6, 9], [0, 1, 0], [0.25, 0.999, 0.125])
     numbers = torch.from_numpy(packed([trie], size=2, width=4))
-    nodes = trie_tree(torch.tensor([8, 9]), torch.tensor([3, 4]), numbers, DEPTH)
+    nodes = trie_tree(torch.tensor([8, 9]), torch.tensor([3, 4]), numbers, STEPS)
     assert nodes.tokens.tolist() == [[8, 5, 6, 9, -1], [9, *[-1] * 4]]
     assert nodes.parents.tolist() == [[-1, 0, 1, 0, 0], [-1, *[0] * 4]]
     assert nodes.scores is not None

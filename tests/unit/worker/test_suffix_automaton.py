@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from eagle_server.worker.drafters.ngram import suffix_automaton
 from eagle_server.worker.drafters.ngram.suffix_automaton import LONGEST, SHORTEST, SuffixAutomaton, Trie
 
-DEPTH = 3
+STEPS = 3
 texts = st.lists(st.integers(0, 2), max_size=60) | st.lists(st.sampled_from([0, 0, 0, 0, 1]), max_size=60)
 
 
-def automaton(text: Sequence[int], depth: int = DEPTH) -> SuffixAutomaton:
-    grown = SuffixAutomaton(depth)
+def automaton(text: Sequence[int], steps: int = STEPS) -> SuffixAutomaton:
+    grown = SuffixAutomaton(steps)
     grown.extend(text)
     return grown
 
@@ -37,13 +37,13 @@ def path(trie: Trie, node: int) -> list[int]:
 @settings(max_examples=60, deadline=None)
 @given(texts)
 def test_counts_are_those_of_every_substring_after_every_token(text: list[int]) -> None:
-    grown = SuffixAutomaton(DEPTH)
+    grown = SuffixAutomaton(STEPS)
     for end in range(1, len(text) + 1):
         grown.extend(text[end - 1 : end])
         so_far = text[:end]
-        for start in range(max(0, end - LONGEST - DEPTH), end):
+        for start in range(max(0, end - LONGEST - STEPS), end):
             assert grown.count(so_far[start:]) == occurrences(so_far, so_far[start:])
-    parts = {tuple(text[i : i + n]) for n in range(1, LONGEST + DEPTH + 1) for i in range(len(text) - n + 1)}
+    parts = {tuple(text[i : i + n]) for n in range(1, LONGEST + STEPS + 1) for i in range(len(text) - n + 1)}
     assert all(grown.count(part) == occurrences(text, part) for part in parts)
     assert grown.count([7]) == 0
 
@@ -76,7 +76,7 @@ def test_what_follows_a_state_adds_up_to_its_count_less_the_end(text: list[int])
     grown = automaton(text)
     ends = grown._suffixes()
     for start in range(len(text)):
-        for length in range(1, min(LONGEST + DEPTH, len(text) - start + 1)):
+        for length in range(1, min(LONGEST + STEPS, len(text) - start + 1)):
             state, _ = grown.match_of(text[start : start + length])
             follow = sum(grown._count[to] for to in grown._successors(state).values())
             assert follow == grown._count[state] - (state in ends)
@@ -123,7 +123,7 @@ def test_a_trie_holds_continuations_parents_first_within_budget_and_depth(text: 
         assert 0 < estimate < 1
         chances.append(chances[parent] * estimate)
         drafted = path(trie, i + 1)
-        assert len(drafted) <= DEPTH
+        assert len(drafted) <= STEPS
         # It follows a suffix of what stands before it, of SHORTEST tokens at least.
         context = [*text, *drafted[:-1]][-SHORTEST:]
         assert occurrences(text, [*context, drafted[-1]]) > 0
@@ -147,7 +147,7 @@ def test_a_longer_match_outweighs_what_followed_a_shorter_one() -> None:
 
 
 def test_a_period_is_continued_past_the_end_of_the_text() -> None:
-    trie = automaton([5, 6, 7] * 3, depth=8).continuations(8)
+    trie = automaton([5, 6, 7] * 3, steps=8).continuations(8)
     assert path(trie, 8) == [5, 6, 7, 5, 6, 7, 5, 6]
     assert trie.estimates[0] > 0.8
 
@@ -155,6 +155,6 @@ def test_a_period_is_continued_past_the_end_of_the_text() -> None:
 @pytest.mark.parametrize("text", [[0] * 20_000, [0, 1] * 10_000], ids=["one token", "two in turn"])
 def test_periodic_texts_cost_no_more_than_others(text: list[int]) -> None:
     """Quadratic growth would take minutes."""
-    grown = automaton(text, depth=8)
+    grown = automaton(text, steps=8)
     assert grown.count(text[:5]) > 9_000
     assert path(grown.continuations(8), 8) == text[:8]

@@ -35,8 +35,8 @@ class SharedTexts:
     Takes 20 bytes of host memory for each from the start, 28 if `capacity` is not a power of two.
     """
 
-    def __init__(self, capacity: int, depth: int) -> None:
-        self.capacity, self.depth = capacity, depth
+    def __init__(self, capacity: int, steps: int) -> None:
+        self.capacity, self.steps = capacity, steps
         self.length = 0  # places written so far; place p is in slot p % capacity
         self._tokens = array("i", [_BOUNDARY]) * capacity
         self._before = array("q", [-1]) * capacity  # the place before this one in its chain
@@ -59,7 +59,7 @@ class SharedTexts:
             last = token
 
     def continuations(self, text: Sequence[int], count: int, coupled: CoupledEstimates | None = None) -> Trie:
-        """The `count` continuations of a text with the highest estimates, up to `depth` tokens deep.
+        """The `count` continuations of a text with the highest estimates, up to `steps` tokens deep.
 
         `coupled`: estimate, given the noise of the target's draws.
         """
@@ -110,7 +110,7 @@ class SharedTexts:
 
     def _insert(self, node: _Node, length: int, place: int) -> None:
         """Add the tokens from `place` to the end of its piece. Each further token has a match longer by one."""
-        for at in range(place, min(place + self.depth, self.length)):
+        for at in range(place, min(place + self.steps, self.length)):
             token = self._tokens[at % self.capacity]
             if token == _BOUNDARY:
                 return
