@@ -42,7 +42,7 @@ def _chunk(sequence: Sequence, length: int) -> Chunk:
         next_token=sequence.tokens[end] if end < sequence.num_prefill_tokens else None,
         sampling=sequence.sampling,
         prompt_logprobs=sequence.request.prompt_logprobs and sequence.output_length == 0,
-        text=sequence.tokens,
+        all_tokens=sequence.tokens,
         grammar_matcher=sequence.grammar_matcher,
         shares_text=sequence.request.cache_salt is None,
     )

@@ -283,7 +283,7 @@ def _decode(sequence: Sequence) -> Decode:
         seq_len=sequence.num_computed_tokens,
         verified_id=sequence.tokens[-1],
         sampling=sequence.sampling,
-        text=sequence.tokens,
+        all_tokens=sequence.tokens,
         speculative=sequence.request.speculative,
         grammar_matcher=sequence.grammar_matcher,
         trees=sequence.request.trees,

@@ -95,7 +95,7 @@ class TreeDrafting:
     def draft(self, batch: DecodeBatch, clock: StageClock) -> Drafts:
         """Trees for all requests of the batch. Those that do not draft have the root alone."""
         self._cycles += 1
-        served = all(decode.text for decode in batch.decodes)  # warm-up has no text
+        served = all(decode.all_tokens for decode in batch.decodes)  # warm-up has no text
         lesson = served and self._is_lesson(batch.decodes)
         with clock.stage("budget"):
             budget = self._choose(batch, lesson=lesson)
@@ -250,7 +250,7 @@ class TreeDrafting:
         assert first is not None
         for number in drafting:
             decode, output = plan.decodes[number], result.decodes[number]
-            if decode.text and output.drafted and decode.sampling.params.temperature == 0:
+            if decode.all_tokens and output.drafted and decode.sampling.params.temperature == 0:
                 first.trees += 1
                 first.accepted += len(output.tokens) > 1
         if first.trees >= TREES:

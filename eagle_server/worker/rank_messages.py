@@ -73,5 +73,5 @@ def send_keep(
     ranks: RankGroup, path: Tensor, requests: PagedRequests, lengths: Mapping[int, int], *, branched: bool
 ) -> None:
     """What trees kept: their accepted paths, int64 [bs, S + 1]. The rest as `Verifier.run_keep` has it."""
-    numbers = [len(path), int(branched), *(number for text in lengths.items() for number in text)]
+    numbers = [len(path), int(branched), *(number for pair in lengths.items() for number in pair)]
     ranks.send(RankMessage.KEEP, numbers, requests.req_pool_indices, requests.seq_lens, path)

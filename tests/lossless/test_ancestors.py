@@ -79,7 +79,7 @@ def drafted_trees(engine: Engine, spy: SpyHead) -> list[Drafted]:
     return trees
 
 
-def tree_of(text: list[int], request_number: int, steps: list[Call]) -> Drafted:
+def tree_of(tokens: list[int], request_number: int, steps: list[Call]) -> Drafted:
     """The tree of one request. The feedback given to a column identifies its parent."""
     rows = slice(request_number * TOPK, (request_number + 1) * TOPK)
     nodes, moved = [], 0
@@ -92,7 +92,7 @@ def tree_of(text: list[int], request_number: int, steps: list[Call]) -> Drafted:
             moved += sum(parent != column for column, parent in enumerate(parents))
         paths = [[*paths[parent], int(token)] for parent, token in zip(parents, step.tokens[rows], strict=True)]
         nodes.extend(zip(paths, step.out.normed[rows], strict=True))
-    return Drafted(text, nodes, moved)
+    return Drafted(tokens, nodes, moved)
 
 
 def largest_error(pair: Pair, size: int) -> float:

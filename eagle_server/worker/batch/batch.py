@@ -206,7 +206,7 @@ class Batches:
             kept = self.accepted_tokens.backlog(decode.req_pool_index)
             if kept is not None:
                 start, rows = kept
-                pieces.append((decode.req_pool_index, start, decode.text[start + 1 : start + 1 + len(rows)]))
+                pieces.append((decode.req_pool_index, start, decode.all_tokens[start + 1 : start + 1 + len(rows)]))
                 features.append(rows)
         if not pieces:
             return None

@@ -211,6 +211,6 @@ def _masks(decode: Decode, paths: Sequence[Path]) -> NDArray[np.int32]:
     """Bits of int32 [nodes, words]; no bit is set below a node that the grammar refuses."""
     matcher = decode.grammar_matcher
     assert matcher is not None
-    masks = [matcher.mask(decode.text, path) for path in paths]
+    masks = [matcher.mask(decode.all_tokens, path) for path in paths]
     nothing = np.zeros(matcher.words, dtype=np.int32)
     return np.stack([nothing if mask is None else mask for mask in masks])

@@ -22,7 +22,7 @@ STEPS, TOPK, SIZE = 5, 4, 8
 
 def decode(index: int, temperature: float = 0.0, seq_len: int = 100, **given: Any) -> Decode:
     params = SamplingParams(max_tokens=9, seed=0, temperature=temperature)
-    return Decode(index, seq_len, 7, RequestSampling(params, key=index), text=[1, 2, 3], **given)
+    return Decode(index, seq_len, 7, RequestSampling(params, key=index), all_tokens=[1, 2, 3], **given)
 
 
 def costs(per_row: float, fixed: float = 8e-3, step: float = 5e-4, per_request: float = 0.0) -> CostModel:

@@ -18,8 +18,10 @@ STEPS, NODES = 3, 40
 TEXT = [1, 2, 4, 8, 1, 3, 6, 8, 1, 2, 5, 8, 1, 3, 6, 8, 1, 2, 4, 8, 1, 2, 5, 8, 9, 1]
 
 
-def decode(seed: int, temperature: float = 1.0, text: list[int] = TEXT) -> Decode:
-    return Decode(0, len(text) - 1, text[-1], request_sampling(request_key(seed, 0), temperature=temperature), text)
+def decode(seed: int, temperature: float = 1.0, tokens: list[int] = TEXT) -> Decode:
+    return Decode(
+        0, len(tokens) - 1, tokens[-1], request_sampling(request_key(seed, 0), temperature=temperature), tokens
+    )
 
 
 def noise(each: Decode, depth: int) -> torch.Tensor:
@@ -65,7 +67,7 @@ def test_texts_of_other_requests_rank_by_the_noise_of_this_one() -> None:
     for seed in range(12):
         shared = SharedTexts(1000, STEPS)
         shared.add([7, 1, 2, 8, 7, 1, 3, 8])
-        each = decode(seed, text=[7, 1])
+        each = decode(seed, tokens=[7, 1])
         trie = NgramTries(STEPS, NODES, shared).of(each)
         g = noise(each, 0)
         assert trie.tokens[0] == (2 if g[2] > g[3] else 3)

@@ -21,14 +21,14 @@ from tests.support.sampling import request_sampling
 STEPS, BUDGET = 4, 6
 
 
-def scheduled(row: int, text: Sequence[int]) -> Decode:
+def scheduled(row: int, tokens: Sequence[int]) -> Decode:
     sampling = request_sampling(temperature=0.0)
-    return Decode(row, len(text) - 1, text[-1] if text else 0, sampling, text)
+    return Decode(row, len(tokens) - 1, tokens[-1] if tokens else 0, sampling, tokens)
 
 
-def from_scratch(text: Sequence[int]) -> Trie:
+def from_scratch(tokens: Sequence[int]) -> Trie:
     automaton = SuffixAutomaton(STEPS)
-    automaton.extend(text)
+    automaton.extend(tokens)
     return automaton.continuations(BUDGET)
 
 
@@ -68,7 +68,7 @@ def tokens_read(tries: NgramTries) -> int:
 
 def propose(tries: NgramTries, decodes: Sequence[Decode]) -> list[list[int]]:
     """The tokens that a cycle drafts for these requests."""
-    lens = tuple(len(decode.text) for decode in decodes)
+    lens = tuple(len(decode.all_tokens) for decode in decodes)
     seq_lens = torch.tensor(lens)
     batch = SimpleNamespace(decodes=tuple(decodes), seq_lens_host=lens, seq_lens=seq_lens, verified_id=seq_lens)
     nodes = NgramDrafter(tries).propose(None, cast(DecodeBatch, cast(Any, batch)))
@@ -99,7 +99,7 @@ def test_a_prompt_is_read_while_it_is_prefilled() -> None:
     for start in range(0, len(text), size):
         assert tokens_read(tries) == start
         tries.read_prompts(
-            (Chunk(4, start, tuple(text[start : start + size]), 0, scheduled(4, text).sampling, text=text),)
+            (Chunk(4, start, tuple(text[start : start + size]), 0, scheduled(4, text).sampling, all_tokens=text),)
         )
     assert tokens_read(tries) == len(text)
     assert tries.of(scheduled(4, text)) == from_scratch(text)

@@ -30,7 +30,7 @@ _MOST = 1 << 17  # tokens in an automaton; of a longer text the newest half of t
 class _Reader:
     """A request's growing list of tokens, and its automaton of those from `start` on. `shared` tokens are shared."""
 
-    text: Sequence[int]
+    tokens: Sequence[int]
     automaton: SuffixAutomaton
     shares_text: bool = True
     start: int = 0
@@ -81,7 +81,7 @@ class NgramTries:
         """Continuations of the request's text: at most `drafts` nodes, none if its end did not occur before."""
         reader = self._reader(decode)
         self._read(reader, _GROWTH)
-        tail = None if reader.end == len(decode.text) else decode.text[-LONGEST:]
+        tail = None if reader.end == len(decode.all_tokens) else decode.all_tokens[-LONGEST:]
         coupled = coupled_estimates(decode) if self.coupling else None
         private = self._allowed(reader.automaton.continuations(self._wanted(decode), tail, coupled), decode)
         if self.shared is None or not reader.shares_text:
@@ -89,23 +89,23 @@ class NgramTries:
         self._share(reader, _PIECE, _GROWTH)
         if self.is_certain(private):
             return private
-        shared = self._allowed(self.shared.continuations(decode.text, self._wanted(decode), coupled), decode)
+        shared = self._allowed(self.shared.continuations(decode.all_tokens, self._wanted(decode), coupled), decode)
         return blended(private, shared, self.drafts)
 
     def _reader(self, scheduled: Decode | Chunk) -> _Reader:
-        text, reader = scheduled.text, self._readers.get(scheduled.req_pool_index)
+        tokens, reader = scheduled.all_tokens, self._readers.get(scheduled.req_pool_index)
         # A request's list only grows. Another list belongs to another request, whatever it holds.
-        if reader is None or reader.text is not text or len(text) < reader.end:
-            reader = _Reader(text, SuffixAutomaton(self.steps), scheduled.shares_text)
+        if reader is None or reader.tokens is not tokens or len(tokens) < reader.end:
+            reader = _Reader(tokens, SuffixAutomaton(self.steps), scheduled.shares_text)
             self._readers[scheduled.req_pool_index] = reader
-        if len(text) - reader.start > _MOST:
-            reader.start, reader.automaton = len(text) - _MOST // 2, SuffixAutomaton(self.steps)
+        if len(tokens) - reader.start > _MOST:
+            reader.start, reader.automaton = len(tokens) - _MOST // 2, SuffixAutomaton(self.steps)
         return reader
 
     @staticmethod
     def _read(reader: _Reader, limit: int) -> int:
         """Read at most `limit` tokens on. Returns how many there were."""
-        tokens = reader.text[reader.end : reader.end + max(limit, 0)]
+        tokens = reader.tokens[reader.end : reader.end + max(limit, 0)]
         reader.automaton.extend(tokens)
         return len(tokens)
 
@@ -117,18 +117,18 @@ class NgramTries:
         """The best `drafts` nodes, restricted to tokens that the request's grammar allows."""
         if decode.grammar_matcher is None:
             return trie
-        return _allowed_nodes(trie, decode.text, decode.grammar_matcher, self.drafts)
+        return _allowed_nodes(trie, decode.all_tokens, decode.grammar_matcher, self.drafts)
 
     def _share(self, reader: _Reader, least: int, most: int) -> int:
         """Share at most `most` new tokens of a text, if there are at least `least`. Returns how many were shared.
 
         A long prompt is not shared to its end if its request ends soon.
         """
-        count = min(len(reader.text) - reader.shared, most)
+        count = min(len(reader.tokens) - reader.shared, most)
         if self.shared is None or not reader.shares_text or count < least:
             return 0
         start, reader.shared = max(reader.shared - LONGEST, 0), reader.shared + count
-        self.shared.add(reader.text[start : reader.shared], known=reader.shared - count - start)
+        self.shared.add(reader.tokens[start : reader.shared], known=reader.shared - count - start)
         return count
 
 
@@ -160,14 +160,14 @@ class NgramDrafter:
         return 0
 
 
-def _allowed_nodes(trie: Trie, text: Sequence[int], grammar_matcher: GrammarMatcher, count: int) -> Trie:
-    """The first `count` nodes of a trie that the grammar allows after `text`."""
+def _allowed_nodes(trie: Trie, tokens: Sequence[int], grammar_matcher: GrammarMatcher, count: int) -> Trie:
+    """The first `count` nodes of a trie that the grammar allows after `tokens`."""
     kept = Trie([], [], [], trie.context)
     numbers = [0]  # of each trie node among the kept ones, -1: refused
     paths: list[tuple[int, ...]] = [()]  # of the kept nodes
     for token, parent, estimate in zip(trie.tokens, trie.parents, trie.estimates, strict=True):
         above = numbers[parent]
-        mask = grammar_matcher.mask(text, paths[above]) if above >= 0 and len(kept.tokens) < count else None
+        mask = grammar_matcher.mask(tokens, paths[above]) if above >= 0 and len(kept.tokens) < count else None
         if mask is None or not allows(mask, token):
             numbers.append(-1)
             continue

@@ -58,12 +58,12 @@ class SharedTexts:
                 self._index(last, token)
             last = token
 
-    def continuations(self, text: Sequence[int], count: int, coupled: CoupledEstimates | None = None) -> Trie:
+    def continuations(self, tokens: Sequence[int], count: int, coupled: CoupledEstimates | None = None) -> Trie:
         """The `count` continuations of a text with the highest estimates, up to `steps` tokens deep.
 
         `coupled`: estimate, given the noise of the target's draws.
         """
-        tail = text[-LONGEST:]
+        tail = tokens[-LONGEST:]
         matches = [(self._agreement(tail, place), place) for place in self._places(tail)]
         longest = max((length for length, _ in matches), default=0)
         if longest < CONTEXT:
