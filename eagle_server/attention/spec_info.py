@@ -156,7 +156,7 @@ class EagleDraftInput:
         hidden = hidden_states.index_select(0, best.rows)
         return EagleDraftInput(step, best.tokens, best.scores, hidden, best.ancestor_mask, self.window), best.chosen
 
-    def of(self, requests: Tensor) -> EagleDraftInput:
+    def rows_of(self, requests: Tensor) -> EagleDraftInput:
         """The nodes of some requests after draft-extend, int64 [n]."""
         hidden = self.hidden_states.unflatten(0, self.topk_index.shape).index_select(0, requests)
         logp, tokens = (part.index_select(0, requests) for part in (self.topk_logp, self.topk_index))

@@ -125,8 +125,8 @@ class Scheduler:
         plan, chunked, decoding = self._planned
         self.totals.cycles += 1
         deltas = []
-        drafted = result.draft_computed_tokens or [sequence.num_computed_tokens for sequence in decoding]
-        for sequence, output, computed in zip(decoding, result.decodes, drafted, strict=True):
+        draft_computed = result.draft_computed_tokens or [sequence.num_computed_tokens for sequence in decoding]
+        for sequence, output, computed in zip(decoding, result.decodes, draft_computed, strict=True):
             before, after = sequence.num_computed_tokens, sequence.num_computed_tokens + len(output.tokens)
             self._advance(sequence, after, computed)
             sequence.state_from = after if result.settled else before

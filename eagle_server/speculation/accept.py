@@ -29,7 +29,7 @@ class Accepted:
     finite: Tensor  # bool [bs], False if a path node's best score is NaN or inf; it is -inf if no token is allowed
     scores: Tensor  # float32 [bs, D], the best score of every node
 
-    def of(self, requests: Tensor) -> Accepted:
+    def rows_of(self, requests: Tensor) -> Accepted:
         """The paths of some requests, int64 [n]."""
         return Accepted(*(getattr(self, field.name).index_select(0, requests) for field in fields(self)))
 

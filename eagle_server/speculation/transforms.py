@@ -222,7 +222,7 @@ class Penalties:
             unpenalized = logits.index_select(0, requests)
             penalized = _penalized(unpenalized, count[:, None], prompt[:, None], strength)
             if rows.tree is not None:
-                _count_drafted(penalized, unpenalized, rows.tree.of(requests), count, prompt, strength)
+                _count_drafted(penalized, unpenalized, rows.tree.rows_of(requests), count, prompt, strength)
             logits.index_copy_(0, requests, penalized)
 
 

@@ -120,7 +120,7 @@ class TreeDrafting:
             estimates = None
             if self.estimates is not None and tree.scores is not None:
                 assert drafting.ranking.temperature_bin is not None
-                estimates = self.estimates.of(tree, drafting.ranking.temperature_bin)
+                estimates = self.estimates.estimate(tree, drafting.ranking.temperature_bin)
                 tree = replace(tree, scores=estimates.path_logp)
                 if budget.least_logp > -math.inf and (lesson or not tree.is_cut):
                     unlikely = estimates.path_logp < budget.least_logp
@@ -206,7 +206,7 @@ class TreeDrafting:
         if drafts.batch is None:
             return ()
         if drafts.requests is not None:
-            tree, accepted = tree.of(drafts.requests), accepted.of(drafts.requests)
+            tree, accepted = tree.rows_of(drafts.requests), accepted.rows_of(drafts.requests)
         return drafts.to_copy(tree, accepted)
 
     def finish(
@@ -260,8 +260,8 @@ class TreeDrafting:
         """Update budget and estimates."""
         assert drafts.batch is not None and self.estimates is not None
         decodes = drafts.batch.decodes
-        logp, drafted, guesses, depths, tokens, parents, path = (each[: len(decodes)] for each in values)
-        self.budget.drafted(decodes, logp.astype(float), drafted)
+        logp, drafted_parents, guesses, depths, tokens, parents, path = (each[: len(decodes)] for each in values)
+        self.budget.saw_trees(decodes, logp.astype(float), drafted_parents)
         verified = tokens[:, 1:] >= 0
         reached = np.zeros((len(tokens), tokens.shape[1] + 1), dtype=np.bool_)
         np.put_along_axis(reached, path, values=True, axis=1)  # the padding, -1, is the spare last column
@@ -283,7 +283,7 @@ class TreeDrafting:
         if loaded:
             tokens = sum(map(Decode.kept, plan.decodes, (output.tokens for output in result.decodes)))
             seconds = now - ended - stages.get("prefill", 0.0)
-            self.budget.took(len(plan.decodes), drafted=drafts.batch is not None, tokens=tokens, seconds=seconds)
+            self.budget.took(len(plan.decodes), has_drafted=drafts.batch is not None, tokens=tokens, seconds=seconds)
         if not drafts.lesson and self._cycles % (self.policy.lesson_period // 2):
             return 0.0
         if drafts.batch is None:

@@ -101,8 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             score = perplexity(plain, sequences, begins)
             expected = answers(plain, prompts, arguments.max_tokens, plain_tally)
             fast = demo_engine("EAGLE3", *FORMATS[name], threads=arguments.threads)
-            drafted = answers(fast, prompts, arguments.max_tokens, tally)
-            same = sum(a == b for a, b in zip(expected, drafted, strict=True))
+            with_drafts = answers(fast, prompts, arguments.max_tokens, tally)
+            same = sum(a == b for a, b in zip(expected, with_drafts, strict=True))
             speeds = plain_tally.tokens / plain_tally.seconds, tally.tokens / tally.seconds
             rows.append(FormatRow(name, megabytes(plain), score, *speeds, tally.tokens_per_forward, same))
     Console().print(_table(rows, len(prompts)))

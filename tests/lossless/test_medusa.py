@@ -29,7 +29,7 @@ TREES: dict[str, Choices] = {
 
 @pytest.fixture
 def medusa(pairs: Pairs) -> Pair:
-    return pairs.of(makers.medusa)
+    return pairs.pair_of(makers.medusa)
 
 
 @pytest.fixture

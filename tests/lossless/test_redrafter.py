@@ -19,7 +19,7 @@ from tests.support.engines import FIXED_TREES, request, run, speculative
 
 @pytest.fixture
 def pair(pairs: Pairs) -> Pair:
-    return pairs.of(redrafter)
+    return pairs.pair_of(redrafter)
 
 
 def test_the_context_is_the_feature_before_each_verified_token(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

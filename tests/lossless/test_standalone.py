@@ -49,7 +49,7 @@ GREEDY = [
 
 @pytest.fixture(scope="module")
 def pair(pairs: Pairs) -> Pair:
-    return pairs.of(standalone)
+    return pairs.pair_of(standalone)
 
 
 @pytest.fixture

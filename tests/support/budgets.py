@@ -32,10 +32,10 @@ class RandomBudget:
         self.drawn.append((sum(able), budget))
         return budget
 
-    def drafted(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
+    def saw_trees(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
         assert logp.shape == parents.shape and len(logp) == len(decodes) and logp.size
 
-    def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
+    def took(self, requests: int, *, has_drafted: bool, tokens: int, seconds: float) -> None:
         assert requests > 0 and tokens >= 0 and seconds > 0
 
     def forget(self, req_pool_index: int) -> None:

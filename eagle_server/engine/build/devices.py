@@ -79,7 +79,7 @@ def load_kernels_early(config: Config, device: torch.device, model: ModelConfig)
     except NoCompilerError as error:
         raise ConfigError(str(error)) from error
     model = replace(model, dtype=serving_dtype(config.model.dtype, model.dtype))
-    if model.native and resolve_backend(config, device, model) == "flashinfer":
+    if model.has_family and resolve_backend(config, device, model) == "flashinfer":
         logger.info("FlashInfer's kernels: those that are not prebuilt are compiled, once, which takes minutes")
         warn_of_another_toolkit()
         began = time.perf_counter()

@@ -255,7 +255,7 @@ def server_info(config: Config, resolved: EngineConfig, target: Target) -> dict[
         dtype=str(target.config.dtype).removeprefix("torch."),
         context_length=resolved.context_length,
         architecture=target.config.architecture,
-        implementation="eagle_server" if target.config.native else "transformers",
+        implementation="eagle_server" if target.config.has_family else "transformers",
     )
     values["device"].update(
         device=str(target.embed.device),

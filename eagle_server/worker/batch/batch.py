@@ -294,4 +294,6 @@ class Batches:
         return self._sampling[drafting][1]
 
     def _with_penalizer_state(self, sampling: SamplingBatch, scheduled: Sequence[Decode | Chunk]) -> SamplingBatch:
-        return replace(sampling, penalizer_state=self.penalizers.of(scheduled)) if sampling.transforms else sampling
+        return (
+            replace(sampling, penalizer_state=self.penalizers.state_of(scheduled)) if sampling.transforms else sampling
+        )

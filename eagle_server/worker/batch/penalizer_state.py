@@ -44,7 +44,7 @@ class PenalizerStates:
         self._counted.pop(req_pool_index, None)
         self._beginnings.pop(req_pool_index, None)
 
-    def of(self, scheduled: Sequence[Decode | Chunk]) -> PenalizerState:
+    def state_of(self, scheduled: Sequence[Decode | Chunk]) -> PenalizerState:
         """The state of these requests' texts as they are now. Chunks must be the last of their prompts."""
         penalized = [request for request in scheduled if request.sampling.penalized]
         counts, prompts = self._update(penalized) if penalized else (None, None)

@@ -55,7 +55,7 @@ class Budget(Protocol):
         """The budget of a cycle. `able`: which decodes may draft at all. A lesson has the largest trees."""
         ...
 
-    def drafted(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
+    def saw_trees(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
         """These requests have drafted trees in a lesson, n >= 1 nodes each.
 
         logp [requests, n]: the log chances of the nodes' paths, -inf for padding. parents [requests, n]: node numbers,
@@ -63,7 +63,7 @@ class Budget(Protocol):
         """
         ...
 
-    def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
+    def took(self, requests: int, *, has_drafted: bool, tokens: int, seconds: float) -> None:
         """The newest cycle took `seconds`, everything but prompts included, and its requests kept `tokens`."""
         ...
 
@@ -88,10 +88,10 @@ class FixedBudget:
         drafting = tuple(i for i, each in enumerate(able) if each)
         return CycleBudget(drafting, self.steps, self.nodes, self.topk)
 
-    def drafted(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
+    def saw_trees(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
         return None
 
-    def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
+    def took(self, requests: int, *, has_drafted: bool, tokens: int, seconds: float) -> None:
         return None
 
     def forget(self, req_pool_index: int) -> None:
@@ -240,8 +240,8 @@ class AdaptiveBudget:
         least_logp = choice.least_logp if choice.steps or self.shapes else math.log(self.policy.probe_chance)
         return CycleBudget(tuple(wanted), steps, size, 0, least_logp)
 
-    def took(self, requests: int, *, drafted: bool, tokens: int, seconds: float) -> None:
-        if not drafted:
+    def took(self, requests: int, *, has_drafted: bool, tokens: int, seconds: float) -> None:
+        if not has_drafted:
             self._credit += self.policy.probe_share * seconds
             self._measured[1].add(tokens, seconds)
         elif self._follows:
@@ -265,7 +265,7 @@ class AdaptiveBudget:
             speed = self._speeds[load] = _Speed(self.policy, self._cycle + self.policy.period)
         return speed
 
-    def drafted(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
+    def saw_trees(self, decodes: Sequence[Decode], logp: Floats, parents: Ints) -> None:
         self.prospects.add(decodes, logp, parents, self._cycle)
 
     def forget(self, req_pool_index: int) -> None:

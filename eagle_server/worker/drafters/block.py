@@ -31,7 +31,7 @@ from eagle_server.worker.graphs import GraphKey
 class ContextWritten:
     """The context's draft KV reaches the root. There is nothing else to know."""
 
-    def of(self, requests: Tensor) -> ContextWritten:  # noqa: ARG002
+    def rows_of(self, requests: Tensor) -> ContextWritten:  # noqa: ARG002
         return self
 
 

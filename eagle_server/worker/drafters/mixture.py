@@ -44,7 +44,7 @@ class MixtureDrafter(Generic[State]):
     def propose(self, draft: State, batch: DecodeBatch) -> Tree:
         """The model's candidates and the tries, joined."""
         self.tries.read(batch.decodes)
-        tries = [self.tries.of(decode) for decode in batch.decodes]
+        tries = [self.tries.trie_of(decode) for decode in batch.decodes]
         size = len(batch.seq_lens_host)
         numbers = upload(packed(tries, size, self.tries.drafts), batch.seq_lens.device)
         if all(map(self.tries.is_certain, tries)):

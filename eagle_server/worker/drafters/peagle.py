@@ -24,7 +24,7 @@ class DraftRows:
 
     y: Tensor
 
-    def of(self, requests: Tensor) -> DraftRows:
+    def rows_of(self, requests: Tensor) -> DraftRows:
         return DraftRows(self.y.index_select(0, requests))
 
 

@@ -83,9 +83,9 @@ class StaticEagleDrafter(EagleDrafter):
             tokens.append(children.view(bs, -1).index_select(1, below.picks))
             scores.append(paths.flatten(1).index_select(1, below.picks))
             feedback = out.feedback.unflatten(0, (bs, count))
-        drafted, worth = torch.cat(tokens, dim=1), finite_or_off(torch.cat(scores, dim=1))
-        parents = self.tree.parents[: drafted.shape[1]].expand(bs, -1)
-        tree = build_tree(verified_id, seq_lens, drafted, parents, len(tokens), worth)
+        drafts, worth = torch.cat(tokens, dim=1), finite_or_off(torch.cat(scores, dim=1))
+        parents = self.tree.parents[: drafts.shape[1]].expand(bs, -1)
+        tree = build_tree(verified_id, seq_lens, drafts, parents, len(tokens), worth)
         return ranking.without_refused(tree)
 
     def _mask(self, level: Level, step: int, bs: int) -> TreeMask:

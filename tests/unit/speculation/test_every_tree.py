@@ -118,7 +118,7 @@ def joined_trees(draw: st.DrawFn) -> Tree:
     """A dynamic tree joined with a trie of the same requests, cut to the best nodes."""
     pool, grams = candidate_pool(draw), trie(draw)
     requests = torch.arange(min(len(pool.tokens), len(grams.tokens)))
-    union, _ = join_trees(pool.of(requests), grams.of(requests), max(pool.steps, grams.steps))
+    union, _ = join_trees(pool.rows_of(requests), grams.rows_of(requests), max(pool.steps, grams.steps))
     source = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     chances = torch.rand(union.tokens[:, 1:].shape, generator=source) * 0.98 + 0.001
     return best(union, chances, draw(st.integers(1, union.size - 1)))

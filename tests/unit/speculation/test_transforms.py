@@ -95,7 +95,7 @@ def test_every_node_is_transformed_given_its_own_text(batch, seed: int) -> None:
     tree = tree_of(links, tokens, [len(text) - 1 for text in texts], size)
     settings = [sampling(*each) for each in zip(asked, prompts, strict=True)]
     scheduled = [Decode(row, 0, 0, setting, texts[row]) for row, setting in enumerate(settings)]
-    penalizer_state = PenalizerStates(bs, VOCAB, CPU, steps).of(scheduled)
+    penalizer_state = PenalizerStates(bs, VOCAB, CPU, steps).state_of(scheduled)
     paths = tree if size > 1 else None
     given_logits = logits.clone()
     batch_sampling = replace(SamplingBatch.of(settings, CPU, steps), penalizer_state=penalizer_state)
@@ -154,7 +154,7 @@ def test_penalizer_state_follows_its_texts_and_forgets_with_them() -> None:
     scheduled = [Decode(2, 0, 0, setting, first), Decode(0, 0, 0, setting, second)]
 
     def found() -> tuple[list[dict[int, int]], list[dict[int, int]]]:
-        penalizer_state = penalizers.of(scheduled)
+        penalizer_state = penalizers.state_of(scheduled)
         return counts_of(penalizer_state.counts), counts_of(penalizer_state.prompts)
 
     assert found() == ([{}, {1: 2}], [{1: 1, 2: 1}, {4: 1, 5: 1}])
@@ -197,7 +197,7 @@ def test_bad_words_are_forbidden_exactly_after_their_other_tokens(batch, deeper:
     steps = int(tree.depths.max()) + deeper
     settings = [request_sampling(bad_words=each) for each in words]
     scheduled = [Decode(row, 0, 0, setting, texts[row]) for row, setting in enumerate(settings)]
-    penalizer_state = PenalizerStates(bs, 3, CPU, steps).of(scheduled)
+    penalizer_state = PenalizerStates(bs, 3, CPU, steps).state_of(scheduled)
     sampled = replace(SamplingBatch.of(settings, CPU, steps), penalizer_state=penalizer_state)
     paths = tree if size > 1 else None
     with patch.object(transforms, "_WORD_ROWS", at_once):
@@ -248,7 +248,7 @@ def test_a_long_word_costs_nothing_where_the_text_does_not_end_with_its_beginnin
     with Allocations() as allocations:
         sampled = SamplingBatch.of(settings, CPU, steps)
         scheduled = [Decode(row, 0, 0, setting, texts[row]) for row, setting in enumerate(settings)]
-        found = transformed(logits, positions, replace(sampled, penalizer_state=penalizers.of(scheduled)), tree)
+        found = transformed(logits, positions, replace(sampled, penalizer_state=penalizers.state_of(scheduled)), tree)
     assert found[1, 0, numbers[2200]] == -math.inf
     assert 0 < allocations.largest <= logits.numel()
 
@@ -278,10 +278,10 @@ def test_a_changed_batch_reads_no_list_again(name: str, entries: Iterable[Any], 
 def test_nothing_is_kept_for_requests_without_penalties() -> None:
     penalizers = PenalizerStates(3, VOCAB, CPU)
     setting = request_sampling(key=0, temperature=1.0, bad_words=((1, 2), (3,)), logit_bias=((1, 2.0),))
-    penalizer_state = penalizers.of([Decode(0, 0, 0, setting, [5])])
+    penalizer_state = penalizers.state_of([Decode(0, 0, 0, setting, [5])])
     assert penalizer_state.counts is None and penalizers._counts is None
     assert penalizer_state.begun is None
-    begun = penalizers.of([Decode(0, 0, 0, setting, [5, 1])]).begun
+    begun = penalizers.state_of([Decode(0, 0, 0, setting, [5, 1])]).begun
     assert begun is not None and begun.T.tolist() == [[0, 2, PATH_START]]
 
 

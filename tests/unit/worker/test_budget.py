@@ -39,7 +39,7 @@ def draft(budget: AdaptiveBudget, decodes: list[Decode], chosen: CycleBudget, ch
     depths = np.arange(1, chosen.steps + 1)
     if chosen.drafting:
         logp = np.stack([depths * math.log(chances[number]) for number in chosen.drafting])
-        budget.drafted([decodes[number] for number in chosen.drafting], logp, np.tile(depths - 1, (len(logp), 1)))
+        budget.saw_trees([decodes[number] for number in chosen.drafting], logp, np.tile(depths - 1, (len(logp), 1)))
 
 
 def settled(budget: AdaptiveBudget, decodes: list[Decode], chance: float, cycles: int = 60) -> list[CycleBudget]:
@@ -67,7 +67,7 @@ def take(budget: AdaptiveBudget, decodes: list[Decode], chosen: CycleBudget, cha
         option = next(n for n, each in enumerate(budget.prospects.options) if each[0] >= chosen.steps)
         nodes = np.full((len(budget.prospects.options), 1), drafting * len(levels))
         seconds = float(budget._seconds(len(decodes), nodes, np.array([drafting]), kv)[option, 0])
-    budget.took(len(decodes), drafted=bool(chosen.drafting), tokens=round(tokens), seconds=seconds)
+    budget.took(len(decodes), has_drafted=bool(chosen.drafting), tokens=round(tokens), seconds=seconds)
 
 
 def adaptive(model: CostModel, **given: object) -> AdaptiveBudget:
@@ -136,7 +136,7 @@ def test_the_first_lessons_draft_even_where_nothing_is_expected() -> None:
         chosen = budget.choose(decodes, [True, True], lesson=True)
         assert chosen.drafting == (0, 1)
         draft(budget, decodes, chosen, {0: 0.5, 1: 0.5})
-        budget.took(2, drafted=True, tokens=2, seconds=1.0)
+        budget.took(2, has_drafted=True, tokens=2, seconds=1.0)
     assert budget._credit == 0.0
     assert budget.choose(decodes, [True, True], lesson=True).drafting == ()
     assert budget.choose(decodes, [True, True]).drafting == ()
@@ -186,8 +186,10 @@ def test_what_was_measured_to_be_slower_is_not_done_whatever_the_model_says() ->
         chosen = budget.choose(decodes, [True] * 16, lesson=cycle % 8 == 0)
         if cycle % 8 == 0:
             draft(budget, decodes, chosen, dict.fromkeys(range(16), 0.6))
-        drafted = bool(chosen.drafting)
-        budget.took(16, drafted=drafted, tokens=30 if drafted else 16, seconds=30e-3 if drafted else 12e-3)
+        has_drafted = bool(chosen.drafting)
+        budget.took(
+            16, has_drafted=has_drafted, tokens=30 if has_drafted else 16, seconds=30e-3 if has_drafted else 12e-3
+        )
     assert sum(len(budget.choose(decodes, [True] * 16).drafting) > 1 for _ in range(50)) == 0
     assert budget.state().choice.startswith("off, because it was measured to be slower than plain decoding")
     few = sum(len(each.drafting) for each in settled(budget, decodes[:1], 0.6, cycles=100)[50:])
@@ -219,13 +221,13 @@ def test_what_was_lost_on_short_answers_is_noticed_between_their_prompts(apart: 
     for cycle in range(600):
         if cycle % (apart + 1) == apart:  # the request's last token, which needs no draft
             assert budget.choose([decode(0, tokens_left=1)], [False]) == NOTHING
-            budget.took(1, drafted=False, tokens=1, seconds=5e-3)
+            budget.took(1, has_drafted=False, tokens=1, seconds=5e-3)
             continue
         chosen = budget.choose(decodes, [True], lesson=cycle % 16 == 0)
         if cycle % 16 == 0:
             draft(budget, decodes, chosen, {0: 0.9})
         drafts = bool(chosen.drafting)
-        budget.took(1, drafted=drafts, tokens=2 if drafts else 1, seconds=12e-3 if drafts else 5e-3)
+        budget.took(1, has_drafted=drafts, tokens=2 if drafts else 1, seconds=12e-3 if drafts else 5e-3)
         drafted += drafts and cycle >= 400
     assert not drafted
 
@@ -247,9 +249,9 @@ def test_draft_steps_are_as_wide_as_pays(second: float, width: int) -> None:
     chances = np.log(np.array([[0.6, second, 0.36, 0.6 * second, 0.6 * second, second**2, 0.001]]))
     for _ in range(40):
         assert budget.choose(decodes, [True], lesson=True).topk == 0, "a lesson has all nodes"
-        budget.drafted(decodes, chances, np.array([[0, 0, 1, 1, 2, 2, 0]]))
+        budget.saw_trees(decodes, chances, np.array([[0, 0, 1, 1, 2, 2, 0]]))
     for _ in range(POLICY.plain_cycles):
-        budget.took(1, drafted=False, tokens=1, seconds=1e-2)
+        budget.took(1, has_drafted=False, tokens=1, seconds=1e-2)
     chosen = budget.choose(decodes, [True])
     assert (chosen.drafting, chosen.topk) == ((0,), width)
 

@@ -47,7 +47,7 @@ def test_equally_frequent_continuations_rank_by_the_noise_of_their_depth() -> No
     firsts = set()
     for seed in range(12):
         each = decode(seed)
-        trie = NgramTries(STEPS, NODES).of(each)
+        trie = NgramTries(STEPS, NODES).trie_of(each)
         below = [
             token for token, parent in zip(trie.tokens, trie.parents, strict=True) if parent == trie.tokens.index(2) + 1
         ]
@@ -68,7 +68,7 @@ def test_texts_of_other_requests_rank_by_the_noise_of_this_one() -> None:
         shared = SharedTexts(1000, STEPS)
         shared.add([7, 1, 2, 8, 7, 1, 3, 8])
         each = decode(seed, tokens=[7, 1])
-        trie = NgramTries(STEPS, NODES, shared).of(each)
+        trie = NgramTries(STEPS, NODES, shared).trie_of(each)
         g = noise(each, 0)
         assert trie.tokens[0] == (2 if g[2] > g[3] else 3)
         firsts.add(trie.tokens[0])
@@ -76,7 +76,7 @@ def test_texts_of_other_requests_rank_by_the_noise_of_this_one() -> None:
 
 
 def test_greedy_requests_and_uncoupled_tries_estimate_by_counts_alone() -> None:
-    plain = NgramTries(STEPS, NODES, coupling=False).of(decode(5))
+    plain = NgramTries(STEPS, NODES, coupling=False).trie_of(decode(5))
     assert coupled_estimates(decode(5, temperature=0.0)) is None
-    assert NgramTries(STEPS, NODES).of(decode(5, temperature=0.0)) == plain
-    assert NgramTries(STEPS, NODES).of(decode(5)) != plain
+    assert NgramTries(STEPS, NODES).trie_of(decode(5, temperature=0.0)) == plain
+    assert NgramTries(STEPS, NODES).trie_of(decode(5)) != plain

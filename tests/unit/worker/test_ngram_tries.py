@@ -36,30 +36,30 @@ def test_a_text_that_grew_by_several_tokens_is_read_on() -> None:
     tries, text = NgramTries(STEPS, BUDGET + 1), [1, 2, 3, 1, 2]
     for more in ([], [3], [1, 2, 3, 4], [1], [2, 3]):
         text.extend(more)
-        assert tries.of(scheduled(7, text)) == from_scratch(text)
+        assert tries.trie_of(scheduled(7, text)) == from_scratch(text)
 
 
 def test_a_row_that_another_request_took_over_is_read_anew() -> None:
     """Even where its text begins with all that the row's last one held."""
     tries, text = NgramTries(STEPS, BUDGET + 1), [1, 2, 3, 1, 2]
-    tries.of(scheduled(0, text))
+    tries.trie_of(scheduled(0, text))
     for other in ([1, 2, 3, 1, 2, 9, 1], [4, 5, 4], [1, 2, 3, 1, 2]):
-        assert tries.of(scheduled(0, other)) == from_scratch(other)
+        assert tries.trie_of(scheduled(0, other)) == from_scratch(other)
 
 
 def test_a_resumed_request_is_read_in_its_new_row() -> None:
     tries, text = NgramTries(STEPS, BUDGET + 1), [1, 2, 3, 1, 2]
-    first = tries.of(scheduled(0, text))
+    first = tries.trie_of(scheduled(0, text))
     tries.forget(0)
-    assert tries.of(scheduled(3, text)) == first
+    assert tries.trie_of(scheduled(3, text)) == first
     tries.forget(5)  # one that never decoded
 
 
 def test_a_text_that_was_cut_is_read_anew() -> None:
     tries, text = NgramTries(STEPS, BUDGET + 1), [1, 2, 3, 1, 2, 3, 1]
-    tries.of(scheduled(0, text))
+    tries.trie_of(scheduled(0, text))
     del text[4:]
-    assert tries.of(scheduled(0, text)) == from_scratch(text)
+    assert tries.trie_of(scheduled(0, text)) == from_scratch(text)
 
 
 def tokens_read(tries: NgramTries) -> int:
@@ -91,7 +91,7 @@ def test_a_cycle_reads_a_limited_number_of_tokens_of_all_long_texts() -> None:
         assert 0 < now - before <= _PER_CYCLE + 3 * _GROWTH
         assert tries.shared.length - shared <= 2 * (_PER_CYCLE + 3 * _GROWTH), "new tokens, and context before them"
         before, shared = now, tries.shared.length
-    assert NgramTries(STEPS, BUDGET + 1).of(scheduled(2, texts[2])) == from_scratch(texts[2])
+    assert NgramTries(STEPS, BUDGET + 1).trie_of(scheduled(2, texts[2])) == from_scratch(texts[2])
 
 
 def test_a_prompt_is_read_while_it_is_prefilled() -> None:
@@ -102,7 +102,7 @@ def test_a_prompt_is_read_while_it_is_prefilled() -> None:
             (Chunk(4, start, tuple(text[start : start + size]), 0, scheduled(4, text).sampling, all_tokens=text),)
         )
     assert tokens_read(tries) == len(text)
-    assert tries.of(scheduled(4, text)) == from_scratch(text)
+    assert tries.trie_of(scheduled(4, text)) == from_scratch(text)
 
 
 def test_of_a_text_beyond_the_limit_the_newest_tokens_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,11 +110,11 @@ def test_of_a_text_beyond_the_limit_the_newest_tokens_are_kept(monkeypatch: pyte
     tries, text = NgramTries(STEPS, BUDGET + 1), [token % 7 for token in range(90)]
     for _ in range(30):
         text.extend(text[-40:-31])
-        found = tries.of(scheduled(0, text))
+        found = tries.trie_of(scheduled(0, text))
         assert 40 <= tokens_read(tries) <= 100
         assert found == from_scratch(text[-tokens_read(tries) :])
     other = list(range(250))
-    tries.of(scheduled(1, other))
+    tries.trie_of(scheduled(1, other))
     assert tries._readers[1].start == 200
 
 

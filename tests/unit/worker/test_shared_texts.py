@@ -91,18 +91,18 @@ def test_a_blend_asks_the_longer_context_first_and_the_own_text_at_equal_length(
 def test_requests_read_what_others_wrote_finished_or_running() -> None:
     tries = NgramTries(STEPS, 7, SharedTexts(1000, STEPS))
     short, long = [1, 2, 3, 4, 5], [20, *range(100, 170)]
-    tries.of(scheduled(0, short))
-    tries.of(scheduled(1, long))
-    assert paths(tries.of(scheduled(2, [100, 101])))[0] == (102,), "a running request's prompt"
-    assert not tries.of(scheduled(3, [2, 3])).tokens, "too little to tell while it runs"
+    tries.trie_of(scheduled(0, short))
+    tries.trie_of(scheduled(1, long))
+    assert paths(tries.trie_of(scheduled(2, [100, 101])))[0] == (102,), "a running request's prompt"
+    assert not tries.trie_of(scheduled(3, [2, 3])).tokens, "too little to tell while it runs"
     short.append(6)
     tries.forget(0)
-    assert paths(tries.of(scheduled(3, [4, 5])))[0] == (6,), "to its end"
+    assert paths(tries.trie_of(scheduled(3, [4, 5])))[0] == (6,), "to its end"
     salted = replace(scheduled(4, [200, 201, 202]), shares_text=False)
-    assert not tries.of(replace(scheduled(5, [100, 101]), shares_text=False)).tokens, "it reads no other text"
-    tries.of(salted)
+    assert not tries.trie_of(replace(scheduled(5, [100, 101]), shares_text=False)).tokens, "it reads no other text"
+    tries.trie_of(salted)
     tries.forget(4)
-    assert not tries.of(scheduled(2, [200, 201])).tokens, "and no other reads its text"
+    assert not tries.trie_of(scheduled(2, [200, 201])).tokens, "and no other reads its text"
     alone = NgramTries(STEPS, 7)
-    alone.of(scheduled(1, long))
-    assert not alone.of(scheduled(2, [100, 101])).tokens
+    alone.trie_of(scheduled(1, long))
+    assert not alone.trie_of(scheduled(2, [100, 101])).tokens

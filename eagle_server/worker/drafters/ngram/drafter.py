@@ -77,7 +77,7 @@ class NgramTries:
         """Whether other drafters could hardly improve on this trie."""
         return trie.expected >= CERTAIN * min(self.steps, self.drafts)
 
-    def of(self, decode: Decode) -> Trie:
+    def trie_of(self, decode: Decode) -> Trie:
         """Continuations of the request's text: at most `drafts` nodes, none if its end did not occur before."""
         reader = self._reader(decode)
         self._read(reader, _GROWTH)
@@ -152,7 +152,7 @@ class NgramDrafter:
 
     def propose(self, draft: None, batch: DecodeBatch) -> Tree:
         self.tries.read(batch.decodes)
-        tries = [self.tries.of(decode) for decode in batch.decodes]
+        tries = [self.tries.trie_of(decode) for decode in batch.decodes]
         numbers = upload(packed(tries, len(batch.seq_lens_host), self.tries.drafts), batch.seq_lens.device)
         return trie_tree(batch.verified_id, batch.seq_lens, numbers, self.tries.steps)
 
