@@ -22,7 +22,7 @@ _BACKENDS: tuple[Backend, ...] = get_args(Backend)
 def send_setup(ranks: RankGroup, config: EngineConfig) -> None:
     """Send the sizes that rank 0 has resolved to all ranks."""
     sizes = (config.context_length, config.max_total_tokens, config.page_size, config.max_running_requests)
-    trees = (config.tree.num_lookahead_slots, config.tree.num_draft_tokens)
+    trees = (config.tree.num_lookahead_slots, config.tree.nodes)
     ranks.send(RankMessage.SETUP, [*sizes, *trees, config.checkpoints, _BACKENDS.index(config.backend)])
 
 
@@ -31,7 +31,7 @@ def assemble_follower(target: Target, ranks: RankGroup, *, flashinfer: Any = Non
     kind, numbers, _ = ranks.receive()
     assert kind == RankMessage.SETUP, "rank 0 sends the sizes first"
     context, tokens, page_size, running, lookahead, nodes, checkpoints, backend = numbers
-    tree = TreeConfig(num_draft_tokens=lookahead)  # all that a follower needs
+    tree = TreeConfig(nodes=lookahead)  # all that a follower needs
     config = EngineConfig(context, tokens, tree, page_size, running, backend=_BACKENDS[backend])
     device = target.embed.device
     pool = make_pool(target.config, config.kv_slots, device)

@@ -88,7 +88,7 @@ class Scheduler:
         self._arrivals += 1
         tokens = list(request.prompt_token_ids)
         lossy = self.limits.lossy if sampling.params.temperature > 0 else None
-        spec = SpecStats(histogram=[0] * (self.limits.spec_steps + 1), lossy=lossy)
+        spec = SpecStats(histogram=[0] * (self.limits.steps + 1), lossy=lossy)
         sequence = Sequence(request, sampling, stop_ids, self._arrivals, tokens, spec, grammar_matcher)
         self._sequences[request.request_id] = sequence
         self.queue.add(sequence)
@@ -126,8 +126,8 @@ class Scheduler:
         plan, chunked, decoding = self._planned
         self.totals.cycles += 1
         deltas = []
-        drafted = result.draft_computed_tokens or [sequence.num_computed_tokens for sequence in decoding]
-        for sequence, output, computed in zip(decoding, result.decodes, drafted, strict=True):
+        draft_computed = result.draft_computed_tokens or [sequence.num_computed_tokens for sequence in decoding]
+        for sequence, output, computed in zip(decoding, result.decodes, draft_computed, strict=True):
             before, after = sequence.num_computed_tokens, sequence.num_computed_tokens + len(output.tokens)
             self._advance(sequence, after, computed)
             sequence.state_from = after if result.settled else before

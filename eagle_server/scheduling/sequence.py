@@ -148,7 +148,7 @@ class Sequence:
             next_token=self.tokens[end] if end < self.num_prefill_tokens else None,
             sampling=self.sampling,
             prompt_logprobs=self.request.prompt_logprobs and self.output_length == 0,
-            text=self.tokens,
+            all_tokens=self.tokens,
             grammar_matcher=self.grammar_matcher,
             shares_text=self.request.cache_salt is None,
         )
@@ -160,7 +160,7 @@ class Sequence:
             seq_len=self.num_computed_tokens,
             verified_id=self.tokens[-1],
             sampling=self.sampling,
-            text=self.tokens,
+            all_tokens=self.tokens,
             speculative=self.request.speculative,
             grammar_matcher=self.grammar_matcher,
             trees=self.request.trees,

@@ -81,10 +81,10 @@ class Follower:
         self._verifier.run(layout, tree, PagedRequests(req_pool_indices, seq_lens, self._req_to_token))
 
     def _keep(self, numbers: Sequence[int], tensors: Tensor) -> None:
-        count, branched, *texts = numbers
+        count, branched, *pairs = numbers
         req_pool_indices, seq_lens, path = tensors.split([count, count, len(tensors) - 2 * count])
         requests = PagedRequests(req_pool_indices, seq_lens, self._req_to_token)
-        lengths = dict(zip(texts[::2], texts[1::2], strict=True))
+        lengths = dict(zip(pairs[::2], pairs[1::2], strict=True))
         self._verifier.run_keep(path.view(count, -1), requests, lengths, branched=bool(branched))
 
 

@@ -34,7 +34,7 @@ class Verified:
     logits: Tensor
     features: Tensor
 
-    def of(self, requests: Tensor) -> Verified:
+    def rows_of(self, requests: Tensor) -> Verified:
         """The rows of some requests, int64 [n], if each has one row."""
         return Verified(self.logits.index_select(0, requests), self.features.index_select(0, requests))
 

@@ -111,7 +111,7 @@ class _Measured:
 
     def drafting(self, size: int, budget: FixedBudget) -> None:
         """Cycles in which all requests draft."""
-        times = StageTimes.of(self._run(size, 2, budget), self._worker.drafter.forwards(budget.num_steps))
+        times = StageTimes.of(self._run(size, 2, budget), self._worker.drafter.forwards(budget.steps))
         self.verify.setdefault(self._rows, times.verify)  # tries of the padding row are empty
         batches = self._worker.batches
         width = batches.accepted_tokens.width if batches.sizes else 1  # here every request has accepted one token
