@@ -178,6 +178,14 @@ class StateMoves:
 NO_MOVES = StateMoves()
 
 
+class TreeShape(NamedTuple):
+    """The trees of a cycle: levels, the most nodes with the root, and nodes that each draft step feeds (0: all)."""
+
+    steps: int
+    nodes: int
+    topk: int = 0
+
+
 @dataclass(frozen=True)
 class CyclePlan:
     """One cycle. The requests in `released` have left since the last plan; the worker drops their state."""
@@ -186,6 +194,7 @@ class CyclePlan:
     decodes: tuple[Decode, ...] = ()
     released: tuple[int, ...] = ()  # req_pool_indices
     states: StateMoves = NO_MOVES
+    warm_up: TreeShape | None = None  # a cycle of padding, before the first request: its trees; nothing is learned
 
     @property
     def is_empty(self) -> bool:
@@ -216,28 +225,21 @@ class SequenceOutput:
 
 
 @dataclass(frozen=True)
-class CycleDrafting:
-    """What a cycle drafted, see `CycleStats`."""
-
-    steps: int = 0
-    requests: int = 0
-    rows: int = 0
-    expected: float = 0.0
-    predicted_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
 class CycleResult:
     """One output per chunk and per decode of the plan, in its order.
 
     draft_computed_tokens: how many first tokens of each decode the drafter has computed; (): the drafter computes
     nothing ahead. settled: the states of recurrent layers have already moved along the accepted paths, so no shorter
-    length can be saved.
+    length can be saved. `CycleStats` describes the fields from `steps` on.
     """
 
     chunks: tuple[SequenceOutput, ...] = ()
     decodes: tuple[SequenceOutput, ...] = ()
     stage_seconds: dict[str, float] = field(default_factory=dict)
-    drafting: CycleDrafting = CycleDrafting()
     draft_computed_tokens: tuple[int, ...] = ()
     settled: bool = True
+    steps: int = 0
+    drafting: int = 0
+    rows: int = 0
+    expected: float = 0.0
+    predicted_seconds: float = 0.0

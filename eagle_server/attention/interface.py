@@ -131,10 +131,7 @@ class AttentionBatch:
     mask: Causal | TreeMask
     layout: Layout
     spec_info: SpecInput | None = None
-    paged_kernel_lens: Tensor | None = (
-        None  # int64 [bs], argument of spec_info's methods, which say what it counts; None: kv_lens
-    )
-
+    paged_kernel_lens: Tensor | None = None  # int64 [bs], for spec_info's methods (see there); None: kv_lens
     keeps_slots: bool = False  # reads the same slots as the batch that its plan was last bound to
     recurrent: RecurrentRows | None = None  # the rows over their requests' states, for a model with recurrent layers
 

@@ -286,7 +286,10 @@ class RadixCache:
         return upper
 
     def _label(self, parent: Node, keys: Keys, salt: str | None) -> bytes:
-        """The label of a child whose keys begin so. Pages are equally long, so two salts have no label in common."""
+        """The name of a child among its parent's children: its first page, after the salt below the root.
+
+        All pages have the same length, so children with different salts never have the same label.
+        """
         first = keys[: self.page_size].tobytes()
         return salt.encode() + first if salt and parent is self.root else first
 

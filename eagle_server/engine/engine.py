@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 NO_END_OF_SEQUENCE = "grammar: this engine cannot follow one: the model names no end of sequence"
 _COMPILE_WAIT = 0.01  # seconds to wait for a grammar before the engine reads its messages again
 _STATE_EVERY = 1.0  # seconds
+_FROM_RESULT = ("stage_seconds", "steps", "drafting", "rows", "expected", "predicted_seconds")  # to CycleStats
 _MASK_WAIT = 0.002  # seconds, the same for a token mask
 
 
@@ -164,9 +165,8 @@ class Engine:
             for stage, seconds in result.stage_seconds.items():
                 self._stages[stage] += seconds
             self._cycle = self.scheduler.cycle
-            self._cycle.stage_seconds, drafting = result.stage_seconds, result.drafting
-            self._cycle.steps, self._cycle.drafting, self._cycle.rows = drafting.steps, drafting.requests, drafting.rows
-            self._cycle.expected, self._cycle.predicted_seconds = drafting.expected, drafting.predicted_seconds
+            for name in _FROM_RESULT:
+                setattr(self._cycle, name, getattr(result, name))
             self._cycle.seconds = time.perf_counter() - began
         self._publish()
         return deltas

@@ -5,85 +5,55 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
 
 from eagle_server.ops.upload import upload
-from eagle_server.plan import CycleDrafting, CyclePlan, CycleResult, Decode
-from eagle_server.speculation.accept import Accepted
+from eagle_server.plan import Decode, SequenceOutput
 from eagle_server.speculation.tree import Tree, root_alone, spread, without
 from eagle_server.worker.ahead import UNUSED, ForwardAhead
 from eagle_server.worker.batch.batch import Batches, DecodeBatch
-from eagle_server.worker.batch.draft_tree import with_steps
 from eagle_server.worker.budget.budget import Budget, CycleBudget
 from eagle_server.worker.budget.cost_model import LONGEST_WAIT, CostModel, StageTimes, draft_steps
-from eagle_server.worker.budget.estimates import Estimates
 from eagle_server.worker.budget.policy import POLICY, BudgetPolicy
 from eagle_server.worker.clock import StageClock
+from eagle_server.worker.cycle import Cycle
 from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.first_drafts import TREES, FirstDrafts
 
 _BACKLOG_ROWS = 512  # of backlogs that one cycle computes, about
 
 
-@dataclass(frozen=True)
-class Drafts:
-    """The trees of a cycle, and what is needed to learn from them.
-
-    batch: the requests that drafted; None: none did. requests: int64 [m], their numbers among all; None: all drafted.
-    extended: rows of their draft-extend, with their backlogs. fed: nodes that each draft step feeds. lesson: whether
-    estimates and budget learn from this cycle.
-    """
-
-    tree: Tree
-    budget: CycleBudget
-    batch: DecodeBatch | None = None
-    requests: Tensor | None = None
-    estimates: Estimates | None = None
-    extended: int = 0
-    fed: int = 0
-    lesson: bool = False
-
-    def to_copy(self, tree: Tree, accepted: Accepted) -> tuple[Tensor, ...]:
-        """What `TreeDrafting.finish` reads on the host. `tree` and `accepted` are those of `batch`, as verified."""
-        if self.estimates is None:
-            return ()
-        if not self.lesson:
-            return (self.estimates.path_logp,)
-        estimates, guesses = self.estimates, self.estimates.guesses
-        if tree.proposed is not None:
-            guesses = guesses.gather(1, tree.proposed)
-        verified = (tree.depths[:, 1:], tree.tokens, tree.parents, accepted.path)
-        return (estimates.path_logp, estimates.parents, guesses, *verified)
-
-
 class TreeDrafting:
     """A drafter under a budget.
 
-    `estimates`, if there are any, learn from cycles that drafted. `costs` belong to an adaptive budget; None: it is
-    fixed.
+    costs: of an adaptive budget, which learns them; None: the budget is fixed.
+    extends_ahead: whether draft-extend may run before the next cycle's window is allocated.
+    first_drafts: None: there is no draft model.
+    Its estimates, if there are any, are those of `batches`; they learn from cycles that drafted.
     """
 
-    def __init__(self, drafter: Drafter[Any], batches: Batches, budget: Budget, policy: BudgetPolicy = POLICY) -> None:
+    def __init__(  # noqa: PLR0913
+        self,
+        drafter: Drafter[Any],
+        batches: Batches,
+        budget: Budget,
+        *,
+        costs: CostModel | None = None,
+        extends_ahead: bool = False,
+        first_drafts: FirstDrafts | None = None,
+        policy: BudgetPolicy = POLICY,
+    ) -> None:
         self.drafter, self.batches, self.budget, self.policy = drafter, batches, budget, policy
-        self.estimates = batches.estimates
-        self.costs: CostModel | None = None
-        self.extends_ahead = False  # whether draft-extend may run before the next cycle's window is allocated
+        self.estimates, self.costs = batches.estimates, costs
+        self.extends_ahead, self.first_drafts = extends_ahead, first_drafts
         self.extended: ForwardAhead[Any] = ForwardAhead()  # of the drafter's State
         self._cycles = 0  # how many there were
         self._lessons: Counter[int] = Counter()  # of each temperature bin
         self._ended = 0.0  # when the last one ended
-        self.first_drafts: FirstDrafts | None = None  # None: there is no draft model
-        self.observers: list[Callable[[Tree, Accepted, int], None]] = []  # get trees, paths, requests
-
-    def adapt(self, budget: Budget, costs: CostModel) -> None:
-        """Go on with an adaptive budget."""
-        self.budget, self.costs = budget, costs
 
     def forget(self, released: Sequence[int]) -> None:
         """These requests have ended, or were preempted."""
@@ -92,22 +62,24 @@ class TreeDrafting:
             self.drafter.forget(req_pool_index)
             self.budget.forget(req_pool_index)
 
-    def draft(self, batch: DecodeBatch, clock: StageClock) -> Drafts:
+    def draft(self, cycle: Cycle) -> None:
         """Trees for all requests of the batch. Those that do not draft have the root alone."""
         self._cycles += 1
-        served = all(decode.all_tokens for decode in batch.decodes)  # warm-up has no text
-        lesson = served and self._is_lesson(batch.decodes)
+        batch, clock = cycle.batch, cycle.clock
+        cycle.is_lesson = cycle.plan.warm_up is None and self._is_lesson(batch.decodes)
         with clock.stage("budget"):
-            budget = self._choose(batch, lesson=lesson)
+            cycle.budget = self._choose(cycle)
         with clock.stage("extend"):
-            drafting = self.batches.drafting(batch, budget, cut=not lesson)  # a lesson is about all nodes
+            # A lesson is about all nodes.
+            cycle.drafting = drafting = self.batches.drafting(batch, cycle.budget, cut=not cycle.is_lesson)
         if drafting is None:
-            return Drafts(root_alone(batch.verified_id, batch.seq_lens), budget)
+            cycle.tree = root_alone(batch.verified_id, batch.seq_lens)
+            return
         with clock.stage("extend"):
-            extended = len(drafting.seq_lens_host) * drafting.extend_width
+            cycle.extended = len(drafting.seq_lens_host) * drafting.extend_width
             backlog = self.batches.backlog(drafting.decodes)
             if backlog is not None:
-                extended += sum(backlog.rows.counts)
+                cycle.extended += sum(backlog.rows.counts)
                 self.drafter.prefill(backlog)
             state = self._take_extended(drafting, clock)
             if state is None:
@@ -116,39 +88,45 @@ class TreeDrafting:
                 self.batches.accepted_tokens.taken(decode.req_pool_index)
         with clock.stage("propose"):
             tree = self.drafter.propose(state, drafting)
+        cycle.fed = len(drafting.seq_lens_host) * (cycle.budget.topk or self.drafter.widest)
         with clock.stage("build_tree"):
-            estimates = None
             if self.estimates is not None and tree.scores is not None:
                 assert drafting.ranking.temperature_bin is not None
-                estimates = self.estimates.estimate(tree, drafting.ranking.temperature_bin)
-                tree = replace(tree, scores=estimates.path_logp)
-                if budget.least_logp > -math.inf and (lesson or not tree.is_cut):
-                    unlikely = estimates.path_logp < budget.least_logp
-                    if lesson and self._is_unjudged:  # the likeliest node is verified, whatever is expected of it
-                        unlikely &= estimates.path_logp < estimates.path_logp.amax(dim=1, keepdim=True)
-                    tree = without(tree, unlikely)
+                cycle.estimated = self.estimates.estimate(tree, drafting.ranking.temperature_bin)
+                tree = self._without_unlikely(cycle, cycle.estimated)
             tree = _within_reach(tree, drafting)
-            requests = None
-            if len(budget.drafting) < len(batch.decodes):
-                requests = upload(budget.drafting, batch.seq_lens.device)
+            if len(cycle.budget.drafting) < len(batch.decodes):
+                requests = upload(cycle.budget.drafting, batch.seq_lens.device)
                 tree = spread(tree, requests, batch.verified_id, batch.seq_lens)
-        fed = len(drafting.seq_lens_host) * (budget.topk or self.drafter.widest)
-        return Drafts(tree, budget, drafting, requests, estimates, extended, fed, lesson)
+        cycle.tree = tree
 
-    def extend_ahead(self, drafts: Drafts, accepted: Accepted) -> None:
+    def _without_unlikely(self, cycle: Cycle, tree: Tree) -> Tree:
+        """The trees without nodes that are not worth the time of verifying them."""
+        least_logp, logp = cycle.budget.least_logp, tree.scores
+        assert logp is not None
+        if least_logp == -math.inf or (tree.is_cut and not cycle.is_lesson):
+            return tree
+        unlikely = logp < least_logp
+        if cycle.is_lesson and self._is_unjudged:  # the likeliest node is verified, whatever is expected of it
+            unlikely &= logp < logp.amax(dim=1, keepdim=True)
+        return without(tree, unlikely)
+
+    def extend_ahead(self, cycle: Cycle) -> None:
         """Draft-extend for the next cycle. It needs nothing from the host if all requests go on drafting.
 
         The device runs it while the host reads this cycle's results and plans the next. If the next cycle has requests
         that it was not computed for, the cycle's own draft-extend writes the same KV again.
         """
-        batch = drafts.batch
-        if batch is None or not self.extends_ahead or drafts.requests is not None or not batch.ranking.is_plain:
+        batch = cycle.drafting
+        if batch is None or not self.extends_ahead or len(batch.decodes) < len(cycle.plan.decodes):
+            return
+        if not batch.ranking.is_plain:
             return
         if max(decode.tokens_left for decode in batch.decodes) - 1 < self._least_left:
             return
         clock = StageClock(self.batches.device)
         with clock.stage("extend"):
-            state = self.drafter.extend(batch.after(accepted))
+            state = self.drafter.extend(batch.after(cycle.accepted))
         requests = [(decode.req_pool_index, decode.seq_len) for decode in batch.decodes]
         self.extended.put(state, requests, len(batch.seq_lens_host), clock)
 
@@ -162,7 +140,10 @@ class TreeDrafting:
 
     @property
     def _least_left(self) -> int:
-        """Tokens that a request must still get to draft. 1: graphs of a fixed budget are of whole trees only."""
+        """A request drafts if it may still get at least this many tokens.
+
+        Its last token needs no draft. But graphs with a fixed budget are captured for all requests drafting.
+        """
         return 1 if self.batches.sizes and self.costs is None else 2
 
     def _is_lesson(self, decodes: Sequence[Decode]) -> bool:
@@ -173,7 +154,10 @@ class TreeDrafting:
         self._lessons.update(bins if lesson else ())
         return lesson
 
-    def _choose(self, batch: DecodeBatch, *, lesson: bool) -> CycleBudget:
+    def _choose(self, cycle: Cycle) -> CycleBudget:
+        batch, lesson = cycle.batch, cycle.is_lesson
+        if cycle.plan.warm_up is not None:
+            return CycleBudget(tuple(range(len(batch.decodes))), *cycle.plan.warm_up)
         for decode in batch.decodes:
             if not decode.speculative:
                 self.batches.accepted_tokens.give_up(decode)
@@ -199,105 +183,89 @@ class TreeDrafting:
                 room -= length
         return tuple(kept)
 
-    def observe(self, batch: DecodeBatch, drafts: Drafts, tree: Tree, accepted: Accepted) -> tuple[Tensor, ...]:
-        """What `finish` must have on the host. `tree` is the one that was verified for `batch`."""
-        for observe in self.observers:
-            observe(tree, accepted, len(batch.decodes))
-        if drafts.batch is None:
+    def learn(self, cycle: Cycle, decodes: Sequence[SequenceOutput]) -> None:
+        """Learn from a cycle whose results are on the host, and say in its record what was expected."""
+        ended, self._ended = self._ended, time.perf_counter()
+        if cycle.plan.warm_up is not None or not cycle.plan.decodes:
+            return
+        if cycle.estimated is not None:
+            logp = cycle.host.array("estimates")[: len(cycle.budget.drafting)]
+            cycle.expected = float(np.exp(logp[logp >= cycle.budget.least_logp]).sum())
+            if cycle.is_lesson:
+                self._learn(cycle)
+        if cycle.drafting is not None and self._is_unjudged:
+            self._count_first_drafts(cycle, decodes)
+        if self.costs is not None:
+            cycle.predicted_seconds = self._time(self.costs, cycle, decodes, self._ended - ended)
+
+    def computed_tokens(self, decodes: Sequence[Decode]) -> tuple[int, ...]:
+        """`CycleResult.draft_computed_tokens` of these decodes."""
+        if not self.drafter.uses_features:
             return ()
-        if drafts.requests is not None:
-            tree, accepted = tree.rows_of(drafts.requests), accepted.rows_of(drafts.requests)
-        return drafts.to_copy(tree, accepted)
-
-    def finish(
-        self, plan: CyclePlan, result: CycleResult, drafts: Drafts | None, estimates: Sequence[NDArray[Any]], rows: int
-    ) -> CycleResult:
-        """Learn from a cycle, and say in its result what was drafted.
-
-        estimates: what `observe` returned, on the host. rows: of the verify forward.
-        """
-        if drafts is None:
-            self._ended = time.perf_counter()
-            return result
-        expected = 0.0
-        if estimates:
-            logp = estimates[0][: len(drafts.budget.drafting)]
-            expected = float(np.exp(logp[logp >= drafts.budget.least_logp]).sum())
-        if drafts.lesson and estimates:
-            self._learn(drafts, estimates)
-        if self._is_unjudged and drafts.batch is not None:
-            self._count_first_drafts(plan, result, drafts.budget.drafting)
-        steps = drafts.budget.steps if drafts.batch else 0
-        drafting = CycleDrafting(
-            steps=steps,
-            requests=len(drafts.budget.drafting),
-            rows=rows,
-            expected=expected,
-            predicted_seconds=self._time(plan, result, drafts, rows),
-        )
-        accepted = self.batches.accepted_tokens
-        computed = tuple(accepted.start(decode) for decode in plan.decodes) if self.drafter.uses_features else ()
-        decodes = with_steps(result.decodes, steps, drafts.budget.drafting)
-        return replace(result, decodes=decodes, drafting=drafting, draft_computed_tokens=computed)
+        return tuple(self.batches.accepted_tokens.start(decode) for decode in decodes)
 
     @property
     def _is_unjudged(self) -> bool:
         return self.first_drafts is not None and self.first_drafts.is_open
 
-    def _count_first_drafts(self, plan: CyclePlan, result: CycleResult, drafting: Sequence[int]) -> None:
-        """The cycle's greedy trees. Warm-up has no text."""
+    def _count_first_drafts(self, cycle: Cycle, decodes: Sequence[SequenceOutput]) -> None:
+        """The cycle's greedy trees."""
         first = self.first_drafts
         assert first is not None
-        for number in drafting:
-            decode, output = plan.decodes[number], result.decodes[number]
-            if decode.all_tokens and output.drafted and decode.sampling.params.temperature == 0:
+        for number in cycle.budget.drafting:
+            decode, output = cycle.plan.decodes[number], decodes[number]
+            if output.drafted and decode.sampling.params.temperature == 0:
                 first.trees += 1
                 first.accepted += len(output.tokens) > 1
         if first.trees >= TREES:
             first.judge()
 
-    def _learn(self, drafts: Drafts, values: Sequence[NDArray[Any]]) -> None:
-        """Update budget and estimates."""
-        assert drafts.batch is not None and self.estimates is not None
-        decodes = drafts.batch.decodes
-        logp, drafted_parents, guesses, depths, tokens, parents, path = (each[: len(decodes)] for each in values)
-        self.budget.saw_trees(decodes, logp.astype(float), drafted_parents)
-        verified = tokens[:, 1:] >= 0
-        reached = np.zeros((len(tokens), tokens.shape[1] + 1), dtype=np.bool_)
+    def _learn(self, cycle: Cycle) -> None:
+        """Update budget and estimates by the nodes that were tried: their parents were accepted."""
+        assert cycle.drafting is not None and self.estimates is not None
+        decodes, host, drafting = cycle.drafting.decodes, cycle.host, list(cycle.budget.drafting)
+        drafted = slice(len(drafting))  # without padding
+        logp, drafted_parents, guesses = (host.array(each)[drafted] for each in ("estimates", "above", "guesses"))
+        self.budget.saw_trees(decodes, logp.astype(float), drafted_parents[:, 1:])
+        if "proposed" in host:
+            guesses = np.take_along_axis(guesses, host.array("proposed")[drafting], axis=1)
+        nodes, parents, depths, path = (host.array(each)[drafting] for each in ("nodes", "parents", "depths", "path"))
+        reached = np.zeros((len(nodes), nodes.shape[1] + 1), dtype=np.bool_)
         np.put_along_axis(reached, path, values=True, axis=1)  # the padding, -1, is the spare last column
-        tried = np.take_along_axis(reached, parents[:, 1:], axis=1) & verified
+        parents, depths = parents[:, 1:], depths[:, 1:]
+        tried = np.take_along_axis(reached, parents, axis=1) & (nodes[:, 1:] >= 0)
         temperature_bin = np.array([[decode.sampling.temperature_bin] for decode in decodes])
         temperature_bins = np.broadcast_to(temperature_bin, tried.shape)[tried]
-        same = parents[:, 1:, None] == parents[:, None, 1:]
+        same = parents[:, :, None] == parents[:, None, :]
         later = (same & np.tri(same.shape[1], k=-1, dtype=np.bool_)).any(axis=2)[tried].astype(np.int64)
         self.estimates.observe(guesses[tried], (temperature_bins, depths[tried], later), reached[:, 1:-1][tried])
 
-    def _time(self, plan: CyclePlan, result: CycleResult, drafts: Drafts, rows: int) -> float:
-        """Update the cost model by the stages' seconds. Returns what it had predicted for decoding, in seconds."""
-        costs, now, stages = self.costs, time.perf_counter(), result.stage_seconds
-        ended, self._ended = self._ended, now
-        waited = now - ended - sum(stages.values())
-        if costs is None:
-            return 0.0
+    def _time(self, costs: CostModel, cycle: Cycle, decodes: Sequence[SequenceOutput], passed: float) -> float:
+        """Update the cost model by the stages' seconds. Returns what it had predicted for decoding, in seconds.
+
+        passed: seconds since the last cycle ended.
+        """
+        plan, has_drafted, stages = cycle.plan, cycle.drafting is not None, cycle.clock.seconds()
+        waited = passed - sum(stages.values())
         loaded = waited < LONGEST_WAIT
         if loaded:
-            tokens = sum(map(Decode.kept, plan.decodes, (output.tokens for output in result.decodes)))
-            seconds = now - ended - stages.get("prefill", 0.0)
-            self.budget.took(len(plan.decodes), has_drafted=drafts.batch is not None, tokens=tokens, seconds=seconds)
-        if not drafts.lesson and self._cycles % (self.policy.lesson_period // 2):
+            tokens = sum(map(Decode.kept, plan.decodes, (output.tokens for output in decodes)))
+            seconds = passed - stages.get("prefill", 0.0)
+            self.budget.took(len(plan.decodes), has_drafted=has_drafted, tokens=tokens, seconds=seconds)
+        if not cycle.is_lesson and self._cycles % (self.policy.lesson_period // 2):
             return 0.0
-        if drafts.batch is None:
+        if not has_drafted:
             costs.wait(waited)
         kv = float(sum(decode.seq_len for decode in plan.decodes))
-        forwards = self.drafter.forwards(drafts.budget.steps) if drafts.batch is not None else 0
+        forwards = self.drafter.forwards(cycle.steps) if has_drafted else 0
         times = StageTimes.of(stages, forwards)
-        predicted = costs.observe(costs.verify, rows, kv, times.verify)
-        if drafts.batch is not None:
+        predicted = costs.observe(costs.verify, cycle.rows, kv, times.verify)
+        if has_drafted:
             if times.step is not None:
-                predicted += float(draft_steps(forwards)) * costs.observe(costs.step, drafts.fed, 0.0, times.step)
+                predicted += float(draft_steps(forwards)) * costs.observe(costs.step, cycle.fed, 0.0, times.step)
             # In between lessons, because these take time themselves: the rest is to commit more tokens.
-            later = waited - costs.between if loaded and not plan.chunks and not drafts.lesson else 0.0
-            predicted += costs.observe(costs.extend, drafts.extended, 0.0, times.extend + max(0.0, later))
+            later = waited - costs.between if loaded and not plan.chunks and not cycle.is_lesson else 0.0
+            predicted += costs.observe(costs.extend, cycle.extended, 0.0, times.extend + max(0.0, later))
         costs.compare(predicted, sum(seconds for stage, seconds in stages.items() if stage not in ("prefill", UNUSED)))
         return predicted
 

@@ -12,7 +12,8 @@ of any of them: read these before the next call with that name. Calls with other
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -45,11 +46,11 @@ class _Captured:
 
 
 class Graphs:
-    """Runs functions through captured graphs. Without a recorder, or while `paused`, it calls them directly."""
+    """Runs functions through captured graphs. Without a recorder, or while paused, it calls them directly."""
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self._recorder = recorder
-        self.paused = False
+        self._is_paused = False
         self._captured: dict[GraphKey, _Captured] = {}
 
     @property
@@ -57,9 +58,18 @@ class Graphs:
         """Whether there is a recorder: the device runs what the host has only launched."""
         return self._recorder is not None
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Capture and replay nothing in this block."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
     def run(self, key: GraphKey | None, function: Callable[..., Output], *inputs: Any) -> Output:
         """function(*inputs). A key of None is never captured."""
-        if self._recorder is None or key is None or self.paused:
+        if self._recorder is None or key is None or self._is_paused:
             return function(*inputs)
         captured, tensors = self._captured.get(key), tuple(tensors_of(inputs))
         if captured is None:

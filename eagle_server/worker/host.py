@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from eagle_server.request import TokenLogprob
 
 def to_host(*tensors: Tensor) -> tuple[Any, ...]:
     """Tensors as nested lists. From a GPU they come in one copy."""
-    return HostCopy(*tensors).lists()
+    named = {str(number): tensor for number, tensor in enumerate(tensors)}
+    return HostCopy(named).lists(*named)
 
 
 def _widest_first(tensors: Sequence[Tensor]) -> list[int]:
@@ -40,29 +41,35 @@ def _unpacked(packed: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
 class HostCopy:
     """One copy of tensors to the host that runs beside the device's later work. On a CPU they are the tensors."""
 
-    def __init__(self, *tensors: Tensor) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
         self._copied: tuple[Tensor, torch.cuda.Event] | None = None
-        if tensors and tensors[0].device.type == "cuda":
-            flat = _packed(tensors)
+        if tensors and next(iter(tensors.values())).device.type == "cuda":
+            flat = _packed(tuple(tensors.values()))
             pinned = torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat, non_blocking=True)
             self._copied = (pinned, torch.cuda.Event())
             self._copied[1].record()
 
-    def lists(self) -> tuple[Any, ...]:
-        """As nested lists. Waits for the copy, not for later work."""
-        return tuple(t.tolist() for t in self._arrived())
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
 
-    def arrays(self) -> tuple[NDArray[Any], ...]:
-        """As arrays, on a CPU of the same memory. Waits as `lists`."""
-        return tuple(t.numpy() for t in self._arrived())
+    def lists(self, *names: str) -> tuple[Any, ...]:
+        """The tensors of these names as nested lists. Waits for the copy, not for later work."""
+        arrived = self._arrived()
+        return tuple(arrived[name].tolist() for name in names)
 
-    def _arrived(self) -> Sequence[Tensor]:
-        if self._copied is None:
-            return self._tensors
-        packed, event = self._copied
-        event.synchronize()
-        return _unpacked(packed, self._tensors)
+    def array(self, name: str) -> NDArray[Any]:
+        """A tensor as an array, on a CPU of the same memory. Waits as `lists`."""
+        array: NDArray[Any] = self._arrived()[name].numpy()
+        return array
+
+    def _arrived(self) -> Mapping[str, Tensor]:
+        if self._copied is not None:
+            packed, event = self._copied
+            event.synchronize()
+            tensors = _unpacked(packed, tuple(self._tensors.values()))
+            self._tensors, self._copied = dict(zip(self._tensors, tensors, strict=True)), None
+        return self._tensors
 
 
 def is_finite(value: Tensor) -> bool:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
-from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling
+from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling, TreeShape
 from eagle_server.request import SamplingParams
-from eagle_server.worker.budget.budget import FixedBudget
 from eagle_server.worker.budget.cost_model import CostModel, StageTimes
 from eagle_server.worker.worker import Worker
 
@@ -22,30 +20,30 @@ _MEASURING = 1.0  # seconds, about
 _REPEATS = 3
 _LONG = 512  # tokens of the longer texts
 _LEAST_PER_KV = 2e-5  # seconds per KV token, as a part of those of one row
-_NOTHING = FixedBudget(0, 1)  # to draft
+_NOTHING = TreeShape(0, 1)  # to draft
 _TRUNCATED = RequestSampling(SamplingParams(max_tokens=1, seed=0, top_k=50, top_p=0.9), key=1)
 
 
-def warm_up(worker: Worker, sizes: Iterable[int], lengths: Sequence[int] = (2,)) -> None:
+def warm_up(worker: Worker, shape: TreeShape, sizes: Iterable[int], lengths: Sequence[int] = (2,)) -> None:
     """Run a long prompt, a prompt of one token, both at once where two requests may run, and decode batches of these
-    sizes and sequence lengths."""
+    sizes and sequence lengths, with trees of this shape."""
     row = worker.batches.pad_row
     width = worker.batches.table.tensor.shape[1]
     long, short = (Chunk(row, 0, (0,) * n, next_token=None, sampling=_GREEDY) for n in (min(_PROMPT, width), 1))
     prompts = ((long,), (short,), (short, long))
     for chunks in prompts[:-1] if row < 2 else prompts:  # noqa: PLR2004  rows below the padding row are requests
-        worker.run(CyclePlan(chunks=chunks))
+        worker.run(CyclePlan(chunks=chunks, warm_up=shape))
     shortest, *longer = [(length, _GREEDY) for length in lengths]
     for size in sizes:
         for length, sampling in (shortest, *longer, (shortest[0], _SAMPLED), (shortest[0], _TRUNCATED)):
             decodes = (Decode(row, length, verified_id=0, sampling=sampling),) * size
-            worker.run(CyclePlan(decodes=decodes, released=(row,)))
-    worker.run(CyclePlan(released=(row,)))
+            worker.run(CyclePlan(decodes=decodes, released=(row,), warm_up=shape))
+    worker.run(CyclePlan(released=(row,), warm_up=shape))
     if worker.batches.device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def measure_costs(worker: Worker, costs: CostModel, largest: FixedBudget, most: int, longest: int) -> None:
+def measure_costs(worker: Worker, costs: CostModel, largest: TreeShape, most: int, longest: int) -> None:
     """Fit `costs` to plain cycles and to cycles of the `largest` trees, in about a second.
 
     Batches have up to `most` requests. Texts are short, but in one batch they have up to `longest` tokens.
@@ -57,14 +55,14 @@ def measure_costs(worker: Worker, costs: CostModel, largest: FixedBudget, most: 
         measured.plain(size)
         measured.drafting(size, largest)
         if worker.drafter.widest > 1 and not worker.batches.sizes:  # the budget may choose narrower draft steps
-            measured.drafting(size, replace(largest, topk=1))
+            measured.drafting(size, largest._replace(topk=1))
         if time.perf_counter() - began > _MEASURING:
             break
     several, length = min(8, most), min(longest, _LONG)
     with _own_slots(worker, several, length) as rows:
         more = measured.plain(several, length, rows) - measured.plain(several)
     slope = max(more / (several * length), _LEAST_PER_KV * measured.verify[1])
-    worker.run(CyclePlan(released=(worker.batches.pad_row,)))
+    worker.run(CyclePlan(released=(worker.batches.pad_row,), warm_up=_NOTHING))
     costs.verify.fit(measured.verify, slope)
     costs.extend.fit(measured.extend)
     costs.step.fit(measured.step)
@@ -109,22 +107,21 @@ class _Measured:
             self.verify[size] = seconds
         return seconds
 
-    def drafting(self, size: int, budget: FixedBudget) -> None:
+    def drafting(self, size: int, shape: TreeShape) -> None:
         """Cycles in which all requests draft."""
-        times = StageTimes.of(self._run(size, 2, budget), self._worker.drafter.forwards(budget.steps))
+        times = StageTimes.of(self._run(size, 2, shape), self._worker.drafter.forwards(shape.steps))
         self.verify.setdefault(self._rows, times.verify)  # tries of the padding row are empty
         batches = self._worker.batches
         width = batches.accepted_tokens.width if batches.sizes else 1  # here every request has accepted one token
         self.extend.setdefault(size * width, times.extend)
         if times.step is not None:
-            self.step[size * (budget.topk or self._worker.drafter.widest)] = times.step
+            self.step[size * (shape.topk or self._worker.drafter.widest)] = times.step
 
-    def _run(self, size: int, length: int, budget: FixedBudget, rows: Sequence[int] = ()) -> dict[str, float]:
-        self._worker.drafting.budget = budget
+    def _run(self, size: int, length: int, shape: TreeShape, rows: Sequence[int] = ()) -> dict[str, float]:
         rows = rows or (self._row,) * size
         decodes = tuple(Decode(row, length, verified_id=0, sampling=_GREEDY) for row in rows)
-        plan = CyclePlan(decodes=decodes, released=tuple(dict.fromkeys(rows)))
-        self._rows = self._worker.run(plan).drafting.rows  # compiles
+        plan = CyclePlan(decodes=decodes, released=tuple(dict.fromkeys(rows)), warm_up=shape)
+        self._rows = self._worker.run(plan).rows  # compiles
         runs = [self._worker.run(plan).stage_seconds for _ in range(_REPEATS)]
         # the fastest, because other processes may disturb some
         return {stage: min(run[stage] for run in runs) for stage in runs[0]}

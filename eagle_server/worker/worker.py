@@ -11,16 +11,15 @@ from torch import Tensor
 
 from eagle_server.ops.upload import upload
 from eagle_server.plan import Chunk, CyclePlan, CycleResult
-from eagle_server.speculation.accept import Acceptance, Accepted
+from eagle_server.speculation.accept import Acceptance
 from eagle_server.speculation.sampling import draw
-from eagle_server.speculation.tree import Tree, root_alone
+from eagle_server.speculation.tree import root_alone
 from eagle_server.worker.ahead import ForwardAhead
 from eagle_server.worker.batch.batch import Batches, DecodeBatch, PromptBatch
-from eagle_server.worker.batch.verify_token_mask import VerifyTokenMask
 from eagle_server.worker.clock import StageClock
+from eagle_server.worker.cycle import Cycle, Drawn
 from eagle_server.worker.drafters.interface import Drafter
-from eagle_server.worker.drafting import Drafts, TreeDrafting
-from eagle_server.worker.output_processing import Decoded, Drawn, OutputCopy
+from eagle_server.worker.drafting import TreeDrafting
 from eagle_server.worker.verifier import Verified, Verifier
 
 
@@ -31,13 +30,22 @@ def do_nothing() -> None:
 class Worker:
     """Runs cycles. `overlaps`: the device runs the next cycle's first forward while the host reads the results."""
 
-    def __init__(self, verifier: Verifier, drafting: TreeDrafting, batches: Batches, acceptance: Acceptance) -> None:
+    def __init__(
+        self,
+        verifier: Verifier,
+        drafting: TreeDrafting,
+        batches: Batches,
+        acceptance: Acceptance,
+        *,
+        overlaps: bool = False,
+    ) -> None:
         self.verifier, self.drafting, self.batches, self.acceptance = verifier, drafting, batches, acceptance
+        self.overlaps = overlaps
+        self.observers: list[Callable[[Cycle], None]] = []  # see every cycle with decodes after acceptance
         self._verified: ForwardAhead[Verified] = ForwardAhead()
         # The last cycle's chunks, rows and features, if the drafter has not read them.
         self._prompts: tuple[tuple[Chunk, ...], PromptBatch, Tensor | None] | None = None
-        self._read = StageClock(batches.device)  # what it took to read the last ones
-        self.overlaps = False
+        self._reading = StageClock(batches.device)  # what it took to read the last ones
 
     @property
     def drafter(self) -> Drafter[Any]:
@@ -47,7 +55,7 @@ class Worker:
     def run(self, plan: CyclePlan, meanwhile: Callable[[], None] = do_nothing) -> CycleResult:
         """One cycle: every decoding request gets at least one token, and every chunk advances its prompt.
 
-        The device runs ahead of the host until the host reads `OutputCopy`. With grammars the host also reads the trees
+        The device runs ahead of the host until the host reads the outputs. With grammars the host also reads the trees
         in between: as they grow (`batch.ranking`) and while they are verified.
 
         Args:
@@ -56,77 +64,96 @@ class Worker:
         if not self.overlaps:
             meanwhile()
         self.read_prompts()
-        clock, self._read = self._read, StageClock(self.batches.device)
+        cycle, self._reading = Cycle(plan, self._reading), StageClock(self.batches.device)
         self.batches.begin(plan)
         self.drafting.forget(plan.released)
         self._verified.forget(plan.released)
         if self.verifier.states is not None:
-            with clock.stage("keep"):
+            with cycle.clock.stage("keep"):
                 self.verifier.settle(plan.states)
-        batch = decoded = drawn = drafts = None
         if plan.decodes:
-            batch = self.batches.decode(plan.decodes)
-            drafts = self.drafting.draft(batch, clock)
-            with clock.stage("verify"):
-                tree = self.verifier.compacted(drafts.tree)
-                token_mask = VerifyTokenMask.of(batch.decodes, self.batches.device, tree)
-                verified = self._take_verified(batch, clock) if drafts.batch is None else None
-                verified = verified or self.verifier.verify(batch, tree)
-            with clock.stage("accept"):
-                tree, sampling = token_mask.masked(tree, batch.sampling)
-                accepted = self.acceptance.accept(tree, verified.logits, sampling)
-                learned = self.drafting.observe(batch, drafts, tree, accepted)
-            with clock.stage("keep"):
-                self.verifier.keep(batch, tree, accepted)
-                self._record(batch, tree, verified, accepted)
-            decoded = Decoded(verified.logits, accepted, tree, bool(sampling.transforms), learned)
+            self._decode(cycle)
         if plan.chunks:
-            with clock.stage("prefill"):
-                drawn = self._prefill(plan.chunks)
-        with clock.stage("emit"):
-            copy = OutputCopy(plan, decoded, drawn)
-            outputs = None if self.overlaps else copy.outputs()
+            with cycle.clock.stage("prefill"):
+                cycle.drawn = self._prefill(plan.chunks)
+        with cycle.clock.stage("emit"):
+            cycle.start_copy()
+            outputs = None if self.overlaps else cycle.outputs()
         if outputs is None:
-            if batch is not None and drafts is not None and decoded is not None:
-                self._run_ahead(plan, batch, drafts, decoded, clock)
+            self._run_ahead(cycle)
             meanwhile()
-            outputs = copy.outputs()
-        chunks, decodes, estimates = outputs
-        result = CycleResult(chunks, decodes, clock.seconds(), settled=self.verifier.settled)
-        return self.drafting.finish(plan, result, drafts, estimates, 0 if decoded is None else len(decoded.logits))
+            outputs = cycle.outputs()
+        chunks, decodes = outputs
+        seconds = cycle.clock.seconds()
+        self.drafting.learn(cycle, decodes)
+        return CycleResult(
+            chunks,
+            decodes,
+            seconds,
+            draft_computed_tokens=self.drafting.computed_tokens(plan.decodes),
+            settled=self.verifier.settled,
+            steps=cycle.steps,
+            drafting=cycle.drafting_requests,
+            rows=cycle.rows,
+            expected=cycle.expected,
+            predicted_seconds=cycle.predicted_seconds,
+        )
+
+    def _decode(self, cycle: Cycle) -> None:
+        """Draft, verify, accept, keep."""
+        batch, clock = self.batches.decode(cycle.plan.decodes), cycle.clock
+        cycle.batch = batch
+        self.drafting.draft(cycle)
+        with clock.stage("verify"):
+            tree = self.verifier.compacted(cycle.tree)
+            token_mask = self.batches.token_mask(batch.decodes, tree)
+            verified = self._take_verified(batch, clock) if cycle.drafting is None else None
+            verified = verified or self.verifier.verify(batch, tree)
+        with clock.stage("accept"):
+            sampling = batch.sampling
+            if token_mask is not None:
+                tree, sampling = token_mask.masked(tree, sampling)
+            cycle.tree, cycle.logits, cycle.restricted = tree, verified.logits, bool(sampling.transforms)
+            cycle.accepted = self.acceptance.accept(tree, verified.logits, sampling)
+        for observe in self.observers:
+            observe(cycle)
+        with clock.stage("keep"):
+            self.verifier.keep(batch, tree, cycle.accepted)
+            self._record(cycle, verified.features)
 
     @torch.inference_mode()
     def read_prompts(self) -> None:
         """Let the drafter read the last cycle's prompts. On a CPU the results, which do not need it, are sent first."""
         prompts, self._prompts = self._prompts, None
         if prompts is not None:
-            with self._read.stage("prefill"):
+            with self._reading.stage("prefill"):
                 self.drafter.prefill(self.batches.prompts(*prompts))
 
-    def _run_ahead(
-        self, plan: CyclePlan, batch: DecodeBatch, drafts: Drafts, decoded: Decoded, clock: StageClock
-    ) -> None:
+    def _run_ahead(self, cycle: Cycle) -> None:
         """The next cycle's first forward: draft-extend, or, if nothing was drafted, verification of the roots.
 
         A plain cycle gives each request exactly one token, so the host knows the next lengths, and the device the
         tokens. A captured forward overwrites the last one's logits, so there must be nothing left to read from these.
         What no request could use after this cycle, which gives it one token at least, is not computed.
         """
+        plan, clock = cycle.plan, cycle.clock
+        if not plan.decodes or plan.warm_up is not None:
+            return
         self._verified.discard(clock)
         self.drafting.extended.discard(clock)
         if any(chunk.next_token is None for chunk in plan.chunks):
             return  # its request joins the next cycle
-        if drafts.batch is not None:
-            self.drafting.extend_ahead(drafts, decoded.accepted)
+        if cycle.drafting is not None:
+            self.drafting.extend_ahead(cycle)
             return
-        if all(decode.tokens_left == 1 for decode in batch.decodes):
+        if all(decode.tokens_left == 1 for decode in plan.decodes):
             return
-        if decoded.restricted or any(decode.sampling.params.logprobs is not None for decode in batch.decodes):
+        if cycle.restricted or any(decode.sampling.params.logprobs is not None for decode in plan.decodes):
             return
-        own, after = StageClock(self.batches.device), batch.after(decoded.accepted)
+        own, after = StageClock(self.batches.device), cycle.batch.after(cycle.accepted)
         with own.stage("verify"):
             verified = self.verifier.verify(after, root_alone(after.verified_id, after.seq_lens))
-        requests = [(decode.req_pool_index, decode.seq_len + 1) for decode in batch.decodes]
+        requests = [(decode.req_pool_index, decode.seq_len + 1) for decode in plan.decodes]
         self._verified.put(verified, requests, len(after.seq_lens_host), own)
 
     def _take_verified(self, batch: DecodeBatch, clock: StageClock) -> Verified | None:
@@ -134,12 +161,13 @@ class Worker:
         requests = [(decode.req_pool_index, decode.seq_len) for decode in batch.decodes]
         return self._verified.take(requests, len(batch.seq_lens_host), clock)
 
-    def _record(self, batch: DecodeBatch, tree: Tree, verified: Verified, accepted: Accepted) -> None:
+    def _record(self, cycle: Cycle, features: Tensor) -> None:
         """Record the accepted tokens for the next draft-extend, each with its parent node's feature."""
         if not self.drafter.uses_features:
             return
+        batch = cycle.batch
         starts = [(decode.req_pool_index, decode.seq_len) for decode in batch.decodes]
-        batch.accepted_tokens.record_paths(starts, batch.req_pool_indices, tree, accepted, verified.features)
+        batch.accepted_tokens.record_paths(starts, batch.req_pool_indices, cycle.tree, cycle.accepted, features)
 
     def _prefill(self, chunks: tuple[Chunk, ...]) -> Drawn:
         """Prompt chunks through target and drafter. The last chunk of a prompt samples the first output token."""
@@ -151,7 +179,7 @@ class Worker:
         ends = [logit_ends[i] - 1 for i in last]
         positions = upload([chunks[i].start + len(chunks[i].tokens) for i in last], device)
         last_chunks = [chunks[i] for i in last]
-        sampling = VerifyTokenMask.of(last_chunks, device).sampling(self.batches.prompt_sampling(last_chunks))
+        sampling = self.batches.prompt_sampling(last_chunks)
         logits = prefilled.logits.index_select(0, upload(ends, device))[:, None]
         tokens, scores = draw(logits, positions[:, None], sampling)
         uses_features = self.drafter.uses_features

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from eagle_server.request import DraftTree
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.tree import Tree
-from eagle_server.worker.batch.draft_tree import draft_tree, drafted_nodes
+from eagle_server.worker.batch.draft_tree import draft_tree
+from eagle_server.worker.cycle import Cycle
 from eagle_server.worker.worker import Worker
 
 
@@ -68,23 +69,25 @@ def recorded(worker: Worker, record: Callable[[list[DraftedTree]], None]) -> Ite
     They are copied to the host, which waits for the device in every cycle. So this is for inspection, not for serving.
     """
 
-    def observe(tree: Tree, accepted: Accepted, requests: int) -> None:
-        record(drafted_trees(tree, accepted, requests))
+    def observe(cycle: Cycle) -> None:
+        record(drafted_trees(cycle.tree, cycle.accepted, len(cycle.plan.decodes)))
 
-    worker.drafting.observers.append(observe)
+    worker.observers.append(observe)
     try:
         yield
     finally:
-        worker.drafting.observers.remove(observe)
+        worker.observers.remove(observe)
 
 
 def drafted_trees(tree: Tree, accepted: Accepted, requests: int) -> list[DraftedTree]:
     """The trees of the first `requests` of a batch; the others are padding."""
-    tokens, parents, *scores = (values[:requests].tolist() for values in drafted_nodes(tree))
+    tokens, parents = tree.tokens[:requests].tolist(), tree.parents[:requests].tolist()
+    scores = None if tree.scores is None else tree.scores[:requests].tolist()
     paths, drawn = accepted.path[:requests].tolist(), accepted.tokens[:requests].tolist()
     trees = []
     for number, path in enumerate(paths):
         emitted = drawn[number][: sum(node >= 0 for node in path)]
-        node_scores = scores[0][number] if scores else None
-        trees.append(DraftedTree.of(draft_tree(tokens[number], parents[number], node_scores, path, emitted), emitted))
+        node_scores = None if scores is None else scores[number]
+        drafted = draft_tree(tokens[number], parents[number], node_scores, path, emitted, tree.steps)
+        trees.append(DraftedTree.of(drafted, emitted))
     return trees

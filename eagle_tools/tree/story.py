@@ -23,7 +23,7 @@ from eagle_tools.tree.terminal import ACCEPTED, QUIET, console_for, print_cycle
 
 
 @dataclass
-class Cycle:
+class StoryCycle:
     """A cycle's tree, and the tokens that the request sent in this cycle."""
 
     tree: DraftedTree
@@ -35,7 +35,7 @@ class Story:
     """A generation: the token drawn after the prompt, and the cycles after it."""
 
     first: list[int] = field(default_factory=list)
-    cycles: list[Cycle] = field(default_factory=list)
+    cycles: list[StoryCycle] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
@@ -84,7 +84,7 @@ def tell(engine: Engine, request: Request) -> Story:
                 if delta.error is not None:
                     raise ValueError(delta.error)
                 if trees:
-                    story.cycles.append(Cycle(trees.pop(), delta.token_ids))
+                    story.cycles.append(StoryCycle(trees.pop(), delta.token_ids))
                 else:
                     story.first += delta.token_ids
     return story

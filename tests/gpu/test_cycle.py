@@ -12,7 +12,7 @@ import torch
 
 from eagle_server.engine.engine import Engine
 from eagle_server.request import Request
-from eagle_server.worker.output_processing import OutputCopy
+from eagle_server.worker.cycle import Cycle
 from tests.gpu.conftest import flashinfer_on
 from tests.gpu.pairs import Pair, random_pair
 from tests.gpu.ties import MARGIN, judge
@@ -150,7 +150,7 @@ def refusing_to_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterato
     """From the start of each cycle until its results are copied, every synchronization with the device raises."""
     gpu = engine.worker.batches.device.type == "cuda"
     modes: list[str] = []
-    original, outputs = engine.worker.run, OutputCopy.outputs
+    original, outputs = engine.worker.run, Cycle.outputs
 
     def mode(name: str) -> None:
         modes.append(name)
@@ -167,13 +167,13 @@ def refusing_to_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
         return call
 
-    def read(copy: OutputCopy) -> Any:
+    def read(copy: Cycle) -> Any:
         mode("default")
         return outputs(copy)
 
     with monkeypatch.context() as patched:
         patched.setattr(engine.worker, "run", refusing(original))
-        patched.setattr(OutputCopy, "outputs", read)
+        patched.setattr(Cycle, "outputs", read)
         yield modes
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
@@ -183,10 +183,10 @@ def _count_copies(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter) -> No
 
     begin = host.HostCopy.__init__
 
-    def packed(self: host.HostCopy, *tensors: Tensor) -> None:
-        begin(self, *tensors)
+    def packed(self: host.HostCopy, tensors: Mapping[str, Tensor]) -> None:
+        begin(self, tensors)
         if tensors:
-            host._packed(tensors)
+            host._packed(tuple(tensors.values()))
 
     monkeypatch.setattr(upload_module, "torch", Torch("torch"))
     monkeypatch.setattr(host.HostCopy, "__init__", packed)

@@ -11,9 +11,8 @@ from eagle_server.engine.engine import Engine
 from eagle_server.models.targets.interface import TargetOutput
 from eagle_server.speculation.tree import Tree, without
 from eagle_server.worker.batch.batch import DecodeBatch, Prompts
-from eagle_server.worker.clock import StageClock
+from eagle_server.worker.cycle import Cycle
 from eagle_server.worker.drafters.interface import Drafter
-from eagle_server.worker.drafting import Drafts
 
 
 class ThinningDrafter:
@@ -65,10 +64,9 @@ def thinned(engine: Engine, seed: int = 0) -> Engine:
     drafting, draft = engine.worker.drafting, engine.worker.drafting.draft
     drafting.drafter = drafter = ThinningDrafter(drafting.drafter, seed)
 
-    def watched(batch: DecodeBatch, clock: StageClock) -> Drafts:
-        drafts = draft(batch, clock)
-        drafter.nodes.append(int((drafts.tree.tokens >= 0).sum()))
-        return drafts
+    def watched(cycle: Cycle) -> None:
+        draft(cycle)
+        drafter.nodes.append(int((cycle.tree.tokens >= 0).sum()))
 
     drafting.draft = watched  # type: ignore[method-assign]
     return engine

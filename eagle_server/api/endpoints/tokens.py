@@ -36,7 +36,7 @@ class Detokenized(msgspec.Struct):
 
 
 class CountedTokens(msgspec.Struct):
-    """Anthropic's answer to a conversation whose tokens are counted."""
+    """The answer of /v1/messages/count_tokens."""
 
     input_tokens: int
 

@@ -31,13 +31,15 @@ from eagle_server.models.drafts.interface import DraftModel
 from eagle_server.models.ranks import RankGroup
 from eagle_server.models.targets.interface import Target
 from eagle_server.ops.triton_support import on_gpu
+from eagle_server.plan import TreeShape
 from eagle_server.request import Ready
 from eagle_server.scheduling.admission import SchedulerLimits
 from eagle_server.scheduling.scheduler import Scheduler
 from eagle_server.worker.batch.batch import Batches
-from eagle_server.worker.budget.budget import AdaptiveBudget, FixedBudget
+from eagle_server.worker.budget.budget import AdaptiveBudget, Budget, FixedBudget
 from eagle_server.worker.budget.cost_model import CostModel
 from eagle_server.worker.budget.estimates import AcceptanceEstimates
+from eagle_server.worker.drafters.interface import Drafter
 from eagle_server.worker.drafting import TreeDrafting
 from eagle_server.worker.first_drafts import FirstDrafts
 from eagle_server.worker.graphs import CudaRecorder, Graphs, Recorder
@@ -104,45 +106,48 @@ def assemble(  # noqa: PLR0913
         estimates=AcceptanceEstimates(device) if config.estimating or config.adaptive else None,
         ranks=ranks,
     )
-    largest = FixedBudget(config.tree.model_steps, config.tree.nodes)
-    drafting = TreeDrafting(drafter, batches, largest)
-    if draft is not None:
-        drafting.first_drafts = FirstDrafts(ALGORITHMS[draft.algorithm].silent_causes)
+    drafting = _drafting(config, draft, drafter, batches, ragged=attention.ragged_trees)
     captured = max(config.graph_sizes, default=0) * config.tree.nodes
     verifier = Verifier(target, attention, pools[0], graphs, ranks, captured, states)
-    worker = Worker(verifier, drafting, batches, config.acceptance)
+    worker = Worker(verifier, drafting, batches, config.acceptance, overlaps=graphs.captures)
     if config.graph_sizes:
         _capture(worker, graphs, backends, config)
     elif on_gpu(target.embed):
         _compile(worker, config)
-    if config.adaptive:
-        _adapt(worker, largest, config)
-    worker.overlaps = graphs.captures
-    drafting.extends_ahead = drafter.extends_ahead and config.tree.steps < config.tree.num_lookahead_slots
+    if drafting.costs is not None:
+        _measure(worker, drafting.costs, config)
     scheduler = Scheduler(_limits(config, uses_features=drafter.uses_features), kv)
     grammars = _grammars(tokenizer, target.config, mask_budget)
     return Engine(scheduler, worker, _ready(config, target, kv, document), grammars, publisher)
 
 
-def _adapt(worker: Worker, largest: FixedBudget, config: EngineConfig) -> None:
-    """Measure the costs, then let the trees follow cost and load."""
-    drafting, tree, costs = worker.drafting, config.tree, CostModel()
-    began = time.perf_counter()
+def _drafting(
+    config: EngineConfig, draft: DraftModel | None, drafter: Drafter[Any], batches: Batches, *, ragged: bool
+) -> TreeDrafting:
+    """The drafter under its budget. ragged: requests may have trees of different sizes."""
+    tree, costs = config.tree, CostModel() if config.adaptive else None
+    first_drafts = None if draft is None else FirstDrafts(ALGORITHMS[draft.algorithm].silent_causes)
+    budget: Budget = FixedBudget(tree.model_steps, tree.nodes)
+    if costs is not None:
+        shapes = () if ragged else tree.shapes
+        sizes = (batches.pad_row + 1, (tree.steps, tree.nodes))
+        budget = AdaptiveBudget(*sizes, costs, drafter.forwards, drafter.widest, shapes, first_drafts=first_drafts)
+    extends_ahead = drafter.extends_ahead and tree.steps < tree.num_lookahead_slots
+    return TreeDrafting(drafter, batches, budget, costs=costs, extends_ahead=extends_ahead, first_drafts=first_drafts)
+
+
+def _measure(worker: Worker, costs: CostModel, config: EngineConfig) -> None:
+    """Measure what cycles cost, before the budget weighs it."""
+    began, tree = time.perf_counter(), config.tree
     longest = min(config.context_length, config.max_total_tokens, _LONG_TEXT)
-    measure_costs(worker, costs, largest, config.max_running_requests, longest)
+    measure_costs(worker, costs, TreeShape(tree.model_steps, tree.nodes), config.max_running_requests, longest)
     logger.info(
         "costs measured in %.1f s: %.1f ms for one row, %.1f ms for %d",
         time.perf_counter() - began,
         1e3 * costs.verify.at(1.0),
-        1e3 * costs.verify.at(float(largest.nodes)),
-        largest.nodes,
+        1e3 * costs.verify.at(float(tree.nodes)),
+        tree.nodes,
     )
-    shapes = () if worker.verifier.attention.ragged_trees else tree.shapes
-    drafter, rows, size = drafting.drafter, worker.batches.pad_row + 1, (tree.steps, tree.nodes)
-    budget = AdaptiveBudget(
-        rows, size, costs, drafter.forwards, drafter.widest, shapes, first_drafts=drafting.first_drafts
-    )
-    drafting.adapt(budget, costs)
 
 
 def _check(draft: DraftModel | None, config: EngineConfig) -> None:
@@ -200,23 +205,19 @@ def _verified_sizes(config: EngineConfig) -> set[int]:
 def _capture(worker: Worker, graphs: Graphs, backends: Backends, config: EngineConfig) -> None:
     """Size the workspace, then capture every graph that serving will use."""
     lengths = (2, config.context_length)  # attention to trees may be computed differently over long texts
-    graphs.paused = True
-    # The largest batch too: it may be larger than the graphs, and the workspace cannot grow after the capture.
-    warm_up(worker, sorted({*config.graph_sizes, config.max_running_requests}), lengths)
+    largest = TreeShape(config.tree.model_steps, config.tree.nodes)
+    with graphs.paused():
+        # The largest batch too: it may be larger than the graphs, and the workspace cannot grow after the capture.
+        warm_up(worker, largest, sorted({*config.graph_sizes, config.max_running_requests}), lengths)
     backends.freeze()
-    graphs.paused = False
-    largest = worker.drafting.budget
     for shape in config.tree.captured_shapes(adaptive=config.adaptive):
-        worker.drafting.budget = FixedBudget(*shape)
         sizes = tqdm(config.graph_sizes[::-1], desc="capture graphs", unit="batch size", disable=None)
-        warm_up(worker, sizes, lengths)
-    worker.drafting.budget = largest
+        warm_up(worker, TreeShape(*shape), sizes, lengths)
 
 
 def _compile(worker: Worker, config: EngineConfig) -> None:
     """Without graphs: launch every kernel that serving will launch, so that no request waits for a compiler."""
-    drafting, tree = worker.drafting, config.tree
-    largest, sizes = drafting.budget, sorted({1, min(2, config.max_running_requests), config.max_running_requests})
+    tree, sizes = config.tree, sorted({1, min(2, config.max_running_requests), config.max_running_requests})
     shapes: set[tuple[int, int]] = {*tree.captured_shapes(adaptive=config.adaptive), (0, 1)}
     shapes |= {(steps, tree.nodes) for steps in range(1, tree.steps)}  # near a request's end
     lengths: tuple[int, ...] = (2,)
@@ -226,9 +227,7 @@ def _compile(worker: Worker, config: EngineConfig) -> None:
         shapes |= {(tree.steps, 1 << power) for power in range(1, tree.nodes.bit_length())}
         shapes |= {(steps, 2) for steps in range(1, tree.steps)}
     for shape in tqdm(sorted(shapes, reverse=True), desc="compile kernels", unit="tree", disable=None):
-        drafting.budget = FixedBudget(*shape)
-        warm_up(worker, sizes, lengths)
-    drafting.budget = largest
+        warm_up(worker, TreeShape(*shape), sizes, lengths)
 
 
 def _limits(config: EngineConfig, *, uses_features: bool) -> SchedulerLimits:

@@ -20,6 +20,7 @@ from eagle_server.plan import Chunk, CyclePlan, Decode, RequestSampling
 from eagle_server.request import SamplingParams
 from eagle_server.speculation.accept import Accepted
 from eagle_server.speculation.sampling import SamplingBatch
+from eagle_server.speculation.tree import Tree
 from eagle_server.worker.batch.accepted_tokens import AcceptedTokens
 from eagle_server.worker.batch.draft_ranking import (
     BY_PROBABILITY,
@@ -29,6 +30,7 @@ from eagle_server.worker.batch.draft_ranking import (
     SamplingParameters,
 )
 from eagle_server.worker.batch.penalizer_state import PenalizerStates
+from eagle_server.worker.batch.verify_token_mask import VerifyTokenMask
 from eagle_server.worker.budget.budget import CycleBudget
 from eagle_server.worker.budget.estimates import AcceptanceEstimates
 from eagle_server.worker.rank_messages import send_changes
@@ -115,7 +117,7 @@ class Prompts:
 
     chunks: tuple[Chunk, ...]
     rows: PromptBatch  # the target's rows
-    pairs: PromptFeatures | None  # None: the drafter reads no features, or the only piece is a last token: no pair yet
+    pairs: PromptFeatures | None  # None: no features are read, or the only piece is a prompt's last token
 
 
 def prompt_batch(
@@ -222,7 +224,14 @@ class Batches:
     def prompt_sampling(self, chunks: Sequence[Chunk]) -> SamplingBatch:
         """How the first tokens after the prompts are sampled; chunks are the last ones of their prompts."""
         sampling = SamplingBatch.of([chunk.sampling for chunk in chunks], self.device, self.steps)
-        return self._with_penalizer_state(sampling, chunks)
+        sampling, token_mask = self._with_penalizer_state(sampling, chunks), self.token_mask(chunks)
+        return sampling if token_mask is None else token_mask.sampling(sampling)
+
+    def token_mask(self, scheduled: Sequence[Decode | Chunk], tree: Tree | None = None) -> VerifyTokenMask | None:
+        """What grammars allow in these requests' draws; None: no request has a grammar."""
+        if all(each.grammar_matcher is None for each in scheduled):
+            return None
+        return VerifyTokenMask.of(scheduled, self.device, tree)
 
     def prompts(self, chunks: tuple[Chunk, ...], rows: PromptBatch, features: Tensor | None) -> Prompts:
         """The prompts for the drafter: `rows` for the target, or each feature with the prompt's next token.

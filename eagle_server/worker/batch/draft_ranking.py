@@ -24,7 +24,7 @@ from eagle_server.speculation.sampling import SamplingBatch, above_min_ps, trans
 from eagle_server.speculation.transforms import allowed_by
 from eagle_server.speculation.tree import Tree, without
 from eagle_server.worker.budget.estimates import AcceptanceEstimates
-from eagle_server.worker.host import HostCopy
+from eagle_server.worker.host import to_host
 
 _OFF = float("-inf")
 Path = tuple[int, ...]
@@ -159,7 +159,7 @@ class GrammarPaths:
 
     def advance(self, tokens: Tensor, chosen: Tensor | None, topk: int) -> GrammarPaths:
         """The nodes of the next level; see `DraftRanking.advance`. Waits for the device."""
-        token_lists, places = HostCopy(tokens, torch.zeros_like(tokens) if chosen is None else chosen).lists()
+        token_lists, places = to_host(tokens, torch.zeros_like(tokens) if chosen is None else chosen)
         return replace(
             self,
             paths=tuple(

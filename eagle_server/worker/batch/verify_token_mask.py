@@ -26,7 +26,10 @@ _NO_TREE: tuple[list[int], list[int]] = ([-1], [-1])  # tokens and parents of a 
 
 @dataclass(frozen=True)
 class VerifyTokenMask:
-    """The scheduled requests with grammars, by their number in the batch, and their trees on the way to the host."""
+    """The scheduled requests with grammars, by their number in the batch, and their trees on the way to the host.
+
+    `Batches.token_mask` makes it.
+    """
 
     scheduled: tuple[tuple[int, Decode | Chunk], ...]
     device: torch.device
@@ -34,11 +37,11 @@ class VerifyTokenMask:
 
     @classmethod
     def of(cls, scheduled: Sequence[Decode | Chunk], device: torch.device, tree: Tree | None = None) -> VerifyTokenMask:
-        """Starts the copy of the trees; there is none where no request has a grammar."""
+        """Starts the copy of the trees. At least one request has a grammar."""
         masked = tuple((n, request) for n, request in enumerate(scheduled) if request.grammar_matcher is not None)
-        if not masked or tree is None or tree.size == 1:
-            return cls(masked, device)
-        return cls(masked, device, HostCopy(tree.tokens, tree.parents))
+        has_nodes = tree is not None and tree.size > 1
+        trees = HostCopy({"tokens": tree.tokens, "parents": tree.parents}) if tree is not None and has_nodes else None
+        return cls(masked, device, trees)
 
     def sampling(self, sampling: SamplingBatch) -> SamplingBatch:
         """`sampling` with the masks before its other transforms, for requests without trees."""
@@ -49,9 +52,7 @@ class VerifyTokenMask:
 
         Waits for the copy of the trees.
         """
-        if not self.scheduled:
-            return tree, sampling
-        tokens, parents = (None, None) if self.trees is None else self.trees.lists()
+        tokens, parents = (None, None) if self.trees is None else self.trees.lists("tokens", "parents")
         bits, is_cut = [], False
         for number, request in self.scheduled:
             assert request.grammar_matcher is not None

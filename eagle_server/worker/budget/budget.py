@@ -233,7 +233,7 @@ class AdaptiveBudget:
         if self.first_drafts is not None and self.first_drafts.is_open and not wanted and not new:
             new = [n for _, n in others if decodes[n].sampling.params.temperature == 0]
         self._probes = bool(others and not new) and self._credit > 0
-        if self._probes:  # who drafted longest ago drafts once, to see whether that pays
+        if self._probes:  # the request whose last draft is the oldest drafts once, to measure it
             new = [min(others)[1]]
         wanted = sorted({*wanted, *new})
         steps, size = self.shapes[0] if self.shapes else (self.steps, self.nodes)

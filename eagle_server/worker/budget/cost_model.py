@@ -31,7 +31,7 @@ _SHORTEST = 1e-6  # seconds
 
 
 def draft_steps(forwards: Floats | float) -> Floats:
-    """How many draft steps proposing takes as long as, if it has so many forwards. 0: it counts as draft-extend."""
+    """The time of `propose` with this many forwards, counted in draft steps. 0: it is measured with draft-extend."""
     return np.where(np.asarray(forwards) > 0, forwards + _PROPOSING, 0.0)
 
 

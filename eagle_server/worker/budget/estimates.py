@@ -9,7 +9,7 @@ no text does, because no draw depends on a tree.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,19 +28,6 @@ _BINS = len(_EDGES) + 1
 _DEPTHS = 8  # deeper nodes count as this deep
 _RANKS = 2  # the first child of a node; the others
 _LEAST, _MOST = math.log(1e-4), math.log(0.995)  # chances stay below 1, so that a child never outranks its parent
-
-
-@dataclass(frozen=True)
-class Estimates:
-    """The estimates of one batch of trees, without the root, as logarithms, float32 [bs, n].
-
-    guesses: the drafter's chance of a node, given that its parent is accepted. path_logp: the corrected chance of the
-    whole path, -inf for padding. parents: int64 [bs, n], node numbers, 0 for the root.
-    """
-
-    guesses: Tensor
-    path_logp: Tensor
-    parents: Tensor
 
 
 class AcceptanceEstimates:
@@ -73,8 +60,8 @@ class AcceptanceEstimates:
         """`corrected` for the native kernels."""
         return Correction(self._ratios, self._edges, temperature_bin, _DEPTHS, _MOST)
 
-    def estimate(self, tree: Tree, temperature_bin: Tensor) -> Estimates:
-        """The estimates of trees with scores. With guesses the scores are corrected already.
+    def estimate(self, tree: Tree, temperature_bin: Tensor) -> Tree:
+        """The trees with corrected scores, -inf for padding, and with guesses. With guesses they are corrected already.
 
         temperature_bin int64 [bs]: see `RequestSampling.temperature_bin`.
         """
@@ -88,7 +75,7 @@ class AcceptanceEstimates:
             chances = (chances + guesses).clamp_(max=_MOST)
             path_logp = (tree.mask[:, 1:, 1:] * chances[:, None]).sum(-1)
         padding = tree.tokens[:, 1:] < 0
-        return Estimates(guesses, path_logp.masked_fill(padding, float("-inf")), tree.parents[:, 1:])
+        return replace(tree, scores=path_logp.masked_fill(padding, float("-inf")), guesses=guesses)
 
     def observe(
         self,

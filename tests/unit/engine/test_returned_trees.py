@@ -12,7 +12,7 @@ from msgspec.structs import replace as with_fields
 from eagle_server.engine.engine import Engine
 from eagle_server.request import Request, TokenDelta
 from eagle_server.speculation.static_tree import parse_choices, ranks_of, steps_of
-from eagle_server.worker import output_processing
+from eagle_server.worker import cycle
 from eagle_server.worker.host import HostCopy, _packed, _unpacked
 from tests.lossless.drafters import UNEQUAL
 from tests.support.engines import random_head, random_target, request, speculative
@@ -103,11 +103,11 @@ def test_without_speculation_a_tree_is_its_root() -> None:
 def test_nothing_is_copied_to_the_host_unless_a_request_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
 
-    def counted(*tensors: torch.Tensor) -> HostCopy:
+    def counted(tensors: dict[str, torch.Tensor]) -> HostCopy:
         counts.append(len(tensors))
-        return HostCopy(*tensors)
+        return HostCopy(tensors)
 
-    monkeypatch.setattr(output_processing, "HostCopy", counted)
+    monkeypatch.setattr(cycle, "HostCopy", counted)
     deltas(engine("EAGLE3"), [request("0", REPEATING)])
     assert max(counts) == 4
 

@@ -306,7 +306,7 @@ def test_drafts_follow_the_parameters_of_the_request(tmp_path: Path) -> None:
     head, _ = loaded(tmp_path, FORMATS["z-lab"])
     engine = speculative(target(), head, 3, 2)
     drafted = list[Tensor]()
-    engine.worker.drafting.observers.append(lambda tree, *_: drafted.append(tree.tokens[:, 1:]))
+    engine.worker.observers.append(lambda cycle: drafted.append(cycle.tree.tokens[:, 1:]))
     allowed = [3, 8, 11, 20]
     run(engine, [request(0, [3, 4], max_tokens=12, allowed_token_ids=allowed, temperature=1.0)])
     assert set(torch.cat([each.flatten() for each in drafted]).tolist()) <= {-1, *allowed}

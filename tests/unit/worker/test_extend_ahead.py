@@ -11,7 +11,7 @@ import torch
 from eagle_server.engine.engine import Engine
 from eagle_server.worker.batch.batch import DecodeBatch
 from eagle_server.worker.clock import StageClock
-from eagle_server.worker.output_processing import OutputCopy
+from eagle_server.worker.cycle import Cycle
 from tests.support.engines import (
     admit_without_reserve,
     random_head,
@@ -43,7 +43,7 @@ def engine(topk: int = 4, **settings: Any) -> Engine:
 def events(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that receives what happens: "extend", "read" for the results, "found" for a draft-extend done before."""
     seen: list[str] = []
-    extend, outputs = engine.worker.drafter.extend, OutputCopy.outputs
+    extend, outputs = engine.worker.drafter.extend, Cycle.outputs
     monkeypatch.setattr(engine.worker.drafter, "extend", lambda batch: (seen.append("extend"), extend(batch))[1])
     take = engine.worker.drafting._take_extended
 
@@ -53,7 +53,7 @@ def events(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return state
 
     monkeypatch.setattr(engine.worker.drafting, "_take_extended", found)
-    monkeypatch.setattr(OutputCopy, "outputs", lambda copy: (seen.append("read"), outputs(copy))[1])
+    monkeypatch.setattr(Cycle, "outputs", lambda copy: (seen.append("read"), outputs(copy))[1])
     return seen
 
 

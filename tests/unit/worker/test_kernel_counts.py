@@ -17,9 +17,9 @@ from eagle_server.ops.triton_support import HAS_TRITON
 from eagle_server.speculation.accept import Lossless
 from eagle_server.worker.batch.batch import DecodeBatch
 from eagle_server.worker.budget.estimates import AcceptanceEstimates
+from eagle_server.worker.cycle import Cycle
 from eagle_server.worker.drafters import eagle
 from eagle_server.worker.drafters.eagle import EagleDrafter
-from eagle_server.worker.output_processing import OutputCopy
 from eagle_server.worker.verifier import Verifier
 from eagle_server.worker.worker import Worker
 from tests.support.engines import random_head, random_target, request, speculative
@@ -41,13 +41,13 @@ def counted(monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], **setting
         "after": (DecodeBatch, "after"),
         "propose": (EagleDrafter, "propose"),
         "build_tree": (eagle, "organize_draft_results"),
-        "estimates": (AcceptanceEstimates, "of"),
+        "estimates": (AcceptanceEstimates, "estimate"),
         "verify": (Verifier, "verify"),
         "layer": (DecoderLayer, "forward"),
         "accept": (Lossless, "accept"),
         "keep": (Verifier, "keep"),
         "record": (Worker, "_record"),
-        "emit": (OutputCopy, "__init__"),
+        "emit": (Cycle, "start_copy"),
     }
     for stage, place in stages.items():
         counter.watch(monkeypatch, *place, stage)

@@ -17,9 +17,8 @@ from eagle_server.models.drafts.standalone import DraftLM
 from eagle_server.models.layers import pack_linears
 from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops.native.library import available
-from eagle_server.speculation.accept import Accepted
-from eagle_server.speculation.tree import Tree
 from eagle_server.worker.budget.budget import FixedBudget
+from eagle_server.worker.cycle import Cycle
 from eagle_server.worker.drafters.eagle import EagleDrafter
 from tests.support.engines import CONTEXT, MARGIN, random_head, random_target, randomized, request, run, speculative
 
@@ -64,13 +63,14 @@ def trees_of(engine: Engine, temperature: float) -> list[tuple[Tensor, ...]]:
     """Every tree that the engine verifies, without its text."""
     found: list[tuple[Tensor, ...]] = []
 
-    def observe(tree: Tree, accepted: Accepted, count: int) -> None:
+    def observe(cycle: Cycle) -> None:
+        tree = cycle.tree
         if tree.size == 1:
             return  # a request's last token needs no draft
-        assert tree.scores is not None and count
+        assert tree.scores is not None
         found.append((tree.tokens, tree.parents, tree.scores))
 
-    engine.worker.drafting.observers.append(observe)
+    engine.worker.observers.append(observe)
     prompts = torch.randint(1, 48, (3, 30), generator=torch.Generator().manual_seed(2)).tolist()
     kinds = (temperature, 0.0, 1.3 * temperature)
     run(

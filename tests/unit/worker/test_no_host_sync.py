@@ -24,7 +24,7 @@ from eagle_server.models.targets.decoder import TargetModel
 from eagle_server.ops.host_reads import waits
 from eagle_server.speculation.static_tree import PRESETS, truncated
 from eagle_server.speculation.typical import Typical
-from eagle_server.worker.output_processing import OutputCopy
+from eagle_server.worker.cycle import Cycle
 from eagle_tools.training.medusa import new_heads
 from tests.support.engines import CONTEXT, MARGIN, random_head, random_target, randomized, request, run, speculative
 from tests.support.flashinfer_emulation import Emulation
@@ -79,7 +79,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, device: Device, module: Emulation) 
     for wrapper in (module.BatchPrefillWithPagedKVCacheWrapper, module.BatchDecodeWithPagedKVCacheWrapper):
         for name in ("__init__", "plan", "run", "workspace_size"):
             aside(wrapper, name)
-    aside(OutputCopy, "outputs")
+    aside(Cycle, "outputs")
 
 
 def random_medusa(target: TargetModel) -> MedusaHeads:

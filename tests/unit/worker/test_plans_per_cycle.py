@@ -16,7 +16,7 @@ import pytest
 from eagle_server.attention.flashinfer import mla as flashinfer_mla
 from eagle_server.attention.flashinfer import wrappers as flashinfer_wrappers
 from eagle_server.speculation.static_tree import PRESETS, truncated
-from eagle_server.worker.output_processing import OutputCopy
+from eagle_server.worker.cycle import Cycle
 from tests.support.covering import covering
 from tests.support.engines import random_head, random_target, request, run, speculative, tree_size
 from tests.support.flashinfer_emulation import Emulation
@@ -95,8 +95,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         before(monkeypatch, owner, "plan", device.plan)
         before(monkeypatch, owner, "run", device.launch)
     before(monkeypatch, FirstCall, "replay", device.launch)
-    before(monkeypatch, OutputCopy, "__init__", device.copy)
-    before(monkeypatch, OutputCopy, "outputs", device.read)
+    before(monkeypatch, Cycle, "start_copy", device.copy)
+    before(monkeypatch, Cycle, "outputs", device.read)
     return device
 
 

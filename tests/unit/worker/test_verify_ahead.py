@@ -9,7 +9,7 @@ import pytest
 
 from eagle_server.engine.engine import Engine
 from eagle_server.request import FinishReason
-from eagle_server.worker.output_processing import OutputCopy
+from eagle_server.worker.cycle import Cycle
 from tests.support.engines import (
     admit_without_reserve,
     plain,
@@ -41,11 +41,11 @@ def engine(**settings: Any) -> Engine:
 def forwards(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that receives what happens: "verify" for a forward, "read" for the results."""
     seen: list[str] = []
-    verify, outputs = engine.worker.verifier.verify, OutputCopy.outputs
+    verify, outputs = engine.worker.verifier.verify, Cycle.outputs
     monkeypatch.setattr(
         engine.worker.verifier, "verify", lambda batch, tree: (seen.append("verify"), verify(batch, tree))[1]
     )
-    monkeypatch.setattr(OutputCopy, "outputs", lambda copy: (seen.append("read"), outputs(copy))[1])
+    monkeypatch.setattr(Cycle, "outputs", lambda copy: (seen.append("read"), outputs(copy))[1])
     return seen
 
 
